@@ -1,0 +1,77 @@
+"""Extension points. A plugin is one frozen struct in one file.
+
+Its fields are its TOML table, its methods are its job, and its file name is its ``type``:
+
+    [advantage]
+    type = "grpo"            # plugins/advantages/grpo.py, class Grpo
+    scale_by_std = false     # field of that class
+
+A plugin of your own lives anywhere importable: ``type = "my_lab.advantages:Rloo"``. Importing a
+plugin file is cheap; what is heavy is imported in the method that needs it.
+"""
+
+import importlib
+import pkgutil
+import re
+from typing import Any
+
+from msgspec import Struct, ValidationError, convert
+
+from hpc_swe.errors import ConfigError
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+class Plugin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every plugin."""
+
+
+def load(family: str, table: dict[str, Any]) -> Any:
+    """Build the plugin that a TOML table names.
+
+    Raises:
+        ConfigError: The type is unknown, or a field is missing, misspelt or of the wrong type.
+    """
+    fields = dict(table)
+    kind = fields.pop("type", "")
+    module, _, name = kind.partition(":") if ":" in kind else (f"hpc_swe.plugins.{family}.{kind}", "", "")
+    try:
+        plugin = getattr(importlib.import_module(module), name or kind.title().replace("_", ""))
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise  # the plugin exists, but something that it imports does not
+        raise _unknown(family, kind) from None
+    except AttributeError:
+        raise _unknown(family, kind) from None
+    try:
+        return convert(fields, plugin)
+    except ValidationError as error:
+        known_fields = ", ".join(plugin.__struct_fields__) or "none"
+        raise ConfigError(f"[{family}] type = {kind!r}: {error}; its fields: {known_fields}") from None
+
+
+def dump(plugin: Plugin) -> dict[str, Any]:
+    """The TOML table of a plugin: inverse of `load`."""
+    cls = type(plugin)
+    shipped = cls.__module__.startswith("hpc_swe.plugins.")
+    kind = cls.__module__.rpartition(".")[2] if shipped else f"{cls.__module__}:{cls.__name__}"
+    return {"type": kind} | {name: getattr(plugin, name) for name in cls.__struct_fields__}
+
+
+def known(family: str) -> list[str]:
+    """Types that ship with hpc_swe."""
+    package = importlib.import_module(f"hpc_swe.plugins.{family}")
+    return sorted(
+        m.name
+        for m in pkgutil.iter_modules(package.__path__)
+        if m.name != "base" and not m.name.startswith("_")
+    )
+
+
+def _unknown(family: str, kind: str) -> ConfigError:
+    return ConfigError(
+        f"[{family}] has no type {kind!r}; known: {', '.join(known(family))}; "
+        f"for your own write type = 'package.module:Class'"
+    )

@@ -1,0 +1,24 @@
+"""The seam: a source of tasks."""
+
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+from hpc_swe.records import Message, Split, Task
+
+
+@runtime_checkable
+class Taskset(Protocol):
+    """Tasks of two disjoint splits, in an order that never changes."""
+
+    def load(self, split: Split) -> Iterable[Task]:
+        """Tasks of one split; may be endless."""
+        ...
+
+
+@runtime_checkable
+class Demonstrated(Protocol):
+    """A taskset that can also show how an agent might act, for a warm start."""
+
+    def demonstrations(self, seed: int) -> Iterable[list[Message]]:
+        """Endless conversations on training tasks."""
+        ...

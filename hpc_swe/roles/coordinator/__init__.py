@@ -1,0 +1,1 @@
+"""The coordinator: dispatches requests, assembles groups, publishes batches."""

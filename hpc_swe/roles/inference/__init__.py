@@ -1,0 +1,1 @@
+"""The inference supervisor: keeps one engine alive and its weights new."""

@@ -1,0 +1,1 @@
+"""The learner: one optimizer step a batch."""

@@ -1,0 +1,1 @@
+"""The reward worker: grades episodes in fresh sandboxes."""

@@ -1,0 +1,1 @@
+"""The rollout worker: runs episodes and records their tokens."""

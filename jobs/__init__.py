@@ -1,0 +1,1 @@
+"""What Slurm runs: each module wires one role from a run folder."""
