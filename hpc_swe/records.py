@@ -155,7 +155,7 @@ class RolloutRequest(Record, frozen=True, kw_only=True):
 
 
 class VersionSpan(Record, frozen=True, kw_only=True):
-    """Completion tokens start .. end - 1 were sampled by weights no older than `oldest`, no newer than `newest`."""
+    """Completion tokens start .. end - 1 were sampled by weights between `oldest` and `newest`."""
 
     start: int
     end: int
@@ -287,7 +287,7 @@ class Sample(Record, frozen=True, kw_only=True):
     Example: for the episode above
 
         token_ids = P0 A0 P1 A1
-        mask      =  0  1  0  1     1 only where the engine sampled; logprobs, advantages, weights are 0 elsewhere
+        mask      =  0  1  0  1     1 where the engine sampled; elsewhere all numbers are 0
     """
 
     episode: str

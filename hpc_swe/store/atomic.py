@@ -1,0 +1,120 @@
+"""Cells: small files that are published whole or not at all."""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from hpc_swe.errors import CorruptRecord, StorageError
+from hpc_swe.records import Record
+
+R = TypeVar("R", bound=Record)
+REFUSALS = {
+    errno.ENOSPC: "no space is left; free some, or raise [retention] limits",
+    errno.EDQUOT: "the quota is used up; see `lfs quota` or `quota`",
+    errno.EIO: "an I/O error; the file system may be failing over",
+    errno.ESTALE: "a stale handle; the file system was remounted",
+    errno.EROFS: "it is mounted read-only",
+}
+
+
+@lru_cache(maxsize=1)
+def _identity(pid: int) -> str:
+    return os.urandom(4).hex()
+
+
+def identity() -> str:
+    """Eight random hex digits of this process. A requeued Slurm job keeps its id; this never repeats."""
+    return _identity(os.getpid())
+
+
+def temporary(final: Path, prefix: str = "") -> Path:
+    """A dot name beside `final` that nobody else uses and that tells whose it is."""
+    return final.with_name(f".{prefix}{final.name}~{os.urandom(3).hex()}-{identity()}")
+
+
+@contextlib.contextmanager
+def storage(path: Path) -> Iterator[None]:
+    """Tell the file system's refusals (full, quota, I/O) apart from mistakes.
+
+    Raises:
+        StorageError: One of `REFUSALS`; the caller backs off and tries again.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in REFUSALS:
+            raise StorageError(f"{path}: {REFUSALS[error.errno]}") from error
+        raise
+
+
+def write(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o600) -> None:
+    """Publish `data` at `path` so that no reader on any node sees part of it.
+
+    The fsync is not for power cuts: a Lustre client that dies with dirty pages would leave a renamed
+    but empty file behind, since the name lives on another server than the data. Beats do without.
+
+    Raises:
+        StorageError: Nothing was published, and no temporary is left.
+    """
+    name = temporary(path)
+    with storage(path):
+        try:
+            with os.fdopen(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                file.write(data)
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+            os.replace(name, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+
+
+def encode(path: Path, record: Record) -> bytes:
+    """JSON for names that end in .json, MessagePack for all others."""
+    return msgspec.json.encode(record) if path.suffix == ".json" else msgspec.msgpack.encode(record)
+
+
+def decode(path: Path, data: bytes, kind: type[R]) -> R:
+    """Inverse of `encode`.
+
+    Raises:
+        CorruptRecord: The bytes are no such record; names the file.
+    """
+    try:
+        if path.suffix == ".json":
+            return msgspec.json.decode(data, type=kind)
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptRecord(f"{path}: not a {kind.__name__}: {error}; move it away to go on") from error
+
+
+def put(path: Path, record: Record, *, durable: bool = True) -> None:
+    """Publish a record as a cell."""
+    write(path, encode(path, record), durable=durable)
+
+
+def get(path: Path, kind: type[R]) -> R:
+    """Read a cell.
+
+    Raises:
+        FileNotFoundError: Nothing was published there.
+        CorruptRecord: The cell does not hold such a record.
+        StorageError: The file system refuses.
+    """
+    with storage(path):
+        data = path.read_bytes()
+    return decode(path, data, kind)
+
+
+def names(folder: Path) -> list[str]:
+    """Published names of a folder, sorted; dot names do not exist."""
+    with storage(folder):
+        return sorted(name for name in os.listdir(folder) if not name.startswith("."))

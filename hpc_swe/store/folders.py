@@ -1,0 +1,133 @@
+"""Folders: many large files that belong together, published by one rename.
+
+Files are written into a dot-named folder beside the final one; the manifest is written last; the
+rename onto the final name is the commit. A folder that exists is therefore complete, and of two
+writers one gets LostRace.
+"""
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from hpc_swe.errors import CorruptRecord, LostRace
+from hpc_swe.records import FileInfo, Manifest
+from hpc_swe.store import atomic
+
+M = TypeVar("M", bound=Manifest)
+NAME = "MANIFEST.json"
+TRASH = ".trash-"
+
+
+def staging(final: Path) -> Path:
+    """Make the dot-named folder that will become `final`.
+
+    Raises:
+        StorageError: The file system refuses.
+    """
+    folder = atomic.temporary(final, "tmp-")
+    with atomic.storage(folder):
+        folder.mkdir(parents=True)
+    return folder
+
+
+def commit(stage: Path, final: Path, manifest: Manifest) -> None:
+    """Make the files durable, write the manifest, rename.
+
+    Raises:
+        LostRace: `final` exists: somebody published first. The stage is removed.
+        StorageError: The file system refuses; the stage is removed.
+    """
+    try:
+        with atomic.storage(final):
+            for name in manifest.files:
+                _sync(stage / name)
+            atomic.put(stage / NAME, manifest)
+            os.rename(stage, final)
+    except OSError as error:
+        shutil.rmtree(stage, ignore_errors=True)
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            raise LostRace(f"{final} was published by another process") from None
+        raise
+    except Exception:
+        shutil.rmtree(stage, ignore_errors=True)
+        raise
+
+
+def publish(final: Path, fill: Callable[[Path], Manifest]) -> None:
+    """Fill a stage and commit it; `fill` returns the manifest of what it wrote."""
+    stage = staging(final)
+    try:
+        manifest = fill(stage)
+    except BaseException:
+        shutil.rmtree(stage, ignore_errors=True)
+        raise
+    commit(stage, final, manifest)
+
+
+def describe(path: Path) -> FileInfo:
+    """Size and checksum of a file just written."""
+    with path.open("rb") as file:
+        return FileInfo(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def write(stage: Path, name: str, data: bytes) -> FileInfo:
+    """Write one file into a stage.
+
+    Raises:
+        StorageError: The file system refuses.
+    """
+    with atomic.storage(stage / name):
+        (stage / name).write_bytes(data)
+    return FileInfo(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def manifest(folder: Path, kind: type[M]) -> M:
+    """The manifest of a published folder.
+
+    Raises:
+        FileNotFoundError: Nothing is published there.
+        CorruptRecord: The manifest does not decode.
+    """
+    return atomic.get(folder / NAME, kind)
+
+
+def read(folder: Path, name: str, listed: Manifest) -> bytes:
+    """One file of a published folder, checked against its manifest.
+
+    Raises:
+        CorruptRecord: The file is missing, not listed, or differs from what was published.
+    """
+    path, info = folder / name, listed.files.get(name)
+    if info is None:
+        raise CorruptRecord(
+            f"{path}: not in the folder's manifest; it lists {', '.join(sorted(listed.files))}"
+        )
+    try:
+        with atomic.storage(path):
+            data = path.read_bytes()
+    except FileNotFoundError:
+        raise CorruptRecord(f"{path}: listed in the manifest, but missing") from None
+    if len(data) != info.size or hashlib.sha256(data).hexdigest() != info.sha256:
+        raise CorruptRecord(
+            f"{path}: {len(data)} bytes, not the {info.size} that were published; remove the folder"
+        )
+    return data
+
+
+def remove(folder: Path) -> None:
+    """Delete a published folder: out of sight first, so that no reader finds half of it."""
+    trash = folder.with_name(f"{TRASH}{folder.name}~{atomic.identity()}")
+    try:
+        os.rename(folder, trash)
+    except FileNotFoundError:
+        return  # another coordinator was faster
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
