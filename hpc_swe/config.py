@@ -1,0 +1,385 @@
+"""The run configuration: TOML files merged left to right into one frozen tree, unknown keys refused.
+
+People write TOML; `dump` writes the merged tree, defaults filled in, as the run's run.json, and jobs
+read only that. A role is given the one table it uses, never the whole.
+"""
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, ValidationError
+
+from hpc_swe import plugins
+from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.advantages.base import Advantage
+from hpc_swe.plugins.agents.base import Agent
+from hpc_swe.plugins.engines.base import Engine
+from hpc_swe.plugins.executors.base import Executor
+from hpc_swe.plugins.graders.base import Grader
+from hpc_swe.plugins.policies.base import LossConfig, OptimizerConfig, Policy
+from hpc_swe.plugins.sandboxes.base import Sandboxes
+from hpc_swe.plugins.tasksets.base import Taskset
+from hpc_swe.records import Role, Sampling
+
+Positive = Annotated[int, Meta(gt=0)]
+Natural = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+FAMILIES: dict[Any, str] = {
+    Advantage: "advantages",
+    Agent: "agents",
+    Engine: "engines",
+    Executor: "executors",
+    Grader: "graders",
+    Policy: "policies",
+    Sandboxes: "sandboxes",
+    Taskset: "tasksets",
+}
+MAY_CHANGE = ("steps", "counts", "executor", "coordinator.poll_s", "rollout.slots", "reward.slots")
+"""Keys that a running run may see changed; all else would change what is trained."""
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every config table."""
+
+
+class TasksConfig(Table, frozen=True, kw_only=True):
+    """Which tasks the run takes from its taskset, once, at the start."""
+
+    train: Natural = 1024
+    """Training tasks; groups go round and round over them in shuffled order."""
+    eval: Natural = 64
+    """Held-out tasks."""
+    eval_from: Natural = 0
+    """First held-out task, so that choosing and reporting can use different ones."""
+
+
+class GroupsConfig(Table, frozen=True, kw_only=True):
+    """Groups, how far sampling may run ahead, and what becomes of what went wrong."""
+
+    group_size: Annotated[int, Meta(ge=1)] = 8
+    """Episodes per task (the G of GRPO)."""
+    groups_per_step: Positive = 8
+    """Groups with signal that one batch trains."""
+    max_staleness: Natural = 1
+    """Batches that may be sampled ahead of the newest exported weights."""
+    hard_max_staleness: Natural = 0
+    """Groups with a token older than this are dropped and counted; 0 is never."""
+    max_token_staleness: Natural = 0
+    """Tokens older than this are masked one by one; 0 is never."""
+    straggler_s: Seconds = 7200.0
+    """After this a group trains with the members it has, if two, else it is dropped."""
+    max_attempts: Positive = 3
+    """Infrastructure failures of one episode before its member is closed without reward."""
+    max_losses: Positive = 10
+    """Lost leases of one message before it is buried."""
+    resample: bool = True
+    """Filter groups without signal; off trains them, with advantage 0."""
+
+
+class BatchesConfig(Table, frozen=True, kw_only=True):
+    """How episodes become microbatches."""
+
+    aggregate: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
+    constant_length: Positive = 1024
+    """The denominator per episode of ``constant``, in tokens."""
+    overlong: Literal["train", "mask_loss", "drop_from_baseline"] = "train"
+    """What a truncated episode counts for: all; the baseline, but no loss; nothing."""
+    train_chains: Literal["main", "all"] = "main"
+    """Whether an agent's side conversations are trained."""
+    microbatch_tokens: Positive = 4096
+    """Most tokens of one forward; longer samples are refused."""
+
+
+class RetentionConfig(Table, frozen=True, kw_only=True):
+    """What is kept on disk."""
+
+    keep_last: Annotated[int, Meta(ge=2)] = 3
+    keep_every: Natural = 0
+    """Versions and checkpoints at multiples of this many steps stay; 0 is none."""
+    free_space_floor_gb: Annotated[float, Meta(ge=0)] = 0.2
+    """Below this dispatching stops, and says so."""
+
+
+class CoordinatorConfig(Table, frozen=True, kw_only=True):
+    """The coordinator's rounds."""
+
+    poll_s: Seconds = 1.0
+    status_s: Seconds = 5.0
+    wait_s: Seconds = 3600.0
+    """Longest wait without progress before the coordinator says so and fails."""
+
+
+class RolloutConfig(Table, frozen=True, kw_only=True):
+    """How episodes are made."""
+
+    slots: Positive = 8
+    """Episodes that one worker runs at once."""
+    poll_s: Seconds = 0.5
+    episode_timeout_s: Seconds = 1800.0
+    """Backstop on one episode's wall clock, waiting for the engine apart; an infrastructure failure."""
+    engine_wait_s: Seconds = 600.0
+    """Longest wait for an engine that serves."""
+    context: Positive = 4096
+    """Most tokens of prompt and completion."""
+    min_tokens: Positive = 16
+    """With less room than this left, the episode ends as ``context``."""
+    tool_parser: Literal["hermes", "qwen3_coder"] = "hermes"
+    template_arguments: dict[str, bool] = {}
+    """Passed to the chat template, for example enable_thinking."""
+
+
+class RewardConfig(Table, frozen=True, kw_only=True):
+    """How episodes are graded."""
+
+    slots: Positive = 2
+    poll_s: Seconds = 0.5
+
+
+class InferenceConfig(Table, frozen=True, kw_only=True):
+    """How engines are kept alive."""
+
+    port: Natural = 0
+    """0 is any free port."""
+    start_timeout_s: Seconds = 600.0
+    max_restarts: Natural = 5
+    poll_s: Seconds = 0.5
+
+
+class LearnerConfig(Table, frozen=True, kw_only=True):
+    """The learner's rhythm."""
+
+    data_parallel: Positive = 1
+    export_every: Positive = 1
+    checkpoint_every: Positive = 10
+    batch_wait_s: Seconds = 3600.0
+    """Longest wait for the next batch."""
+    poll_s: Seconds = 0.2
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class EvalConfig(Table, frozen=True, kw_only=True):
+    """Held-out evaluation."""
+
+    every: Natural = 0
+    """Evaluate in training every so many steps; 0 is never."""
+    samples: Positive = 4
+    """Episodes a task and decoding."""
+    tasks: Natural = 0
+    """Held-out tasks used; 0 is all."""
+    decodings: dict[str, Sampling] = {}
+    """Label -> settings, for example greedy = {temperature = 0}."""
+
+
+class SftConfig(Table, frozen=True, kw_only=True):
+    """Where a warm start's samples come from."""
+
+    source: Literal["demonstrations", "episodes"] = "demonstrations"
+    episodes: str = ""
+    """Run folder whose archived episodes are trained, when the source is episodes."""
+    min_reward: float = 1.0
+    """Least reward of an episode that is trained."""
+    samples_per_step: Positive = 32
+
+
+class LeaseConfig(Table, frozen=True, kw_only=True):
+    """How long the dead count as living."""
+
+    beat_s: Seconds = 30.0
+    ttl_s: Seconds = 120.0
+
+
+class RunConfig(Table, frozen=True, kw_only=True):
+    """The whole of one run."""
+
+    mode: Literal["grpo", "sft", "eval"] = "grpo"
+    model: str
+    """Hugging Face folder of the initial weights."""
+    reference: str = ""
+    """Folder of the reference model of the KL; empty is `model`."""
+    seed: Natural = 0
+    steps: Natural = 100
+    """Optimizer steps in all."""
+    counts: dict[Role, Natural] = {}
+    """Jobs of each role; one where not named."""
+    max_restarts: Natural = 5
+    """Times that a job starts its process again."""
+    tasks: TasksConfig = TasksConfig()
+    taskset: Taskset
+    sandbox: Sandboxes
+    agent: Agent
+    grader: Grader
+    advantage: Advantage
+    engine: Engine
+    policy: Policy
+    executor: Executor
+    sampling: Sampling = Sampling()
+    groups: GroupsConfig = GroupsConfig()
+    batches: BatchesConfig = BatchesConfig()
+    retention: RetentionConfig = RetentionConfig()
+    coordinator: CoordinatorConfig = CoordinatorConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    inference: InferenceConfig = InferenceConfig()
+    learner: LearnerConfig = LearnerConfig()
+    eval: EvalConfig = EvalConfig()
+    sft: SftConfig = SftConfig()
+    lease: LeaseConfig = LeaseConfig()
+
+
+def read(*paths: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Merge TOML files left to right, then one-line TOML overrides; the last wins.
+
+    Raises:
+        ConfigError: A file is missing or no TOML, a key is unknown, a value is out of bounds, or two
+            values do not go together; the message names the file and the key.
+    """
+    tree: dict[str, Any] = {}
+    for path in paths:
+        _merge(tree, _parse(path))
+    for override in overrides:
+        _merge(tree, _parse_override(override))
+    return build(tree, " + ".join(map(str, paths)))
+
+
+def build(tree: dict[str, Any], source: str) -> RunConfig:
+    """The configuration that a merged tree describes, checked.
+
+    Raises:
+        ConfigError: As `read`.
+    """
+    try:
+        config = msgspec.convert(tree, RunConfig, dec_hook=_plugin)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {error}{_hint(str(error))}") from None
+    for complaint in _complaints(config):
+        raise ConfigError(f"{source}: {complaint}")
+    return config
+
+
+def dump(config: RunConfig) -> dict[str, Any]:
+    """The tree that `build` turns into this configuration, every default written out."""
+    return {name: _plain(getattr(config, name)) for name in config.__struct_fields__}
+
+
+def differences(old: RunConfig, new: RunConfig) -> list[str]:
+    """Keys that differ and may not change in a run that exists, as ``key: old -> new``."""
+    left, right = dict(_leaves(dump(old))), dict(_leaves(dump(new)))
+    return [
+        f"{key}: {left.get(key)!r} -> {right.get(key)!r}"
+        for key in sorted(left.keys() | right.keys())
+        if left.get(key) != right.get(key) and not key.startswith(MAY_CHANGE)
+    ]
+
+
+def _complaints(config: RunConfig) -> list[str]:
+    plain = config.sampling.is_plain and config.sampling.temperature == 1
+    groups, learner, lease = config.groups, config.learner, config.lease
+    rules = [
+        (
+            config.mode == "grpo" and not plain,
+            "[sampling] training samples the plain distribution: temperature = 1, top_p = 1, top_k = 0, min_p = 0; "
+            "put other settings under [eval.decodings]",
+        ),
+        (
+            groups.max_staleness < learner.export_every - 1,
+            f"groups.max_staleness = {groups.max_staleness} never lets a batch be sampled while "
+            f"learner.export_every = {learner.export_every}; it must be at least export_every - 1",
+        ),
+        (
+            config.mode == "grpo" and groups.group_size < 2,
+            "groups.group_size = 1 has no baseline; GRPO needs at least 2",
+        ),
+        (
+            config.mode == "eval" and not config.eval.decodings,
+            "[eval.decodings] is empty; add for example greedy = {temperature = 0.0}",
+        ),
+        (
+            (config.mode == "sft") != (learner.loss.objective == "sft"),
+            f"learner.loss.objective = {learner.loss.objective!r} does not go with mode = {config.mode!r}; "
+            "the objective sft belongs to the mode sft, and only there",
+        ),
+        (
+            config.rollout.context > config.batches.microbatch_tokens,
+            f"batches.microbatch_tokens = {config.batches.microbatch_tokens} cannot hold an episode of "
+            f"rollout.context = {config.rollout.context} tokens",
+        ),
+        (
+            lease.ttl_s < 2 * lease.beat_s,
+            f"lease.ttl_s = {lease.ttl_s} must be at least twice lease.beat_s = {lease.beat_s}",
+        ),
+    ]
+    return [complaint for wrong, complaint in rules if wrong]
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _parse_override(line: str) -> dict[str, Any]:
+    key, _, value = line.partition("=")
+    for text in (line, f'{key}="{value}"'):  # `model=runs/x` needs no quotes
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError:
+            continue
+    raise ConfigError(
+        f"override {line!r}: write key=value, for example groups.group_size=8{separator and ''}"
+    )
+
+
+def _merge(tree: dict[str, Any], update: dict[str, Any]) -> None:
+    for key, value in update.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict) and not _other_type(tree[key], value):
+            _merge(tree[key], value)
+        else:
+            tree[key] = value
+
+
+def _other_type(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    return (
+        "type" in new and old.get("type") != new["type"]
+    )  # another plugin keeps none of the first one's fields
+
+
+def _plugin(kind: type, table: Any) -> Any:
+    if kind not in FAMILIES:
+        raise NotImplementedError(kind)
+    if not isinstance(table, dict):
+        raise ConfigError(f"[{FAMILIES[kind]}] must be a table with a type")
+    return plugins.load(FAMILIES[kind], table)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, LossConfig | OptimizerConfig) or not isinstance(value, plugins.Plugin):
+        if isinstance(value, msgspec.Struct):
+            return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
+        return msgspec.to_builtins(value)
+    return msgspec.to_builtins(plugins.dump(value))
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _hint(message: str) -> str:
+    """The keys that would be right, when one is unknown."""
+    if "unknown field" not in message:
+        return ""
+    table: Any = RunConfig
+    for name in message.rpartition("`$")[2].rstrip("`").split("."):
+        table = table.__annotations__.get(name, table) if name else table
+    return f"; known: {', '.join(table.__struct_fields__)}" if hasattr(table, "__struct_fields__") else ""
