@@ -284,8 +284,8 @@ def _complaints(config: RunConfig) -> list[str]:
     rules = [
         (
             config.mode == "grpo" and not plain,
-            "[sampling] training samples the plain distribution: temperature = 1, top_p = 1, top_k = 0, min_p = 0; "
-            "put other settings under [eval.decodings]",
+            "[sampling] training samples the plain distribution: temperature = 1, top_p = 1, top_k = 0, "
+            "min_p = 0; put other settings under [eval.decodings]",
         ),
         (
             groups.max_staleness < learner.export_every - 1,
@@ -332,9 +332,7 @@ def _parse_override(line: str) -> dict[str, Any]:
             return tomllib.loads(text)
         except tomllib.TOMLDecodeError:
             continue
-    raise ConfigError(
-        f"override {line!r}: write key=value, for example groups.group_size=8{separator and ''}"
-    )
+    raise ConfigError(f"override {line!r}: write key=value, for example groups.group_size=8")
 
 
 def _merge(tree: dict[str, Any], update: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from hpc_swe.records import Role, WeightVersion
 
@@ -162,6 +163,15 @@ class RunDir:
         """Folder of one role's standard output and error."""
         return self.root / "logs" / role
 
+    @property
+    def launches(self) -> Path:
+        """Cells: one per submitted job, by role."""
+        return self.root / "launch"
+
+    def job(self, role: Role, job: str) -> Path:
+        """Cell: one submitted job."""
+        return self.launches / role / f"{job}.json"
+
     def spool(self, name: str) -> Path:
         """Folder of one of SPOOLS."""
         return self.root / name
@@ -184,6 +194,7 @@ class RunDir:
             self.evals,
             self.archives,
             self.tensorboard,
+            *(self.launches / role for role in get_args(Role)),
         ):
             folder.mkdir(parents=True, exist_ok=True)
         for spool in SPOOLS:

@@ -1,32 +1,28 @@
-"""The seam: who starts processes and knows which live."""
+"""The seam: who starts jobs and knows which of them live."""
 
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from hpc_swe.records import Role
-
-
-@dataclass(frozen=True)
-class Submission:
-    """So many more processes of a role."""
-
-    role: Role
-    count: int
+from hpc_swe.rundir import RunDir
 
 
 @runtime_checkable
 class Executor(Protocol):
-    """The plugin."""
+    """The plugin. A job is one process tree that runs `python -m jobs.run ROLE RUN`."""
 
-    def submit(self, run: Path, submission: Submission, tasks: int) -> None:
-        """Start jobs of a role, each of `tasks` processes."""
+    def submit(self, run: RunDir, role: Role, command: Sequence[str]) -> str:
+        """Start one job; returns its id.
+
+        Raises:
+            ConfigError: The scheduler refuses; the message is its own.
+        """
         ...
 
-    def alive(self, run: Path) -> dict[Role, int]:
-        """Jobs of this run that run or wait, by role."""
+    def alive(self, run: RunDir) -> dict[Role, list[str]]:
+        """Ids of this run's jobs that run or wait, by role."""
         ...
 
-    def cancel(self, run: Path) -> None:
-        """End all jobs of this run."""
+    def cancel(self, run: RunDir, job: str) -> None:
+        """End one job at once, with all its processes."""
         ...

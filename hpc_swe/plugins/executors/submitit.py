@@ -1,0 +1,94 @@
+"""Jobs by submitit. It submits and nothing more: the run folder is the truth, its results are not read."""
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from hpc_swe.errors import ConfigError
+from hpc_swe.plugins import Plugin
+from hpc_swe.records import Record, Role
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import atomic
+
+
+class JobRecord(Record, frozen=True, kw_only=True):
+    """One submission, as it lies in launch/<role>/<job>.json."""
+
+    role: Role
+    job: str
+    started: str
+    """Start time of the process in clock ticks: a pid that comes back is not the same job."""
+
+
+class Submitit(Plugin, frozen=True, kw_only=True):
+    """On this machine (`local`); Slurm takes the same calls."""
+
+    cluster: Literal["local"] = "local"
+    timeout_min: int = 60 * 24
+
+    def submit(self, run: RunDir, role: Role, command: Sequence[str]) -> str:
+        """Start one job that outlives this process."""
+        import submitit
+
+        folder = run.logs(role)
+        folder.mkdir(parents=True, exist_ok=True)
+        executor = submitit.LocalExecutor(folder=folder / "%j")
+        executor.update_parameters(timeout_min=self.timeout_min, stderr_to_stdout=True)
+        job = executor.submit(submitit.helpers.CommandFunction(list(command), verbose=False))
+        started = _started(int(job.job_id))
+        if started is None:
+            raise ConfigError(f"job {job.job_id} of {role} ended at once; see {folder}")
+        atomic.put(run.job(role, job.job_id), JobRecord(role=role, job=job.job_id, started=started))
+        return str(job.job_id)
+
+    def alive(self, run: RunDir) -> dict[Role, list[str]]:
+        """Jobs whose process still runs."""
+        found: dict[Role, list[str]] = {}
+        for path in sorted(run.launches.glob("*/*.json")):
+            record = _read(path)
+            if record is not None and _started(int(record.job)) == record.started:
+                found.setdefault(record.role, []).append(record.job)
+        return found
+
+    def cancel(self, run: RunDir, job: str) -> None:
+        """Kill the job's process tree, children first, so that nothing starts again."""
+        for pid in [int(job), *_descendants(int(job))]:
+            _kill(pid)
+
+
+def _read(path: Path) -> JobRecord | None:
+    try:
+        return atomic.get(path, JobRecord)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def _started(pid: int) -> str | None:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return found
+    for child in children:
+        found += [child, *_descendants(child)]
+    return found
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,44 @@
+"""What every role's process does first and last."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from hpc_swe import launch
+from hpc_swe.config import RunConfig
+from hpc_swe.errors import HpcSweError, LostRace
+from hpc_swe.records import Role
+from hpc_swe.rundir import RunDir
+from hpc_swe.store.lease import Lease
+
+log = logging.getLogger(__name__)
+
+
+def job_id() -> str:
+    """What people call this job: Slurm's or submitit's id, else the process id."""
+    for name in ("SLURM_JOB_ID", "SUBMITIT_LOCAL_JOB_ID"):
+        if name in os.environ:
+            return os.environ[name]
+    return f"local-{os.getpid()}"
+
+
+def lease(run: RunDir, config: RunConfig, role: Role) -> Lease:
+    """This process's lease."""
+    return Lease(run, role, job_id(), config.lease.beat_s)
+
+
+def enter(work: Callable[[RunDir, RunConfig], None]) -> None:
+    """Run `work` on the folder named on the command line; an error of ours becomes one line and its exit code."""
+    os.umask(0o077)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    run = RunDir(Path(sys.argv[1]).absolute())
+    try:
+        work(run, launch.load(run))
+    except LostRace as error:
+        log.error("%s; the other one goes on", error)
+        sys.exit(0)
+    except HpcSweError as error:
+        log.error("%s", error)
+        sys.exit(error.exit_code)
