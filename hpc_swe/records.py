@@ -122,10 +122,12 @@ class WeightVersion(Record, frozen=True, kw_only=True, order=True):
         Raises:
             ValueError: The name is not a version's.
         """
-        step, separator, incarnation = name.removeprefix("v").partition("-i")
-        if not separator or not name.startswith("v"):
-            raise ValueError(f"{name!r} is not a weight version such as v000012-i01")
-        return cls(step=int(step), incarnation=int(incarnation))
+        step, _, incarnation = name.removeprefix("v").partition("-i")
+        if step.isdecimal() and incarnation.isdecimal():
+            version = cls(step=int(step), incarnation=int(incarnation))
+            if version.name == name:
+                return version
+        raise ValueError(f"{name!r} is not a weight version such as v000012-i01")
 
 
 class RolloutRequest(Record, frozen=True, kw_only=True):
@@ -133,7 +135,7 @@ class RolloutRequest(Record, frozen=True, kw_only=True):
 
     Example:
 
-        RolloutRequest(split="train", group_id=12, index=3, task_id="bugs-train-7", seed=7, sampling=Sampling())
+        RolloutRequest(group_id=12, index=3, task_id="bugs-train-7", seed=7, sampling=Sampling())
         # spooled as requests/ready/train-000012-03~0; its episode is named train-000012-03
     """
 

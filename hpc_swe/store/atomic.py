@@ -18,8 +18,13 @@ REFUSALS = {
     errno.ENOSPC: "no space is left; free some, or raise [retention] limits",
     errno.EDQUOT: "the quota is used up; see `lfs quota` or `quota`",
     errno.EIO: "an I/O error; the file system may be failing over",
+    errno.ESHUTDOWN: "this client was evicted; the file system reconnects by itself",
+    errno.ENOTCONN: "the server is not connected; the file system may be failing over",
+    errno.ETIMEDOUT: "the server did not answer; the file system may be failing over",
     errno.ESTALE: "a stale handle; the file system was remounted",
     errno.EROFS: "it is mounted read-only",
+    errno.EACCES: "permission is denied; is the run yours? see `ls -ld`",
+    errno.EPERM: "permission is denied; is the run yours? see `ls -ld`",
 }
 
 
@@ -71,7 +76,7 @@ def write(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o600) -
                 if durable:
                     os.fsync(file.fileno())
             os.replace(name, path)
-        except OSError:
+        except BaseException:  # also an order to exit
             with contextlib.suppress(OSError):
                 os.unlink(name)
             raise
@@ -106,11 +111,14 @@ def get(path: Path, kind: type[R]) -> R:
 
     Raises:
         FileNotFoundError: Nothing was published there.
-        CorruptRecord: The cell does not hold such a record.
+        CorruptRecord: What lies there is no such record.
         StorageError: The file system refuses.
     """
-    with storage(path):
-        data = path.read_bytes()
+    try:
+        with storage(path):
+            data = path.read_bytes()
+    except IsADirectoryError:
+        raise CorruptRecord(f"{path}: a folder, not a {kind.__name__}; move it away to go on") from None
     return decode(path, data, kind)
 
 

@@ -19,7 +19,6 @@ from hpc_swe.store import atomic
 
 M = TypeVar("M", bound=Manifest)
 NAME = "MANIFEST.json"
-TRASH = ".trash-"
 
 
 def staging(final: Path) -> Path:
@@ -35,11 +34,11 @@ def staging(final: Path) -> Path:
 
 
 def commit(stage: Path, final: Path, manifest: Manifest) -> None:
-    """Make the files durable, write the manifest, rename.
+    """Make the files durable, write the manifest, rename. The stage is gone afterwards, come what may.
 
     Raises:
-        LostRace: `final` exists: somebody published first. The stage is removed.
-        StorageError: The file system refuses; the stage is removed.
+        LostRace: `final` exists: somebody published first.
+        StorageError: The file system refuses.
     """
     try:
         with atomic.storage(final):
@@ -48,29 +47,29 @@ def commit(stage: Path, final: Path, manifest: Manifest) -> None:
             atomic.put(stage / NAME, manifest)
             os.rename(stage, final)
     except OSError as error:
-        shutil.rmtree(stage, ignore_errors=True)
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             raise LostRace(f"{final} was published by another process") from None
         raise
-    except Exception:
+    finally:
         shutil.rmtree(stage, ignore_errors=True)
-        raise
 
 
 def publish(final: Path, fill: Callable[[Path], Manifest]) -> None:
     """Fill a stage and commit it; `fill` returns the manifest of what it wrote."""
     stage = staging(final)
     try:
-        manifest = fill(stage)
-    except BaseException:
+        commit(stage, final, fill(stage))
+    finally:
         shutil.rmtree(stage, ignore_errors=True)
-        raise
-    commit(stage, final, manifest)
 
 
 def describe(path: Path) -> FileInfo:
-    """Size and checksum of a file just written."""
-    with path.open("rb") as file:
+    """Size and checksum of a file just written.
+
+    Raises:
+        StorageError: The file system refuses.
+    """
+    with atomic.storage(path), path.open("rb") as file:
         return FileInfo(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
@@ -100,6 +99,7 @@ def read(folder: Path, name: str, listed: Manifest) -> bytes:
 
     Raises:
         CorruptRecord: The file is missing, not listed, or differs from what was published.
+        FileNotFoundError: The whole folder is gone: retention let it go.
     """
     path, info = folder / name, listed.files.get(name)
     if info is None:
@@ -110,7 +110,9 @@ def read(folder: Path, name: str, listed: Manifest) -> bytes:
         with atomic.storage(path):
             data = path.read_bytes()
     except FileNotFoundError:
-        raise CorruptRecord(f"{path}: listed in the manifest, but missing") from None
+        if not folder.exists():
+            raise
+        raise CorruptRecord(f"{path}: listed in the manifest, but missing; remove the folder") from None
     if len(data) != info.size or hashlib.sha256(data).hexdigest() != info.sha256:
         raise CorruptRecord(
             f"{path}: {len(data)} bytes, not the {info.size} that were published; remove the folder"
@@ -119,10 +121,15 @@ def read(folder: Path, name: str, listed: Manifest) -> bytes:
 
 
 def remove(folder: Path) -> None:
-    """Delete a published folder: out of sight first, so that no reader finds half of it."""
-    trash = folder.with_name(f"{TRASH}{folder.name}~{atomic.identity()}")
+    """Delete a published folder: out of sight first, so that no reader finds half of it.
+
+    Raises:
+        StorageError: The file system refuses; the folder stands as before.
+    """
+    trash = atomic.temporary(folder, "trash-")
     try:
-        os.rename(folder, trash)
+        with atomic.storage(folder):
+            os.rename(folder, trash)
     except FileNotFoundError:
         return  # another coordinator was faster
     shutil.rmtree(trash, ignore_errors=True)

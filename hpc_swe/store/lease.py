@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -60,7 +61,7 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._thread.join()
-        self._run.node(self.owner).unlink(missing_ok=True)
+        _remove(self._run.node(self.owner))
 
     def show(self, **changes: object) -> None:
         """Change what the cell says of this process, at once.
@@ -83,8 +84,13 @@ class Lease:
 @dataclass
 class _Sighting:
     node: Node | None
+    shown: bool = True
+    """Whether the last look found the cell; a process that ends in order removes it."""
     missed: int = 0
-    unnamed: dict[str, int] = field(default_factory=dict)
+    grown: int = 0
+    """Looks that found a new beat."""
+    unnamed: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Claim -> `grown` when it was first and last found unnamed."""
 
 
 class Watcher:
@@ -106,11 +112,10 @@ class Watcher:
             return
         self._last = now
         cells, unreadable = self._read()
-        before = {owner for owner, sighting in self._seen.items() if sighting.missed < self._limit}
+        alive = {owner for owner in self._seen if not self.is_dead(owner)}
         for owner in {*cells, *self._seen, *owners} - unreadable:
             self._count(owner, cells.get(owner))
-        expired = {owner for owner in before if self._seen[owner].missed >= self._limit}
-        self._forgive_stall(before, expired)
+        self._forgive_stall(alive)
 
     def is_dead(self, owner: str) -> bool:
         """Whether the owner's beat stood still for the whole grace."""
@@ -118,27 +123,34 @@ class Watcher:
         return sighting is not None and sighting.missed >= self._limit
 
     def is_abandoned(self, owner: str, claim: str) -> bool:
-        """Whether a live owner's last two beats did not name a claim that lies under its name."""
+        """Whether two looks running found a live owner not to name a claim that lies under its name.
+
+        Looks, not beats: a busy owner beats at every change, and may be about to name what it just took.
+        Ask at every look; a claim that was not asked for at the look before counts as new.
+        """
         sighting = self._seen.get(owner)
         if sighting is None or sighting.node is None or self.is_dead(owner):
             return False
         if claim in sighting.node.claims:
             sighting.unnamed.pop(claim, None)
             return False
-        first = sighting.unnamed.setdefault(claim, sighting.node.beat)
-        return sighting.node.beat >= first + 2
+        first, last = sighting.unnamed.get(claim, (sighting.grown, sighting.grown))
+        if last < sighting.grown - 1:
+            first = sighting.grown
+        sighting.unnamed[claim] = (first, sighting.grown)
+        return sighting.grown >= first + 2
 
     def live(self, role: Role | None = None) -> list[Node]:
         """Cells of the living."""
-        nodes = [s.node for o, s in sorted(self._seen.items()) if s.node is not None and not self.is_dead(o)]
-        return [node for node in nodes if role is None or node.role == role]
+        shown = [(o, s.node) for o, s in sorted(self._seen.items()) if s.shown and s.node is not None]
+        return [node for o, node in shown if not self.is_dead(o) and role in (None, node.role)]
 
     def forget(self, keep: Iterable[str]) -> list[str]:
         """Dead owners that hold nothing any more: their cells are removed and they are forgotten."""
-        gone = [owner for owner in self._seen if self.is_dead(owner) and owner not in set(keep)]
+        gone = sorted({owner for owner in self._seen if self.is_dead(owner)} - set(keep))
         for owner in gone:
             del self._seen[owner]
-            self._run.node(owner).unlink(missing_ok=True)
+            _remove(self._run.node(owner))
         return gone
 
     def _read(self) -> tuple[dict[str, Node], set[str]]:
@@ -158,17 +170,29 @@ class Watcher:
     def _count(self, owner: str, node: Node | None) -> None:
         sighting = self._seen.get(owner)
         if sighting is None:
-            self._seen[owner] = _Sighting(node)
-        elif node is not None and (sighting.node is None or node.beat != sighting.node.beat):
-            sighting.node, sighting.missed = node, 0
+            self._seen[owner] = _Sighting(node, shown=node is not None)
+            return
+        sighting.shown = node is not None
+        if node is not None and (sighting.node is None or node.beat != sighting.node.beat):
+            sighting.node, sighting.missed, sighting.grown = node, 0, sighting.grown + 1
         else:
             sighting.missed += 1
 
-    def _forgive_stall(self, before: set[str], expired: set[str]) -> None:
-        if len(expired) < 3 or 2 * len(expired) <= len(before) or self._stalls == PATIENCE:
+    def _forgive_stall(self, alive: set[str]) -> None:
+        """`alive` were so before this look. Beats fall between two looks, so a stall ends them over two."""
+        expired = {owner for owner in alive if self.is_dead(owner)}
+        still = [owner for owner in alive if self._seen[owner].missed >= self._limit - 1]
+        if not expired or len(still) < 3 or 2 * len(still) <= len(alive) or self._stalls == PATIENCE:
             self._stalls = 0
             return
         self._stalls += 1
-        log.warning("stall: %d of %d leases stood still together; looking again", len(expired), len(before))
+        log.warning("stall: %d of %d leases stood still together; looking again", len(still), len(alive))
         for owner in expired:
             self._seen[owner].missed = self._limit - 1
+
+
+def _remove(cell: Path) -> None:
+    try:
+        cell.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("lease not removed: %s", error)  # a cell that stays dies by itself

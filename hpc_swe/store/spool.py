@@ -12,7 +12,8 @@ it back, one loss older.
 
 import logging
 import os
-import zlib
+import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,8 @@ from hpc_swe.store import atomic
 
 R = TypeVar("R", bound=Record)
 STATES = ("ready", "claimed", "dead")
-WINDOW = 32  # workers start at their own place among the oldest, so that they seldom reach for the same
+NAME = re.compile(r"([^~]+)~(0|[1-9][0-9]*)(?:~([^~]+))?")
+WINDOW = 32  # a claim starts anywhere among the oldest, so that two workers seldom reach for the same
 TRIES = 3
 
 log = logging.getLogger(__name__)
@@ -41,9 +43,8 @@ class Address:
     @classmethod
     def parse(cls, name: str) -> "Address | None":
         """None for a foreign file: not ours to touch."""
-        identity, _, rest = name.partition("~")
-        losses, _, owner = rest.partition("~")
-        return cls(identity, int(losses), owner) if losses.isdigit() else None
+        parts = NAME.fullmatch(name)
+        return cls(parts[1], int(parts[2]), parts[3] or "") if parts else None
 
     @property
     def ready(self) -> str:
@@ -102,12 +103,12 @@ class Spool(Generic[R]):
         Raises:
             StorageError: The file system refuses; nothing was published.
         """
-        atomic.write(self.root / "ready" / Address(name, 0).ready, atomic.encode(self.root / name, message))
+        atomic.put(self.root / "ready" / Address(name, 0).ready, message)
 
     def addresses(self, state: str) -> list[Address]:
         """Messages in one state; evaluation first, then oldest first, which is how identities sort."""
         found = (Address.parse(name) for name in atomic.names(self.root / state))
-        return [address for address in found if address is not None]
+        return [address for address in found if address and bool(address.owner) == (state == "claimed")]
 
     def claim(self, owner: str) -> Claim[R] | None:
         """Take one of the oldest ready messages, or None when there is none or others are at it."""
@@ -116,7 +117,7 @@ class Spool(Generic[R]):
     def claims(self, owner: str) -> Iterator[Claim[R]]:
         """Take messages off one listing, as many as the caller asks for."""
         ready = self.addresses("ready")
-        offset = zlib.crc32(owner.encode()) % min(len(ready), WINDOW) if ready else 0
+        offset = random.randrange(min(len(ready), WINDOW)) if ready else 0
         lost = 0
         for address in ready[offset:] + ready[:offset]:
             mine = Address(address.identity, address.losses, owner)

@@ -35,9 +35,12 @@ def manifest(run: RunDir, version: WeightVersion) -> WeightManifest:
 def superseded(
     versions: Collection[WeightVersion], in_use: Collection[str], keep_last: int, keep_every: int
 ) -> list[WeightVersion]:
-    """Versions that retention lets go: not among the last, no milestone, not named by a live lease."""
+    """Versions that retention lets go: not among the last, no milestone, not named by a live lease.
+
+    The newest is never let go, whatever the limits.
+    """
     ordered = sorted(versions)
-    kept = set(ordered[-keep_last:])
+    kept = set(ordered[-max(1, keep_last) :])
     return [
         version
         for version in ordered
