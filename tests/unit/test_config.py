@@ -1,0 +1,111 @@
+"""What a person sees who writes a TOML file wrongly."""
+
+import json
+
+import pytest
+
+from hpc_swe import config as configuration
+from hpc_swe.errors import ConfigError
+
+GOOD = """
+model = "m"
+[groups]
+group_size = 4
+[taskset]
+type = "bugs"
+[sandbox]
+type = "process"
+[agent]
+type = "tool_agent"
+[grader]
+type = "pytest"
+[advantage]
+type = "grpo"
+[engine]
+type = "vllm"
+[policy]
+type = "megatron"
+[executor]
+type = "submitit"
+"""
+
+
+@pytest.fixture
+def read(tmp_path):
+    def write(text: str, *overrides: str):
+        path = tmp_path / "run.toml"
+        path.write_text(text, encoding="utf-8")
+        return configuration.read(path, overrides=list(overrides))
+
+    return write
+
+
+def test_plugin_is_built_from_its_table(read):
+    run = read(GOOD, "advantage.scale_by_std=true", "groups.group_size=2")
+    assert run.groups.group_size == 2
+    assert run.advantage([1.0, -1.0]) == pytest.approx([1.0, -1.0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("groups.group_size=0", r"run.toml: .*>= 1.*group_size"),
+        ("groups.grup_size=4", r"unknown field `grup_size` - at `\$.groups`; known: group_size, groups_per_step"),
+        ("stepz=4", r"unknown field `stepz`; known: mode, model"),
+        ('advantage.type="gropo"', r"has no type 'gropo'; known: grpo"),
+        ("advantage.scale=true", r"unknown field `scale`; its fields: scale_by_std"),
+        ("sampling.top_p=0.9", r"\[sampling\] training samples the plain distribution"),
+        ("sampling.temperature=0.7", r"\[sampling\] training samples the plain distribution"),
+        ("learner.export_every=5", r"groups.max_staleness = 1 .* at least export_every - 1"),
+        ("groups.group_size=1", r"no baseline"),
+        ('mode="eval"', r"\[eval.decodings\] is empty"),
+        ('mode="sft"', r"objective"),
+        ("rollout.context=100000", r"batches.microbatch_tokens"),
+        ("lease.ttl_s=31", r"lease.ttl_s"),
+        ("steps=[", r"override 'steps=\[': write key=value|steps"),
+    ],
+)
+def test_error_names_the_file_the_key_and_what_would_be_right(read, override, message):
+    with pytest.raises(ConfigError, match=message):
+        read(GOOD, override)
+
+
+def test_file_that_is_missing_or_no_toml_is_named(tmp_path):
+    (tmp_path / "bad.toml").write_text("model = ")
+    for name in ("absent.toml", "bad.toml"):
+        with pytest.raises(ConfigError, match=name):
+            configuration.read(tmp_path / name)
+
+
+def test_later_files_win_tables_merge_and_another_plugin_type_starts_afresh(tmp_path, read):
+    base, more = tmp_path / "base.toml", tmp_path / "more.toml"
+    base.write_text(GOOD + "scale = 1\n".replace("scale = 1\n", "") + "[rollout]\nslots = 3\n")
+    more.write_text('[rollout]\ncontext = 64\nmin_tokens = 8\n[advantage]\ntype = "rloo"\n')
+    run = configuration.read(base, more, overrides=["advantage.type='rloo'"])
+    assert (run.rollout.slots, run.rollout.context) == (3, 64)
+    assert type(run.advantage).__name__ == "Rloo"
+
+
+def test_dumped_tree_builds_the_same_configuration(read):
+    run = read(GOOD, "learner.loss.clip_low=0.1", "seed=7")
+    tree = json.loads(json.dumps(configuration.dump(run)))
+    assert configuration.build(tree, "run.json") == run
+
+
+def test_differences_name_each_key_that_may_not_change(read):
+    old, new = read(GOOD), read(GOOD, "seed=1", "steps=7", "counts.rollout=4", "learner.optimizer.lr=1.0")
+    assert configuration.differences(old, new) == ["learner.optimizer.lr: 1e-06 -> 1.0", "seed: 0 -> 1"]
+
+
+def test_plugin_of_your_own(read, tmp_path, monkeypatch):
+    (tmp_path / "my_lab.py").write_text(
+        "from hpc_swe.plugins import Plugin\n"
+        "class Best(Plugin, frozen=True, kw_only=True):\n"
+        "    bonus: float = 0.0\n"
+        "    def __call__(self, rewards):\n"
+        "        return [r - max(rewards) + self.bonus for r in rewards]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    run = read(GOOD.replace('"grpo"', '"my_lab:Best"'), "advantage.bonus=0.5")
+    assert run.advantage([1.0, 0.0]) == [0.5, -0.5]
+    assert configuration.dump(run)["advantage"] == {"type": "my_lab:Best", "bonus": 0.5}
