@@ -30,7 +30,7 @@ def lease(run: RunDir, config: RunConfig, role: Role) -> Lease:
 
 
 def enter(work: Callable[[RunDir, RunConfig], None]) -> None:
-    """Run `work` on the folder named on the command line; an error of ours becomes one line and its exit code."""
+    """Run `work` on the run named on the command line; our errors become one line and an exit code."""
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     run = RunDir(Path(sys.argv[1]).absolute())

@@ -33,22 +33,26 @@ log = logging.getLogger(__name__)
 
 
 class Gang:
-    """The processes of one role on this node."""
+    """The processes of one role on this node: `size` times the same command."""
 
-    def __init__(self, role: str, run: RunDir, size: int) -> None:
-        self._commands = [[sys.executable, "-m", f"jobs.{role}", str(run.root)]] * size
+    def __init__(self, command: Sequence[str], size: int) -> None:
+        self._command, self._size = command, size
         self._children: list[subprocess.Popen[bytes]] = []
         self.stopping = False
 
     def start(self) -> None:
         """Start all ranks; they find one another at a fresh port of this host."""
         port = _free_port()
-        size = len(self._commands)
-        for rank, command in enumerate(self._commands):
-            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        for rank in range(self._size):
+            ranks = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": self._size,
+                "LOCAL_WORLD_SIZE": self._size,
+            }
             env = {**os.environ, **{name: str(value) for name, value in ranks.items()}}
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            self._children.append(subprocess.Popen(command, env=env, preexec_fn=_die_with_parent))
+            self._children.append(subprocess.Popen(self._command, env=env, preexec_fn=_die_with_parent))
 
     def wait(self) -> int:
         """Until all ranks are done (0) or one has failed (its code; the others are ended)."""
@@ -85,7 +89,7 @@ def size(role: str, config: RunConfig) -> int:
 
 
 def keep(gang: Gang, run: RunDir, max_restarts: int) -> int:
-    """Start the gang again until it is done, told to stop, at fault, or out of restarts; returns the exit code."""
+    """Start the gang again until it is done, told to stop, at fault or out of restarts; the exit code."""
     restarts = 0
     while True:
         began = time.monotonic()
@@ -111,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
     except HpcSweError as error:
         log.error("%s", error)
         return error.exit_code
-    gang = Gang(role, run, size(role, config))
+    gang = Gang([sys.executable, "-m", f"jobs.{role}", str(run.root)], size(role, config))
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, gang.forward)
     return keep(gang, run, config.max_restarts)

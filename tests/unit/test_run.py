@@ -1,0 +1,107 @@
+"""The keeper of a job's processes, on real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_swe.rundir import RunDir
+from jobs.run import Gang, keep
+
+COUNT = "import os, sys; f = open(sys.argv[1], 'a'); n = f.tell(); f.write('x'); f.flush();"
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.make()
+    return run
+
+
+def python(code, *arguments):
+    return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_process_that_dies_is_started_again(tmp_path, run):
+    tally = tmp_path / "tally"
+    gang = Gang(python(COUNT + "sys.exit(0 if n == 1 else os.kill(os.getpid(), 9))", tally), 1)
+    assert keep(gang, run, max_restarts=3) == 0
+    assert tally.read_text() == "xx"
+
+
+def test_process_that_always_dies_is_given_up(tmp_path, run):
+    tally = tmp_path / "tally"
+    assert keep(Gang(python(COUNT + "sys.exit(1)", tally), 1), run, max_restarts=1) == 1
+    assert tally.read_text() == "xx"
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_mistake_in_the_configuration_is_not_tried_again(tmp_path, run, code):
+    tally = tmp_path / "tally"
+    assert keep(Gang(python(COUNT + f"sys.exit({code})", tally), 1), run, max_restarts=3) == code
+    assert tally.read_text() == "x"
+
+
+def test_order_to_stop_ends_the_restarts(tmp_path, run):
+    tally = tmp_path / "tally"
+    run.stop.touch()
+    keep(Gang(python(COUNT + "sys.exit(1)", tally), 1), run, max_restarts=3)
+    assert tally.read_text() == "x"
+
+
+def test_rank_that_dies_takes_its_gang_along_and_all_start_again(tmp_path, run):
+    code = (
+        "import os, sys, time, pathlib; r = os.environ['RANK']; p = pathlib.Path(sys.argv[1]) / r;"
+        "n = len(p.read_text()) if p.exists() else 0; p.open('a').write('x');"
+        "assert os.environ['WORLD_SIZE'] == '2';"
+        "n == 0 and r == '1' and os.kill(os.getpid(), 9); n == 0 and time.sleep(60)"
+    )
+    assert keep(Gang(python(code, tmp_path), 2), run, max_restarts=3) == 0
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text() == "xx"
+
+
+def test_signal_of_the_scheduler_reaches_the_children_and_nothing_starts_again(tmp_path, run):
+    ready = tmp_path / "ready"
+    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(1));"
+    code += "open(sys.argv[1], 'w'); time.sleep(60)"
+    gang = Gang(python(code, ready), 1)
+    result: list[int] = []
+    thread = threading.Thread(target=lambda: result.append(keep(gang, run, max_restarts=3)))
+    thread.start()
+    wait_until(ready.exists)
+    gang.forward(signal.SIGTERM, None)
+    thread.join(10)
+    assert result == [1]
+
+
+def test_children_of_a_killed_keeper_die_with_it(tmp_path):
+    pid_file = tmp_path / "pid"
+    child = python(
+        "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)", pid_file
+    )
+    keeper = subprocess.Popen(
+        python(f"from jobs.run import Gang; g = Gang({child!r}, 1); g.start(); g.wait()")
+    )
+    wait_until(lambda: pid_file.exists() and pid_file.read_text())
+    os.kill(keeper.pid, signal.SIGKILL)
+    keeper.wait()
+    wait_until(lambda: not is_alive(int(pid_file.read_text())))
