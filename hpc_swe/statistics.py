@@ -1,0 +1,73 @@
+"""What a number of solved tasks says: means with intervals over tasks, paired gains, pass@k.
+
+Episodes of one task are not independent, so it is tasks that are resampled.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+DRAWS = 10_000
+Outcomes = Mapping[str, Sequence[float]]
+"""Task id -> one number per episode, 1 where it was resolved."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over tasks and its 95 % percentile bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def solve_rate(outcomes: Outcomes, seed: int = 0) -> Estimate:
+    """Mean over tasks of each task's mean. Source: Efron and Tibshirani 1993, chapter 13.
+
+    Raises:
+        ValueError: There is no task.
+    """
+    return _bootstrap(np.array([np.mean(outcomes[task]) for task in sorted(outcomes)]), seed)
+
+
+def gain(before: Outcomes, after: Outcomes, seed: int = 0) -> Estimate:
+    """Mean difference after - before, paired by task.
+
+    Raises:
+        ValueError: The two do not cover the same tasks.
+    """
+    if before.keys() != after.keys():
+        raise ValueError(f"different tasks: {sorted(before.keys() ^ after.keys())[:5]} ...")
+    return _bootstrap(
+        np.array([np.mean(after[task]) - np.mean(before[task]) for task in sorted(before)]), seed
+    )
+
+
+def detectable(outcomes: Outcomes, power: float = 0.8, level: float = 0.05) -> float:
+    """Smallest paired gain that so many tasks would show with this power, for independent halves."""
+    means = np.array([np.mean(outcomes[task]) for task in outcomes])
+    spread = float(np.std(means, ddof=1)) * np.sqrt(2.0 / len(means))
+    normal = NormalDist()
+    return float(spread * (normal.inv_cdf(1 - level / 2) + normal.inv_cdf(power)))
+
+
+def pass_at_k(episodes: int, resolved: int, k: int) -> float:
+    """Unbiased chance that one of k of so many episodes is resolved. Source: Chen et al. 2021, arXiv 2107.03374."""
+    if episodes - resolved < k:
+        return 1.0
+    return 1.0 - comb(episodes - resolved, k) / comb(episodes, k)
+
+
+def _bootstrap(values: NDArray[np.float64], seed: int) -> Estimate:
+    if not len(values):
+        raise ValueError("no task was evaluated")
+    picks = np.random.default_rng(seed).integers(0, len(values), (DRAWS, len(values)))
+    low, high = np.percentile(values[picks].mean(axis=1), [2.5, 97.5])
+    return Estimate(float(values.mean()), float(low), float(high))

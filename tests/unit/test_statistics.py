@@ -1,0 +1,45 @@
+"""Intervals that cover, gains that are paired, pass@k that is unbiased."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from hpc_swe import statistics
+
+
+def test_interval_over_tasks_covers_the_truth_about_as_often_as_it_says():
+    rng, hits = np.random.default_rng(0), 0
+    for trial in range(60):
+        chances = rng.uniform(0, 1, 40)
+        outcomes = {str(i): (rng.random(4) < p).astype(float).tolist() for i, p in enumerate(chances)}
+        estimate = statistics.solve_rate(outcomes, trial)
+        hits += estimate.low <= 0.5 <= estimate.high
+    assert 50 <= hits <= 60
+
+
+def test_more_samples_of_the_same_task_do_not_narrow_the_interval():
+    few = {str(i): [float(i % 2)] for i in range(20)}
+    many = {task: value * 50 for task, value in few.items()}
+    assert statistics.solve_rate(few) == statistics.solve_rate(many)
+
+
+def test_gain_is_paired_by_task():
+    before = {str(i): [i / 20] for i in range(20)}
+    after = {task: [value[0] + 0.01] for task, value in before.items()}
+    estimate = statistics.gain(before, after)
+    assert estimate.low == pytest.approx(0.01)
+    with pytest.raises(ValueError, match="different tasks"):
+        statistics.gain(before, {"other": [1.0]})
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_resolved_episode():
+    outcomes = [1, 0, 0, 1, 0, 0]
+    for k in range(1, 7):
+        subsets = list(combinations(outcomes, k))
+        assert statistics.pass_at_k(6, 2, k) == pytest.approx(sum(any(s) for s in subsets) / len(subsets))
+
+
+def test_nothing_evaluated_is_an_error():
+    with pytest.raises(ValueError, match="no task"):
+        statistics.solve_rate({})
