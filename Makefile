@@ -1,0 +1,24 @@
+# Every verb is safe to repeat: what is already there is found in a moment and left alone.
+.DEFAULT_GOAL := help
+.PHONY: setup image demo test check clean help
+
+setup:  ## packages, .venv and Apptainer; as root it installs what the machine lacks
+	containers/setup.sh
+
+image: setup  ## the demo's task image, in .cache/images
+	containers/build_image.sh
+
+demo: image  ## train on this machine and show what was learned
+	.venv/bin/python -m jobs.demo
+
+test: image  ## every test that this machine can run
+	.venv/bin/python -m pytest
+
+check: setup  ## style, types and the direction of imports
+	.venv/bin/ruff check && .venv/bin/ruff format --check && .venv/bin/mypy && .venv/bin/lint-imports
+
+clean:  ## remove .venv and .cache; runs/ stays
+	rm -rf .venv .cache
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1 - /p' Makefile
