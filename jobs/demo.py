@@ -1,0 +1,211 @@
+"""python -m jobs.demo: the whole loop on this machine, from nothing to a reward curve.
+
+A tiny Qwen3 is made on the spot, warm-started on scripted demonstrations, evaluated on held-out tasks,
+trained with GRPO, and evaluated again on the same tasks. Every part is the real one; a stage that is
+done is skipped when the demo is started again.
+"""
+
+import argparse
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from hpc_swe import config as configuration
+from hpc_swe import launch, reconcile, statistics
+from hpc_swe.config import RunConfig
+from hpc_swe.errors import DeadlineError, HpcSweError
+from hpc_swe.records import MetricLine, StatusReport
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import atomic, weights
+
+DEADLINE_S = 1800.0  # for each stage
+DECODINGS = ("greedy", "sampled")
+CONTROLS = {
+    "shuffled": ['advantage={type="shuffled"}'],
+    "rejection": ["learner.optimizer.lr=0.0", "groups.resample=false"],
+}
+
+console = Console()
+
+
+@dataclass(frozen=True)
+class Demo:
+    """One demonstration in one folder."""
+
+    root: Path
+    seed: int
+    overrides: Sequence[str]
+
+    @property
+    def model(self) -> Path:
+        """The model before any training."""
+        return self.root / "model"
+
+    def make_model(self) -> None:
+        """Tokenizer, chat template and random weights."""
+        if not (self.model / "config.json").exists():
+            command = [
+                sys.executable,
+                "-m",
+                "jobs.make_model",
+                "--out",
+                str(self.model),
+                "--seed",
+                str(self.seed),
+            ]
+            subprocess.run(command, check=True)
+
+    def stage(self, name: str, model: Path, *more: str) -> RunDir:
+        """Run one stage to its end, unless an earlier start of the demo did; returns its run folder."""
+        run = RunDir((self.root / name).absolute())
+        files = [
+            Path("configs") / f"{file}.toml" for file in ("demo", *(word for word in more if "=" not in word))
+        ]
+        words = [word for word in more if "=" in word]
+        config = configuration.read(
+            *files, overrides=[f"seed={self.seed}", f'model="{model.absolute()}"', *words, *self.overrides]
+        )
+        if not run.finished.exists():
+            launch.start(run, config)
+            _watch(name, run, config)
+        return run
+
+    def outcomes(self, run: RunDir, decoding: str) -> dict[str, list[float]]:
+        """Task id -> 1 or 0 per episode, of one finished evaluation."""
+        import pyarrow.parquet as pq
+
+        found: dict[str, list[float]] = {}
+        for row in pq.read_table(run.eval_table(decoding), columns=["task_id", "outcome"]).to_pylist():
+            found.setdefault(row["task_id"], []).append(float(row["outcome"] == "resolved"))
+        return found
+
+
+def newest(run: RunDir) -> Path:
+    """Folder of the last weights of a finished run."""
+    version = weights.newest(run)
+    if version is None:
+        raise HpcSweError(f"{run.weights}: the run has finished, but published no weights")
+    return run.weight(version)
+
+
+def curve(run: RunDir, name: str) -> list[tuple[int, float]]:
+    """(step, value) of one metric; a later line of the same step wins."""
+    points: dict[int, float] = {}
+    for path in sorted(run.metrics.glob("coordinator-*.jsonl")):
+        for text in path.read_bytes().splitlines():
+            line = msgspec.json.decode(text, type=MetricLine)
+            if name in line.values:
+                points[line.step] = line.values[name]
+    return sorted(points.items())
+
+
+def _watch(name: str, run: RunDir, config: RunConfig) -> None:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    deadline = time.monotonic() + DEADLINE_S
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task(f"{name:10}", total=config.steps if config.mode != "eval" else None)
+        while not run.finished.exists() or config.executor.alive(run):
+            if time.monotonic() > deadline:
+                launch.stop(run, config, now=True)
+                raise DeadlineError(
+                    f"{run.root}: not finished after {DEADLINE_S:.0f} s; see its logs/ and `status`"
+                )
+            time.sleep(0.5)
+            reconcile.tick(run, config)
+            _advance(progress, bar, name, run)
+
+
+def _advance(progress: Progress, bar: TaskID, name: str, run: RunDir) -> None:
+    try:
+        report = atomic.get(run.status, StatusReport)
+    except FileNotFoundError:
+        return
+    rewards = report.recent.get("reward/mean", [])
+    told = f"reward {rewards[-1]:.2f}" if rewards else report.waits_for[:40]
+    progress.update(bar, completed=report.step, description=f"{name:10} {told}")
+
+
+def _report(demo: Demo, before: RunDir, after: RunDir, trained: RunDir) -> None:
+    table = Table(
+        "held-out solve rate", "before", "after", "gain", title="mean over tasks [95 % interval over tasks]"
+    )
+    for decoding in DECODINGS:
+        first, last = demo.outcomes(before, decoding), demo.outcomes(after, decoding)
+        gain = statistics.gain(first, last)
+        table.add_row(decoding, *map(str, (statistics.solve_rate(first), statistics.solve_rate(last), gain)))
+    console.print(table)
+    _plot(demo, before, after, trained)
+    console.print(f"reward curve: {demo.root / 'reward.png'}")
+    console.print(f"all curves:   {Path(sys.executable).parent / 'tensorboard'} --logdir {demo.root}")
+
+
+def _plot(demo: Demo, before: RunDir, after: RunDir, trained: RunDir) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    steps, rewards = zip(*curve(trained, "reward/mean"), strict=True)
+    axes.plot(steps, rewards, label="training reward, all finished groups")
+    for decoding, marker in zip(DECODINGS, "os", strict=True):
+        ends = [statistics.solve_rate(demo.outcomes(run, decoding)) for run in (before, after)]
+        spread = [[end.mean - end.low for end in ends], [end.high - end.mean for end in ends]]
+        axes.errorbar(
+            [0, steps[-1] + 1], [end.mean for end in ends], spread, fmt=marker, label=f"held-out, {decoding}"
+        )
+    axes.set(xlabel="optimizer step", ylabel="solve rate", ylim=(0, 1.02), title="GRPO on bug-fix tasks")
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(demo.root / "reward.png", dpi=120)
+
+
+def run(demo: Demo, control: str) -> None:
+    """All stages in order."""
+    began = time.monotonic()
+    demo.make_model()
+    start = newest(demo.stage("sft", demo.model, "demo_sft"))
+    before = demo.stage("before", start, "demo_eval")
+    trained = demo.stage(control or "grpo", start, *CONTROLS.get(control, []))
+    if control == "rejection":
+        source = f'sft.episodes="{trained.root}"'
+        trained = demo.stage("rejection-sft", start, "demo_sft", "demo_rejection", source)
+    after = demo.stage(f"after-{control or 'grpo'}", newest(trained), "demo_eval")
+    _report(demo, before, after, trained)
+    console.print(f"{time.monotonic() - began:.0f} s in all")
+
+
+def main() -> None:
+    """The command line."""
+    os.umask(0o077)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.demo", description="The whole loop on this machine."
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder (default: runs/demo-<seed>)")
+    parser.add_argument(
+        "--control", choices=sorted(CONTROLS), default="", help="run a control instead of GRPO"
+    )
+    parser.add_argument("overrides", nargs="*", help="of every stage's configuration, such as steps=10")
+    arguments = parser.parse_args()
+    root = arguments.out or Path(os.environ.get("HPC_SWE_RUNS", "runs")) / f"demo-{arguments.seed}"
+    try:
+        run(Demo(root, arguments.seed, arguments.overrides), arguments.control)
+    except HpcSweError as error:
+        console.print(f"error: {error}")
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
