@@ -16,6 +16,8 @@ class Reply:
     tool_calls: list[ToolCall] = field(default_factory=list)
     truncated: bool = False
     """The turn ran into its token limit."""
+    parse_error: str = ""
+    """Why a tool call could not be read, in words for the policy; `content` is then all that it wrote."""
 
 
 class ContextFull(Exception):

@@ -1,0 +1,116 @@
+"""Reading tool calls out of what the policy wrote."""
+
+import json
+import re
+from typing import Literal
+
+import msgspec
+from msgspec import Raw, Struct
+
+from hpc_swe.plugins.agents.base import Reply
+from hpc_swe.records import ToolCall
+
+ToolFormat = Literal["hermes", "qwen3_coder"]
+"""hermes: JSON between <tool_call> marks; qwen3_coder: <function=name> and <parameter=key> marks."""
+
+_OPEN, _CLOSE, _THOUGHT = "<tool_call>", "</tool_call>", "</think>"
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_JSON = json.JSONDecoder()
+
+
+class _Malformed(ValueError):
+    """The text is no tool call; says why."""
+
+
+class _Call(Struct):
+    name: str
+    arguments: Raw
+
+
+class _Parameters(Struct, frozen=True):
+    properties: dict[str, dict[str, object]] = {}
+
+
+class _Function(Struct):
+    name: str
+    parameters: _Parameters = _Parameters()
+
+
+class _Tool(Struct):
+    function: _Function
+
+
+def parse(text: str, tool_format: ToolFormat, *, truncated: bool, tools: str, thinking: bool) -> Reply:
+    """What the policy said and which tools it calls.
+
+    A call that cannot be read makes the whole text plain content, and `parse_error` tells the policy why.
+    `thinking` says that the prompt itself opened a thought. `tools` types the arguments of qwen3_coder.
+    """
+    start = 0
+    if thinking or text.lstrip().startswith("<think>"):
+        end = text.find(_THOUGHT)
+        start = len(text) if end < 0 else end + len(_THOUGHT)
+    first = text.find(_OPEN, start)
+    if first < 0:
+        return Reply(text, truncated=truncated)
+    try:
+        calls = _calls(text, first, tool_format, tools)
+    except _Malformed as error:
+        return Reply(text, truncated=truncated, parse_error=f"Tool call not understood: {error}")
+    return Reply(text[:first].rstrip(), calls, truncated)
+
+
+def _calls(text: str, at: int, tool_format: ToolFormat, tools: str) -> list[ToolCall]:
+    found = []
+    while at >= 0:
+        at += len(_OPEN)
+        call, at = _hermes(text, at) if tool_format == "hermes" else _xml(text, at, tools)
+        if not text.startswith(_CLOSE, at):
+            raise _Malformed(f"{_CLOSE} is missing after the call of {call.name!r}")
+        found.append(call)
+        at = text.find(_OPEN, at)
+    return found
+
+
+def _hermes(text: str, at: int) -> tuple[ToolCall, int]:
+    """JSON is decoded where it stands, so that a closing mark inside one of its strings ends nothing."""
+    at += len(text[at:]) - len(text[at:].lstrip())
+    try:
+        _, end = _JSON.raw_decode(text, at)
+        call = msgspec.json.decode(text[at:end], type=_Call)
+    except (ValueError, RecursionError) as error:
+        raise _Malformed(str(error)) from None
+    arguments = bytes(call.arguments).decode()
+    if not arguments.startswith("{"):
+        raise _Malformed('"arguments" must be a JSON object')
+    return ToolCall(name=call.name, arguments=arguments), end + len(text[end:]) - len(text[end:].lstrip())
+
+
+def _xml(text: str, at: int, tools: str) -> tuple[ToolCall, int]:
+    function = _FUNCTION.match(text, at)
+    if function is None:
+        raise _Malformed("expected <function=NAME> ... </function>")
+    name, body, values = function[1].strip(), function[2], {}
+    types, position = _types(name, tools), 0
+    while parameter := _PARAMETER.match(body, position):
+        values[parameter[1].strip()] = _typed(parameter[2], types.get(parameter[1].strip(), "string"))
+        position = parameter.end()
+    if body[position:].strip():
+        raise _Malformed(f"expected <parameter=KEY> ... </parameter> in the call of {name!r}")
+    return ToolCall(name=name, arguments=json.dumps(values, ensure_ascii=False)), function.end()
+
+
+def _types(name: str, tools: str) -> dict[str, object]:
+    known = msgspec.json.decode(tools, type=list[_Tool]) if tools else []
+    properties = [tool.function.parameters.properties for tool in known if tool.function.name == name]
+    return {key: schema.get("type") for found in properties for key, schema in found.items()}
+
+
+def _typed(value: str, kind: object) -> object:
+    if kind == "string":
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value

@@ -1,0 +1,187 @@
+"""A model folder's chat template, rendered with placeholders in place of every message's text.
+
+What people and tools wrote never goes through the template: it sees placeholders, and its answer is
+cut at them. So the template's own text, which may hold control tokens, and everybody else's text,
+which may not, stay apart.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from jinja2 import TemplateError, nodes, pass_context
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from hpc_swe.errors import AgentError, ConfigError, boundary
+from hpc_swe.records import Message, ToolCall
+
+_MARK = f"slot{secrets.token_hex(8)}"
+_SLOT = re.compile(rf"{_MARK}\.(\d+);")
+
+
+class _Slots:
+    """The texts of one rendering, by number."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def hide(self, text: str) -> str:
+        """A placeholder; empty text stays, since templates ask whether there is any."""
+        if not text:
+            return ""
+        self.texts.append(text)
+        return f"{_MARK}.{len(self.texts) - 1};"
+
+    def hide_all(self, value: object) -> object:
+        """Every string of a JSON value hidden, keys too."""
+        if isinstance(value, str):
+            return self.hide(value)
+        if isinstance(value, dict):
+            return {self.hide(key): self.hide_all(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.hide_all(item) for item in value]
+        return value
+
+    def reveal_json(self, text: str) -> str:
+        """JSON text with its placeholders filled in."""
+        return _SLOT.sub(lambda match: _dumps(self.texts[int(match[1])])[1:-1], text)
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """Template text and hidden texts in turns: parts[0] is the template's, parts[1] the text of slots[0]."""
+
+    parts: list[str]
+    slots: list[int]
+
+    @property
+    def flagged(self) -> list[tuple[str, bool]]:
+        """Each part, and whether the template wrote it."""
+        return [(part, index % 2 == 0) for index, part in enumerate(self.parts)]
+
+    @property
+    def contents(self) -> list[str]:
+        """The hidden texts in order."""
+        return self.parts[1::2]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.parts)
+
+    def cut(self, slot: int) -> "tuple[Rendering, Rendering]":
+        """What stands before and after a slot.
+
+        Raises:
+            ConfigError: The template left the text out, or wrote it twice.
+        """
+        if self.slots.count(slot) != 1:
+            raise ConfigError(f"it renders one message {self.slots.count(slot)} times")
+        at = self.slots.index(slot)
+        before = Rendering(self.parts[: 2 * at + 1], self.slots[:at])
+        return before, Rendering(self.parts[2 * at + 2 :], self.slots[at + 1 :])
+
+
+class ChatTemplate:
+    """The compiled template and the arguments of the run."""
+
+    def __init__(self, folder: Path, arguments: Mapping[str, object]) -> None:
+        source, special = _read(folder)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise ConfigError(f"{folder}: the chat template is no Jinja: {error}") from None
+        self._arguments = special | dict(arguments)
+
+    def render(self, messages: Sequence[Message], tools: str, generate: bool) -> Rendering:
+        """The messages as the template writes them; `tools` is the JSON list of an OpenAI request, or empty.
+
+        Raises:
+            AgentError: The template refuses these messages.
+        """
+        slots = _Slots()
+        try:
+            text = self._template.render(
+                self._arguments,
+                messages=[_for_template(message, slots) for message in messages],
+                tools=json.loads(tools) if tools else None,
+                add_generation_prompt=generate,
+                hpc_swe_slots=slots,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise AgentError(f"the chat template refuses the messages: {error}") from error
+        parts = _SLOT.split(text)
+        numbers = [int(number) for number in parts[1::2]]
+        parts[1::2] = [slots.texts[number] for number in numbers]
+        return Rendering(parts, numbers)
+
+
+def _read(folder: Path) -> tuple[str, dict[str, object]]:
+    with boundary(ConfigError, f"read the chat template of {folder}"):
+        path = folder / "tokenizer_config.json"
+        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        file = folder / "chat_template.jinja"
+        source = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
+        if isinstance(source, list):
+            source = {entry["name"]: entry["template"] for entry in source}["default"]
+    if not isinstance(source, str):
+        raise ConfigError(f"{folder} has neither chat_template.jinja nor a chat_template in {path.name}")
+    tokens = {key: value for key, value in config.items() if key.endswith("_token")}
+    return source, {k: v["content"] if isinstance(v, dict) else v for k, v in tokens.items()}
+
+
+def _for_template(message: Message, slots: _Slots) -> dict[str, object]:
+    fields: dict[str, object] = {"role": message.role, "content": slots.hide(message.content)}
+    if message.tool_calls:
+        fields["tool_calls"] = [_call_for_template(call, slots) for call in message.tool_calls]
+    return fields
+
+
+def _call_for_template(call: ToolCall, slots: _Slots) -> dict[str, object]:
+    name = slots.hide(call.name)
+    try:
+        arguments = json.loads(call.arguments)
+    except ValueError:
+        arguments = call.arguments
+    return {"type": "function", "function": {"name": name, "arguments": slots.hide_all(arguments)}}
+
+
+def _dumps(value: object, **options: object) -> str:
+    return json.dumps(value, **({"ensure_ascii": False} | options))  # type: ignore[arg-type]
+
+
+@pass_context
+def _tojson(context: Context, value: object, **options: object) -> str:
+    """Not Jinja's own, which escapes HTML; its answer is text, so it is hidden in its turn."""
+    slots: _Slots = context["hpc_swe_slots"]
+    return slots.hide(slots.reveal_json(_dumps(value, **options)))
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks the assistant's text for other programs; here it changes nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -1,0 +1,88 @@
+"""A model folder's tokenizer, used so that text never becomes a control token.
+
+Control tokens are the tokenizer's added tokens (turn marks, tool-call marks). Only the chat template's
+own text may contain them; all other text goes through a copy of the tokenizer that does not know them.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from hpc_swe.errors import ConfigError, boundary
+
+
+class Tokens:
+    """Encodes and decodes; holds no state of a conversation."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "tokenizer.json"
+        with boundary(ConfigError, f"read {self._path}"):
+            spec = json.loads(self._path.read_text(encoding="utf-8"))
+            added = {token["content"]: int(token["id"]) for token in spec["added_tokens"]}
+        self._full = Tokenizer.from_str(json.dumps(spec))
+        self._plain = Tokenizer.from_str(json.dumps(_without_control(spec)))
+        self.control: dict[str, int] = added
+        # Longest first, as the tokenizer matches them: <|im_end|>x before <|im_end|>.
+        names = sorted(added, key=len, reverse=True)
+        self._split = re.compile(f"({'|'.join(map(re.escape, names))})" if names else r"(?!)()")
+        self._check()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of text that is not the template's; control ids are never among them."""
+        ids: list[int] = self._plain.encode(_encodable(text), add_special_tokens=False).ids
+        return ids
+
+    def encode_parts(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
+        """Ids of adjacent texts; only in those flagged True do control tokens count.
+
+        Text between two control tokens is encoded as one, whoever wrote it, which is what the model
+        was trained on.
+        """
+        ids: list[int] = []
+        run: list[str] = []
+        for text, is_template in parts:
+            pieces = self._split.split(text) if is_template else [text]
+            for index, piece in enumerate(pieces):
+                if index % 2 == 0:
+                    run.append(piece)
+                    continue
+                ids += self.encode("".join(run))
+                ids.append(self.control[piece])
+                run.clear()
+        return ids + self.encode("".join(run))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids, control tokens spelled out."""
+        text: str = self._full.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def encode_whole(self, text: str) -> list[int]:
+        """Ids as any other program would make them, control tokens wherever they are spelled."""
+        ids: list[int] = self._full.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _check(self) -> None:
+        text = "".join(f"a {name} b{name}" for name in self.control)
+        for token in {*self.control.values()} & {*self.encode(text)}:
+            raise ConfigError(f"{self._path}: plain text can become control token {token}")
+        sample = "def f(x):\n\treturn  {'\u00e9': x}\n"
+        if self.decode(self.encode(sample)) != sample:
+            raise ConfigError(
+                f"{self._path}: text does not survive encoding; a byte-level tokenizer would do"
+            )
+
+
+def _without_control(spec: dict[str, object]) -> dict[str, object]:
+    plain = spec | {"added_tokens": [], "post_processor": None}
+    if plain.get("normalizer") == {"type": "NFC"}:
+        # A file's decomposed letters must reach the policy as they are, or its edits would not match.
+        plain["normalizer"] = None
+    return plain
+
+
+def _encodable(text: str) -> str:
+    """Lone surrogates (of JSON escapes, of undecodable file names) have no UTF-8."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,291 @@
+"""The token builder: what the engine is asked is only ever appended to, and text never becomes control."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_model import CONTROL, HERMES, JSON_CALLS, PLAIN_ANSWER, THINKING, XML, make_model, template
+
+from hpc_swe.conversation import TokenBuilder
+from hpc_swe.errors import AgentError, ConfigError
+from hpc_swe.records import Message, ToolCall
+
+KINDS = ["hermes", "thinking", "thinking_off", "xml"]
+TOOLS = json.dumps(
+    [
+        {
+            "type": "function",
+            "function": {
+                "name": "view",
+                "description": "Show a file <|im_end|>",
+                "parameters": {"properties": {"path": {"type": "string"}, "line": {"type": "integer"}}},
+            },
+        }
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def builders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenBuilder]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "hermes": TokenBuilder(make_model(root / "hermes", HERMES)),
+        "thinking": TokenBuilder(
+            make_model(root / "thinking", THINKING), "hermes", {"enable_thinking": True}
+        ),
+        "thinking_off": TokenBuilder(
+            make_model(root / "off", THINKING), "hermes", {"enable_thinking": False}
+        ),
+        "xml": TokenBuilder(make_model(root / "xml", XML), "qwen3_coder"),
+    }
+
+
+def system(text: str) -> Message:
+    return Message(role="system", content=text)
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def tool(text: str) -> Message:
+    return Message(role="tool", content=text)
+
+
+def says(text: str, *calls: ToolCall) -> Message:
+    return Message(role="assistant", content=text, tool_calls=list(calls))
+
+
+def call(name: str, **arguments: object) -> ToolCall:
+    return ToolCall(name=name, arguments=json.dumps(arguments))
+
+
+def control(builder: TokenBuilder, ids: list[int]) -> list[int]:
+    known = set(builder.tokens.control.values())
+    return [token for token in ids if token in known]
+
+
+SPELLED = st.lists(st.one_of(st.sampled_from(CONTROL), st.text(max_size=6)), max_size=6).map("".join)
+WORDS = SPELLED.filter(bool)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=50)
+@given(prompt=WORDS, file=WORDS, output=WORDS, said=WORDS, task=WORDS)
+def test_no_text_changes_the_control_tokens(
+    builders: dict[str, TokenBuilder], kind: str, prompt: str, file: str, output: str, said: str, task: str
+) -> None:
+    builder = builders[kind]
+
+    def talk(a: str, b: str, c: str, d: str, e: str) -> list[Message]:
+        return [system(a), user(e), says(d, call("view", path=b)), tool(c), tool(c), user(a), says(d)]
+
+    spelled, _ = builder.demonstration(talk(prompt, file, output, said, task), TOOLS)
+    plain, _ = builder.demonstration(talk("a", "b", "c", "d", "e"), TOOLS)
+    assert control(builder, spelled) == control(builder, plain)
+    history = talk(prompt, file, output, said, task)[:-1]
+    assert control(builder, builder.start(history)) == control(builder, builder.start(talk(*"abcde")[:-1]))
+
+
+@settings(deadline=None)
+@given(text=st.one_of(SPELLED, st.text()))
+def test_text_survives_encoding(builders: dict[str, TokenBuilder], text: str) -> None:
+    tokens = builders["hermes"].tokens
+    assert tokens.decode(tokens.encode(text)) == text
+    assert not control(builders["hermes"], tokens.encode(text))
+
+
+def test_undecodable_characters_do_not_break_a_prompt(builders: dict[str, TokenBuilder]) -> None:
+    builder = builders["hermes"]
+    assert "?" in builder.tokens.decode(builder.start([user("file \udcff name")]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_demonstration_is_what_the_recorder_would_have_kept(
+    builders: dict[str, TokenBuilder], kind: str
+) -> None:
+    builder = builders[kind]
+    talk = [
+        system("Repair."),
+        user("It fails."),
+        says("Look.", call("view", path="m.py"), call("view", path="n.py")),
+        tool("1: x"),
+        tool("2: y"),
+        says("", call("replace", line=3)),
+        tool("ok"),
+        user("Go on."),
+        says("Done."),
+    ]
+    ids, mask = builder.demonstration([*talk, tool("never seen")], TOOLS)
+    kept = builder.start(talk[:2], TOOLS)
+    expected_mask = [0] * len(kept)
+    for answer, new in ((2, talk[3:5]), (5, talk[6:8]), (8, [])):
+        said = builder.written(talk[answer])
+        kept = kept + said
+        expected_mask += [1] * len(said)
+        if new:
+            added = builder.extend(kept[-1], new, TOOLS)
+            kept, expected_mask = kept + added, expected_mask + [0] * len(added)
+    assert (ids, mask) == (kept, expected_mask)
+    trained = builder.tokens.decode([token for token, on in zip(ids, mask, strict=True) if on])
+    assert trained.count("<|im_end|>") == 3
+    assert "1: x" not in trained
+    assert "<|im_start|>" not in trained
+
+
+@pytest.mark.parametrize("kind", ["hermes", "xml"])
+def test_plain_conversations_get_the_ids_that_any_other_program_makes(
+    builders: dict[str, TokenBuilder], kind: str
+) -> None:
+    builder = builders[kind]
+    talk = [
+        system("S"),
+        user("\n\nIt fails"),
+        says("Look.", call("view", path="m.py")),
+        tool("  x"),
+        tool("y\n"),
+    ]
+    text = builder._template.render([*talk, says("Done.")], "", generate=False).text
+    ids, _ = builder.demonstration([*talk, says("Done.")])
+    assert ids == builder.tokens.encode_whole(text.removesuffix("\n"))
+
+
+def test_history_is_kept_where_the_template_would_drop_its_thoughts(
+    builders: dict[str, TokenBuilder],
+) -> None:
+    builder = builders["thinking"]
+    sampled = builder.tokens.encode_whole("<think>\nhm\n</think>\n\nYes.<|im_end|>")
+    prompt = builder.start([user("Really?")])
+    later = prompt + sampled + builder.extend(sampled[-1], [user("Sure?")])
+    assert builder.tokens.decode(later) == (
+        "<|im_start|>user\nReally?<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\nYes.<|im_end|>\n"
+        "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_cut_turn_is_ended_for_the_policy(builders: dict[str, TokenBuilder]) -> None:
+    builder = builders["hermes"]
+    cut = builder.extend(builder.tokens.encode("wor")[-1], [tool("x")])
+    whole = builder.extend(builder.end_id, [tool("x")])
+    assert cut == [builder.end_id, *whole]
+    assert builder.tokens.decode(whole).startswith("\n<|im_start|>user\n<tool_response>\nx")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (
+            "hermes",
+            'Look.\n<tool_call>\n{"name": "view", "arguments": {"path": "</tool_call>"}}\n</tool_call>',
+        ),
+        ("hermes", 'Look.<tool_call>{"arguments":{"path":"</tool_call>"},"name":"view"}</tool_call> done'),
+        (
+            "xml",
+            "Look.\n<tool_call>\n<function=view>\n<parameter=path>\n</tool_call>\n</parameter>\n"
+            "</function>\n</tool_call>",
+        ),
+    ],
+)
+def test_calls_are_read(builders: dict[str, TokenBuilder], kind: str, text: str) -> None:
+    reply = builders[kind].reply([*builders[kind].tokens.encode(text), builders[kind].end_id])
+    assert reply.content == "Look."
+    assert [(c.name, json.loads(c.arguments)) for c in reply.tool_calls] == [
+        ("view", {"path": "</tool_call>"})
+    ]
+    assert not reply.parse_error
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "why"),
+    [
+        ("hermes", "<tool_call>view m.py</tool_call>", "Expecting value"),
+        ("hermes", '<tool_call>{"name": "view"}</tool_call>', "arguments"),
+        ("hermes", '<tool_call>{"name": "view", "arguments": "m.py"}</tool_call>', "JSON object"),
+        ("hermes", '<tool_call>{"name": "view", "arguments": {}}', "</tool_call> is missing"),
+        ("hermes", "<tool_call>" + "[" * 100_000, "recursion"),
+        ("xml", "<tool_call><function view></tool_call>", "<function=NAME>"),
+        ("xml", "<tool_call><function=view>m.py</function></tool_call>", "<parameter=KEY>"),
+    ],
+)
+def test_a_malformed_call_is_plain_text_and_says_why(
+    builders: dict[str, TokenBuilder], kind: str, text: str, why: str
+) -> None:
+    reply = builders[kind].reply(builders[kind].tokens.encode(text), truncated=True)
+    assert (reply.content, reply.tool_calls, reply.truncated) == (text, [], True)
+    assert why in reply.parse_error
+
+
+def test_a_call_in_a_thought_is_no_call(builders: dict[str, TokenBuilder]) -> None:
+    builder = builders["thinking"]
+    inner = '<tool_call>{"name": "run", "arguments": {}}</tool_call>'
+    assert not builder.reply(builder.tokens.encode(f"<think>{inner}")).tool_calls
+    reply = builder.reply(builder.tokens.encode(f"<think>{inner}</think>{inner}"))
+    assert [c.name for c in reply.tool_calls] == ["run"]
+    assert reply.content == f"<think>{inner}</think>"
+
+
+def test_xml_arguments_get_the_type_of_the_tool(builders: dict[str, TokenBuilder]) -> None:
+    builder = builders["xml"]
+    body = "<parameter=path>\n12\n</parameter><parameter=line>12</parameter>"
+    text = f"<tool_call><function=view>{body}</function></tool_call>"
+    reply = builder.reply(builder.tokens.encode(text), tools=TOOLS)
+    assert json.loads(reply.tool_calls[0].arguments) == {"path": "12", "line": 12}
+
+
+BROKEN = {
+    "numbers its turns": (
+        HERMES.replace("'<|im_start|>user' }}", "'<|im_start|>user ' + (loop.index | string) }}"),
+        "how many came before",
+    ),
+    "leaves tools out": (HERMES.replace("message.role == 'tool'", "false"), "once and in order"),
+    "forgets answers": (HERMES.replace("message.role == 'assistant'", "loop.last"), "0 times"),
+    "ends with text": (
+        template(PLAIN_ANSWER.replace("<|im_end|>", "END"), JSON_CALLS),
+        "does not begin with a control token",
+    ),
+    "writes no calls": (template(PLAIN_ANSWER, ""), "not hermes"),
+    "refuses tools": (HERMES.replace("TOOL", "") + "{{ raise_exception('no tools') }}", "no tools"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_template_that_cannot_be_appended_to_is_refused(tmp_path: Path, fault: str) -> None:
+    source, why = BROKEN[fault]
+    with pytest.raises(ConfigError, match=why) as caught:
+        TokenBuilder(make_model(tmp_path / "model", source))
+    assert str(tmp_path / "model") in str(caught.value)
+
+
+def test_the_wrong_tool_parser_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tool_parser"):
+        TokenBuilder(make_model(tmp_path, XML), "hermes")
+
+
+def test_a_model_that_never_stops_is_refused(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, HERMES)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0]}')
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        TokenBuilder(folder)
+
+
+def test_a_tokenizer_that_makes_control_tokens_of_text_is_refused(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, HERMES)
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    spec["added_tokens"].append(spec["added_tokens"][0] | {"id": spec["model"]["vocab"]["x"], "content": "x"})
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(ConfigError, match="plain text can become control token"):
+        TokenBuilder(folder)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        TokenBuilder(tmp_path)
+
+
+def test_messages_that_the_template_refuses_are_the_agents_fault(tmp_path: Path) -> None:
+    source = "{%- if messages[0].content == '' %}{{ raise_exception('empty') }}{%- endif %}" + HERMES
+    builder = TokenBuilder(make_model(tmp_path, source))
+    with pytest.raises(AgentError, match="empty"):
+        builder.start([user("")])
