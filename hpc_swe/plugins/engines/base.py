@@ -13,6 +13,7 @@ class Completion:
     """What an engine sampled."""
 
     token_ids: list[int]
+    """With the token that ended the turn, if one did."""
     logprobs: list[float]
     finish_reason: str
     """stop, length or abort."""
@@ -22,25 +23,37 @@ class Completion:
 
 @runtime_checkable
 class Engine(Protocol):
-    """The plugin."""
+    """The plugin. Its methods may be called from many threads."""
 
-    def command(self, model: Path, port: int, run: Path) -> Sequence[str]:
-        """Argument vector that serves `model` on `port`."""
+    def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
+        """Argument vector that serves the weights in folder `model` under `name`.
+
+        Raises:
+            ConfigError: The program or the folder is missing.
+        """
         ...
 
-    def environment(self, token: str, version: WeightVersion) -> dict[str, str]:
-        """Variables of the server's process."""
+    def environment(self, token: str) -> dict[str, str]:
+        """All variables of the server's process. The token goes here, never into argv."""
         ...
 
-    def is_healthy(self, url: str, token: str) -> bool:
-        """Whether the engine answers."""
+    def is_healthy(self, url: str) -> bool:
+        """Whether the engine can answer now."""
+        ...
+
+    def adopt(self, url: str, token: str, version: WeightVersion) -> None:
+        """Tell an engine that has just come up which version it was started on; it stamps tokens with it.
+
+        Raises:
+            EngineError: No answer.
+        """
         ...
 
     def reload(self, url: str, token: str, folder: Path, manifest: WeightManifest) -> None:
-        """Swap in a published version; on any error the old weights go on serving.
+        """Swap in a published version; on any error the old weights go on serving, or the engine ends.
 
         Raises:
-            EngineError: The engine refused; the message says why.
+            EngineError: The engine refused; the message names the file or tensor.
         """
         ...
 
@@ -55,5 +68,9 @@ class Engine(Protocol):
         ...
 
     def score(self, url: str, token: str, token_ids: Sequence[int]) -> list[float]:
-        """Log-probabilities of tokens 1 .. of a text under the present weights."""
+        """Log-probabilities of tokens 1 .. of a text under the present weights.
+
+        Raises:
+            EngineError: No answer, or one that cannot be trusted.
+        """
         ...

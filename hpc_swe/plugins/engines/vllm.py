@@ -1,0 +1,326 @@
+"""vLLM: token ids in, token ids out, weights by its weight-transfer API.
+
+What crosses is /inference/v1/generate, so that nothing is ever re-tokenized, and vLLM runs without a
+tokenizer (--tokens-only). Releases differ in what an answer carries (0.26 stamps no versions and spells
+ids as "token_id:7"); each difference is read from the answer, in one function below.
+"""
+
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from hpc_swe.errors import ConfigError, EngineError
+from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.engines import _http
+from hpc_swe.plugins.engines.base import Completion
+from hpc_swe.records import IdArray, ProbeScore, Sampling, WeightManifest, WeightVersion
+
+TOKEN = "HPC_SWE_ENGINE_TOKEN"
+PENDING = "?"
+NOTHING = -9999.0
+"""What vLLM writes in place of a log-probability that is not finite."""
+Span = tuple[int, int, WeightVersion]
+GREEDY = Sampling(temperature=0.0, max_tokens=1)
+
+
+class _Logprob(Struct):
+    logprob: float
+    token_id: int = -1
+    token: str = ""
+
+
+class _Logprobs(Struct):
+    content: list[_Logprob]
+
+
+class _Stamp(Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(Struct):
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: _Logprobs
+    stop_reason: int | str | None = None
+    weight_versions: list[_Stamp] | None = None
+
+
+class _Answer(Struct):
+    choices: list[_Choice]
+    prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
+
+
+class _WeightInfo(Struct):
+    weight_version: str
+
+
+_answers = msgspec.json.Decoder(_Answer)
+
+
+class Vllm(Plugin, frozen=True, kw_only=True):
+    """`vllm serve` as a child process."""
+
+    max_model_len: int = 32768
+    """Tokens of prompt and completion together."""
+    max_num_seqs: int = 64
+    """Requests that one forward pass may serve."""
+    kv_cache_bytes: int = 0
+    """0: what vLLM finds free. Say it on a CPU."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
+    tensor_parallel: Annotated[int, Meta(ge=1)] = 1
+    enforce_eager: bool = False
+    device: Literal["gpu", "cpu"] = "gpu"
+    threads: int = 1
+    """Of each CPU worker."""
+    stop_token_ids: list[int] = []
+    """Beside those of the model's generation_config.json; the chat template's end of turn, if it is none."""
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """Whether running requests go on with the key-value cache of the old weights."""
+    update_timeout_s: float = 600.0
+    program: str = ""
+    """Path of vllm; empty finds it beside this interpreter, then on PATH."""
+    environ: dict[str, str] = {}
+    extra: list[str] = []
+    """More arguments of vllm serve."""
+
+    def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
+        """Argument vector of `vllm serve`.
+
+        Raises:
+            ConfigError: No vllm, or no model.
+        """
+        if not (model / "config.json").is_file():
+            raise ConfigError(f"[engine] model = {str(model)!r}: no config.json there; name a model's folder")
+        options = {
+            "host": host,
+            "port": port,
+            "served-model-name": name,
+            "dtype": self.dtype,
+            "max-model-len": self.max_model_len,
+            "max-num-seqs": self.max_num_seqs,
+            "tensor-parallel-size": self.tensor_parallel,
+            "generation-config": "vllm",
+            "worker-extension-cls": "hpc_swe.vllm_worker.WorkerExtension",
+            "weight-transfer-config": '{"backend":"hpc_swe_folder"}',
+            "middleware": "hpc_swe.vllm_worker.BearerToken",
+        }
+        if self.kv_cache_bytes:
+            options["kv-cache-memory-bytes"] = self.kv_cache_bytes
+        if self.tensor_parallel == 1:
+            options["distributed-executor-backend"] = "uni"
+        flags = ["--tokens-only", "--disable-uvicorn-access-log", "--disable-log-stats"]
+        eager = ["--enforce-eager"] if self.enforce_eager else []
+        pairs = [part for key, value in options.items() for part in (f"--{key}", str(value))]
+        return [self._program(), "serve", str(model), *pairs, *flags, *eager, *self.extra]
+
+    def environment(self, token: str) -> dict[str, str]:
+        """Ours, without inherited settings of vLLM (VLLM_CPU_KVCACHE_SPACE overrides kv_cache_bytes)."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+        here = str(Path(__file__).parents[3])
+        always = {
+            TOKEN: token,
+            "PYTHONPATH": os.pathsep.join(filter(None, [here, inherited.get("PYTHONPATH")])),
+            "VLLM_SERVER_DEV_MODE": "1",  # without it there are no control routes
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",  # an agent's tools take longer than the 5 s of default
+        }
+        return inherited | always | (self._cpu_environment() if self.device == "cpu" else {}) | self.environ
+
+    def is_healthy(self, url: str) -> bool:
+        """Whether /health says 200."""
+        try:
+            _http.call(url, "", "/health", None, 10.0)
+        except EngineError:
+            return False
+        return True
+
+    def adopt(self, url: str, token: str, version: WeightVersion) -> None:
+        """Set the first stamp, where the release has stamps."""
+        if self._stamp(url, token) is not None:
+            self._control(url, token, "/update_weight_version", {"new_version": version.name})
+
+    def reload(self, url: str, token: str, folder: Path, manifest: WeightManifest) -> None:
+        """Verify, pause, swap, resume, probe; a version that fails its probe is swapped out again.
+
+        Between resume and probe tokens bear the version with a question mark; `generate` waits for the
+        verdict before it hands such tokens on.
+        """
+        before = self._stamp(url, token)
+        shards = {n: info.sha256 for n, info in manifest.files.items() if n.endswith(".safetensors")}
+        dtypes = {n: info.dtype for n, info in manifest.tensors.items()}
+        update: dict[str, object] = {"path": str(folder), "sha256": shards, "dtypes": dtypes}
+        self._swap(url, token, update, manifest.version.name + PENDING)
+        try:
+            if manifest.probe is not None:
+                self._check(url, token, manifest.probe, folder)
+        except EngineError:
+            self._swap(url, token, {"path": ""}, before)
+            raise
+        self.adopt(url, token, manifest.version)
+
+    def generate(
+        self, url: str, token: str, prompt: IdArray, sampling: Sampling, timeout_s: float
+    ) -> Completion:
+        """Sample one completion; every setting that shapes the distribution is sent."""
+        choice = self._ask(url, token, prompt.tolist(), sampling, timeout_s).choices[0]
+        ids = choice.token_ids
+        logprobs = _sampled_logprobs(choice)
+        if choice.finish_reason not in ("stop", "length", "abort"):
+            raise EngineError(f"{url}: finish reason {choice.finish_reason!r}")
+        if choice.finish_reason == "stop" and not (ids and choice.stop_reason in (None, ids[-1])):
+            raise EngineError(f"{url}: stopped by {choice.stop_reason!r}, which is not the last token id")
+        spans = self._spans(url, token, choice)
+        return Completion(ids, logprobs, choice.finish_reason, spans)
+
+    def score(self, url: str, token: str, token_ids: Sequence[int]) -> list[float]:
+        """Prompt log-probabilities; vLLM recomputes them without its prefix cache."""
+        answer = self._ask(url, token, list(token_ids), GREEDY, self.update_timeout_s, prompt_logprobs=0)
+        rows = answer.prompt_logprobs or []
+        if len(rows) != len(token_ids):
+            raise EngineError(f"{url}: {len(rows)} prompt log-probabilities of {len(token_ids)} tokens")
+        found = [(row or {}).get(str(i)) for row, i in zip(rows[1:], token_ids[1:], strict=True)]
+        values = [math.nan if entry is None else entry.logprob for entry in found]
+        _require_finite(values)
+        return values
+
+    def _ask(
+        self, url: str, token: str, ids: list[int], sampling: Sampling, timeout_s: float, **more: int
+    ) -> _Answer:
+        # No seed: on a CPU with chunked prefill a seeded request ends the engine for everybody.
+        settings = {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop_token_ids": self.stop_token_ids,
+            "logprobs": 0,
+            "detokenize": False,
+            **more,
+        }
+        body = msgspec.json.encode({"token_ids": ids, "sampling_params": settings})
+        data = _http.call(url, token, "/inference/v1/generate", body, timeout_s)
+        try:
+            return _answers.decode(data)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{url}: unreadable answer: {error}: {data[:300]!r}") from None
+
+    def _swap(self, url: str, token: str, update: dict[str, object], stamp: str | None) -> None:
+        drop = self.kv_on_update == "recompute"
+        self._control(url, token, "/start_weight_update", {})
+        self._control(url, token, "/update_weights", {"update_info": update})  # verifies; nothing is paused
+        try:
+            self._control(url, token, f"/pause?mode=keep&clear_cache={str(drop).lower()}", {})
+            self._control(url, token, "/finish_weight_update", {"weight_version": stamp} if stamp else {})
+            if drop:
+                self._control(url, token, "/reset_prefix_cache?reset_running_requests=true", {})
+        finally:
+            self._control(url, token, "/resume", {})
+
+    def _check(self, url: str, token: str, probe: ProbeScore, folder: Path) -> None:
+        scores = self.score(url, token, probe.token_ids)
+        worst = max(abs(ours - theirs) for ours, theirs in zip(scores, probe.logprobs, strict=True))
+        if worst > probe.tolerance:
+            raise EngineError(
+                f"{folder}: the probe's log-probabilities differ from the learner's by {worst:.4g}, more than"
+                f" {probe.tolerance:g}; the previous weights serve on"
+            )
+
+    def _spans(self, url: str, token: str, choice: _Choice) -> list[Span] | None:
+        stamps = choice.weight_versions
+        if stamps is None:
+            return None
+        if any(stamp.version.endswith(PENDING) for stamp in stamps):
+            self._await_verdict(url, token, {stamp.version for stamp in stamps})
+        return _tile(stamps, len(choice.token_ids))
+
+    def _await_verdict(self, url: str, token: str, names: set[str]) -> None:
+        deadline = time.monotonic() + self.update_timeout_s
+        while (now := self._stamp(url, token)) is None or now.endswith(PENDING):
+            if time.monotonic() > deadline:
+                raise EngineError(f"{url}: no verdict on {now} in {self.update_timeout_s:g} s")
+            time.sleep(0.05)
+        pending = {name.removesuffix(PENDING) for name in names if name.endswith(PENDING)}
+        if refused := sorted(pending - names - {now}):
+            raise EngineError(f"{url}: tokens of {refused[0]}, whose weights failed their probe")
+
+    def _stamp(self, url: str, token: str) -> str | None:
+        """The engine's present stamp; None where the release has none."""
+        try:
+            data = _http.call(url, token, "/weight_info", None, 30.0)
+        except _http.Refused as error:
+            if error.status == 404:
+                return None
+            raise
+        return msgspec.json.decode(data, type=_WeightInfo).weight_version
+
+    def _control(self, url: str, token: str, path: str, body: dict[str, object]) -> None:
+        _http.call(url, token, path, msgspec.json.encode(body), self.update_timeout_s)
+
+    def _program(self) -> str:
+        beside = Path(sys.executable).with_name("vllm")
+        found = self.program or (str(beside) if beside.exists() else shutil.which("vllm"))
+        if not found:
+            raise ConfigError(f"[engine] program: no vllm beside {sys.executable} nor on PATH; name its path")
+        return found
+
+    def _cpu_environment(self) -> dict[str, str]:
+        return {
+            "OMP_NUM_THREADS": str(self.threads),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else two engines of a node share core 0
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # only so does a CPU allow one process for core and worker
+            "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles, and without g++ ends the engine
+        }
+
+
+def _token_id(entry: _Logprob) -> int:
+    """0.32 gives the id; 0.26 gives the text "token_id:493"."""
+    return entry.token_id if not entry.token else int(entry.token.removeprefix("token_id:"))
+
+
+def _sampled_logprobs(choice: _Choice) -> list[float]:
+    entries = choice.logprobs.content
+    if [_token_id(entry) for entry in entries] != choice.token_ids:
+        raise EngineError(f"{len(entries)} log-probabilities do not match {len(choice.token_ids)} token ids")
+    values = [entry.logprob for entry in entries]
+    _require_finite(values)
+    return values
+
+
+def _require_finite(values: Sequence[float]) -> None:
+    for place, value in enumerate(values):
+        if not math.isfinite(value) or value <= NOTHING:
+            raise EngineError(f"log-probability {place} of {len(values)} is {value}")
+
+
+def _tile(stamps: list[_Stamp], length: int) -> list[Span]:
+    """Spans without gap or overlap, neighbours of one version joined."""
+    spans: list[Span] = []
+    for stamp in stamps:
+        try:
+            version = WeightVersion.parse(stamp.version.removesuffix(PENDING))
+        except ValueError as error:
+            raise EngineError(f"unknown stamp on tokens: {error}") from None
+        if stamp.start != (spans[-1][1] if spans else 0):
+            raise EngineError(f"stamps leave a gap before token {stamp.start}")
+        start = spans.pop()[0] if spans and spans[-1][2] == version else stamp.start
+        spans.append((start, stamp.end, version))
+    if (spans[-1][1] if spans else 0) != length:
+        raise EngineError(f"stamps cover {spans[-1][1] if spans else 0} of {length} tokens")
+    return spans
