@@ -155,14 +155,16 @@ class Watcher:
 
     def _read(self) -> tuple[dict[str, Node], set[str]]:
         found: dict[str, Node] = {}
-        unreadable = set()  # does not count as a look
+        unreadable = set()  # does not count as a look: the file system is at fault, not the owner
         for name in atomic.names(self._run.nodes):
             owner = name.removesuffix(".json")
             try:
                 found[owner] = atomic.get(self._run.node(owner), Node)
             except FileNotFoundError:
                 continue
-            except (CorruptRecord, StorageError, OSError) as error:
+            except CorruptRecord as error:  # counts: beats are not synced, so a node that dies may leave it
+                log.warning("corrupt lease: %s", error)
+            except (StorageError, OSError) as error:
                 log.warning("unreadable lease: %s", error)
                 unreadable.add(owner)
         return found, unreadable
