@@ -1,0 +1,23 @@
+"""The heavy half of the megatron policy.
+
+hf         what a Hugging Face folder says and holds
+parallel   joins the process group; ranks and groups
+compat     defects of megatron-core, mended
+cpu        what differs without CUDA
+stopwatch  seconds by part
+spec       the model: norms, attention, experts, log-probabilities in place of logits
+logprobs   fused output layer and log-probability
+packing    a microbatch as tensors
+convert    Hugging Face tensors <-> Megatron shards
+optimizer  gradient buffers, AdamW, schedule
+reference  the initial weights, swapped in
+export     Hugging Face files
+checkpoint distributed checkpoints
+learner    the seam: train, export, save, load
+"""
+
+import warnings
+
+# Advice to megatron-core's authors, at import and at each first call.
+warnings.filterwarnings("ignore", module=r"megatron\.")
+warnings.filterwarnings("ignore", category=FutureWarning, message="`torch.distributed|Please use DTensor")

@@ -1,0 +1,62 @@
+"""Distributed checkpoints that any number of tensor- or data-parallel ranks can resume from."""
+
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from hpc_swe.plugins.policies._megatron import compat, cpu
+from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
+from hpc_swe.plugins.policies._megatron.spec import PolicyModel
+
+CONTENT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+
+
+class Checkpointer:
+    """Saves and loads weights, optimizer, schedule, step and the random state."""
+
+    def __init__(
+        self,
+        ranks: TorchRanks,
+        model: PolicyModel,
+        optimizer: MegatronOptimizer,
+        schedule: OptimizerParamScheduler,
+    ) -> None:
+        self._ranks, self._model, self._optimizer, self._schedule = ranks, model, optimizer, schedule
+
+    def save(self, folder: Path, step: int) -> None:
+        """Write into an empty folder; returns when all ranks are done.
+
+        Starts a helper process that imports the program's entry module again: that module needs
+        ``if __name__ == "__main__"``.
+        """
+        with cpu.as_cuda():
+            compat.prepare_state(self._optimizer)
+            state = self._state(loading=False) | {"step": step, "random": torch.get_rng_state()}
+            dist_checkpointing.save(state, str(folder), content_metadata=CONTENT)
+
+    def load(self, folder: Path) -> int:
+        """Resume; returns the step."""
+        with cpu.as_cuda():
+            compat.prepare_state(self._optimizer)
+            state = dist_checkpointing.load(self._state(loading=True), str(folder))
+            self._model.load_state_dict(state["model"], strict=True)
+            self._optimizer.load_state_dict(state["optimizer"])
+            compat.separate_steps(self._optimizer)
+        self._schedule.num_steps = 0  # it adds what it loads
+        self._schedule.load_state_dict(state["schedule"])
+        torch.set_rng_state(state["random"])
+        return int(state["step"])
+
+    def _state(self, *, loading: bool) -> dict[str, object]:
+        content = CONTENT | {"dp_cp_group": self._ranks.data_group}
+        model = self._model.sharded_state_dict(metadata=content)
+        optimizer = self._optimizer.sharded_state_dict(model, is_loading=loading, metadata=content)
+        return {"model": model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}

@@ -1,0 +1,133 @@
+"""Hugging Face tensors <-> Megatron's fused and split ones, bit for bit.
+
+A `Layout` says which Hugging Face tensors make up one Megatron parameter: they are fused into one
+tensor, which is cut into equal parts along one dimension, one part a tensor-parallel rank.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from hpc_swe.plugins.policies._megatron.hf import ModelShape, Snapshot
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one Megatron parameter relates to Hugging Face tensors."""
+
+    sources: list[str]
+    dim: int | None = None
+    """Dimension of the fused tensor that is split over ranks; None is not split."""
+    view: tuple[int, ...] | None = None
+    """Shape of a rank's part of the fused tensor, -1 at `dim`; None is the parameter's own."""
+    fuse: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]
+    unfuse: Callable[[Tensor], Sequence[Tensor]] = lambda whole: [whole]
+
+    def part(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """One rank's part of the parameter."""
+        whole = self.fuse(tensors)
+        return whole if self.dim is None else whole.chunk(size, self.dim)[rank]
+
+    def whole(self, parts: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Hugging Face tensors of all ranks' parts."""
+        if self.dim is None:
+            fused = parts[0]
+        else:
+            fused = torch.cat([part.view(self.view or part.shape) for part in parts], self.dim)
+        return dict(zip(self.sources, (tensor.contiguous() for tensor in self.unfuse(fused)), strict=True))
+
+
+def layouts(model: GPTModel, shape: ModelShape) -> dict[str, Layout]:
+    """Layout of every parameter, in the parameters' order."""
+    return {name: _layout(name, shape) for name, _ in model.named_parameters()}
+
+
+def load(model: GPTModel, shape: ModelShape, snapshot: Snapshot, group: dist.ProcessGroup) -> None:
+    """Set this rank's parameters, converting to their dtype.
+
+    Raises:
+        ConfigError: The folder lacks a tensor.
+    """
+    parameters = dict(model.named_parameters())
+    for name, layout in layouts(model, shape).items():
+        part = layout.part([snapshot[source] for source in layout.sources], group.rank(), group.size())
+        parameters[name].data.copy_(part.reshape(parameters[name].shape))
+
+
+def gather(part: Tensor, layout: Layout, owner: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Hugging Face tensors on the rank `owner` of the group, on the CPU; nothing elsewhere."""
+    mine = group.rank() == owner
+    if layout.dim is None or group.size() == 1:
+        return _to_host(layout.whole([part])) if mine else {}
+    parts = [torch.empty_like(part) for _ in range(group.size())] if mine else None
+    dist.gather(part.contiguous(), parts, group=group, group_dst=owner)
+    return _to_host(layout.whole(parts)) if parts else {}
+
+
+def _to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+def _layout(name: str, shape: ModelShape) -> Layout:
+    if name == "embedding.word_embeddings.weight":
+        return Layout(["model.embed_tokens.weight"], dim=0)
+    if name == "output_layer.weight":
+        return Layout(["lm_head.weight"], dim=0)
+    if name == "decoder.final_layernorm.weight":
+        return Layout(["model.norm.weight"])
+    _, _, layer, inner = name.split(".", 3)
+    return _layer_layout(f"model.layers.{layer}.", inner, shape)
+
+
+def _layer_layout(prefix: str, name: str, shape: ModelShape) -> Layout:
+    simple = {
+        "input_layernorm.weight": ("input_layernorm.weight", None),
+        "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight", None),
+        "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight", None),
+        "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight", None),
+        "self_attention.linear_proj.weight": ("self_attn.o_proj.weight", 1),
+        "mlp.linear_fc2.weight": ("mlp.down_proj.weight", 1),
+        "mlp.router.weight": ("mlp.gate.weight", None),
+    }
+    if name in simple:
+        source, dim = simple[name]
+        return Layout([prefix + source], dim)
+    if name.startswith("self_attention.linear_qkv."):
+        return _qkv(prefix, name.rpartition(".")[2], shape)
+    if name == "mlp.linear_fc1.weight":
+        sources = [f"{prefix}mlp.{kind}_proj.weight" for kind in ("gate", "up")]
+        return Layout(sources, 1, (2, -1, shape.hidden), torch.stack, torch.unbind)
+    return _experts(f"{prefix}mlp.experts.", name, shape)
+
+
+def _qkv(prefix: str, kind: str, shape: ModelShape) -> Layout:
+    """Megatron interleaves by group: the group's queries, its key, its value."""
+    tail = (shape.hidden,) if kind == "weight" else ()
+    sizes = [shape.heads // shape.groups * shape.head_dim, shape.head_dim, shape.head_dim]
+
+    def fuse(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.view(shape.groups, -1, *tail) for tensor in tensors], 1)
+
+    def unfuse(whole: Tensor) -> list[Tensor]:
+        return [part.reshape(-1, *tail) for part in whole.split(sizes, 1)]
+
+    sources = [f"{prefix}self_attn.{name}_proj.{kind}" for name in "qkv"]
+    return Layout(sources, 0, (-1, sum(sizes), *tail), fuse, unfuse)
+
+
+def _experts(prefix: str, name: str, shape: ModelShape) -> Layout:
+    kinds = ("gate", "up") if name == "mlp.experts.gate_up" else ("down",)
+    sources = [f"{prefix}{expert}.{kind}_proj.weight" for expert in range(shape.experts) for kind in kinds]
+
+    def fuse(tensors: Sequence[Tensor]) -> Tensor:
+        whole = torch.stack(list(tensors))
+        return whole.view(shape.experts, 2, *whole.shape[1:]) if len(kinds) == 2 else whole
+
+    def unfuse(whole: Tensor) -> Sequence[Tensor]:
+        return list(whole.flatten(0, 1) if len(kinds) == 2 else whole)
+
+    return Layout(sources, 2, None, fuse, unfuse)

@@ -1,0 +1,172 @@
+"""The seam: one optimizer step, log-probabilities, export, checkpoint.
+
+The loss of a step is the sum over all tokens of all ranks of weight times term. Data-parallel ranks
+add their gradients; nothing is divided, because the weights hold the step-wide denominator.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from torch import Tensor
+
+from hpc_swe.errors import ConfigError, ProtocolError
+from hpc_swe.plugins.policies._megatron import convert, cpu, packing
+from hpc_swe.plugins.policies._megatron.checkpoint import Checkpointer
+from hpc_swe.plugins.policies._megatron.export import Exporter
+from hpc_swe.plugins.policies._megatron.hf import ModelShape, Snapshot
+from hpc_swe.plugins.policies._megatron.optimizer import build_optimizer, build_schedule, wrap
+from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
+from hpc_swe.plugins.policies._megatron.reference import Reference
+from hpc_swe.plugins.policies._megatron.spec import build_model
+from hpc_swe.plugins.policies._megatron.stopwatch import Stopwatch
+from hpc_swe.plugins.policies.base import Objective, OptimizerConfig
+from hpc_swe.plugins.policies.megatron import Megatron
+from hpc_swe.records import Batch, TensorInfo, id_array
+
+log = logging.getLogger(__name__)
+
+
+class MegatronLearner:
+    """The policy on this rank. See plugins/policies/base.py, Learner, for the contract."""
+
+    def __init__(self, settings: Megatron, model: Path, optimizer: OptimizerConfig, reference: bool) -> None:
+        shape = ModelShape.read(model)
+        shape.check_parallel(settings.tensor_parallel)
+        self.ranks = TorchRanks(settings.tensor_parallel)
+        self.tensor_parallel = settings.tensor_parallel
+        self.tolerance = 1e-3 if settings.dtype == "float32" else 0.25
+        self._steps = 0
+        self._model = build_model(shape, settings)
+        convert.load(self._model, shape, Snapshot(model), self.ranks.tensor_group)
+        self._ddp = wrap(self._model, settings)
+        self._optimizer = build_optimizer(self._ddp, settings, optimizer)
+        self._schedule = build_schedule(self._optimizer, optimizer)
+        self._reference = Reference(self._model) if reference else None
+        self._exporter = Exporter(self.ranks, self._model, shape, model)
+        self._checkpointer = Checkpointer(self.ranks, self._model, self._optimizer, self._schedule)
+        dtype = getattr(torch, settings.dtype)
+        multiple = settings.tensor_parallel if settings.sequence_parallel else 1
+        self._packer = packing.Packer(shape.head_dim, shape.theta, dtype, multiple)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self._steps
+
+    def train(self, batch: Batch, objective: Objective) -> dict[str, float]:
+        """One optimizer step over this data-parallel rank's microbatches."""
+        if (batch.step, batch.rank) != (self._steps, self.ranks.data_rank):
+            raise ProtocolError(
+                f"got the batch of step {batch.step}, rank {batch.rank}; "
+                f"due is step {self._steps}, rank {self.ranks.data_rank}"
+            )
+        watch = Stopwatch()
+        trained = [
+            packing.trained_positions(micro, f"step {batch.step}, rank {batch.rank}, microbatch {index}")
+            for index, micro in enumerate(batch.microbatches)
+        ]
+        reference = self._reference_logprobs(batch, trained) if objective.needs_reference else None
+        watch.lap("reference_s")
+        losses, sums, maxima = self._accumulate(batch, trained, reference, objective, watch)
+        norm = self._update()
+        watch.lap("optimizer_s")
+        metrics = self._report(losses, sums, maxima, objective)
+        self._check_finite(metrics["loss"], norm, losses)
+        metrics |= {"grad_norm": norm, "lr": self._lr()} | watch.read()
+        return self.ranks.broadcast(metrics)
+
+    def logprobs(self, token_ids: list[int]) -> list[float]:
+        """Log-probabilities of tokens 1 .. of one text."""
+        with torch.no_grad():
+            logprobs, _ = self._forward(np.asarray(token_ids), [len(token_ids)], np.arange(1, len(token_ids)))
+        return [float(value) for value in logprobs.tolist()]
+
+    def export(self, folder: Path) -> dict[str, TensorInfo]:
+        """Write this rank's share of the Hugging Face files; rank 0 adds index, tokenizer and settings."""
+        return self._exporter.write(folder)
+
+    def save(self, folder: Path) -> None:
+        """Write a distributed checkpoint into an empty folder."""
+        self._checkpointer.save(folder, self._steps)
+
+    def load(self, folder: Path) -> None:
+        """Resume from a checkpoint."""
+        self._steps = self._checkpointer.load(folder)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self.ranks.close()
+
+    def _forward(self, ids: np.ndarray, lengths: Sequence[int], trained: np.ndarray) -> tuple[Tensor, Tensor]:
+        tokens, packed = self._packer.pack(ids, lengths, trained)
+        logprobs, entropy = self._ddp(tokens, None, None, packed_seq_params=packed)
+        return logprobs, entropy
+
+    def _reference_logprobs(self, batch: Batch, trained: list[np.ndarray]) -> list[Tensor]:
+        if self._reference is None:
+            raise ConfigError("[loss] kl_coefficient > 0 needs a policy built with its reference")
+        with torch.no_grad(), self._reference.in_place():
+            pairs = zip(batch.microbatches, trained, strict=True)
+            return [self._forward(id_array(m.token_ids), m.sequence_lengths, rows)[0] for m, rows in pairs]
+
+    def _accumulate(
+        self,
+        batch: Batch,
+        trained: list[np.ndarray],
+        reference: list[Tensor] | None,
+        objective: Objective,
+        watch: Stopwatch,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Add up gradients; returns losses [microbatches], sums and maxima of the statistics."""
+        self._ddp.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        found = []
+        for index, (micro, rows) in enumerate(zip(batch.microbatches, trained, strict=True)):
+            model = self._forward(id_array(micro.token_ids), micro.sequence_lengths, rows)
+            terms = packing.terms(micro, rows, model, reference[index] if reference else None)
+            loss, sums, maxima = objective(terms)
+            watch.lap("forward_s")
+            loss.backward()
+            watch.lap("backward_s")
+            found.append((loss.detach(), sums, maxima))
+        losses, sums, maxima = (torch.stack(parts) for parts in zip(*found, strict=True))
+        return losses, sums.sum(0), maxima.amax(0)
+
+    def _update(self) -> float:
+        finalize_model_grads([self._ddp])  # no num_tokens: nothing is divided
+        self._schedule.step(1)
+        with cpu.as_cuda():
+            _, norm, _ = self._optimizer.step()
+        self._steps += 1
+        return float(norm)
+
+    def _report(self, losses: Tensor, sums: Tensor, maxima: Tensor, objective: Objective) -> dict[str, float]:
+        totals = torch.cat((losses.sum()[None].double(), sums.double()))
+        dist.all_reduce(totals, group=self.ranks.data_group)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.ranks.data_group)
+        loss, *rest = totals.tolist()
+        return {"loss": loss} | objective.metrics(rest, maxima.tolist())
+
+    def _check_finite(self, loss: float, norm: float, losses: Tensor) -> None:
+        """Every rank sees the same sums, so every rank raises."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        bad = (~losses.isfinite()).nonzero()[:, 0].tolist()
+        where = (
+            f"microbatches {bad} of data-parallel rank {self.ranks.data_rank}"
+            if bad
+            else "no loss of this rank"
+        )
+        raise FloatingPointError(
+            f"step {self._steps - 1}: loss {loss}, gradient norm {norm}; not finite: {where}. "
+            "Nothing was published; a restart resumes from the last checkpoint"
+        )
+
+    def _lr(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])

@@ -1,0 +1,96 @@
+"""A microbatch as tensors: tokens laid end to end, and where each sequence begins."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpc_swe.errors import ProtocolError
+from hpc_swe.plugins.policies._megatron.parallel import device
+from hpc_swe.plugins.policies.base import Tokens
+from hpc_swe.records import MicroBatch, float_array
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Stands where Megatron expects its PackedSeqParams. The host knows all lengths, so nothing waits."""
+
+    lengths: list[int]
+    """Of each sequence, padding as one more; their sum is the number of tokens."""
+    cosines: Tensor
+    """[tokens, 1, head_dim], of the angles of each token's position in its sequence."""
+    sines: Tensor
+    rows: Tensor
+    """int64 [n], positions whose next token is trained."""
+    targets: Tensor
+    """int64 [n], those next tokens."""
+    qkv_format: str = field(default="thd", init=False)
+
+
+def rotate(heads: Tensor, packing: Packing) -> Tensor:
+    """Rotary position embedding of [tokens, heads, d], halves paired as in Hugging Face's models."""
+    left, right = heads.chunk(2, dim=-1)
+    return heads * packing.cosines + torch.cat((-right, left), dim=-1) * packing.sines
+
+
+class Packer:
+    """Makes tensors of records, on this rank's device."""
+
+    def __init__(self, head_dim: int, theta: float, dtype: torch.dtype, multiple: int) -> None:
+        self._dtype, self._multiple = dtype, multiple
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        self._frequencies = (1.0 / theta**exponents).to(device())
+
+    def pack(
+        self, token_ids: NDArray[np.int32], lengths: Sequence[int], trained: NDArray[np.integer]
+    ) -> tuple[Tensor, Packing]:
+        """Token ids [1, tokens] and the packing; `trained` are positions of tokens to predict, none first."""
+        missing = max(-len(token_ids) % self._multiple, 0 if len(token_ids) else self._multiple)
+        padded = [*lengths, missing] if missing else list(lengths)
+        ids = np.pad(token_ids.astype(np.int64), (0, missing))
+        positions = np.concatenate([np.arange(length, dtype=np.float32) for length in padded])
+        angles = _upload(positions)[:, None] * self._frequencies
+        angles = torch.cat((angles, angles), dim=-1)[:, None]
+        packing = Packing(
+            lengths=padded,
+            cosines=angles.cos().to(self._dtype),
+            sines=angles.sin().to(self._dtype),
+            rows=_upload(trained.astype(np.int64) - 1),
+            targets=_upload(ids[trained]),
+        )
+        return _upload(ids)[None], packing
+
+
+def trained_positions(micro: MicroBatch, where: str) -> NDArray[np.integer]:
+    """Positions of the tokens to train.
+
+    Raises:
+        ProtocolError: The arrays differ in length, or a sequence's first token is to be trained.
+    """
+    total, mask = sum(micro.sequence_lengths), micro.mask_array
+    sizes = {len(mask), *(len(data) // 4 for data in (micro.token_ids, micro.logprobs, micro.weights))}
+    if sizes | {len(micro.advantages) // 4} != {total}:
+        raise ProtocolError(f"{where}: arrays of {sorted(sizes)} tokens, sequence lengths sum to {total}")
+    starts = np.cumsum([0, *micro.sequence_lengths])[:-1]
+    for start in starts[starts < total]:
+        if mask[start]:
+            raise ProtocolError(f"{where}: token {start} is the first of its sequence and cannot be trained")
+    return np.flatnonzero(mask)
+
+
+def terms(
+    micro: MicroBatch, trained: NDArray[np.integer], model: tuple[Tensor, Tensor], reference: Tensor | None
+) -> Tokens:
+    """What an objective sees of a microbatch; `model` is what the policy says of the trained tokens."""
+    sampler, advantages, weights = (
+        _upload(float_array(data)[trained]) for data in (micro.logprobs, micro.advantages, micro.weights)
+    )
+    return Tokens(model[0], model[1], sampler, advantages, weights, reference)
+
+
+def _upload(array: NDArray[np.generic]) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array).copy())
+    return tensor.pin_memory().to(device(), non_blocking=True) if torch.cuda.is_available() else tensor

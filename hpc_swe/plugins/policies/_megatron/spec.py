@@ -1,0 +1,248 @@
+"""The model: Megatron's decoder with our own norms, attention, experts and head.
+
+Megatron's own modules for these need Transformer Engine, or refuse packed sequences. Ours are plain
+torch and the same on CPU and CUDA. The model answers with log-probabilities, never with logits.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from hpc_swe.plugins.policies._megatron import compat
+from hpc_swe.plugins.policies._megatron.hf import ModelShape
+from hpc_swe.plugins.policies._megatron.logprobs import linear_logprobs
+from hpc_swe.plugins.policies._megatron.packing import Packing, rotate
+from hpc_swe.plugins.policies.megatron import Megatron
+
+Recompute = Literal["none", "selective", "full"]
+
+
+class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
+    """torch's RMSNorm, built the way Megatron builds norms."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: object) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # its gradient is then a part of a sum
+
+
+class Attention(MegatronModule):  # type: ignore[misc]
+    """Rotary positions and causal attention inside each sequence of a packed microbatch.
+
+    One call a sequence gives the exact block-diagonal result without a mask and without a score matrix.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, **_: object) -> None:
+        super().__init__(config=config)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        packed_seq_params: Packing,
+        **_: object,
+    ) -> Tensor:
+        """[tokens, heads, d], [tokens, groups, d] twice -> [tokens, heads * d]."""
+        packing = packed_seq_params
+        parts = zip(
+            rotate(query, packing).split(packing.lengths),
+            rotate(key, packing).split(packing.lengths),
+            value.split(packing.lengths),
+            strict=True,
+        )
+        grouped = query.shape[1] != key.shape[1]
+        outputs = []
+        for part in parts:
+            q, k, v = (tensor.transpose(0, 1)[None] for tensor in part)
+            output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            outputs.append(output[0].transpose(0, 1))
+        return torch.cat(outputs).flatten(1)
+
+
+class Experts(MegatronModule):  # type: ignore[misc]
+    """All experts of this rank in two grouped products; each expert is split like a dense MLP."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        **_: object,
+    ) -> None:
+        super().__init__(config=config)
+        self._groups = pg_collection
+        width, inner = config.hidden_size, config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        self.gate_up = self._weight(num_local_experts, 2, inner, width)
+        self.down = self._weight(num_local_experts, width, inner)
+
+    def _weight(self, *shape: int) -> torch.nn.Parameter:
+        weight = torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
+        # The gradient norm and the data-parallel reduction read these marks.
+        weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 2, 1
+        weight.allreduce = self.config.expert_model_parallel_size == 1
+        return weight
+
+    def forward(self, tokens: Tensor, counts: Tensor, probabilities: Tensor) -> tuple[Tensor, None]:
+        """[routed, width], tokens per expert, [routed] -> [routed, width], a part of a sum over ranks."""
+        ends = counts.to(tokens.device).cumsum(0, dtype=torch.int32)
+        both = F.grouped_mm(tokens, self.gate_up.flatten(1, 2).transpose(1, 2), offs=ends)
+        gate, up = both.chunk(2, dim=-1)
+        inner = (F.silu(gate) * up * probabilities[:, None]).to(tokens.dtype)
+        return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends), None
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> dict[str, ShardedTensor]:
+        """Split over experts, and inside each over tensor-parallel ranks."""
+        groups, depth = self._groups, len(sharded_offsets)
+        return {
+            prefix + name: ShardedTensor.from_rank_offsets(
+                prefix + name,
+                weight,
+                *sharded_offsets,
+                (depth, groups.ep.rank(), groups.ep.size()),
+                (depth + 2, groups.expt_tp.rank(), groups.expt_tp.size()),
+                replica_id=(0, 0, groups.expt_dp.rank()),
+                prepend_axis_num=depth,
+            )
+            for name, weight in (("gate_up", self.gate_up), ("down", self.down))
+        }
+
+
+class PolicyModel(GPTModel):  # type: ignore[misc]
+    """forward(tokens, None, None, packed_seq_params=packing) -> log-probabilities, entropies of packing.rows."""
+
+    chunk = 2048
+
+    def _postprocess(
+        self, hidden_states: Tensor, packed_seq_params: Packing, **_: object
+    ) -> tuple[Tensor, Tensor]:
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=True, group=group
+            )
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        shared = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
+        rows = hidden[:, 0].index_select(0, packed_seq_params.rows)
+        return linear_logprobs(rows, weight, packed_seq_params.targets, group, self.chunk)
+
+
+def build_model(shape: ModelShape, settings: Megatron) -> PolicyModel:
+    """The model on this rank's device, its weights not yet set."""
+    config = transformer_config(shape, settings)
+    block = TransformerBlockSubmodules(
+        layer_specs=[_layer(config) for _ in range(shape.layers)], layer_norm=RMSNorm
+    )
+    model = PolicyModel(
+        config=config,
+        transformer_layer_spec=block,
+        vocab_size=shape.vocab,
+        max_sequence_length=0,  # positions are rotary and ours
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="none",
+    )
+    model.chunk = settings.logprob_chunk
+    compat.mark_shards(model)
+    return model.cuda() if torch.cuda.is_available() else model
+
+
+def transformer_config(shape: ModelShape, settings: Megatron) -> TransformerConfig:
+    """Megatron's own record of the same facts."""
+    dtype = getattr(torch, settings.dtype)
+    experts = _expert_settings(shape) if shape.experts else {}
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.groups,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn,
+        layernorm_epsilon=shape.eps,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=settings.tensor_parallel,
+        sequence_parallel=settings.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=settings.dtype == "bfloat16",
+        calculate_per_token_loss=True,  # ranks add gradients; nothing divides them
+        use_cpu_initialization=not torch.cuda.is_available(),
+        perform_initialization=False,
+        bias_activation_fusion=torch.cuda.is_available(),
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        **_recompute(settings.recompute, bool(shape.experts)),
+        **experts,
+    )
+
+
+def _expert_settings(shape: ModelShape) -> dict[str, object]:
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.ffn,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_router_pre_softmax": not shape.renormalize,
+        "moe_router_score_function": "softmax",
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "allgather",
+    }
+
+
+def _recompute(kind: Recompute, experts: bool) -> dict[str, object]:
+    if kind == "none":
+        return {}
+    if kind == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    modules = ["core_attn", "moe" if experts else "mlp"]
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+def _layer(config: TransformerConfig) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    parts = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.self_attention.submodules.core_attention = Attention
+    if config.qk_layernorm:
+        parts.self_attention.submodules.q_layernorm = RMSNorm
+        parts.self_attention.submodules.k_layernorm = RMSNorm
+    if config.num_moe_experts:
+        parts.mlp.submodules.experts = ModuleSpec(module=Experts)
+    parts.sharded_state_dict_keys_map = {}  # checkpoints keep the parameters' own names
+    return spec

@@ -1,0 +1,159 @@
+"""What a step minimizes: the sum over trained tokens of weight times term, divided by nothing.
+
+With pi the weights being trained, mu those that sampled, ref the initial ones, A the advantage:
+
+    sampler_ratio   r = pi / mu         term = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
+    decoupled       r = pi / pi_prox    term = min(pi_prox / mu, ratio_cap) max(-A r, -A clip(r, ...))
+    sft                                 term = -log pi
+
+The first is PPO's (Schulman et al. 2017, eq. 7) with the clip on the sampler's own probabilities.
+The second is decoupled PPO (Hilton et al. 2021); pi_prox is pi before the step, and with one step a
+batch that is pi itself without gradient, so its r is 1 and never clipped. Tokens whose pi_prox / mu
+lies outside mask_low .. mask_high have term 0.
+
+    + kl_coefficient r_mu (e^d - 1 - d),  d = log ref - log pi,  r_mu = pi / mu
+
+is the k3 estimate of KL(pi, ref), times the importance ratio because mu drew the tokens; its
+expectation's gradient is that of the divergence (DeepSeek-V3.2 report, section 3.1).
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hpc_swe.plugins.policies.base import LossConfig, Tokens
+
+LARGEST = 20.0  # log-ratios beyond it are clamped: e^20 is as wrong as e^80, but finite
+PER_DECADE, DECADES, LOWEST = 20, 8, -6  # bins of the histogram of |gap|, 12 % wide, from 1e-6 on
+BINS = PER_DECADE * DECADES
+SHARES = ("entropy", "nll", "surprise_balance", "gap_mean", "gap_k3", "gap_far_share", "ratio_mean")
+POLICY_SHARES = ("squares", "clip_fraction_low", "clip_fraction_high", "capped_share", "masked_share", "kl")
+
+Term = Callable[[Tokens, LossConfig], Tensor]
+
+
+class PolicyObjective:
+    """One of the objectives above, and the curves that show whether it can be trusted."""
+
+    def __init__(self, config: LossConfig) -> None:
+        self._config = config
+        self.needs_reference = config.kl_coefficient > 0
+
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss; number of tokens, sums of SHARES and POLICY_SHARES, histogram of |gap|; largest |gap|."""
+        term = TERMS[self._config.objective](tokens, self._config)
+        if self.needs_reference:
+            term = term + self._config.kl_coefficient * divergence(tokens)
+        with torch.no_grad():
+            gap = (tokens.logprobs - tokens.sampler).abs()
+            sums = torch.cat((_sums(tokens, self._config), _histogram(gap)))
+            largest = torch.cat((gap, gap.new_zeros(1))).amax()[None]
+        return (tokens.weights * term).sum(), sums, largest
+
+    def metrics(self, sums: Sequence[float], maxima: Sequence[float]) -> dict[str, float]:
+        """Means over the step's trained tokens; what the objective does not use is left out."""
+        count = max(sums[0], 1.0)
+        names = SHARES + POLICY_SHARES
+        means = {name: total / count for name, total in zip(names, sums[1 : 1 + len(names)], strict=True)}
+        if self._config.objective == "sft":
+            return {"tokens": sums[0]} | {name: means[name] for name in ("nll", "entropy")}
+        means["ess"] = means["ratio_mean"] ** 2 / max(means.pop("squares"), 1e-30)
+        means["gap_p99"] = _percentile(sums[1 + len(names) :], 0.99)
+        means["gap_max"] = maxima[0]
+        return {"tokens": sums[0]} | {name: value for name, value in means.items() if self._tells(name)}
+
+    def _tells(self, name: str) -> bool:
+        """Whether a number can differ from 0 under this objective."""
+        if name.startswith("clip_"):
+            return self._config.objective == "sampler_ratio"
+        if name in ("capped_share", "masked_share"):
+            return self._config.objective == "decoupled"
+        return name != "kl" or self.needs_reference
+
+
+def sampler_ratio(tokens: Tokens, config: LossConfig) -> Tensor:
+    """[n] terms of PPO with the ratio to the sampler."""
+    return _clipped(_ratio(tokens.logprobs, tokens.sampler), tokens.advantages, config)
+
+
+def decoupled(tokens: Tokens, config: LossConfig) -> Tensor:
+    """[n] terms of PPO around the weights before the step, corrected by a constant weight."""
+    before = tokens.logprobs.detach()
+    correction = _ratio(before, tokens.sampler)
+    kept = ~_masked(correction, config)
+    return (
+        kept
+        * correction.clamp(max=config.ratio_cap)
+        * _clipped(_ratio(tokens.logprobs, before), tokens.advantages, config)
+    )
+
+
+def sft(tokens: Tokens, _config: LossConfig) -> Tensor:
+    """[n] negative log-likelihoods."""
+    return -tokens.logprobs
+
+
+TERMS: dict[str, Term] = {"sampler_ratio": sampler_ratio, "decoupled": decoupled, "sft": sft}
+
+
+def divergence(tokens: Tokens) -> Tensor:
+    """[n] k3 estimates of the divergence from the reference, corrected for the sampler."""
+    if tokens.reference is None:
+        raise ValueError("no reference log-probabilities: the policy was asked for an objective without them")
+    difference = (tokens.reference - tokens.logprobs).clamp(-LARGEST, LARGEST)
+    return _ratio(tokens.logprobs, tokens.sampler) * (difference.exp() - 1 - difference)
+
+
+def _ratio(logprobs: Tensor, base: Tensor) -> Tensor:
+    return (logprobs - base).clamp(-LARGEST, LARGEST).exp()
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    return torch.maximum(-advantages * ratio, -advantages * clipped)
+
+
+def _masked(correction: Tensor, config: LossConfig) -> Tensor:
+    masked = correction < config.mask_low
+    return masked | (correction > config.mask_high) if config.mask_high else masked
+
+
+def _sums(tokens: Tokens, config: LossConfig) -> Tensor:
+    """float64 [1 + shares]: doubles, so that a million tokens add up exactly enough."""
+    gap = tokens.logprobs - tokens.sampler
+    ratio = _ratio(tokens.logprobs, tokens.sampler)
+    columns = (
+        torch.ones_like(gap),
+        tokens.entropy,
+        -tokens.logprobs,
+        -tokens.sampler - tokens.entropy,
+        gap,
+        ratio - 1 - gap,
+        gap.abs() > 1,
+        ratio,
+        ratio.square(),
+        (tokens.advantages < 0) & (ratio < 1 - config.clip_low),
+        (tokens.advantages > 0) & (ratio > 1 + config.clip_high),
+        ratio > config.ratio_cap,
+        _masked(ratio, config),
+        torch.zeros_like(gap) if tokens.reference is None else divergence(tokens),
+    )
+    return torch.stack([column.double() for column in columns]).sum(1)
+
+
+def _histogram(gap: Tensor) -> Tensor:
+    bins = ((gap.clamp(min=1e-30).log10() - LOWEST) * PER_DECADE).clamp(0, BINS - 1).long()
+    return torch.zeros(BINS, dtype=torch.float64, device=gap.device).index_add_(
+        0, bins, torch.ones_like(gap).double()
+    )
+
+
+def _percentile(counts: Sequence[float], share: float) -> float:
+    """Upper edge of the bin that the percentile falls into."""
+    due, seen = share * sum(counts), 0.0
+    for index, count in enumerate(counts):
+        seen += count
+        if count and seen >= due:
+            return float(10 ** (LOWEST + (index + 1) / PER_DECADE))
+    return 0.0
