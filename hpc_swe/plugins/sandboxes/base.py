@@ -20,7 +20,10 @@ class CommandResult:
 
 
 class Sandbox(Protocol):
-    """One open sandbox. After `broke_sandbox` every further call answers the same."""
+    """One open sandbox. After `broke_sandbox` every further command answers the same.
+
+    Processes end with the command that started them. Files stay readable after the sandbox broke.
+    """
 
     def run(self, command: str, timeout_s: float) -> CommandResult:
         """Run a shell line in the work directory.
@@ -30,21 +33,35 @@ class Sandbox(Protocol):
         """
         ...
 
-    def read(self, path: str) -> bytes:
-        """Content of a regular file, relative to the work directory.
+    def python(self, program: str, timeout_s: float) -> CommandResult:
+        """Run a Python program in the work directory, isolated as by ``python3 -I``.
 
         Raises:
-            FileNotFoundError: No such regular file, or larger than the sandbox gives out.
-            SandboxError: The host failed.
+            SandboxError: The host failed, not the program.
+        """
+        ...
+
+    def read(self, path: str) -> bytes:
+        """Content of a regular file, relative to the work directory. Starts nothing in the sandbox.
+
+        Raises:
+            OSError: No such regular file, too large, or reached through a link or ``..``.
         """
         ...
 
     def write(self, path: str, data: bytes) -> None:
-        """Put a regular file, making its folders.
+        """Put a regular file, making its folders. Starts nothing in the sandbox.
 
         Raises:
-            OSError: The sandbox refuses (disk full, path is a folder).
-            SandboxError: The host failed.
+            OSError: Disk full, or the path is a folder, or leads through a link or ``..``.
+        """
+        ...
+
+    def paths(self) -> list[str]:
+        """Every regular file below the work directory, sorted; links are not followed.
+
+        Raises:
+            OSError: More files than a sandbox gives out.
         """
         ...
 

@@ -1,0 +1,246 @@
+# ruff: noqa: BLE001, PTH101, PTH102, PTH103, PTH110, PTH123, PTH211
+"""The program inside a container. It is sent there as text: standard library only, no imports of ours.
+
+A warm interpreter serves the host: for each sandbox it forks, and the child goes into user, process,
+mount, network, IPC and host-name namespaces of its own, over a root whose writable layer is a tmpfs
+of limited size. That child is process 1 of the sandbox: nothing inside can kill, trace or outlive it,
+and when its socket closes it exits and the kernel ends all the rest.
+
+    container  <- settings, then one socket per sandbox
+    sandbox    -> b"process" + pidfd, b"ready" + work directory  <- {"kind", "timeout_s"} + program, output
+"""
+
+import ctypes
+import fcntl
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+import types
+from typing import NoReturn
+
+NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000
+MS_NOSUID_NODEV_NOEXEC, MS_RDONLY, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 14, 1, 0x1000, 0x4000, 1 << 18, 2
+PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 4, 24, 36, 38
+SIOCSIFFLAGS, IFF_UP_RUNNING = 0x8914, 0x41
+CAPABILITY_V3 = 0x20080522
+BASE, SCRATCH = "/mnt", "/tmp"
+LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def call(name: str, *arguments: object) -> None:
+    packed = [a.encode() if isinstance(a, str) else a for a in arguments]
+    if getattr(libc, name)(*packed) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}{arguments}: {os.strerror(number)}")
+
+
+def mount(kind: str, target: str, flags: int = 0, options: str | None = None) -> None:
+    os.makedirs(target, exist_ok=True)
+    call("mount", kind, target, kind, flags, options)
+
+
+def put(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def serve(channel: socket.socket) -> None:
+    """Fork one sandbox per socket received, until the host is gone."""
+    settings = json.loads(channel.recv(1 << 16))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    exec(settings["warm_up"], {"__name__": "warm_up"})
+    call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # The root as a mount without locked children: only such a one may be the lower layer of an overlay.
+    call("mount", None, "/", None, MS_PRIVATE, None)
+    call("mount", "/", BASE, None, MS_BIND, None)
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    channel.send(b"up")
+    while True:
+        message, received, _, _ = socket.recv_fds(channel, 4096, 1)
+        if not message:
+            return
+        if os.fork() == 0:
+            channel.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            start(socket.socket(fileno=received[0]), message.decode(), settings)
+        os.close(received[0])
+
+
+def start(host: socket.socket, workdir: str, settings: dict[str, int]) -> NoReturn:
+    """Become a sandbox; whatever fails is said to the host."""
+    try:
+        user, group = os.geteuid(), os.getegid()
+        call("unshare", NEW_NAMESPACES)
+        put("/proc/self/setgroups", "deny")
+        put("/proc/self/uid_map", f"0 {user} 1")
+        put("/proc/self/gid_map", f"0 {group} 1")
+        child = os.fork()  # the first process of the new process namespace
+        if child:
+            socket.send_fds(host, [b"process"], [os.pidfd_open(child)])
+            os._exit(0)
+        set_up_files(settings["disk_mb"], workdir)
+        give_up_rights(settings["processes"])
+        socket.send_fds(host, [b"ready"], [os.open(workdir, os.O_RDONLY | os.O_DIRECTORY)])
+        os.closerange(host.fileno() + 1, 256)
+        obey(host, workdir, settings)
+    except BaseException:
+        host.send(b"failed: " + traceback.format_exc().encode()[-2000:])
+    os._exit(1)
+
+
+def set_up_files(disk_mb: int, workdir: str) -> None:
+    """A root of our own: the image below, a tmpfs above, and nothing that a sibling could see."""
+    call("mount", None, "/", None, MS_REC | MS_PRIVATE, None)
+    mount("tmpfs", SCRATCH, 0, f"size={disk_mb}m,mode=700")
+    root, dev = f"{SCRATCH}/root", f"{SCRATCH}/root/dev"
+    for name in ("upper", "work"):
+        os.mkdir(f"{SCRATCH}/{name}")
+    mount("overlay", root, 0, f"lowerdir={BASE},upperdir={SCRATCH}/upper,workdir={SCRATCH}/work,userxattr")
+    mount("tmpfs", dev, 0, "size=64m,mode=755")
+    for name in ("null", "zero", "full", "random", "urandom", "tty"):
+        if os.path.exists(f"/dev/{name}"):
+            put(f"{dev}/{name}", "")
+            call("mount", f"/dev/{name}", f"{dev}/{name}", None, MS_BIND, None)
+    mount("devpts", f"{dev}/pts", 0, "newinstance,ptmxmode=0666,mode=620")
+    for name, target in LINKS.items():
+        os.symlink(target, f"{dev}/{name}")
+    os.makedirs(f"{dev}/shm", exist_ok=True)
+    for folder in (f"{dev}/shm", f"{root}/tmp", f"{root}/var/tmp"):
+        os.chmod(folder, 0o1777)
+    mount("proc", f"{root}/proc", MS_NOSUID_NODEV_NOEXEC)
+    mount("sysfs", f"{root}/sys", MS_NOSUID_NODEV_NOEXEC | MS_RDONLY)
+    os.chdir(root)
+    call("pivot_root", ".", ".")
+    call("umount2", ".", MNT_DETACH)
+    os.makedirs(workdir, exist_ok=True)
+    os.chdir(workdir)
+
+
+def give_up_rights(processes: int) -> None:
+    """Loopback up, then no capabilities, none to be had again, and no namespaces below this one."""
+    call("sethostname", "sandbox", 7)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP_RUNNING))
+    put("/proc/sys/user/max_user_namespaces", "0")
+    limit_processes(processes)
+    for capability in range(64):
+        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
+            break
+    call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    call("capset", (ctypes.c_uint32 * 2)(CAPABILITY_V3, 0), (ctypes.c_uint32 * 6)())
+    call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def limit_processes(processes: int) -> None:
+    """For a container of root, whom RLIMIT_NPROC does not bind; per namespace since Linux 6.14.
+
+    Linux hands out the numbers below 300 only once.
+    """
+    try:
+        put("/proc/sys/kernel/pid_max", str(300 + processes))
+    except OSError:
+        return
+
+
+def obey(host: socket.socket, workdir: str, settings: dict[str, int]) -> None:
+    """Run the host's commands, one at a time; nothing of a command is left when it is answered."""
+    while True:
+        message, files, _, _ = socket.recv_fds(host, 4096, 2)
+        if not message:
+            return
+        request = json.loads(message)
+        child = os.fork()
+        if child == 0:
+            run(request["kind"], files, workdir, settings)
+        handle = os.pidfd_open(child)
+        in_time = bool(select.select([handle], [], [], request["timeout_s"])[0])
+        if not in_time:
+            os.kill(child, signal.SIGKILL)
+        status = os.waitpid(child, 0)[1]
+        end_everybody()
+        for file in (handle, *files):
+            os.close(file)
+        code = os.waitstatus_to_exitcode(status)
+        host.send(
+            json.dumps({"exit_code": code if code >= 0 else 128 - code, "timed_out": not in_time}).encode()
+        )
+
+
+def end_everybody() -> None:
+    """From process 1, -1 means all others of the namespace, at once."""
+    try:
+        os.kill(-1, signal.SIGKILL)
+        while True:
+            os.waitpid(-1, 0)
+    except (ProcessLookupError, ChildProcessError):
+        return
+
+
+def run(kind: str, files: list[int], workdir: str, settings: dict[str, int]) -> NoReturn:
+    """In the child: one shell line, or one Python program in the interpreter that is already warm."""
+    try:
+        program = read(files[0])
+        os.setsid()
+        call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)
+        put("/proc/self/oom_score_adj", "1000")  # if memory runs out, it is this one's doing
+        for number, source in enumerate((os.open(os.devnull, os.O_RDONLY), files[1], files[1])):
+            os.dup2(source, number)
+        os.closerange(3, 256)
+        os.chdir(workdir)
+        limit(resource.RLIMIT_NPROC, settings["processes"])
+        limit(resource.RLIMIT_FSIZE, settings["file_mb"] << 20)
+        limit(resource.RLIMIT_AS, settings["address_space_mb"] << 20)
+        limit(resource.RLIMIT_CORE, 0)
+        if kind == "shell":
+            os.execvpe("bash", ["bash", "--noprofile", "--norc", "-c", program], INITIAL)
+        os._exit(execute(program))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(126)
+
+
+def execute(program: str) -> int:
+    """What ``python3 -I`` does with a program."""
+    os.environ.clear()
+    os.environ.update(INITIAL)
+    sys.argv[:] = [""]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    code: object = 0
+    try:
+        exec(compile(program, "<program>", "exec"), main.__dict__)
+    except SystemExit as end:
+        code = end.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code if isinstance(code, int) else int(code is not None)
+
+
+def read(file: int) -> str:
+    return os.pread(file, os.fstat(file).st_size, 0).decode()
+
+
+def limit(which: int, value: int) -> None:
+    resource.setrlimit(which, (value, value))
+
+
+def environment() -> dict[str, str]:
+    """The image's own, without what Apptainer adds."""
+    ours = ("APPTAINER", "SINGULARITY", "PROMPT_COMMAND", "LD_LIBRARY_PATH")
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+
+
+if __name__ == "__main__":
+    INITIAL = environment()
+    serve(socket.socket(fileno=os.dup(0)))

@@ -1,0 +1,201 @@
+"""The host's end of a container and of the sandboxes in it; `_container.py` is the other end."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+
+from hpc_swe.errors import SandboxError
+from hpc_swe.plugins.sandboxes._output import collected
+from hpc_swe.plugins.sandboxes._tree import Tree
+from hpc_swe.plugins.sandboxes.base import CommandResult
+
+PROGRAM = Path(__file__).with_name("_container.py")
+BOOTSTRAP = "import socket; s = socket.socket(fileno=0); p = s.recv(1 << 17).decode(); s.detach(); exec(p)"
+GRACE_S = 15.0
+"""A command's time limit is kept inside the sandbox; this much later the host keeps it."""
+GONE = CommandResult(exit_code=137, output="The sandbox is gone.", broke_sandbox=True)
+
+
+class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one sandbox may use."""
+
+    processes: int = 256
+    file_mb: int = 64
+    """Largest single file, command output included."""
+    address_space_mb: int = 4096
+    """Of one process."""
+    disk_mb: int = 512
+    """Everything written; it is memory of the job."""
+    output_bytes: int = 64_000
+    """What a command's result carries."""
+    read_bytes: int = 1_000_000
+    """Largest file given out."""
+
+
+class Container:
+    """A running container that opens sandboxes. Its life hangs on our end of one socket."""
+
+    def __init__(self, command: Sequence[str], limits: Limits, warm_up: str, start_timeout_s: float) -> None:
+        self._limits = limits
+        self._start_timeout_s = start_timeout_s
+        self._sending = threading.Lock()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the container)
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, "-I", "-c", BOOTSTRAP],
+                stdin=theirs.fileno(),
+                stdout=self._errors,
+                stderr=self._errors,
+                start_new_session=True,
+            )
+        settings = {name: getattr(limits, name) for name in limits.__struct_fields__} | {"warm_up": warm_up}
+        self._channel.settimeout(start_timeout_s)
+        try:
+            self._channel.send(PROGRAM.read_bytes())
+            self._channel.send(json.dumps(settings).encode())
+            up = self._channel.recv(16)
+        except OSError as error:
+            up = str(error).encode()
+        if up != b"up":
+            self.close()
+            raise SandboxError(f"the container did not start: {self.complaint() or up.decode()}")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can open sandboxes."""
+        return self._process.poll() is None
+
+    def complaint(self) -> str:
+        """The end of what Apptainer and the container's program printed."""
+        return collected(self._errors.fileno(), 2000).strip()
+
+    @contextmanager
+    def open(self, workdir: str) -> "Iterator[Session]":
+        """A fresh sandbox, ended with everything in it at exit."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(self._start_timeout_s)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ours)
+            try:
+                with theirs, self._sending:
+                    socket.send_fds(self._channel, [workdir.encode()], [theirs.fileno()])
+                process = _expect(ours, b"process")
+                stack.callback(_end, process)
+                folder = _expect(ours, b"ready")
+            except OSError as error:
+                raise SandboxError(f"no sandbox: {error}; container: {self.complaint()}") from error
+            tree = Tree(folder, self._limits.read_bytes)
+            stack.callback(tree.close)
+            yield Session(self, ours, tree, self._limits.output_bytes)
+
+    def close(self) -> None:
+        """End it and wait for it; its sandboxes end with it."""
+        self._channel.close()
+        try:
+            self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            end_namespace(self._process.pid)
+            self._process.wait(GRACE_S)
+
+
+class Session:
+    """One sandbox of a container."""
+
+    def __init__(self, container: Container, host: socket.socket, tree: Tree, output_bytes: int) -> None:
+        self._container = container
+        self._host = host
+        self._output_bytes = output_bytes
+        self._is_broken = False
+        self.read = tree.read
+        self.write = tree.write
+        self.paths = tree.paths
+
+    def run(self, command: str, timeout_s: float) -> CommandResult:
+        """Run a shell line in the work directory."""
+        return self._ask("shell", command, timeout_s)
+
+    def python(self, program: str, timeout_s: float) -> CommandResult:
+        """Run a Python program in a fork of the warm interpreter."""
+        return self._ask("python", program, timeout_s)
+
+    def _ask(self, kind: Literal["shell", "python"], program: str, timeout_s: float) -> CommandResult:
+        if self._is_broken:
+            return GONE
+        with _memory(program.encode()) as source, _memory(b"") as output:
+            try:
+                self._host.settimeout(timeout_s + GRACE_S)
+                request = json.dumps({"kind": kind, "timeout_s": timeout_s}).encode()
+                socket.send_fds(self._host, [request], [source, output])
+                answer = self._host.recv(4096)
+            except OSError:
+                answer = b""
+            if not answer:
+                return self._broken()
+            return CommandResult(output=collected(output, self._output_bytes), **json.loads(answer))
+
+    def _broken(self) -> CommandResult:
+        self._is_broken = True
+        if not self._container.is_alive:
+            raise SandboxError(f"the container ended under its sandboxes: {self._container.complaint()}")
+        return GONE
+
+
+def end_namespace(ancestor: int) -> None:
+    """SIGKILL process 1 of every process namespace that begins below `ancestor`.
+
+    Killing Apptainer itself would leave its FUSE daemons behind; this way it sees its payload end.
+    """
+    for child in _descendants(ancestor):
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{child}/status").read_text()
+            namespaced = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()
+            if len(namespaced) == 3 and namespaced[-1] == "1":
+                os.kill(child, signal.SIGKILL)
+
+
+def _descendants(process: int) -> list[int]:
+    found: list[int] = []
+    for listing in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, listing.read_text().split()):
+                found += [child, *_descendants(child)]
+    return found
+
+
+@contextmanager
+def _memory(content: bytes) -> Iterator[int]:
+    """An anonymous file: nothing on disk, no name to plant a link under."""
+    file = os.memfd_create("sandbox")
+    try:
+        os.pwrite(file, content, 0)
+        yield file
+    finally:
+        os.close(file)
+
+
+def _expect(sender: socket.socket, what: bytes) -> int:
+    message, received, _, _ = socket.recv_fds(sender, 4096, 1)
+    if message != what:
+        raise OSError(f"awaited {what.decode()}, got {message.decode(errors='replace') or 'the end'}")
+    return received[0]
+
+
+def _end(process: int) -> None:
+    """Process 1 is reported gone only after all others of its namespace."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+    select.select([process], [], [], GRACE_S)
+    os.close(process)

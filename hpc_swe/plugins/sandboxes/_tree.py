@@ -1,0 +1,112 @@
+"""The host's hand in a folder that hostile code owns.
+
+Every path is walked component by component from one open directory, and no link is ever followed:
+whatever is planted there, the host reads and writes inside that folder's own file system or fails.
+"""
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Opening a pipe must not wait for its other end, nor a terminal become ours.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_MOST_FILES = 20_000
+_DEEPEST = 64
+
+
+class Tree:
+    """Files below one open directory."""
+
+    def __init__(self, root: int, most_bytes: int) -> None:
+        self._root = root
+        self._most_bytes = most_bytes
+
+    def read(self, path: str) -> bytes:
+        """Content of a regular file."""
+        with self._parent(path) as (folder, name):
+            file = os.open(name, _READ, dir_fd=folder)
+            with os.fdopen(file, "rb") as handle:
+                if not stat.S_ISREG(os.fstat(file).st_mode):
+                    raise _error(errno.EINVAL, path, "not a regular file")
+                data = handle.read(self._most_bytes + 1)
+        if len(data) > self._most_bytes:
+            raise _error(errno.EFBIG, path, f"larger than {self._most_bytes} bytes")
+        return data
+
+    def write(self, path: str, data: bytes) -> None:
+        """Put a file under its name at once, with the permissions of the one it replaces."""
+        with self._parent(path, make=True) as (folder, name):
+            temporary = f".{secrets.token_hex(8)}"
+            file = os.open(temporary, _WRITE, 0o644, dir_fd=folder)
+            try:
+                with os.fdopen(file, "wb") as handle:
+                    os.fchmod(file, _mode(folder, name))
+                    handle.write(data)
+                os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError:
+                os.unlink(temporary, dir_fd=folder)
+                raise
+
+    def paths(self) -> list[str]:
+        """Every regular file, sorted."""
+        found = []
+        for path in self._walk(self._root, "", _DEEPEST):
+            found.append(path)
+            if len(found) > _MOST_FILES:
+                raise _error(errno.EFBIG, ".", f"more than {_MOST_FILES} files")
+        return sorted(found)
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        os.close(self._root)
+
+    def _walk(self, folder: int, prefix: str, depth: int) -> Iterator[str]:
+        for entry in os.scandir(folder):
+            if entry.is_file(follow_symlinks=False):
+                yield prefix + entry.name
+            elif entry.is_dir(follow_symlinks=False) and depth:
+                child = os.open(entry.name, _FOLDER, dir_fd=folder)
+                try:
+                    yield from self._walk(child, f"{prefix}{entry.name}/", depth - 1)
+                finally:
+                    os.close(child)
+
+    @contextmanager
+    def _parent(self, path: str, make: bool = False) -> Iterator[tuple[int, str]]:
+        *folders, name = [part for part in path.split("/") if part != "."]
+        if path.startswith("/") or "\0" in path or not name or ".." in (*folders, name):
+            raise _error(errno.EINVAL, path, "not a path below the work directory")
+        here = os.dup(self._root)
+        try:
+            for part in filter(None, folders):
+                if make:
+                    _make(here, part)
+                here, above = os.open(part, _FOLDER, dir_fd=here), here
+                os.close(above)
+            yield here, name
+        finally:
+            os.close(here)
+
+
+def _make(folder: int, name: str) -> None:
+    try:
+        os.mkdir(name, dir_fd=folder)
+    except FileExistsError:
+        return
+
+
+def _mode(folder: int, name: str) -> int:
+    try:
+        mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+    except FileNotFoundError:
+        return 0o644
+    return mode & 0o777 if stat.S_ISREG(mode) else 0o644
+
+
+def _error(number: int, path: str, what: str) -> OSError:
+    return OSError(number, what, path)

@@ -1,0 +1,25 @@
+"""evaluate: run the tests that the agent can see."""
+
+from typing import ClassVar
+
+from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.sandboxes.base import Sandbox
+from hpc_swe.plugins.tools import _pytest
+from hpc_swe.records import Task
+
+
+class Evaluate(Plugin, frozen=True, kw_only=True):
+    """Run the visible tests."""
+
+    ends_episode: ClassVar[bool] = False
+    timeout_s: float = 60.0
+    options: tuple[str, ...] = ("-q", "--tb=line", "--no-header", "-rN")
+    most_chars: int = 1000
+
+    def __call__(self, sandbox: Sandbox, task: Task) -> str:
+        """The end of pytest's output."""
+        visible = [name for name in _pytest.arguments(task) if name.partition("::")[0] in task.files]
+        result = sandbox.python(_pytest.program([*self.options, *visible]), self.timeout_s)
+        if result.timed_out:
+            return f"The tests ran longer than {self.timeout_s:g} s."
+        return result.output.strip()[-self.most_chars :]

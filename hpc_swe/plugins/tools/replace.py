@@ -1,0 +1,26 @@
+"""replace: a piece of one line."""
+
+from typing import ClassVar
+
+from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.sandboxes.base import Sandbox
+from hpc_swe.plugins.tools._files import read_lines, write_lines
+from hpc_swe.plugins.tools.base import ToolError
+from hpc_swe.records import Task
+
+
+class Replace(Plugin, frozen=True, kw_only=True):
+    """In one line of a file, replace the first old by new."""
+
+    ends_episode: ClassVar[bool] = False
+
+    def __call__(self, sandbox: Sandbox, task: Task, *, path: str, line: int, old: str, new: str) -> str:
+        """Edit and answer ``ok``."""
+        lines = read_lines(sandbox, task, path)
+        if not 1 <= line <= len(lines):
+            raise ToolError(f"{path} has {len(lines)} lines.")
+        if not old or old not in lines[line - 1]:
+            raise ToolError(f"{old!r} is not in line {line}.")
+        lines[line - 1] = lines[line - 1].replace(old, new, 1)
+        write_lines(sandbox, task, path, lines)
+        return "ok"

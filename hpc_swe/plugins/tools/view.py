@@ -1,0 +1,26 @@
+"""view: a file with line numbers."""
+
+from typing import ClassVar
+
+from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.sandboxes.base import Sandbox
+from hpc_swe.plugins.tools._files import read_lines
+from hpc_swe.plugins.tools.base import ToolError
+from hpc_swe.records import Task
+
+
+class View(Plugin, frozen=True, kw_only=True):
+    """Show a file, or its lines start to end."""
+
+    ends_episode: ClassVar[bool] = False
+    most_lines: int = 200
+
+    def __call__(self, sandbox: Sandbox, task: Task, *, path: str, start: int = 1, end: int = 0) -> str:
+        """Numbered lines, at most `most_lines` of them."""
+        lines = read_lines(sandbox, task, path)
+        if not 1 <= start <= max(len(lines), 1):
+            raise ToolError(f"{path} has {len(lines)} lines.")
+        last = min(end or len(lines), start + self.most_lines - 1, len(lines))
+        shown = [f"{number}:{lines[number - 1].rstrip()}" for number in range(start, last + 1)]
+        rest = [f"... {len(lines)} lines in all"] if last < (end or len(lines)) and last < len(lines) else []
+        return "\n".join(shown + rest) or "(empty)"
