@@ -1,0 +1,172 @@
+"""Recorder: stands between an agent and the engines, and keeps what was sampled, token by token.
+
+It alone sets how tokens are sampled. Agents of ours call it; command-line agents reach it by `front`.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from hpc_swe.config import RolloutConfig
+from hpc_swe.conversation import TokenBuilder
+from hpc_swe.errors import ConfigError, EngineError, EpisodeError, SandboxError
+from hpc_swe.plugins.agents.base import ContextFull, Reply
+from hpc_swe.records import Message, RolloutRequest, Sampling, Turn, concat, floats, id_array, ids
+from hpc_swe.roles.rollout.chains import Chains, Place
+from hpc_swe.roles.rollout.sampler import Sampled, Sampler
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An answered request, not yet handed to the agent."""
+
+    index: int
+    place: Place
+    history: list[Message]
+    reply: Reply
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Recorder:
+    """One episode's chat, from one or several threads."""
+
+    def __init__(
+        self, builder: TokenBuilder, sampler: Sampler, request: RolloutRequest, config: RolloutConfig
+    ) -> None:
+        """Start the episode's clock.
+
+        Raises:
+            ConfigError: Training with settings under which the log-probabilities are not the sampler's.
+        """
+        if request.split == "train" and not request.sampling.is_plain:
+            raise ConfigError(
+                f"[sampling] {request.sampling}: training needs top_p 1, top_k 0, min_p 0, temperature > 0"
+            )
+        self._builder, self._sampler, self._config = builder, sampler, config
+        self._sampling = request.sampling
+        self._lock = threading.Lock()
+        self._chains = Chains()
+        self._closed = ""
+        self._started = time.monotonic()
+        self.engine_s = 0.0
+        self.counts: Counter[str] = Counter()
+        self.messages: list[Message] = []
+        """The history that the last delivered reply ended, for people."""
+        self.failure: EpisodeError | None = None
+        """What makes the episode an infrastructure failure, whatever the agent made of it."""
+
+    def __call__(self, messages: Sequence[Message], tools: str = "") -> Reply:
+        """The policy's next message. `tools` is the JSON list that the chat template shows, or empty.
+
+        Raises:
+            ContextFull: The prompt leaves no room to answer.
+            EngineError: No engine answered in time.
+            SandboxError: The episode took too long beside the engine.
+            AgentError: The chat template refuses the messages.
+        """
+        exchange = self.ask(messages, tools)
+        self.deliver(exchange)
+        return exchange.reply
+
+    def ask(self, messages: Sequence[Message], tools: str = "") -> Exchange:
+        """Sample an answer; `deliver` says that it arrived. Raises as a call does."""
+        started = time.monotonic()
+        self._require_open()
+        with self._lock:
+            place = self._chains.place(messages, tools)
+            prefix = self._chains.prefix(place.parent)
+            engine = "" if place.parent is None else self._chains.turns[place.parent].engine
+        appended = ids(self._render(prefix, place.new, tools))
+        prompt = id_array(concat([*prefix, appended]))
+        sampling = self._fit(len(prompt))
+        try:
+            sampled = self._sampler.sample(prompt, sampling, engine)
+        except EngineError as error:
+            self.failure = error
+            raise
+        finally:
+            seconds = time.monotonic() - started
+            with self._lock:
+                self.engine_s += seconds
+        index = self._keep(place.parent, appended, sampling, sampled, seconds)
+        reply = self._reply(sampled, tools)
+        history = [*messages, Message(role="assistant", content=reply.content, tool_calls=reply.tool_calls)]
+        return Exchange(index, place, history, reply, len(prompt), len(sampled.token_ids))
+
+    def deliver(self, exchange: Exchange) -> None:
+        """The reply reached the agent: its turn may be trained and extended."""
+        with self._lock:
+            self._chains.deliver(exchange.index, exchange.place, exchange.history[-1])
+            self.messages = exchange.history
+
+    def close(self, why: str) -> list[Turn]:
+        """All turns; what is still asked from now on is refused."""
+        with self._lock:
+            self._closed = why
+            turns = list(self._chains.turns)
+            self.counts["undelivered"] = sum(not turn.delivered for turn in turns)
+            self.counts["chains"] = sum(turn.parent is None for turn in turns)
+            return turns
+
+    @property
+    def beside_engine_s(self) -> float:
+        """Wall seconds of the episode without those spent on the engine."""
+        return time.monotonic() - self._started - self.engine_s
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineError(self._closed)
+        limit = self._config.episode_timeout_s
+        if self.beside_engine_s > limit:
+            self.failure = SandboxError(
+                f"the episode took {self.beside_engine_s:.0f} s beside the engine; "
+                f"[rollout] episode_timeout_s = {limit:g}"
+            )
+            raise self.failure
+
+    def _render(self, prefix: list[bytes], new: list[Message], tools: str) -> list[int]:
+        if not prefix:
+            return self._builder.start(new, tools)
+        last = id_array(prefix[-1])
+        return self._builder.extend(int(last[-1]) if len(last) else -1, new, tools)
+
+    def _fit(self, prompt_tokens: int) -> Sampling:
+        room = self._config.context - prompt_tokens
+        least = min(self._config.min_tokens, self._sampling.max_tokens)
+        if room < least:
+            self.counts["context_full"] += 1
+            raise ContextFull(
+                f"the prompt's {prompt_tokens} tokens leave {max(room, 0)} of the context length "
+                f"{self._config.context}; an answer needs {least}"
+            )
+        return replace(self._sampling, max_tokens=min(room, self._sampling.max_tokens))
+
+    def _keep(
+        self, parent: int | None, appended: bytes, sampling: Sampling, sampled: Sampled, seconds: float
+    ) -> int:
+        turn = Turn(
+            parent=parent,
+            appended_ids=appended,
+            completion_ids=ids(sampled.token_ids),
+            logprobs=floats(sampled.logprobs),
+            spans=sampled.spans,
+            sampling=sampling,
+            engine=sampled.engine,
+            finish_reason=sampled.finish_reason,
+            delivered=False,
+            seconds=seconds,
+        )
+        with self._lock:
+            self.counts["continued"] += sampled.continued
+            return self._chains.add(turn)
+
+    def _reply(self, sampled: Sampled, tools: str) -> Reply:
+        cut = sampled.finish_reason == "length"
+        reply = self._builder.reply(sampled.token_ids, truncated=cut, tools=tools)
+        self.counts["parse_errors"] += bool(reply.parse_error)
+        return reply

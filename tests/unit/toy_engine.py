@@ -1,0 +1,103 @@
+"""An engine in this process: it answers from a script, in tokens that no tokenizer would choose."""
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpc_swe.conversation import TokenBuilder
+from hpc_swe.errors import EngineError
+from hpc_swe.plugins.engines.base import Completion
+from hpc_swe.records import IdArray, Sampling, WeightManifest, WeightVersion
+
+OPENING = "<|im_start|>assistant\n"
+Change = Callable[[Completion], Completion]
+
+
+@dataclass
+class Call:
+    url: str
+    prompt: list[int]
+    sampling: Sampling
+    answer: Completion | None = None
+
+
+@dataclass
+class ToyEngine:
+    """Says `replies[n]` in the n-th answer of a prompt; samples uniformly how a text is cut into tokens.
+
+    `faults` are used up one a call: an error is raised, a function changes the answer.
+    """
+
+    builder: TokenBuilder
+    replies: list[str]
+    faults: deque[EngineError | Change | None] = field(default_factory=deque)
+    version: WeightVersion | None = field(default_factory=WeightVersion)
+    on_call: Callable[[Call], None] = lambda call: None
+    calls: list[Call] = field(default_factory=list)
+    dice: random.Random = field(default_factory=lambda: random.Random(0))
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def generate(
+        self, url: str, token: str, prompt: IdArray, sampling: Sampling, timeout_s: float
+    ) -> Completion:
+        with self.lock:
+            call = Call(url, prompt.tolist(), sampling)
+            self.calls.append(call)
+            fault = self.faults.popleft() if self.faults else None
+        self.on_call(call)
+        if isinstance(fault, EngineError):
+            raise fault
+        answer = self._answer(call)
+        call.answer = fault(answer) if fault else answer
+        return call.answer
+
+    def _answer(self, call: Call) -> Completion:
+        text = self.builder.tokens.decode(call.prompt)
+        said = text.rpartition(OPENING)[2]
+        whole = self.replies[min(text.count(OPENING), len(self.replies)) - 1]
+        assert whole.startswith(said)
+        ids, logprobs = self._sample(whole[len(said) :])
+        ids, logprobs = [*ids, self.builder.end_id], [*logprobs, -0.125]
+        finish = "stop" if len(ids) <= call.sampling.max_tokens else "length"
+        ids, logprobs = ids[: call.sampling.max_tokens], logprobs[: call.sampling.max_tokens]
+        return Completion(ids, logprobs, finish, self.version and [(0, len(ids), self.version)])
+
+    def _sample(self, text: str) -> tuple[list[int], list[float]]:
+        """Random cuts, so that the ids are seldom those of the whole text encoded again."""
+        ids: list[int] = []
+        while text:
+            cut = self.dice.randint(1, min(4, len(text)))
+            ids += self.builder.tokens.encode(text[:cut])
+            text = text[cut:]
+        return ids, [-self.dice.random() for _ in ids]
+
+    def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
+        raise NotImplementedError
+
+    def environment(self, token: str) -> dict[str, str]:
+        raise NotImplementedError
+
+    def is_healthy(self, url: str) -> bool:
+        raise NotImplementedError
+
+    def adopt(self, url: str, token: str, version: WeightVersion) -> None:
+        raise NotImplementedError
+
+    def reload(self, url: str, token: str, folder: Path, manifest: WeightManifest) -> None:
+        raise NotImplementedError
+
+    def score(self, url: str, token: str, token_ids: Sequence[int]) -> list[float]:
+        raise NotImplementedError
+
+
+def cut_at(count: int, finish: str = "abort") -> Change:
+    """The first `count` tokens only."""
+
+    def change(answer: Completion) -> Completion:
+        spans = answer.spans and [(0, count, answer.spans[0][2])]
+        return Completion(answer.token_ids[:count], answer.logprobs[:count], finish, spans)
+
+    return change
