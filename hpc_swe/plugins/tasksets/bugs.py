@@ -1,0 +1,146 @@
+"""Endless bug-fix tasks: a small function, one wrong operator, tests that tell.
+
+Task n of a split is a function of the seed, the split and n alone. Training and evaluation share
+the operators and the words that name them; which bodies they stand in, the names of functions and
+arguments and the constants differ.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.tasksets._bugs_demonstrator import conversation
+from hpc_swe.plugins.tasksets._bugs_grammar import OPERATORS, Function, draw
+from hpc_swe.records import Message, Split, Task, TestPlan
+
+MODULE = "mod.py"
+VISIBLE = "test_mod.py"
+HIDDEN = "test_hidden.py"
+SYSTEM = "Fix the bug."
+PROMPT = f"{MODULE} fails {VISIBLE}."
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call and what it must give."""
+
+    arguments: tuple[int | list[int], ...]
+    expected: object
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A function, the operator that stands in its hole, and the cases that tell right from wrong."""
+
+    function: Function
+    wrong: str
+    visible: list[Case]
+    hidden: list[Case]
+
+    @property
+    def source(self) -> str:
+        """The module as the agent finds it."""
+        return self.function.source(self.wrong)
+
+
+class Bugs(Plugin, frozen=True, kw_only=True):
+    """Mutated functions of our own; needs no data set."""
+
+    seed: int = 0
+    image: str = "python-pytest"
+    workdir: str = "/work"
+    timeout_s: float = 30.0
+
+    def load(self, split: Split) -> Iterator[Task]:
+        """Endless tasks."""
+        for number in itertools.count():
+            yield self._task(split, number)
+
+    def demonstrations(self, seed: int) -> Iterator[list[Message]]:
+        """Endless conversations on training tasks that `load` of another seed would give."""
+        for number in itertools.count():
+            rng = random.Random(f"demonstration {seed} {number}")
+            bug = make(rng, "train")
+            yield [*opening(), *conversation(bug.function, bug.wrong, MODULE, rng)]
+
+    def _task(self, split: Split, number: int) -> Task:
+        bug = make(random.Random(f"{self.seed} {split} {number}"), split)
+        files = {VISIBLE: _tests(bug.function, bug.visible), HIDDEN: _tests(bug.function, bug.hidden)}
+        names = [f"{file}::test_{i}" for file in files for i in range(len(bug.visible))]
+        broken = [not holds(bug.function, bug.wrong, case) for case in bug.visible + bug.hidden]
+        return Task(
+            task_id=f"bugs-{split}-{number}",
+            taskset="bugs",
+            prompt=PROMPT,
+            image=self.image,
+            workdir=self.workdir,
+            files={MODULE: bug.source, VISIBLE: files[VISIBLE]},
+            tests=TestPlan(
+                command=f"python -m pytest -q {VISIBLE} {HIDDEN}",
+                files=files,
+                fail_to_pass=list(itertools.compress(names, broken)),
+                pass_to_pass=list(itertools.compress(names, (not b for b in broken))),
+                timeout_s=self.timeout_s,
+            ),
+        )
+
+
+def opening() -> list[Message]:
+    """What the agent is told before it acts."""
+    return [Message(role="system", content=SYSTEM), Message(role="user", content=PROMPT)]
+
+
+def make(rng: random.Random, split: Split) -> Bug:
+    """A bug whose every wrong repair fails both the visible and the hidden cases."""
+    while True:
+        function = draw(rng, split)
+        wrong = rng.choice([o for o in OPERATORS if o not in function.plausible])
+        cases = [_case(rng, function, relation) for relation in (-1, 0, 1, -1, 0, 1)]
+        rng.shuffle(cases)
+        bug = Bug(function, wrong, visible=cases[:3], hidden=cases[3:])
+        others = [o for o in OPERATORS if o != function.right]
+        if all(
+            not all(holds(function, other, case) for case in half)
+            for other in others
+            for half in (bug.visible, bug.hidden)
+        ):
+            return bug
+
+
+def holds(function: Function, operator: str, case: Case) -> bool:
+    """Whether the function with this operator gives what the case expects."""
+    return call(function, operator, case.arguments) == case.expected
+
+
+def call(function: Function, operator: str, arguments: tuple[int | list[int], ...]) -> object:
+    """Run the function in this process; its text is our own."""
+    names: dict[str, object] = {}
+    exec(function.source(operator), names)  # noqa: S102
+    target = names[function.name]
+    assert callable(target)
+    return target(*arguments)
+
+
+def _case(rng: random.Random, function: Function, relation: int) -> Case:
+    """Arguments of which the first lies below, at or above the second (or the constant)."""
+    second = function.constant if function.constant is not None else rng.randint(2, 99)
+    number = second + relation * rng.randint(1, 40)
+    spread = [second - rng.randint(1, 40), second, second + rng.randint(1, 40)]
+    first = rng.sample([number, *spread], 4) if function.loops else number
+    arguments = (first,) if function.constant is not None else (first, second)
+    return Case(arguments, call(function, function.right, arguments))
+
+
+def _tests(function: Function, cases: list[Case]) -> str:
+    lines = [f"from {MODULE.removesuffix('.py')} import {function.name}"]
+    for number, case in enumerate(cases):
+        arguments = ", ".join(map(repr, case.arguments))
+        lines += [
+            "",
+            "",
+            f"def test_{number}():",
+            f"    assert {function.name}({arguments}) == {case.expected!r}",
+        ]
+    return "\n".join(lines) + "\n"
