@@ -27,8 +27,8 @@ class ContextFull(Exception):
 class Chat(Protocol):
     """The policy, seen by an agent of ours; every token of it is recorded."""
 
-    def __call__(self, messages: Sequence[Message]) -> Reply:
-        """The policy's next message.
+    def __call__(self, messages: Sequence[Message], tools: str = "") -> Reply:
+        """The policy's next message; `tools` is the JSON list that the chat template shows, or empty.
 
         Raises:
             ContextFull: No room is left.
@@ -52,5 +52,10 @@ class Agent(Protocol):
     """The plugin."""
 
     def solve(self, task: Task, sandbox: Sandbox, chat: Chat) -> Result:
-        """Work on the task until the agent submits or a budget ends."""
+        """Work on the task until the agent submits or a budget ends.
+
+        Raises:
+            SandboxError: The host failed.
+            EngineError: No engine answered in time.
+        """
         ...

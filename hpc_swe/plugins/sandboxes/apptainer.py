@@ -41,8 +41,8 @@ _starting = threading.Lock()
 class Apptainer(Plugin, frozen=True, kw_only=True):
     """User, process, mount, network, IPC and host-name namespaces of its own; no capabilities."""
 
-    images: str
-    """Folder of ``<image>.sif`` files, or of unpacked image folders named ``<image>``."""
+    images: str = ".cache/images"
+    """Folder of ``<image>.sif`` files; an unpacked folder ``<image>`` beside one is faster and preferred."""
     limits: Limits = Limits()
     start_timeout_s: float = 120.0
     shared_container: bool = True
@@ -87,7 +87,7 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
                 container.close()
 
     def _image(self, task: Task) -> Path:
-        for name in (f"{task.image}.sif", task.image):
+        for name in (task.image, f"{task.image}.sif"):
             path = Path(self.images, name)
             if path.exists():
                 return path

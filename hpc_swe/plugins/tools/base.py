@@ -14,6 +14,10 @@ class ToolError(Exception):
     """The call cannot be carried out; the text goes to the policy as the tool's answer."""
 
 
+class SandboxBroken(ToolError):
+    """The call ended the sandbox itself, by the policy's own doing."""
+
+
 @runtime_checkable
 class Tool(Protocol):
     """A tool's name is its file's; its arguments are the keyword parameters of `__call__`."""

@@ -5,6 +5,7 @@ from typing import ClassVar
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
 from hpc_swe.plugins.tools import _pytest
+from hpc_swe.plugins.tools.base import SandboxBroken
 from hpc_swe.records import Task
 
 
@@ -20,6 +21,8 @@ class Evaluate(Plugin, frozen=True, kw_only=True):
         """The end of pytest's output."""
         visible = [name for name in _pytest.arguments(task) if name.partition("::")[0] in task.files]
         result = sandbox.python(_pytest.program([*self.options, *visible]), self.timeout_s)
+        if result.broke_sandbox:
+            raise SandboxBroken("The tests ended the sandbox.")
         if result.timed_out:
             return f"The tests ran longer than {self.timeout_s:g} s."
         return result.output.strip()[-self.most_chars :]

@@ -1,0 +1,106 @@
+"""An agent of ours: the policy speaks, its tool calls are carried out, their answers are its next prompt.
+
+Whatever the policy does to its sandbox ends at worst its own episode. Only the engine and the host can
+fail otherwise, and those errors pass through.
+"""
+
+import json
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from hpc_swe.plugins import Plugin, load
+from hpc_swe.plugins.agents.base import Chat, ContextFull, Result
+from hpc_swe.plugins.sandboxes.base import Sandbox
+from hpc_swe.plugins.tools.base import SandboxBroken, Tool, ToolError, invoke, schema
+from hpc_swe.records import ExitStatus, Message, Task, ToolCall
+
+
+class ToolAgent(Plugin, frozen=True, kw_only=True):
+    """Chat with tools until submitted or a budget is spent."""
+
+    tools: tuple[str | dict[str, object], ...] = ("view", "replace", "rewrite", "evaluate", "submit")
+    """Names of plugins/tools/, or tables with a type and its fields."""
+    max_turns: int = 10
+    tool_budget_s: float = 300.0
+    """Seconds that all tool calls of an episode may take together."""
+    most_chars: int = 10_000
+    """Of one tool's answer."""
+    system_prompt: str = "Fix the bug."
+    nudge: str = "Call a tool."
+    """What answers a reply without a tool call."""
+    show_tools: bool = False
+    """Whether the chat template gets the tools' schemas."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a tool that there is not."""
+        _load(self)
+
+    def solve(self, task: Task, sandbox: Sandbox, chat: Chat) -> Result:
+        """Work on the task until the agent submits or a budget ends."""
+        episode = _Episode(self, task, sandbox)
+        return Result(episode.run(chat), episode.messages, episode.tools_s, episode.error)
+
+
+@dataclass
+class _Episode:
+    agent: ToolAgent
+    task: Task
+    sandbox: Sandbox
+    messages: list[Message] = field(default_factory=list)
+    tools_s: float = 0.0
+    error: str = ""
+
+    def run(self, chat: Chat) -> ExitStatus:
+        tools = _load(self.agent)
+        shown = json.dumps([_shown(tool) for tool in tools.values()]) if self.agent.show_tools else ""
+        if self.agent.system_prompt:
+            self.messages.append(Message(role="system", content=self.agent.system_prompt))
+        self.messages.append(Message(role="user", content=self.task.prompt))
+        for _ in range(self.agent.max_turns):
+            try:
+                reply = chat(list(self.messages), shown)
+            except ContextFull:
+                return ExitStatus.CONTEXT
+            said = Message(role="assistant", content=reply.content, tool_calls=reply.tool_calls)
+            self.messages.append(said)
+            if not reply.tool_calls:
+                self.messages.append(Message(role="user", content=self.agent.nudge))
+            for call in reply.tool_calls:
+                ended = self._act(tools, call)
+                if ended is not None:
+                    return ended
+        return ExitStatus.MAX_TURNS
+
+    def _act(self, tools: dict[str, Tool], call: ToolCall) -> ExitStatus | None:
+        started = time.monotonic()
+        ended = None
+        try:
+            tool = tools.get(call.name)
+            if tool is None:
+                raise ToolError(f"No tool {call.name[:50]!r}; tools: {', '.join(tools)}")
+            answer = invoke(tool, call.arguments, self.sandbox, self.task)
+            ended = ExitStatus.SUBMITTED if tool.ends_episode else None
+        except SandboxBroken as error:
+            answer = self.error = str(error)
+            ended = ExitStatus.AGENT_ERROR
+        except ToolError as error:
+            answer = str(error)
+        self.tools_s += time.monotonic() - started
+        self.messages.append(Message(role="tool", content=_cut(answer, self.agent.most_chars)))
+        return ended or (ExitStatus.TOOL_TIME if self.tools_s > self.agent.tool_budget_s else None)
+
+
+def _load(agent: ToolAgent) -> dict[str, Tool]:
+    tables = [{"type": tool} if isinstance(tool, str) else tool for tool in agent.tools]
+    loaded: list[Tool] = [load("tools", table) for table in tables]
+    return {schema(tool).name: tool for tool in loaded}
+
+
+def _shown(tool: Tool) -> dict[str, object]:
+    return {"type": "function", "function": msgspec.to_builtins(schema(tool))}
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]}\n[...]\n{text[-most // 2 :]}"
