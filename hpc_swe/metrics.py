@@ -1,0 +1,171 @@
+"""Numbers: one JSONL log per writer, and a TensorBoard view drawn from all of them.
+
+The logs are the truth and the view may be deleted. A step that is written twice, because a role was
+restarted from a checkpoint, is one point of one curve: the later line wins.
+"""
+
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import msgspec
+
+from hpc_swe.records import MetricLine
+from hpc_swe.rundir import RunDir
+
+RECENT = 20  # values of a curve that `status` shows
+METRICS = {
+    "reward/mean": "mean reward of all finished episodes, in group order, trained or not",
+    "reward/std": "their standard deviation",
+    "reward/trained_mean": "mean reward of the groups that were trained",
+    "solve/train": "share resolved of all finished episodes, in group order, trained or not",
+    "solve/trained": "share resolved in the groups that were trained",
+    "solve/eval/*": "share resolved of held-out tasks, by decoding",
+    "solve/eval_low/*": "lower end of its 95 % interval, bootstrapped over tasks",
+    "solve/eval_high/*": "upper end",
+    "solve/eval_any/*": "share of held-out tasks that at least one sample resolved",
+    "groups/signal_rate": "share of finished groups whose advantages are not all 0",
+    "groups/no_signal": "groups without signal before the last group of the batch",
+    "groups/dropped_few": "groups with fewer than two usable members",
+    "groups/dropped_old": "groups over hard_max_staleness",
+    "groups/straggled": "groups closed by straggler_s with members still open",
+    "groups/open": "groups dispatched and not consumed",
+    "staleness/mean": "batch step minus version step, mean over sampled tokens",
+    "staleness/max": "the largest",
+    "staleness/masked_share": "share of tokens masked for their age",
+    "episodes/samples": "samples per episode; above 1 when prompts do not extend each other",
+    "episodes/turns": "turns per episode",
+    "episodes/tokens": "sampled tokens per episode",
+    "episodes/untrained_turns": "turns without a loss per trained episode: abandoned, or of a side chain",
+    "episodes/infra_rate": "infrastructure failures per result read",
+    "episodes/infra": "infrastructure failures read or buried",
+    "episodes/duplicates": "results of members that had one, or of groups that were consumed",
+    "episodes/absent": "members found in no spool and asked for again",
+    "exit/*": "share of episodes by exit status",
+    "outcome/*": "share of episodes by the grader's outcome",
+    "seconds/sandbox": "per episode, starting and stopping sandboxes",
+    "seconds/engine": "per episode, waiting for completions",
+    "seconds/tools": "per episode, tools",
+    "seconds/grading": "per episode, the grader",
+    "seconds/queue": "per episode, lying in spools",
+    "length/finished_d*": "finished episodes by decile of sampled tokens, d0 the shortest",
+    "length/trained_d*": "those with a loss",
+    "length/dropped_d*": "those in dropped groups",
+    "batch/tokens": "tokens with a loss in the batch",
+    "batch/samples": "samples in the batch",
+    "batch/microbatches": "microbatches per data-parallel rank",
+    "batch/fill": "share of the token budget that is used",
+    "rate/sampled_tokens": "sampled tokens of consumed episodes per second since the last batch",
+    "spool/*": "messages in a spool, by state, when the batch was published",
+    "sft/cut": "demonstrations cut at a turn to fit",
+    "sft/dropped": "demonstrations too long in their first turn",
+}
+"""Every curve: its name, or a pattern, and what it means."""
+
+log = logging.getLogger(__name__)
+
+
+def meaning(name: str) -> str:
+    """What a curve shows; empty when METRICS does not have it."""
+    return METRICS.get(name) or next((m for p, m in METRICS.items() if fnmatchcase(name, p)), "")
+
+
+class Log:
+    """The writer's side. Nobody else writes this file, and nothing is decided by it."""
+
+    def __init__(self, path: Path) -> None:
+        self.recent: dict[str, list[float]] = {}
+        """Last values by curve, oldest first."""
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Append one line; numbers that are not finite are left out, and said."""
+        finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
+        if len(finite) < len(values):
+            log.warning("not finite at step %d: %s", step, ", ".join(sorted(values.keys() - finite.keys())))
+        for name, value in finite.items():
+            self.recent[name] = [*self.recent.get(name, []), value][-RECENT:]
+        line = MetricLine(step=step, time=time.time(), values=finite)
+        os.write(self._file, msgspec.json.encode(line) + b"\n")
+
+
+class Drawing:
+    """The view in tensorboard/, drawn anew at the start and kept up by `update`."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._offsets: dict[Path, int] = {}
+        self._points: dict[str, dict[int, MetricLine]] = {}
+        self._last: dict[str, int] = {}
+        """Newest step drawn, by curve."""
+        self._path = Path()
+        self._restart()
+
+    def update(self) -> None:
+        """Draw what was logged since. A line about a step already drawn draws everything anew."""
+        fresh = sorted(self._new_lines(), key=lambda line: line.time)
+        for line in fresh:
+            for name in line.values:
+                self._points.setdefault(name, {})[line.step] = line
+        if any(line.step <= self._last.get(name, -1) for line in fresh for name in line.values):
+            self._restart()
+        self._append()
+
+    def _new_lines(self) -> list[MetricLine]:
+        lines = []
+        for path in sorted(self._run.metrics.glob("*.jsonl")):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                whole = file.read().rpartition(b"\n")[0]
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole) + bool(whole)
+            lines += [line for text in whole.splitlines() if (line := _parse(path, text))]
+        return lines
+
+    def _restart(self) -> None:
+        old = list(self._run.tensorboard.glob("events.out.tfevents.*"))
+        for path in old:
+            path.unlink(missing_ok=True)
+        # TensorBoard reads the files of a folder by name, so the new name must be the last.
+        number = max([time.time_ns(), *(int(p.name.split(".")[3]) + 1 for p in old)])
+        self._path = self._run.tensorboard / f"events.out.tfevents.{number}.hpc_swe"
+        self._last = {}
+
+    def _append(self) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        todo = {
+            name: [step for step in sorted(points) if step > self._last.get(name, -1)]
+            for name, points in self._points.items()
+        }
+        steps = sorted({step for missing in todo.values() for step in missing})
+        with self._path.open("ab") as file:
+            writer = RecordWriter(file)
+            if file.tell() == 0:
+                writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+            for step in steps:
+                for name in sorted(name for name, missing in todo.items() if step in missing):
+                    line = self._points[name][step]
+                    value = Summary.Value(tag=name, simple_value=line.values[name])
+                    event = Event(wall_time=line.time, step=step, summary=Summary(value=[value]))
+                    writer.write(event.SerializeToString())
+                    self._last[name] = step
+            writer.flush()
+
+
+def draw(run: RunDir) -> None:
+    """Draw all curves of a run anew."""
+    Drawing(run).update()
+
+
+def _parse(path: Path, text: bytes) -> MetricLine | None:
+    try:
+        return msgspec.json.decode(text, type=MetricLine)
+    except msgspec.DecodeError as error:
+        log.warning("%s: skipped a line: %s", path, error)
+        return None

@@ -1,0 +1,13 @@
+"""REINFORCE leave-one-out (RLOO): the baseline of an episode is the mean of its siblings."""
+
+from collections.abc import Sequence
+
+from hpc_swe.plugins import Plugin
+
+
+class Rloo(Plugin, frozen=True, kw_only=True):
+    """Unbiased, since no episode is in its own baseline. Source: Ahmadian et al. 2024, arXiv 2402.14740."""
+
+    def __call__(self, rewards: Sequence[float]) -> list[float]:
+        total, others = sum(rewards), len(rewards) - 1
+        return [reward - (total - reward) / others for reward in rewards]

@@ -1,0 +1,102 @@
+"""Intake: carries results from scored/ into the ledger, and asks again for what failed or got lost.
+
+consumes      scored/, read in ready/: the coordinator is its only reader, so nothing is claimed
+produces      the ledger; requests/ for second attempts
+waits for     nothing
+unblocked by  each round looks at one listing of every spool
+
+The message of a result stays in scored/ until a batch or table that holds it is published: what lies
+there is the coordinator's memory across restarts.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from hpc_swe.records import RolloutRequest, ScoredEpisode
+from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, failure, locate
+from hpc_swe.roles.coordinator.housekeeping import World
+from hpc_swe.rundir import RunDir
+from hpc_swe.store.spool import Address, Spool
+
+log = logging.getLogger(__name__)
+
+
+class Intake:
+    """`expects` gives the requests of a group, or None when the group was consumed or is nobody's."""
+
+    def __init__(
+        self, run: RunDir, ledger: Ledger, expects: Callable[[Key], list[RolloutRequest] | None]
+    ) -> None:
+        self.ledger = ledger
+        self._expects = expects
+        self._requests = Spool(run.requests, RolloutRequest)
+        self._scored = Spool(run.scored, ScoredEpisode)
+        self._held: set[Address] = set()
+        self._errors: deque[str] = deque(maxlen=5)
+
+    @property
+    def errors(self) -> list[str]:
+        """The last failures, for people."""
+        return list(self._errors)
+
+    def round(self, world: World) -> None:
+        """Enter what is new."""
+        self._adopt(world)
+        for address in world.scan["scored"]["ready"]:
+            if address not in self._held:
+                self._enter(address, world.now)
+        self.ledger.bury(world.dead)
+        for request in self.ledger.absent(world.found):
+            log.warning("lost %s, asked again", request.name)
+            self._requests.put(request.name, request)
+
+    def ask(self, key: Key, world: World) -> None:
+        """Open a group and request the members that are not under way already."""
+        requests = self._expects(key)
+        if requests is None or key in self.ledger.groups:
+            return
+        self.ledger.open(key, requests, world.now)
+        for request in requests:
+            if request.name not in world.found:
+                self._requests.put(request.name, request)
+
+    def forget(self, groups: list[Group]) -> None:
+        """Drop the messages of groups that were consumed."""
+        for group in groups:
+            for member in group.members:
+                if member.address is not None:
+                    self._drop(member.address)
+
+    def _adopt(self, world: World) -> None:
+        """Groups under way that a former coordinator dispatched, and requests that nobody needs now."""
+        for key in sorted(
+            {place[0] for place in map(locate, world.found) if place} - self.ledger.groups.keys()
+        ):
+            requests = self._expects(key)
+            if requests is not None:
+                self.ledger.open(key, requests, world.now)
+        for address in world.scan["requests"]["ready"]:
+            place = locate(address.identity)
+            if place is not None and place[0] not in self.ledger.groups:
+                self._requests.remove(address)
+
+    def _enter(self, address: Address, now: float) -> None:
+        scored = self._scored.read(address)
+        if scored is None:
+            return
+        if cause := failure(scored):
+            self._errors.append(f"{address.identity} a{scored.episode.request.attempt}: {cause}")
+        verdict = self.ledger.take(address, scored, now)
+        if verdict == "keep":
+            self._held.add(address)
+            return
+        member = self.ledger.member(address.identity)
+        if verdict == "retry" and member is not None:
+            log.info("retry %s: %s", address.identity, cause)
+            self._requests.put(member.request.name, member.request)
+        self._drop(address)
+
+    def _drop(self, address: Address) -> None:
+        self._scored.remove(address)
+        self._held.discard(address)

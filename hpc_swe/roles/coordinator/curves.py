@@ -1,0 +1,117 @@
+"""A batch in numbers: pure, so that the same results give the same manifest.
+
+Reward and solve rate are over every episode of every group that the batch closes, trained or filtered,
+in group order, which is the order of dispatch. So they do not depend on which groups had signal, nor on
+which were quick.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean, pstdev
+
+import numpy as np
+
+from hpc_swe.records import Batch, ScoredEpisode
+from hpc_swe.roles.coordinator.batches import Composition, Verdict
+from hpc_swe.roles.coordinator.groups import Group
+from hpc_swe.roles.coordinator.samples import sampled_tokens
+
+Fates = list[tuple[Group, Verdict]]
+
+
+def of_batch(groups: Sequence[Group], composition: Composition) -> dict[str, float]:
+    """All curves that follow from results alone; `groups` are those that the batch closes."""
+    fates = [(group, composition.verdicts[group.key[1]]) for group in groups]
+    results = [scored for group in groups for scored in group.results]
+    kinds = Counter(verdict.fate for _, verdict in fates)
+    return {
+        **_outcomes("", results),
+        **_outcomes("trained", [s for g, v in fates if v.fate == "trained" for s in g.results]),
+        "groups/signal_rate": kinds["trained"] / len(fates),
+        "groups/no_signal": kinds["no_signal"],
+        "groups/dropped_few": kinds["too_few"],
+        "groups/dropped_old": kinds["too_old"],
+        **_staleness(fates),
+        **_episodes(results),
+        **_deciles(fates),
+    }
+
+
+def of_packing(batches: Sequence[Batch], budget: int) -> dict[str, float]:
+    """How full the microbatches are."""
+    micro = [m for batch in batches for m in batch.microbatches]
+    return {
+        "batch/tokens": float(sum(int(m.mask_array.sum()) for m in micro)),
+        "batch/samples": float(sum(len(m.sequence_lengths) for m in micro if any(m.mask))),
+        "batch/microbatches": len(micro) / len(batches),
+        "batch/fill": sum(sum(m.sequence_lengths) for m in micro) / (budget * len(micro)),
+    }
+
+
+def of_queue(groups: Sequence[Group], depths: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
+    """What depends on when the work was done, and is therefore in no manifest."""
+    waits = [m.queue_s for group in groups for m in group.members if m.state == "done"]
+    spools = {
+        f"spool/{name}_{state}": float(n) for name, spool in depths.items() for state, n in spool.items()
+    }
+    return {**spools, "seconds/queue": _mean(waits)}
+
+
+def _outcomes(subset: str, results: Sequence[ScoredEpisode]) -> dict[str, float]:
+    rewards = [scored.score.reward or 0.0 for scored in results]
+    solved = _mean([scored.score.outcome == "resolved" for scored in results])
+    if subset:
+        return {f"reward/{subset}_mean": _mean(rewards), f"solve/{subset}": solved}
+    return {
+        "reward/mean": _mean(rewards),
+        "reward/std": pstdev(rewards) if rewards else 0.0,
+        "solve/train": solved,
+    }
+
+
+def _staleness(fates: Fates) -> dict[str, float]:
+    cuts = [c for _, verdict in fates if verdict.fate == "trained" for c in verdict.cuts]
+    ages = np.concatenate([np.zeros(0, np.int32), *(c.staleness for c in cuts)])
+    return {
+        "staleness/mean": float(ages.mean()) if len(ages) else 0.0,
+        "staleness/max": float(ages.max()) if len(ages) else 0.0,
+        "staleness/masked_share": sum(c.stale for c in cuts) / max(1, len(ages)),
+        "episodes/samples": _mean([len(c.samples) for c in cuts]),
+        "episodes/untrained_turns": _mean([c.untrained_turns for c in cuts]),
+    }
+
+
+def _episodes(results: Sequence[ScoredEpisode]) -> dict[str, float]:
+    episodes = [scored.episode for scored in results]
+    exits = Counter(f"exit/{episode.exit_status.value}" for episode in episodes)
+    outcomes = Counter(f"outcome/{scored.score.outcome}" for scored in results)
+    return {
+        **{name: number / len(results) for name, number in sorted((exits + outcomes).items())},
+        "episodes/turns": _mean([len(episode.turns) for episode in episodes]),
+        "episodes/tokens": _mean([sampled_tokens(episode) for episode in episodes]),
+        "seconds/sandbox": _mean([episode.timing.sandbox_s for episode in episodes]),
+        "seconds/engine": _mean([episode.timing.engine_s for episode in episodes]),
+        "seconds/tools": _mean([episode.timing.tools_s for episode in episodes]),
+        "seconds/grading": _mean([scored.score.seconds for scored in results]),
+    }
+
+
+def _deciles(fates: Fates) -> dict[str, float]:
+    """Longest last; a drop or a mask that hits long episodes more than short ones shows here."""
+    rows = []
+    for group, verdict in fates:
+        trained = {c.episode.request.index for c in verdict.cuts if verdict.fate == "trained" and c.tokens}
+        dropped = verdict.fate in ("too_few", "too_old")
+        for s in group.results:
+            rows.append((sampled_tokens(s.episode), s.episode.request.index in trained, dropped))
+    values = {f"length/{what}_d{d}": 0.0 for what in ("finished", "trained", "dropped") for d in range(10)}
+    for place, (_, trained_too, dropped_too) in enumerate(sorted(rows, key=lambda row: row[0])):
+        decile = place * 10 // len(rows)
+        values[f"length/finished_d{decile}"] += 1
+        values[f"length/trained_d{decile}"] += trained_too
+        values[f"length/dropped_d{decile}"] += dropped_too
+    return values
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0

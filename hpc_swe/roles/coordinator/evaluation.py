@@ -1,0 +1,174 @@
+"""Held-out evaluation: in training every so many steps, or as a run of its own.
+
+An evaluation is a set of groups of split eval, one per task, with every decoding and sample as a
+member. They go through the same spools and ledger as training groups, and sort before them. What
+failed for want of infrastructure is retried like any other, and then counts as not resolved.
+"""
+
+import io
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hpc_swe.config import EvalConfig
+from hpc_swe.metrics import Log
+from hpc_swe.records import Episode, RolloutRequest
+from hpc_swe.roles.coordinator.collect import Intake
+from hpc_swe.roles.coordinator.dispatch import request
+from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, Member
+from hpc_swe.roles.coordinator.housekeeping import Standing, World
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import atomic
+
+SHARE = 4  # beside training, evaluation holds at most every fourth slot
+OUTSTANDING = 512  # requests at once in a run of its own: no folder shall hold thousands
+RESAMPLES = 2000
+SCHEMA = pa.schema(
+    [
+        ("task_id", pa.string()),
+        ("index", pa.int64()),
+        ("sampling", pa.string()),
+        ("reward", pa.float64()),
+        ("outcome", pa.string()),
+        ("versions", pa.list_(pa.string())),
+    ]
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Evaluator:
+    """Evaluation round r is of weights r * every; with every = 0 there is one, named ``eval``."""
+
+    run: RunDir
+    tasks: Sequence[str]
+    config: EvalConfig
+    seed: int
+    curves_log: Log
+    every: int = 0
+    done: set[str] = field(default_factory=set)
+    """Labels of tables that exist."""
+
+    def __post_init__(self) -> None:
+        self.done = {name.removesuffix(".parquet") for name in atomic.names(self.run.evals)}
+
+    def label(self, number: int) -> str:
+        """Name of a round's table."""
+        return f"step_{number * self.every:06d}" if self.every else "eval"
+
+    def expects(self, key: Key) -> list[RolloutRequest] | None:
+        """The requests of one task of a round; None when its table exists."""
+        number, place = divmod(key[1], max(1, len(self.tasks)))
+        if not self.tasks or self.label(number) in self.done:
+            return None
+        settings = [s for s in self.config.decodings.values() for _ in range(self.config.samples)]
+        return [
+            request(self.seed, "eval", key[1], index, (self.tasks[place], sampling))
+            for index, sampling in enumerate(settings)
+        ]
+
+    def round(self, intake: Intake, world: World) -> str:
+        """Ask for what may be under way, and write the table when all is in; what is waited for."""
+        number = self._current(intake.ledger, world)
+        if number is None:
+            return ""
+        keys: list[Key] = [("eval", number * len(self.tasks) + place) for place in range(len(self.tasks))]
+        if world.has_room:
+            self._ask(keys, intake, world)
+        groups = [intake.ledger.groups[key] for key in keys if key in intake.ledger.groups]
+        waiting = len(keys) - sum(not group.is_open for group in groups)
+        if waiting:
+            return f"evaluation {self.label(number)}: {waiting} of {len(keys)} tasks"
+        self._write(number, groups)
+        intake.forget(intake.ledger.drop(lambda key: key in keys))
+        return ""
+
+    def _current(self, ledger: Ledger, world: World) -> int | None:
+        """The oldest round under way, else the one that is due; a round that was missed is not made up."""
+        if not self.tasks or not self.config.decodings:
+            return None
+        under_way = [group // len(self.tasks) for split, group in ledger.groups if split == "eval"]
+        due = world.newest.step // self.every if self.every else 0
+        number = min(under_way, default=due)
+        return None if self.label(number) in self.done else number
+
+    def _ask(self, keys: Sequence[Key], intake: Intake, world: World) -> None:
+        members = len(self.config.decodings) * self.config.samples
+        limit = max(members, world.slots // SHARE) if self.every else OUTSTANDING
+        groups = intake.ledger.groups
+        taken = sum(m.state == "open" for key in keys if key in groups for m in groups[key].members)
+        for key in keys:
+            if key not in groups and taken + members <= limit:
+                intake.ask(key, world)
+                taken += members
+
+    def _write(self, number: int, groups: Sequence[Group]) -> None:
+        labels = [label for label in self.config.decodings for _ in range(self.config.samples)]
+        rows = [_row(m, labels[m.request.index]) for group in groups for m in group.members]
+        table = pa.table({name: [row[name] for row in rows] for name in SCHEMA.names}, schema=SCHEMA)
+        sink = io.BytesIO()
+        pq.write_table(table, sink)
+        atomic.write(self.run.eval_table(self.label(number)), sink.getvalue())
+        self.done.add(self.label(number))
+        values: dict[str, float] = {}
+        for label in self.config.decodings:
+            solved = [[_is_solved(m) for m in g.members if labels[m.request.index] == label] for g in groups]
+            values |= summary(label, solved, self.seed)
+        log.info("evaluation %s: %s", self.label(number), values)
+        self.curves_log.write(number * self.every, values)
+
+
+class Evaluating:
+    """The work of a run that only evaluates."""
+
+    def __init__(self, run: RunDir, evaluator: Evaluator, max_attempts: int) -> None:
+        self._evaluator = evaluator
+        self._intake = Intake(run, Ledger(max_attempts), self._expects)
+
+    def round(self, world: World) -> Standing:
+        """Do what can be done now."""
+        self._intake.round(world)
+        waits_for = self._evaluator.round(self._intake, world)
+        return Standing(waits_for, 0, self._evaluator.curves_log.recent, self._intake.errors)
+
+    def _expects(self, key: Key) -> list[RolloutRequest] | None:
+        return self._evaluator.expects(key) if key[0] == "eval" else None
+
+
+def summary(label: str, solved: Sequence[Sequence[bool]], seed: int) -> dict[str, float]:
+    """Solve rate over tasks with its 95 % interval; `solved` has one row of samples per task."""
+    rates = np.array([np.mean(row) for row in solved])
+    picks = np.random.default_rng(seed).integers(len(rates), size=(RESAMPLES, len(rates)))
+    low, high = np.quantile(rates[picks].mean(axis=1), [0.025, 0.975])
+    return {
+        f"solve/eval/{label}": float(rates.mean()),
+        f"solve/eval_low/{label}": float(low),
+        f"solve/eval_high/{label}": float(high),
+        f"solve/eval_any/{label}": float(np.mean([any(row) for row in solved])),
+    }
+
+
+def _is_solved(member: Member) -> bool:
+    scored = member.scored
+    return member.state == "done" and scored is not None and scored.score.outcome == "resolved"
+
+
+def _row(member: Member, sampling: str) -> dict[str, object]:
+    score = member.scored.score if member.scored else None
+    return {
+        "task_id": member.request.task_id,
+        "index": member.request.index,
+        "sampling": sampling,
+        "reward": score.reward if score else None,
+        "outcome": score.outcome if score else "infra_error",
+        "versions": _versions(member.scored.episode) if member.scored else [],
+    }
+
+
+def _versions(episode: Episode) -> list[str]:
+    return sorted({v.name for t in episode.turns for span in t.spans for v in (span.oldest, span.newest)})

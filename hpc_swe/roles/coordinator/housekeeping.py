@@ -1,0 +1,253 @@
+"""What the coordinator sees of the run, and what it puts in order: recovery, retention, sweeping, cells.
+
+One `look` a round: one listing of every spool in the order in which messages move, so that a message
+that moves on meanwhile is seen twice rather than not at all.
+"""
+
+import logging
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from hpc_swe.config import LeaseConfig, RetentionConfig
+from hpc_swe.records import (
+    Endpoint,
+    EndpointTable,
+    Episode,
+    Node,
+    Role,
+    RoleStatus,
+    RolloutRequest,
+    StatusReport,
+    WeightVersion,
+)
+from hpc_swe.roles.coordinator import batches
+from hpc_swe.rundir import SPOOLS, RunDir
+from hpc_swe.store import atomic, folders, weights
+from hpc_swe.store.lease import Watcher
+from hpc_swe.store.spool import STATES, Address, Spool
+
+CHECKPOINT = re.compile(r"step_(\d{6,})-i(\d{2,})")
+TEMPORARY = re.compile(r"\..*-([0-9a-f]{8})")
+ORPHAN_S = 3600.0  # a temporary whose process shows no lease is left alone for so long
+
+Scan = dict[str, dict[str, list[Address]]]
+Checkpoint = tuple[int, int]
+"""Step and incarnation."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class World:
+    """One look at the run."""
+
+    now: float
+    """Our own monotonic clock."""
+    scan: Scan
+    newest: WeightVersion
+    """Newest exported weights; version 0 before there are any."""
+    nodes: list[Node]
+    """The living."""
+    has_room: bool
+
+    @cached_property
+    def found(self) -> set[str]:
+        """Identities that lie in some spool and are not dead."""
+        states = ("ready", "claimed")
+        return {a.identity for spool in self.scan.values() for state in states for a in spool[state]}
+
+    @cached_property
+    def dead(self) -> set[str]:
+        """Identities that were buried."""
+        return {address.identity for spool in self.scan.values() for address in spool["dead"]}
+
+    @property
+    def learner_step(self) -> int:
+        """Optimizer steps that the learner has taken, as far as is known."""
+        return max([self.newest.step, *(node.step for node in self.nodes if node.role == "learner")])
+
+    @property
+    def slots(self) -> int:
+        """Episodes that all workers together can run at once."""
+        return sum(node.slots for node in self.nodes if node.role == "rollout")
+
+    @property
+    def depths(self) -> dict[str, dict[str, int]]:
+        """Spool -> state -> messages."""
+        return {
+            name: {state: len(found) for state, found in spool.items()} for name, spool in self.scan.items()
+        }
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How the coordinator's work stands after a round."""
+
+    waits_for: str
+    """Empty when all is done."""
+    step: int
+    """The next batch."""
+    recent: dict[str, list[float]]
+    errors: list[str]
+
+
+class Housekeeper:
+    """Looks each round; puts in order at its own pace."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        retention: RetentionConfig,
+        lease: LeaseConfig,
+        max_losses: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run, self._retention, self._lease, self._clock = run, retention, lease, clock
+        self._max_losses = max_losses
+        self._watcher = Watcher(run, lease.beat_s, lease.ttl_s, clock)
+        self._spools = (Spool(run.requests, RolloutRequest), Spool(run.episodes, Episode))
+        self._due: dict[str, float] = {}
+        self._orphans: dict[Path, float] = {}
+        self._endpoints: list[Endpoint] | None = None
+        self._beat = 0
+
+    def look(self) -> World:
+        """See the run, and put back the claims of the dead."""
+        now = self._clock()
+        scan = {
+            name: {state: Spool(self._run.spool(name), Episode).addresses(state) for state in STATES}
+            for name in SPOOLS
+        }
+        claimed = [address for name in SPOOLS for address in scan[name]["claimed"]]
+        owners = {address.owner for address in claimed}
+        self._watcher.look(owners)
+        if any([self._is_lost(address) for address in claimed]):
+            for spool in self._spools:
+                spool.recover(self._is_lost, self._max_losses)
+        self._watcher.forget(owners)
+        newest = weights.newest(self._run) or WeightVersion()
+        free = shutil.disk_usage(self._run.root).free
+        has_room = free >= self._retention.free_space_floor_gb * 1e9
+        return World(now, scan, newest, self._watcher.live(), has_room)
+
+    def publish(self, world: World, standing: Standing, desired: Mapping[Role, int], status_s: float) -> None:
+        """The two cells that others read: engines, at once when they change, and how the run fares."""
+        engines = [
+            Endpoint(owner=n.owner, url=n.url, versions=n.versions, updating=n.state == "updating")
+            for n in world.nodes
+            if n.role == "inference" and n.url and n.state in ("ready", "updating")
+        ]
+        due = self._is_due("status", status_s, world.now)
+        if not due and engines == self._endpoints:
+            return
+        self._beat += 1
+        self._endpoints = engines
+        table = EndpointTable(beat=self._beat, endpoints=engines, newest=world.newest)
+        atomic.put(self._run.endpoints, table, durable=False)
+        atomic.put(self._run.status, self._report(world, standing, desired), durable=False)
+
+    def tidy(self, world: World) -> None:
+        """Delete what retention lets go, once a beat, and what dead processes left, six times an hour."""
+        if self._is_due("retain", self._lease.beat_s, world.now):
+            for folder in superseded(self._run, self._retention, world.nodes):
+                log.info("removed %s", folder.name)
+                folders.remove(folder)
+        if self._is_due("sweep", ORPHAN_S / 6, world.now):
+            self._sweep(world)
+
+    def _is_lost(self, address: Address) -> bool:
+        return self._watcher.is_dead(address.owner) or self._watcher.is_abandoned(
+            address.owner, address.identity
+        )
+
+    def _is_due(self, what: str, every_s: float, now: float) -> bool:
+        if now < self._due.get(what, now):
+            return False
+        self._due[what] = now + every_s
+        return True
+
+    def _sweep(self, world: World) -> None:
+        alive = {node.owner[-8:] for node in world.nodes} | {atomic.identity()}
+        found = [path for folder in _swept(self._run) for path in temporaries(folder, alive)]
+        self._orphans = {path: self._orphans.get(path, world.now) for path in found}
+        for path, since in self._orphans.items():
+            if world.now - since >= ORPHAN_S:
+                log.info("swept %s", path)
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def _report(self, world: World, standing: Standing, desired: Mapping[Role, int]) -> StatusReport:
+        alive = [node.role for node in world.nodes]
+        full = [] if world.has_room else [f"{self._run.root}: too little free space; nothing is dispatched"]
+        return StatusReport(
+            beat=self._beat,
+            roles=[RoleStatus(role=r, desired=count, alive=alive.count(r)) for r, count in desired.items()],
+            spools=world.depths,
+            waits_for=standing.waits_for,
+            step=world.learner_step,
+            newest=world.newest,
+            recent=standing.recent,
+            errors=full + standing.errors,
+        )
+
+
+def superseded(run: RunDir, retention: RetentionConfig, nodes: Iterable[Node]) -> list[Path]:
+    """Published folders that nothing needs any more; the newest of a kind is always needed."""
+    in_use = {Path(node.reading).name for node in nodes} | {v.name for node in nodes for v in node.versions}
+    found = {
+        (int(m[1]), int(m[2])): run.checkpoints / name
+        for name in atomic.names(run.checkpoints)
+        if (m := CHECKPOINT.fullmatch(name))
+    }
+    kept = kept_checkpoints(list(found), retention.keep_every)
+    old = [path for checkpoint, path in found.items() if checkpoint not in kept and path.name not in in_use]
+    first = first_kept_batch(list(found))
+    old += [run.batch(step) for step in batches.steps(run)[:-1] if step < first]
+    return old + [run.weight(version) for version in _superseded_weights(run, retention, in_use)]
+
+
+def newest_checkpoints(checkpoints: Sequence[Checkpoint]) -> set[Checkpoint]:
+    """The one to resume from and its fallback, whether newest means the step or the incarnation."""
+    return {*sorted(checkpoints)[-2:], *sorted(checkpoints, key=lambda c: c[::-1])[-2:]}
+
+
+def kept_checkpoints(checkpoints: Sequence[Checkpoint], keep_every: int) -> set[Checkpoint]:
+    """The newest, and milestones."""
+    milestones = {c for c in checkpoints if keep_every and c[0] % keep_every == 0}
+    return milestones | newest_checkpoints(checkpoints)
+
+
+def first_kept_batch(checkpoints: Sequence[Checkpoint]) -> int:
+    """Where a learner may have to start again; from the beginning while there is no fallback."""
+    return min(newest_checkpoints(checkpoints))[0] if len(checkpoints) > 1 else 0
+
+
+def temporaries(folder: Path, alive: Iterable[str]) -> list[Path]:
+    """Half-written names in a folder whose process is not alive."""
+    with atomic.storage(folder):
+        found = [path for path in folder.iterdir() if TEMPORARY.fullmatch(path.name)]
+    return [path for path in found if path.name[-8:] not in alive]
+
+
+def _swept(run: RunDir) -> list[Path]:
+    spools = [run.spool(name) / state for name in SPOOLS for state in STATES]
+    cells = [run.root, run.nodes, run.evals, run.archives, run.endpoints.parent]
+    return [*cells, run.batches, run.weights, run.checkpoints, *spools]
+
+
+def _superseded_weights(run: RunDir, retention: RetentionConfig, in_use: set[str]) -> list[WeightVersion]:
+    """A delta is worth nothing without its parents, so these stay with it."""
+    published = weights.published(run)
+    gone = set(weights.superseded(published, in_use, retention.keep_last, retention.keep_every))
+    if not gone:
+        return []
+    for version in sorted(set(published) - gone):
+        parent = weights.manifest(run, version).parent
+        while parent in gone:
+            gone.discard(parent)
+            parent = weights.manifest(run, parent).parent
+    return sorted(gone)

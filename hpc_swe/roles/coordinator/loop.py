@@ -1,0 +1,104 @@
+"""The coordinator: one look at the run a round, one round of its work, and the house kept in order.
+
+consumes      nodes/, control/, and what its work consumes
+produces      state/endpoints.json, state/status.json, what its work produces, and at last state/finished
+waits for     its work to be done
+unblocked by  time: it never blocks on anything
+
+It holds no state that the run folder does not. When the file system refuses, its work is made anew
+from the folder, exactly as after a restart: there is no second way back. Two coordinators do no harm:
+they ask for the same, and whoever loses a batch leaves.
+"""
+
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from hpc_swe.config import CoordinatorConfig
+from hpc_swe.errors import DeadlineError, StorageError
+from hpc_swe.metrics import Drawing
+from hpc_swe.records import Role
+from hpc_swe.roles.coordinator.housekeeping import Housekeeper, Standing, World
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import atomic
+
+BACK_OFF_S = 300.0  # longest pause after refusals of the file system
+
+log = logging.getLogger(__name__)
+
+
+class Duty(Protocol):
+    """The work of one mode: Training, Evaluating or WarmStart."""
+
+    def round(self, world: World) -> Standing:
+        """Do what can be done now, without waiting."""
+        ...
+
+
+class Coordinator:
+    """Runs `duty`, made anew from the run folder at need, until it is done or a person orders an end."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        housekeeper: Housekeeper,
+        duty: Callable[[], Duty],
+        config: CoordinatorConfig,
+        desired: Mapping[Role, int],
+    ) -> None:
+        self._run, self._housekeeper, self._config, self._desired = run, housekeeper, config, desired
+        self._make = duty
+        self._duty: Duty | None = None
+        self._drawing = Drawing(run)
+        self._progress: tuple[object, float] = (None, 0.0)
+
+    def work(self) -> None:
+        """Until all is done.
+
+        Raises:
+            LostRace: Another coordinator is at work.
+            DeadlineError: Nothing moved for `wait_s` although others live.
+        """
+        refusals = 0
+        while not (self._run.drain.exists() or self._run.stop.exists()):
+            try:
+                if self.round():
+                    return
+                refusals = 0
+            except StorageError as error:
+                self._duty = None
+                refusals += 1
+                log.warning("refused %d times: %s", refusals, error)
+            pause = min(self._config.poll_s * 2**refusals, max(self._config.poll_s, BACK_OFF_S))
+            time.sleep(pause * random.uniform(0.5, 1.5))
+
+    def round(self) -> bool:
+        """One look and one round; True when all is done."""
+        world = self._housekeeper.look()
+        if self._duty is None:
+            self._duty = self._make()
+        standing = self._duty.round(world)
+        self._housekeeper.publish(world, standing, self._desired, self._config.status_s)
+        self._housekeeper.tidy(world)
+        self._drawing.update()
+        if not standing.waits_for:
+            atomic.write(self._run.finished, b"")
+            log.info("finished")
+            return True
+        self._check_progress(world, standing)
+        return False
+
+    def _check_progress(self, world: World, standing: Standing) -> None:
+        """A peer that lives and does nothing for so long is a fault; without peers, only time can tell."""
+        seen = (world.scan, world.newest, world.learner_step, standing.step)
+        if seen != self._progress[0] or all(node.role == "coordinator" for node in world.nodes):
+            self._progress = (seen, world.now)
+        silent_s = world.now - self._progress[1]
+        if silent_s > self._config.wait_s:
+            alive = ", ".join(sorted({node.owner for node in world.nodes if node.role != "coordinator"}))
+            raise DeadlineError(
+                f"nothing moved for {silent_s:.0f} s (coordinator.wait_s); waits for {standing.waits_for}; "
+                f"alive: {alive}; see their logs under {self._run.root / 'logs'}"
+            )

@@ -1,0 +1,151 @@
+"""Episode -> Samples: one per leaf chain of the turn tree, each sampled token trained once or never.
+
+A chain is everything that grew from one turn without parent: a conversation. Where its prompts fork,
+the turns before the fork lie in several samples, but are trained in the first of them only:
+
+    turns   0 <- 1 <- 2          samples   [0 1 2]
+                 1 <- 3                    [. . 3]   dots: context, mask 0
+
+A turn is trained when its reply was delivered and the conversation went on from it, or when it is the
+last one delivered in its chain. What an agent sampled and then dropped shaped nothing that was graded.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_swe import records
+from hpc_swe.records import Episode, Sample, Turn
+
+Chains = Literal["main", "all"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One episode, cut into samples for one step."""
+
+    episode: Episode
+    samples: list[Sample]
+    advantage: float
+    tokens: int
+    """Trained tokens."""
+    stale: int
+    """Tokens masked for their age."""
+    staleness: NDArray[np.int32]
+    """Steps, of every trained or masked token."""
+    untrained_turns: int
+
+
+def sampled_tokens(episode: Episode) -> int:
+    """Tokens that the engine sampled for an episode."""
+    return sum(len(turn.completion) for turn in episode.turns)
+
+
+def flaw(episode: Episode) -> str:
+    """What makes an episode's tokens unusable; empty when nothing does."""
+    for index, turn in enumerate(episode.turns):
+        length, logprobs = len(turn.completion), records.float_array(turn.logprobs)
+        edges = [edge for span in turn.spans for edge in (span.start, span.end)]
+        if len(logprobs) != length or not np.isfinite(logprobs).all():
+            return f"turn {index}: {length} ids, {len(logprobs)} log-probabilities, or not all finite"
+        if turn.parent is not None and not 0 <= turn.parent < index:
+            return f"turn {index}: its parent {turn.parent} does not come before it"
+        if edges[1:-1:2] != edges[2::2] or (length and (not edges or (edges[0], edges[-1]) != (0, length))):
+            return f"turn {index}: version spans {edges} do not cover {length} ids"
+    return ""
+
+
+def trained_turns(turns: Sequence[Turn], chains: Chains) -> list[int]:
+    """Turns with a loss; ``main`` is the chain with most turns, the first of equals."""
+    root: list[int] = []
+    for index, turn in enumerate(turns):
+        root.append(index if turn.parent is None else root[turn.parent])
+    delivered = [index for index, turn in enumerate(turns) if turn.delivered]
+    last = {root[index]: index for index in delivered}
+    extended = {turn.parent for turn in turns}
+    main = max(sizes, key=lambda chain: (sizes[chain], -chain)) if (sizes := Counter(root)) else None
+    return [
+        index
+        for index in delivered
+        if (index in extended or last[root[index]] == index) and (chains == "all" or root[index] == main)
+    ]
+
+
+def lineage(turns: Sequence[Turn], leaf: int) -> list[int]:
+    """Turns from the start of the chain to `leaf`."""
+    path: list[int] = []
+    index: int | None = leaf
+    while index is not None:
+        path.append(index)
+        index = turns[index].parent
+    return path[::-1]
+
+
+def leaf_chains(turns: Sequence[Turn], trained: Sequence[int]) -> list[list[int]]:
+    """Paths from a start to a trained turn that no other trained turn descends from."""
+    covered: set[int] = set()
+    paths = []
+    for index in sorted(trained, reverse=True):
+        if index not in covered:
+            paths.append(lineage(turns, index))
+            covered.update(paths[-1])
+    return paths[::-1]
+
+
+def cut(episode: Episode, advantage: float, chains: Chains, step: int, max_staleness: int) -> Cut:
+    """Cut an episode for batch `step`; tokens older than `max_staleness` (0 is off) are masked one by one."""
+    trained = trained_turns(episode.turns, chains)
+    todo = set(trained)
+    samples, ages, stale = [], [], 0
+    for path in leaf_chains(episode.turns, trained):
+        ids, logprobs, versions = _lay(episode.turns, path, todo)
+        sampled = versions >= 0
+        old = sampled & (step - versions > max_staleness) if max_staleness else np.zeros_like(sampled)
+        ages.append(step - versions[sampled])
+        stale += int(old.sum())
+        samples.append(_sample(episode.request.name, ids, (logprobs, versions), sampled & ~old, advantage))
+        todo -= set(path)
+    ages_all = np.concatenate(ages) if ages else np.zeros(0, np.int32)
+    untrained = len(episode.turns) - len(trained)
+    return Cut(episode, samples, advantage, len(ages_all) - stale, stale, ages_all, untrained)
+
+
+def _lay(
+    turns: Sequence[Turn], path: Sequence[int], trained: set[int]
+) -> tuple[records.IdArray, records.FloatArray, records.IdArray]:
+    """Ids, log-probabilities and versions of a path end to end; 0 and -1 where nothing is trained."""
+    ids: list[NDArray[np.int32]] = []
+    logprobs: list[NDArray[np.float32]] = []
+    versions: list[NDArray[np.int32]] = []
+    for index in path:
+        turn = turns[index]
+        appended, length = records.id_array(turn.appended_ids), len(turn.completion)
+        ids += [appended, turn.completion]
+        blank = len(appended) + (0 if index in trained else length)
+        logprobs.append(np.zeros(blank, np.float32))
+        versions.append(np.full(blank, -1, np.int32))
+        if index in trained:
+            logprobs.append(records.float_array(turn.logprobs))
+            versions += [np.full(span.end - span.start, span.oldest.step, np.int32) for span in turn.spans]
+    return np.concatenate(ids), np.concatenate(logprobs), np.concatenate(versions)
+
+
+def _sample(
+    name: str,
+    ids: records.IdArray,
+    sampled: tuple[records.FloatArray, records.IdArray],
+    mask: NDArray[np.bool_],
+    advantage: float,
+) -> Sample:
+    return Sample(
+        episode=name,
+        token_ids=records.ids(ids),
+        mask=mask.astype(np.uint8).tobytes(),
+        logprobs=records.floats(np.where(mask, sampled[0], np.float32(0))),
+        advantages=records.floats(np.where(mask, np.float32(advantage), np.float32(0))),
+        versions=records.ids(np.where(mask, sampled[1], np.int32(-1))),
+    )

@@ -1,0 +1,128 @@
+"""A warm start: the coordinator publishes batches of demonstrations, or of archived episodes that solved.
+
+consumes      an endless stream of samples that is the same at every start
+produces      batches/step_n: samples n * size .. (n + 1) * size - 1 of the stream
+waits for     the learner, when AHEAD batches lie before the step it is at
+unblocked by  the learner's steps
+
+Batch n is a function of the stream and n, so there is no state beyond which batches exist.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+
+import numpy as np
+
+from hpc_swe import records
+from hpc_swe.errors import ConfigError, LostRace
+from hpc_swe.metrics import Log
+from hpc_swe.records import CoordinatorState, Message, Sample, ScoredEpisode
+from hpc_swe.roles.coordinator import batches, curves
+from hpc_swe.roles.coordinator.batches import Composition
+from hpc_swe.roles.coordinator.dispatch import digest
+from hpc_swe.roles.coordinator.housekeeping import Standing, World
+from hpc_swe.roles.coordinator.packing import pack, weigh
+from hpc_swe.roles.coordinator.samples import Chains, cut
+from hpc_swe.rundir import RunDir
+
+AHEAD = 3
+
+Encode = Callable[[Sequence[Message]], tuple[Sequence[int], Sequence[int]]]
+"""A conversation as token ids and mask: what the recorder would have recorded."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """How much of the stream each step takes, and how it is packed."""
+
+    steps: int
+    samples_per_step: int
+    microbatch_tokens: int
+    data_parallel: int
+
+
+class WarmStart:
+    """`stream` gives samples of at most microbatch_tokens tokens, without end."""
+
+    def __init__(self, run: RunDir, stream: Iterator[Sample], course: Course, curves_log: Log) -> None:
+        self._run, self._course, self._log = run, course, curves_log
+        self.step = max(batches.steps(run), default=-1) + 1
+        self._stream = islice(stream, self.step * course.samples_per_step, None)
+
+    def round(self, world: World) -> Standing:
+        """Publish what the learner may soon want.
+
+        Raises:
+            LostRace: Another coordinator published the next batch.
+        """
+        if self.step in batches.steps(self._run):
+            raise LostRace(f"{self._run.batch(self.step)} was published by another coordinator")
+        steps = self._course.steps
+        while self.step < min(steps, world.learner_step + AHEAD) and world.has_room:
+            self._publish(list(islice(self._stream, self._course.samples_per_step)))
+        waits_for = "" if world.newest.step >= steps else f"the learner: step {world.learner_step} of {steps}"
+        return Standing(waits_for, self.step, self._log.recent, [])
+
+    def _publish(self, samples: list[Sample]) -> None:
+        tokens = [int(sample.mask_array.sum()) for sample in samples]
+        weights = weigh(tokens, "token_mean", 1)
+        course = self._course
+        packed = pack(self.step, samples, weights, course.microbatch_tokens, course.data_parallel)
+        values = curves.of_packing(packed, course.microbatch_tokens)
+        batches.commit(self._run, Composition(self.step, [], [], {}, CoordinatorState()), packed, values)
+        self._log.write(self.step, values)
+        self.step += 1
+
+
+def from_conversations(
+    conversations: Iterable[Sequence[Message]], encode: Encode, limit: int, curves_log: Log
+) -> Iterator[Sample]:
+    """Demonstrations as samples; what is over `limit` tokens is cut after its last turn that fits."""
+    counts = {"sft/cut": 0, "sft/dropped": 0}
+    for number, conversation in enumerate(conversations):
+        ids, mask = (np.asarray(part) for part in encode(conversation))
+        end = fitting(mask, limit)
+        counts["sft/cut"] += 0 < end < len(ids)
+        counts["sft/dropped"] += end == 0
+        if 0 < len(ids) != end:
+            curves_log.write(number, counts)
+        if end:
+            yield _sample(f"demonstration-{number:06d}", ids[:end], mask[:end])
+
+
+def from_episodes(
+    episodes: Iterable[ScoredEpisode], chains: Chains, least: float, seed: int
+) -> Iterator[Sample]:
+    """Rejection sampling: what the policy sampled in episodes of at least this reward, over and over.
+
+    Raises:
+        ConfigError: No episode has the reward.
+    """
+    chosen = [s for s in episodes if s.score.reward is not None and s.score.reward >= least]
+    samples = [sample for s in chosen for sample in cut(s.episode, 1.0, chains, 0, 0).samples]
+    if not samples:
+        raise ConfigError(f"no archived episode has sft.min_reward = {least}; lower it")
+    for epoch in count():
+        order = sorted(range(len(samples)), key=lambda i: (digest(seed, "sft", epoch, i), i))
+        yield from (samples[i] for i in order)
+
+
+def fitting(mask: np.ndarray[tuple[int], np.dtype[np.integer]], limit: int) -> int:
+    """Length of the longest start of at most `limit` tokens that ends with a turn; all when it fits."""
+    if len(mask) <= limit:
+        return len(mask)
+    ends = np.flatnonzero(np.diff(mask.astype(np.int8)) == -1) + 1
+    return int(max((end for end in ends if end <= limit), default=0))
+
+
+def _sample(name: str, ids: records.IdArray, mask: records.IdArray) -> Sample:
+    trained = mask.astype(np.uint8)
+    return Sample(
+        episode=name,
+        token_ids=records.ids(ids),
+        mask=trained.tobytes(),
+        logprobs=records.floats(np.zeros(len(ids), np.float32)),
+        advantages=records.floats(trained.astype(np.float32)),
+        versions=records.ids(np.where(trained, 0, -1)),
+    )

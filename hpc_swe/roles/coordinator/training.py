@@ -1,0 +1,171 @@
+"""The coordinator's work in GRPO: dispatch groups, collect results, publish batches.
+
+consumes      scored/, weights/ (only which is newest)
+produces      requests/, batches/step_n, archive/episodes/step_n.parquet
+waits for     results of open groups; the learner, when one batch lies ahead of its step
+unblocked by  rollout and reward workers; a new weight version; the straggler's clock
+
+Publishing a batch is three acts: commit the batch, write its archive, drop its messages. After the
+first, a crash leaves messages of consumed groups behind; whoever starts next makes the archive of them
+if it is missing, and then drops them as it would any duplicate.
+"""
+
+import logging
+
+from hpc_swe.errors import LostRace
+from hpc_swe.metrics import Log
+from hpc_swe.records import CoordinatorState, RolloutRequest, ScoredEpisode
+from hpc_swe.roles.coordinator import archive, batches, curves
+from hpc_swe.roles.coordinator.batches import Composition, Recipe, Verdict
+from hpc_swe.roles.coordinator.collect import Intake
+from hpc_swe.roles.coordinator.dispatch import Pace, Plan, horizon
+from hpc_swe.roles.coordinator.evaluation import Evaluator
+from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, locate
+from hpc_swe.roles.coordinator.housekeeping import Standing, World
+from hpc_swe.roles.coordinator.samples import sampled_tokens
+from hpc_swe.rundir import RunDir
+from hpc_swe.store.spool import Spool
+
+AHEAD = 1  # batches that may lie published before the one the learner is at
+
+log = logging.getLogger(__name__)
+
+
+class Training:
+    """Made anew from the run folder at every start, and after every refusal of the file system."""
+
+    def __init__(
+        self, run: RunDir, plan: Plan, recipe: Recipe, steps: int, evaluator: Evaluator, curves_log: Log
+    ) -> None:
+        self._run, self._plan, self._recipe, self._steps = run, plan, recipe, steps
+        self._evaluator, self._log = evaluator, curves_log
+        self._verdicts: dict[int, tuple[int, Verdict]] = {}
+        self._published_at: float | None = None
+        last = batches.newest(run)
+        self.step = last.step + 1 if last else 0
+        self.state = last.after if last else CoordinatorState()
+        self._intake = Intake(run, Ledger(recipe.groups.max_attempts), self._expects)
+        if last is not None and not run.archive(last.step).exists():
+            consumed: set[Key] = {("train", group) for group in (*last.groups, *last.closed)}
+            archive.write(run.archive(last.step), _lying(run, consumed), last.groups)
+
+    @property
+    def _ledger(self) -> Ledger:
+        return self._intake.ledger
+
+    def round(self, world: World) -> Standing:
+        """Do what can be done now.
+
+        Raises:
+            LostRace: Another coordinator published the batch that this one is at.
+            StorageError: The file system refuses; make this object anew.
+        """
+        if self.step in batches.steps(self._run):
+            raise LostRace(f"{self._run.batch(self.step)} was published by another coordinator")
+        self._intake.round(world)
+        self._ledger.close_stragglers(world.now, self._recipe.groups.straggler_s)
+        waits_for = self._advance(world)
+        waits_for = waits_for or self._evaluator.round(self._intake, world)
+        if world.has_room:
+            self._dispatch(world)
+        return Standing(waits_for, self.step, self._log.recent, self._intake.errors)
+
+    def _expects(self, key: Key) -> list[RolloutRequest] | None:
+        split, group = key
+        if split == "eval":
+            return self._evaluator.expects(key)
+        return self._plan.group(group) if group >= self.state.next_group else None
+
+    def _advance(self, world: World) -> str:
+        """Publish the next batch if it is complete and its time has come; what is waited for."""
+        if self.step >= self._steps:
+            done = world.newest.step >= self._steps
+            return "" if done else f"the learner: step {world.learner_step} of {self._steps}"
+        composition = batches.compose(
+            self._verdict, self.state, self.step, self._recipe.groups.groups_per_step
+        )
+        if composition is None:
+            return self._open_group()
+        if self.step > world.learner_step + AHEAD:
+            return f"the learner: it is at step {world.learner_step}, batch {self.step} is ready"
+        self._publish(composition, world)
+        return f"results for batch {self.step}"
+
+    def _publish(self, composition: Composition, world: World) -> None:
+        groups = [self._ledger.groups[("train", number)] for number in composition.verdicts]
+        packed = batches.assemble(composition, self._recipe)
+        values = {
+            **curves.of_batch(groups, composition),
+            **curves.of_packing(packed, self._recipe.batches.microbatch_tokens),
+        }
+        batches.commit(self._run, composition, packed, values)
+        log.info("published batch %d from groups %s", composition.step, composition.groups)
+        episodes = [m.scored for g in groups for m in g.members if m.scored is not None]
+        archive.write(self._run.archive(composition.step), episodes, composition.groups)
+        self.step, self.state = composition.step + 1, composition.after
+        self._verdicts.clear()
+        consumed = self._ledger.drop(lambda key: key[0] == "train" and key[1] < self.state.next_group)
+        self._intake.forget(consumed)
+        self._report(composition.step, consumed, values, world)
+
+    def _report(self, step: int, groups: list[Group], values: dict[str, float], world: World) -> None:
+        counts = self._ledger.counts
+        tokens = sum(sampled_tokens(s.episode) for group in groups for s in group.results)
+        read = counts["episodes/infra"] + sum(len(group.results) for group in groups)
+        values |= curves.of_queue(groups, world.depths)
+        values |= {name: float(counts[name]) for name in COUNTED}
+        values["episodes/infra_rate"] = counts["episodes/infra"] / max(1, read)
+        values["groups/open"] = float(len(self._ledger.groups))
+        if self._published_at is not None:
+            values["rate/sampled_tokens"] = tokens / max(1e-9, world.now - self._published_at)
+        self._published_at = world.now
+        counts.clear()
+        self._log.write(step, values)
+
+    def _dispatch(self, world: World) -> None:
+        if self.step >= self._steps:
+            return
+        limits = self._recipe.groups
+        pace = Pace(
+            self.step,
+            world.newest.step,
+            limits.max_staleness,
+            limits.groups_per_step,
+            self.state.signal_rate,
+        )
+        first = self.state.next_group
+        for group in range(first, horizon(first, self._has_signal, pace)):
+            self._intake.ask(("train", group), world)
+
+    def _verdict(self, number: int) -> Verdict | None:
+        group = self._ledger.groups.get(("train", number))
+        if group is None or group.is_open:
+            return None
+        results = len(group.results)
+        if self._verdicts.get(number, (-1, None))[0] != results:  # a straggler may still come
+            self._verdicts[number] = (results, batches.judge(group, self.step, self._recipe))
+        return self._verdicts[number][1]
+
+    def _has_signal(self, number: int) -> bool | None:
+        verdict = self._verdict(number)
+        return None if verdict is None else verdict.fate == "trained"
+
+    def _open_group(self) -> str:
+        number = self.state.next_group
+        while (group := self._ledger.groups.get(("train", number))) and not group.is_open:
+            number += 1
+        if group is None:
+            return f"leave to dispatch group {number}"
+        names = [m.request.name for m in group.members if m.state == "open"]
+        return f"results of {', '.join(names[:3])}{' ..' if len(names) > 3 else ''}"
+
+
+COUNTED = ("episodes/infra", "episodes/duplicates", "episodes/absent", "groups/straggled")
+
+
+def _lying(run: RunDir, consumed: set[Key]) -> list[ScoredEpisode]:
+    """Results of consumed groups that still lie in scored/."""
+    spool = Spool(run.scored, ScoredEpisode)
+    places = [(a, locate(a.identity)) for a in spool.addresses("ready")]
+    found = [spool.read(a) for a, place in places if place and place[0] in consumed]
+    return [scored for scored in found if scored is not None]
