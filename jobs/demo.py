@@ -85,8 +85,9 @@ class Demo:
         import pyarrow.parquet as pq
 
         found: dict[str, list[float]] = {}
-        for row in pq.read_table(run.eval_table(decoding), columns=["task_id", "outcome"]).to_pylist():
-            found.setdefault(row["task_id"], []).append(float(row["outcome"] == "resolved"))
+        for row in pq.read_table(run.eval_table("eval")).to_pylist():
+            if row["sampling"] == decoding:
+                found.setdefault(row["task_id"], []).append(float(row["outcome"] == "resolved"))
         return found
 
 

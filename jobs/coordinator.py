@@ -1,0 +1,81 @@
+"""python -m jobs.coordinator RUN: the coordinator of one run, by its mode."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from hpc_swe import reconcile
+from hpc_swe.config import RunConfig
+from hpc_swe.conversation import TokenBuilder
+from hpc_swe.errors import ConfigError
+from hpc_swe.metrics import Log
+from hpc_swe.plugins.tasksets.base import Demonstrated
+from hpc_swe.records import Sample, ScoredEpisode
+from hpc_swe.roles.coordinator import archive, sft
+from hpc_swe.roles.coordinator.batches import Recipe
+from hpc_swe.roles.coordinator.dispatch import Plan
+from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator
+from hpc_swe.roles.coordinator.housekeeping import Housekeeper
+from hpc_swe.roles.coordinator.loop import Coordinator, Duty
+from hpc_swe.roles.coordinator.training import Training
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import atomic, tasks
+from jobs import entry
+
+
+def duty(run: RunDir, config: RunConfig, curves: Log) -> Duty:
+    """The work of the run's mode, as the run folder says it stands."""
+    if config.mode == "sft":
+        batches = config.batches
+        course = sft.Course(
+            config.steps, config.sft.samples_per_step, batches.microbatch_tokens, config.learner.data_parallel
+        )
+        return sft.WarmStart(run, _samples(config, curves), course, curves)
+    taken = tasks.read(run.tasks)
+    held_out = [task.task_id for task in taken["eval"]][: config.eval.tasks or None]
+    every = config.eval.every if config.mode == "grpo" else 0
+    known = held_out if every or config.mode == "eval" else []
+    evaluator = Evaluator(run, known, config.eval, config.seed, curves, every)
+    if config.mode == "eval":
+        return Evaluating(run, evaluator, config.groups.max_attempts)
+    names = tuple(task.task_id for task in taken["train"])
+    plan = Plan(config.seed, names, config.groups.group_size, config.sampling)
+    recipe = Recipe(config.groups, config.batches, config.advantage, config.learner.data_parallel)
+    return Training(run, plan, recipe, config.steps, evaluator, curves)
+
+
+def _samples(config: RunConfig, curves: Log) -> Iterator[Sample]:
+    if config.sft.source == "episodes":
+        return sft.from_episodes(
+            _archived(RunDir(Path(config.sft.episodes))),
+            config.batches.train_chains,
+            config.sft.min_reward,
+            config.seed,
+        )
+    if not isinstance(config.taskset, Demonstrated):
+        raise ConfigError(
+            f"[taskset] {type(config.taskset).__name__} shows no demonstrations; set sft.source"
+        )
+    rollout = config.rollout
+    builder = TokenBuilder(Path(config.model), rollout.tool_parser, rollout.template_arguments)
+    conversations = config.taskset.demonstrations(config.seed)
+    return sft.from_conversations(conversations, builder.demonstration, rollout.context, curves)
+
+
+def _archived(run: RunDir) -> Iterator[ScoredEpisode]:
+    for name in atomic.names(run.archives):
+        yield from archive.read(run.archives / name)
+
+
+def work(run: RunDir, config: RunConfig) -> None:
+    """Until the run has finished or is ordered to end."""
+    with entry.lease(run, config, "coordinator") as lease:
+        lease.show(state="ready")
+        curves = Log(run.metric_log(lease.owner))
+        housekeeper = Housekeeper(run, config.retention, config.lease, config.groups.max_losses)
+        make = partial(duty, run, config, curves)
+        Coordinator(run, housekeeper, make, config.coordinator, reconcile.desired(config)).work()
+
+
+if __name__ == "__main__":
+    entry.enter(work)
