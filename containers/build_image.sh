@@ -23,9 +23,13 @@ main() {
     work=$(mktemp -d "$images/work.XXXXXX")
     trap 'chmod -R u+rwX "$work"; rm -rf "$work"' EXIT
     say "building python-pytest; this takes a minute"
-    if is_root && command -v mmdebstrap >/dev/null; then tree_from_mirror; else tree_from_definition; fi
-    # gzip, the default, takes twenty times the CPU for nearly the same size
-    build --mksquashfs-args "-comp zstd -Xcompression-level 3" "$work/image.sif" "$work/tree"
+    if is_root && command -v mmdebstrap >/dev/null; then
+        build_from_mirror
+    elif ! build_from_definition; then
+        say "no image: task.def, which starts from a registry's Debian, failed. Copy .cache/images from where root ran" \
+            "'make image'; until then the process sandbox works and the apptainer sandbox does not"
+        exit 0
+    fi
     put_in_place
     echo "$wanted" >"$images/python-pytest.stamp"
 }
@@ -34,10 +38,14 @@ say() { printf 'image: %s\n' "$*" >&2; }
 
 is_root() { [ "$(id -u)" = 0 ]; }
 
-# Root in a container may lack a capability that Apptainer would ask for.
-build() { APPTAINER_DROP_CAPS=CAP_SYS_RESOURCE apptainer --quiet build "$@"; }
+# Root in a container may lack a capability that Apptainer would ask for. And gzip, mksquashfs's default, takes
+# twenty times the CPU of this for nearly the same size.
+build() {
+    APPTAINER_DROP_CAPS=CAP_SYS_RESOURCE apptainer --quiet build \
+        --mksquashfs-args '-comp zstd -Xcompression-level 3' "$@"
+}
 
-tree_from_mirror() {
+build_from_mirror() {
     local mirror components=main
     # shellcheck source=/dev/null
     . /etc/os-release
@@ -50,10 +58,12 @@ tree_from_mirror() {
         --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
         --dpkgopt='path-exclude=/usr/share/locale/*' --customize-hook='mkdir "$1/testbed" "$1/io"' \
         "$VERSION_CODENAME" "$work/tree" "$mirror"
+    build "$work/image.sif" "$work/tree"
 }
 
-tree_from_definition() {
-    build --sandbox --build-arg "PACKAGES=$packages" "$work/tree" containers/task.def
+build_from_definition() {
+    build --build-arg "PACKAGES=$packages" "$work/image.sif" containers/task.def &&
+        build --sandbox "$work/tree" "$work/image.sif"
 }
 
 put_in_place() {

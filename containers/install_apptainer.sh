@@ -48,8 +48,8 @@ download_from_sid() {
     shift
     mkdir -p lists/partial
     echo "deb [signed-by=$keyring] $mirror sid main" >sid.list
-    options=(-qq -o Dir::Etc::sourcelist="$work/sid.list" -o Dir::Etc::sourceparts=- -o Dir::Etc::preferencesparts=-
-        -o Dir::State::lists="$work/lists" -o APT::Sandbox::User=root)
+    options=(-qq -o Dir::Etc::sourcelist="$work/sid.list" -o Dir::Etc::sourceparts=/dev/null
+        -o Dir::Etc::preferencesparts=/dev/null -o Dir::State::lists="$work/lists" -o APT::Sandbox::User=root)
     apt-get "${options[@]}" update
     apt-get "${options[@]}" download "$@" >/dev/null
 }

@@ -68,7 +68,8 @@ install_lock() {
     local torch
     torch=$(grep '^torch==' "$lock")
     if ! pip_install --only-binary=:all: "$torch"; then
-        say "pip did not find $torch. Set PIP_EXTRA_INDEX_URL (or PIP_FIND_LINKS) to where PyTorch publishes its CPU wheels"
+        say "pip did not find $torch. Set PIP_EXTRA_INDEX_URL (or PIP_FIND_LINKS) to where PyTorch publishes" \
+            "its CPU wheels"
         exit 1
     fi
     pip_install --only-binary=:all: --requirement "$lock"
