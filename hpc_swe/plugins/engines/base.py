@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from hpc_swe.records import IdArray, Sampling, WeightManifest, WeightVersion
+from hpc_swe.records import IdArray, ProbeScore, Sampling, WeightManifest, WeightVersion
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Engine(Protocol):
         """Whether the engine can answer now."""
         ...
 
-    def adopt(self, url: str, token: str, version: WeightVersion) -> None:
-        """Tell an engine that has just come up which version it was started on; it stamps tokens with it.
+    def adopt(self, url: str, token: str, version: WeightVersion, probe: ProbeScore | None) -> None:
+        """Check the weights that an engine came up with, and have it stamp tokens with their version.
 
         Raises:
-            EngineError: No answer.
+            EngineError: No answer, or the probe's log-probabilities are not the learner's.
         """
         ...
 

@@ -147,29 +147,38 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             return False
         return True
 
-    def adopt(self, url: str, token: str, version: WeightVersion) -> None:
-        """Set the first stamp, where the release has stamps."""
+    def adopt(self, url: str, token: str, version: WeightVersion, probe: ProbeScore | None) -> None:
+        """Probe, then stamp where the release has stamps."""
+        if probe is not None:
+            scores = self.score(url, token, probe.token_ids)
+            worst = max(abs(ours - theirs) for ours, theirs in zip(scores, probe.logprobs, strict=True))
+            if worst > probe.tolerance:
+                raise EngineError(
+                    f"{version.name}: the probe's log-probabilities differ from the learner's by {worst:.4g},"
+                    f" more than {probe.tolerance:g}"
+                )
         if self._stamp(url, token) is not None:
             self._control(url, token, "/update_weight_version", {"new_version": version.name})
 
     def reload(self, url: str, token: str, folder: Path, manifest: WeightManifest) -> None:
         """Verify, pause, swap, resume, probe; a version that fails its probe is swapped out again.
 
-        Between resume and probe tokens bear the version with a question mark; `generate` waits for the
+        Between resume and verdict tokens bear the version with a question mark; `generate` waits for the
         verdict before it hands such tokens on.
         """
         before = self._stamp(url, token)
         shards = {n: info.sha256 for n, info in manifest.files.items() if n.endswith(".safetensors")}
         dtypes = {n: info.dtype for n, info in manifest.tensors.items()}
         update: dict[str, object] = {"path": str(folder), "sha256": shards, "dtypes": dtypes}
-        self._swap(url, token, update, manifest.version.name + PENDING)
         try:
-            if manifest.probe is not None:
-                self._check(url, token, manifest.probe, folder)
+            self._swap(url, token, update, manifest.version.name + PENDING)
+        except EngineError as error:
+            raise EngineError(f"{folder}: not loaded: {error}") from error
+        try:
+            self.adopt(url, token, manifest.version, manifest.probe)
         except EngineError:
             self._swap(url, token, {"path": ""}, before)
             raise
-        self.adopt(url, token, manifest.version)
 
     def generate(
         self, url: str, token: str, prompt: IdArray, sampling: Sampling, timeout_s: float
@@ -232,15 +241,6 @@ class Vllm(Plugin, frozen=True, kw_only=True):
                 self._control(url, token, "/reset_prefix_cache?reset_running_requests=true", {})
         finally:
             self._control(url, token, "/resume", {})
-
-    def _check(self, url: str, token: str, probe: ProbeScore, folder: Path) -> None:
-        scores = self.score(url, token, probe.token_ids)
-        worst = max(abs(ours - theirs) for ours, theirs in zip(scores, probe.logprobs, strict=True))
-        if worst > probe.tolerance:
-            raise EngineError(
-                f"{folder}: the probe's log-probabilities differ from the learner's by {worst:.4g}, more than"
-                f" {probe.tolerance:g}; the previous weights serve on"
-            )
 
     def _spans(self, url: str, token: str, choice: _Choice) -> list[Span] | None:
         stamps = choice.weight_versions

@@ -1,0 +1,194 @@
+"""Plays recorded replies over vLLM's routes: for tests, and to replay one episode without a model.
+
+All but the sampling is the real thing: the client, the token before every route, the pause around an
+update, the stamps. `python -m hpc_swe.plugins.engines.scripted HOST PORT REPLIES` is the server.
+"""
+
+import hashlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import cycle
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.engines.vllm import TOKEN, Vllm
+from hpc_swe.records import Episode, Record, float_array, id_array
+
+SCORE = -1.0
+"""Log-probability of every token that is scored."""
+
+
+class Reply(Record, frozen=True, kw_only=True):
+    """What to answer.
+
+    Example: a file of replies is one JSON list
+
+        [{"token_ids": [5, 6, 2], "logprobs": [-0.5, -0.25, -1.0], "finish_reason": "stop"}]
+    """
+
+    prompt: list[int] | None = None
+    """Answer this prompt, as often as it comes. Replies without one are given in turn, round and round."""
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    finish_reason: str = "stop"
+    status: int = 200
+    delay_s: float = 0.0
+
+
+class Scripted(Vllm, frozen=True, kw_only=True):
+    """An engine that has learnt its answers by heart."""
+
+    replies: str
+    """Path of a JSON list of `Reply`."""
+
+    def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
+        """Argument vector of this module's server."""
+        if not Path(self.replies).is_file():
+            raise ConfigError(f"[engine] replies = {self.replies!r}: no such file")
+        return [sys.executable, "-m", "hpc_swe.plugins.engines.scripted", host, str(port), self.replies]
+
+
+def replies_of(episode: Episode) -> list[Reply]:
+    """What answers every prompt of an episode as its engine did."""
+    texts: list[list[int]] = []
+    replies = []
+    for turn in episode.turns:
+        prompt = (texts[turn.parent] if turn.parent is not None else []) + id_array(
+            turn.appended_ids
+        ).tolist()
+        ids, logprobs = turn.completion.tolist(), float_array(turn.logprobs).tolist()
+        texts.append(prompt + ids)
+        replies.append(
+            Reply(prompt=prompt, token_ids=ids, logprobs=logprobs, finish_reason=turn.finish_reason)
+        )
+    return replies
+
+
+class _Settings(Struct, frozen=True):
+    max_tokens: int
+    prompt_logprobs: int | None = None
+
+
+class _Question(Struct, frozen=True):
+    token_ids: list[int]
+    sampling_params: _Settings
+
+
+class _Update(Struct, frozen=True):
+    path: str = ""
+    sha256: dict[str, str] = {}
+
+
+class _Order(Struct, frozen=True):
+    """The body of any control route."""
+
+    update_info: _Update = _Update()
+    weight_version: str | None = None
+    new_version: str | None = None
+
+
+class _Stage:
+    """What the server's threads share."""
+
+    def __init__(self, replies: list[Reply], token: str) -> None:
+        self.token, self.version = token, "default"
+        self.running = threading.Event()
+        self.running.set()
+        self._known = {tuple(reply.prompt): reply for reply in replies if reply.prompt is not None}
+        self._rest = cycle([reply for reply in replies if reply.prompt is None])
+        self._lock = threading.Lock()
+
+    def reply(self, prompt: list[int]) -> Reply:
+        with self._lock:
+            return self._known.get(tuple(prompt)) or next(self._rest, Reply(status=404))
+
+    def control(self, path: str, order: _Order) -> None:
+        """Raises ValueError for a folder whose files are not as listed."""
+        if path == "/update_weights":
+            for name, digest in order.update_info.sha256.items():
+                data = (Path(order.update_info.path) / name).read_bytes()
+                if hashlib.sha256(data).hexdigest() != digest:
+                    raise ValueError(f"{name}: its sha256 is not the manifest's")
+        elif path in ("/pause", "/resume"):
+            self.running.clear() if path == "/pause" else self.running.set()
+        self.version = order.weight_version or order.new_version or self.version
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, stage: _Stage, *arguments: object) -> None:
+        self._stage = stage
+        super().__init__(*arguments)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        known = self.path == "/health" or self._is_known()
+        self._send(200 if known else 401, {"weight_version": self._stage.version} if known else {})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        path = self.path.partition("?")[0]
+        if not self._is_known():
+            self._send(401, {})
+        elif path == "/inference/v1/generate":
+            self._generate(msgspec.json.decode(body, type=_Question))
+        else:
+            self._control(path, msgspec.json.decode(body, type=_Order))
+
+    def log_message(self, format: str, *_: object) -> None:
+        """Quiet."""
+
+    def _control(self, path: str, order: _Order) -> None:
+        try:
+            self._stage.control(path, order)
+        except (OSError, ValueError) as error:
+            self._send(500, {"error": {"message": str(error)}})
+        else:
+            self._send(200, {})
+
+    def _generate(self, question: _Question) -> None:
+        is_score = question.sampling_params.prompt_logprobs is not None
+        prompt = question.token_ids
+        reply = Reply(token_ids=[0], logprobs=[SCORE]) if is_score else self._stage.reply(prompt)
+        time.sleep(reply.delay_s)
+        self._stage.running.wait()
+        ids = reply.token_ids[: question.sampling_params.max_tokens]
+        choice = {
+            "token_ids": ids,
+            "finish_reason": reply.finish_reason if ids == reply.token_ids else "length",
+            "logprobs": {
+                "content": [{"token_id": i, "logprob": p} for i, p in zip(ids, reply.logprobs, strict=False)]
+            },
+            "weight_versions": [{"version": self._stage.version, "start": 0, "end": len(ids)}] if ids else [],
+        }
+        rows = [None, *({str(i): {"logprob": SCORE}} for i in prompt[1:])] if is_score else None
+        self._send(reply.status, {"choices": [choice], "prompt_logprobs": rows})
+
+    def _is_known(self) -> bool:
+        return self.headers.get("Authorization") == f"Bearer {self._stage.token}"
+
+    def _send(self, status: int, answer: dict[str, object]) -> None:
+        data = msgspec.json.encode(answer)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def main(host: str, port: str, replies: str) -> None:
+    """Serve until killed."""
+    found = msgspec.json.decode(Path(replies).read_bytes(), type=list[Reply])
+    stage = _Stage(found, os.environ[TOKEN])
+    ThreadingHTTPServer((host, int(port)), partial(_Handler, stage)).serve_forever()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

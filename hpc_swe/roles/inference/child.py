@@ -1,0 +1,53 @@
+"""One running engine, and the promise that nothing of it is left behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpc_swe.errors import EngineError
+
+STOP_S = 15.0
+"""More than the guard takes."""
+
+
+class Child:
+    """An engine under its guard, in a process group of their own."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], output: Path) -> None:
+        self.output = output
+        folder = tempfile.mkdtemp(prefix="hpc_swe-")  # for sockets too, whose paths must be short
+        guard = [sys.executable, "-m", "hpc_swe.roles.inference.guard", folder, *command]
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open("ab") as out:
+            self._guard = subprocess.Popen(
+                guard,
+                env=environment | {"TMPDIR": folder},
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+
+    def require_alive(self) -> None:
+        """Look.
+
+        Raises:
+            EngineError: The engine ended; names its log.
+        """
+        if self._guard.poll() is not None:
+            raise EngineError(f"the engine ended; see {self.output}")
+
+    def stop(self) -> None:
+        """End it; returns when no process of it is left."""
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guard.wait(STOP_S)
+        with contextlib.suppress(ProcessLookupError):  # a guard that was itself killed cleaned nothing up
+            os.killpg(self._guard.pid, signal.SIGKILL)
+        self._guard.wait()

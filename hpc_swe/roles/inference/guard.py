@@ -1,0 +1,67 @@
+"""Runs an engine that must not outlive its supervisor: python -m ...guard FOLDER COMMAND...
+
+Standard input is a pipe whose other end only the supervisor holds. Its end of file means that the
+supervisor wants the engine gone, or is gone itself, however it died. The guard leads a process group of
+its own, ends whatever is left in it, and removes FOLDER, the engine's temporary files.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+GRACE_S = 8.0
+LIBC = ctypes.CDLL(None)
+
+
+def main(folder: str, command: Sequence[str]) -> None:
+    """Until the engine ends, or standard input does."""
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard)
+    while child.poll() is None and not select.select([sys.stdin], [], [], 0.25)[0]:
+        pass
+    print(
+        "guard: engine", "told to end" if child.poll() is None else f"ended with {child.poll()}", flush=True
+    )
+    child.terminate()
+    _await_end(child, GRACE_S)
+    for pid, command_line in _others().items():
+        # Python's resource trackers unlink the semaphores of the dead, once all that used them are gone.
+        if b"resource_tracker" not in command_line:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    _await_end(child, 2.0)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _await_end(child: "subprocess.Popen[bytes]", timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while (child.poll() is None or _others()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _others() -> dict[int, bytes]:
+    """Command lines of the group's living members but ourselves."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            state, _, group = (path / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(group) == os.getpgrp() and int(path.name) != os.getpid() and state != "Z":
+                found[int(path.name)] = (path / "cmdline").read_bytes()
+    return found
+
+
+def _die_with_guard() -> None:
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,182 @@
+"""Keeps one engine serving, on the newest weights.
+
+Consumes weights/; produces its node cell (address, versions, state). Waits for a newer version of the
+live incarnation, which the learner publishes. Whatever it reads it names in its cell first, so that
+retention leaves it alone, and before weights change the cell names both versions.
+"""
+
+import logging
+import random
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from hpc_swe.config import InferenceConfig, LeaseConfig
+from hpc_swe.errors import ConfigError, CorruptRecord, EngineError, StorageError
+from hpc_swe.plugins.engines.base import Engine
+from hpc_swe.records import ProbeScore, WeightVersion
+from hpc_swe.roles.inference.child import Child
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import weights
+from hpc_swe.store.lease import Lease, Watcher
+
+QUIET_S = 300.0  # an engine that lived this long has earned its restarts back
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Supervisor:
+    """One engine of a run."""
+
+    run: RunDir
+    lease: Lease
+    engine: Engine
+    config: InferenceConfig
+    leases: LeaseConfig
+    model: Path
+    """Served until a version is published."""
+    host: str
+    """Name or address by which rollout workers reach this node."""
+    _version: WeightVersion = field(default=WeightVersion(), init=False)
+    _refused: set[WeightVersion] = field(default_factory=set, init=False)
+    _told: threading.Event = field(default_factory=threading.Event, init=False)
+
+    def __post_init__(self) -> None:
+        self._watcher = Watcher(self.run, self.leases.beat_s, self.leases.ttl_s)
+
+    def serve(self) -> None:
+        """Until STOP, the run's end or a signal; after DRAIN until no rollout worker lives.
+
+        Raises:
+            ConfigError: The engine cannot be started as configured.
+            EngineError: It died more often than `max_restarts`; the message names its log.
+        """
+        restarts = 0
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            signal.signal(number, self._tell)
+        while not self._must_end():
+            began = time.monotonic()
+            try:
+                self._serve_once()
+            except EngineError as error:
+                restarts = 1 if time.monotonic() - began > QUIET_S else restarts + 1
+                if restarts > self.config.max_restarts:
+                    raise
+                log.warning("restart %d of %d: %s", restarts, self.config.max_restarts, error)
+                self._told.wait(min(2.0 ** (restarts - 1), 60.0))
+
+    def _serve_once(self) -> None:
+        port = free_port(self.host, self.config.port)
+        url, token = f"http://{self.host}:{port}", self.run.token.read_text().strip()
+        folder, probe = self._choose()
+        output = self.run.logs("inference") / f"{self.lease.owner}.engine.log"
+        command = self.engine.command(folder, self.host, port, self.run.root.name)
+        log.info("starting %s at %s, output in %s", folder, url, output)
+        child = Child(command, self.engine.environment(token), output)
+        try:
+            if self._is_healthy_in_time(child, url):
+                self._adopt(url, token, probe)
+                self.lease.show(state="ready", url=url, versions=[self._version], reading="")
+                log.info("serving %s", self._version.name)
+                self._follow(child, url, token)
+        finally:
+            state = "draining" if self._told.is_set() else "starting"
+            self.lease.show(state=state, url="", versions=[], reading="")
+            child.stop()
+
+    def _choose(self) -> tuple[Path, ProbeScore | None]:
+        """The newest version that was not refused, else the model."""
+        for version in reversed(weights.published(self.run)):
+            if version in self._refused:
+                continue
+            self.lease.show(reading=version.name)
+            try:
+                manifest = weights.manifest(self.run, version)
+            except (FileNotFoundError, CorruptRecord) as error:
+                log.warning("skipped %s: %s", version.name, error)
+                continue
+            self._version = version
+            return self.run.weight(version), manifest.probe
+        self._version = WeightVersion()
+        return self.model, None
+
+    def _is_healthy_in_time(self, child: Child, url: str) -> bool:
+        """False when we are told to end meanwhile."""
+        deadline = time.monotonic() + self.config.start_timeout_s
+        while not self.engine.is_healthy(url):
+            child.require_alive()
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"no health at {url} in {self.config.start_timeout_s:g} s; see {child.output}"
+                )
+            if self._told.wait(0.25) or self._must_end():
+                return False
+        return True
+
+    def _adopt(self, url: str, token: str, probe: ProbeScore | None) -> None:
+        try:
+            self.engine.adopt(url, token, self._version, probe)
+        except EngineError:
+            self._refused.add(self._version)  # the next start takes the one before
+            raise
+
+    def _follow(self, child: Child, url: str, token: str) -> None:
+        while not self._must_end():
+            child.require_alive()
+            try:
+                newest = weights.newest(self.run)
+                if newest is not None and newest > self._version and newest not in self._refused:
+                    self._update(url, token, newest)
+            except StorageError as error:
+                log.warning("looking again: %s", error)
+            self._told.wait(self.config.poll_s * random.uniform(0.5, 1.5))
+
+    def _update(self, url: str, token: str, newest: WeightVersion) -> None:
+        began = time.monotonic()
+        self.lease.show(state="updating", reading=newest.name, versions=[self._version, newest])
+        try:
+            manifest = weights.manifest(self.run, newest)
+            self.engine.reload(url, token, self.run.weight(newest), manifest)
+        except FileNotFoundError:
+            log.warning("%s is gone; the next look takes the newest", newest.name)
+        except (EngineError, CorruptRecord) as error:
+            self._refused.add(newest)
+            log.error("refused %s, serving %s: %s", newest.name, self._version.name, error)
+        else:
+            self._version = newest
+            log.info("updated to %s in %.2f s", newest.name, time.monotonic() - began)
+        self.lease.show(state="ready", reading="", versions=[self._version])
+
+    def _must_end(self) -> bool:
+        if self._told.is_set() or self.run.stop.exists() or self.run.finished.exists():
+            return True
+        if not self.run.drain.exists():
+            return False
+        self._watcher.look()
+        return not self._watcher.live("rollout")  # they finish what they began, and need us for it
+
+    def _tell(self, number: int, _: FrameType | None) -> None:
+        log.info("ending on signal %d", number)
+        self._told.set()
+
+
+def free_port(host: str, wanted: int) -> int:
+    """`wanted`, or any free port for 0.
+
+    Raises:
+        ConfigError: The port is taken, or the host is not of this node.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, wanted))
+        except OSError as error:
+            raise ConfigError(
+                f"[inference] port = {wanted}: {host} refuses: {error.strerror}; name a free port, or 0"
+            ) from error
+        return int(probe.getsockname()[1])

@@ -1,0 +1,224 @@
+"""The supervisor, with an engine that needs no model."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_kit import (
+    TOKEN,
+    await_node,
+    is_serving,
+    json_replies,
+    make_run,
+    node,
+    processes,
+    publish,
+    supervise,
+)
+
+from hpc_swe.errors import EngineError
+from hpc_swe.plugins.engines.scripted import SCORE, Reply, Scripted
+from hpc_swe.records import ProbeScore, Sampling, WeightVersion
+from hpc_swe.rundir import RunDir
+from hpc_swe.store.lease import Lease
+
+PROBE = ProbeScore(token_ids=[5, 6, 7], logprobs=[SCORE, SCORE], tolerance=0.01)
+WRONG = ProbeScore(token_ids=[5, 6, 7], logprobs=[SCORE, SCORE - 1], tolerance=0.01)
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def version(step: int, incarnation: int = 0) -> WeightVersion:
+    return WeightVersion(step=step, incarnation=incarnation)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path / "a run")
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Scripted:
+    return Scripted(
+        replies=json_replies(tmp_path / "replies.json", [Reply(token_ids=[3], logprobs=[-0.5])]),
+        environ={"TEST_MARK": str(tmp_path)},
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    from safetensors.numpy import save_file
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"w": np.zeros((2, 2), np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def start(run: RunDir, engine: Scripted, model: Path, tmp_path: Path) -> Iterator[Start]:
+    started = []
+
+    def begin(**options: int) -> "subprocess.Popen[str]":
+        started.append(supervise(run, engine, model, **options))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+    deadline = time.monotonic() + 15
+    while processes(str(tmp_path)):
+        assert time.monotonic() < deadline, "processes are left behind"
+        time.sleep(0.05)
+
+
+def corrupt(stage: Path) -> None:
+    file = stage / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+
+def test_serves_the_model_then_every_newer_version(
+    start: Start, run: RunDir, model: Path, engine: Scripted
+) -> None:
+    start()
+    url = await_node(run, is_serving(version(0))).url
+    publish(run, model, version(1), probe=PROBE)
+    await_node(run, is_serving(version(1)))
+    publish(run, model, version(2), probe=PROBE)
+    found = await_node(run, is_serving(version(2)))
+    assert found.url == url
+    completion = engine.generate(url, TOKEN, np.asarray([1, 2]), Sampling(), 5.0)
+    assert (completion.token_ids, completion.spans) == ([3], [(0, 1, version(2))])
+
+
+def test_starts_on_the_newest_published_version(start: Start, run: RunDir, model: Path) -> None:
+    publish(run, model, version(7), probe=PROBE)
+    start()
+    await_node(run, is_serving(version(7)))
+
+
+def test_a_restarted_learner_with_fewer_steps_is_followed(start: Start, run: RunDir, model: Path) -> None:
+    publish(run, model, version(7))
+    start()
+    await_node(run, is_serving(version(7)))
+    publish(run, model, version(3, incarnation=1))
+    await_node(run, is_serving(version(3, incarnation=1)))
+
+
+@pytest.mark.parametrize("refused", [{"damage": corrupt}, {"probe": WRONG}], ids=["corrupt", "probe"])
+def test_a_refused_version_is_passed_over(
+    start: Start, run: RunDir, model: Path, refused: dict[str, object]
+) -> None:
+    process = start()
+    await_node(run, is_serving(version(0)))
+    publish(run, model, version(1), **refused)  # type: ignore[arg-type]
+    publish_at = time.monotonic()
+    while time.monotonic() < publish_at + 1.0:
+        cell = node(run)
+        assert cell is None or version(0) in cell.versions
+        time.sleep(0.02)
+    await_node(run, is_serving(version(0)))
+    publish(run, model, version(2), probe=PROBE)
+    await_node(run, is_serving(version(2)))
+    run.stop.touch()
+    _, log = process.communicate(timeout=20)
+    assert log.count("refused v000001-i00") == 1
+
+
+def test_a_bad_newest_version_does_not_keep_an_engine_from_starting(
+    start: Start, run: RunDir, model: Path
+) -> None:
+    publish(run, model, version(1), probe=PROBE)
+    publish(run, model, version(2), probe=WRONG)
+    start()
+    await_node(run, is_serving(version(1)))
+
+
+def test_both_versions_are_named_before_the_weights_change(
+    start: Start, run: RunDir, model: Path, engine: Scripted
+) -> None:
+    start()
+    await_node(run, is_serving(version(0)))
+    publish(run, model, version(1))
+    cell = await_node(run, lambda node: node.state == "updating" or node.versions == [version(1)])
+    if cell.state == "updating":  # else it was too quick for us
+        assert cell.versions == [version(0), version(1)]
+        assert cell.reading == version(1).name
+
+
+def test_a_killed_engine_is_started_again(start: Start, run: RunDir, model: Path, tmp_path: Path) -> None:
+    process = start()
+    first = await_node(run, is_serving(version(0)))
+    engines = [pid for pid in processes(str(tmp_path)) if pid != process.pid]
+    publish(run, model, version(1))
+    await_node(run, is_serving(version(1)))
+    for pid in engines:
+        os.kill(pid, signal.SIGKILL)
+    cell = await_node(run, lambda node: node.state == "starting")
+    assert (cell.url, cell.versions) == ("", [])
+    again = await_node(run, is_serving(version(1)))
+    assert again.owner == first.owner
+
+
+def test_a_killed_supervisor_leaves_no_engine(start: Start, run: RunDir, tmp_path: Path) -> None:
+    process = start()
+    await_node(run, is_serving(version(0)))
+    assert len(processes(str(tmp_path))) >= 2
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while processes(str(tmp_path)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, None], ids=["TERM", "USR2", "STOP"])
+def test_ends_cleanly_when_told(start: Start, run: RunDir, tmp_path: Path, number: int | None) -> None:
+    process = start()
+    await_node(run, is_serving(version(0)))
+    process.send_signal(number) if number is not None else run.stop.touch()
+    assert process.wait(20) == 0
+    assert not processes(str(tmp_path))
+    assert node(run) is None
+
+
+def test_drain_waits_for_the_rollout_workers(start: Start, run: RunDir) -> None:
+    process = start()
+    await_node(run, is_serving(version(0)))
+    with Lease(run, "rollout", "test", 0.1):
+        run.drain.touch()
+        time.sleep(1.5)
+        assert process.poll() is None
+        await_node(run, is_serving(version(0)))
+    assert process.wait(20) == 0
+
+
+def test_a_busy_port_is_one_clear_error(start: Start) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        process = start(port=port)
+        _, log = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert f"ConfigError: [inference] port = {port}" in log
+
+
+def test_an_engine_that_never_comes_up_ends_the_supervisor_and_names_the_log(
+    run: RunDir, model: Path, tmp_path: Path
+) -> None:
+    replies = tmp_path / "replies.json"
+    replies.write_text("no JSON")
+    process = supervise(run, Scripted(replies=str(replies)), model, max_restarts=1)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == EngineError.exit_code
+    [name] = [path.name for path in run.logs("inference").iterdir()]
+    assert f"EngineError: the engine ended; see {run.logs('inference') / name}" in log
+    assert "JSON is malformed" in (run.logs("inference") / name).read_text()
