@@ -28,7 +28,9 @@ def publish(final: Path, writer: str = "w") -> None:
     """A folder of two files."""
 
     def fill(stage: Path) -> Manifest:
-        return Manifest(writer=writer, files={name: folders.write(stage, name, FILES[name]) for name in FILES})
+        return Manifest(
+            writer=writer, files={name: folders.write(stage, name, FILES[name]) for name in FILES}
+        )
 
     folders.publish(final, fill)
 

@@ -117,9 +117,7 @@ def test_of_two_writers_one_of_whom_dies_anywhere_the_folder_is_whole_and_one_s(
         rivals.append(FORK.Process(target=publish_or_lose, args=(root / "v1", "rival")))
         rivals[-1].start()
 
-    for root in at_every_call(
-        tmp_path, start_rival, lambda root: publish_or_lose(root / "v1", "dying")
-    ):
+    for root in at_every_call(tmp_path, start_rival, lambda root: publish_or_lose(root / "v1", "dying")):
         publish_or_lose(root / "v1", "later")
         rivals[-1].join()
         listed = folders.manifest(root / "v1", Manifest)

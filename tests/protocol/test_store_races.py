@@ -69,28 +69,29 @@ def test_a_recoverer_with_an_old_opinion_robs_nobody_of_the_redelivered_message(
     assert again.finish()
 
 
-def work_when_told(root, ready, go, out) -> None:
+def work_when_told(root, pipe) -> None:
     claim = spool(root / "requests").claim("sleeper")
-    ready.set()
-    go.wait(30)
+    pipe.send("claimed")
+    pipe.recv()
     spool(root / "episodes").put(claim.name, claim.message)
-    out.put(claim.finish())
+    pipe.send(claim.finish())
 
 
 def test_a_worker_that_wakes_up_after_its_claim_was_recovered_does_no_harm(tmp_path):
     requests, episodes = spool(tmp_path / "requests", messages=1), spool(tmp_path / "episodes")
-    ready, go, out = FORK.Event(), FORK.Event(), FORK.Queue()
-    sleeper = FORK.Process(target=work_when_told, args=(tmp_path, ready, go, out))
+    mine, its = FORK.Pipe()
+    sleeper = FORK.Process(target=work_when_told, args=(tmp_path, its))
     sleeper.start()
-    assert ready.wait(30)
+    assert mine.recv() == "claimed"
     os.kill(sleeper.pid, signal.SIGSTOP)
-    requests.recover(lambda address: address.owner == "sleeper", 10)
-    claim = requests.claim("w")
-    assert claim.address.losses == 1
-    episodes.put(claim.name, claim.message)
-    go.set()
-    os.kill(sleeper.pid, signal.SIGCONT)
-    assert out.get(timeout=30) is False, "it was told that it holds what it lost"
+    try:
+        requests.recover(lambda address: address.owner == "sleeper", 10)
+        claim = requests.claim("w")
+        episodes.put(claim.name, claim.message)
+        mine.send("go on")
+    finally:
+        os.kill(sleeper.pid, signal.SIGCONT)
+    assert mine.recv() is False, "it was told that it holds what it lost"
     sleeper.join()
     assert shown(tmp_path / "episodes") == [f"ready/{claim.name}~0"], "one result, by the identity"
     assert claim.finish(), "the late finish dropped the claim of another"

@@ -1,0 +1,74 @@
+"""Weight versions: their names, which one is newest, and which ones retention lets go."""
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_swe.errors import LostRace
+from hpc_swe.records import WeightManifest, WeightVersion
+from hpc_swe.store import folders, weights
+
+VERSIONS = st.builds(WeightVersion, incarnation=st.integers(0, 120), step=st.integers(0, 2_000_000))
+
+
+def publish(run, version) -> None:
+    def fill(stage):
+        info = folders.write(stage, "model.safetensors", version.name.encode())
+        return WeightManifest(writer="l", files={"model.safetensors": info}, version=version, tensors={})
+
+    with suppress(LostRace):
+        folders.publish(run.weight(version), fill)
+
+
+@given(VERSIONS)
+def test_a_version_survives_its_name(version):
+    assert WeightVersion.parse(version.name) == version
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "v", "v12-i1", "v000012", "v000012-i", "000012-i01", "v-00012-i01", "v000012-i01~", "v00001_-i01"]
+    + ["v00001\u0662-i01", "v 00012-i01", "step_000012", "v000012-i01-i02"],
+)
+def test_a_name_that_is_no_version_s_is_refused(name):
+    with pytest.raises(ValueError, match="such as v000012-i01"):
+        WeightVersion.parse(name)
+
+
+@given(st.lists(VERSIONS, max_size=30, unique=True), st.data())
+def test_retention_keeps_the_newest_the_named_the_last_and_the_milestones(versions, data):
+    named = data.draw(st.sets(st.sampled_from(versions), max_size=3)) if versions else set()
+    keep_last, keep_every = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 10))
+    gone = weights.superseded(versions, {version.name for version in named}, keep_last, keep_every)
+    kept = set(versions) - set(gone)
+    assert set(gone) <= set(versions)
+    assert not named & set(gone)
+    assert set(sorted(versions)[len(versions) - keep_last :]) <= kept
+    assert not versions or max(versions) in kept
+    assert not keep_every or all(version.step % keep_every for version in gone)
+    again = weights.superseded(kept, {version.name for version in named}, keep_last, keep_every)
+    assert again == [], "what one round keeps, the next keeps"
+
+
+def test_the_newest_is_the_live_incarnation_s_though_its_step_be_lower(run):
+    assert weights.newest(run) is None
+    for incarnation, step in ((1, 10), (1, 12), (2, 11)):
+        publish(run, WeightVersion(incarnation=incarnation, step=step))
+    assert weights.newest(run).name == "v000011-i02"
+    assert weights.manifest(run, weights.newest(run)).version.step == 11
+
+
+def test_foreign_and_unfinished_folders_are_no_versions(run):
+    publish(run, WeightVersion(incarnation=1, step=3))
+    for name in (
+        "README",
+        "v12-i1",
+        "v000099-i09.bak",
+        ".tmp-v000100-i01~abc",
+        ".trash-v000100-i01~abc",
+        "lost+found",
+    ):
+        (run.weights / name).mkdir()
+    assert [version.name for version in weights.published(run)] == ["v000003-i01"]
