@@ -109,6 +109,7 @@ class Learner(Protocol):
     """The policy on this rank, ready to train. Every method is called by all ranks together."""
 
     tensor_parallel: int
+    vocabulary: int
     tolerance: float
     """Largest difference of a log-probability that rounding explains, for probes."""
 
@@ -136,7 +137,7 @@ class Learner(Protocol):
         ...
 
     def export(self, folder: Path) -> dict[str, TensorInfo]:
-        """Write Hugging Face files into an empty folder, every rank its share; returns this rank's tensors."""
+        """Write Hugging Face files into an empty folder, every rank its share; returns its tensors."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -158,8 +159,10 @@ class Policy(Protocol):
 
     tensor_parallel: int
 
-    def build(self, model: Path, optimizer: OptimizerConfig, reference: bool) -> Learner:
+    def build(self, model: Path, optimizer: OptimizerConfig, reference: Path | None) -> Learner:
         """Join the process group of this job and load the initial weights.
+
+        With `reference`, a folder of the same architecture, those weights are kept for the KL.
 
         Raises:
             ConfigError: The model cannot be trained as configured.

@@ -11,7 +11,7 @@ from hpc_swe.plugins.policies.base import Learner, OptimizerConfig
 
 
 class Megatron(Plugin, frozen=True, kw_only=True):
-    """One process a device. Ranks and addresses come from the environment, as torchrun and submitit set it."""
+    """One process a device; ranks and addresses come from the environment, set by torchrun or submitit."""
 
     tensor_parallel: Annotated[int, Meta(gt=0)] = 1
     """Processes that share each layer; the others repeat it on other data."""
@@ -30,8 +30,8 @@ class Megatron(Plugin, frozen=True, kw_only=True):
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigError("[policy] sequence_parallel = true needs tensor_parallel > 1")
 
-    def build(self, model: Path, optimizer: OptimizerConfig, reference: bool) -> Learner:
-        """Join the process group and load `model`, a Hugging Face folder.
+    def build(self, model: Path, optimizer: OptimizerConfig, reference: Path | None) -> Learner:
+        """Join the process group and load `model`, a Hugging Face folder; keep `reference`, another, at hand.
 
         Raises:
             ConfigError: The model's shape or the number of processes does not fit the fields.

@@ -27,8 +27,24 @@ from hpc_swe.plugins.policies.base import LossConfig, Tokens
 LARGEST = 20.0  # log-ratios beyond it are clamped: e^20 is as wrong as e^80, but finite
 PER_DECADE, DECADES, LOWEST = 20, 8, -6  # bins of the histogram of |gap|, 12 % wide, from 1e-6 on
 BINS = PER_DECADE * DECADES
-SHARES = ("entropy", "nll", "surprise_balance", "gap_mean", "gap_k3", "gap_far_share", "ratio_mean")
-POLICY_SHARES = ("squares", "clip_fraction_low", "clip_fraction_high", "capped_share", "masked_share", "kl")
+MEANS = (
+    "policy/nll",
+    "policy/entropy",
+    "policy/surprise_balance",
+    "gap/mean",
+    "gap/k3",
+    "gap/far_share",
+    "ratio/mean",
+    "ratio/square",
+    "ratio/clipped_low",
+    "ratio/clipped_high",
+    "ratio/capped_share",
+    "ratio/masked_share",
+    "policy/kl",
+)
+"""Per trained token: -log pi; nats; -log mu - entropy, about 0 on fresh tokens. With d = log pi - log mu:
+d, e^d - 1 - d, |d| > 1, e^d, its square, left or right of the clip where that stops the gradient, over
+ratio_cap, outside mask_low .. mask_high. At last the divergence from the reference."""
 
 Term = Callable[[Tokens, LossConfig], Tensor]
 
@@ -41,7 +57,7 @@ class PolicyObjective:
         self.needs_reference = config.kl_coefficient > 0
 
     def __call__(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss; number of tokens, sums of SHARES and POLICY_SHARES, histogram of |gap|; largest |gap|."""
+        """Loss; number of tokens, sums of MEANS, histogram of |log pi - log mu|; the largest of these."""
         term = TERMS[self._config.objective](tokens, self._config)
         if self.needs_reference:
             term = term + self._config.kl_coefficient * divergence(tokens)
@@ -53,23 +69,23 @@ class PolicyObjective:
 
     def metrics(self, sums: Sequence[float], maxima: Sequence[float]) -> dict[str, float]:
         """Means over the step's trained tokens; what the objective does not use is left out."""
-        count = max(sums[0], 1.0)
-        names = SHARES + POLICY_SHARES
-        means = {name: total / count for name, total in zip(names, sums[1 : 1 + len(names)], strict=True)}
-        if self._config.objective == "sft":
-            return {"tokens": sums[0]} | {name: means[name] for name in ("nll", "entropy")}
-        means["ess"] = means["ratio_mean"] ** 2 / max(means.pop("squares"), 1e-30)
-        means["gap_p99"] = _percentile(sums[1 + len(names) :], 0.99)
-        means["gap_max"] = maxima[0]
-        return {"tokens": sums[0]} | {name: value for name, value in means.items() if self._tells(name)}
+        count, end = max(sums[0], 1.0), 1 + len(MEANS)
+        found = {name: total / count for name, total in zip(MEANS, sums[1:end], strict=True)}
+        found["ratio/effective_share"] = found["ratio/mean"] ** 2 / max(found.pop("ratio/square"), 1e-30)
+        found["gap/p99"] = _percentile(sums[end:], 0.99)
+        found["gap/max"] = maxima[0]
+        return {"policy/tokens": sums[0]} | {name: found[name] for name in found if self._tells(name)}
 
     def _tells(self, name: str) -> bool:
-        """Whether a number can differ from 0 under this objective."""
-        if name.startswith("clip_"):
-            return self._config.objective == "sampler_ratio"
-        if name in ("capped_share", "masked_share"):
-            return self._config.objective == "decoupled"
-        return name != "kl" or self.needs_reference
+        """Whether a number means something under this objective."""
+        objective = self._config.objective
+        if name == "policy/kl":
+            return self.needs_reference
+        if name.startswith("ratio/clipped"):
+            return objective == "sampler_ratio"
+        if name in ("ratio/capped_share", "ratio/masked_share"):
+            return objective == "decoupled"
+        return objective != "sft" or name in ("policy/nll", "policy/entropy")
 
 
 def sampler_ratio(tokens: Tokens, config: LossConfig) -> Tensor:
@@ -120,13 +136,13 @@ def _masked(correction: Tensor, config: LossConfig) -> Tensor:
 
 
 def _sums(tokens: Tokens, config: LossConfig) -> Tensor:
-    """float64 [1 + shares]: doubles, so that a million tokens add up exactly enough."""
+    """float64 [1 + means]: doubles, so that a million tokens add up exactly enough."""
     gap = tokens.logprobs - tokens.sampler
     ratio = _ratio(tokens.logprobs, tokens.sampler)
     columns = (
         torch.ones_like(gap),
-        tokens.entropy,
         -tokens.logprobs,
+        tokens.entropy,
         -tokens.sampler - tokens.entropy,
         gap,
         ratio - 1 - gap,

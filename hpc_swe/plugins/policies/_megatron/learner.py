@@ -35,19 +35,24 @@ log = logging.getLogger(__name__)
 class MegatronLearner:
     """The policy on this rank. See plugins/policies/base.py, Learner, for the contract."""
 
-    def __init__(self, settings: Megatron, model: Path, optimizer: OptimizerConfig, reference: bool) -> None:
+    def __init__(
+        self, settings: Megatron, model: Path, optimizer: OptimizerConfig, reference: Path | None
+    ) -> None:
         shape = ModelShape.read(model)
         shape.check_parallel(settings.tensor_parallel)
         self.ranks = TorchRanks(settings.tensor_parallel)
         self.tensor_parallel = settings.tensor_parallel
+        self.vocabulary = shape.vocab
         self.tolerance = 1e-3 if settings.dtype == "float32" else 0.25
         self._steps = 0
         self._model = build_model(shape, settings)
+        if reference is not None:
+            convert.load(self._model, shape, Snapshot(reference), self.ranks.tensor_group)
+        self._reference = Reference(self._model) if reference is not None else None
         convert.load(self._model, shape, Snapshot(model), self.ranks.tensor_group)
         self._ddp = wrap(self._model, settings)
         self._optimizer = build_optimizer(self._ddp, settings, optimizer)
         self._schedule = build_schedule(self._optimizer, optimizer)
-        self._reference = Reference(self._model) if reference else None
         self._exporter = Exporter(self.ranks, self._model, shape, model)
         self._checkpointer = Checkpointer(self.ranks, self._model, self._optimizer, self._schedule)
         dtype = getattr(torch, settings.dtype)
@@ -72,13 +77,13 @@ class MegatronLearner:
             for index, micro in enumerate(batch.microbatches)
         ]
         reference = self._reference_logprobs(batch, trained) if objective.needs_reference else None
-        watch.lap("reference_s")
+        watch.lap("step_seconds/reference")
         losses, sums, maxima = self._accumulate(batch, trained, reference, objective, watch)
         norm = self._update()
-        watch.lap("optimizer_s")
+        watch.lap("step_seconds/optimizer")
         metrics = self._report(losses, sums, maxima, objective)
-        self._check_finite(metrics["loss"], norm, losses)
-        metrics |= {"grad_norm": norm, "lr": self._lr()} | watch.read()
+        self._check_finite(metrics["policy/loss"], norm, losses)
+        metrics |= {"policy/grad_norm": norm, "policy/lr": self._lr()} | watch.read()
         return self.ranks.broadcast(metrics)
 
     def logprobs(self, token_ids: list[int]) -> list[float]:
@@ -131,9 +136,9 @@ class MegatronLearner:
             model = self._forward(id_array(micro.token_ids), micro.sequence_lengths, rows)
             terms = packing.terms(micro, rows, model, reference[index] if reference else None)
             loss, sums, maxima = objective(terms)
-            watch.lap("forward_s")
+            watch.lap("step_seconds/forward")
             loss.backward()
-            watch.lap("backward_s")
+            watch.lap("step_seconds/backward")
             found.append((loss.detach(), sums, maxima))
         losses, sums, maxima = (torch.stack(parts) for parts in zip(*found, strict=True))
         return losses, sums.sum(0), maxima.amax(0)
@@ -151,7 +156,7 @@ class MegatronLearner:
         dist.all_reduce(totals, group=self.ranks.data_group)
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.ranks.data_group)
         loss, *rest = totals.tolist()
-        return {"loss": loss} | objective.metrics(rest, maxima.tolist())
+        return {"policy/loss": loss} | objective.metrics(rest, maxima.tolist())
 
     def _check_finite(self, loss: float, norm: float, losses: Tensor) -> None:
         """Every rank sees the same sums, so every rank raises."""

@@ -26,7 +26,7 @@ class TorchRanks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         if self.size % tensor_size:
             raise ConfigError(
-                f"[policy] tensor_parallel = {tensor_size} does not divide the learner's {self.size} processes"
+                f"[policy] tensor_parallel = {tensor_size} does not divide the {self.size} learner processes"
             )
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_size)
         # Dropout is 0 and weights come from files, so no CUDA random state is needed: the no-op tracker.

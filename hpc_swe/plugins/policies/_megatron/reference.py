@@ -1,4 +1,4 @@
-"""The initial weights in host memory, swapped in where the trained ones lie."""
+"""The reference weights in host memory, swapped in where the trained ones lie."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,24 +10,25 @@ from hpc_swe.plugins.policies._megatron.spec import PolicyModel
 
 
 class Reference:
-    """Takes twice the size of this rank's parameters in host memory, and none on the device."""
+    """Keeps the model's weights of now; twice their size in host memory, nothing on the device."""
 
     def __init__(self, model: PolicyModel) -> None:
-        self._parameters: list[Tensor] = [parameter.data for parameter in model.parameters()]
-        self._initial = [_host_copy(data) for data in self._parameters]
-        self._trained = [_host_copy(data) for data in self._parameters]
+        self._parameters = list(model.parameters())
+        self._reference = [_host_copy(parameter.data) for parameter in self._parameters]
+        self._trained = [_host_copy(parameter.data) for parameter in self._parameters]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model computes with the initial weights inside the block, and is as before after it."""
-        for data, initial, trained in zip(self._parameters, self._initial, self._trained, strict=True):
-            trained.copy_(data)
-            data.copy_(initial)
+        """The model computes with the reference inside the block, and is as before after it."""
+        lists = (self._parameters, self._reference, self._trained)
+        for parameter, reference, trained in zip(*lists, strict=True):
+            trained.copy_(parameter.data)
+            parameter.data.copy_(reference)
         try:
             yield
         finally:
-            for data, trained in zip(self._parameters, self._trained, strict=True):
-                data.copy_(trained)
+            for parameter, _, trained in zip(*lists, strict=True):
+                parameter.data.copy_(trained)
 
 
 def _host_copy(data: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ class Experts(MegatronModule):  # type: ignore[misc]
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """forward(tokens, None, None, packed_seq_params=packing) -> log-probabilities, entropies of packing.rows."""
+    """forward(tokens, None, None, packed_seq_params=packing) -> log-probabilities and entropies of rows."""
 
     chunk = 2048
 

@@ -1,0 +1,42 @@
+"""How ranks act as one: what one of them may not decide or survive alone is shared."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from hpc_swe.errors import HpcSweError
+from hpc_swe.plugins.policies.base import Ranks
+
+T = TypeVar("T")
+
+
+def lead(ranks: Ranks, act: Callable[[], T]) -> T:
+    """Rank 0 acts; every rank gets what it returned, or raises what it raised.
+
+    Raises:
+        HpcSweError: Rank 0's, on every rank.
+    """
+    answer, error = _try(act) if ranks.rank == 0 else (None, None)
+    answer, error = ranks.broadcast((answer, error))
+    if error is not None:
+        raise error
+    return answer  # type: ignore[return-value]
+
+
+def together(ranks: Ranks, act: Callable[[], T]) -> T:
+    """Every rank acts and gets its own answer; if any raised, all raise.
+
+    Raises:
+        HpcSweError: The first failed rank's, on every rank.
+    """
+    answer, error = _try(act)
+    for failure in ranks.gather(error):
+        if failure is not None:
+            raise failure
+    return answer  # type: ignore[return-value]
+
+
+def _try(act: Callable[[], T]) -> tuple[T | None, HpcSweError | None]:
+    try:
+        return act(), None
+    except HpcSweError as error:
+        return None, error

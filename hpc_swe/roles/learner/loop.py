@@ -1,0 +1,89 @@
+"""Turns batches into weights: one optimizer step a batch, in order of steps.
+
+Consumes batches/step_n, and produces weights/, checkpoints/ and metrics. Waits for the coordinator's
+next batch; DRAIN, STOP or a signal of the scheduler unblock it. All ranks run this loop in lockstep.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hpc_swe.plugins.policies.base import Learner, Objective
+from hpc_swe.roles.learner.accord import lead, together
+from hpc_swe.roles.learner.feed import Feed, Order, Verdict, share
+from hpc_swe.roles.learner.publish import Publisher, take_incarnation
+from hpc_swe.rundir import RunDir
+
+Tell = Callable[[int, dict[str, float]], None]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How far, and what is published when."""
+
+    steps: int
+    export_every: int
+    checkpoint_every: int
+    writer: str
+    """Owner name of rank 0, for manifests."""
+
+
+def learn(
+    run: RunDir, learner: Learner, objective: Objective, plan: Plan, feed: Feed, tell: Tell
+) -> Order | None:
+    """Train until the plan's last step (None) or an order, which is returned.
+
+    `tell` hears, on every rank, each step taken and its metrics; first the step of the start, without any.
+
+    Raises:
+        DeadlineError: No batch came, although the coordinator lives.
+        LostRace: Another learner published the same version.
+        FloatingPointError: A step was not finite.
+    """
+    incarnation = lead(learner.ranks, lambda: take_incarnation(run))
+    publisher = Publisher(run, learner, incarnation, plan.writer)
+    publisher.restore()
+    publisher.weights()
+    tell(learner.step, {})
+    while learner.step < plan.steps:
+        waited = time.monotonic()
+        verdict = _next(learner, feed)
+        if verdict.order is not Order.TRAIN:
+            return _obey(verdict.order, publisher)
+        waited = time.monotonic() - waited
+        metrics = _step(run, learner, objective, verdict)
+        published = time.monotonic()
+        if learner.step % plan.export_every == 0:
+            publisher.weights()
+        if learner.step % plan.checkpoint_every == 0:
+            publisher.checkpoint()
+        metrics["step_seconds/wait"] = waited
+        metrics["step_seconds/publish"] = time.monotonic() - published
+        tell(learner.step, metrics)
+    publisher.weights()
+    publisher.checkpoint()
+    return None
+
+
+def _next(learner: Learner, feed: Feed) -> Verdict:
+    while True:
+        verdict = lead(learner.ranks, lambda: feed.look(learner.step))
+        if verdict.order is not Order.WAIT:
+            return verdict
+
+
+def _obey(order: Order, publisher: Publisher) -> Order:
+    log.info("order %s", order.name)
+    if order is Order.DRAIN:
+        publisher.checkpoint()
+    return order
+
+
+def _step(run: RunDir, learner: Learner, objective: Objective, verdict: Verdict) -> dict[str, float]:
+    manifest = verdict.manifest
+    assert manifest is not None  # TRAIN comes with one
+    batch = together(learner.ranks, lambda: share(run, manifest, learner.ranks.data_rank))
+    return learner.train(batch, objective)

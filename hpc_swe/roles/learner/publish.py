@@ -1,0 +1,146 @@
+"""What goes out: weight versions and checkpoints. All ranks write into one stage, rank 0 commits.
+
+A checksum of a file is made by one rank, each rank taking an equal share of the files.
+"""
+
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hpc_swe.errors import CorruptRecord
+from hpc_swe.plugins.policies.base import Learner, Ranks
+from hpc_swe.records import (
+    CheckpointManifest,
+    FileInfo,
+    ProbeScore,
+    TensorInfo,
+    WeightManifest,
+    WeightVersion,
+)
+from hpc_swe.roles.learner.accord import lead
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import atomic, folders
+
+log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """One incarnation's weights and checkpoints; what is published already is not published again."""
+
+    def __init__(self, run: RunDir, learner: Learner, incarnation: int, writer: str) -> None:
+        self._run, self._learner, self._ranks = run, learner, learner.ranks
+        self._incarnation, self._writer = incarnation, writer
+        self._exported: int | None = None
+        self._saved: int | None = None
+
+    def restore(self) -> None:
+        """Load the newest checkpoint that is as it was published; stay at the initial weights without any."""
+        for folder, manifest in lead(self._ranks, lambda: _checkpoints(self._run)):
+            damaged = _damaged(folder, manifest.files, self._ranks)
+            if damaged:
+                log.error("skipped checkpoint %s: damaged %s", folder, ", ".join(damaged))
+                continue
+            self._learner.load(folder)
+            self._saved = self._learner.step
+            log.info("resumed %s at step %d", folder, self._learner.step)
+            return
+
+    def weights(self) -> None:
+        """Publish the present weights as a version."""
+        if self._exported == self._learner.step:
+            return
+        version = WeightVersion(incarnation=self._incarnation, step=self._learner.step)
+        with self._stage(self._run.weight(version)) as (stage, final):
+            tensors: dict[str, TensorInfo] = {}
+            for part in self._ranks.gather(self._learner.export(stage)):
+                tensors |= part
+            manifest = WeightManifest(
+                writer=self._writer,
+                files=self._describe(stage),
+                version=version,
+                tensors=tensors,
+                probe=self._probe(),
+            )
+            lead(self._ranks, lambda: folders.commit(stage, final, manifest))
+        self._exported = self._learner.step
+        log.info("exported %s", version.name)
+
+    def checkpoint(self) -> None:
+        """Publish the training state."""
+        step = self._learner.step
+        if self._saved == step:
+            return
+        with self._stage(self._run.checkpoint(step, self._incarnation)) as (stage, final):
+            self._learner.save(stage)
+            manifest = CheckpointManifest(
+                writer=self._writer,
+                files=self._describe(stage),
+                step=step,
+                incarnation=self._incarnation,
+                tensor_parallel=self._learner.tensor_parallel,
+            )
+            lead(self._ranks, lambda: folders.commit(stage, final, manifest))
+        self._saved = step
+        log.info("saved step %d", step)
+
+    @contextmanager
+    def _stage(self, final: Path) -> Iterator[tuple[Path, Path]]:
+        stage = lead(self._ranks, lambda: folders.staging(final))
+        try:
+            yield stage, final
+        except BaseException:
+            shutil.rmtree(stage, ignore_errors=True)
+            raise
+
+    def _describe(self, stage: Path) -> dict[str, FileInfo]:
+        names = lead(self._ranks, lambda: sorted(path.name for path in stage.iterdir()))
+        mine = {name: folders.describe(stage / name) for name in names[self._ranks.rank :: self._ranks.size]}
+        return {name: info for part in self._ranks.gather(mine) for name, info in part.items()}
+
+    def _probe(self) -> ProbeScore:
+        """The first entries of most vocabularies are the characters in order: a text that models expect.
+
+        On a text that they do not, rounding alone would move the log-probabilities far.
+        """
+        ids = list(range(min(32, self._learner.vocabulary)))
+        scores = self._learner.logprobs(ids)
+        return ProbeScore(token_ids=ids, logprobs=scores, tolerance=self._learner.tolerance)
+
+
+def take_incarnation(run: RunDir) -> int:
+    """A number that no earlier start of this run's learner had."""
+    number = max((int(name) for name in atomic.names(run.incarnations) if name.isdigit()), default=0)
+    while True:
+        number += 1
+        try:
+            (run.incarnations / f"{number:02d}").mkdir()
+        except FileExistsError:
+            continue
+        return number
+
+
+def _checkpoints(run: RunDir) -> list[tuple[Path, CheckpointManifest]]:
+    """Those with readable manifests, last written first."""
+    found = []
+    for name in atomic.names(run.checkpoints):
+        folder = run.checkpoints / name
+        try:
+            manifest = folders.manifest(folder, CheckpointManifest)
+        except (CorruptRecord, FileNotFoundError) as error:
+            log.error("skipped checkpoint %s: %s", folder, error)
+            continue
+        found.append((folder, manifest))
+    return sorted(found, key=lambda pair: (pair[1].incarnation, pair[1].step), reverse=True)
+
+
+def _damaged(folder: Path, files: dict[str, FileInfo], ranks: Ranks) -> list[str]:
+    mine = [
+        name for name in sorted(files)[ranks.rank :: ranks.size] if not _is_intact(folder / name, files[name])
+    ]
+    return [name for part in ranks.gather(mine) for name in part]
+
+
+def _is_intact(path: Path, info: FileInfo) -> bool:
+    return path.exists() and path.stat().st_size == info.size and folders.describe(path) == info

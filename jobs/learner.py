@@ -1,0 +1,60 @@
+"""python -m jobs.learner RUN: one rank of the learner; jobs.run starts all of them."""
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hpc_swe.config import RunConfig
+from hpc_swe.errors import StorageError
+from hpc_swe.metrics import Log
+from hpc_swe.roles.learner.feed import Feed
+from hpc_swe.roles.learner.loop import Plan, Tell, learn
+from hpc_swe.roles.learner.loss import PolicyObjective
+from hpc_swe.rundir import RunDir
+from jobs import entry
+
+log = logging.getLogger(__name__)
+
+
+def work(run: RunDir, config: RunConfig) -> None:
+    """Train until the last step or an order."""
+    interrupted = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, lambda *_: interrupted.set())  # all ranks get it; rank 0's verdict counts
+    table = config.learner
+    objective = PolicyObjective(table.loss)
+    reference = Path(config.reference or config.model) if objective.needs_reference else None
+    with _voice(run, config) as (writer, tell):
+        learner = config.policy.build(Path(config.model), table.optimizer, reference)
+        plan = Plan(config.steps, table.export_every, table.checkpoint_every, writer)
+        feed = Feed(run, table.batch_wait_s, table.poll_s, interrupted.is_set)
+        learn(run, learner, objective, plan, feed, tell)
+        learner.close()
+
+
+@contextmanager
+def _voice(run: RunDir, config: RunConfig) -> Iterator[tuple[str, Tell]]:
+    """Rank 0 holds the lease and writes the metrics; the others are silent."""
+    if os.environ.get("RANK", "0") != "0":
+        yield "", lambda _step, _metrics: None
+        return
+    with entry.lease(run, config, "learner") as lease:
+        curves = Log(run.metric_log(lease.owner))
+
+        def tell(step: int, metrics: dict[str, float]) -> None:
+            try:
+                lease.show(step=step, state="ready")
+            except StorageError as error:
+                log.warning("not shown: %s", error)  # the beat thread tries again
+            if metrics:
+                curves.write(step - 1, metrics)
+
+        yield lease.owner, tell
+
+
+if __name__ == "__main__":
+    entry.enter(work)
