@@ -31,7 +31,6 @@ from hpc_swe.records import (
     float_array,
     id_array,
 )
-from hpc_swe.roles.rollout import endpoints as endpoints_module
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.recorder import Recorder
 from hpc_swe.roles.rollout.sampler import Sampler
@@ -91,7 +90,7 @@ def stage(
     request = RolloutRequest(
         split=split, group_id=0, index=0, task_id="t", seed=0, sampling=sampling or Sampling(max_tokens=200)
     )
-    sampler = Sampler(engine, Endpoints(run, max_lag=1), "secret", wait_s)
+    sampler = Sampler(engine, Endpoints(run, max_lag=1, fresh_s=0.0), "secret", wait_s)
     return Stage(engine, Recorder(builder, sampler, request, RolloutConfig(**config)))
 
 
@@ -305,10 +304,7 @@ def test_an_engine_without_stamps_gets_the_interval_that_its_cell_allows(
     assert [(s.oldest, s.newest) for (s,) in spans] == [(V1, V1), (V1, V3)]
 
 
-def test_a_conversation_sticks_to_its_engine_while_it_serves(
-    run: RunDir, builder: TokenBuilder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(endpoints_module, "FRESH_S", 0.0)
+def test_a_conversation_sticks_to_its_engine_while_it_serves(run: RunDir, builder: TokenBuilder) -> None:
     on = stage(run, builder)
     history = list(START)
     for count in range(4):

@@ -63,6 +63,11 @@ class Chains:
         self.turns[index] = msgspec.structs.replace(self.turns[index], delivered=True)
         self._ends[_fold(place.key, [_digest(reply)])] = index
 
+    def retract(self, index: int) -> None:
+        """The reply did not arrive; nothing extends its turn."""
+        self.turns[index] = msgspec.structs.replace(self.turns[index], delivered=False)
+        self._ends = {key: end for key, end in self._ends.items() if end != index}
+
     def _digest_all(self, messages: Sequence[Message]) -> list[bytes]:
         """Agents of this process send the same objects again; remembering the last request's is enough."""
         old = self._digests

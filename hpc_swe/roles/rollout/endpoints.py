@@ -13,7 +13,6 @@ from hpc_swe.records import Endpoint, EndpointTable, Node, WeightVersion
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
 
-FRESH_S = 1.0
 REST_S = (1.0, 30.0)
 """A failing engine is left alone for so long, first and at most; each failure in a row doubles it."""
 
@@ -23,9 +22,9 @@ log = logging.getLogger(__name__)
 class Endpoints:
     """Shared by the episode threads of a process."""
 
-    def __init__(self, run: RunDir, max_lag: int) -> None:
-        """Engines whose weights are more than `max_lag` steps behind the newest are not asked."""
-        self._run, self._max_lag = run, max_lag
+    def __init__(self, run: RunDir, max_lag: int, fresh_s: float = 1.0) -> None:
+        """Engines more than `max_lag` steps behind the newest weights are not asked."""
+        self._run, self._max_lag, self._fresh_s = run, max_lag, fresh_s
         self._lock = threading.Lock()
         self._table: EndpointTable | None = None
         self._read_at = float("-inf")
@@ -78,7 +77,7 @@ class Endpoints:
                     return found
             if time.monotonic() >= until:
                 raise EngineError(f"no engine came to serve in {wait_s:g} s: {self._why()}")
-            time.sleep(random.uniform(0.5, 1.5) * min(FRESH_S, wait_s) / 4)
+            time.sleep(random.uniform(0.5, 1.5) * min(self._fresh_s, wait_s) / 4)
 
     def _choose(self, table: EndpointTable | None, prefer: str) -> Endpoint | None:
         now = time.monotonic()
@@ -98,7 +97,7 @@ class Endpoints:
         return not steps or newest.step - max(steps) > self._max_lag
 
     def _read(self) -> EndpointTable | None:
-        if time.monotonic() - self._read_at < FRESH_S:
+        if time.monotonic() - self._read_at < self._fresh_s:
             return self._table
         self._read_at = time.monotonic()
         try:

@@ -6,8 +6,10 @@ It alone sets how tokens are sampled. Agents of ours call it; command-line agent
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -16,6 +18,7 @@ from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import ConfigError, EngineError, EpisodeError, SandboxError
 from hpc_swe.plugins.agents.base import ContextFull, Reply
 from hpc_swe.records import Message, RolloutRequest, Sampling, Turn, concat, floats, id_array, ids
+from hpc_swe.roles.rollout import front
 from hpc_swe.roles.rollout.chains import Chains, Place
 from hpc_swe.roles.rollout.sampler import Sampled, Sampler
 
@@ -53,7 +56,9 @@ class Recorder:
         self._chains = Chains()
         self._closed = ""
         self._started = time.monotonic()
-        self.engine_s = 0.0
+        self._asking = 0
+        self._asked_at = 0.0
+        self._engine_s = 0.0
         self.counts: Counter[str] = Counter()
         self.messages: list[Message] = []
         """The history that the last delivered reply ended, for people."""
@@ -84,15 +89,9 @@ class Recorder:
         appended = ids(self._render(prefix, place.new, tools))
         prompt = id_array(concat([*prefix, appended]))
         sampling = self._fit(len(prompt))
-        try:
+        with self._engine_clock():
             sampled = self._sampler.sample(prompt, sampling, engine)
-        except EngineError as error:
-            self.failure = error
-            raise
-        finally:
-            seconds = time.monotonic() - started
-            with self._lock:
-                self.engine_s += seconds
+        seconds = time.monotonic() - started
         index = self._keep(place.parent, appended, sampling, sampled, seconds)
         reply = self._reply(sampled, tools)
         history = [*messages, Message(role="assistant", content=reply.content, tool_calls=reply.tool_calls)]
@@ -104,6 +103,20 @@ class Recorder:
             self._chains.deliver(exchange.index, exchange.place, exchange.history[-1])
             self.messages = exchange.history
 
+    def retract(self, exchange: Exchange) -> None:
+        """The reply did not arrive after all."""
+        with self._lock:
+            self._chains.retract(exchange.index)
+
+    def ignore(self, count: int) -> None:
+        """Count settings that a client sent and that are the recorder's alone to choose."""
+        with self._lock:
+            self.counts["ignored_settings"] += count
+
+    def serve(self, at: Path | None = None) -> AbstractContextManager[front.Address]:
+        """This chat as an OpenAI-style server, for agents that are programs; see `front`."""
+        return front.serve(self, at)
+
     def close(self, why: str) -> list[Turn]:
         """All turns; what is still asked from now on is refused."""
         with self._lock:
@@ -114,9 +127,35 @@ class Recorder:
             return turns
 
     @property
+    def total_s(self) -> float:
+        """Wall seconds since the episode began."""
+        return time.monotonic() - self._started
+
+    @property
+    def engine_s(self) -> float:
+        """Those in which at least one request was at the engines."""
+        with self._lock:
+            return self._engine_s + (time.monotonic() - self._asked_at if self._asking else 0.0)
+
+    @property
     def beside_engine_s(self) -> float:
-        """Wall seconds of the episode without those spent on the engine."""
-        return time.monotonic() - self._started - self.engine_s
+        """The others."""
+        return self.total_s - self.engine_s
+
+    @contextmanager
+    def _engine_clock(self) -> Iterator[None]:
+        with self._lock:
+            self._asked_at = self._asked_at if self._asking else time.monotonic()
+            self._asking += 1
+        try:
+            yield
+        except EngineError as error:
+            self.failure = error
+            raise
+        finally:
+            with self._lock:
+                self._asking -= 1
+                self._engine_s += 0.0 if self._asking else time.monotonic() - self._asked_at
 
     def _require_open(self) -> None:
         if self._closed:

@@ -1,0 +1,109 @@
+"""One attempt of the agent at a task, from the request to the record."""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpc_swe.config import RolloutConfig
+from hpc_swe.conversation import TokenBuilder
+from hpc_swe.errors import AgentError, EngineError, SandboxError
+from hpc_swe.plugins.agents import submission
+from hpc_swe.plugins.agents.base import Agent, ContextFull, Result
+from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
+from hpc_swe.records import Episode, ExitStatus, RolloutRequest, Task, Timing
+from hpc_swe.roles.rollout.recorder import Recorder
+from hpc_swe.roles.rollout.sampler import Sampler
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Means:
+    """What all episodes of a process are made with."""
+
+    tasks: Mapping[str, Task]
+    sandboxes: Sandboxes
+    agent: Agent
+    builder: TokenBuilder
+    sampler: Sampler
+    config: RolloutConfig
+
+    def recorder(self, request: RolloutRequest) -> Recorder:
+        """A fresh recorder; its clock starts."""
+        return Recorder(self.builder, self.sampler, request, self.config)
+
+
+@dataclass
+class Outcome:
+    """How far an attempt came; the worker reads it from outside when the attempt hangs."""
+
+    result: Result | None = None
+    submission: str = ""
+    sandbox_s: float = 0.0
+
+
+def play(means: Means, request: RolloutRequest, recorder: Recorder) -> Outcome:
+    """Open a sandbox, let the agent work in it, take what it hands in.
+
+    After the agent's first action the policy answers for its sandbox; only errors that name the host
+    or the engine are infrastructure failures, and those of closing the sandbox come too late to matter.
+    """
+    outcome = Outcome()
+    task = means.tasks.get(request.task_id)
+    if task is None:
+        outcome.result = failed(f"task {request.task_id!r} is not in the run's tasks.parquet")
+        return outcome
+    started = time.monotonic()
+    try:
+        with means.sandboxes.open(task) as sandbox:
+            outcome.sandbox_s = time.monotonic() - started
+            result = _solve(means.agent, task, sandbox, recorder)
+            outcome.submission = submission.take(task, sandbox)
+            outcome.result = result
+            started = time.monotonic()
+        outcome.sandbox_s += time.monotonic() - started
+    except (SandboxError, EngineError) as error:
+        log.warning("failed %s: %s", request.name, error)
+        outcome.result = outcome.result or failed(str(error))
+    if recorder.failure is not None:
+        # A program reports its model's errors as it likes, or not at all.
+        outcome.result = failed(str(recorder.failure))
+    return outcome
+
+
+def failed(error: str) -> Result:
+    """An infrastructure failure."""
+    return Result(ExitStatus.INFRA_ERROR, [], error=error)
+
+
+def record(request: RolloutRequest, recorder: Recorder, outcome: Outcome, worker: str) -> Episode:
+    """The episode. From now on the recorder refuses whatever a leftover of the agent asks."""
+    turns = recorder.close("the episode is over")
+    result = outcome.result or failed("the episode did not end")
+    is_infra = result.exit_status == ExitStatus.INFRA_ERROR
+    return Episode(
+        request=request,
+        turns=turns,
+        messages=result.messages or recorder.messages,
+        exit_status=result.exit_status,
+        submission="" if is_infra else outcome.submission,
+        timing=Timing(
+            sandbox_s=outcome.sandbox_s,
+            engine_s=recorder.engine_s,
+            tools_s=result.tools_s,
+            total_s=recorder.total_s,
+        ),
+        worker=worker,
+        error=result.error,
+        counts=dict(recorder.counts),
+    )
+
+
+def _solve(agent: Agent, task: Task, sandbox: Sandbox, recorder: Recorder) -> Result:
+    try:
+        return agent.solve(task, sandbox, recorder)
+    except ContextFull as error:
+        return Result(ExitStatus.CONTEXT, recorder.messages, error=str(error))
+    except AgentError as error:
+        return Result(ExitStatus.AGENT_ERROR, recorder.messages, error=str(error))

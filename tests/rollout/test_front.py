@@ -1,0 +1,186 @@
+"""The recorder as a server, as a command-line agent finds it."""
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from test_recorder import REPLIES, Stage, stage
+from test_recorder import builder as builder
+from test_recorder import run as run
+
+from hpc_swe.conversation import TokenBuilder
+from hpc_swe.errors import EngineError, SandboxError
+from hpc_swe.records import Sampling, id_array
+from hpc_swe.roles.rollout.front import Address
+from hpc_swe.rundir import RunDir
+
+START = [
+    {"role": "system", "content": "Repair."},
+    {"role": "user", "content": [{"type": "text", "text": "It fails."}]},
+]
+TOOLS = [
+    {"type": "function", "function": {"name": "view", "parameters": {"type": "object", "properties": {}}}}
+]
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture
+def on(run: RunDir, builder: TokenBuilder) -> Stage:
+    return stage(run, builder, context=2000, wait_s=0.3)
+
+
+@pytest.fixture
+def address(on: Stage) -> Iterator[Address]:
+    with on.recorder.serve() as address:
+        yield address
+
+
+def post(address: Address, **body: object) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {address.key}"}
+    return httpx.post(f"{address.url}/chat/completions", headers=headers, json=body, trust_env=False)
+
+
+def observed(answer: dict) -> list[dict]:
+    """What a client sends next: its own spelling of the call, and the tool's answer."""
+    call = answer["tool_calls"][0]
+    spelled = json.dumps(json.loads(call["function"]["arguments"]), separators=(",", ":"))
+    function = {"name": call["function"]["name"], "arguments": spelled}
+    said = {"role": "assistant", "content": answer["content"], "tool_calls": [call | {"function": function}]}
+    return [said, {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": "1: x"}]}]
+
+
+def test_a_session_is_one_chain(on: Stage, address: Address) -> None:
+    first = post(address, model="any", messages=START, tools=TOOLS).json()
+    message = first["choices"][0]["message"]
+    assert (message["content"], first["choices"][0]["finish_reason"]) == ("Look.", "tool_calls")
+    assert first["usage"]["prompt_tokens"] == len(on.engine.calls[0].prompt)
+    second = post(address, model="any", messages=[*START, *observed(message)], tools=TOOLS).json()
+    assert second["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "replace"
+    turns = on.recorder.close("over")
+    assert [(turn.parent, turn.delivered) for turn in turns] == [(None, True), (0, True)]
+    assert on.engine.calls[1].prompt[: len(on.engine.calls[0].prompt)] == on.engine.calls[0].prompt
+
+
+def test_streams_carry_the_same(on: Stage, address: Address) -> None:
+    answer = post(address, messages=START, stream=True, stream_options={"include_usage": True})
+    assert answer.headers["content-type"] == "text/event-stream"
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    chunks = [json.loads(line) for line in lines]
+    delta = chunks[0]["choices"][0]["delta"]
+    assert delta["tool_calls"][0]["function"]["name"] == "view"
+    assert delta["tool_calls"][0]["index"] == 0
+    assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]] == [None, "tool_calls"]
+    assert chunks[-1]["usage"]["completion_tokens"] == len(on.recorder.close("")[0].completion)
+    assert "usage" not in post(address, messages=START, stream=True).text
+
+
+def test_a_clients_sampling_is_ignored_and_counted(on: Stage, address: Address) -> None:
+    settings = {
+        "temperature": 0.1,
+        "top_p": 0.5,
+        "stop": ["x"],
+        "max_tokens": 1,
+        "seed": 3,
+        "logit_bias": {"1": 5},
+        "response_format": {"type": "json_object"},
+        "n": 4,
+        "tool_choice": "required",
+    }
+    post(address, messages=START, model="gpt", stream=False, **settings)
+    assert on.engine.calls[0].sampling == Sampling(max_tokens=200)
+    assert on.recorder.counts["ignored_settings"] == len(settings)
+
+
+def test_errors_are_those_of_the_protocol(
+    on: Stage, address: Address, builder: TokenBuilder, run: RunDir
+) -> None:
+    def error(answer: httpx.Response) -> tuple[int, str, str]:
+        return answer.status_code, answer.json()["error"]["type"], answer.json()["error"]["code"]
+
+    invalid = (400, "invalid_request_error", "invalid_request")
+    assert error(post(address, messages=[{"role": "user", "content": "x " * 9000}])) == (
+        400, "invalid_request_error", "context_length_exceeded",
+    )  # fmt: skip
+    assert error(post(address, messages=[{"role": "clown", "content": "x"}])) == invalid
+    assert error(post(address, prompt="x")) == invalid
+    assert error(post(Address(address.url, "guess"), messages=START))[0] == 401
+    assert error(post(Address(f"{address.url}/other", address.key), messages=START))[0] == 404
+    assert on.recorder.failure is None
+    on.engine.faults = deque([EngineError("gone")] * 50)
+    assert error(post(address, messages=START)) == (503, "server_error", "engine")
+    assert isinstance(on.recorder.failure, EngineError), "the program may exit 0 all the same"
+    assert error(post(address, messages=START))[0] == 503
+
+
+def test_models_are_listed(address: Address) -> None:
+    answer = httpx.get(
+        f"{address.url}/models", headers={"Authorization": f"Bearer {address.key}"}, trust_env=False
+    )
+    assert answer.json()["data"][0]["id"] == "policy"
+
+
+def test_a_huge_request_is_refused(address: Address) -> None:
+    connection = http.client.HTTPConnection(address.url.split("/")[2])
+    connection.putrequest("POST", "/v1/chat/completions")
+    connection.putheader("Content-Length", str(10**12))
+    connection.endheaders()
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_a_reply_that_nobody_took_is_undelivered(on: Stage, address: Address) -> None:
+    gone = threading.Event()
+    on.engine.on_call = lambda call: gone.wait(5) and None
+    host, port = address.url.split("/")[2].split(":")
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {address.key}\r\n"
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        while not on.engine.calls:
+            time.sleep(0.01)
+    gone.set()
+    again = post(address, messages=[{"role": "user", "content": "x"}]).json()["choices"][0]["message"]
+    post(address, messages=[{"role": "user", "content": "x"}, *observed(again)])
+    turns = on.recorder.close("")
+    assert sorted((turn.parent or 0, turn.delivered) for turn in turns) == [(0, False), (0, True), (1, True)]
+
+
+def test_a_unix_socket_serves_too(on: Stage, tmp_path: Path) -> None:
+    path = tmp_path / "front"
+    with on.recorder.serve(path) as address:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
+            headers = {"Authorization": f"Bearer {address.key}"}
+            answer = client.post("http://x/v1/chat/completions", headers=headers, json={"messages": START})
+        assert answer.json()["choices"][0]["message"]["content"] == "Look."
+    assert not path.exists()
+    with pytest.raises(SandboxError, match="listen on"), on.recorder.serve(tmp_path / ("x" * 200)):
+        pass
+
+
+def test_side_calls_at_the_same_time_keep_their_chains(on: Stage, address: Address) -> None:
+    def session(name: str) -> None:
+        history: list[dict] = [{"role": "user", "content": name}]
+        for _ in REPLIES[:2]:
+            history += observed(post(address, messages=history).json()["choices"][0]["message"])
+        post(address, messages=history)
+
+    threads = [threading.Thread(target=session, args=(f"session {n}",)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    turns = on.recorder.close("")
+    assert on.recorder.counts["chains"] == 6
+    assert len(turns) == 18
+    for turn in turns:
+        if turn.parent is not None:
+            assert turn.parent < turns.index(turn)
+            assert id_array(turn.appended_ids)[0] != on.recorder._builder.end_id
