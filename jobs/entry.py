@@ -33,6 +33,7 @@ def enter(work: Callable[[RunDir, RunConfig], None]) -> None:
     """Run `work` on the run named on the command line; our errors become one line and an exit code."""
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # it prints its whole configuration
     run = RunDir(Path(sys.argv[1]).absolute())
     try:
         work(run, launch.load(run))

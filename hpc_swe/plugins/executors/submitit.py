@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -36,9 +37,9 @@ class Submitit(Plugin, frozen=True, kw_only=True):
 
         folder = run.logs(role)
         folder.mkdir(parents=True, exist_ok=True)
-        executor = submitit.LocalExecutor(folder=folder / "%j")
+        executor = submitit.LocalExecutor(folder=folder)
         executor.update_parameters(timeout_min=self.timeout_min, stderr_to_stdout=True)
-        job = executor.submit(submitit.helpers.CommandFunction(list(command), verbose=False))
+        job = executor.submit(subprocess.check_call, list(command))
         started = _started(int(job.job_id))
         if started is None:
             raise ConfigError(f"job {job.job_id} of {role} ended at once; see {folder}")
