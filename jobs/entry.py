@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,11 @@ def job_id() -> str:
         if name in os.environ:
             return os.environ[name]
     return f"local-{os.getpid()}"
+
+
+def address() -> str:
+    """How other nodes of the job's cluster reach this one; the loopback outside Slurm."""
+    return socket.gethostname() if "SLURM_JOB_ID" in os.environ else "127.0.0.1"
 
 
 def lease(run: RunDir, config: RunConfig, role: Role) -> Lease:

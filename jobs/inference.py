@@ -1,0 +1,26 @@
+"""python -m jobs.inference RUN: one engine and its supervisor."""
+
+from pathlib import Path
+
+from hpc_swe.config import RunConfig
+from hpc_swe.roles.inference.supervisor import Supervisor
+from hpc_swe.rundir import RunDir
+from jobs import entry
+
+
+def work(run: RunDir, config: RunConfig) -> None:
+    """Serve until the run has finished or is ordered to end."""
+    with entry.lease(run, config, "inference") as lease:
+        Supervisor(
+            run=run,
+            lease=lease,
+            engine=config.engine,
+            config=config.inference,
+            leases=config.lease,
+            model=Path(config.model),
+            host=entry.address(),
+        ).serve()
+
+
+if __name__ == "__main__":
+    entry.enter(work)
