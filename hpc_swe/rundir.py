@@ -52,6 +52,11 @@ class RunDir:
         return self.control / "STOP"
 
     @property
+    def finished(self) -> Path:
+        """No order, but looked for with them: the run has done all its steps; exit."""
+        return self.control / "FINISHED"
+
+    @property
     def nodes(self) -> Path:
         """Cells: one Node per live process."""
         return self.root / "nodes"
@@ -121,11 +126,6 @@ class RunDir:
     def status(self) -> Path:
         """Cell: StatusReport, coordinator to people."""
         return self.root / "state" / "status.json"
-
-    @property
-    def finished(self) -> Path:
-        """Order to nobody: present when the run has done all its steps."""
-        return self.root / "state" / "finished"
 
     def eval_table(self, label: str) -> Path:
         """Cell: one finished evaluation as parquet."""

@@ -92,7 +92,7 @@ class Worker:
         self._reap()
         try:
             orders = atomic.names(self._run.control)
-            if self._told or "STOP" in orders or ("DRAIN" in orders and not self._active):
+            if self._told or {"STOP", "FINISHED"} & {*orders} or ("DRAIN" in orders and not self._active):
                 return False
             if "DRAIN" not in orders and self._trouble is None:
                 self._claim()
