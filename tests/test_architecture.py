@@ -1,0 +1,208 @@
+"""The walls, the bars, and the promises that documents make about the code."""
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from hpc_swe.config import read
+from hpc_swe.records import WeightVersion
+from hpc_swe.rundir import SPOOLS, RunDir
+
+REPOSITORY = Path(__file__).parent.parent
+PACKAGES = ("hpc_swe", "jobs")
+FILE_LINES = 400
+LONGER = {"hpc_swe/records.py": 500}  # one page of records reads better than two
+FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
+PACKAGE_LINES = 4_500  # all lines, blank ones and docstrings too
+HEAVY = {"torch", "vllm", "megatron", "transformers", "submitit", "tensorboard", "datasets"}
+HOSTS = (
+    "pypi.org",
+    "pythonhosted.org",
+    "docker.io",
+    "docker.com",
+    "ghcr.io",
+    "quay.io",
+    "huggingface.co",
+    "hf.co",
+)
+HOSTS += ("download.pytorch.org", "debian.org", "ubuntu.com", "anaconda.org", "modelscope.cn", "nvcr.io")
+EXAMPLES = {  # an argument of each name that RunDir's methods take, as docs/protocol.md writes it
+    "owner": "<owner>",
+    "job": "<job>",
+    "label": "<label>",
+    "role": "<role>",
+    "step": 12,
+    "rank": 0,
+    "incarnation": 1,
+    "version": WeightVersion(step=12, incarnation=1),
+    "name": "requests",
+}
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """Files of the repository, without what lies about beside them."""
+    if (REPOSITORY / ".git").exists():
+        command = ["git", "ls-files", "-z", "--", *patterns]
+        names = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+        found = [REPOSITORY / name for name in names.split("\0") if name]
+    else:
+        found = [path for pattern in patterns for path in REPOSITORY.glob(pattern)]
+    return [path for path in found if path.is_file()]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+def modules() -> dict[str, str]:
+    return {
+        name(path): path.read_text(encoding="utf-8") for path in tracked(*(f"{p}/**/*.py" for p in PACKAGES))
+    }
+
+
+def function_lengths() -> dict[str, int]:
+    return {
+        f"{path}:{node.lineno} {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+        for path, text in modules().items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
+def test_imports_point_down_and_every_wall_stands():
+    lint = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([lint, "--no-cache"], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_file_is_longer_than_a_sitting():
+    lengths = {path: len(text.splitlines()) for path, text in modules().items()}
+    assert {path: n for path, n in lengths.items() if n > LONGER.get(path, FILE_LINES)} == {}
+
+
+def test_no_function_is_longer_than_a_page_and_most_are_short():
+    lengths = function_lengths()
+    ordered = sorted(lengths.values())
+    assert {where: n for where, n in lengths.items() if n > FUNCTION_LINES} == {}
+    assert ordered[len(ordered) * 9 // 10] <= USUAL_FUNCTION_LINES
+
+
+@pytest.mark.xfail(
+    reason="the bar was drawn before the parts were: raise it or cut, by decision", strict=True
+)
+def test_the_package_can_be_read_in_a_day():
+    assert sum(len(text.splitlines()) for text in modules().values()) <= PACKAGE_LINES
+
+
+def test_a_login_node_starts_a_run_without_anything_heavy():
+    imports = "import sys, hpc_swe.launch, hpc_swe.status, hpc_swe.show"
+    code = f"{imports}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True, text=True
+    )
+    assert HEAVY & set(loaded.stdout.split()) == set()
+
+
+def test_tests_use_no_mocks():
+    pattern = re.compile(r"unittest\.mock|MagicMock|\bmocker\b|monkeypatch\.(setattr|setitem)|@patch")
+    tests = [path for path in tracked("tests/**/*.py", "tests/*.py") if path != Path(__file__)]
+    found = {name(path): pattern.findall(path.read_text(encoding="utf-8")) for path in tests}
+    assert {path: hits for path, hits in found.items() if hits} == {}
+
+
+def test_every_plugin_family_says_what_its_plugins_are():
+    families = [
+        path for path in (REPOSITORY / "hpc_swe/plugins").iterdir() if (path / "__init__.py").exists()
+    ]
+    assert len(families) >= 9
+    assert [path.name for path in families if not (path / "base.py").exists()] == []
+
+
+def test_code_and_documents_are_ascii():
+    suffixes = {".py", ".md", ".toml", ".sh", ".sbatch", ".def", ""}
+    paths = [path for path in tracked("*", "**/*") if path.suffix in suffixes]
+    assert sorted({name(path) for path in paths if not path.read_bytes().isascii()}) == []
+
+
+def test_nothing_tracked_names_a_developer_s_machine():
+    pattern = re.compile(r"(?<![\w.<}])/(?:root|home|work|Users|scratch|mnt)/[\w.-]+/?")
+    assert hits(pattern, {"tests/test_architecture.py"}) == {}
+
+
+def test_nothing_tracked_names_a_registry():
+    """Sites mirror them under other names; ordinary client configuration says where."""
+    pattern = re.compile("|".join(rf"\b{re.escape(host)}\b" for host in HOSTS))
+    assert hits(pattern, {"tests/test_architecture.py"}) == {}
+
+
+def hits(pattern: re.Pattern[str], but: set[str]) -> dict[str, list[str]]:
+    texts = {name(path): path.read_bytes().decode(errors="replace") for path in tracked("*", "**/*")}
+    found = {path: pattern.findall(text) for path, text in texts.items() if path not in but}
+    return {path: names for path, names in found.items() if names}
+
+
+CONFIGS = sorted((REPOSITORY / "configs").rglob("*.toml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=name)
+def test_every_configuration_loads(path):
+    """``demo_eval.toml`` is read over ``demo.toml``, and what lies in a folder over any base."""
+    base = REPOSITORY / "configs" / f"{path.stem.partition('_')[0]}.toml"
+    if path.parent != base.parent:
+        base = REPOSITORY / "configs" / "demo.toml"
+    read(*dict.fromkeys([base if base.exists() else path, path]))
+
+
+def paths_of_a_run() -> set[str]:
+    """What RunDir's properties and methods give for the examples, relative to the run."""
+    run = RunDir(Path("run"))
+    found: set[str] = {run.rank_file(0)}
+    for attribute, member in inspect.getmembers(RunDir):
+        if attribute.startswith("_") or attribute in ("make", "rank_file", "root", "spool"):
+            continue
+        if isinstance(member, property):
+            path = getattr(run, attribute)
+        else:
+            arguments = list(inspect.signature(member).parameters)[1:]
+            path = member(run, *(EXAMPLES[argument] for argument in arguments))
+        found.add(str(path.relative_to(run.root)))
+    return found | {str(run.spool(spool).relative_to(run.root)) for spool in SPOOLS}
+
+
+def documented_paths() -> list[str]:
+    text = (REPOSITORY / "docs/protocol.md").read_text(encoding="utf-8")
+    layout = text.partition("## Layout")[2].partition("\n## ")[0]
+    lines = [line for line in layout.splitlines() if line.startswith(" " * 6)]
+    return [line.split()[0].rstrip("/") for line in lines]
+
+
+def test_every_path_of_a_run_is_documented():
+    documented = documented_paths()
+    parents = {str(parent) for path in documented for parent in Path(path).parents}
+    assert sorted(paths_of_a_run() - set(documented) - parents) == []
+
+
+def test_every_documented_path_is_one_of_a_run_s():
+    known = paths_of_a_run()
+    known |= {f"{spool}/{state}" for spool in SPOOLS for state in ("ready", "claimed", "dead")}
+    assert sorted(set(documented_paths()) - known) == []
+
+
+def test_every_file_that_documents_and_docstrings_name_is_there():
+    texts = [path.read_text(encoding="utf-8") for path in tracked("*.md", "docs/*.md")]
+    named = set(
+        chain.from_iterable(re.findall(r"\b(?:hpc_swe|jobs|configs|tests)/[\w/]+\.\w+", t) for t in texts)
+    )
+    assert sorted(path for path in named if not (REPOSITORY / path).exists()) == []
+
+
+def test_every_script_is_executable():
+    scripts = [path for path in tracked("**/*.sh", "*.sh") if path.read_bytes().startswith(b"#!")]
+    assert [name(path) for path in scripts if not os.access(path, os.X_OK)] == []
