@@ -85,10 +85,10 @@ def start(host: socket.socket, workdir: str, settings: dict[str, int]) -> NoRetu
         put("/proc/self/setgroups", "deny")
         put("/proc/self/uid_map", f"0 {user} 1")
         put("/proc/self/gid_map", f"0 {group} 1")
-        child = os.fork()  # the first process of the new process namespace
-        if child:
-            socket.send_fds(host, [b"process"], [os.pidfd_open(child)])
+        if os.fork():
             os._exit(0)
+        # From here on the first process of the new process namespace.
+        socket.send_fds(host, [b"process"], [os.pidfd_open(os.getpid())])
         set_up_files(settings["disk_mb"], workdir)
         give_up_rights(settings["processes"])
         socket.send_fds(host, [b"ready"], [os.open(workdir, os.O_RDONLY | os.O_DIRECTORY)])

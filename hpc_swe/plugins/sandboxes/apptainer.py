@@ -32,7 +32,14 @@ _ISOLATION = [
 # One id, mapped to root inside: the same on hosts with and without /etc/subuid.
 _AS_USER = ["--fakeroot", "--ignore-subuid", "--ignore-fakeroot-command"]
 _AS_ROOT = ["--userns"]
-_WARM_UP = "try:\n    import pytest\nexcept ImportError:\n    pass"
+_WARM_UP = """
+try:
+    import importlib, pytest, _pytest.config
+    for name in _pytest.config.default_plugins:
+        importlib.import_module(f"_pytest.{name}")
+except ImportError:
+    print("no pytest in this image")
+"""
 
 _shared: dict[tuple[int, "Apptainer", Path], Container] = {}
 _starting = threading.Lock()

@@ -24,12 +24,16 @@ def arguments(task: Task) -> list[str]:
     )
 
 
+def off() -> list[str]:
+    """Options that leave out plugins of pytest itself."""
+    return [option for name in OFF for option in ("-p", f"no:{name}")]
+
+
 def program(arguments: list[str]) -> str:
     """A Python program that runs pytest in the work directory."""
-    options = [option for name in OFF for option in ("-p", f"no:{name}")]
     return (
         "import sys, pytest\n"
         "sys.dont_write_bytecode = True\n"
         "sys.path.insert(0, '')\n"
-        f"raise SystemExit(pytest.main({[*options, *arguments]!r}))\n"
+        f"raise SystemExit(pytest.main({[*off(), *arguments]!r}))\n"
     )
