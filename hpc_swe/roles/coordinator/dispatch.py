@@ -71,17 +71,16 @@ class Pace:
     """How far dispatch may go now."""
 
     next_batch: int
-    newest_step: int
-    """Of the newest exported weights."""
-    max_staleness: int
+    last_batch: int
+    """The last that may be sampled for now: newest exported weights plus staleness, or the run's last."""
     groups_per_step: int
     signal_rate: float
 
 
 def horizon(first: int, has_signal: Callable[[int], bool | None], pace: Pace) -> int:
     """The first group from `first` on that must still wait; `has_signal` is None while one is open."""
-    ahead = pace.newest_step + pace.max_staleness - pace.next_batch
-    room = (ahead + 1) * pace.groups_per_step - 1e-6  # groups with signal that may lie before a group
+    # Groups with signal that may lie before a group; the rest is for rounding.
+    room = (pace.last_batch + 1 - pace.next_batch) * pace.groups_per_step - 1e-6
     rate = min(1.0, max(RATE_FLOOR, pace.signal_rate))
     group, expected = first, 0.0
     while expected < room:

@@ -26,7 +26,7 @@ from hpc_swe.roles.coordinator.packing import pack, weigh
 from hpc_swe.roles.coordinator.samples import Chains, cut
 from hpc_swe.rundir import RunDir
 
-AHEAD = 3
+AHEAD = 32
 
 Encode = Callable[[Sequence[Message]], tuple[Sequence[int], Sequence[int]]]
 """A conversation as token ids and mask: what the recorder would have recorded."""

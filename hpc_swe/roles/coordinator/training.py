@@ -123,16 +123,9 @@ class Training:
         self._log.write(step, values)
 
     def _dispatch(self, world: World) -> None:
-        if self.step >= self._steps:
-            return
         limits = self._recipe.groups
-        pace = Pace(
-            self.step,
-            world.newest.step,
-            limits.max_staleness,
-            limits.groups_per_step,
-            self.state.signal_rate,
-        )
+        last = min(world.newest.step + limits.max_staleness, self._steps - 1)
+        pace = Pace(self.step, last, limits.groups_per_step, self.state.signal_rate)
         first = self.state.next_group
         for group in range(first, horizon(first, self._has_signal, pace)):
             self._intake.ask(("train", group), world)

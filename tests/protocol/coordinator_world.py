@@ -1,0 +1,150 @@
+"""A run in small: a coordinator, and the other roles played by functions that do their work at once."""
+
+import hashlib
+
+from hpc_swe import records
+from hpc_swe.config import BatchesConfig, EvalConfig, GroupsConfig, LeaseConfig, RetentionConfig
+from hpc_swe.metrics import Log
+from hpc_swe.plugins.advantages.grpo import Grpo
+from hpc_swe.records import (
+    BatchManifest,
+    Episode,
+    ExitStatus,
+    Message,
+    RolloutRequest,
+    Sampling,
+    Score,
+    ScoredEpisode,
+    Timing,
+    Turn,
+    VersionSpan,
+    WeightManifest,
+    WeightVersion,
+)
+from hpc_swe.roles.coordinator import batches
+from hpc_swe.roles.coordinator.batches import Recipe
+from hpc_swe.roles.coordinator.dispatch import Plan
+from hpc_swe.roles.coordinator.evaluation import Evaluator
+from hpc_swe.roles.coordinator.housekeeping import Housekeeper
+from hpc_swe.roles.coordinator.training import Training
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import folders, weights
+from hpc_swe.store.spool import Spool
+
+STEPS = 3
+TASKS = ("ant", "bee", "cat", "dog")
+LIMITS = GroupsConfig(group_size=2, groups_per_step=2, max_staleness=1, straggler_s=100.0)
+HELD_OUT = EvalConfig(samples=2, decodings={"plain": Sampling(), "greedy": Sampling(temperature=0.0)})
+
+
+class Clock:
+    """Moves by hand."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def rundir(root) -> RunDir:
+    run = RunDir(root / "run")
+    run.make()
+    return run
+
+
+def housekeeper(run, clock=None, beat_s=1.0, ttl_s=3.0, max_losses=2, retention=None) -> Housekeeper:
+    lease = LeaseConfig(beat_s=beat_s, ttl_s=ttl_s)
+    kept = retention or RetentionConfig(free_space_floor_gb=0)
+    return Housekeeper(run, kept, lease, max_losses, clock or Clock())
+
+
+def training(run, limits=LIMITS, every=0, eval_tasks=(), owner="coordinator", steps=STEPS) -> Training:
+    log = Log(run.metric_log(owner))
+    evaluator = Evaluator(run, eval_tasks, HELD_OUT, 5, log, every)
+    recipe = Recipe(limits, BatchesConfig(microbatch_tokens=64), Grpo(), 2)
+    return Training(run, Plan(5, TASKS, limits.group_size, Sampling()), recipe, steps, evaluator, log)
+
+
+def reward(name: str) -> float:
+    """The same for a name on every machine and day; two groups in three have signal."""
+    return float(hashlib.sha256(name.encode()).digest()[0] % 3 == 0)
+
+
+def result(request: RolloutRequest, value: float | None = 0.0, version=0) -> ScoredEpisode:
+    """What the workers make of a request; None is an infrastructure failure."""
+    ids = list(hashlib.sha256(request.name.encode()).digest()[: 3 + request.index])
+    stamp = WeightVersion(step=version)
+    turn = Turn(
+        parent=None,
+        appended_ids=records.ids([1, 2]),
+        completion_ids=records.ids(ids),
+        logprobs=records.floats([-i / 256 for i in ids]),
+        spans=[VersionSpan(start=0, end=len(ids), oldest=stamp, newest=stamp)],
+        sampling=request.sampling,
+        engine="e",
+        finish_reason="stop",
+        delivered=True,
+        seconds=1.0,
+    )
+    episode = Episode(
+        request=request,
+        turns=[turn],
+        messages=[Message(role="user", content="mend it"), Message(role="assistant", content="d\u00f6ne")],
+        exit_status=ExitStatus.SUBMITTED,
+        submission="diff",
+        timing=Timing(total_s=3.0),
+        worker="w",
+    )
+    outcome = "infra_error" if value is None else "resolved" if value else "unresolved"
+    return ScoredEpisode(episode=episode, score=Score(outcome=outcome, reward=value))
+
+
+def work(run, keep=lambda name: True, judge=reward, version=0) -> list[str]:
+    """All requests through rollout and reward."""
+    names = []
+    scored = Spool(run.scored, ScoredEpisode)
+    for claim in list(Spool(run.requests, RolloutRequest).claims("rollout-1-00000000")):
+        if keep(claim.name):
+            scored.put(claim.name, result(claim.message, judge(claim.name), version))
+            claim.finish()
+            names.append(claim.name)
+        else:
+            claim.give_back()
+    return names
+
+
+def learn(run, incarnation=0) -> None:
+    """The learner trains the batch it is at, if it is there, and exports."""
+    newest = weights.newest(run) or WeightVersion(incarnation=incarnation)
+    if run.batch(newest.step).exists():
+        export(run, WeightVersion(incarnation=newest.incarnation, step=newest.step + 1))
+
+
+def export(run, version, parent=None) -> None:
+    """An empty weight folder."""
+    folders.publish(
+        run.weight(version),
+        lambda _: WeightManifest(writer="l", files={}, version=version, tensors={}, parent=parent),
+    )
+
+
+def finish(run, make=training, rounds=60, clock=None, **options):
+    """Everyone by turns until the coordinator says that all is done."""
+    house, duty = housekeeper(run, clock), make(run, **options)
+    for _ in range(rounds):
+        if not duty.round(house.look()).waits_for:
+            return duty
+        work(run)
+        learn(run)
+    raise AssertionError(f"not done after {rounds} rounds; batches {batches.steps(run)}")
+
+
+def published(run) -> dict[str, object]:
+    """What the learner sees of all batches, bit for bit, and the state after each."""
+    seen: dict[str, object] = {}
+    for step in batches.steps(run):
+        manifest = folders.manifest(run.batch(step), BatchManifest)
+        ranks = {name: folders.read(run.batch(step), name, manifest) for name in sorted(manifest.files)}
+        seen[f"batch {step}"] = (manifest.groups, manifest.closed, manifest.after, manifest.stats, ranks)
+    return seen

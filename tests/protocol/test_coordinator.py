@@ -1,0 +1,234 @@
+"""The coordinator among the other roles: what it asks for, publishes, archives and cleans up."""
+
+import datasets
+import msgspec
+import pytest
+from coordinator_world import (
+    LIMITS,
+    STEPS,
+    Clock,
+    finish,
+    housekeeper,
+    learn,
+    published,
+    result,
+    reward,
+    rundir,
+    training,
+    work,
+)
+
+from hpc_swe.config import RetentionConfig
+from hpc_swe.errors import LostRace
+from hpc_swe.metrics import meaning
+from hpc_swe.records import Batch, BatchManifest, RolloutRequest, ScoredEpisode
+from hpc_swe.roles.coordinator import archive, batches
+from hpc_swe.store import atomic, folders
+from hpc_swe.store.spool import Spool
+
+
+@pytest.fixture
+def run(tmp_path):
+    return rundir(tmp_path)
+
+
+def names(run, spool="requests", state="ready"):
+    return [a.identity for a in Spool(run.spool(spool), RolloutRequest).addresses(state)]
+
+
+def test_a_run_publishes_its_batches_and_ends(run):
+    duty = finish(run)
+    assert batches.steps(run) == list(range(STEPS))
+    assert names(run, "scored") == []
+    assert duty.step == STEPS
+
+
+def test_batches_hold_the_groups_with_signal_in_order(run):
+    finish(run)
+    trained, closed = [], []
+    for step in range(STEPS):
+        manifest = folders.manifest(run.batch(step), BatchManifest)
+        trained += manifest.groups
+        closed += manifest.closed
+        assert set(manifest.files) == {run.rank_file(0), run.rank_file(1)}
+        for rank in (0, 1):
+            batch = atomic.get(run.batch(step) / run.rank_file(rank), Batch)
+            assert (batch.step, batch.rank) == (step, rank)
+    differs = {g: reward(f"train-{g:06d}-00") != reward(f"train-{g:06d}-01") for g in range(trained[-1] + 1)}
+    assert trained == [g for g in differs if differs[g]]
+    assert sorted(closed) == [g for g in differs if not differs[g]]
+
+
+def test_sampling_waits_for_weights_and_no_more_than_one_batch_lies_ahead(run):
+    house, duty = housekeeper(run), training(run)
+    for _ in range(20):
+        duty.round(house.look())
+        work(run)
+    assert batches.steps(run) == [0, 1]  # the learner is at 0
+    assert work(run) == []  # batch 2 would be two steps ahead of the weights
+    learn(run)
+    for _ in range(20):
+        duty.round(house.look())
+        work(run)
+    assert batches.steps(run) == [0, 1, 2]
+
+
+def test_what_a_batch_holds_does_not_depend_on_who_is_quick(tmp_path):
+    def slowly(run, straggling):
+        house, duty = housekeeper(run), training(run)
+        for number in range(200):
+            if not duty.round(house.look()).waits_for:
+                return published(run)
+            held = () if number % 5 == 4 else straggling
+            work(run, keep=lambda name, held=held: not name.endswith(held))
+            learn(run)
+        raise AssertionError(batches.steps(run))
+
+    quick = slowly(rundir(tmp_path / "quick"), ())
+    assert slowly(rundir(tmp_path / "late-0"), "00") == quick
+    assert slowly(rundir(tmp_path / "late-1"), "01") == quick
+
+
+def test_an_infrastructure_failure_is_asked_for_again(run):
+    house, duty = housekeeper(run), training(run)
+    duty.round(house.look())
+    work(run, judge=lambda name: None if name.endswith("-01") else 1.0)
+    duty.round(house.look())
+    again = {r.name: r for r in (claim.message for claim in Spool(run.requests, RolloutRequest).claims("w"))}
+    assert set(again) == {f"train-{g:06d}-01" for g in range(4)}
+    assert all(request.attempt == 1 for request in again.values())
+    assert not any(name.endswith("-01") for name in names(run, "scored"))
+
+
+def test_a_request_lost_without_trace_is_asked_for_again(run):
+    house, duty = housekeeper(run), training(run)
+    duty.round(house.look())
+    (run.requests / "ready" / "train-000001-00~0").unlink()
+    duty.round(house.look())
+    assert "train-000001-00" not in names(run)
+    duty.round(house.look())
+    assert "train-000001-00" in names(run)
+
+
+def test_a_buried_message_closes_its_member(run):
+    house, duty = housekeeper(run), training(run)
+    duty.round(house.look())
+    for index in (0, 1):
+        name = f"train-000000-0{index}~0"
+        (run.requests / "ready" / name).rename(run.requests / "dead" / name)
+    standing = duty.round(house.look())
+    assert "train-000001" in standing.waits_for  # group 0 is closed: too few members
+    assert names(run, state="dead") == ["train-000000-00", "train-000000-01"]
+
+
+def test_a_straggler_is_left_behind_and_its_late_result_is_a_duplicate(run):
+    clock = Clock()
+    house, duty = housekeeper(run, clock), training(run)
+    late = duty._plan.group(1)[1]
+    while not batches.steps(run):
+        clock.now += 10
+        duty.round(house.look())
+        work(run, keep=lambda name: name != late.name)
+    assert clock.now > LIMITS.straggler_s
+    assert 1 in folders.manifest(run.batch(0), BatchManifest).closed
+    Spool(run.scored, ScoredEpisode).put(late.name, result(late, 1.0))
+    duty.round(house.look())
+    assert late.name not in names(run, "scored") + names(run, "requests")
+
+
+def test_the_archive_opens_with_datasets_and_gives_the_very_records_back(run):
+    finish(run)
+    rebuilt = [s for step in range(STEPS) for s in archive.read(run.archive(step))]
+    asked = {s.episode.request.name for s in rebuilt}
+    manifests = [folders.manifest(run.batch(step), BatchManifest) for step in range(STEPS)]
+    groups = [g for m in manifests for g in (*m.groups, *m.closed)]
+    assert asked == {f"train-{g:06d}-{i:02d}" for g in groups for i in range(2)}
+    assert all(s == result(s.episode.request, reward(s.episode.request.name)) for s in rebuilt)
+    table = datasets.load_dataset(
+        "parquet", data_files=str(run.archives / "*.parquet"), cache_dir=str(run.root / "cache")
+    )["train"]
+    assert len(table) == len(rebuilt)
+    trained = {row["group_id"] for row in table if row["trained"]}
+    assert trained == {g for m in manifests for g in m.groups}
+    assert table[0]["messages"][1]["content"] == "d\u00f6ne"
+    assert table[0]["sampled_ids"] == rebuilt[0].episode.turns[0].completion.tolist()
+
+
+def test_every_curve_that_is_written_is_documented(run):
+    finish(run, every=1, eval_tasks=("x",))
+    lines = run.metric_log("coordinator").read_bytes().splitlines()
+    names_seen = {name for line in lines for name in msgspec.json.decode(line)["values"]}
+    assert "solve/eval/plain" in names_seen
+    assert [name for name in sorted(names_seen) if not meaning(name)] == []
+
+
+def test_two_coordinators_ask_for_the_same_and_the_loser_of_a_batch_leaves(run):
+    first, second = training(run, owner="a"), training(run, owner="b")
+    one, other = housekeeper(run), housekeeper(run)
+    first.round(one.look())
+    before = {
+        name: (run.requests / "ready" / name).read_bytes() for name in atomic.names(run.requests / "ready")
+    }
+    second.round(other.look())
+    after = {
+        name: (run.requests / "ready" / name).read_bytes() for name in atomic.names(run.requests / "ready")
+    }
+    assert before == after
+    while not batches.steps(run):
+        second.round(other.look())
+        work(run)
+        first.round(one.look())
+    with pytest.raises(LostRace):
+        second.round(other.look())
+
+
+def test_two_coordinators_that_hold_the_same_results_publish_one_batch(run):
+    first, second = training(run, owner="a"), training(run, owner="b")
+    house = housekeeper(run)
+    while True:
+        world = house.look()
+        second._intake.round(world)  # it reads all that the first reads, and is a moment later
+        first.round(world)
+        if batches.steps(run):
+            break
+        work(run)
+    composition = batches.compose(second._verdict, second.state, 0, LIMITS.groups_per_step)
+    before = published(run)
+    with pytest.raises(LostRace):
+        second._publish(composition, world)
+    assert published(run) == before
+    assert composition.after == first.state
+    assert not [path for path in run.batches.iterdir() if path.name.startswith(".")]
+
+
+def test_a_coordinator_that_fell_behind_leaves(run):
+    behind = training(run, owner="a")
+    finish(run)
+    with pytest.raises(LostRace):
+        behind.round(housekeeper(run).look())
+
+
+def test_requests_of_consumed_groups_are_withdrawn(run):
+    duty = finish(run)
+    for name in ("train-000000-00", "foreign"):
+        Spool(run.requests, RolloutRequest).put(name, duty._plan.group(0)[0])
+    training(run).round(housekeeper(run).look())
+    assert names(run) == ["foreign"]
+
+
+def test_without_space_nothing_is_dispatched(run):
+    house = housekeeper(run, retention=RetentionConfig(free_space_floor_gb=1e9))
+    training(run).round(house.look())
+    assert names(run) == []
+
+
+def test_group_numbers_go_on_after_a_restart(run):
+    house, duty = housekeeper(run), training(run)
+    while not batches.steps(run):
+        duty.round(house.look())
+        work(run)
+    state = duty.state
+    fresh = training(run)
+    assert (fresh.step, fresh.state) == (1, state)
+    assert state.next_group == folders.manifest(run.batch(0), BatchManifest).groups[-1] + 1
+    assert LIMITS.groups_per_step == len(folders.manifest(run.batch(0), BatchManifest).groups)

@@ -1,0 +1,85 @@
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_swe.records import Sampling
+from hpc_swe.roles.coordinator.dispatch import Pace, Plan, again, horizon
+
+TASKS = tuple(f"task-{i}" for i in range(7))
+PLAN = Plan(3, TASKS, 4, Sampling())
+
+
+def test_a_second_dispatcher_writes_the_same_requests():
+    twin = Plan(3, TASKS, 4, Sampling())
+    assert [PLAN.group(g) for g in range(30)] == [twin.group(g) for g in range(30)]
+    assert PLAN.group(5) != Plan(4, TASKS, 4, Sampling()).group(5)
+
+
+def test_every_pass_takes_every_task_once_in_its_own_order():
+    passes = [[PLAN.group(7 * epoch + i)[0].task_id for i in range(7)] for epoch in range(3)]
+    assert all(sorted(tasks) == sorted(TASKS) for tasks in passes)
+    assert len({tuple(tasks) for tasks in passes}) == 3
+
+
+def test_members_share_the_task_and_nothing_else():
+    members = [request for g in range(100) for request in PLAN.group(g)]
+    assert len({m.seed for m in members}) == len(members)
+    assert len({m.name for m in members}) == len(members)
+    assert len({m.task_id for m in PLAN.group(9)}) == 1
+
+
+def test_another_attempt_keeps_the_name_and_changes_the_seed():
+    first = PLAN.group(0)[0]
+    second, third = again(first), again(again(first))
+    assert {second.name, third.name} == {first.name}
+    assert (second.attempt, third.attempt) == (1, 2)
+    assert len({first.seed, second.seed, third.seed}) == 3
+    assert again(first) == second
+
+
+def pace(next_batch=0, newest=0, staleness=0, per_step=4, rate=1.0):
+    return Pace(next_batch, newest + staleness, per_step, rate)
+
+
+@pytest.mark.parametrize(
+    ("given_pace", "fates", "expected"),
+    [
+        (pace(), {}, 4),  # on policy: one batch
+        (pace(staleness=1), {}, 8),
+        (pace(rate=0.5), {}, 8),  # over-dispatch by the measured rate
+        (pace(rate=0.0), {}, 40),  # bounded
+        (pace(next_batch=1), {}, 0),  # batch 1 needs weights 1
+        (pace(next_batch=1, newest=1), {}, 4),
+        (pace(next_batch=9, newest=4, staleness=2), {}, 0),  # a learner that fell back
+        (pace(), {0: True, 1: False, 2: False}, 6),  # replacements at once
+        (pace(), {g: False for g in range(20)}, 24),
+        (pace(), {g: True for g in range(4)}, 4),
+    ],
+)
+def test_dispatch_goes_as_far_as_the_foreseen_batch_allows(given_pace, fates, expected):
+    assert horizon(0, fates.get, given_pace) == expected
+
+
+@given(st.integers(0, 99), st.integers(0, 3), st.floats(0.05, 1.0), st.integers(1, 5))
+def test_no_run_of_outcomes_starves_the_learner_or_outruns_it(seed, staleness, share, per_step):
+    """Close everything that may be dispatched, in any order; a batch always comes of it."""
+    draw = random.Random(seed)
+    fates: dict[int, bool] = {}
+    first, rate = 0, 1.0
+    for step in range(6):
+        while sum(fates.get(g, False) for g in range(first, first + len(fates) + 1)) < per_step:
+            edge = horizon(first, fates.get, pace(step, step, staleness, per_step, rate))
+            todo = [g for g in range(first, edge) if g not in fates]
+            assert todo, "nothing may be dispatched, and nothing is open: deadlock"
+            fates[draw.choice(todo)] = draw.random() < share
+        used, done = first, 0
+        while done < per_step:
+            if used not in fates:
+                fates[used] = draw.random() < share  # lower-numbered groups close first
+            done += fates[used]
+            used += 1
+        rate = (rate * per_step + per_step) / (per_step + used - first)
+        fates = {g: fate for g, fate in fates.items() if g >= used}
+        first = used
