@@ -49,7 +49,8 @@ download_from_sid() {
     mkdir -p lists/partial
     echo "deb [signed-by=$keyring] $mirror sid main" >sid.list
     options=(-qq -o Dir::Etc::sourcelist="$work/sid.list" -o Dir::Etc::sourceparts=/dev/null
-        -o Dir::Etc::preferencesparts=/dev/null -o Dir::State::lists="$work/lists" -o APT::Sandbox::User=root)
+        -o Dir::Etc::preferencesparts=/dev/null -o Dir::State::lists="$work/lists"
+        -o Dir::State::status=/dev/null -o APT::Sandbox::User=root)
     apt-get "${options[@]}" update
     apt-get "${options[@]}" download "$@" >/dev/null
 }
