@@ -163,7 +163,7 @@ def test_every_configuration_loads(path):
 def paths_of_a_run() -> set[str]:
     """What RunDir's properties and methods give for the examples, relative to the run."""
     run = RunDir(Path("run"))
-    found: set[str] = {run.rank_file(0)}
+    found = {f"batches/step_000012/{run.rank_file(0)}"}
     for attribute, member in inspect.getmembers(RunDir):
         if attribute.startswith("_") or attribute in ("make", "rank_file", "root", "spool"):
             continue
@@ -206,3 +206,9 @@ def test_every_file_that_documents_and_docstrings_name_is_there():
 def test_every_script_is_executable():
     scripts = [path for path in tracked("**/*.sh", "*.sh") if path.read_bytes().startswith(b"#!")]
     assert [name(path) for path in scripts if not os.access(path, os.X_OK)] == []
+
+
+def test_every_python_example_of_the_documents_runs():
+    for path in tracked("*.md", "docs/*.md"):
+        for example in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
+            exec(compile(example, name(path), "exec"), {"__name__": "example"})
