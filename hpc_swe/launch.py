@@ -10,7 +10,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,8 @@ from hpc_swe import config as configuration
 from hpc_swe import reconcile
 from hpc_swe.config import RunConfig
 from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError, StaleRun, StorageError
-from hpc_swe.records import Role, RunManifest, Split, Task
+from hpc_swe.reconcile import Plan
+from hpc_swe.records import RunManifest, Split, Task
 from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.store import atomic, tasks
 
@@ -28,7 +29,7 @@ GRACE_S = 10.0  # `stop --now` lets processes see the order before it ends them
 log = logging.getLogger(__name__)
 
 
-def start(run: RunDir, config: RunConfig) -> list[Role]:
+def start(run: RunDir, config: RunConfig) -> Plan:
     """Make the run folder, or go on with the one that is there, and submit what is missing.
 
     Raises:
@@ -76,26 +77,35 @@ def stop(run: RunDir, config: RunConfig, *, now: bool) -> None:
     if not now:
         return
     deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline and config.executor.alive(run):
+    while time.monotonic() < deadline and alive(run, config):
         time.sleep(0.2)
-    for jobs in config.executor.alive(run).values():
-        for job in jobs:
-            config.executor.cancel(run, job)
+    for job in alive(run, config):
+        config.executor.cancel(run, job)
 
 
-def wait(run: RunDir, config: RunConfig, timeout_s: float) -> None:
-    """Tick until the run has finished and its processes are gone.
+def alive(run: RunDir, config: RunConfig) -> list[str]:
+    """Ids of the run's jobs that run or wait."""
+    return [job.job for job in config.executor.jobs(run) if job.is_alive]
+
+
+def wait(run: RunDir, config: RunConfig, timeout_s: float, each: Callable[[], None] = lambda: None) -> None:
+    """Tick, and call `each`, until the run has finished and its processes are gone.
 
     Raises:
-        DeadlineError: It takes longer than `timeout_s`.
+        DeadlineError: It takes longer than `timeout_s`, or a role cannot be kept alive; the run is ended.
     """
     deadline = time.monotonic() + timeout_s
-    while not run.finished.exists() or config.executor.alive(run):
-        if time.monotonic() > deadline:
-            raise DeadlineError(
-                f"{run.root}: not finished after {timeout_s:.0f} s; `status` says what it waits for"
+    while not run.finished.exists() or alive(run, config):
+        stuck = reconcile.tick(run, config).stuck
+        if stuck or time.monotonic() > deadline:
+            stop(run, config, now=True)
+            why = (
+                f"{', '.join(stuck)} cannot be kept alive"
+                if stuck
+                else f"not finished after {timeout_s:.0f} s"
             )
-        reconcile.tick(run, config)
+            raise DeadlineError(f"{run.root}: {why}; see its logs/ and `python -m hpc_swe.status`")
+        each()
         time.sleep(0.5)
 
 
@@ -197,10 +207,15 @@ def _start(arguments: argparse.Namespace) -> None:
     config = configuration.read(*files, overrides=[name for name in arguments.config if "=" in name])
     runs = Path(os.environ.get("HPC_SWE_RUNS", "runs"))
     run = RunDir((arguments.run or runs / files[0].stem).absolute())
-    submitted = start(run, config)
-    print(f"{run.root}: submitted {', '.join(submitted) or 'nothing, all is running'}")
+    _tell(run, start(run, config))
     if arguments.wait:
         wait(run, config, arguments.wait)
+
+
+def _tell(run: RunDir, plan: Plan) -> None:
+    print(f"{run.root}: submitted {', '.join(plan.submit) or 'nothing'}")
+    if plan.stuck:
+        raise HpcSweError(f"{', '.join(plan.stuck)}: jobs end as soon as they start; see {run.root / 'logs'}")
 
 
 def main() -> None:
@@ -215,7 +230,7 @@ def main() -> None:
         run = RunDir(arguments.run.absolute())
         config = load(run)
         if arguments.verb == "tick":
-            print(f"{run.root}: submitted {', '.join(reconcile.tick(run, config)) or 'nothing'}")
+            _tell(run, reconcile.tick(run, config))
         else:
             stop(run, config, now=arguments.now)
     except HpcSweError as error:

@@ -59,7 +59,7 @@ def detectable(outcomes: Outcomes, power: float = 0.8, level: float = 0.05) -> f
 
 
 def pass_at_k(episodes: int, resolved: int, k: int) -> float:
-    """Unbiased chance that one of k of so many episodes is resolved. Source: Chen et al. 2021, arXiv 2107.03374."""
+    """Unbiased chance that one of k episodes is resolved. Source: Chen et al. 2021, arXiv 2107.03374."""
     if episodes - resolved < k:
         return 1.0
     return 1.0 - comb(episodes - resolved, k) / comb(episodes, k)

@@ -21,9 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from hpc_swe import config as configuration
-from hpc_swe import launch, reconcile, statistics
+from hpc_swe import launch, statistics
 from hpc_swe.config import RunConfig
-from hpc_swe.errors import DeadlineError, HpcSweError
+from hpc_swe.errors import HpcSweError
 from hpc_swe.records import MetricLine, StatusReport
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, weights
@@ -112,18 +112,9 @@ def curve(run: RunDir, name: str) -> list[tuple[int, float]]:
 
 def _watch(name: str, run: RunDir, config: RunConfig) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    deadline = time.monotonic() + DEADLINE_S
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task(f"{name:10}", total=config.steps if config.mode != "eval" else None)
-        while not run.finished.exists() or config.executor.alive(run):
-            if time.monotonic() > deadline:
-                launch.stop(run, config, now=True)
-                raise DeadlineError(
-                    f"{run.root}: not finished after {DEADLINE_S:.0f} s; see its logs/ and `status`"
-                )
-            time.sleep(0.5)
-            reconcile.tick(run, config)
-            _advance(progress, bar, name, run)
+        launch.wait(run, config, DEADLINE_S, lambda: _advance(progress, bar, name, run))
 
 
 def _advance(progress: Progress, bar: TaskID, name: str, run: RunDir) -> None:

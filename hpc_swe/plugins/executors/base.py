@@ -1,10 +1,23 @@
 """The seam: who starts jobs and knows which of them live."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Job:
+    """One submission."""
+
+    role: Role
+    job: str
+    submitted: float
+    """Seconds since the epoch on the clock of the submitting host."""
+    is_alive: bool
+    """It runs or waits to run."""
 
 
 @runtime_checkable
@@ -19,8 +32,8 @@ class Executor(Protocol):
         """
         ...
 
-    def alive(self, run: RunDir) -> dict[Role, list[str]]:
-        """Ids of this run's jobs that run or wait, by role."""
+    def jobs(self, run: RunDir) -> list[Job]:
+        """All submissions of this run."""
         ...
 
     def cancel(self, run: RunDir, job: str) -> None:

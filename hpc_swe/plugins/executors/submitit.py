@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,7 @@ import msgspec
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.executors.base import Job
 from hpc_swe.records import Record, Role
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
@@ -23,6 +25,7 @@ class JobRecord(Record, frozen=True, kw_only=True):
     job: str
     started: str
     """Start time of the process in clock ticks: a pid that comes back is not the same job."""
+    submitted: float
 
 
 class Submitit(Plugin, frozen=True, kw_only=True):
@@ -43,17 +46,14 @@ class Submitit(Plugin, frozen=True, kw_only=True):
         started = _started(int(job.job_id))
         if started is None:
             raise ConfigError(f"job {job.job_id} of {role} ended at once; see {folder}")
-        atomic.put(run.job(role, job.job_id), JobRecord(role=role, job=job.job_id, started=started))
+        record = JobRecord(role=role, job=job.job_id, started=started, submitted=time.time())
+        atomic.put(run.job(role, job.job_id), record)
         return str(job.job_id)
 
-    def alive(self, run: RunDir) -> dict[Role, list[str]]:
-        """Jobs whose process still runs."""
-        found: dict[Role, list[str]] = {}
-        for path in sorted(run.launches.glob("*/*.json")):
-            record = _read(path)
-            if record is not None and _started(int(record.job)) == record.started:
-                found.setdefault(record.role, []).append(record.job)
-        return found
+    def jobs(self, run: RunDir) -> list[Job]:
+        """All submissions; one lives while its process does."""
+        records = [record for path in sorted(run.launches.glob("*/*.json")) if (record := _read(path))]
+        return [Job(r.role, r.job, r.submitted, _started(int(r.job)) == r.started) for r in records]
 
     def cancel(self, run: RunDir, job: str) -> None:
         """Kill the job's process tree, children first, so that nothing starts again."""
