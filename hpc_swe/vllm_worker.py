@@ -5,10 +5,12 @@ on serving, and touches the model only when nothing is left to go wrong: vLLM's 
 layers first, so a bad file would leave an engine that dies at its next forward pass.
 """
 
+import ctypes
 import hashlib
 import hmac
 import logging
 import os
+import signal
 from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,9 +32,13 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 BACKEND = "hpc_swe_folder"
 TOKEN = "HPC_SWE_ENGINE_TOKEN"
+PR_SET_PDEATHSIG = 1
 Scope = MutableMapping[str, Any]
 
 log = logging.getLogger(__name__)
+
+# vLLM's core outlives its API server when that is killed; every process that imports this does not.
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass

@@ -46,7 +46,7 @@ def make_model(folder: Path, seed: int, *, stops: bool = False) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,
         max_position_embeddings=4096,
         tie_word_embeddings=False,
         initializer_range=0.08,
@@ -72,7 +72,7 @@ def publish(
     damage: Callable[[Path], None] = lambda _: None,
     listed: Path | None = None,
 ) -> Path:
-    """A version with the weights of `model`; `damage` comes after the checksums, `listed` tells another's tensors."""
+    """A version with the weights of `model`, damaged after the checksums; `listed` tells its tensors."""
 
     def fill(stage: Path) -> WeightManifest:
         shutil.copytree(model, stage, dirs_exist_ok=True)
@@ -107,7 +107,7 @@ def make_run(root: Path) -> RunDir:
 
 
 def supervise(
-    run: RunDir, engine: Plugin, model: Path, *, port: int = 0, max_restarts: int = 3
+    run: RunDir, engine: Plugin, model: Path, *, port: int = 0, max_restarts: int = 3, scratch: str = "/tmp"
 ) -> "subprocess.Popen[str]":
     settings = {
         "run": str(run.root),
@@ -117,7 +117,7 @@ def supervise(
     }
     return subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("supervise.py")), json.dumps(settings)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": scratch},
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -147,7 +147,7 @@ def is_serving(version: WeightVersion) -> Callable[[Node], bool]:
 
 
 def processes(marker: str) -> list[int]:
-    """Living processes with `marker` in their environment: an engine passes its log folder's run on to all."""
+    """Living processes with `marker` in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:

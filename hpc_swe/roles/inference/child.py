@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,13 +21,13 @@ class Child:
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], output: Path) -> None:
         self.output = output
-        folder = tempfile.mkdtemp(prefix="hpc_swe-")  # for sockets too, whose paths must be short
-        guard = [sys.executable, "-m", "hpc_swe.roles.inference.guard", folder, *command]
+        self._folder = tempfile.mkdtemp(prefix="hpc_swe-")  # for sockets too, whose paths must be short
+        guard = [sys.executable, "-m", "hpc_swe.roles.inference.guard", self._folder, *command]
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("ab") as out:
             self._guard = subprocess.Popen(
                 guard,
-                env=environment | {"TMPDIR": folder},
+                env=environment | {"TMPDIR": self._folder},
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=out,
@@ -51,3 +52,4 @@ class Child:
         with contextlib.suppress(ProcessLookupError):  # a guard that was itself killed cleaned nothing up
             os.killpg(self._guard.pid, signal.SIGKILL)
         self._guard.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
