@@ -74,7 +74,7 @@ def url(model: Path) -> Iterator[str]:
 def real(tmp_path: Path, model: Path, url: str) -> Company:
     """The toy company with the real engine and the demo's model."""
     agent = ToolAgent(max_turns=3, show_tools=True)
-    made = company(tmp_path / "run", tmp_path / "toy", agent, context=1024)
+    made = company(tmp_path / "run", tmp_path / "toy", agent, context=1000)
     endpoint = Endpoint(owner="a", url=url, versions=[V1], updating=False)
     atomic.put(made.run.endpoints, EndpointTable(beat=1, endpoints=[endpoint], newest=V1))
     sampler = Sampler(ENGINE, Endpoints(made.run, 0), TOKEN, 60.0)
