@@ -59,10 +59,30 @@ METRICS = {
     "batch/samples": "samples in the batch",
     "batch/microbatches": "microbatches per data-parallel rank",
     "batch/fill": "share of the token budget that is used",
+    "policy/loss": "what the step minimized",
+    "policy/tokens": "tokens with a loss that the learner saw",
+    "policy/nll": "-log pi per trained token",
+    "policy/entropy": "entropy in nats per trained token",
+    "policy/surprise_balance": "-log mu minus entropy: about 0 when tokens were drawn from what mu says",
+    "policy/kl": "divergence from the reference, k3 times the importance ratio",
+    "policy/grad_norm": "norm of the gradient before clipping",
+    "policy/lr": "learning rate",
+    "gap/mean": "log pi - log mu, learner minus sampler, per trained token",
+    "gap/k3": "e^d - 1 - d of that difference d",
+    "gap/far_share": "share of tokens with |d| > 1",
+    "gap/p99": "99th percentile of |d|",
+    "gap/max": "largest |d|",
+    "ratio/mean": "mean of pi / mu",
+    "ratio/effective_share": "effective sample size of pi / mu as a share of the tokens",
+    "ratio/clipped_low": "share of tokens whose gradient the lower clip stops",
+    "ratio/clipped_high": "share of tokens whose gradient the upper clip stops; 0 for ever is suspect",
+    "ratio/capped_share": "decoupled: share of tokens over ratio_cap",
+    "ratio/masked_share": "decoupled: share of tokens outside mask_low .. mask_high",
+    "step_seconds/*": "seconds of the learner's step by part",
     "rate/sampled_tokens": "sampled tokens of consumed episodes per second since the last batch",
     "spool/*": "messages in a spool, by state, when the batch was published",
-    "sft/cut": "demonstrations cut at a turn to fit",
-    "sft/dropped": "demonstrations too long in their first turn",
+    "sft/cut": "demonstrations cut at a turn to fit, so far, by the number of the demonstration",
+    "sft/dropped": "demonstrations left out, too long in their first turn",
 }
 """Every curve: its name, or a pattern, and what it means."""
 
@@ -90,7 +110,10 @@ class Log:
         for name, value in finite.items():
             self.recent[name] = [*self.recent.get(name, []), value][-RECENT:]
         line = MetricLine(step=step, time=time.time(), values=finite)
-        os.write(self._file, msgspec.json.encode(line) + b"\n")
+        try:
+            os.write(self._file, msgspec.json.encode(line) + b"\n")
+        except OSError as error:
+            log.warning("not logged: step %d: %s", step, error)  # no number is worth a process
 
 
 class Drawing:
@@ -102,18 +125,21 @@ class Drawing:
         self._points: dict[str, dict[int, MetricLine]] = {}
         self._last: dict[str, int] = {}
         """Newest step drawn, by curve."""
-        self._path = Path()
-        self._restart()
+        self._path: Path | None = None
+        """None when all is to be drawn anew."""
 
     def update(self) -> None:
         """Draw what was logged since. A line about a step already drawn draws everything anew."""
-        fresh = sorted(self._new_lines(), key=lambda line: line.time)
-        for line in fresh:
-            for name in line.values:
-                self._points.setdefault(name, {})[line.step] = line
-        if any(line.step <= self._last.get(name, -1) for line in fresh for name in line.values):
-            self._restart()
-        self._append()
+        try:
+            for line in sorted(self._new_lines(), key=lambda line: line.time):
+                for name in line.values:
+                    self._points.setdefault(name, {})[line.step] = line
+                    if line.step <= self._last.get(name, -1):
+                        self._path = None
+            self._append(self._path or self._restart())
+        except OSError as error:
+            self._path = None  # half a record may have been written
+            log.warning("not drawn: %s", error)
 
     def _new_lines(self) -> list[MetricLine]:
         lines = []
@@ -125,7 +151,7 @@ class Drawing:
             lines += [line for text in whole.splitlines() if (line := _parse(path, text))]
         return lines
 
-    def _restart(self) -> None:
+    def _restart(self) -> Path:
         old = list(self._run.tensorboard.glob("events.out.tfevents.*"))
         for path in old:
             path.unlink(missing_ok=True)
@@ -133,8 +159,9 @@ class Drawing:
         number = max([time.time_ns(), *(int(p.name.split(".")[3]) + 1 for p in old)])
         self._path = self._run.tensorboard / f"events.out.tfevents.{number}.hpc_swe"
         self._last = {}
+        return self._path
 
-    def _append(self) -> None:
+    def _append(self, path: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -144,7 +171,7 @@ class Drawing:
             for name, points in self._points.items()
         }
         steps = sorted({step for missing in todo.values() for step in missing})
-        with self._path.open("ab") as file:
+        with path.open("ab") as file:
             writer = RecordWriter(file)
             if file.tell() == 0:
                 writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())

@@ -8,6 +8,7 @@ from hpc_swe.metrics import Log
 from hpc_swe.plugins.advantages.grpo import Grpo
 from hpc_swe.records import (
     BatchManifest,
+    CheckpointManifest,
     Episode,
     ExitStatus,
     Message,
@@ -114,11 +115,21 @@ def work(run, keep=lambda name: True, judge=reward, version=0) -> list[str]:
     return names
 
 
-def learn(run, incarnation=0) -> None:
-    """The learner trains the batch it is at, if it is there, and exports."""
-    newest = weights.newest(run) or WeightVersion(incarnation=incarnation)
-    if run.batch(newest.step).exists():
+def learn(run, steps=STEPS) -> None:
+    """The learner trains the batch it is at, if it is there, and exports; at the end it saves."""
+    newest = weights.newest(run) or WeightVersion()
+    if newest.step < steps and run.batch(newest.step).exists():
         export(run, WeightVersion(incarnation=newest.incarnation, step=newest.step + 1))
+        if newest.step + 1 == steps:
+            save(run, steps)
+
+
+def save(run, step) -> None:
+    """An empty checkpoint."""
+    folders.publish(
+        run.checkpoint(step, 0),
+        lambda _: CheckpointManifest(writer="l", files={}, step=step, incarnation=0, tensor_parallel=1),
+    )
 
 
 def export(run, version, parent=None) -> None:
@@ -129,14 +140,14 @@ def export(run, version, parent=None) -> None:
     )
 
 
-def finish(run, make=training, rounds=60, clock=None, **options):
+def finish(run, rounds=60, steps=STEPS, **options):
     """Everyone by turns until the coordinator says that all is done."""
-    house, duty = housekeeper(run, clock), make(run, **options)
+    house, duty = housekeeper(run), training(run, steps=steps, **options)
     for _ in range(rounds):
         if not duty.round(house.look()).waits_for:
             return duty
         work(run)
-        learn(run)
+        learn(run, steps)
     raise AssertionError(f"not done after {rounds} rounds; batches {batches.steps(run)}")
 
 

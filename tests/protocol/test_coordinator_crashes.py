@@ -13,13 +13,14 @@ from coordinator_world import (
     result,
     reward,
     rundir,
+    save,
     training,
     work,
 )
 from crash import at_every_call
 
 from hpc_swe.config import RetentionConfig
-from hpc_swe.records import CheckpointManifest, RolloutRequest, ScoredEpisode, WeightVersion
+from hpc_swe.records import RolloutRequest, ScoredEpisode, WeightVersion
 from hpc_swe.roles.coordinator import archive, batches
 from hpc_swe.roles.coordinator.groups import locate
 from hpc_swe.rundir import RunDir
@@ -100,7 +101,7 @@ def test_a_coordinator_restarted_at_every_round_gives_the_same_batches(tmp_path,
         if not training(run, steps=DEEP).round(housekeeper(run).look()).waits_for:
             break
         work(run)
-        learn(run)
+        learn(run, DEEP)
     assert published(run) == undisturbed
 
 
@@ -154,12 +155,7 @@ def old_folders(root):
         export(run, WeightVersion(step=step))
         batches.commit(run, batches.Composition(step, [], [], {}, batches.CoordinatorState()), [], {})
     for step in (1, 2, 4):
-        folders.publish(
-            run.checkpoint(step, 0),
-            lambda _, step=step: CheckpointManifest(
-                writer="l", files={}, step=step, incarnation=0, tensor_parallel=1
-            ),
-        )
+        save(run, step)
 
 
 def tidy(root):

@@ -6,7 +6,7 @@ and the messages still there.
 """
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -42,6 +42,18 @@ SCHEMA = pa.schema(
 )
 
 
+def publish(path: Path, schema: pa.Schema, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write a parquet table as a cell.
+
+    Raises:
+        StorageError: The file system refuses.
+    """
+    sink = io.BytesIO()
+    table = pa.table({name: [row[name] for row in rows] for name in schema.names}, schema=schema)
+    pq.write_table(table, sink, compression="zstd")
+    atomic.write(path, sink.getvalue())
+
+
 def write(path: Path, episodes: Sequence[ScoredEpisode], trained: Iterable[int]) -> None:
     """Publish the table; `trained` are the groups that had a loss.
 
@@ -49,11 +61,7 @@ def write(path: Path, episodes: Sequence[ScoredEpisode], trained: Iterable[int])
         StorageError: The file system refuses.
     """
     groups = set(trained)
-    rows = [_row(scored, scored.episode.request.group_id in groups) for scored in episodes]
-    table = pa.table({name: [row[name] for row in rows] for name in SCHEMA.names}, schema=SCHEMA)
-    sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd")
-    atomic.write(path, sink.getvalue())
+    publish(path, SCHEMA, [_row(scored, scored.episode.request.group_id in groups) for scored in episodes])
 
 
 def read(path: Path) -> list[ScoredEpisode]:

@@ -5,18 +5,18 @@ member. They go through the same spools and ledger as training groups, and sort 
 failed for want of infrastructure is retried like any other, and then counts as not resolved.
 """
 
-import io
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from hpc_swe import statistics
 from hpc_swe.config import EvalConfig
 from hpc_swe.metrics import Log
 from hpc_swe.records import Episode, RolloutRequest
+from hpc_swe.roles.coordinator import archive
 from hpc_swe.roles.coordinator.collect import Intake
 from hpc_swe.roles.coordinator.dispatch import request
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, Member
@@ -24,9 +24,9 @@ from hpc_swe.roles.coordinator.housekeeping import Standing, World
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
 
+Row = dict[str, object]
 SHARE = 4  # beside training, evaluation holds at most every fourth slot
 OUTSTANDING = 512  # requests at once in a run of its own: no folder shall hold thousands
-RESAMPLES = 2000
 SCHEMA = pa.schema(
     [
         ("task_id", pa.string()),
@@ -110,15 +110,11 @@ class Evaluator:
     def _write(self, number: int, groups: Sequence[Group]) -> None:
         labels = [label for label in self.config.decodings for _ in range(self.config.samples)]
         rows = [_row(m, labels[m.request.index]) for group in groups for m in group.members]
-        table = pa.table({name: [row[name] for row in rows] for name in SCHEMA.names}, schema=SCHEMA)
-        sink = io.BytesIO()
-        pq.write_table(table, sink)
-        atomic.write(self.run.eval_table(self.label(number)), sink.getvalue())
+        archive.publish(self.run.eval_table(self.label(number)), SCHEMA, rows)
         self.done.add(self.label(number))
         values: dict[str, float] = {}
         for label in self.config.decodings:
-            solved = [[_is_solved(m) for m in g.members if labels[m.request.index] == label] for g in groups]
-            values |= summary(label, solved, self.seed)
+            values |= summary(label, [row for row in rows if row["sampling"] == label])
         log.info("evaluation %s: %s", self.label(number), values)
         self.curves_log.write(number * self.every, values)
 
@@ -140,25 +136,21 @@ class Evaluating:
         return self._evaluator.expects(key) if key[0] == "eval" else None
 
 
-def summary(label: str, solved: Sequence[Sequence[bool]], seed: int) -> dict[str, float]:
-    """Solve rate over tasks with its 95 % interval; `solved` has one row of samples per task."""
-    rates = np.array([np.mean(row) for row in solved])
-    picks = np.random.default_rng(seed).integers(len(rates), size=(RESAMPLES, len(rates)))
-    low, high = np.quantile(rates[picks].mean(axis=1), [0.025, 0.975])
+def summary(label: str, rows: Sequence[Row]) -> dict[str, float]:
+    """Solve rate of one decoding, its 95 % interval over tasks, and the share that any sample solved."""
+    outcomes: dict[str, list[float]] = {}
+    for row in rows:
+        outcomes.setdefault(str(row["task_id"]), []).append(float(row["outcome"] == "resolved"))
+    rate = statistics.solve_rate(outcomes)
     return {
-        f"solve/eval/{label}": float(rates.mean()),
-        f"solve/eval_low/{label}": float(low),
-        f"solve/eval_high/{label}": float(high),
-        f"solve/eval_any/{label}": float(np.mean([any(row) for row in solved])),
+        f"solve/eval/{label}": rate.mean,
+        f"solve/eval_low/{label}": rate.low,
+        f"solve/eval_high/{label}": rate.high,
+        f"solve/eval_any/{label}": fmean(max(solved) for solved in outcomes.values()),
     }
 
 
-def _is_solved(member: Member) -> bool:
-    scored = member.scored
-    return member.state == "done" and scored is not None and scored.score.outcome == "resolved"
-
-
-def _row(member: Member, sampling: str) -> dict[str, object]:
+def _row(member: Member, sampling: str) -> Row:
     score = member.scored.score if member.scored else None
     return {
         "task_id": member.request.task_id,

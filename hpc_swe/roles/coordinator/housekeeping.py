@@ -84,6 +84,13 @@ class World:
         }
 
 
+def is_trained(run: RunDir, world: World, steps: int) -> bool:
+    """Whether the learner has published its last weights, and the checkpoint that it writes after them."""
+    if world.newest.step < steps:
+        return False
+    return any(step >= steps for step, _ in checkpoints(run))
+
+
 @dataclass(frozen=True)
 class Standing:
     """How the coordinator's work stands after a round."""
@@ -111,7 +118,7 @@ class Housekeeper:
         self._max_losses = max_losses
         self._watcher = Watcher(run, lease.beat_s, lease.ttl_s, clock)
         self._spools = (Spool(run.requests, RolloutRequest), Spool(run.episodes, Episode))
-        self._due: dict[str, float] = {}
+        self._done: dict[str, float] = {}
         self._orphans: dict[Path, float] = {}
         self._endpoints: list[Endpoint] | None = None
         self._beat = 0
@@ -131,7 +138,8 @@ class Housekeeper:
                 spool.recover(self._is_lost, self._max_losses)
         self._watcher.forget(owners)
         newest = weights.newest(self._run) or WeightVersion()
-        free = shutil.disk_usage(self._run.root).free
+        with atomic.storage(self._run.root):
+            free = shutil.disk_usage(self._run.root).free
         has_room = free >= self._retention.free_space_floor_gb * 1e9
         return World(now, scan, newest, self._watcher.live(), has_room)
 
@@ -166,9 +174,9 @@ class Housekeeper:
         )
 
     def _is_due(self, what: str, every_s: float, now: float) -> bool:
-        if now < self._due.get(what, now):
+        if now < self._done.get(what, float("-inf")) + every_s:
             return False
-        self._due[what] = now + every_s
+        self._done[what] = now
         return True
 
     def _sweep(self, world: World) -> None:
@@ -198,11 +206,7 @@ class Housekeeper:
 def superseded(run: RunDir, retention: RetentionConfig, nodes: Iterable[Node]) -> list[Path]:
     """Published folders that nothing needs any more; the newest of a kind is always needed."""
     in_use = {Path(node.reading).name for node in nodes} | {v.name for node in nodes for v in node.versions}
-    found = {
-        (int(m[1]), int(m[2])): run.checkpoints / name
-        for name in atomic.names(run.checkpoints)
-        if (m := CHECKPOINT.fullmatch(name))
-    }
+    found = checkpoints(run)
     kept = kept_checkpoints(list(found), retention.keep_every)
     old = [path for checkpoint, path in found.items() if checkpoint not in kept and path.name not in in_use]
     first = first_kept_batch(list(found))
@@ -210,20 +214,26 @@ def superseded(run: RunDir, retention: RetentionConfig, nodes: Iterable[Node]) -
     return old + [run.weight(version) for version in _superseded_weights(run, retention, in_use)]
 
 
-def newest_checkpoints(checkpoints: Sequence[Checkpoint]) -> set[Checkpoint]:
+def checkpoints(run: RunDir) -> dict[Checkpoint, Path]:
+    """Published checkpoints."""
+    names = ((name, CHECKPOINT.fullmatch(name)) for name in atomic.names(run.checkpoints))
+    return {(int(m[1]), int(m[2])): run.checkpoints / name for name, m in names if m}
+
+
+def newest_checkpoints(published: Sequence[Checkpoint]) -> set[Checkpoint]:
     """The one to resume from and its fallback, whether newest means the step or the incarnation."""
-    return {*sorted(checkpoints)[-2:], *sorted(checkpoints, key=lambda c: c[::-1])[-2:]}
+    return {*sorted(published)[-2:], *sorted(published, key=lambda c: c[::-1])[-2:]}
 
 
-def kept_checkpoints(checkpoints: Sequence[Checkpoint], keep_every: int) -> set[Checkpoint]:
+def kept_checkpoints(published: Sequence[Checkpoint], keep_every: int) -> set[Checkpoint]:
     """The newest, and milestones."""
-    milestones = {c for c in checkpoints if keep_every and c[0] % keep_every == 0}
-    return milestones | newest_checkpoints(checkpoints)
+    milestones = {c for c in published if keep_every and c[0] % keep_every == 0}
+    return milestones | newest_checkpoints(published)
 
 
-def first_kept_batch(checkpoints: Sequence[Checkpoint]) -> int:
+def first_kept_batch(published: Sequence[Checkpoint]) -> int:
     """Where a learner may have to start again; from the beginning while there is no fallback."""
-    return min(newest_checkpoints(checkpoints))[0] if len(checkpoints) > 1 else 0
+    return min(newest_checkpoints(published))[0] if len(published) > 1 else 0
 
 
 def temporaries(folder: Path, alive: Iterable[str]) -> list[Path]:

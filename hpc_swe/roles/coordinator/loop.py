@@ -52,6 +52,7 @@ class Coordinator:
         self._make = duty
         self._duty: Duty | None = None
         self._drawing = Drawing(run)
+        self._draw_at = float("-inf")
         self._progress: tuple[object, float] = (None, 0.0)
 
     def work(self) -> None:
@@ -64,8 +65,9 @@ class Coordinator:
         refusals = 0
         while not (self._run.drain.exists() or self._run.stop.exists()):
             try:
-                if self.round():
-                    return
+                with atomic.storage(self._run.root):
+                    if self.round():
+                        return
                 refusals = 0
             except StorageError as error:
                 self._duty = None
@@ -80,10 +82,14 @@ class Coordinator:
         if self._duty is None:
             self._duty = self._make()
         standing = self._duty.round(world)
-        self._housekeeper.publish(world, standing, self._desired, self._config.status_s)
+        status_s = self._config.status_s if standing.waits_for else 0.0
+        self._housekeeper.publish(world, standing, self._desired, status_s)
         self._housekeeper.tidy(world)
-        self._drawing.update()
+        if world.now >= self._draw_at:
+            self._drawing.update()
+            self._draw_at = world.now + self._config.status_s
         if not standing.waits_for:
+            self._drawing.update()
             atomic.write(self._run.finished, b"")
             log.info("finished")
             return True

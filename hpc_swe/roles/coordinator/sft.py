@@ -21,7 +21,7 @@ from hpc_swe.records import CoordinatorState, Message, Sample, ScoredEpisode
 from hpc_swe.roles.coordinator import batches, curves
 from hpc_swe.roles.coordinator.batches import Composition
 from hpc_swe.roles.coordinator.dispatch import digest
-from hpc_swe.roles.coordinator.housekeeping import Standing, World
+from hpc_swe.roles.coordinator.housekeeping import Standing, World, is_trained
 from hpc_swe.roles.coordinator.packing import pack, weigh
 from hpc_swe.roles.coordinator.samples import Chains, cut
 from hpc_swe.rundir import RunDir
@@ -61,8 +61,9 @@ class WarmStart:
         steps = self._course.steps
         while self.step < min(steps, world.learner_step + AHEAD) and world.has_room:
             self._publish(list(islice(self._stream, self._course.samples_per_step)))
-        waits_for = "" if world.newest.step >= steps else f"the learner: step {world.learner_step} of {steps}"
-        return Standing(waits_for, self.step, self._log.recent, [])
+        waits_for = f"the learner: step {world.learner_step} of {steps}"
+        done = is_trained(self._run, world, steps)
+        return Standing("" if done else waits_for, self.step, self._log.recent, [])
 
     def _publish(self, samples: list[Sample]) -> None:
         tokens = [int(sample.mask_array.sum()) for sample in samples]

@@ -21,7 +21,7 @@ from hpc_swe.roles.coordinator.collect import Intake
 from hpc_swe.roles.coordinator.dispatch import Pace, Plan, horizon
 from hpc_swe.roles.coordinator.evaluation import Evaluator
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, locate
-from hpc_swe.roles.coordinator.housekeeping import Standing, World
+from hpc_swe.roles.coordinator.housekeeping import Standing, World, is_trained
 from hpc_swe.roles.coordinator.samples import sampled_tokens
 from hpc_swe.rundir import RunDir
 from hpc_swe.store.spool import Spool
@@ -64,10 +64,11 @@ class Training:
             raise LostRace(f"{self._run.batch(self.step)} was published by another coordinator")
         self._intake.round(world)
         self._ledger.close_stragglers(world.now, self._recipe.groups.straggler_s)
-        waits_for = self._advance(world)
-        waits_for = waits_for or self._evaluator.round(self._intake, world)
+        self._advance(world)
+        evaluating = self._evaluator.round(self._intake, world)
         if world.has_room:
             self._dispatch(world)
+        waits_for = self._waits_for(world) or evaluating
         return Standing(waits_for, self.step, self._log.recent, self._intake.errors)
 
     def _expects(self, key: Key) -> list[RolloutRequest] | None:
@@ -76,20 +77,13 @@ class Training:
             return self._evaluator.expects(key)
         return self._plan.group(group) if group >= self.state.next_group else None
 
-    def _advance(self, world: World) -> str:
-        """Publish the next batch if it is complete and its time has come; what is waited for."""
-        if self.step >= self._steps:
-            done = world.newest.step >= self._steps
-            return "" if done else f"the learner: step {world.learner_step} of {self._steps}"
-        composition = batches.compose(
-            self._verdict, self.state, self.step, self._recipe.groups.groups_per_step
-        )
-        if composition is None:
-            return self._open_group()
-        if self.step > world.learner_step + AHEAD:
-            return f"the learner: it is at step {world.learner_step}, batch {self.step} is ready"
-        self._publish(composition, world)
-        return f"results for batch {self.step}"
+    def _advance(self, world: World) -> None:
+        """Publish the next batch if it is complete and its time has come."""
+        if self.step < min(self._steps, world.learner_step + AHEAD + 1):
+            limit = self._recipe.groups.groups_per_step
+            composition = batches.compose(self._verdict, self.state, self.step, limit)
+            if composition is not None:
+                self._publish(composition, world)
 
     def _publish(self, composition: Composition, world: World) -> None:
         groups = [self._ledger.groups[("train", number)] for number in composition.verdicts]
@@ -143,12 +137,17 @@ class Training:
         verdict = self._verdict(number)
         return None if verdict is None else verdict.fate == "trained"
 
-    def _open_group(self) -> str:
+    def _waits_for(self, world: World) -> str:
+        """The first thing in the way of the next batch; empty when there is none to come."""
+        if self.step >= self._steps and is_trained(self._run, world, self._steps):
+            return ""
+        if self.step >= min(self._steps, world.learner_step + AHEAD + 1):
+            return f"the learner: step {world.learner_step} of {self._steps}"
         number = self.state.next_group
         while (group := self._ledger.groups.get(("train", number))) and not group.is_open:
             number += 1
         if group is None:
-            return f"leave to dispatch group {number}"
+            return f"leave to dispatch group {number}: newest weights are {world.newest.name}"
         names = [m.request.name for m in group.members if m.state == "open"]
         return f"results of {', '.join(names[:3])}{' ..' if len(names) > 3 else ''}"
 
