@@ -1,5 +1,6 @@
 """The bug tasks: what is checked is really executed."""
 
+import functools
 import itertools
 import json
 import random
@@ -7,12 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from hpc_swe.plugins import dump, load
+from hpc_swe.plugins import load
+from hpc_swe.plugins.agents.tool_agent import ToolAgent
+from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.plugins.tasksets._bugs_grammar import HOLE, OPERATORS, WORDS, Function, draw, pairings
 from hpc_swe.plugins.tasksets.base import Demonstrated, Taskset
 from hpc_swe.plugins.tasksets.bugs import HIDDEN, MODULE, VISIBLE, Bug, Bugs, Case, make
+from hpc_swe.plugins.tools.base import invoke
 from hpc_swe.records import Message, Split, Task
 
 SPLITS: list[Split] = ["train", "eval"]
@@ -26,6 +31,7 @@ def tasks(count: int, split: Split = "train", seed: int = 0) -> list[Task]:
     return list(itertools.islice(Bugs(seed=seed).load(split), count))
 
 
+@functools.cache
 def conversations(count: int, seed: int = 0) -> list[list[Message]]:
     return list(itertools.islice(Bugs().demonstrations(seed), count))
 
@@ -48,7 +54,7 @@ def repaired(bug: Bug, operator: str) -> str:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_pytest_agrees_with_the_plan_before_and_after_the_right_repair(split: Split, tmp_path: Path) -> None:
-    for number, task in enumerate(tasks(2, split)):
+    for number, task in enumerate(tasks(1, split)):
         bug = make(random.Random(f"0 {split} {number}"), split)
         planned = set(task.tests.fail_to_pass)
         assert planned
@@ -65,7 +71,7 @@ def test_pytest_fails_every_wrong_repair_in_visible_and_in_hidden_tests(tmp_path
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_only_the_right_operator_passes_either_half_of_the_cases(split: Split) -> None:
-    for bug in bugs(150, split):
+    for bug in bugs(100, split):
         for half in (bug.visible, bug.hidden):
             assert [o for o in OPERATORS if passes(bug.function, o, half)] == [bug.function.right]
 
@@ -78,7 +84,7 @@ def passes(function: Function, operator: str, cases: list[Case]) -> bool:
     return all(target(*case.arguments) == case.expected for case in cases)
 
 
-def test_a_policy_cannot_tell_the_right_operator_from_the_wrong_one() -> None:
+def test_the_bug_itself_is_never_a_plausible_repair() -> None:
     for bug in bugs(300):
         assert bug.wrong not in bug.function.plausible
 
@@ -155,8 +161,29 @@ def test_a_demonstration_views_repairs_and_submits() -> None:
         assert [c.name for m in messages for c in m.tool_calls] == ["view", "replace", "submit"]
 
 
+def test_the_real_tools_answer_as_the_demonstrations_show() -> None:
+    tools = {name: load("tools", {"type": name}) for name in ("view", "replace", "submit")}
+    for number, messages in enumerate(conversations(5)):
+        bug = make(random.Random(f"demonstration 0 {number}"), "train")
+        task = msgspec.structs.replace(tasks(1)[0], files={MODULE: bug.source})
+        with Process().open(task) as sandbox:
+            answers = [
+                invoke(tools[call.name], call.arguments, sandbox, task)
+                for m in messages
+                for call in m.tool_calls
+            ]
+        assert answers[:2] == [m.content for m in messages if m.role == "tool"]
+
+
+def test_a_demonstration_opens_as_the_agent_does() -> None:
+    system, user = conversations(1)[0][:2]
+    assert system.content == ToolAgent().system_prompt
+    assert user.content == tasks(1)[0].prompt
+
+
 def test_the_config_names_the_taskset() -> None:
     taskset = load("tasksets", {"type": "bugs", "seed": 3})
     assert isinstance(taskset, Taskset)
     assert isinstance(taskset, Demonstrated)
-    assert dump(taskset) == dump(Bugs(seed=3))
+    assert isinstance(taskset, Bugs)
+    assert taskset.seed == 3

@@ -1,8 +1,8 @@
-"""The grammar of the bug tasks: small functions with one wrong operator.
+"""The grammar of the bug tasks: small functions in which one operator is left open.
 
-The docstring names the right operator by a word; the bug is an operator of another kind. Who knows
-that "plus" asks for arithmetic still has three repairs to choose from; which of them is right is
-what a policy can learn from the tests alone.
+The docstring names the right operator by a word. The operators form a ring, and a word leaves three of
+them open, so that who knows all of that is still right one time in three only. No two words leave the
+same three open: what a policy knows of one word is of little use for another.
 """
 
 import itertools
@@ -25,6 +25,7 @@ WORDS = {
     "above": ">",
 }
 OPERATORS = list(WORDS.values())
+OPEN = (0, 1, 3)  # steps around the ring; any two words share at most one operator
 COMPARISONS = ["below", "equals", "above"]
 HOLE = "@"
 
@@ -86,9 +87,9 @@ class Function:
 
     @property
     def plausible(self) -> list[str]:
-        """Three operators that the word might mean: its own, the next and the third after it."""
+        """The operators that the word leaves open, the right one first."""
         own = OPERATORS.index(self.right)
-        return [OPERATORS[(own + step) % len(OPERATORS)] for step in (0, 1, 3)]
+        return [OPERATORS[(own + step) % len(OPERATORS)] for step in OPEN]
 
     def source(self, operator: str) -> str:
         """The module's text with this operator."""

@@ -59,7 +59,7 @@ class Bugs(Plugin, frozen=True, kw_only=True):
             yield self._task(split, number)
 
     def demonstrations(self, seed: int) -> Iterator[list[Message]]:
-        """Endless conversations on training tasks that `load` of another seed would give."""
+        """Endless conversations on functions of the training split."""
         for number in itertools.count():
             rng = random.Random(f"demonstration {seed} {number}")
             bug = make(rng, "train")
