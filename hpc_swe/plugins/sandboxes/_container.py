@@ -26,7 +26,15 @@ import types
 from typing import NoReturn
 
 NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000
-MS_NOSUID_NODEV_NOEXEC, MS_RDONLY, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 14, 1, 0x1000, 0x4000, 1 << 18, 2
+MS_RDONLY, MS_NOSUID_NODEV_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
+    1,
+    14,
+    32,
+    0x1000,
+    0x4000,
+    1 << 18,
+)
+MNT_DETACH = 2
 PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 4, 24, 36, 38
 SIOCSIFFLAGS, IFF_UP_RUNNING = 0x8914, 0x41
 CAPABILITY_V3 = 0x20080522
@@ -134,6 +142,9 @@ def give_up_rights(processes: int) -> None:
         fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP_RUNNING))
     put("/proc/sys/user/max_user_namespaces", "0")
     limit_processes(processes)
+    put("/proc/self/oom_score_adj", "1000")  # when memory runs out, it is this sandbox's doing
+    # Where the host user is root, /proc/sys and sysrq-trigger would open to us without a capability.
+    call("mount", None, "/proc", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID_NODEV_NOEXEC, None)
     for capability in range(64):
         if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
             break
@@ -193,7 +204,6 @@ def run(kind: str, files: list[int], workdir: str, settings: dict[str, int]) -> 
         program = read(files[0])
         os.setsid()
         call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)
-        put("/proc/self/oom_score_adj", "1000")  # if memory runs out, it is this one's doing
         for number, source in enumerate((os.open(os.devnull, os.O_RDONLY), files[1], files[1])):
             os.dup2(source, number)
         os.closerange(3, 256)
@@ -203,6 +213,8 @@ def run(kind: str, files: list[int], workdir: str, settings: dict[str, int]) -> 
         limit(resource.RLIMIT_AS, settings["address_space_mb"] << 20)
         limit(resource.RLIMIT_CORE, 0)
         if kind == "shell":
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and exec would keep so
+                signal.signal(number, signal.SIG_DFL)
             os.execvpe("bash", ["bash", "--noprofile", "--norc", "-c", program], INITIAL)
         os._exit(execute(program))
     except BaseException:
@@ -217,12 +229,16 @@ def execute(program: str) -> int:
     os.environ.update(INITIAL)
     sys.argv[:] = [""]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    code: object = 0
+    code: object = None
     try:
         exec(compile(program, "<program>", "exec"), main.__dict__)
     except SystemExit as end:
         code = end.code
+    except BaseException:
+        code = traceback.format_exc()
     sys.stdout.flush()
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
     sys.stderr.flush()
     return code if isinstance(code, int) else int(code is not None)
 
