@@ -1,0 +1,54 @@
+"""The demo's model folder: what the engine, the recorder and the learner need of it."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_swe.conversation import TokenBuilder
+from hpc_swe.plugins.tasksets.bugs import Bugs
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    out = tmp_path_factory.mktemp("made") / "model"
+    subprocess.run([sys.executable, "-m", "jobs.make_model", "--out", out, "--seed", "3"], check=True)
+    return out
+
+
+def test_everybody_on_a_shared_file_system_may_read_it(folder: Path) -> None:
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}
+    assert not folder.with_name("model.tmp").exists()
+
+
+def test_generation_stops_at_the_end_of_a_turn(folder: Path) -> None:
+    stops = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    assert TokenBuilder(folder).end_id in stops
+
+
+def test_demonstrations_are_short_and_survive_encoding(folder: Path) -> None:
+    builder = TokenBuilder(folder)
+    for messages in itertools.islice(Bugs().demonstrations(seed=5), 100):
+        ids, mask = builder.demonstration(messages)
+        assert len(ids) == len(mask) < 256
+        text = builder.tokens.decode(ids)
+        assert all(call.arguments in text for message in messages for call in message.tool_calls)
+        assert all(message.content in text for message in messages)
+
+
+def test_an_operator_is_the_same_token_in_code_and_in_a_call(folder: Path) -> None:
+    tokens = TokenBuilder(folder).tokens
+    code, call = (
+        tokens.encode("3:    return [a <= b, a == b, a & b]"),
+        '"old": "OPERATOR", "new": "OPERATOR"}}',
+    )
+    for operator in ("==", "&"):
+        (token,) = tokens.encode(operator)
+        assert token in code
+        assert tokens.encode(call.replace("OPERATOR", operator)).count(token) == 2
