@@ -216,6 +216,15 @@ def test_requests_of_consumed_groups_are_withdrawn(run):
     assert names(run) == ["foreign"]
 
 
+def test_what_is_not_ours_is_left_alone(run):
+    finish(run)
+    foreign = [run.scored / "ready" / name for name in ("notes~0", "train-000000~0", "train-000000-00.bak")]
+    for path in foreign:
+        path.write_text("a person's")
+    training(run).round(housekeeper(run).look())
+    assert all(path.exists() for path in foreign)
+
+
 def test_without_space_nothing_is_dispatched(run):
     house = housekeeper(run, retention=RetentionConfig(free_space_floor_gb=1e9))
     training(run).round(house.look())

@@ -16,13 +16,8 @@ from hpc_swe.records import (
     WeightVersion,
 )
 from hpc_swe.roles.coordinator import batches
-from hpc_swe.roles.coordinator.housekeeping import (
-    ORPHAN_S,
-    Standing,
-    first_kept_batch,
-    kept_checkpoints,
-    superseded,
-)
+from hpc_swe.roles.coordinator.housekeeping import ORPHAN_S, Standing
+from hpc_swe.roles.coordinator.retention import first_kept_batch, kept_checkpoints, superseded
 from hpc_swe.store import atomic
 from hpc_swe.store.spool import Spool
 

@@ -4,6 +4,7 @@ What a run still learns with it, it did not learn from the reward.
 """
 
 import random
+import zlib
 from collections.abc import Sequence
 
 import msgspec
@@ -21,7 +22,7 @@ class Shuffled(Plugin, frozen=True, kw_only=True):
 
     def for_group(self, group_id: int) -> "Shuffled":
         """The control with the permutation of one group."""
-        return msgspec.structs.replace(self, seed=hash((self.seed, group_id)))
+        return msgspec.structs.replace(self, seed=zlib.crc32(f"{self.seed}/{group_id}".encode()))
 
     def __call__(self, rewards: Sequence[float]) -> list[float]:
         advantages: list[float] = plugins.load("advantages", self.of)(rewards)

@@ -102,7 +102,7 @@ def assemble(composition: Composition, recipe: Recipe) -> list[Batch]:
     """Weights and microbatches of a composition, one batch per data-parallel rank."""
     cuts = [c for group in composition.groups for c in composition.verdicts[group].cuts]
     weights = weigh([c.tokens for c in cuts], recipe.batches.aggregate, recipe.batches.constant_length)
-    samples = [(s, w) for c, w in zip(cuts, weights, strict=True) if c.tokens for s in c.samples]
+    samples = [(s, w) for c, w in zip(cuts, weights, strict=True) for s in c.samples if any(s.mask)]
     return pack(
         composition.step,
         [s for s, _ in samples],

@@ -44,7 +44,7 @@ class Intake:
         """Enter what is new."""
         self._adopt(world)
         for address in world.scan["scored"]["ready"]:
-            if address not in self._held:
+            if address not in self._held and locate(address.identity):
                 self._enter(address, world.now)
         self.ledger.bury(world.dead)
         for request in self.ledger.absent(world.found):

@@ -5,10 +5,9 @@ that moves on meanwhile is seen twice rather than not at all.
 """
 
 import logging
-import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,19 +24,15 @@ from hpc_swe.records import (
     StatusReport,
     WeightVersion,
 )
-from hpc_swe.roles.coordinator import batches
+from hpc_swe.roles.coordinator import retention
 from hpc_swe.rundir import SPOOLS, RunDir
 from hpc_swe.store import atomic, folders, weights
 from hpc_swe.store.lease import Watcher
 from hpc_swe.store.spool import STATES, Address, Spool
 
-CHECKPOINT = re.compile(r"step_(\d{6,})-i(\d{2,})")
-TEMPORARY = re.compile(r"\..*-([0-9a-f]{8})")
 ORPHAN_S = 3600.0  # a temporary whose process shows no lease is left alone for so long
 
 Scan = dict[str, dict[str, list[Address]]]
-Checkpoint = tuple[int, int]
-"""Step and incarnation."""
 
 log = logging.getLogger(__name__)
 
@@ -84,13 +79,6 @@ class World:
         }
 
 
-def is_trained(run: RunDir, world: World, steps: int) -> bool:
-    """Whether the learner has published its last weights, and the checkpoint that it writes after them."""
-    if world.newest.step < steps:
-        return False
-    return any(step >= steps for step, _ in checkpoints(run))
-
-
 @dataclass(frozen=True)
 class Standing:
     """How the coordinator's work stands after a round."""
@@ -109,12 +97,12 @@ class Housekeeper:
     def __init__(
         self,
         run: RunDir,
-        retention: RetentionConfig,
+        kept: RetentionConfig,
         lease: LeaseConfig,
         max_losses: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._run, self._retention, self._lease, self._clock = run, retention, lease, clock
+        self._run, self._kept, self._lease, self._clock = run, kept, lease, clock
         self._max_losses = max_losses
         self._watcher = Watcher(run, lease.beat_s, lease.ttl_s, clock)
         self._spools = (Spool(run.requests, RolloutRequest), Spool(run.episodes, Episode))
@@ -140,7 +128,7 @@ class Housekeeper:
         newest = weights.newest(self._run) or WeightVersion()
         with atomic.storage(self._run.root):
             free = shutil.disk_usage(self._run.root).free
-        has_room = free >= self._retention.free_space_floor_gb * 1e9
+        has_room = free >= self._kept.free_space_floor_gb * 1e9
         return World(now, scan, newest, self._watcher.live(), has_room)
 
     def publish(self, world: World, standing: Standing, desired: Mapping[Role, int], status_s: float) -> None:
@@ -162,7 +150,7 @@ class Housekeeper:
     def tidy(self, world: World) -> None:
         """Delete what retention lets go, once a beat, and what dead processes left, six times an hour."""
         if self._is_due("retain", self._lease.beat_s, world.now):
-            for folder in superseded(self._run, self._retention, world.nodes):
+            for folder in retention.superseded(self._run, self._kept, world.nodes):
                 log.info("removed %s", folder.name)
                 folders.remove(folder)
         if self._is_due("sweep", ORPHAN_S / 6, world.now):
@@ -181,7 +169,9 @@ class Housekeeper:
 
     def _sweep(self, world: World) -> None:
         alive = {node.owner[-8:] for node in world.nodes} | {atomic.identity()}
-        found = [path for folder in _swept(self._run) for path in temporaries(folder, alive)]
+        found = [
+            path for folder in retention.swept(self._run) for path in retention.temporaries(folder, alive)
+        ]
         self._orphans = {path: self._orphans.get(path, world.now) for path in found}
         for path, since in self._orphans.items():
             if world.now - since >= ORPHAN_S:
@@ -201,63 +191,3 @@ class Housekeeper:
             recent=standing.recent,
             errors=full + standing.errors,
         )
-
-
-def superseded(run: RunDir, retention: RetentionConfig, nodes: Iterable[Node]) -> list[Path]:
-    """Published folders that nothing needs any more; the newest of a kind is always needed."""
-    in_use = {Path(node.reading).name for node in nodes} | {v.name for node in nodes for v in node.versions}
-    found = checkpoints(run)
-    kept = kept_checkpoints(list(found), retention.keep_every)
-    old = [path for checkpoint, path in found.items() if checkpoint not in kept and path.name not in in_use]
-    first = first_kept_batch(list(found))
-    old += [run.batch(step) for step in batches.steps(run)[:-1] if step < first]
-    return old + [run.weight(version) for version in _superseded_weights(run, retention, in_use)]
-
-
-def checkpoints(run: RunDir) -> dict[Checkpoint, Path]:
-    """Published checkpoints."""
-    names = ((name, CHECKPOINT.fullmatch(name)) for name in atomic.names(run.checkpoints))
-    return {(int(m[1]), int(m[2])): run.checkpoints / name for name, m in names if m}
-
-
-def newest_checkpoints(published: Sequence[Checkpoint]) -> set[Checkpoint]:
-    """The one to resume from and its fallback, whether newest means the step or the incarnation."""
-    return {*sorted(published)[-2:], *sorted(published, key=lambda c: c[::-1])[-2:]}
-
-
-def kept_checkpoints(published: Sequence[Checkpoint], keep_every: int) -> set[Checkpoint]:
-    """The newest, and milestones."""
-    milestones = {c for c in published if keep_every and c[0] % keep_every == 0}
-    return milestones | newest_checkpoints(published)
-
-
-def first_kept_batch(published: Sequence[Checkpoint]) -> int:
-    """Where a learner may have to start again; from the beginning while there is no fallback."""
-    return min(newest_checkpoints(published))[0] if len(published) > 1 else 0
-
-
-def temporaries(folder: Path, alive: Iterable[str]) -> list[Path]:
-    """Half-written names in a folder whose process is not alive."""
-    with atomic.storage(folder):
-        found = [path for path in folder.iterdir() if TEMPORARY.fullmatch(path.name)]
-    return [path for path in found if path.name[-8:] not in alive]
-
-
-def _swept(run: RunDir) -> list[Path]:
-    spools = [run.spool(name) / state for name in SPOOLS for state in STATES]
-    cells = [run.root, run.nodes, run.evals, run.archives, run.endpoints.parent]
-    return [*cells, run.batches, run.weights, run.checkpoints, *spools]
-
-
-def _superseded_weights(run: RunDir, retention: RetentionConfig, in_use: set[str]) -> list[WeightVersion]:
-    """A delta is worth nothing without its parents, so these stay with it."""
-    published = weights.published(run)
-    gone = set(weights.superseded(published, in_use, retention.keep_last, retention.keep_every))
-    if not gone:
-        return []
-    for version in sorted(set(published) - gone):
-        parent = weights.manifest(run, version).parent
-        while parent in gone:
-            gone.discard(parent)
-            parent = weights.manifest(run, parent).parent
-    return sorted(gone)

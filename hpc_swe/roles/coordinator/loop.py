@@ -63,10 +63,10 @@ class Coordinator:
             DeadlineError: Nothing moved for `wait_s` although others live.
         """
         refusals = 0
-        while not (self._run.drain.exists() or self._run.stop.exists()):
+        while True:
             try:
                 with atomic.storage(self._run.root):
-                    if self.round():
+                    if self._run.drain.exists() or self._run.stop.exists() or self.round():
                         return
                 refusals = 0
             except StorageError as error:
