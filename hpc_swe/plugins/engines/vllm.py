@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Struct
 
-from hpc_swe.errors import ConfigError, EngineError
+from hpc_swe.errors import ConfigError, EngineError, boundary
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.engines import _http
 from hpc_swe.plugins.engines.base import Completion
@@ -150,13 +151,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     def adopt(self, url: str, token: str, version: WeightVersion, probe: ProbeScore | None) -> None:
         """Probe, then stamp where the release has stamps."""
         if probe is not None:
-            scores = self.score(url, token, probe.token_ids)
-            worst = max(abs(ours - theirs) for ours, theirs in zip(scores, probe.logprobs, strict=True))
-            if worst > probe.tolerance:
-                raise EngineError(
-                    f"{version.name}: the probe's log-probabilities differ from the learner's by {worst:.4g},"
-                    f" more than {probe.tolerance:g}"
-                )
+            self._check(url, token, version, probe)
         if self._stamp(url, token) is not None:
             self._control(url, token, "/update_weight_version", {"new_version": version.name})
 
@@ -171,7 +166,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         dtypes = {n: info.dtype for n, info in manifest.tensors.items()}
         update: dict[str, object] = {"path": str(folder), "sha256": shards, "dtypes": dtypes}
         try:
-            self._swap(url, token, update, manifest.version.name + PENDING)
+            self._swap(url, token, update, None if before is None else manifest.version.name + PENDING)
         except EngineError as error:
             raise EngineError(f"{folder}: not loaded: {error}") from error
         try:
@@ -241,6 +236,16 @@ class Vllm(Plugin, frozen=True, kw_only=True):
                 self._control(url, token, "/reset_prefix_cache?reset_running_requests=true", {})
         finally:
             self._control(url, token, "/resume", {})
+
+    def _check(self, url: str, token: str, version: WeightVersion, probe: ProbeScore) -> None:
+        scores = np.asarray(self.score(url, token, probe.token_ids))
+        with boundary(EngineError, f"{version.name}: its manifest's probe"):
+            worst = float(np.abs(scores - probe.logprobs).max())
+        if not worst <= probe.tolerance:
+            raise EngineError(
+                f"{version.name}: the probe's log-probabilities differ from the learner's by {worst:.4g},"
+                f" more than {probe.tolerance:g}"
+            )
 
     def _spans(self, url: str, token: str, choice: _Choice) -> list[Span] | None:
         stamps = choice.weight_versions
