@@ -71,12 +71,14 @@ class ModelShape:
             renormalize=bool(config.get("norm_topk_prob", False)),
         )
 
-    def check_parallel(self, tensor_parallel: int) -> None:
-        """Refuse sizes that do not divide.
+    def check_parallel(self, tensor_parallel: int, sequence_parallel: bool) -> None:
+        """Refuse what cannot be split.
 
         Raises:
-            ConfigError: Names the size.
+            ConfigError: Names the size that does not divide, or the setting that is missing.
         """
+        if self.experts and tensor_parallel > 1 and not sequence_parallel:
+            raise ConfigError("[policy] a model with experts needs sequence_parallel = true")
         for name in ("heads", "groups", "ffn", "vocab"):
             if getattr(self, name) % tensor_parallel:
                 raise ConfigError(

@@ -39,7 +39,7 @@ class MegatronLearner:
         self, settings: Megatron, model: Path, optimizer: OptimizerConfig, reference: Path | None
     ) -> None:
         shape = ModelShape.read(model)
-        shape.check_parallel(settings.tensor_parallel)
+        shape.check_parallel(settings.tensor_parallel, settings.sequence_parallel)
         self.ranks = TorchRanks(settings.tensor_parallel)
         self.tensor_parallel = settings.tensor_parallel
         self.vocabulary = shape.vocab

@@ -72,6 +72,8 @@ def _join() -> None:
         cpu.apply()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     timeout = timedelta(hours=1)
+    if dist.is_initialized():
+        return  # by a program around us
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:  # started by hand, alone: no port is needed

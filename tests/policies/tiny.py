@@ -1,0 +1,171 @@
+"""Tiny models, sequences to train on, and the same steps in transformers and plain torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from hpc_swe.records import MicroBatch, float_array, floats, id_array, ids
+
+VOCAB = 320
+LENGTHS = (40, 24, 64, 32)
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.08,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+
+
+def make_models(folder: Path) -> dict[str, Path]:
+    """One folder a model, norms and biases moved off their initial 1 and 0."""
+    makers = {
+        "dense": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False)),
+        "tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
+        "moe": lambda: Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8, tie_word_embeddings=False)
+        ),
+    }
+    torch.manual_seed(0)
+    for name, make in makers.items():
+        model = make()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        model.save_pretrained(folder / name)
+        (folder / name / "tokenizer.json").write_text("{}")
+        (folder / name / "chat_template.jinja").write_text("{{ messages }}")
+    sharded = folder / "sharded"
+    AutoModelForCausalLM.from_pretrained(folder / "tied").bfloat16().save_pretrained(
+        sharded, max_shard_size="100KB"
+    )
+    return {path.name: path for path in folder.iterdir()}
+
+
+def make_sequences(model: PreTrainedModel, seed: int = 7) -> list[MicroBatch]:
+    """One sequence each; the sampler's log-probabilities are the model's and noise."""
+    rng = np.random.default_rng(seed)
+    sequences = []
+    for length in LENGTHS:
+        tokens = rng.integers(0, VOCAB, length)
+        mask = (rng.random(length) < 0.6).astype(np.uint8)
+        mask[0] = 0
+        with torch.no_grad():
+            known = score(model, torch.from_numpy(tokens)).numpy()
+        noisy = (known + 0.3 * rng.standard_normal(length)) * mask
+        sequences.append(
+            MicroBatch(
+                token_ids=ids(tokens.astype("<i4")),
+                mask=mask.tobytes(),
+                logprobs=floats(noisy.astype("<f4")),
+                advantages=floats((rng.standard_normal(length) * mask).astype("<f4")),
+                weights=floats((mask * rng.random(length) / 50).astype("<f4")),
+                sequence_lengths=[length],
+            )
+        )
+    return sequences
+
+
+def score(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Log-probability of each token given those before; 0 for the first."""
+    logits = model(tokens[None]).logits[0, :-1].float()
+    chosen = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    return torch.cat((chosen.new_zeros(1), chosen))
+
+
+@dataclass
+class Steps:
+    """What the reference implementation did."""
+
+    losses: list[float]
+    norms: list[float]
+    grads: dict[str, Tensor]
+    """Of the first step, before clipping."""
+    weights: dict[str, Tensor]
+
+
+def sampler_ratio_with_kl(logp: Tensor, sampler: Tensor, advantages: Tensor, reference: Tensor) -> Tensor:
+    """Written down apart from the product: clip 0.2 / 0.28, KL coefficient 0.05."""
+    ratio = torch.exp(logp - sampler)
+    surrogate = torch.minimum(ratio * advantages, torch.clip(ratio, 0.8, 1.28) * advantages)
+    difference = reference - logp
+    return -surrogate + 0.05 * ratio * (torch.exp(difference) - difference - 1)
+
+
+def reference_steps(folder: Path, sequences: list[MicroBatch], steps: int, clip: float) -> Steps:
+    """AdamW on transformers: lr 1e-3, decay 0.01 on matrices only, betas 0.9 and 0.95."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    frozen = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    done = Steps([], [], {}, {})
+    for step in range(steps):
+        optimizer.zero_grad()
+        done.losses.append(sum(_backward(model, frozen, sequence) for sequence in sequences))
+        if step == 0:
+            done.grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        done.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or 1e9)))
+        optimizer.step()
+    done.weights = {name: p.data for name, p in model.named_parameters()}
+    done.grads, done.weights = _split_experts(done.grads), _split_experts(done.weights)
+    return done
+
+
+def _backward(model: PreTrainedModel, frozen: PreTrainedModel, sequence: MicroBatch) -> float:
+    tokens = torch.from_numpy(id_array(sequence.token_ids).astype(np.int64))
+    sampler, advantages, weights = (
+        torch.from_numpy(float_array(data).copy())
+        for data in (sequence.logprobs, sequence.advantages, sequence.weights)
+    )
+    with torch.no_grad():
+        reference = score(frozen, tokens)
+    loss = (weights * sampler_ratio_with_kl(score(model, tokens), sampler, advantages, reference)).sum()
+    loss.backward()
+    return loss.item()
+
+
+def _split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """transformers fuses experts in memory; files keep them apart."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stem, _, kind = name.rpartition(".")
+        if kind not in ("gate_up_proj", "down_proj") or tensor.dim() != 3:
+            found[name] = tensor
+            continue
+        for expert, weight in enumerate(tensor):
+            parts = (
+                zip(("gate", "up"), weight.chunk(2), strict=True)
+                if kind == "gate_up_proj"
+                else [("down", weight)]
+            )
+            found |= {f"{stem}.{expert}.{part}_proj.weight": half for part, half in parts}
+    return found
+
+
+def write_sequences(path: Path, sequences: list[MicroBatch]) -> str:
+    """For `worker.py`; returns the path."""
+    path.write_bytes(msgspec.msgpack.encode(sequences))
+    return str(path)
