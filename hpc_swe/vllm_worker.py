@@ -25,6 +25,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -120,6 +121,13 @@ def read(
     return tensors
 
 
+def _repack_head(model: torch.nn.Module) -> None:
+    """A CPU computes logits from a packed copy of the head; of a tied head, reloading leaves the old copy."""
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
 class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc]
     """One worker's side of an update: start, update (verify), finish (swap)."""
 
@@ -160,6 +168,7 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
             initialize_layerwise_reload(self.model)
             self.model.load_weights(iter(self._tensors.items()))
             finalize_layerwise_reload(self.model, self.model_config)
+            _repack_head(self.model)
         except BaseException:
             log.exception("swap failed half-way; ending this engine")
             os._exit(1)
