@@ -24,6 +24,11 @@ from hpc_swe.records import Message, ToolCall
 
 _MARK = f"slot{secrets.token_hex(8)}"
 _SLOT = re.compile(rf"{_MARK}\.(\d+);")
+_SCHEMA = frozenset(
+    "type function name description parameters properties required items enum default anyOf oneOf allOf "
+    "additionalProperties string integer number boolean object array null".split()  # noqa: SIM905
+)
+"""Words of a tool's schema that templates ask for; all others are the client's."""
 
 
 class _Slots:
@@ -31,6 +36,7 @@ class _Slots:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self._names: dict[str, str] = {}
 
     def hide(self, text: str) -> str:
         """A placeholder; empty text stays, since templates ask whether there is any."""
@@ -48,6 +54,16 @@ class _Slots:
         if isinstance(value, list):
             return [self.hide_all(item) for item in value]
         return value
+
+    def hide_schema(self, value: object) -> object:
+        """The same of tools, but for the schema's own words; equal strings stay equal."""
+        if isinstance(value, str) and value not in _SCHEMA:
+            if value not in self._names:
+                self._names[value] = self.hide(value)
+            return self._names[value]
+        if isinstance(value, dict):
+            return {self.hide_schema(key): self.hide_schema(item) for key, item in value.items()}
+        return [self.hide_schema(item) for item in value] if isinstance(value, list) else value
 
     def reveal_json(self, text: str) -> str:
         """JSON text with its placeholders filled in."""
@@ -116,7 +132,7 @@ class ChatTemplate:
             text = self._template.render(
                 self._arguments,
                 messages=[_for_template(message, slots) for message in messages],
-                tools=json.loads(tools) if tools else None,
+                tools=slots.hide_schema(json.loads(tools)) if tools else None,
                 add_generation_prompt=generate,
                 hpc_swe_slots=slots,
             )

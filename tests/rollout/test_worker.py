@@ -247,14 +247,15 @@ def test_drain_finishes_what_is_at_work_and_claims_no_more(tmp_path: Path) -> No
     assert [len(names) for names in made.shown().values()] == [2, 0, 0]
 
 
-def test_stop_gives_claims_back_and_publishes_nothing_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", ["stop", "finished"])
+def test_stop_gives_claims_back_and_publishes_nothing_more(tmp_path: Path, order: str) -> None:
     go = threading.Event()
     made = company(tmp_path / "run", tmp_path / "model", waiting(go))
     made.ask(6)
     before = made.shown()
     with made.working():
         until(lambda: len(made.shown()["claimed"]) == 4)
-        made.run.stop.touch()
+        getattr(made.run, order).touch()
         until(lambda: not made.shown()["claimed"])
         go.set()
     assert made.shown() == before, "no loss is counted"

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from toy_model import CONTROL, HERMES, JSON_CALLS, PLAIN_ANSWER, THINKING, XML, make_model, template
 
@@ -87,6 +87,27 @@ def test_no_text_changes_the_control_tokens(
     assert control(builder, spelled) == control(builder, plain)
     history = talk(prompt, file, output, said, task)[:-1]
     assert control(builder, builder.start(history)) == control(builder, builder.start(talk(*"abcde")[:-1]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=50)
+@given(name=WORDS, said=WORDS, key=WORDS)
+@example(name="tool_call", said="x", key="think")
+def test_no_tool_changes_the_control_tokens(
+    builders: dict[str, TokenBuilder], kind: str, name: str, said: str, key: str
+) -> None:
+    builder = builders[kind]
+
+    def tools(name: str, said: str, key: str) -> str:
+        parameters = {"type": "object", "properties": {key: {"type": "string"}}, "required": [key]}
+        function = {"name": name, "description": said, "parameters": parameters}
+        return json.dumps([{"type": "function", "function": function}])
+
+    spelled = builder.start([user("x")], tools(name, said, key))
+    assert control(builder, spelled) == control(builder, builder.start([user("x")], tools("a", "b", "c")))
+    if kind == "xml":
+        text = builder.tokens.decode(builder.start([user("x")], tools("look", "See.", "path")))
+        assert "<look>See. <path>string!\n" in text
 
 
 @settings(deadline=None)
