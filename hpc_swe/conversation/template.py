@@ -25,8 +25,11 @@ from hpc_swe.records import Message, ToolCall
 _MARK = f"slot{secrets.token_hex(8)}"
 _SLOT = re.compile(rf"{_MARK}\.(\d+);")
 _SCHEMA = frozenset(
-    "type function name description parameters properties required items enum default anyOf oneOf allOf "
-    "additionalProperties string integer number boolean object array null".split()  # noqa: SIM905
+    re.findall(
+        r"\w+",
+        "type function name description parameters properties required items enum default anyOf oneOf allOf "
+        "additionalProperties string integer number boolean object array null",
+    )
 )
 """Words of a tool's schema that templates ask for; all others are the client's."""
 
