@@ -33,7 +33,7 @@ CPU = Vllm(
 ROOT = Path(__file__).parents[2]
 
 
-def make_model(folder: Path, seed: int, *, stops: bool = False) -> Path:
+def make_model(folder: Path, seed: int, *, stops: bool = False, tied: bool = False) -> Path:
     """A random float32 Qwen3; one that `stops` ends its turn after a few tokens."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -48,7 +48,7 @@ def make_model(folder: Path, seed: int, *, stops: bool = False) -> Path:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=4096,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         initializer_range=0.08,
         bos_token_id=1,
         eos_token_id=EOS,
