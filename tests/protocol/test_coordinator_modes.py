@@ -102,6 +102,17 @@ def test_an_evaluation_goes_on_after_a_restart(run):
     assert len(table(run)) == 8
 
 
+def test_a_second_evaluator_leaves_when_the_first_is_done(run):
+    house, first, second = housekeeper(run), evaluating(run), evaluating(run)
+    for duty in (first, second):
+        duty.round(house.look())
+    work(run)
+    assert [duty.round(house.look()).waits_for for duty in (first, second)] == ["", ""]
+    for _ in range(2):
+        second.round(house.look())
+    assert not Spool(run.requests, RolloutRequest).addresses("ready")
+
+
 def test_training_evaluates_every_so_many_steps_and_at_the_end(run):
     finish(run, every=2, eval_tasks=("x", "y", "z"))
     assert sorted(path.name for path in run.evals.iterdir()) == ["step_000000.parquet", "step_000002.parquet"]
@@ -233,12 +244,12 @@ def test_a_coordinator_works_to_the_end_and_says_so(run):
     assert atomic.get(run.status, StatusReport).step == STEPS
 
 
-@pytest.mark.parametrize("order", ["drain", "stop"])
+@pytest.mark.parametrize("order", ["drain", "stop", "finished"])
 def test_a_coordinator_obeys_orders_before_it_does_anything(run, order):
     getattr(run, order).touch()
     coordinator(run, lambda: training(run)).work()
     assert not Spool(run.requests, RolloutRequest).addresses("ready")
-    assert not run.finished.exists()
+    assert run.finished.exists() == (order == "finished")
 
 
 class Refused:

@@ -51,11 +51,11 @@ class Evaluator:
     seed: int
     curves_log: Log
     every: int = 0
-    done: set[str] = field(default_factory=set)
+    _done: set[str] = field(default_factory=set, init=False)
     """Labels of tables that exist."""
 
     def __post_init__(self) -> None:
-        self.done = {name.removesuffix(".parquet") for name in atomic.names(self.run.evals)}
+        self._look()
 
     def label(self, number: int) -> str:
         """Name of a round's table."""
@@ -64,7 +64,7 @@ class Evaluator:
     def expects(self, key: Key) -> list[RolloutRequest] | None:
         """The requests of one task of a round; None when its table exists."""
         number, place = divmod(key[1], max(1, len(self.tasks)))
-        if not self.tasks or self.label(number) in self.done:
+        if not self.tasks or self.label(number) in self._done:
             return None
         settings = [s for s in self.config.decodings.values() for _ in range(self.config.samples)]
         return [
@@ -74,6 +74,8 @@ class Evaluator:
 
     def round(self, intake: Intake, world: World) -> str:
         """Ask for what may be under way, and write the table when all is in; what is waited for."""
+        self._look()
+        self._forget(intake)  # rounds that another coordinator finished
         number = self._current(intake.ledger, world)
         if number is None:
             return ""
@@ -85,8 +87,14 @@ class Evaluator:
         if waiting:
             return f"evaluation {self.label(number)}: {waiting} of {len(keys)} tasks"
         self._write(number, groups)
-        intake.forget(intake.ledger.drop(lambda key: key in keys))
+        self._forget(intake)
         return ""
+
+    def _look(self) -> None:
+        self._done = {name.removesuffix(".parquet") for name in atomic.names(self.run.evals)}
+
+    def _forget(self, intake: Intake) -> None:
+        intake.forget(intake.ledger.drop(lambda key: key[0] == "eval" and self.expects(key) is None))
 
     def _current(self, ledger: Ledger, world: World) -> int | None:
         """The oldest round under way, else the one that is due; a round that was missed is not made up."""
@@ -95,7 +103,7 @@ class Evaluator:
         under_way = [group // len(self.tasks) for split, group in ledger.groups if split == "eval"]
         due = world.newest.step // self.every if self.every else 0
         number = min(under_way, default=due)
-        return None if self.label(number) in self.done else number
+        return None if self.label(number) in self._done else number
 
     def _ask(self, keys: Sequence[Key], intake: Intake, world: World) -> None:
         members = len(self.config.decodings) * self.config.samples
@@ -111,7 +119,7 @@ class Evaluator:
         labels = [label for label in self.config.decodings for _ in range(self.config.samples)]
         rows = [_row(m, labels[m.request.index]) for group in groups for m in group.members]
         archive.publish(self.run.eval_table(self.label(number)), SCHEMA, rows)
-        self.done.add(self.label(number))
+        self._done.add(self.label(number))
         values: dict[str, float] = {}
         for label in self.config.decodings:
             values |= summary(label, [row for row in rows if row["sampling"] == label])

@@ -66,7 +66,7 @@ class Coordinator:
         while True:
             try:
                 with atomic.storage(self._run.root):
-                    if self._run.drain.exists() or self._run.stop.exists() or self.round():
+                    if self._is_over() or self.round():
                         return
                 refusals = 0
             except StorageError as error:
@@ -95,6 +95,9 @@ class Coordinator:
             return True
         self._check_progress(world, standing)
         return False
+
+    def _is_over(self) -> bool:
+        return any(path.exists() for path in (self._run.drain, self._run.stop, self._run.finished))
 
     def _check_progress(self, world: World, standing: Standing) -> None:
         """A peer that lives and does nothing for so long is a fault; without peers, only time can tell."""
