@@ -1,15 +1,13 @@
 """Grader by pytest, in a fresh sandbox that no agent has touched.
 
 The submission is laid over the task's files on the host, what it says of pytest's own set-up is thrown
-away, and the task's tests come last, in disguise (`_twins`). What the tests compare is beyond us: a test
-that asks little proves little.
+away, and the task's tests come last, without their answers (`_sealed`). What is not an assertion with a
+literal is believed to the process, but for two canaries. A test that asks little proves little.
 """
 
 import secrets
 import threading
 import time
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -17,7 +15,7 @@ import msgspec
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.agents.submission import BadSubmission, apply
-from hpc_swe.plugins.graders._twins import Disguise, canaries, disguise
+from hpc_swe.plugins.graders._sealed import seal
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandboxes
 from hpc_swe.plugins.tools import _pytest
 from hpc_swe.records import Score, Task
@@ -30,15 +28,13 @@ _one_by_one = threading.Lock()
 
 
 class Pytest(Plugin, frozen=True, kw_only=True):
-    """All fail-to-pass and pass-to-pass tests must pass, and none together with its twin."""
+    """All fail-to-pass and pass-to-pass tests must pass."""
 
     resolved_reward: float = 1.0
     unresolved_reward: float = 0.0
     cheated_reward: float = 0.0
-    twins: int = 2
-    """Copies of each test that ask for something else; 0 where a test changes what the next one sees."""
-    own_equality: bool = False
-    """Whether values that tests compare with literals may bring an ``__eq__`` written in Python."""
+    sealed: bool = True
+    """Off where tests compare literals with values that are neither built in nor numpy's."""
 
     def grade(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
         """Judge a submission.
@@ -53,96 +49,81 @@ class Pytest(Plugin, frozen=True, kw_only=True):
             return Score(outcome="no_submission", reward=self.unresolved_reward)
         started = time.monotonic()
         try:
-            exam = _Exam.of(task, apply(task, submission), self)
+            exam = _Exam(task, apply(task, submission), self.sealed)
         except BadSubmission as error:
             return Score(outcome="unresolved", reward=self.unresolved_reward, detail=str(error))
-        result, outcomes = exam.sit(sandboxes)
+        result, report = exam.sit(sandboxes)
         if result.timed_out:
             with _one_by_one:
-                result, outcomes = exam.sit(sandboxes)
-        return self._score(task, exam, outcomes, _told(result), time.monotonic() - started)
+                result, report = exam.sit(sandboxes)
+        return self._score(exam, report, _told(result), time.monotonic() - started)
 
-    def _score(
-        self, task: Task, exam: "_Exam", outcomes: dict[str, str], detail: str, seconds: float
-    ) -> Score:
-        wanted = sorted({*task.tests.fail_to_pass, *task.tests.pass_to_pass})
-        passed = exam.passed(outcomes)
-        failed = [name for name in wanted if name not in passed]
-        cheat = exam.cheat(outcomes)
-        if cheat:
+    def _score(self, exam: "_Exam", report: "_Report", detail: str, seconds: float) -> Score:
+        wanted = sorted({*exam.task.tests.fail_to_pass, *exam.task.tests.pass_to_pass})
+        failed = [name for name in wanted if not exam.is_passed(name, report)]
+        good, bad = (report.outcomes.get(f"{exam.canaries}::{name}") for name in ("test_good", "test_bad"))
+        if good == "failed" or bad == "passed":
+            why = "a canary died: the submission changes how tests end"
             return Score(
-                outcome="cheated", reward=self.cheated_reward, failed=wanted, detail=cheat, seconds=seconds
+                outcome="cheated", reward=self.cheated_reward, failed=wanted, detail=why, seconds=seconds
             )
-        resolved = bool(wanted) and not failed and exam.canary in passed
+        if wanted and not failed and good == "passed":
+            return Score(outcome="resolved", reward=self.resolved_reward, passed=wanted, seconds=seconds)
         return Score(
-            outcome="resolved" if resolved else "unresolved",
-            reward=self.resolved_reward if resolved else self.unresolved_reward,
-            passed=[name for name in wanted if name in passed],
+            outcome="unresolved",
+            reward=self.unresolved_reward,
+            passed=[name for name in wanted if name not in failed],
             failed=failed,
-            detail="" if resolved else detail,
+            detail=detail,
             seconds=seconds,
         )
 
 
-@dataclass
+class _Report(msgspec.Struct, frozen=True):
+    """What the process in the sandbox says."""
+
+    outcomes: dict[str, str] = {}
+    answers: dict[str, dict[int, str]] = {}
+
+
 class _Exam:
-    """The task as a sandbox sees it, and what only the grader knows of it."""
+    """The task as a sandbox sees it, and the answers, which it does not see."""
 
-    task: Task
-    arguments: list[str]
-    canary: str = ""
-    """The test of ours that must pass."""
-    names: dict[str, str] = field(default_factory=dict)
-    """Disguised test id -> the real one."""
-    families: list[list[str]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, task: Task, submitted: dict[str, str], grader: Pytest) -> "_Exam":
-        """Tests in new disguise over the submitted files."""
+    def __init__(self, task: Task, submitted: dict[str, str], sealed: bool) -> None:
+        self.task = task
+        self.answers: dict[str, dict[int, str]] = {}
+        self.canaries = f"test_{secrets.token_hex(8)}.py"
         files = {path: text for path, text in submitted.items() if not _is_set_up(path)}
         files |= {path: text for path, text in task.files.items() if _is_set_up(path)} | task.tests.files
         judged = {name.partition("::")[0] for name in (*task.tests.fail_to_pass, *task.tests.pass_to_pass)}
-        exam = cls(task, arguments=[])
-        for path in judged & task.tests.files.keys():
-            files[path] = exam._add(path, disguise(files[path], grader.twins, grader.own_equality))
-        path = f"test_{secrets.token_hex(8)}.py"
-        files[path] = exam._add(path, canaries())
-        exam.canary = exam.names[next(name for name in exam.names if name.startswith(path))]
-        exam.arguments = [*_pytest.off(), *_OPTIONS, *_pytest.arguments(task), path]
-        exam.task = msgspec.structs.replace(task, files=files)
-        return exam
+        for path in judged & task.tests.files.keys() if sealed else ():
+            module = seal(files[path])
+            files[path] = module.text
+            self.answers |= {f"{path}::{test}": answers for test, answers in module.answers.items()}
+        number = secrets.randbelow(1000)
+        files[self.canaries] = (
+            f"def test_good():\n    assert {number} + 1 == {number + 1}\n\n\n"
+            f"def test_bad():\n    assert {number} + 1 == {number + 2}\n"
+        )
+        self._laid = msgspec.structs.replace(task, files=files)
+        self._arguments = [*_pytest.off(), *_OPTIONS, *_pytest.arguments(task), self.canaries]
 
-    def _add(self, path: str, hidden: Disguise) -> str:
-        self.names |= {f"{path}::{name}": f"{path}::{real}" for name, real in hidden.names.items()}
-        self.families += [[f"{path}::{name}" for name in family] for family in hidden.families]
-        return hidden.text
-
-    def sit(self, sandboxes: Sandboxes) -> tuple[CommandResult, dict[str, str]]:
-        """Run the tests; outcomes by disguised id, none when the run did not come to its end."""
-        result_path = f".{secrets.token_hex(16)}"
-        program = f"{_RUNNER.read_text()}\n\nmain({result_path!r}, {self.arguments!r})\n"
-        with sandboxes.open(self.task) as sandbox:
+    def sit(self, sandboxes: Sandboxes) -> tuple[CommandResult, _Report]:
+        """Run the tests; the report is empty when they did not come to their end."""
+        report_path = f".{secrets.token_hex(16)}"
+        program = f"{_RUNNER.read_text()}\n\nmain({report_path!r}, {self._arguments!r})\n"
+        with sandboxes.open(self._laid) as sandbox:
             result = sandbox.python(program, self.task.tests.timeout_s)
             try:
-                outcomes = msgspec.json.decode(sandbox.read(result_path), type=dict[str, str])
+                report = msgspec.json.decode(sandbox.read(report_path), type=_Report, strict=False)
             except (OSError, msgspec.MsgspecError):
-                outcomes = {}
-        return result, outcomes
+                report = _Report()
+        return result, report
 
-    def passed(self, outcomes: dict[str, str]) -> set[str]:
-        """Real ids of the tests that passed; a twin's is never among them."""
-        split = [name.partition("[") for name, outcome in outcomes.items() if outcome == "passed"]
-        return {self.names.get(test, test) + bracket + parameters for test, bracket, parameters in split}
-
-    def cheat(self, outcomes: dict[str, str]) -> str:
-        """What gives a cheat away, or nothing."""
-        split = [name.partition("[") for name, outcome in outcomes.items() if outcome == "passed"]
-        family = {name: number for number, names in enumerate(self.families) for name in names}
-        alike = Counter((family[test], parameters) for test, _, parameters in split if test in family)
-        if any(count > 1 for count in alike.values()):
-            return "passed a test and its twin, which cannot both be right"
-        canary = next(name for name, real in self.names.items() if real == self.canary)
-        return "failed a test that cannot fail" if outcomes.get(canary) == "failed" else ""
+    def is_passed(self, name: str, report: _Report) -> bool:
+        """Whether a test ended well, and every answer that was taken out of it is right."""
+        right = self.answers.get(name.partition("[")[0], {})
+        return report.outcomes.get(name) == "passed" and report.answers.get(name, {}) == right
 
 
 def _is_set_up(path: str) -> bool:
