@@ -1,0 +1,67 @@
+"""Whole runs of the demo's configuration on this machine, made small."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_swe import config as configuration
+from hpc_swe import launch
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import weights
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "tasks.train=64",
+    "tasks.eval=6",
+    "groups.group_size=4",
+    "groups.groups_per_step=4",
+    "rollout.slots=8",
+    "lease.beat_s=0.5",
+    "lease.ttl_s=4.0",
+    "coordinator.poll_s=0.3",
+    "coordinator.status_s=0.5",
+]
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory):
+    """Starts runs; ends what is left of them at the end of the session."""
+    os.umask(0o077)
+    os.chdir(ROOT)
+    if shutil.which("apptainer") is None or not Path(".cache/images/python-pytest.sif").exists():
+        pytest.skip("Apptainer or its task image is missing: run `make image` as root once")
+    folder, started = tmp_path_factory.mktemp("runs"), []
+
+    def start(name: str, *words: str, seconds: float = 400, each=lambda run: None) -> RunDir:
+        files = [Path("configs/demo.toml"), *(Path(f"configs/{w}.toml") for w in words if "=" not in w)]
+        config = configuration.read(*files, overrides=[*SMALL, *(w for w in words if "=" in w)])
+        run = RunDir(folder / name)
+        launch.start(run, config)
+        started.append((run, config))
+        launch.wait(run, config, seconds, lambda: each(run))
+        return run
+
+    yield start
+    for run, config in started:
+        launch.stop(run, config, now=True)
+
+
+@pytest.fixture(scope="session")
+def warm_model(small_run, tmp_path_factory):
+    """A model that calls the tools, and repairs at random."""
+    model = tmp_path_factory.mktemp("model") / "model"
+    subprocess.run([sys.executable, "-m", "jobs.make_model", "--out", model, "--seed", "3"], check=True)
+    steps = [
+        "steps=160",
+        "learner.export_every=160",
+        "learner.checkpoint_every=160",
+        "groups.max_staleness=159",
+    ]
+    run = small_run("sft", "demo_sft", f"model={model}", *steps, "learner.optimizer.decay_steps=160")
+    version = weights.newest(run)
+    assert version is not None
+    return run.weight(version)
