@@ -78,7 +78,7 @@ class Tree:
 
     @contextmanager
     def _parent(self, path: str, make: bool = False) -> Iterator[tuple[int, str]]:
-        *folders, name = [part for part in path.split("/") if part != "."]
+        *folders, name = [part for part in path.split("/") if part != "."] or [""]
         if path.startswith("/") or "\0" in path or not name or ".." in (*folders, name):
             raise _error(errno.EINVAL, path, "not a path below the work directory")
         here = os.dup(self._root)

@@ -1,0 +1,277 @@
+"""Tools by the policy's calls, and the host's hand in a hostile folder."""
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from hpc_swe.errors import ConfigError
+from hpc_swe.plugins import known, load
+from hpc_swe.plugins.sandboxes._tree import Tree
+from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox
+from hpc_swe.plugins.sandboxes.process import Process
+from hpc_swe.plugins.tools import _pytest
+from hpc_swe.plugins.tools.base import SandboxBroken, ToolError, invoke, schema
+from hpc_swe.records import Task, TestPlan
+
+SOURCE = "def add(a, b):\n    return a - b - b\n"
+TESTS = "from mod import add\n\n\ndef test_0():\n    assert add(1, 2) == 3\n"
+TASK = Task(
+    task_id="t",
+    taskset="tests",
+    prompt="Mend it.",
+    image="none",
+    workdir="/work",
+    files={"mod.py": SOURCE, "test_mod.py": TESTS, "no_end.txt": "a\nb"},
+    tests=TestPlan(
+        command="python -m pytest -q test_mod.py test_hidden.py",
+        files={"test_hidden.py": "def test_1(): assert False\n"},
+        fail_to_pass=["test_mod.py::test_0"],
+        timeout_s=10.0,
+    ),
+)
+
+
+@pytest.fixture
+def sandbox() -> Iterator[Sandbox]:
+    with Process().open(TASK) as opened:
+        yield opened
+
+
+def use(sandbox: Sandbox, name: str, /, **arguments: object) -> str:
+    return invoke(load("tools", {"type": name}), json.dumps(arguments), sandbox, TASK)
+
+
+def test_view_numbers_lines_from_one(sandbox: Sandbox):
+    assert use(sandbox, "view", path="mod.py") == "1:def add(a, b):\n2:    return a - b - b"
+    assert use(sandbox, "view", path="/work/mod.py", start=2) == "2:    return a - b - b"
+    assert use(sandbox, "view", path="mod.py", start="1", end="1") == "1:def add(a, b):"
+    short = load("tools", {"type": "view", "most_lines": 1})
+    assert invoke(short, '{"path": "mod.py"}', sandbox, TASK) == "1:def add(a, b):\n... 2 lines in all"
+
+
+def test_replace_changes_the_first_occurrence_in_its_line_only(sandbox: Sandbox):
+    assert use(sandbox, "replace", path="mod.py", line=2, old="-", new="+") == "ok"
+    assert sandbox.read("mod.py").decode() == "def add(a, b):\n    return a + b - b\n"
+    assert use(sandbox, "replace", path="no_end.txt", line=2, old="b", new="c") == "ok"
+    assert sandbox.read("no_end.txt") == b"a\nc"
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "new_code", "result"),
+    [
+        (2, 2, "    return a + b", "def add(a, b):\n    return a + b\n"),
+        (1, 2, "", ""),
+        (2, 1, "    # new", "def add(a, b):\n    # new\n    return a - b - b\n"),
+        (3, 2, "x = 1\n", SOURCE + "x = 1\n"),
+    ],
+)
+def test_rewrite_replaces_a_range(sandbox: Sandbox, start, end, new_code, result):
+    assert use(sandbox, "rewrite", path="mod.py", start=start, end=end, new_code=new_code) == "ok"
+    assert sandbox.read("mod.py").decode() == result
+
+
+def test_rewrite_makes_a_new_file(sandbox: Sandbox):
+    assert use(sandbox, "rewrite", path="new/file.py", start=1, end=0, new_code="x = 1") == "ok"
+    assert sandbox.read("new/file.py") == b"x = 1\n"
+    assert use(sandbox, "rewrite", path="no_end.txt", start=3, end=2, new_code="c") == "ok"
+    assert sandbox.read("no_end.txt") == b"a\nb\nc\n"
+
+
+def test_evaluate_runs_the_visible_tests_only(sandbox: Sandbox):
+    sandbox.write("test_hidden.py", b"def test_1(): assert False\n")
+    assert "1 failed" in use(sandbox, "evaluate")
+    use(sandbox, "rewrite", path="mod.py", start=2, end=2, new_code="    return a + b")
+    assert "1 passed" in use(sandbox, "evaluate")
+
+
+def test_evaluate_has_a_limit_and_tells_a_broken_sandbox(sandbox: Sandbox):
+    sandbox.write("mod.py", b"while True: pass\n")
+    slow = load("tools", {"type": "evaluate", "timeout_s": 0.5})
+    assert invoke(slow, "", sandbox, TASK) == "The tests ran longer than 0.5 s."
+
+    class Broken:
+        def python(self, program: str, timeout_s: float) -> CommandResult:
+            return CommandResult(exit_code=137, output="", broke_sandbox=True)
+
+    with pytest.raises(SandboxBroken):
+        invoke(slow, "", Broken(), TASK)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "complaint"),
+    [
+        ("view", '{"path": "none.py"}', "Cannot read none.py: No such file"),
+        ("view", '{"path": "../x"}', "not a path below the work directory"),
+        ("view", '{"path": "/etc/passwd"}', "not a path below"),
+        ("view", '{"path": "a\\u0000b"}', "not a path below"),
+        ("view", '{"path": "' + "x" * 5000 + '"}', "File name too long"),
+        ("view", '{"path": "\\ud800"}', "Wrong arguments|Cannot read"),
+        ("view", '{"path": ""}', "not a path below"),
+        ("view", '{"path": "."}', "not a path below"),
+        ("view", '{"path": "d/"}', "not a path below"),
+        ("view", '{"path": "mod.py/x"}', "Not a directory"),
+        ("view", '{"path": "mod.py", "start": 9}', "mod.py has 2 lines"),
+        ("view", "{}", "missing required field `path`"),
+        ("view", '{"path": 3}', "Expected `str`, got `int`"),
+        ("view", '{"path": "mod.py", "mode": "r"}', "unknown field `mode`"),
+        ("view", '{"path": "mod.py"', "Wrong arguments"),
+        ("view", '["mod.py"]', "Expected `object`, got `array`"),
+        ("view", "[" * 100_000, "Wrong arguments"),
+        ("replace", '{"path": "mod.py", "line": 0, "old": "a", "new": "b"}', "has 2 lines"),
+        ("replace", '{"path": "mod.py", "line": 1, "old": "+", "new": "-"}', "'\\+' is not in line 1"),
+        ("replace", '{"path": "mod.py", "line": 1, "old": "", "new": "-"}', "'' is not in line 1"),
+        ("rewrite", '{"path": "mod.py", "start": 4, "end": 4, "new_code": ""}', "has 2 lines"),
+        ("rewrite", '{"path": "mod.py", "start": 2, "end": 0, "new_code": ""}', "has 2 lines"),
+        ("rewrite", '{"path": "/x", "start": 1, "end": 0, "new_code": ""}', "Cannot write /x"),
+        ("evaluate", '{"path": "mod.py"}', "unknown field"),
+        ("submit", '"now"', "Wrong arguments"),
+    ],
+)
+def test_a_wrong_call_is_told_to_the_policy(sandbox: Sandbox, name, arguments, complaint):
+    with pytest.raises(ToolError, match=complaint):
+        invoke(load("tools", {"type": name}), arguments, sandbox, TASK)
+
+
+def test_every_tool_says_what_it_is():
+    for name in known("tools"):
+        tool = load("tools", {"type": name})
+        described = schema(tool)
+        assert described.name == name
+        assert described.description.endswith(".")
+        assert described.parameters["type"] == "object"
+    assert schema(load("tools", {"type": "replace"})).parameters["required"] == ["path", "line", "old", "new"]
+    assert load("tools", {"type": "submit"}).ends_episode
+
+
+def test_a_test_command_that_is_no_pytest_is_a_configuration_error():
+    import msgspec
+
+    plan = msgspec.structs.replace(TASK.tests, command="make test")
+    with pytest.raises(ConfigError, match="task t: tests.command 'make test'"):
+        _pytest.arguments(msgspec.structs.replace(TASK, tests=plan))
+
+
+# What is planted in a folder must not lead the host's hand out of it.
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    secret = tmp_path / "outside"
+    secret.mkdir()
+    (secret / "secret").write_text("secret")
+    return secret
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    return inside
+
+
+@pytest.fixture
+def tree(folder: Path) -> Iterator[Tree]:
+    opened = Tree(os.open(folder, os.O_RDONLY), most_bytes=1000)
+    yield opened
+    opened.close()
+
+
+def test_links_are_not_followed(tree: Tree, folder: Path, outside: Path):
+    (folder / "file").symlink_to(outside / "secret")
+    (folder / "dir").symlink_to(outside)
+    (folder / "up").symlink_to("..")
+    for path in ("file", "dir/secret", "up/outside/secret"):
+        with pytest.raises(OSError, match="symbolic|directory"):
+            tree.read(path)
+    for path in ("dir/new", "dir/secret", "up/new", "dir/sub/new"):
+        with pytest.raises(OSError, match="directory"):
+            tree.write(path, b"x")
+    assert tree.paths() == []
+    assert {path.name for path in outside.iterdir()} == {"secret"}
+
+
+def test_writing_replaces_a_link_and_never_what_it_points_to(tree: Tree, folder: Path, outside: Path):
+    (folder / "file").symlink_to(outside / "secret")
+    os.link(outside / "secret", folder / "hard")
+    for path in ("file", "hard"):
+        tree.write(path, b"mine")
+        assert (folder / path).read_bytes() == b"mine"
+    assert (outside / "secret").read_text() == "secret"
+
+
+def test_pipes_sockets_and_folders_are_no_files_and_never_block(tree: Tree, folder: Path):
+    os.mkfifo(folder / "pipe")
+    (folder / "dir").mkdir()
+    with socket.socket(socket.AF_UNIX) as server:
+        here = Path.cwd()
+        os.chdir(folder)
+        server.bind("socket")
+        os.chdir(here)
+        for path in ("pipe", "dir", "socket", "."):
+            with pytest.raises(OSError, match=r".+"):
+                tree.read(path)
+    assert tree.paths() == []
+    tree.write("pipe", b"x")
+    assert tree.read("pipe") == b"x"
+    with pytest.raises(OSError, match="directory"):
+        tree.write("dir", b"x")
+    assert sorted(path.name for path in folder.iterdir()) == ["dir", "pipe", "socket"]
+
+
+def test_what_is_too_large_or_too_much_is_not_given_out(tree: Tree, folder: Path):
+    (folder / "big").write_bytes(b"x" * 1001)
+    with pytest.raises(OSError, match="larger than 1000"):
+        tree.read("big")
+    deep = folder
+    for _ in range(80):
+        deep = deep / "d"
+    deep.mkdir(parents=True)
+    (deep / "file").write_text("x")
+    assert tree.paths() == ["big"]
+
+
+def test_permissions_stay_but_no_set_user_id(tree: Tree, folder: Path):
+    (folder / "run").write_text("#!/bin/sh\n")
+    (folder / "run").chmod(0o4755)
+    tree.write("run", b"#!/bin/bash\n")
+    assert (folder / "run").stat().st_mode & 0o7777 == 0o755
+
+
+def test_a_folder_that_turns_into_a_link_under_the_hand_leads_nowhere(
+    tree: Tree, folder: Path, outside: Path
+):
+    (outside / "a").mkdir()
+    (outside / "a" / "f").write_text("secret")
+    (folder / "real" / "a").mkdir(parents=True)
+    (folder / "real" / "a" / "f").write_text("own")
+    done = threading.Event()
+
+    def swap() -> None:
+        while not done.is_set():
+            for target in (outside, folder / "real"):
+                (folder / "next").symlink_to(target)
+                os.replace(folder / "next", folder / "link")
+            with suppress(OSError):  # the hand makes folders that are missing
+                os.rename(folder / "real", folder / "way")
+                os.rename(folder / "way", folder / "real")
+
+    racer = threading.Thread(target=swap)
+    racer.start()
+    seen = set()
+    for _ in range(3000):
+        for path in ("link/a/f", "real/a/f", "way/a/f"):
+            try:
+                seen.add(tree.read(path))
+                tree.write(path, b"own")
+            except OSError:
+                continue
+    done.set()
+    racer.join()
+    assert seen == {b"own"}
+    assert (outside / "a" / "f").read_text() == "secret"
