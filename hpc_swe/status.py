@@ -15,6 +15,17 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
 
 BARS = " _.-=*#@"
+HEADLINES = (
+    "reward/mean",
+    "solve/train",
+    "groups/signal_rate",
+    "staleness/mean",
+    "rate/sampled_tokens",
+    "episodes/turns",
+    "episodes/infra_rate",
+    "seconds/engine",
+    "seconds/grading",
+)  # TensorBoard has all
 
 
 def spark(values: list[float]) -> str:
@@ -33,7 +44,8 @@ def render(report: StatusReport, silent_s: float) -> RenderableType:
     for name, depth in report.spools.items():
         spools.add_row(name, *(str(depth.get(state, 0)) for state in ("ready", "claimed", "dead")))
     recent = Table("metric", "last", "recent", title="last steps")
-    for name, values in report.recent.items():
+    for name in HEADLINES:
+        values = report.recent.get(name, [])
         recent.add_row(name, f"{values[-1]:.4g}" if values else "-", spark(values))
     head = f"step {report.step}, weights {report.newest.name}, waits for {report.waits_for}"
     silence = f"coordinator silent for {silent_s:.0f} s\n" if silent_s > 60 else ""
