@@ -5,7 +5,7 @@ import re
 
 import msgspec
 import pytest
-from conftest import HIDDEN, RIGHT, TASK, WRONG
+from cheat_task import HIDDEN, RIGHT, TASK, WRONG
 from hypothesis import given
 from hypothesis import strategies as st
 
