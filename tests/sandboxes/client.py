@@ -21,7 +21,7 @@ def play(number: int) -> None:
         taskset="tests",
         prompt="",
         image="python-pytest",
-        workdir="/work",
+        workdir="/testbed",
         files={"a": "b"},
         tests=TestPlan(command="", fail_to_pass=[], timeout_s=1.0),
     )

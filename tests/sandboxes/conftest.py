@@ -18,7 +18,7 @@ def task() -> Task:
         taskset="tests",
         prompt="",
         image="python-pytest",
-        workdir="/work/here",
+        workdir="/testbed/here",
         files={"mod.py": "x = 1\n", "deep/er/data.txt": "data\n"},
         tests=TestPlan(command="python -m pytest", fail_to_pass=[], timeout_s=10.0),
     )

@@ -32,7 +32,7 @@ def out(sandbox: Sandbox, command: str) -> str:
 
 
 def test_the_task_s_files_lie_in_the_work_directory(sandbox: Sandbox):
-    assert out(sandbox, "pwd; cat mod.py deep/er/data.txt") == "/work/here\nx = 1\ndata"
+    assert out(sandbox, "pwd; cat mod.py deep/er/data.txt") == "/testbed/here\nx = 1\ndata"
     assert sandbox.paths() == ["deep/er/data.txt", "mod.py"]
 
 
@@ -116,7 +116,7 @@ def test_an_abstract_socket_of_the_host_cannot_be_reached(sandbox: Sandbox):
 
 
 def test_siblings_share_no_file_memory_or_process(sandbox: Sandbox, sibling: Sandbox):
-    places = "/tmp/x /dev/shm/x /var/tmp/x /work/here/x /root/x /etc/x /mnt/x"
+    places = "/tmp/x /dev/shm/x /var/tmp/x /testbed/here/x /etc/x /opt/x /srv/x"
     assert (
         sandbox.run(f"for p in {places}; do echo mine > $p || exit 1; done; rm -r /usr/share", 20).exit_code
         == 0

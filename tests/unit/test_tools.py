@@ -26,7 +26,7 @@ TASK = Task(
     taskset="tests",
     prompt="Mend it.",
     image="none",
-    workdir="/work",
+    workdir="/testbed",
     files={"mod.py": SOURCE, "test_mod.py": TESTS, "no_end.txt": "a\nb"},
     tests=TestPlan(
         command="python -m pytest -q test_mod.py test_hidden.py",
@@ -49,7 +49,7 @@ def use(sandbox: Sandbox, name: str, /, **arguments: object) -> str:
 
 def test_view_numbers_lines_from_one(sandbox: Sandbox):
     assert use(sandbox, "view", path="mod.py") == "1:def add(a, b):\n2:    return a - b - b"
-    assert use(sandbox, "view", path="/work/mod.py", start=2) == "2:    return a - b - b"
+    assert use(sandbox, "view", path="/testbed/mod.py", start=2) == "2:    return a - b - b"
     assert use(sandbox, "view", path="mod.py", start="1", end="1") == "1:def add(a, b):"
     short = load("tools", {"type": "view", "most_lines": 1})
     assert invoke(short, '{"path": "mod.py"}', sandbox, TASK) == "1:def add(a, b):\n... 2 lines in all"
