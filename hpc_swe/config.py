@@ -288,7 +288,7 @@ def _complaints(config: RunConfig) -> list[str]:
             "min_p = 0; put other settings under [eval.decodings]",
         ),
         (
-            groups.max_staleness < learner.export_every - 1,
+            config.mode == "grpo" and groups.max_staleness < learner.export_every - 1,
             f"groups.max_staleness = {groups.max_staleness} never lets a batch be sampled while "
             f"learner.export_every = {learner.export_every}; it must be at least export_every - 1",
         ),

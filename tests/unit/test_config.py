@@ -50,7 +50,10 @@ def test_plugin_is_built_from_its_table(read):
     ("override", "message"),
     [
         ("groups.group_size=0", r"run.toml: .*>= 1.*group_size"),
-        ("groups.grup_size=4", r"unknown field `grup_size` - at `\$.groups`; known: group_size, groups_per_step"),
+        (
+            "groups.grup_size=4",
+            r"unknown field `grup_size` - at `\$.groups`; known: group_size, groups_per_step",
+        ),
         ("stepz=4", r"unknown field `stepz`; known: mode, model"),
         ('advantage.type="gropo"', r"has no type 'gropo'; known: grpo"),
         ("advantage.scale=true", r"unknown field `scale`; its fields: scale_by_std"),
