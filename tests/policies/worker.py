@@ -136,5 +136,5 @@ def _logits(learner, token_ids: list[int]) -> list[list[float]]:
         return torch.cat(parts, -1).float().tolist()
 
 
-if __name__ == "__main__":  # saving a checkpoint imports this module again, in a helper process
+if __name__ == "__main__":
     main()

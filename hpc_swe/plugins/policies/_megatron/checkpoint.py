@@ -32,11 +32,7 @@ class Checkpointer:
         self._ranks, self._model, self._optimizer, self._schedule = ranks, model, optimizer, schedule
 
     def save(self, folder: Path, step: int) -> None:
-        """Write into an empty folder; returns when all ranks are done.
-
-        Starts a helper process that imports the program's entry module again: that module needs
-        ``if __name__ == "__main__"``.
-        """
+        """Write into an empty folder; returns when all ranks are done."""
         with cpu.as_cuda():
             compat.prepare_state(self._optimizer)
             state = self._state(loading=False) | {"step": step, "random": torch.get_rng_state()}

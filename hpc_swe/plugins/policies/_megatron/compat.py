@@ -5,9 +5,11 @@ a newer version no longer needs.
 """
 
 import logging
+import queue
 
 import torch
 from megatron.core import __version__
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.layers import (
@@ -30,6 +32,9 @@ def apply() -> None:
         log.warning("untested megatron-core %s; tested: %s", __version__, TESTED)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # moe_utils.py:1192 reads a name that a failed import left undefined
+    # filesystem_async.py:55 starts a helper process for one answer: it imports the entry module again, takes
+    # seconds, and outlives a rank that is killed. We save synchronously, so the answer stays in this process.
+    filesystem_async._results_queue = queue.Queue()
     DistributedOptimizer._set_main_param_and_optimizer_states = _set_states
 
 

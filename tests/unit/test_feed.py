@@ -1,0 +1,126 @@
+"""What the learner's rank 0 decides from the run folder, and how ranks share a verdict."""
+
+import time
+
+import pytest
+
+from hpc_swe.errors import CorruptRecord, DeadlineError
+from hpc_swe.records import BatchManifest, CoordinatorState, StatusReport, WeightVersion
+from hpc_swe.roles.learner import feed as feeding
+from hpc_swe.roles.learner.accord import lead, together
+from hpc_swe.roles.learner.feed import Feed, Order
+from hpc_swe.roles.learner.publish import take_incarnation
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import atomic, folders
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.make()
+    return run
+
+
+def publish(run, step):
+    manifest = BatchManifest(
+        writer="c", files={}, step=step, groups=[], closed=[], after=CoordinatorState(), stats={}
+    )
+    folders.publish(run.batch(step), lambda stage: manifest)
+
+
+def beat(run, number):
+    report = StatusReport(
+        beat=number,
+        roles=[],
+        spools={},
+        waits_for="an engine",
+        step=0,
+        newest=WeightVersion(),
+        recent={},
+        errors=[],
+    )
+    atomic.put(run.status, report)
+
+
+def test_the_next_batch_is_trained_and_no_other(run):
+    publish(run, 3)
+    assert Feed(run, 60, 0.01).look(3).manifest.step == 3
+
+
+def test_orders_come_before_batches_and_stop_before_drain(run):
+    publish(run, 0)
+    feed = Feed(run, 60, 0.01)
+    run.drain.touch()
+    assert feed.look(0).order is Order.DRAIN
+    run.stop.touch()
+    assert feed.look(0).order is Order.STOP
+
+
+def test_a_signal_drains(run):
+    publish(run, 0)
+    assert Feed(run, 60, 0.01, lambda: True).look(0).order is Order.DRAIN
+
+
+def test_a_pulse_ends_the_look_so_that_other_ranks_hear(run, monkeypatch):
+    monkeypatch.setattr(feeding, "PULSE_S", 0.05)
+    assert Feed(run, 60, 0.01).look(0).order is Order.WAIT
+
+
+def test_the_deadline_names_what_is_awaited_and_what_the_coordinator_waits_for(run, monkeypatch):
+    monkeypatch.setattr(feeding, "PULSE_S", 0.01)
+    feed = Feed(run, 0.05, 0.01)
+    beat(run, 1)
+    assert feed.look(7).order is Order.WAIT
+    beat(run, 2)
+    time.sleep(0.05)
+    with pytest.raises(DeadlineError, match=r"no .*step_000007 .*waits for: an engine"):
+        feed.look(7)
+
+
+def test_a_silent_coordinator_is_waited_for_aloud(run, monkeypatch, caplog):
+    monkeypatch.setattr(feeding, "PULSE_S", 0.02)
+    feed = Feed(run, 0.01, 0.01)
+    for _ in range(5):
+        assert feed.look(0).order is Order.WAIT
+    assert "coordinator is silent" in caplog.text
+
+
+def test_a_corrupt_manifest_is_an_error(run):
+    publish(run, 0)
+    (run.batch(0) / folders.NAME).write_bytes(b"{")
+    with pytest.raises(CorruptRecord):
+        Feed(run, 60, 0.01).look(0)
+
+
+class Alone:
+    """One rank that is told what the others said."""
+
+    def __init__(self, rank, *heard):
+        self.rank, self.size, self.data_rank, self.heard = rank, 2, rank, heard
+
+    def broadcast(self, value):
+        return self.heard[0] if self.heard else value
+
+    def gather(self, value):
+        return [value, *self.heard]
+
+
+def test_what_rank_0_cannot_do_fails_on_every_rank():
+    def fail():
+        raise CorruptRecord("x")
+
+    with pytest.raises(CorruptRecord):
+        lead(Alone(0), fail)
+    with pytest.raises(CorruptRecord):
+        lead(Alone(1, (None, CorruptRecord("x"))), lambda: pytest.fail("rank 1 acted"))
+    assert lead(Alone(1, ("answer", None)), fail) == "answer"
+
+
+def test_one_rank_that_fails_fails_all():
+    assert together(Alone(0, None), lambda: 5) == 5
+    with pytest.raises(CorruptRecord):
+        together(Alone(0, CorruptRecord("rank 1")), lambda: 5)
+
+
+def test_an_incarnation_is_never_taken_twice(run):
+    assert [take_incarnation(run) for _ in range(3)] == [1, 2, 3]
