@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -95,11 +96,25 @@ class _Folder:
             except subprocess.TimeoutExpired:
                 timed_out, code = True, 137
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                _end_all(self._folder)
                 process.wait()
             text = collected(output.fileno(), self._output_bytes)
         return CommandResult(exit_code=code if code >= 0 else 128 - code, output=text, timed_out=timed_out)
+
+
+def _end_all(folder: Path) -> None:
+    """End what a sandbox started, daemons of their own session too: the environment names the folder."""
+    mark = f"HOME={folder}\0".encode()
+    for _ in range(100):
+        found = False
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it ended meanwhile, or is another user's
+                if mark in (entry / "environ").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    found = True
+        if not found:
+            return
+        time.sleep(0.01)
 
 
 @cache
