@@ -20,7 +20,7 @@ ONE = [[[0, 1], [2, 3]]]
 HALVES = [[[0, 1]], [[2, 3]]]
 FP32 = {"dtype": "float32"}
 TENSOR = FP32 | {"tensor_parallel": 2}
-OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.01, "clip_grad": 0.05}
+OPTIMIZER = {"lr": 1e-3, "weight_decay": 1.0, "clip_grad": 0.05}
 LOSS = {"kl_coefficient": 0.05}
 
 # name -> (ranks, model, policy, packing, optimizer's differences)

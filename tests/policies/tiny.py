@@ -113,11 +113,11 @@ def sampler_ratio_with_kl(logp: Tensor, sampler: Tensor, advantages: Tensor, ref
 
 
 def reference_steps(folder: Path, sequences: list[MicroBatch], steps: int, clip: float) -> Steps:
-    """AdamW on transformers: lr 1e-3, decay 0.01 on matrices only, betas 0.9 and 0.95."""
+    """AdamW on transformers: lr 1e-3, decay 1 on matrices only, betas 0.9 and 0.95."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     frozen = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.01},
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 1.0},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
