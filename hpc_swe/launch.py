@@ -95,18 +95,21 @@ def wait(run: RunDir, config: RunConfig, timeout_s: float, each: Callable[[], No
         DeadlineError: It takes longer than `timeout_s`, or a role cannot be kept alive; the run is ended.
     """
     deadline = time.monotonic() + timeout_s
-    while not run.finished.exists() or alive(run, config):
-        stuck = reconcile.tick(run, config).stuck
-        if stuck or time.monotonic() > deadline:
-            stop(run, config, now=True)
-            why = (
-                f"{', '.join(stuck)} cannot be kept alive"
-                if stuck
-                else f"not finished after {timeout_s:.0f} s"
-            )
-            raise DeadlineError(f"{run.root}: {why}; see its logs/ and `python -m hpc_swe.status`")
-        each()
-        time.sleep(0.5)
+    try:
+        while not run.finished.exists() or alive(run, config):
+            stuck = reconcile.tick(run, config).stuck
+            if stuck or time.monotonic() > deadline:
+                why = (
+                    f"{', '.join(stuck)} cannot be kept alive"
+                    if stuck
+                    else f"not finished after {timeout_s:.0f} s"
+                )
+                raise DeadlineError(f"{run.root}: {why}; see its logs/ and `python -m hpc_swe.status`")
+            each()
+            time.sleep(0.5)
+    except BaseException:
+        stop(run, config, now=True)
+        raise
 
 
 def _preflight(config: RunConfig) -> None:

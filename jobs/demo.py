@@ -73,7 +73,14 @@ class Demo:
         ]
         words = [word for word in more if "=" in word]
         config = configuration.read(
-            *files, overrides=[f"seed={self.seed}", f'model="{model.absolute()}"', *words, *self.overrides]
+            *files,
+            overrides=[
+                f"seed={self.seed}",
+                f'model="{model.absolute()}"',
+                "executor.foreground=true",
+                *words,
+                *self.overrides,
+            ],
         )
         if not run.finished.exists():
             launch.start(run, config)
@@ -197,6 +204,9 @@ def main() -> None:
     except HpcSweError as error:
         console.print(f"error: {error}")
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        console.print("stopped; the same command goes on from here")
+        sys.exit(130)
 
 
 if __name__ == "__main__":

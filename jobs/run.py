@@ -1,4 +1,4 @@
-"""python -m jobs.run ROLE RUN: keeps the processes of one job alive.
+"""python -m jobs.run ROLE RUN [--while PID:START]: keeps the processes of one job alive.
 
 Exit ends the process, not the job: a child that dies is started again, with back-off, at most
 `max_restarts` times without a quiet spell. The learner's ranks on this node are one gang: when one
@@ -21,6 +21,7 @@ from types import FrameType
 from hpc_swe import launch
 from hpc_swe.config import RunConfig
 from hpc_swe.errors import HpcSweError
+from hpc_swe.plugins.executors.submitit import start_time
 from hpc_swe.rundir import RunDir
 
 PR_SET_PDEATHSIG = 1
@@ -35,8 +36,9 @@ log = logging.getLogger(__name__)
 class Gang:
     """The processes of one role on this node: `size` times the same command."""
 
-    def __init__(self, command: Sequence[str], size: int) -> None:
-        self._command, self._size = command, size
+    def __init__(self, command: Sequence[str], size: int, bound_to: str = "") -> None:
+        """`bound_to` names a process, as pid:start time, with which the gang ends; empty is none."""
+        self._command, self._size, self._bound_to = command, size, bound_to
         self._children: list[subprocess.Popen[bytes]] = []
         self.stopping = False
 
@@ -62,6 +64,10 @@ class Gang:
             if failed or all(code == 0 for code in codes):
                 self._end()
                 return failed[0] if failed else 0
+            if self._is_abandoned() and not self.stopping:
+                self.forward(signal.SIGTERM, None)
+                self._end()
+                return 0
             time.sleep(0.1)
 
     def forward(self, number: int, _: FrameType | None) -> None:
@@ -69,6 +75,10 @@ class Gang:
         self.stopping = True
         for child in self._children:
             child.send_signal(number)
+
+    def _is_abandoned(self) -> bool:
+        pid, _, started = self._bound_to.partition(":")
+        return bool(pid) and start_time(int(pid)) != started
 
     def _end(self) -> None:
         for child in self._children:
@@ -110,12 +120,13 @@ def main(arguments: Sequence[str]) -> int:
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     role, run = arguments[0], RunDir(Path(arguments[1]))
+    bound_to = arguments[3] if len(arguments) == 4 else ""
     try:
         config = launch.load(run)
     except HpcSweError as error:
         log.error("%s", error)
         return error.exit_code
-    gang = Gang([sys.executable, "-m", f"jobs.{role}", str(run.root)], size(role, config))
+    gang = Gang([sys.executable, "-m", f"jobs.{role}", str(run.root)], size(role, config), bound_to)
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, gang.forward)
     return keep(gang, run, config.max_restarts)

@@ -33,17 +33,20 @@ class Submitit(Plugin, frozen=True, kw_only=True):
 
     cluster: Literal["local"] = "local"
     timeout_min: int = 60 * 24
+    foreground: bool = False
+    """Jobs end with the process that submitted them, by whatever signal that ends."""
 
     def submit(self, run: RunDir, role: Role, command: Sequence[str]) -> str:
-        """Start one job that outlives this process."""
+        """Start one job; unless in the foreground it outlives this process."""
         import submitit
 
         folder = run.logs(role)
         folder.mkdir(parents=True, exist_ok=True)
         executor = submitit.LocalExecutor(folder=folder)
         executor.update_parameters(timeout_min=self.timeout_min, stderr_to_stdout=True)
-        job = executor.submit(subprocess.check_call, list(command))
-        started = _started(int(job.job_id))
+        bound = ["--while", f"{os.getpid()}:{start_time(os.getpid())}"] if self.foreground else []
+        job = executor.submit(subprocess.check_call, [*command, *bound])
+        started = start_time(int(job.job_id))
         if started is None:
             raise ConfigError(f"job {job.job_id} of {role} ended at once; see {folder}")
         record = JobRecord(role=role, job=job.job_id, started=started, submitted=time.time())
@@ -53,7 +56,7 @@ class Submitit(Plugin, frozen=True, kw_only=True):
     def jobs(self, run: RunDir) -> list[Job]:
         """All submissions; one lives while its process does."""
         records = [record for path in sorted(run.launches.glob("*/*.json")) if (record := _read(path))]
-        return [Job(r.role, r.job, r.submitted, _started(int(r.job)) == r.started) for r in records]
+        return [Job(r.role, r.job, r.submitted, start_time(int(r.job)) == r.started) for r in records]
 
     def cancel(self, run: RunDir, job: str) -> None:
         """Kill the job's process tree, children first, so that nothing starts again."""
@@ -68,7 +71,8 @@ def _read(path: Path) -> JobRecord | None:
         return None
 
 
-def _started(pid: int) -> str | None:
+def start_time(pid: int) -> str | None:
+    """When a process started, in clock ticks; None when there is none. A pid alone may come back."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,0 +1,171 @@
+"""Starting, keeping and ending runs: what a person at the shell sees."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_swe import config as configuration
+from hpc_swe import launch, reconcile
+from hpc_swe.errors import ConfigError, StaleRun, StorageError
+from hpc_swe.plugins.executors.base import Job
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import tasks
+
+ROOT = Path(__file__).parents[2]
+NOBODY = [f"counts.{role}=0" for role in ("coordinator", "inference", "learner", "rollout", "reward")]
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def read(model):
+    def config(*overrides):
+        words = [
+            f"model={model}",
+            'sandbox={type="process"}',
+            "tasks.train=3",
+            "tasks.eval=2",
+            *NOBODY,
+            *overrides,
+        ]
+        return configuration.read(ROOT / "configs/demo.toml", overrides=words)
+
+    return config
+
+
+def command(*words, **env):
+    line = [sys.executable, "-m", "hpc_swe.launch", *map(str, words)]
+    return subprocess.run(
+        line, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **env}, timeout=60
+    )
+
+
+def test_start_makes_a_whole_run_that_is_private(tmp_path, read):
+    os.umask(0o077)
+    run = RunDir(tmp_path / "runs" / "one")
+    launch.start(run, read())
+    assert launch.load(run) == read()
+    assert {split: len(found) for split, found in tasks.read(run.tasks).items()} == {"train": 3, "eval": 2}
+    assert [oct(path.stat().st_mode & 0o77) for path in (run.root, run.token, run.config)] == ["0o0"] * 3
+
+
+def test_start_again_goes_on_but_refuses_what_would_change_the_training(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    launch.start(run, read())
+    token = run.token.read_bytes()
+    launch.start(run, read("steps=99"))
+    assert launch.load(run).steps == 99
+    assert run.token.read_bytes() == token
+    with pytest.raises(ConfigError, match=r"groups.group_size: 8 -> 4.*launch tick.*--run"):
+        launch.start(run, read("groups.group_size=4"))
+
+
+def test_killed_start_leaves_no_half_run_and_can_be_repeated(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    launch.start(run, read())
+    run.config.unlink()  # what a start that died before its last write leaves
+    with pytest.raises(ConfigError, match="no run here"):
+        launch.load(run)
+    launch.start(run, read())
+    assert launch.load(run) == read()
+
+
+def test_missing_model_is_one_error_that_names_key_and_folder(tmp_path, read):
+    with pytest.raises(ConfigError, match=r"model = '/nowhere/model': no config.json there"):
+        launch.start(RunDir(tmp_path / "run"), read("model=/nowhere/model"))
+
+
+def test_machine_without_apptainer_is_one_error_with_the_way_out(tmp_path, read):
+    config = read('sandbox={type="apptainer", executable="no-such-apptainer"}')
+    with pytest.raises(ConfigError, match=r"no-such-apptainer.*install Apptainer.*process"):
+        launch.start(RunDir(tmp_path / "run"), config)
+
+
+def test_misspelt_key_on_the_command_line_is_one_line_and_exit_code_2(tmp_path):
+    done = command("start", "configs/demo.toml", "groups.grup_size=4", "--run", tmp_path / "run")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "grup_size" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_folder_that_cannot_be_made_names_itself_and_the_option(tmp_path, read):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match=r"file/run.*--run"):
+        launch.start(RunDir(tmp_path / "file" / "run"), read())
+
+
+def test_run_of_another_protocol_names_the_commit_that_reads_it(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    launch.start(run, read())
+    manifest = json.loads(run.manifest.read_text())
+    run.manifest.write_text(json.dumps({**manifest, "protocol": 99, "commit": "abc123"}))
+    with pytest.raises(StaleRun, match=r"protocol 99.*abc123"):
+        launch.load(run)
+
+
+def test_tick_submits_the_difference_and_nothing_under_an_order(tmp_path, read):
+    run, config = RunDir(tmp_path / "run"), read("counts.reward=1")
+    try:
+        assert launch.start(run, config).submit == ["reward"]
+        assert reconcile.tick(run, config).submit == []
+        launch.stop(run, config, now=True)
+        assert launch.alive(run, config) == []
+        assert reconcile.tick(run, config).submit == []
+    finally:
+        launch.stop(run, config, now=True)
+
+
+def test_foreground_jobs_end_with_the_launcher_whatever_kills_it(tmp_path, model):
+    words = [f"model={model}", 'sandbox={type="process"}', "tasks.train=3", "tasks.eval=2", *NOBODY]
+    line = ["start", "configs/demo.toml", *words, "counts.reward=1", "executor.foreground=true"]
+    run = RunDir(tmp_path / "run")
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "hpc_swe.launch", *line, "--run", str(run.root), "--wait", "60"], cwd=ROOT
+    )
+    wait_until(lambda: run.config.exists() and any(run.nodes.iterdir()))
+    config = launch.load(run)
+    assert launch.alive(run, config)
+    launcher.kill()
+    launcher.wait()
+    wait_until(lambda: not launch.alive(run, config))
+
+
+JOB = Job("rollout", "1", 0.0, is_alive=True)
+
+
+@pytest.mark.parametrize(
+    ("alive", "ended", "submit", "stuck"),
+    [
+        (0, [], 2, False),
+        (1, [], 1, False),
+        (2, [], 0, False),
+        (3, [], 0, False),
+        (1, [990.0] * 5, 1, False),
+        (1, [990.0] * 6, 0, True),
+        (2, [990.0] * 9, 0, False),
+        (0, [100.0] * 9, 2, False),
+    ],
+)
+def test_plan_is_desired_less_alive_and_gives_up_on_what_keeps_ending(alive, ended, submit, stuck):
+    jobs = [JOB] * alive + [Job("rollout", "0", submitted, is_alive=False) for submitted in ended]
+    plan = reconcile.plan({"rollout": 2}, jobs, now=1000.0)
+    assert (plan.submit, plan.stuck) == (["rollout"] * submit, ["rollout"] * stuck)
+
+
+def wait_until(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
