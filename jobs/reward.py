@@ -1,7 +1,7 @@
 """python -m jobs.reward RUN: one reward worker."""
 
 from hpc_swe.config import RunConfig
-from hpc_swe.roles.reward.worker import Means, Worker
+from hpc_swe.roles.reward.worker import Means, worker
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import tasks
 from jobs import entry
@@ -16,7 +16,7 @@ def work(run: RunDir, config: RunConfig) -> None:
         config=config.reward,
     )
     with entry.lease(run, config, "reward") as lease:
-        Worker(run, lease, means).work()
+        worker(run, lease, means).work()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from hpc_swe.conversation import TokenBuilder
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.episode import Means
 from hpc_swe.roles.rollout.sampler import Sampler
-from hpc_swe.roles.rollout.worker import Worker
+from hpc_swe.roles.rollout.worker import worker
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import tasks
 from jobs import entry
@@ -27,7 +27,7 @@ def work(run: RunDir, config: RunConfig) -> None:
         config=table,
     )
     with entry.lease(run, config, "rollout") as lease:
-        Worker(run, lease, means).work()
+        worker(run, lease, means).work()
 
 
 if __name__ == "__main__":

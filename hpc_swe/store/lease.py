@@ -73,6 +73,11 @@ class Lease:
             self._node = msgspec.structs.replace(self._node, beat=self._node.beat + 1, **changes)
             atomic.put(self._run.node(self.owner), self._node, durable=False)
 
+    def note(self, **changes: object) -> None:
+        """Change what the next beat says."""
+        with self._lock:
+            self._node = msgspec.structs.replace(self._node, **changes)
+
     def _run_beats(self) -> None:
         while not self._closed.wait(self._beat_s):
             try:
@@ -125,7 +130,7 @@ class Watcher:
     def is_abandoned(self, owner: str, claim: str) -> bool:
         """Whether two looks running found a live owner not to name a claim that lies under its name.
 
-        Looks, not beats: a busy owner beats at every change, and may be about to name what it just took.
+        Looks, not beats: an owner may beat at a change too, and may be about to name what it just took.
         Ask at every look; a claim that was not asked for at the look before counts as new.
         """
         sighting = self._seen.get(owner)

@@ -31,11 +31,12 @@ from hpc_swe.records import (
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.episode import Means
 from hpc_swe.roles.rollout.sampler import Sampler
-from hpc_swe.roles.rollout.worker import Worker
+from hpc_swe.roles.rollout.worker import worker
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
 from hpc_swe.store.lease import Lease
 from hpc_swe.store.spool import Spool
+from hpc_swe.store.worker import Worker
 
 V1 = WeightVersion(step=1)
 TASK = Task(
@@ -100,8 +101,8 @@ class Company:
             state: sorted(atomic.names(self.run.requests / state)) for state in ("ready", "claimed", "dead")
         }
 
-    def worker(self, lease: Lease, hung_s: float = 60.0) -> Worker:
-        return Worker(self.run, lease, self.means, hung_s)
+    def worker(self, lease: Lease, hung_s: float = 60.0) -> Worker[RolloutRequest, Episode]:
+        return worker(self.run, lease, self.means, hung_s)
 
     def lease(self) -> Lease:
         return Lease(self.run, "rollout", "test", 0.2)
@@ -112,7 +113,7 @@ class Company:
             worker = self.worker(lease)
             self.finish(worker)
 
-    def finish(self, worker: Worker) -> None:
+    def finish(self, worker: Worker[RolloutRequest, Episode]) -> None:
         def order() -> None:
             until = time.monotonic() + 20
             while any(self.shown()[s] for s in ("ready", "claimed")) and time.monotonic() < until:
@@ -127,7 +128,7 @@ class Company:
             thread.join()
 
     @contextmanager
-    def working(self, hung_s: float = 60.0) -> Iterator[Worker]:
+    def working(self, hung_s: float = 60.0) -> Iterator[Worker[RolloutRequest, Episode]]:
         """A worker in a thread, told to stop at the end."""
         with self.lease() as lease:
             worker = self.worker(lease, hung_s)

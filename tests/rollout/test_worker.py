@@ -21,8 +21,9 @@ from hpc_swe.errors import AgentError, EngineError, SandboxError
 from hpc_swe.plugins.agents.base import ContextFull
 from hpc_swe.plugins.sandboxes.base import Sandbox
 from hpc_swe.plugins.sandboxes.process import Process
-from hpc_swe.records import Episode, ExitStatus, Message, Node, Task, float_array, id_array
+from hpc_swe.records import Episode, ExitStatus, Message, Node, RolloutRequest, Task, float_array, id_array
 from hpc_swe.store import atomic
+from hpc_swe.store.spool import Address, Spool
 
 NAME = "train-000000-00"
 ASK = [Message(role="user", content="x")]
@@ -78,8 +79,8 @@ def test_a_claim_is_named_by_the_lease_while_it_is_held(tmp_path: Path) -> None:
     seen: list[Node] = []
 
     def look(sandbox: Sandbox, chat: object) -> ExitStatus:
-        time.sleep(0.3)
-        seen.extend(atomic.get(path, Node) for path in (tmp_path / "run" / "nodes").iterdir())
+        time.sleep(0.6)  # a beat or two
+        seen.extend(atomic.get(path, Node) for path in (tmp_path / "run" / "nodes").glob("*.json"))
         return ExitStatus.SUBMITTED
 
     one(tmp_path, Doing(look))
@@ -359,13 +360,14 @@ def test_two_workers_do_every_request_once(made: Company) -> None:
 def test_an_idle_worker_lists_no_more_than_it_must(made: Company) -> None:
     rounds: list[float] = []
 
-    class Counting(type(made.worker(made.lease()))):  # type: ignore[misc]
-        def _claim(self) -> None:
+    class Counting(Spool[RolloutRequest]):
+        def addresses(self, state: str) -> list[Address]:
             rounds.append(time.monotonic())
-            super()._claim()
+            return super().addresses(state)
 
     with made.lease() as lease:
-        worker = Counting(made.run, lease, made.means)
+        worker = made.worker(lease)
+        worker.source = Counting(made.run.requests, RolloutRequest)
         thread = threading.Thread(target=worker.work)
         thread.start()
         time.sleep(1.5)

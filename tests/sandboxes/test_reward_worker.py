@@ -15,7 +15,7 @@ from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Episode, RolloutRequest, Sampling, Score, ScoredEpisode, Task, Timing
-from hpc_swe.roles.reward.worker import Means, Worker
+from hpc_swe.roles.reward.worker import Means, worker
 from hpc_swe.rundir import RunDir
 from hpc_swe.store.lease import Lease
 from hpc_swe.store.spool import Spool
@@ -69,12 +69,12 @@ def scores(run: RunDir) -> dict[int, Score]:
 def work(run: RunDir, task: Task, until: Callable[[], bool], order: str = "DRAIN", slots: int = 2) -> None:
     config = RewardConfig(slots=slots, poll_s=0.05)
     with Lease(run, "reward", "test", 1.0) as lease:
-        worker = Worker(run, lease, Means({"t": task}, Process(), Judge(), config))
+        grader = worker(run, lease, Means({"t": task}, Process(), Judge(), config))
         failures: list[BaseException] = []
 
         def body() -> None:
             try:
-                worker.work()
+                grader.work()
             except KeyError as error:
                 failures.append(error)
 
@@ -162,12 +162,12 @@ task = Task(task_id="t", taskset="", prompt="", image="", workdir="/", tests=Tes
     command="", fail_to_pass=[], timeout_s=1.0))
 run = RunDir(Path({str(run.root)!r}))
 with Lease(run, "reward", "test", 1.0) as lease:
-    Worker(run, lease, Means({{"t": task}}, Process(), Judge(), RewardConfig())).work()
+    worker(run, lease, Means({{"t": task}}, Process(), Judge(), RewardConfig())).work()
 """
     put(run, episode(0, "sleep 30"))
-    worker = subprocess.Popen([sys.executable, "-c", program])
+    process = subprocess.Popen([sys.executable, "-c", program])
     while not states(run)["claimed"]:
         time.sleep(0.05)
-    worker.send_signal(signal.SIGTERM)
-    assert worker.wait(10) == 0
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 0
     assert states(run) == {"ready": 1, "claimed": 0, "dead": 0}

@@ -1,0 +1,181 @@
+"""The claim loop of every worker: messages of one spool become messages of the next.
+
+Consumes `source`; produces `results`. Waits for a message to be ready, which the role before makes so. One
+thread claims and looks for orders, one listing a round for the whole process; what is claimed is worked on
+in a thread of its own.
+"""
+
+import contextlib
+import logging
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+from types import FrameType
+from typing import Generic, TypeVar
+
+from hpc_swe.errors import StorageError
+from hpc_swe.records import Record
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import atomic
+from hpc_swe.store.lease import Lease
+from hpc_swe.store.spool import Claim, Spool
+
+M = TypeVar("M", bound=Record)
+R = TypeVar("R", bound=Record)
+FIRST_PAUSE_S = 0.05
+MOST_TROUBLE_S = 300.0
+
+log = logging.getLogger(__name__)
+
+
+class Work(Generic[R]):
+    """What is done about one message."""
+
+    def run(self) -> R:
+        """In its own thread; an exception ends the process, and the claim counts as lost."""
+        raise NotImplementedError
+
+    def overdue(self) -> R | None:
+        """What to publish when `run` hangs; None while it may still end."""
+        return None
+
+    def stop(self) -> None:
+        """The message goes back; `run` shall trouble nobody any more."""
+
+
+@dataclass
+class _Held(Generic[M, R]):
+    """Whoever settles it first decides what becomes of the claim."""
+
+    claim: Claim[M]
+    work: Work[R]
+    thread: threading.Thread = field(init=False)
+    crash: Exception | None = None
+    is_over: bool = False
+    """Nothing more is to come of it; the thread of one that was overdue may go on."""
+    _unsettled: threading.Lock = field(default_factory=threading.Lock)
+
+    def settle(self) -> bool:
+        """True for the first caller."""
+        return self._unsettled.acquire(blocking=False)
+
+
+@dataclass
+class Worker(Generic[M, R]):
+    """One process, `slots` messages at once."""
+
+    run: RunDir
+    lease: Lease
+    source: Spool[M]
+    results: Spool[R]
+    begin: Callable[[M], Work[R]]
+    slots: int
+    poll_s: float
+    closing_s: float = 0.0
+    """What threads get to clean up in when the process must end."""
+    _active: list[_Held[M, R]] = field(default_factory=list, init=False)
+    _wake: threading.Event = field(default_factory=threading.Event, init=False)
+    _told: bool = field(default=False, init=False)
+    _trouble: StorageError | None = field(default=None, init=False)
+    _trouble_s: float = field(default=1.0, init=False)
+    _pause_s: float = field(default=FIRST_PAUSE_S, init=False)
+
+    def work(self) -> None:
+        """Until STOP, a signal, the run's end, or after DRAIN until what is at work has ended."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+                signal.signal(number, self._tell)
+        try:
+            self.lease.show(state="ready", slots=self.slots)
+            while self._round():
+                self._wake.wait(random.uniform(0.5, 1.5) * self._pause_s)
+                self._wake.clear()
+        finally:
+            self._give_back()
+
+    def _tell(self, _number: int, _frame: FrameType | None) -> None:
+        self._told = True
+        self._wake.set()
+
+    def _round(self) -> bool:
+        """Look at orders and work, claim what fits; False when all is over."""
+        self._reap()
+        try:
+            orders = atomic.names(self.run.control)
+            drains = "DRAIN" in orders
+            if self._told or {"STOP", "FINISHED"} & {*orders} or (drains and not self._active):
+                return False
+            if not drains and self._trouble is None:
+                self._claim()
+            claims = [held.claim.name for held in self._active]
+            self.lease.note(claims=claims, state="draining" if drains else "ready")
+        except StorageError as error:
+            self._trouble = error
+        self._rest()
+        return True
+
+    def _reap(self) -> None:
+        """Forget what has ended, raise what broke, give up what hangs."""
+        for held in list(self._active):
+            if not held.is_over and (result := held.work.overdue()) is not None:
+                self._publish(held, result)
+                held.is_over = True
+            if held.is_over:
+                self._active.remove(held)
+            if held.crash is not None:
+                raise held.crash
+
+    def _claim(self) -> None:
+        before = len(self._active)
+        for claim in islice(self.source.claims(self.lease.owner), self.slots - before):
+            log.info("claimed %s", claim.name)
+            held = _Held(claim, self.begin(claim.message))
+            held.thread = threading.Thread(target=self._play, args=(held,), name=claim.name, daemon=True)
+            self._active.append(held)
+            held.thread.start()
+        found = len(self._active) > before
+        self._pause_s = FIRST_PAUSE_S if found else min(2 * self._pause_s, self.poll_s)
+
+    def _play(self, held: _Held[M, R]) -> None:
+        try:
+            self._publish(held, held.work.run())
+        except Exception as error:  # noqa: BLE001 - the main thread raises it
+            held.crash = error
+        held.is_over = True
+        self._wake.set()
+
+    def _publish(self, held: _Held[M, R], result: R) -> None:
+        """The result first, then the claim: dying between the two makes a duplicate, never a loss."""
+        if not held.settle():
+            return
+        try:
+            self.results.put(held.claim.name, result)
+            held.claim.finish()
+        except StorageError as error:
+            self._trouble = error
+            with contextlib.suppress(StorageError):  # its lease gives it back later
+                held.claim.give_back()
+
+    def _rest(self) -> None:
+        """After a refusal of the file system, wait up to five minutes before trying again."""
+        if self._trouble is None:
+            self._trouble_s = 1.0
+            return
+        log.warning("storage refuses, waiting %g s: %s", self._trouble_s, self._trouble)
+        self._pause_s, self._trouble = self._trouble_s, None
+        self._trouble_s = min(2 * self._trouble_s, MOST_TROUBLE_S)
+
+    def _give_back(self) -> None:
+        """Put unfinished claims back, which counts against nobody, and let their threads clean up."""
+        for held in self._active:
+            if held.settle():
+                held.work.stop()
+                with contextlib.suppress(StorageError):
+                    held.claim.give_back()
+        until = time.monotonic() + self.closing_s
+        for held in self._active:
+            held.thread.join(max(0.0, until - time.monotonic()))
