@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpc_swe.config import RunConfig
-from hpc_swe.errors import StorageError
+from hpc_swe.errors import HpcSweError, StorageError
 from hpc_swe.metrics import Log
 from hpc_swe.roles.learner.feed import Feed
 from hpc_swe.roles.learner.loop import Plan, Tell, learn
@@ -32,7 +32,11 @@ def work(run: RunDir, config: RunConfig) -> None:
         learner = config.policy.build(Path(config.model), table.optimizer, reference)
         plan = Plan(config.steps, table.export_every, table.checkpoint_every, writer)
         feed = Feed(run, table.batch_wait_s, table.poll_s, interrupted.is_set)
-        learn(run, learner, objective, plan, feed, tell)
+        try:
+            learn(run, learner, objective, plan, feed, tell)
+        except (HpcSweError, FloatingPointError):
+            learner.close()  # all ranks raised it, so none waits; threads left running could abort the exit
+            raise
         learner.close()
 
 

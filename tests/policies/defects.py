@@ -36,6 +36,7 @@ def main() -> None:
     tensors = {"param": linear.detach().flatten(), "exp_avg": linear.detach().flatten()}
     with torch.no_grad():
         found["step not loaded"] = _raises(KeyError, lambda: original(inner, linear, tensors))
+    learner.close()
     print("FOUND", json.dumps(found))
 
 

@@ -32,16 +32,19 @@ def start(size: int, script: str, *arguments: str) -> list[subprocess.Popen[str]
         port = probe.getsockname()[1]
     children = []
     for rank in range(size):
-        env = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-            "PYTHONPATH": str(ROOT),
-        }
+        env = (
+            {"TORCHDYNAMO_DISABLE": "1"}
+            | os.environ
+            | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+            }
+        )
         command = [sys.executable, str(HERE / script), *arguments]
         children.append(
             subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -71,7 +71,7 @@ def make_sequences(model: PreTrainedModel, seed: int = 7) -> list[MicroBatch]:
         mask = (rng.random(length) < 0.6).astype(np.uint8)
         mask[0] = 0
         with torch.no_grad():
-            known = score(model, torch.from_numpy(tokens)).numpy()
+            known = score(model, torch.from_numpy(tokens)).cpu().numpy()
         noisy = (known + 0.3 * rng.standard_normal(length)) * mask
         sequences.append(
             MicroBatch(
@@ -88,6 +88,7 @@ def make_sequences(model: PreTrainedModel, seed: int = 7) -> list[MicroBatch]:
 
 def score(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Log-probability of each token given those before; 0 for the first."""
+    tokens = tokens.to(model.device)
     logits = model(tokens[None]).logits[0, :-1].float()
     chosen = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
     return torch.cat((chosen.new_zeros(1), chosen))
@@ -112,10 +113,12 @@ def sampler_ratio_with_kl(logp: Tensor, sampler: Tensor, advantages: Tensor, ref
     return -surrogate + 0.05 * ratio * (torch.exp(difference) - difference - 1)
 
 
-def reference_steps(folder: Path, sequences: list[MicroBatch], steps: int, clip: float) -> Steps:
+def reference_steps(
+    folder: Path, sequences: list[MicroBatch], steps: int, clip: float, device: str = "cpu"
+) -> Steps:
     """AdamW on transformers: lr 1e-3, decay 1 on matrices only, betas 0.9 and 0.95."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    frozen = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    frozen = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 1.0},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
@@ -137,7 +140,7 @@ def reference_steps(folder: Path, sequences: list[MicroBatch], steps: int, clip:
 def _backward(model: PreTrainedModel, frozen: PreTrainedModel, sequence: MicroBatch) -> float:
     tokens = torch.from_numpy(id_array(sequence.token_ids).astype(np.int64))
     sampler, advantages, weights = (
-        torch.from_numpy(float_array(data).copy())
+        torch.from_numpy(float_array(data).copy()).to(model.device)
         for data in (sequence.logprobs, sequence.advantages, sequence.weights)
     )
     with torch.no_grad():

@@ -11,10 +11,11 @@ from pathlib import Path
 def main() -> None:
     from megatron.core import parallel_state
 
-    for case in json.loads(Path(sys.argv[1]).read_text()):
-        learner = _run(case)
-        parallel_state.destroy_model_parallel()  # and join again only once: cases share the process group
-    learner.ranks.gather(None)
+    *cases, last = json.loads(Path(sys.argv[1]).read_text())
+    for case in cases:
+        _run(case)
+        parallel_state.destroy_model_parallel()  # cases share the process group
+    _run(last).close()
 
 
 def _run(case: dict):

@@ -5,7 +5,8 @@ parallel   joins the process group; ranks and groups
 compat     defects of megatron-core, mended
 cpu        what differs without CUDA
 stopwatch  seconds by part
-spec       the model: norms, attention, experts, log-probabilities in place of logits
+spec       the model: norms, attention, log-probabilities in place of logits
+experts    its mixture-of-experts layers
 logprobs   fused output layer and log-probability
 packing    a microbatch as tensors
 convert    Hugging Face tensors <-> Megatron shards

@@ -69,7 +69,7 @@ def gather(part: Tensor, layout: Layout, owner: int, group: dist.ProcessGroup) -
 
 
 def _to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def _layout(name: str, shape: ModelShape) -> Layout:

@@ -22,12 +22,13 @@ class TorchRanks:
     """This process among those that train together."""
 
     def __init__(self, tensor_size: int) -> None:
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size % tensor_size:
+            raise ConfigError(
+                f"[policy] tensor_parallel = {tensor_size} does not divide the learner's {size} processes"
+            )
         _join()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        if self.size % tensor_size:
-            raise ConfigError(
-                f"[policy] tensor_parallel = {tensor_size} does not divide the {self.size} learner processes"
-            )
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_size)
         # Dropout is 0 and weights come from files, so no CUDA random state is needed: the no-op tracker.
         torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""The model: Megatron's decoder with our own norms, attention, experts and head.
+"""The model: Megatron's decoder with our own norms, attention and head.
 
 Megatron's own modules for these need Transformer Engine, or refuse packed sequences. Ours are plain
 torch and the same on CPU and CUDA. The model answers with log-probabilities, never with logits.
@@ -8,10 +8,8 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -23,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from hpc_swe.plugins.policies._megatron import compat
+from hpc_swe.plugins.policies._megatron.experts import Experts
 from hpc_swe.plugins.policies._megatron.hf import ModelShape
 from hpc_swe.plugins.policies._megatron.logprobs import linear_logprobs
 from hpc_swe.plugins.policies._megatron.packing import Packing, rotate
@@ -72,59 +71,6 @@ class Attention(MegatronModule):  # type: ignore[misc]
             output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
             outputs.append(output[0].transpose(0, 1))
         return torch.cat(outputs).flatten(1)
-
-
-class Experts(MegatronModule):  # type: ignore[misc]
-    """All experts of this rank in two grouped products; each expert is split like a dense MLP."""
-
-    def __init__(
-        self,
-        num_local_experts: int,
-        config: TransformerConfig,
-        pg_collection: ProcessGroupCollection,
-        **_: object,
-    ) -> None:
-        super().__init__(config=config)
-        self._groups = pg_collection
-        width, inner = config.hidden_size, config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
-        self.gate_up = self._weight(num_local_experts, 2, inner, width)
-        self.down = self._weight(num_local_experts, width, inner)
-
-    def _weight(self, *shape: int) -> torch.nn.Parameter:
-        weight = torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype))
-        # The gradient norm and the data-parallel reduction read these marks.
-        weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 2, 1
-        weight.allreduce = self.config.expert_model_parallel_size == 1
-        return weight
-
-    def forward(self, tokens: Tensor, counts: Tensor, probabilities: Tensor) -> tuple[Tensor, None]:
-        """[routed, width], tokens per expert, [routed] -> [routed, width], a part of a sum over ranks."""
-        ends = counts.to(tokens.device).cumsum(0, dtype=torch.int32)
-        both = F.grouped_mm(tokens, self.gate_up.flatten(1, 2).transpose(1, 2), offs=ends)
-        gate, up = both.chunk(2, dim=-1)
-        inner = (F.silu(gate) * up * probabilities[:, None]).to(tokens.dtype)
-        return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends), None
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, object] | None = None,
-    ) -> dict[str, ShardedTensor]:
-        """Split over experts, and inside each over tensor-parallel ranks."""
-        groups, depth = self._groups, len(sharded_offsets)
-        return {
-            prefix + name: ShardedTensor.from_rank_offsets(
-                prefix + name,
-                weight,
-                *sharded_offsets,
-                (depth, groups.ep.rank(), groups.ep.size()),
-                (depth + 2, groups.expt_tp.rank(), groups.expt_tp.size()),
-                replica_id=(0, 0, groups.expt_dp.rank()),
-                prepend_axis_num=depth,
-            )
-            for name, weight in (("gate_up", self.gate_up), ("down", self.down))
-        }
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
