@@ -98,7 +98,7 @@ def _xml(text: str, at: int, tools: str) -> tuple[ToolCall, int]:
         position = parameter.end()
     if body[position:].strip():
         raise _Malformed(f"expected <parameter=KEY> ... </parameter> in the call of {name!r}")
-    return ToolCall(name=name, arguments=json.dumps(values, ensure_ascii=False)), function.end()
+    return ToolCall(name=name, arguments=json.dumps(values)), function.end()
 
 
 def _types(name: str, tools: str) -> dict[str, object]:
@@ -112,5 +112,5 @@ def _typed(value: str, kind: object) -> object:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value

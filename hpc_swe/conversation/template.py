@@ -139,7 +139,7 @@ class ChatTemplate:
                 add_generation_prompt=generate,
                 hpc_swe_slots=slots,
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise AgentError(f"the chat template refuses the messages: {error}") from error
         parts = _SLOT.split(text)
         numbers = [int(number) for number in parts[1::2]]
@@ -172,7 +172,7 @@ def _call_for_template(call: ToolCall, slots: _Slots) -> dict[str, object]:
     name = slots.hide(call.name)
     try:
         arguments = json.loads(call.arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = call.arguments
     return {"type": "function", "function": {"name": name, "arguments": slots.hide_all(arguments)}}
 

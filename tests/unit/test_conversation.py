@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -253,6 +254,15 @@ def test_xml_arguments_get_the_type_of_the_tool(builders: dict[str, TokenBuilder
     text = f"<tool_call><function=view>{body}</function></tool_call>"
     reply = builder.reply(builder.tokens.encode(text), tools=TOOLS)
     assert json.loads(reply.tool_calls[0].arguments) == {"path": "12", "line": 12}
+
+
+@pytest.mark.parametrize("value", ["[" * 100_000, '"\\ud800"'], ids=["nested", "surrogate"])
+def test_no_argument_breaks_the_reader_or_the_record(builders: dict[str, TokenBuilder], value: str) -> None:
+    """What ended the worker instead of the episode would be a way out of a bad reward."""
+    text = f"<tool_call><function=view><parameter=line>{value}</parameter></function></tool_call>"
+    reply = builders["xml"].reply(builders["xml"].tokens.encode(text), tools=TOOLS)
+    assert json.loads(reply.tool_calls[0].arguments).keys() == {"line"}
+    assert msgspec.msgpack.encode(reply.tool_calls)
 
 
 BROKEN = {

@@ -96,5 +96,5 @@ def _digest(message: Message) -> bytes:
 def _canonical(call: ToolCall) -> object:
     try:
         return json.dumps(json.loads(call.arguments), sort_keys=True)
-    except ValueError:
+    except (ValueError, RecursionError):
         return call.arguments
