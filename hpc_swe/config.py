@@ -279,11 +279,10 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
 
 
 def _complaints(config: RunConfig) -> list[str]:
-    plain = config.sampling.is_plain and config.sampling.temperature == 1
     groups, learner, lease = config.groups, config.learner, config.lease
     rules = [
         (
-            config.mode == "grpo" and not plain,
+            config.mode == "grpo" and not config.sampling.is_plain,
             "[sampling] training samples the plain distribution: temperature = 1, top_p = 1, top_k = 0, "
             "min_p = 0; put other settings under [eval.decodings]",
         ),

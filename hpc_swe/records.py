@@ -97,7 +97,7 @@ class Sampling(Record, frozen=True, kw_only=True):
     @property
     def is_plain(self) -> bool:
         """Whether the recorded log-probabilities are those of the distribution sampled from."""
-        return self.temperature > 0 and self.top_p == 1 and self.top_k == 0 and self.min_p == 0
+        return (self.temperature, self.top_p, self.top_k, self.min_p) == (1, 1, 0, 0)
 
 
 class WeightVersion(Record, frozen=True, kw_only=True, order=True):
@@ -163,6 +163,11 @@ class VersionSpan(Record, frozen=True, kw_only=True):
     end: int
     oldest: WeightVersion
     newest: WeightVersion
+
+    @property
+    def fewest_steps(self) -> int:
+        """What staleness counts from: a learner that resumed is newer with fewer steps."""
+        return min(self.oldest.step, self.newest.step)
 
 
 class Turn(Record, frozen=True, kw_only=True):

@@ -186,7 +186,7 @@ def test_a_tool_cannot_end_a_turn(run: RunDir, builder: TokenBuilder) -> None:
 # Rule 1: the recorder owns the sampling settings.
 
 
-@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.0}])
+@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.7}])
 def test_training_refuses_settings_that_the_logprobs_do_not_show(
     run: RunDir, builder: TokenBuilder, setting: dict[str, float]
 ) -> None:
@@ -196,7 +196,8 @@ def test_training_refuses_settings_that_the_logprobs_do_not_show(
 
 
 def test_turns_say_what_they_were_sampled_with(run: RunDir, builder: TokenBuilder) -> None:
-    on = stage(run, builder, sampling=Sampling(max_tokens=100, temperature=0.7), context=120, min_tokens=1)
+    hot = Sampling(max_tokens=100, temperature=0.7)
+    on = stage(run, builder, sampling=hot, split="eval", context=120, min_tokens=1)
     on.recorder(START)
     turn = on.recorder.close("")[0]
     assert turn.sampling == on.engine.calls[0].sampling

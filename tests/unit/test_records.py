@@ -93,7 +93,7 @@ def test_names_sort_evaluation_first_and_then_by_age(keys):
 
 @pytest.mark.parametrize(
     ("changes", "is_plain"),
-    [({}, True), ({"temperature": 0.7}, True), ({"temperature": 0.0}, False), ({"top_p": 0.9}, False)]
+    [({}, True), ({"temperature": 0.7}, False), ({"temperature": 0.0}, False), ({"top_p": 0.9}, False)]
     + [({"top_k": 20}, False), ({"min_p": 0.05}, False), ({"max_tokens": 8}, True)],
 )
 def test_only_untruncated_sampling_is_trained_on(changes, is_plain):

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from made_episodes import array, episode, trained_ids, turn
 
 from hpc_swe import records
+from hpc_swe.records import VersionSpan, WeightVersion
 from hpc_swe.roles.coordinator.samples import cut, flaw, leaf_chains, trained_turns
 
 
@@ -75,6 +76,16 @@ def test_stale_tokens_are_masked_one_by_one():
     assert array(sample.logprobs).tolist() == [0, 0, 0, 0, -0.5]
     assert records.id_array(sample.versions).tolist() == [-1, -1, -1, -1, 5]
     assert (made.tokens, made.stale, made.staleness.tolist()) == (1, 2, [4, 4, 1])
+
+
+def test_tokens_of_two_incarnations_are_as_old_as_the_one_with_fewer_steps():
+    """A learner that died at step 7 and resumed at 4 serves newer weights of fewer steps."""
+    before, after = WeightVersion(incarnation=1, step=7), WeightVersion(incarnation=2, step=4)
+    span = VersionSpan(start=0, end=2, oldest=before, newest=after)
+    made = cut_all([msgspec.structs.replace(turn(None, [1], [10, 11]), spans=[span])], step=8)
+    (sample,) = made.samples
+    assert records.id_array(sample.versions).tolist() == [-1, 4, 4]
+    assert made.staleness.tolist() == [4, 4]
 
 
 @st.composite

@@ -152,4 +152,4 @@ def worked(scored: ScoredEpisode) -> float:
 
 def dispatch_step(episode: Episode) -> int:
     """Step of the weights that sampled the first token; 0 when none was sampled."""
-    return min((span.oldest.step for turn in episode.turns[:1] for span in turn.spans[:1]), default=0)
+    return min((span.fewest_steps for turn in episode.turns[:1] for span in turn.spans[:1]), default=0)

@@ -130,7 +130,7 @@ def _lay(
         versions.append(np.full(blank, -1, np.int32))
         if index in trained:
             logprobs.append(records.float_array(turn.logprobs))
-            versions += [np.full(span.end - span.start, span.oldest.step, np.int32) for span in turn.spans]
+            versions += [np.full(span.end - span.start, span.fewest_steps, np.int32) for span in turn.spans]
     return np.concatenate(ids), np.concatenate(logprobs), np.concatenate(versions)
 
 

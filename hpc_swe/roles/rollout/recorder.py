@@ -48,7 +48,7 @@ class Recorder:
         """
         if request.split == "train" and not request.sampling.is_plain:
             raise ConfigError(
-                f"[sampling] {request.sampling}: training needs top_p 1, top_k 0, min_p 0, temperature > 0"
+                f"[sampling] {request.sampling}: training needs temperature 1, top_p 1, top_k 0, min_p 0"
             )
         self._builder, self._sampler, self._config = builder, sampler, config
         self._sampling = request.sampling
