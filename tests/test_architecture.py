@@ -161,13 +161,13 @@ def test_every_configuration_loads(path):
 
 
 def paths_of_a_run() -> set[str]:
-    """What RunDir's properties and methods give for the examples, relative to the run."""
+    """What RunDir's attributes and methods give for the examples, relative to the run."""
     run = RunDir(Path("run"))
     found = {f"batches/step_000012/{run.rank_file(0)}"}
     for attribute, member in inspect.getmembers(RunDir):
         if attribute.startswith("_") or attribute in ("make", "rank_file", "root", "spool"):
             continue
-        if isinstance(member, property):
+        if isinstance(member, Path):
             path = getattr(run, attribute)
         else:
             arguments = list(inspect.signature(member).parameters)[1:]
