@@ -11,7 +11,7 @@ from hpc_swe.plugins.graders.pytest import Pytest
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.plugins.sandboxes.process import Process
-from hpc_swe.plugins.tools._difference import difference
+from hpc_swe.plugins.submission import difference
 from hpc_swe.records import Score, Task
 
 IMAGES = Path(__file__).parents[2] / ".cache" / "images"

@@ -16,8 +16,8 @@ from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.graders._sealed import seal
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandboxes
+from hpc_swe.plugins.submission import BadSubmission, apply
 from hpc_swe.plugins.tools import _pytest
-from hpc_swe.plugins.tools._difference import BadSubmission, apply
 from hpc_swe.records import Score, Task
 
 _RUNNER = Path(__file__).with_name("_runner.py")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hpc_swe.config import RolloutConfig
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import AgentError, EngineError, SandboxError
-from hpc_swe.plugins.agents import submission
+from hpc_swe.plugins import submission
 from hpc_swe.plugins.agents.base import Agent, ContextFull, Result
 from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
 from hpc_swe.records import Episode, ExitStatus, RolloutRequest, Task, Timing

@@ -1,4 +1,4 @@
-"""Differences between a task's files and what an agent left of them.
+"""What an agent hands in: the difference between its task's files and what it left of them.
 
 Made and applied on the host from whole contents, so nothing in the sandbox has a say in it. The text is a
 unified diff that people and git can read; `apply` demands that it fits exactly.
@@ -8,10 +8,14 @@ import difflib
 import re
 from typing import NoReturn
 
+from hpc_swe.plugins.sandboxes.base import Sandbox
 from hpc_swe.records import Task
 
 MOST_LINES = 10_000
 """Beyond this a file is replaced as a whole: comparing is quadratic, and the policy chooses the input."""
+MOST_BYTES = 1_000_000
+IGNORED = {"__pycache__", ".git", ".pytest_cache"}
+PATCH = ".git/hpc_swe.patch"
 ABSENT = "/dev/null"
 NO_NEWLINE = "\\ No newline at end of file\n"
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@\n")
@@ -19,6 +23,36 @@ _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@\n")
 
 class BadSubmission(ValueError):
     """The text is not a difference that fits the task's files."""
+
+
+def take(task: Task, sandbox: Sandbox) -> str:
+    """The agent's changes; empty when there are none, or when they are too large to hand in.
+
+    Raises:
+        SandboxError: The host failed.
+    """
+    try:
+        text = _from_git(task, sandbox) if task.base_commit else _from_files(task, sandbox)
+    except OSError:
+        return ""
+    return text if len(text.encode()) <= MOST_BYTES else ""
+
+
+def _from_git(task: Task, sandbox: Sandbox) -> str:
+    sandbox.run(f"git add -A && git diff --cached --binary {task.base_commit} > {PATCH}", timeout_s=120)
+    return sandbox.read(PATCH).decode(errors="replace")
+
+
+def _from_files(task: Task, sandbox: Sandbox) -> str:
+    present = {path for path in sandbox.paths() if path.isprintable() and not IGNORED & set(path.split("/"))}
+    text = ""
+    for path in sorted(present | task.files.keys()):
+        try:
+            new = sandbox.read(path).decode() if path in present else None
+        except (OSError, UnicodeDecodeError):
+            continue  # not text, or too large: no part of the work
+        text += difference(path, task.files.get(path), new)
+    return text
 
 
 def apply(task: Task, submission: str) -> dict[str, str]:
