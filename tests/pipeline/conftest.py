@@ -19,6 +19,8 @@ SMALL = [
     "tasks.eval=6",
     "groups.group_size=4",
     "groups.groups_per_step=4",
+    "groups.resample=true",  # every batch has signal, or nothing would be shown of its training
+    "advantage.scale_by_std=false",
     "rollout.slots=8",
     "lease.beat_s=0.5",
     "lease.ttl_s=4.0",
@@ -56,12 +58,12 @@ def warm_model(small_run, tmp_path_factory):
     model = tmp_path_factory.mktemp("model") / "model"
     subprocess.run([sys.executable, "-m", "jobs.make_model", "--out", model, "--seed", "3"], check=True)
     steps = [
-        "steps=160",
-        "learner.export_every=160",
-        "learner.checkpoint_every=160",
+        "steps=300",
+        "learner.export_every=300",
+        "learner.checkpoint_every=300",
         "groups.max_staleness=159",
     ]
-    run = small_run("sft", "demo_sft", f"model={model}", *steps, "learner.optimizer.decay_steps=160")
+    run = small_run("sft", "demo_sft", f"model={model}", *steps, "learner.optimizer.decay_steps=300")
     version = weights.newest(run)
     assert version is not None
     return run.weight(version)

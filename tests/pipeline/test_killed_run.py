@@ -140,6 +140,7 @@ def test_advantages_are_rewards_less_their_groups_mean(batches, episodes):
             for a in float_array(micro.advantages)[micro.mask_array == 1]
         }
         assert found <= wanted
+        assert max(found) > 0
 
 
 def test_fresh_tokens_have_the_learners_own_log_probabilities(killed):
