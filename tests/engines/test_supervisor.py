@@ -167,6 +167,24 @@ def test_a_killed_engine_is_started_again(start: Start, run: RunDir, model: Path
     assert again.owner == first.owner
 
 
+def test_an_engine_that_dies_while_loading_does_not_condemn_the_version(
+    start: Start, run: RunDir, model: Path, tmp_path: Path
+) -> None:
+    process = start()
+    await_node(run, is_serving(version(0)))
+    engines = [pid for pid in processes(str(tmp_path)) if pid != process.pid]
+    elsewhere = publish(make_run(tmp_path / "elsewhere"), model, version(1), probe=PROBE)
+    (elsewhere / "model.safetensors").rename(elsewhere / "whole")
+    os.mkfifo(elsewhere / "model.safetensors")  # whoever reads it waits
+    folder = elsewhere.rename(run.weight(version(1)))
+    await_node(run, lambda node: node.state == "updating")
+    time.sleep(0.2)
+    for pid in engines:
+        os.kill(pid, signal.SIGKILL)
+    (folder / "whole").rename(folder / "model.safetensors")
+    await_node(run, is_serving(version(1)))
+
+
 def test_a_killed_supervisor_leaves_no_engine(start: Start, run: RunDir, tmp_path: Path) -> None:
     process = start()
     await_node(run, is_serving(version(0)))

@@ -145,6 +145,8 @@ class Supervisor:
         except FileNotFoundError:
             log.warning("%s is gone; the next look takes the newest", newest.name)
         except (EngineError, CorruptRecord) as error:
+            if not self.engine.is_healthy(url):  # it died, and says nothing about the version
+                raise EngineError(f"the engine died while {newest.name} was loaded: {error}") from error
             self._refused.add(newest)
             log.error("refused %s, serving %s: %s", newest.name, self._version.name, error)
         else:
