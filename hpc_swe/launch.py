@@ -34,7 +34,6 @@ def start(run: RunDir, config: RunConfig) -> Plan:
 
     Raises:
         ConfigError: The run exists with another configuration, or this machine cannot run it.
-        StorageError: The file system refuses.
     """
     _preflight(config)
     if run.config.exists():
@@ -92,11 +91,12 @@ def wait(run: RunDir, config: RunConfig, timeout_s: float, each: Callable[[], No
     """Tick, and call `each`, until the run has finished and its processes are gone.
 
     Raises:
+        HpcSweError: It was ordered to end before it had finished.
         DeadlineError: It takes longer than `timeout_s`, or a role cannot be kept alive; the run is ended.
     """
     deadline = time.monotonic() + timeout_s
     try:
-        while not run.finished.exists() or alive(run, config):
+        while not atomic.names(run.control) or alive(run, config):
             stuck = reconcile.tick(run, config).stuck
             if stuck or time.monotonic() > deadline:
                 why = (
@@ -110,6 +110,8 @@ def wait(run: RunDir, config: RunConfig, timeout_s: float, each: Callable[[], No
     except BaseException:
         stop(run, config, now=True)
         raise
+    if not run.finished.exists():
+        raise HpcSweError(f"{run.root}: ordered to end before it had finished; `launch start` goes on with it")
 
 
 def _preflight(config: RunConfig) -> None:

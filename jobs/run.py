@@ -100,19 +100,20 @@ def size(role: str, config: RunConfig) -> int:
 
 def keep(gang: Gang, run: RunDir, max_restarts: int) -> int:
     """Start the gang again until it is done, told to stop, at fault or out of restarts; the exit code."""
-    restarts = 0
-    while True:
+    restarts = code = 0
+    while not gang.stopping:  # a signal may also come between two starts
         began = time.monotonic()
         gang.start()
         code = gang.wait()
         if code == 0 or code in MISTAKES or gang.stopping or run.stop.exists() or run.finished.exists():
-            return max(code, 0)
+            break
         restarts = 0 if time.monotonic() - began > QUIET_S else restarts + 1
         if restarts > max_restarts:
             log.error("gave up after %d restarts; last exit code %d", max_restarts, code)
             return 1
         log.warning("exit code %d; start again, %d of %d", code, restarts, max_restarts)
         time.sleep(min(2.0 ** (restarts - 1), 60.0))
+    return max(code, 0)
 
 
 def main(arguments: Sequence[str]) -> int:

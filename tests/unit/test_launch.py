@@ -11,7 +11,7 @@ import pytest
 
 from hpc_swe import config as configuration
 from hpc_swe import launch, reconcile
-from hpc_swe.errors import ConfigError, StaleRun, StorageError
+from hpc_swe.errors import ConfigError, HpcSweError, StaleRun, StorageError
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import tasks
@@ -123,6 +123,19 @@ def test_tick_submits_the_difference_and_nothing_under_an_order(tmp_path, read):
         launch.stop(run, config, now=True)
         assert launch.alive(run, config) == []
         assert reconcile.tick(run, config).submit == []
+    finally:
+        launch.stop(run, config, now=True)
+
+
+def test_waiting_for_a_run_that_is_ordered_to_end_ends_with_it(tmp_path, read):
+    run, config = RunDir(tmp_path / "run"), read("counts.reward=1")
+    try:
+        launch.start(run, config)
+        wait_until(lambda: any(run.nodes.iterdir()))
+        launch.stop(run, config, now=False)
+        with pytest.raises(HpcSweError, match="ordered to end"):
+            launch.wait(run, config, timeout_s=30)
+        assert not run.stop.exists()
     finally:
         launch.stop(run, config, now=True)
 

@@ -93,6 +93,18 @@ def test_signal_of_the_scheduler_reaches_the_children_and_nothing_starts_again(t
     assert result == [1]
 
 
+def test_signal_between_two_starts_is_not_lost(tmp_path, run):
+    tally = tmp_path / "tally"
+    gang = Gang(python(COUNT + "sys.exit(1)", tally), 1)
+    thread = threading.Thread(target=lambda: keep(gang, run, max_restarts=3))
+    thread.start()
+    wait_until(lambda: tally.exists() and tally.read_text())
+    time.sleep(0.5)  # it has ended; the next start is due after a second
+    gang.forward(signal.SIGTERM, None)
+    thread.join(10)
+    assert (thread.is_alive(), tally.read_text()) == (False, "x")
+
+
 def test_children_of_a_killed_keeper_die_with_it(tmp_path):
     pid_file = tmp_path / "pid"
     child = python(
