@@ -111,7 +111,7 @@ def wait(run: RunDir, config: RunConfig, timeout_s: float, each: Callable[[], No
         stop(run, config, now=True)
         raise
     if not run.finished.exists():
-        raise HpcSweError(f"{run.root}: ordered to end before it had finished; `launch start` goes on with it")
+        raise HpcSweError(f"{run.root}: ordered to end before it had finished; `launch start` goes on")
 
 
 def _preflight(config: RunConfig) -> None:
