@@ -27,7 +27,6 @@ from hpc_swe.records import Role, Sampling
 Positive = Annotated[int, Meta(gt=0)]
 Natural = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
-Share = Annotated[float, Meta(ge=0, le=1)]
 FAMILIES: dict[Any, str] = {
     Advantage: "advantages",
     Agent: "agents",

@@ -45,11 +45,7 @@ def readable(value: object, key: str = "") -> object:
 
 
 def show(path: Path) -> bytes:
-    """A record as JSON text; its type follows from the folder it lies in.
-
-    Raises:
-        CorruptRecord: The file does not hold what its folder should.
-    """
+    """A record as JSON text; its type follows from the folder it lies in."""
     if path.suffix == ".json":
         return path.read_bytes()
     kind = next((KINDS[part] for part in reversed(path.absolute().parts) if part in KINDS), None)

@@ -29,20 +29,12 @@ class Estimate:
 
 
 def solve_rate(outcomes: Outcomes, seed: int = 0) -> Estimate:
-    """Mean over tasks of each task's mean. Source: Efron and Tibshirani 1993, chapter 13.
-
-    Raises:
-        ValueError: There is no task.
-    """
+    """Mean over tasks of each task's mean. Source: Efron and Tibshirani 1993, chapter 13."""
     return _bootstrap(np.array([np.mean(outcomes[task]) for task in sorted(outcomes)]), seed)
 
 
 def gain(before: Outcomes, after: Outcomes, seed: int = 0) -> Estimate:
-    """Mean difference after - before, paired by task.
-
-    Raises:
-        ValueError: The two do not cover the same tasks.
-    """
+    """Mean difference after - before, paired by task."""
     if before.keys() != after.keys():
         raise ValueError(f"different tasks: {sorted(before.keys() ^ after.keys())[:5]} ...")
     return _bootstrap(

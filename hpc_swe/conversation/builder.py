@@ -70,19 +70,11 @@ class TokenBuilder:
             ) from error
 
     def start(self, messages: Sequence[Message], tools: str = "") -> list[int]:
-        """The first prompt of a chain.
-
-        Raises:
-            AgentError: The template refuses the messages.
-        """
+        """The first prompt of a chain."""
         return self.tokens.encode_parts(self._template.render(messages, tools, generate=True).flagged)
 
     def extend(self, last_id: int, messages: Sequence[Message], tools: str = "") -> list[int]:
-        """What follows a completion that ended in `last_id`: its end of turn if cut, then the messages.
-
-        Raises:
-            AgentError: The template refuses the messages.
-        """
+        """What follows a completion that ended in `last_id`: its end of turn if cut, then the messages."""
         ids = self.tokens.encode_parts(self._after(_BASE, messages, tools).flagged)
         return ids[1:] if last_id == self.end_id else ids
 
@@ -131,11 +123,7 @@ class TokenBuilder:
         return Rendering(parts, said.slots)
 
     def _check(self) -> None:
-        """Prove on a small conversation that appending is right.
-
-        Raises:
-            ConfigError: It is not; says in what.
-        """
+        """Prove on a small conversation that appending is right."""
         for new in (_NEW[:1], _NEW[:2], _NEW, _NEW[2:]):
             for tools in ("", _TOOLS):
                 short, long = (self._after(_BASE * times, new, tools) for times in (1, 2))

@@ -96,11 +96,7 @@ class Rendering:
         return "".join(self.parts)
 
     def cut(self, slot: int) -> "tuple[Rendering, Rendering]":
-        """What stands before and after a slot.
-
-        Raises:
-            ConfigError: The template left the text out, or wrote it twice.
-        """
+        """What stands before and after a slot."""
         if self.slots.count(slot) != 1:
             raise ConfigError(f"it renders one message {self.slots.count(slot)} times")
         at = self.slots.index(slot)
@@ -125,11 +121,7 @@ class ChatTemplate:
         self._arguments = special | dict(arguments)
 
     def render(self, messages: Sequence[Message], tools: str, generate: bool) -> Rendering:
-        """The messages as the template writes them; `tools` is the JSON list of an OpenAI request, or empty.
-
-        Raises:
-            AgentError: The template refuses these messages.
-        """
+        """The messages as the template writes them; `tools` is an OpenAI request's JSON list, or empty."""
         slots = _Slots()
         try:
             text = self._template.render(

@@ -12,16 +12,11 @@ plugin file is cheap; what is heavy is imported in the method that needs it.
 
 import importlib
 import pkgutil
-import re
 from typing import Any
 
 from msgspec import Struct, ValidationError, convert
 
 from hpc_swe.errors import ConfigError
-
-
-def _snake(name: str) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 class Plugin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -26,11 +26,7 @@ class BadSubmission(ValueError):
 
 
 def take(task: Task, sandbox: Sandbox) -> str:
-    """The agent's changes; empty when there are none, or when they are too large to hand in.
-
-    Raises:
-        SandboxError: The host failed.
-    """
+    """The agent's changes; empty when there are none, or when they are too large to hand in."""
     try:
         text = _from_git(task, sandbox) if task.base_commit else _from_files(task, sandbox)
     except OSError:

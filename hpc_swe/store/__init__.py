@@ -1,1 +1,1 @@
-"""How things are put on the shared file system, and nothing of what they mean."""
+"""How things are put on the shared file system, not what they mean; all of it may raise StorageError."""

@@ -112,7 +112,6 @@ def get(path: Path, kind: type[R]) -> R:
     Raises:
         FileNotFoundError: Nothing was published there.
         CorruptRecord: What lies there is no such record.
-        StorageError: The file system refuses.
     """
     try:
         with storage(path):

@@ -22,11 +22,7 @@ NAME = "MANIFEST.json"
 
 
 def staging(final: Path) -> Path:
-    """Make the dot-named folder that will become `final`.
-
-    Raises:
-        StorageError: The file system refuses.
-    """
+    """Make the dot-named folder that will become `final`."""
     folder = atomic.temporary(final, "tmp-")
     with atomic.storage(folder):
         folder.mkdir(parents=True)
@@ -38,7 +34,6 @@ def commit(stage: Path, final: Path, manifest: Manifest) -> None:
 
     Raises:
         LostRace: `final` exists: somebody published first.
-        StorageError: The file system refuses.
     """
     try:
         with atomic.storage(final):
@@ -64,33 +59,20 @@ def publish(final: Path, fill: Callable[[Path], Manifest]) -> None:
 
 
 def describe(path: Path) -> FileInfo:
-    """Size and checksum of a file just written.
-
-    Raises:
-        StorageError: The file system refuses.
-    """
+    """Size and checksum of a file just written."""
     with atomic.storage(path), path.open("rb") as file:
         return FileInfo(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def write(stage: Path, name: str, data: bytes) -> FileInfo:
-    """Write one file into a stage.
-
-    Raises:
-        StorageError: The file system refuses.
-    """
+    """Write one file into a stage."""
     with atomic.storage(stage / name):
         (stage / name).write_bytes(data)
     return FileInfo(size=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 def manifest(folder: Path, kind: type[M]) -> M:
-    """The manifest of a published folder.
-
-    Raises:
-        FileNotFoundError: Nothing is published there.
-        CorruptRecord: The manifest does not decode.
-    """
+    """The manifest of a published folder."""
     return atomic.get(folder / NAME, kind)
 
 
@@ -121,11 +103,7 @@ def read(folder: Path, name: str, listed: Manifest) -> bytes:
 
 
 def remove(folder: Path) -> None:
-    """Delete a published folder: out of sight first, so that no reader finds half of it.
-
-    Raises:
-        StorageError: The file system refuses; the folder stands as before.
-    """
+    """Delete a published folder: out of sight first, so that no reader finds half of it."""
     trash = atomic.temporary(folder, "trash-")
     try:
         with atomic.storage(folder):

@@ -98,11 +98,7 @@ class Spool(Generic[R]):
         self._record = record
 
     def put(self, name: str, message: R) -> None:
-        """Publish a message under its identity. Putting the same twice is harmless: the last one wins.
-
-        Raises:
-            StorageError: The file system refuses; nothing was published.
-        """
+        """Publish a message under its identity. Putting the same twice is harmless: the last one wins."""
         atomic.put(self.root / "ready" / Address(name, 0).ready, message)
 
     def addresses(self, state: str) -> list[Address]:

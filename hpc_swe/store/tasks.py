@@ -13,11 +13,7 @@ SPLITS: tuple[Split, ...] = ("train", "eval")
 
 
 def write(path: Path, tasks: dict[Split, Sequence[Task]]) -> None:
-    """Publish the tasks; columns for people, and the record whole.
-
-    Raises:
-        StorageError: The file system refuses.
-    """
+    """Publish the tasks; columns for people, and the record whole."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -38,11 +34,7 @@ def write(path: Path, tasks: dict[Split, Sequence[Task]]) -> None:
 
 
 def read(path: Path) -> dict[Split, list[Task]]:
-    """Inverse of `write`.
-
-    Raises:
-        CorruptRecord: The file is no such table.
-    """
+    """Inverse of `write`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -10,4 +10,3 @@ class Advantage(Protocol):
 
     def __call__(self, rewards: Sequence[float]) -> list[float]:
         """One advantage per episode of a group, in the group's order; all 0 when there is no signal."""
-        ...

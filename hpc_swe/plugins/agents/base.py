@@ -34,7 +34,6 @@ class Chat(Protocol):
             ContextFull: No room is left.
             EngineError: No engine answered in time.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -58,4 +57,3 @@ class Agent(Protocol):
             SandboxError: The host failed.
             EngineError: No engine answered in time.
         """
-        ...

@@ -31,15 +31,12 @@ class Engine(Protocol):
         Raises:
             ConfigError: The program or the folder is missing.
         """
-        ...
 
     def environment(self, token: str) -> dict[str, str]:
         """All variables of the server's process. The token goes here, never into argv."""
-        ...
 
     def is_healthy(self, url: str) -> bool:
         """Whether the engine can answer now."""
-        ...
 
     def adopt(self, url: str, token: str, version: WeightVersion, probe: ProbeScore | None) -> None:
         """Check the weights that an engine came up with, and have it stamp tokens with their version.
@@ -47,7 +44,6 @@ class Engine(Protocol):
         Raises:
             EngineError: No answer, or the probe's log-probabilities are not the learner's.
         """
-        ...
 
     def reload(self, url: str, token: str, folder: Path, manifest: WeightManifest) -> None:
         """Swap in a published version; on any error the old weights go on serving, or the engine ends.
@@ -55,7 +51,6 @@ class Engine(Protocol):
         Raises:
             EngineError: The engine refused; the message names the file or tensor.
         """
-        ...
 
     def generate(
         self, url: str, token: str, prompt: IdArray, sampling: Sampling, timeout_s: float
@@ -65,7 +60,6 @@ class Engine(Protocol):
         Raises:
             EngineError: No answer, or one that cannot be trusted.
         """
-        ...
 
     def score(self, url: str, token: str, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities of tokens 1 .. of a text under the present weights.
@@ -73,4 +67,3 @@ class Engine(Protocol):
         Raises:
             EngineError: No answer, or one that cannot be trusted.
         """
-        ...

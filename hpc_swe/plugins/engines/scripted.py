@@ -1,4 +1,4 @@
-"""Plays recorded replies over vLLM's routes: for tests, and to replay one episode without a model.
+"""Plays written replies over vLLM's routes, for tests.
 
 All but the sampling is the real thing: the client, the token before every route, the pause around an
 update, the stamps. `python -m hpc_swe.plugins.engines.scripted HOST PORT REPLIES` is the server.
@@ -20,22 +20,20 @@ from msgspec import Struct
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.engines.vllm import TOKEN, Vllm
-from hpc_swe.records import Episode, Record, float_array, id_array
+from hpc_swe.records import Record
 
 SCORE = -1.0
 """Log-probability of every token that is scored."""
 
 
 class Reply(Record, frozen=True, kw_only=True):
-    """What to answer.
+    """What to answer; all are given in turn, round and round.
 
     Example: a file of replies is one JSON list
 
         [{"token_ids": [5, 6, 2], "logprobs": [-0.5, -0.25, -1.0], "finish_reason": "stop"}]
     """
 
-    prompt: list[int] | None = None
-    """Answer this prompt, as often as it comes. Replies without one are given in turn, round and round."""
     token_ids: list[int] = []
     logprobs: list[float] = []
     finish_reason: str = "stop"
@@ -54,22 +52,6 @@ class Scripted(Vllm, frozen=True, kw_only=True):
         if not Path(self.replies).is_file():
             raise ConfigError(f"[engine] replies = {self.replies!r}: no such file")
         return [sys.executable, "-m", "hpc_swe.plugins.engines.scripted", host, str(port), self.replies]
-
-
-def replies_of(episode: Episode) -> list[Reply]:
-    """What answers every prompt of an episode as its engine did."""
-    texts: list[list[int]] = []
-    replies = []
-    for turn in episode.turns:
-        prompt = (texts[turn.parent] if turn.parent is not None else []) + id_array(
-            turn.appended_ids
-        ).tolist()
-        ids, logprobs = turn.completion.tolist(), float_array(turn.logprobs).tolist()
-        texts.append(prompt + ids)
-        replies.append(
-            Reply(prompt=prompt, token_ids=ids, logprobs=logprobs, finish_reason=turn.finish_reason)
-        )
-    return replies
 
 
 class _Settings(Struct, frozen=True):
@@ -102,13 +84,12 @@ class _Stage:
         self.token, self.version = token, "default"
         self.running = threading.Event()
         self.running.set()
-        self._known = {tuple(reply.prompt): reply for reply in replies if reply.prompt is not None}
-        self._rest = cycle([reply for reply in replies if reply.prompt is None])
+        self._replies = cycle(replies)
         self._lock = threading.Lock()
 
-    def reply(self, prompt: list[int]) -> Reply:
+    def reply(self) -> Reply:
         with self._lock:
-            return self._known.get(tuple(prompt)) or next(self._rest, Reply(status=404))
+            return next(self._replies, Reply(status=404))
 
     def control(self, path: str, order: _Order) -> None:
         """Raises ValueError for a folder whose files are not as listed."""
@@ -157,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _generate(self, question: _Question) -> None:
         is_score = question.sampling_params.prompt_logprobs is not None
         prompt = question.token_ids
-        reply = Reply(token_ids=[0], logprobs=[SCORE]) if is_score else self._stage.reply(prompt)
+        reply = Reply(token_ids=[0], logprobs=[SCORE]) if is_score else self._stage.reply()
         time.sleep(reply.delay_s)
         self._stage.running.wait()
         ids = reply.token_ids[: question.sampling_params.max_tokens]

@@ -95,11 +95,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     """More arguments of vllm serve."""
 
     def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
-        """Argument vector of `vllm serve`.
-
-        Raises:
-            ConfigError: No vllm, or no model.
-        """
+        """Argument vector of `vllm serve`."""
         if not (model / "config.json").is_file():
             raise ConfigError(f"[engine] model = {str(model)!r}: no config.json there; name a model's folder")
         options = {

@@ -30,12 +30,9 @@ class Executor(Protocol):
         Raises:
             ConfigError: The scheduler refuses; the message is its own.
         """
-        ...
 
     def jobs(self, run: RunDir) -> list[Job]:
         """All submissions of this run."""
-        ...
 
     def cancel(self, run: RunDir, job: str) -> None:
         """End one job at once, with all its processes."""
-        ...

@@ -16,4 +16,3 @@ class Grader(Protocol):
         Raises:
             SandboxError: The host failed; the score is then `infra_error`, made by the worker.
         """
-        ...

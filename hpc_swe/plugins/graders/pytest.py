@@ -37,12 +37,7 @@ class Pytest(Plugin, frozen=True, kw_only=True):
     """Off where tests compare literals with values that are neither built in nor numpy's."""
 
     def grade(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
-        """Judge a submission.
-
-        Raises:
-            SandboxError: The host failed.
-            ConfigError: The task is not one of plain files and a pytest command.
-        """
+        """Judge a submission."""
         if task.base_commit:
             raise ConfigError(f"[grader] pytest judges plain files; {task.task_id} is a repository")
         if not submission.strip():

@@ -31,7 +31,6 @@ class Sandbox(Protocol):
         Raises:
             SandboxError: The host failed, not the command.
         """
-        ...
 
     def python(self, program: str, timeout_s: float) -> CommandResult:
         """Run a Python program in the work directory, isolated as by ``python3 -I``.
@@ -39,7 +38,6 @@ class Sandbox(Protocol):
         Raises:
             SandboxError: The host failed, not the program.
         """
-        ...
 
     def read(self, path: str) -> bytes:
         """Content of a regular file, relative to the work directory. Starts nothing in the sandbox.
@@ -47,7 +45,6 @@ class Sandbox(Protocol):
         Raises:
             OSError: No such regular file, too large, or reached through a link or ``..``.
         """
-        ...
 
     def write(self, path: str, data: bytes) -> None:
         """Put a regular file, making its folders. Starts nothing in the sandbox.
@@ -55,7 +52,6 @@ class Sandbox(Protocol):
         Raises:
             OSError: Disk full, or the path is a folder, or leads through a link or ``..``.
         """
-        ...
 
     def paths(self) -> list[str]:
         """Every regular file below the work directory, sorted; links are not followed.
@@ -63,7 +59,6 @@ class Sandbox(Protocol):
         Raises:
             OSError: More files than a sandbox gives out.
         """
-        ...
 
 
 @runtime_checkable
@@ -72,7 +67,6 @@ class Sandboxes(Protocol):
 
     def check(self) -> None:
         """Raise ConfigError, with the remedy, when this machine cannot open sandboxes."""
-        ...
 
     def open(self, task: Task) -> AbstractContextManager[Sandbox]:
         """A fresh sandbox of the task's image with the task's files in its work directory.
@@ -80,4 +74,3 @@ class Sandboxes(Protocol):
         Raises:
             SandboxError: It did not start.
         """
-        ...

@@ -12,7 +12,6 @@ class Taskset(Protocol):
 
     def load(self, split: Split) -> Iterable[Task]:
         """Tasks of one split; may be endless."""
-        ...
 
 
 @runtime_checkable
@@ -21,4 +20,3 @@ class Demonstrated(Protocol):
 
     def demonstrations(self, seed: int) -> Iterable[list[Message]]:
         """Endless conversations on training tasks."""
-        ...

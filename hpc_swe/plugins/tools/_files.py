@@ -6,11 +6,7 @@ from hpc_swe.records import Task
 
 
 def read_lines(sandbox: Sandbox, task: Task, path: str) -> list[str]:
-    """Lines of a text file, each with its end.
-
-    Raises:
-        ToolError: There is no such text file.
-    """
+    """Lines of a text file, each with its end."""
     try:
         text = sandbox.read(below(task, path)).decode()
     except UnicodeDecodeError:
@@ -23,11 +19,7 @@ def read_lines(sandbox: Sandbox, task: Task, path: str) -> list[str]:
 
 
 def write_lines(sandbox: Sandbox, task: Task, path: str, lines: list[str]) -> None:
-    """Replace a text file.
-
-    Raises:
-        ToolError: The sandbox refuses.
-    """
+    """Replace a text file."""
     try:
         sandbox.write(below(task, path), "".join(lines).encode())
     except UnicodeEncodeError:

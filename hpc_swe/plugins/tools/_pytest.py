@@ -10,11 +10,7 @@ OFF = ["cacheprovider", "debugging", "doctest", "faulthandler", "junitxml", "nos
 
 
 def arguments(task: Task) -> list[str]:
-    """What the task's test command passes to pytest.
-
-    Raises:
-        ConfigError: The command is not a plain call of pytest.
-    """
+    """What the task's test command passes to pytest."""
     words = shlex.split(task.tests.command)
     for opening in (["python", "-m", "pytest"], ["python3", "-m", "pytest"], ["pytest"]):
         if words[: len(opening)] == opening:

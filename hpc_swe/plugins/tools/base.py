@@ -31,7 +31,6 @@ class Tool(Protocol):
             ToolError: The arguments are wrong, or the sandbox refuses.
             SandboxError: The host failed.
         """
-        ...
 
 
 class Schema(msgspec.Struct, frozen=True):

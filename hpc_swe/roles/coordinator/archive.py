@@ -43,11 +43,7 @@ SCHEMA = pa.schema(
 
 
 def publish(path: Path, schema: pa.Schema, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write a parquet table as a cell.
-
-    Raises:
-        StorageError: The file system refuses.
-    """
+    """Write a parquet table as a cell."""
     sink = io.BytesIO()
     table = pa.table({name: [row[name] for row in rows] for name in schema.names}, schema=schema)
     pq.write_table(table, sink, compression="zstd")
@@ -55,21 +51,13 @@ def publish(path: Path, schema: pa.Schema, rows: Sequence[Mapping[str, object]])
 
 
 def write(path: Path, episodes: Sequence[ScoredEpisode], trained: Iterable[int]) -> None:
-    """Publish the table; `trained` are the groups that had a loss.
-
-    Raises:
-        StorageError: The file system refuses.
-    """
+    """Publish the table; `trained` are the groups that had a loss."""
     groups = set(trained)
     publish(path, SCHEMA, [_row(scored, scored.episode.request.group_id in groups) for scored in episodes])
 
 
 def read(path: Path) -> list[ScoredEpisode]:
-    """The very records that `write` was given.
-
-    Raises:
-        CorruptRecord: The file is no such table.
-    """
+    """The very records that `write` was given."""
     try:
         column = pq.read_table(path, columns=["record"])["record"].to_pylist()
         return [msgspec.msgpack.decode(data, type=ScoredEpisode) for data in column]

@@ -117,7 +117,6 @@ def commit(run: RunDir, composition: Composition, batches: list[Batch], stats: d
 
     Raises:
         LostRace: Another coordinator published this step.
-        StorageError: Nothing was published.
     """
     files = {run.rank_file(batch.rank): atomic.encode(Path(run.rank_file(0)), batch) for batch in batches}
 

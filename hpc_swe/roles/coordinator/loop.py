@@ -34,7 +34,6 @@ class Duty(Protocol):
 
     def round(self, world: World) -> Standing:
         """Do what can be done now, without waiting."""
-        ...
 
 
 class Coordinator:

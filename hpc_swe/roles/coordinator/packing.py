@@ -53,11 +53,7 @@ def weigh(tokens: Sequence[int], aggregate: Aggregate, constant_length: int) -> 
 def pack(
     step: int, samples: Sequence[Sample], weights: Sequence[float], budget: int, ranks: int
 ) -> list[Batch]:
-    """One batch per rank with equally many microbatches of at most `budget` tokens.
-
-    Raises:
-        ConfigError: A sample alone is over the budget.
-    """
+    """One batch per rank with equally many microbatches of at most `budget` tokens."""
     lengths = [len(sample) for sample in samples]
     if max(lengths, default=0) > budget:
         raise ConfigError(

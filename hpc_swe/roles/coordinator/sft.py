@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
+import msgspec
 import numpy as np
 
 from hpc_swe import records
@@ -21,6 +22,7 @@ from hpc_swe.records import CoordinatorState, Message, Sample, ScoredEpisode
 from hpc_swe.roles.coordinator import batches, curves
 from hpc_swe.roles.coordinator.batches import Composition
 from hpc_swe.roles.coordinator.dispatch import digest
+from hpc_swe.roles.coordinator.groups import failure
 from hpc_swe.roles.coordinator.housekeeping import Standing, World
 from hpc_swe.roles.coordinator.packing import pack, weigh
 from hpc_swe.roles.coordinator.retention import is_trained
@@ -28,6 +30,8 @@ from hpc_swe.roles.coordinator.samples import Chains, cut
 from hpc_swe.rundir import RunDir
 
 AHEAD = 32
+NUMBERS = ("token_ids", "logprobs", "advantages", "versions")
+"""Arrays of a sample with four bytes a token."""
 
 Encode = Callable[[Sequence[Message]], tuple[Sequence[int], Sequence[int]]]
 """A conversation as token ids and mask: what the recorder would have recorded."""
@@ -52,11 +56,7 @@ class WarmStart:
         self._stream = islice(stream, self.step * course.samples_per_step, None)
 
     def round(self, world: World) -> Standing:
-        """Publish what the learner may soon want.
-
-        Raises:
-            LostRace: Another coordinator published the next batch.
-        """
+        """Publish what the learner may soon want."""
         if self.step in batches.steps(self._run):
             raise LostRace(f"{self._run.batch(self.step)} was published by another coordinator")
         steps = self._course.steps
@@ -94,15 +94,16 @@ def from_conversations(
 
 
 def from_episodes(
-    episodes: Iterable[ScoredEpisode], chains: Chains, least: float, seed: int
+    episodes: Iterable[ScoredEpisode], chains: Chains, least: float, seed: int, limit: int, curves_log: Log
 ) -> Iterator[Sample]:
-    """Rejection sampling: what the policy sampled in episodes of at least this reward, over and over.
-
-    Raises:
-        ConfigError: No episode has the reward.
-    """
-    chosen = [s for s in episodes if s.score.reward is not None and s.score.reward >= least]
-    samples = [sample for s in chosen for sample in cut(s.episode, 1.0, chains, 0, 0).samples]
+    """Rejection sampling: what the policy sampled in episodes of at least this reward, over and over."""
+    chosen = [s for s in episodes if not failure(s) and (s.score.reward or 0.0) >= least]
+    whole = [sample for s in chosen for sample in cut(s.episode, 1.0, chains, 0, 0).samples]
+    shortened = [_shortened(sample, limit) for sample in whole]
+    samples = [sample for sample in shortened if any(sample.mask)]
+    changed = sum(len(short) < len(long) for short, long in zip(shortened, whole, strict=True))
+    dropped = len(whole) - len(samples)
+    curves_log.write(0, {"sft/cut": changed - dropped, "sft/dropped": dropped})
     if not samples:
         raise ConfigError(f"no archived episode has sft.min_reward = {least}; lower it")
     for epoch in count():
@@ -116,6 +117,13 @@ def fitting(mask: np.ndarray[tuple[int], np.dtype[np.integer]], limit: int) -> i
         return len(mask)
     ends = np.flatnonzero(np.diff(mask.astype(np.int8)) == -1) + 1
     return int(max((end for end in ends if end <= limit), default=0))
+
+
+def _shortened(sample: Sample, limit: int) -> Sample:
+    """Cut after its last turn that fits; empty when none does."""
+    end = fitting(sample.mask_array, limit)
+    numbers = {name: getattr(sample, name)[: 4 * end] for name in NUMBERS}
+    return msgspec.structs.replace(sample, mask=sample.mask[:end], **numbers)
 
 
 def _sample(name: str, ids: records.IdArray, mask: records.IdArray) -> Sample:

@@ -10,11 +10,7 @@ T = TypeVar("T")
 
 
 def lead(ranks: Ranks, act: Callable[[], T]) -> T:
-    """Rank 0 acts; every rank gets what it returned, or raises what it raised.
-
-    Raises:
-        HpcSweError: Rank 0's, on every rank.
-    """
+    """Rank 0 acts; every rank gets what it returned, or raises what it raised."""
     answer, error = _try(act) if ranks.rank == 0 else (None, None)
     answer, error = ranks.broadcast((answer, error))
     if error is not None:
@@ -23,11 +19,7 @@ def lead(ranks: Ranks, act: Callable[[], T]) -> T:
 
 
 def together(ranks: Ranks, act: Callable[[], T]) -> T:
-    """Every rank acts and gets its own answer; if any raised, all raise.
-
-    Raises:
-        HpcSweError: The first failed rank's, on every rank.
-    """
+    """Every rank acts and gets its own answer; if any raised, all raise."""
     answer, error = _try(act)
     for failure in ranks.gather(error):
         if failure is not None:

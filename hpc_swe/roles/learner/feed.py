@@ -103,10 +103,6 @@ class Feed:
 
 
 def share(run: RunDir, manifest: BatchManifest, data_rank: int) -> Batch:
-    """One data-parallel rank's part of a published batch.
-
-    Raises:
-        CorruptRecord: The file is not the one that was published.
-    """
+    """One data-parallel rank's part of a published batch."""
     folder, name = run.batch(manifest.step), run.rank_file(data_rank)
     return atomic.decode(folder / name, folders.read(folder, name, manifest), Batch)

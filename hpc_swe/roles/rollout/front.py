@@ -77,11 +77,7 @@ class _Request(Struct):
 
 @contextmanager
 def serve(recorder: "Recorder", at: Path | None = None) -> Iterator[Address]:
-    """Serve until the block ends, on a socket at `at` or a free port of this host.
-
-    Raises:
-        SandboxError: Nothing can listen there.
-    """
+    """Serve until the block ends, on a socket at `at` or a free port of this host."""
     server: _Port | _Socket
     with boundary(SandboxError, f"listen on {at or 'a free port'}"):
         server = _Socket(str(at), _Handler) if at else _Port(("127.0.0.1", 0), _Handler)
