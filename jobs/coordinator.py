@@ -51,6 +51,8 @@ def _samples(config: RunConfig, curves: Log) -> Iterator[Sample]:
             config.batches.train_chains,
             config.sft.min_reward,
             config.seed,
+            config.batches.microbatch_tokens,
+            curves,
         )
     if not isinstance(config.taskset, Demonstrated):
         raise ConfigError(

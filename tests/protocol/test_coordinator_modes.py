@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import datasets
+import msgspec
 import numpy as np
 import pytest
 from coordinator_world import (
@@ -17,6 +18,7 @@ from coordinator_world import (
     housekeeper,
     learn,
     published,
+    result,
     rundir,
     save,
     training,
@@ -27,8 +29,9 @@ from hpc_swe import records
 from hpc_swe.config import CoordinatorConfig, GroupsConfig
 from hpc_swe.errors import ConfigError, DeadlineError, LostRace, StorageError
 from hpc_swe.metrics import Log
-from hpc_swe.records import Batch, Message, Node, RolloutRequest, StatusReport
+from hpc_swe.records import Batch, Message, Node, RolloutRequest, Sampling, StatusReport
 from hpc_swe.roles.coordinator import archive, batches, sft
+from hpc_swe.roles.coordinator.dispatch import Plan
 from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator, summary
 from hpc_swe.roles.coordinator.housekeeping import Standing
 from hpc_swe.roles.coordinator.loop import Coordinator
@@ -215,13 +218,35 @@ def test_rejection_sampling_trains_the_very_ids_that_were_sampled(run):
     finish(run)
     episodes = [s for step in range(STEPS) for s in archive.read(run.archive(step))]
     solved = [s for s in episodes if s.score.reward == 1.0]
-    first = list(itertools.islice(sft.from_episodes(episodes, "main", 1.0, 3), len(solved)))
+    first = list(itertools.islice(rejection(episodes), len(solved)))
     assert {s.episode for s in first} == {s.episode.request.name for s in solved}
     by_name = {s.episode.request.name: s.episode.turns[0].completion_ids for s in solved}
     for s in first:
         assert records.id_array(s.token_ids)[s.mask_array == 1].tobytes() == by_name[s.episode]
     with pytest.raises(ConfigError, match="sft.min_reward"):
-        next(sft.from_episodes(episodes, "main", 2.0, 3))
+        next(rejection(episodes, least=2.0))
+
+
+def rejection(episodes, least=1.0, limit=64, log=None):
+    return sft.from_episodes(episodes, "main", least, 3, limit, log or Log(Path(os.devnull)))
+
+
+def test_rejection_sampling_leaves_out_what_cannot_be_trained(run):
+    """Tokens without log-probabilities, and what is over the budget, which would end the run."""
+    requests = Plan(5, ("ant",), 4, Sampling()).group(0)
+    good, flawed, twice, long = (result(request, 1.0) for request in requests)  # of 5, 6, 7, 8 tokens
+    (turn,), (bad,) = twice.episode.turns, flawed.episode.turns
+    flawed = changed(flawed, [msgspec.structs.replace(bad, logprobs=b"")])
+    twice = changed(twice, [turn, msgspec.structs.replace(turn, parent=0)])
+    log = Log(run.metric_log("c"))
+    made = list(itertools.islice(rejection([flawed, twice, long, good], limit=7, log=log), 2))
+    assert {sample.episode: len(sample) for sample in made} == {requests[0].name: 5, requests[2].name: 7}
+    assert all(len(s.logprobs) == 4 * len(s.mask) == len(s.versions) for s in made)
+    assert log.recent == {"sft/cut": [1], "sft/dropped": [1]}
+
+
+def changed(scored, turns):
+    return msgspec.structs.replace(scored, episode=msgspec.structs.replace(scored.episode, turns=turns))
 
 
 # the loop
