@@ -7,6 +7,7 @@ from coordinator_world import (
     LIMITS,
     STEPS,
     Clock,
+    export,
     finish,
     housekeeper,
     learn,
@@ -14,6 +15,7 @@ from coordinator_world import (
     result,
     reward,
     rundir,
+    save,
     training,
     work,
 )
@@ -21,9 +23,9 @@ from coordinator_world import (
 from hpc_swe.config import RetentionConfig
 from hpc_swe.errors import LostRace
 from hpc_swe.metrics import meaning
-from hpc_swe.records import Batch, BatchManifest, RolloutRequest, ScoredEpisode
+from hpc_swe.records import Batch, BatchManifest, RolloutRequest, ScoredEpisode, WeightVersion
 from hpc_swe.roles.coordinator import archive, batches
-from hpc_swe.store import atomic, folders
+from hpc_swe.store import atomic, folders, weights
 from hpc_swe.store.spool import Spool
 
 
@@ -80,6 +82,34 @@ def test_with_much_leave_to_sample_ahead_one_batch_lies_ahead_of_the_learner(run
         work(run)
     assert batches.steps(run) == [0, 1]
     assert duty.round(house.look()).waits_for == "the learner: step 0 of 3"
+
+
+def test_a_learner_that_resumes_with_fewer_steps_gets_its_batches_again_before_new_ones_are_made(tmp_path):
+    """It died at step 3 and resumed from checkpoint 1, as incarnation 1; batches up to 4 are there."""
+    limits = msgspec.structs.replace(LIMITS, max_staleness=2)
+    undisturbed, run = rundir(tmp_path / "a"), rundir(tmp_path / "b")
+    finish(undisturbed, steps=6, limits=limits)
+    house, duty = housekeeper(run), training(run, limits, steps=6)
+    for number in range(60):
+        duty.round(house.look())
+        work(run)
+        if number % 10 == 9 and (weights.newest(run) or WeightVersion()).step < 3:
+            learn(run, 6)
+    save(run, 1)
+    export(run, WeightVersion(incarnation=1, step=1))
+    duty = training(run, limits, steps=6)  # and the coordinator is a new one
+    for expected in (1, 2, 3):
+        for _ in range(5):
+            world = house.look()
+            waits_for = duty.round(world).waits_for
+            house.tidy(world)
+            assert work(run) == []
+        assert waits_for == f"the learner: step {expected} of 6"
+        assert batches.steps(run) == [0, 1, 2, 3, 4]
+        learn(run, 6)
+    finish(run, steps=6, limits=limits)
+    assert published(run) == published(undisturbed)
+    assert weights.newest(run) == WeightVersion(incarnation=1, step=6)
 
 
 def test_what_a_batch_holds_does_not_depend_on_who_is_quick(tmp_path):
