@@ -36,10 +36,10 @@ def test_killed_launcher_leaves_no_process_mount_or_temporary_file(warm_model, t
     shared = set(os.listdir("/dev/shm"))
     words = [*SMALL, f"model={warm_model}", "steps=1000", "executor.foreground=true"]
     line = [sys.executable, "-m", "hpc_swe.launch", "start", "configs/demo.toml", *words, "--run", str(root)]
-    launcher = subprocess.Popen([*line, "--wait", "300"], env={**os.environ, "TMPDIR": str(scratch)})
+    launcher = subprocess.Popen([*line, "--wait", "600"], env={**os.environ, "TMPDIR": str(scratch)})
     run = RunDir(root)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not (run.archives.is_dir() and atomic.names(run.archives)):
             assert time.monotonic() < deadline, "no batch was trained"
             assert launcher.poll() is None, "the launcher ended by itself"

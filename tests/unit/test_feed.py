@@ -5,11 +5,17 @@ import time
 import pytest
 
 from hpc_swe.errors import CorruptRecord, DeadlineError
-from hpc_swe.records import BatchManifest, CoordinatorState, StatusReport, WeightVersion
-from hpc_swe.roles.learner import feed as feeding
+from hpc_swe.records import (
+    BatchManifest,
+    CheckpointManifest,
+    CoordinatorState,
+    FileInfo,
+    StatusReport,
+    WeightVersion,
+)
 from hpc_swe.roles.learner.accord import lead, together
 from hpc_swe.roles.learner.feed import Feed, Order
-from hpc_swe.roles.learner.publish import take_incarnation
+from hpc_swe.roles.learner.publish import Publisher, take_incarnation
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, folders
 
@@ -61,14 +67,12 @@ def test_a_signal_drains(run):
     assert Feed(run, 60, 0.01, lambda: True).look(0).order is Order.DRAIN
 
 
-def test_a_pulse_ends_the_look_so_that_other_ranks_hear(run, monkeypatch):
-    monkeypatch.setattr(feeding, "PULSE_S", 0.05)
-    assert Feed(run, 60, 0.01).look(0).order is Order.WAIT
+def test_a_pulse_ends_the_look_so_that_other_ranks_hear(run):
+    assert Feed(run, 60, 0.01, pulse_s=0.05).look(0).order is Order.WAIT
 
 
-def test_the_deadline_names_what_is_awaited_and_what_the_coordinator_waits_for(run, monkeypatch):
-    monkeypatch.setattr(feeding, "PULSE_S", 0.01)
-    feed = Feed(run, 0.05, 0.01)
+def test_the_deadline_names_what_is_awaited_and_what_the_coordinator_waits_for(run):
+    feed = Feed(run, 0.05, 0.01, pulse_s=0.01)
     beat(run, 1)
     assert feed.look(7).order is Order.WAIT
     beat(run, 2)
@@ -77,9 +81,8 @@ def test_the_deadline_names_what_is_awaited_and_what_the_coordinator_waits_for(r
         feed.look(7)
 
 
-def test_a_silent_coordinator_is_waited_for_aloud(run, monkeypatch, caplog):
-    monkeypatch.setattr(feeding, "PULSE_S", 0.02)
-    feed = Feed(run, 0.01, 0.01)
+def test_a_silent_coordinator_is_waited_for_aloud(run, caplog):
+    feed = Feed(run, 0.01, 0.01, pulse_s=0.02)
     for _ in range(5):
         assert feed.look(0).order is Order.WAIT
     assert "coordinator is silent" in caplog.text
@@ -120,6 +123,30 @@ def test_one_rank_that_fails_fails_all():
     assert together(Alone(0, None), lambda: 5) == 5
     with pytest.raises(CorruptRecord):
         together(Alone(0, CorruptRecord("rank 1")), lambda: 5)
+
+
+class OnlyRank(Alone):
+    """A learner at step 0 on one rank."""
+
+    step, size = 0, 1
+
+    @property
+    def ranks(self):
+        return self
+
+
+def test_a_learner_without_an_intact_checkpoint_starts_anew_only_if_the_first_batch_is_there(run):
+    manifest = CheckpointManifest(
+        writer="l", files={"a": FileInfo(size=1, sha256="")}, step=5, incarnation=1, tensor_parallel=1
+    )
+    folders.publish(run.checkpoint(5, 1), lambda stage: manifest)  # and no file: it is damaged
+    publisher = Publisher(run, OnlyRank(0), 2, "writer")
+    publisher.restore()
+    publish(run, 5)
+    with pytest.raises(CorruptRecord, match=r"checkpoints: no checkpoint is intact.*step_000005 are gone"):
+        publisher.restore()
+    publish(run, 0)
+    publisher.restore()
 
 
 def test_an_incarnation_is_never_taken_twice(run):

@@ -44,9 +44,15 @@ class Feed:
     """Rank 0's view of control/, signals and batches/."""
 
     def __init__(
-        self, run: RunDir, wait_s: float, poll_s: float, interrupted: Callable[[], bool] = lambda: False
+        self,
+        run: RunDir,
+        wait_s: float,
+        poll_s: float,
+        interrupted: Callable[[], bool] = lambda: False,
+        pulse_s: float = PULSE_S,
     ) -> None:
         self._run, self._wait_s, self._poll_s, self._interrupted = run, wait_s, poll_s, interrupted
+        self._pulse_s = pulse_s
         self._since: float | None = None
         self._beat: int | None = None
 
@@ -56,7 +62,7 @@ class Feed:
         Raises:
             DeadlineError: The coordinator lives, but has published no batch for `wait_s`.
         """
-        until = time.monotonic() + PULSE_S
+        until = time.monotonic() + self._pulse_s
         while True:
             verdict = self._see(step)
             if verdict is not None:
