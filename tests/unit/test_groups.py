@@ -197,6 +197,8 @@ def test_groups_without_signal_are_trained_when_resampling_is_off():
     verdict = judge(members, 0, recipe(groups={"resample": False}))
     assert verdict.fate == "trained"
     assert [c.advantage for c in verdict.cuts] == [0.0, 0.0]
+    made = compose(lambda _: verdict, CoordinatorState(), 0, 1)
+    assert of_batch([members], made)["groups/signal_rate"] == 0.0
 
 
 def test_the_control_is_dealt_anew_for_every_group():

@@ -74,7 +74,7 @@ def judge(group: Group, step: int, recipe: Recipe) -> Verdict:
     ]
     if limits.hard_max_staleness and any((c.staleness > limits.hard_max_staleness).any() for c in cuts):
         return Verdict("too_old", [])
-    if limits.resample and not any(_has_signal(c) for c in cuts):
+    if limits.resample and not any(has_signal(c) for c in cuts):
         return Verdict("no_signal", [])
     return Verdict("trained", cuts)
 
@@ -156,5 +156,6 @@ def _advantages(group: Group, baseline: list[ScoredEpisode], recipe: Recipe) -> 
     yield from estimator([s.score.reward or 0.0 for s in baseline])
 
 
-def _has_signal(c: Cut) -> bool:
+def has_signal(c: Cut) -> bool:
+    """Whether an episode says anything about what was better."""
     return c.tokens > 0 and abs(c.advantage) > NO_SIGNAL

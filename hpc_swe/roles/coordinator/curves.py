@@ -12,7 +12,7 @@ from statistics import fmean, pstdev
 import numpy as np
 
 from hpc_swe.records import Batch, ScoredEpisode
-from hpc_swe.roles.coordinator.batches import Composition, Verdict
+from hpc_swe.roles.coordinator.batches import Composition, Verdict, has_signal
 from hpc_swe.roles.coordinator.groups import Group
 from hpc_swe.roles.coordinator.samples import sampled_tokens
 
@@ -27,7 +27,7 @@ def of_batch(groups: Sequence[Group], composition: Composition) -> dict[str, flo
     return {
         **_outcomes("", results),
         **_outcomes("trained", [s for g, v in fates if v.fate == "trained" for s in g.results]),
-        "groups/signal_rate": kinds["trained"] / len(fates),
+        "groups/signal_rate": _mean([any(map(has_signal, verdict.cuts)) for _, verdict in fates]),
         "groups/no_signal": kinds["no_signal"],
         "groups/dropped_few": kinds["too_few"],
         "groups/dropped_old": kinds["too_old"],
