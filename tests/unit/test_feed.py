@@ -136,10 +136,11 @@ class OnlyRank(Alone):
 
 
 def test_a_learner_without_an_intact_checkpoint_starts_anew_only_if_the_first_batch_is_there(run):
+    run.checkpoint(5, 1).mkdir()
     manifest = CheckpointManifest(
         writer="l", files={"a": FileInfo(size=1, sha256="")}, step=5, incarnation=1, tensor_parallel=1
     )
-    folders.publish(run.checkpoint(5, 1), lambda stage: manifest)  # and no file: it is damaged
+    atomic.put(run.checkpoint(5, 1) / folders.NAME, manifest)  # and no file: it is damaged
     publisher = Publisher(run, OnlyRank(0), 2, "writer")
     publisher.restore()
     publish(run, 5)

@@ -46,6 +46,7 @@ class Publisher:
             self._saved = self._learner.step
             log.info("resumed %s at step %d", folder, self._learner.step)
             return
+        lead(self._ranks, lambda: _require_first_batch(self._run))
 
     def weights(self) -> None:
         """Publish the present weights as a version."""
@@ -133,6 +134,16 @@ def _checkpoints(run: RunDir) -> list[tuple[Path, CheckpointManifest]]:
             continue
         found.append((folder, manifest))
     return sorted(found, key=lambda pair: (pair[1].incarnation, pair[1].step), reverse=True)
+
+
+def _require_first_batch(run: RunDir) -> None:
+    """A learner that starts at step 0 would wait for ever for a batch that retention took."""
+    left = atomic.names(run.batches)
+    if left and not run.batch(0).exists():
+        raise CorruptRecord(
+            f"{run.checkpoints}: no checkpoint is intact, and the batches before {left[0]} are gone; "
+            f"put a checkpoint back, or start another run from the newest of {run.weights}"
+        )
 
 
 def _damaged(folder: Path, files: dict[str, FileInfo], ranks: Ranks) -> list[str]:
