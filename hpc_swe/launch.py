@@ -125,12 +125,15 @@ def _preflight(config: RunConfig) -> None:
 
 
 def _must_agree(run: RunDir, config: RunConfig) -> None:
-    changed = configuration.differences(load(run), config)
+    old = load(run)
+    changed = configuration.differences(old, config)
     if changed:
         raise ConfigError(
             f"{run.root} exists with another configuration: {'; '.join(changed)}. "
             "Go on with the old one (`launch tick`), or name another folder with --run"
         )
+    if config.steps > old.steps:
+        run.finished.unlink(missing_ok=True)
     atomic.write(run.config, _json(config))
 
 

@@ -71,6 +71,16 @@ def test_start_again_goes_on_but_refuses_what_would_change_the_training(tmp_path
         launch.start(run, read("groups.group_size=4"))
 
 
+def test_start_with_more_steps_takes_a_finished_run_up_again(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    launch.start(run, read("steps=5"))
+    run.finished.touch()
+    launch.start(run, read("steps=5"))
+    assert run.finished.exists()
+    launch.start(run, read("steps=6"))
+    assert not run.finished.exists()
+
+
 def test_killed_start_leaves_no_half_run_and_can_be_repeated(tmp_path, read):
     run = RunDir(tmp_path / "run")
     launch.start(run, read())
