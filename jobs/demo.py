@@ -157,6 +157,9 @@ def _plot(demo: Demo, before: RunDir, after: RunDir, trained: RunDir) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4))
     steps, rewards = zip(*curve(trained, "reward/mean"), strict=True)
     axes.plot(steps, rewards, label="training reward, all finished groups")
+    held_out = curve(trained, "solve/eval/greedy")
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), ":", color="C1", label="held-out, greedy, in training")
     for decoding, marker in zip(DECODINGS, "os", strict=True):
         ends = [statistics.solve_rate(demo.outcomes(run, decoding)) for run in (before, after)]
         spread = [[end.mean - end.low for end in ends], [end.high - end.mean for end in ends]]

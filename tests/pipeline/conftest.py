@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = [
     "tasks.train=64",
     "tasks.eval=6",
+    "eval.every=3",
     "groups.group_size=4",
     "groups.groups_per_step=4",
     "groups.resample=true",  # every batch has signal, or nothing would be shown of its training

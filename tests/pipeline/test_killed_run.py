@@ -212,6 +212,19 @@ REQUIRED = {
     "episodes/samples",
     "episodes/infra",
     "rate/sampled_tokens",
+    "rate/trained_tokens",
+    "solve/eval/greedy",
+    "ratio/effective_share",
+    "ratio/clipped_low",
+    "ratio/clipped_high",
+    "gap/k3",
+    "policy/loss",
+    "seconds/sandbox",
+    "seconds/engine",
+    "seconds/tools",
+    "seconds/grading",
+    "step_seconds/wait",
+    "spool/requests_ready",
 }
 
 

@@ -49,11 +49,11 @@ def learn(
     publisher.weights()
     tell(learner.step, {})
     while learner.step < plan.steps:
-        waited = time.monotonic()
+        began = time.monotonic()
         verdict = _next(learner, feed)
         if verdict.order is not Order.TRAIN:
             return _obey(verdict.order, publisher)
-        waited = time.monotonic() - waited
+        waited = time.monotonic() - began
         metrics = _step(run, learner, objective, verdict)
         published = time.monotonic()
         if learner.step % plan.export_every == 0:
@@ -62,6 +62,7 @@ def learn(
             publisher.checkpoint()
         metrics["step_seconds/wait"] = waited
         metrics["step_seconds/publish"] = time.monotonic() - published
+        metrics["rate/trained_tokens"] = metrics["policy/tokens"] / (time.monotonic() - began)
         tell(learner.step, metrics)
     publisher.weights()
     publisher.checkpoint()
