@@ -7,15 +7,7 @@ from pathlib import Path
 import msgspec
 
 from hpc_swe.errors import HpcSweError
-from hpc_swe.records import (
-    Batch,
-    Episode,
-    Record,
-    RolloutRequest,
-    ScoredEpisode,
-    float_array,
-    id_array,
-)
+from hpc_swe.records import Batch, Episode, Record, RolloutRequest, ScoredEpisode, float_array, id_array
 from hpc_swe.store import atomic
 
 KINDS: dict[str, type[Record]] = {

@@ -6,7 +6,6 @@ dies all are ended and started again, since a collective cannot go on with a hol
 outlives this process.
 """
 
-import ctypes
 import logging
 import os
 import signal
@@ -21,14 +20,12 @@ from types import FrameType
 from hpc_swe import launch
 from hpc_swe.config import RunConfig
 from hpc_swe.errors import HpcSweError
-from hpc_swe.plugins.executors.submitit import start_time
+from hpc_swe.processes import die_with_parent, start_time
 from hpc_swe.rundir import RunDir
 
-PR_SET_PDEATHSIG = 1
 MISTAKES = (2, 3)  # exit codes of ConfigError and ProtocolError: starting again mends nothing
 QUIET_S = 300.0  # a child that lived this long has earned its restarts back
 GRACE_S = 20.0
-LIBC = ctypes.CDLL(None)
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +51,7 @@ class Gang:
             }
             env = {**os.environ, **{name: str(value) for name, value in ranks.items()}}
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            self._children.append(subprocess.Popen(self._command, env=env, preexec_fn=_die_with_parent))
+            self._children.append(subprocess.Popen(self._command, env=env, preexec_fn=die_with_parent))
 
     def wait(self) -> int:
         """Until all ranks are done (0) or one has failed (its code; the others are ended)."""
@@ -131,10 +128,6 @@ def main(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, gang.forward)
     return keep(gang, run, config.max_restarts)
-
-
-def _die_with_parent() -> None:
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _free_port() -> int:

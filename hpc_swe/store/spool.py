@@ -122,20 +122,14 @@ class Spool(Generic[R]):
                 if lost == TRIES:
                     return
                 continue
-            message = self._read_claimed(mine)
+            # Gone when it was recovered between the rename and the read: another has it.
+            message = self._read(self.root / "claimed" / mine.claimed, mine)
             if message is not None:
                 yield Claim(self.root, mine, message)
 
     def read(self, address: Address) -> R | None:
         """A ready message, for a spool with a single reader. None when it is gone, or corrupt and buried."""
-        path = self.root / "ready" / address.ready
-        try:
-            return atomic.get(path, self._record)
-        except FileNotFoundError:
-            return None
-        except CorruptRecord as error:
-            self._bury(path, address, str(error))
-            return None
+        return self._read(self.root / "ready" / address.ready, address)
 
     def remove(self, address: Address) -> None:
         """Drop a ready message that the single reader has dealt with."""
@@ -156,19 +150,15 @@ class Spool(Generic[R]):
                 moved.append(address)
         return moved
 
-    def _read_claimed(self, address: Address) -> R | None:
-        path = self.root / "claimed" / address.claimed
+    def _read(self, path: Path, address: Address) -> R | None:
         try:
             return atomic.get(path, self._record)
         except FileNotFoundError:
-            return None  # recovered between the rename and the read: another has it
-        except CorruptRecord as error:
-            self._bury(path, address, str(error))
             return None
-
-    def _bury(self, path: Path, address: Address, reason: str) -> None:
-        log.error("buried %s: %s", address.identity, reason)
-        _move(path, self.root / "dead" / address.ready)
+        except CorruptRecord as error:
+            log.error("buried %s: %s", address.identity, error)
+            _move(path, self.root / "dead" / address.ready)
+            return None
 
 
 def _move(source: Path, target: Path) -> bool:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe.plugins.sandboxes._session import _descendants, end_namespace
+from hpc_swe.plugins.sandboxes._session import end_namespace
+from hpc_swe.processes import descendants
 
 pytestmark = pytest.mark.slow
 CLIENT = Path(__file__).with_name("client.py")
@@ -30,7 +31,7 @@ def born(process: int) -> tuple[int, str] | None:
 
 
 def family(process: int) -> set[tuple[int, str]]:
-    return {found for found in map(born, [process, *_descendants(process)]) if found}
+    return {found for found in map(born, [process, *descendants(process)]) if found}
 
 
 def survivors(watched: set[tuple[int, str]]) -> set[tuple[int, str]]:
@@ -75,7 +76,7 @@ def test_a_container_that_is_killed_takes_its_fuse_daemon_along(images, tmp_path
     client = start(images, tmp_path)
     client.stdout.readline()
     watched = family(client.pid)
-    for child in _descendants(client.pid)[:1]:
+    for child in descendants(client.pid)[:1]:
         end_namespace(child)
     client.communicate()
     assert client.returncode == 1  # the host's doing: SandboxError

@@ -1,5 +1,6 @@
 """Jobs by submitit. It submits and nothing more: the run folder is the truth, its results are not read."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -8,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
-from hpc_swe.errors import ConfigError
+from hpc_swe.errors import ConfigError, CorruptRecord
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.executors.base import Job
+from hpc_swe.processes import descendants, start_time
 from hpc_swe.records import Record, Role
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
@@ -60,40 +60,13 @@ class Submitit(Plugin, frozen=True, kw_only=True):
 
     def cancel(self, run: RunDir, job: str) -> None:
         """Kill the job's process tree, children first, so that nothing starts again."""
-        for pid in [int(job), *_descendants(int(job))]:
-            _kill(pid)
+        for pid in [int(job), *descendants(int(job))]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _read(path: Path) -> JobRecord | None:
     try:
         return atomic.get(path, JobRecord)
-    except (FileNotFoundError, msgspec.DecodeError):
+    except (FileNotFoundError, CorruptRecord):
         return None
-
-
-def start_time(pid: int) -> str | None:
-    """When a process started, in clock ticks; None when there is none. A pid alone may come back."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
-
-
-def _descendants(pid: int) -> list[int]:
-    found: list[int] = []
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except OSError:
-        return found
-    for child in children:
-        found += [child, *_descendants(child)]
-    return found
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return

@@ -20,6 +20,7 @@ from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.sandboxes._output import collected
 from hpc_swe.plugins.sandboxes._tree import Tree
 from hpc_swe.plugins.sandboxes.base import CommandResult
+from hpc_swe.processes import descendants
 
 PROGRAM = Path(__file__).with_name("_container.py")
 BOOTSTRAP = "import socket; s = socket.socket(fileno=0); p = s.recv(1 << 17).decode(); s.detach(); exec(p)"
@@ -158,21 +159,12 @@ def end_namespace(ancestor: int) -> None:
 
     Killing Apptainer itself would leave its FUSE daemons behind; this way it sees its payload end.
     """
-    for child in _descendants(ancestor):
+    for child in descendants(ancestor):
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{child}/status").read_text()
             namespaced = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()
             if len(namespaced) == 3 and namespaced[-1] == "1":
                 os.kill(child, signal.SIGKILL)
-
-
-def _descendants(process: int) -> list[int]:
-    found: list[int] = []
-    for listing in Path(f"/proc/{process}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, listing.read_text().split()):
-                found += [child, *_descendants(child)]
-    return found
 
 
 @contextmanager

@@ -6,7 +6,6 @@ its own, ends whatever is left in it, and removes FOLDER, the engine's temporary
 """
 
 import contextlib
-import ctypes
 import os
 import select
 import shutil
@@ -17,14 +16,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
+from hpc_swe.processes import die_with_parent
+
 GRACE_S = 8.0
-LIBC = ctypes.CDLL(None)
 
 
 def main(folder: str, command: Sequence[str]) -> None:
     """Until the engine ends, or standard input does."""
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
     while child.poll() is None and not select.select([sys.stdin], [], [], 0.25)[0]:
         pass
     print(
@@ -57,10 +56,6 @@ def _others() -> dict[int, bytes]:
             if int(group) == os.getpgrp() and int(path.name) != os.getpid() and state != "Z":
                 found[int(path.name)] = (path / "cmdline").read_bytes()
     return found
-
-
-def _die_with_guard() -> None:
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":
