@@ -98,6 +98,22 @@ def test_serves_the_model_then_every_newer_version(
     assert (completion.token_ids, completion.spans) == ([3], [(0, 1, version(2))])
 
 
+def test_the_token_is_in_no_argument_cell_or_log(
+    start: Start, run: RunDir, model: Path, tmp_path: Path
+) -> None:
+    process = start()
+    await_node(run, is_serving(version(0)))
+    publish(run, model, version(1), probe=PROBE)
+    cell = await_node(run, is_serving(version(1)))
+    commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes(str(tmp_path))]
+    run.stop.touch()
+    _, log = process.communicate(timeout=20)
+    output = "".join(path.read_text() for path in run.logs("inference").iterdir())
+    assert len(commands) >= 2
+    assert not any(TOKEN.encode() in command for command in commands)
+    assert TOKEN not in f"{cell} {log} {output}"
+
+
 def test_starts_on_the_newest_published_version(start: Start, run: RunDir, model: Path) -> None:
     publish(run, model, version(7), probe=PROBE)
     start()
