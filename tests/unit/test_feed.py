@@ -62,6 +62,12 @@ def test_orders_come_before_batches_and_stop_before_drain(run):
     assert feed.look(0).order is Order.STOP
 
 
+def test_a_finished_run_needs_no_learner(run):
+    publish(run, 0)
+    run.finished.touch()
+    assert Feed(run, 60, 0.01).look(0).order is Order.STOP
+
+
 def test_a_signal_drains(run):
     publish(run, 0)
     assert Feed(run, 60, 0.01, lambda: True).look(0).order is Order.DRAIN

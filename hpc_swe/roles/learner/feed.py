@@ -74,7 +74,7 @@ class Feed:
             time.sleep(self._poll_s * random.uniform(0.5, 1.5))
 
     def _see(self, step: int) -> Verdict | None:
-        if self._run.stop.exists():
+        if self._run.stop.exists() or self._run.finished.exists():
             return Verdict(Order.STOP)
         if self._interrupted() or self._run.drain.exists():
             return Verdict(Order.DRAIN)
