@@ -54,34 +54,17 @@ class Demo:
     def make_model(self) -> None:
         """Tokenizer, chat template and random weights."""
         if not (self.model / "config.json").exists():
-            command = [
-                sys.executable,
-                "-m",
-                "jobs.make_model",
-                "--out",
-                str(self.model),
-                "--seed",
-                str(self.seed),
-            ]
+            command = [sys.executable, "-m", "jobs.make_model", f"--out={self.model}", f"--seed={self.seed}"]
             subprocess.run(command, check=True)
 
     def stage(self, name: str, model: Path, *more: str) -> RunDir:
         """Run one stage to its end, unless an earlier start of the demo did; returns its run folder."""
         run = RunDir((self.root / name).absolute())
-        files = [
-            Path("configs") / f"{file}.toml" for file in ("demo", *(word for word in more if "=" not in word))
-        ]
-        words = [word for word in more if "=" in word]
-        config = configuration.read(
-            *files,
-            overrides=[
-                f"seed={self.seed}",
-                f'model="{model.absolute()}"',
-                "executor.foreground=true",
-                *words,
-                *self.overrides,
-            ],
-        )
+        files = ["demo", *(word for word in more if "=" not in word)]
+        words = [f"seed={self.seed}", f'model="{model.absolute()}"', "executor.foreground=true"]
+        words += [word for word in more if "=" in word]
+        paths = [Path("configs") / f"{file}.toml" for file in files]
+        config = configuration.read(*paths, overrides=[*words, *self.overrides])
         if not run.finished.exists():
             launch.start(run, config)
             _watch(name, run, config)
@@ -135,13 +118,12 @@ def _advance(progress: Progress, bar: TaskID, name: str, run: RunDir) -> None:
 
 
 def _report(demo: Demo, before: RunDir, after: RunDir, trained: RunDir) -> None:
-    table = Table(
-        "held-out solve rate", "before", "after", "gain", title="mean over tasks [95 % interval over tasks]"
-    )
+    columns = ("held-out solve rate", "before", "after", "gain", "detectable")
+    table = Table(*columns, title="mean over tasks [95 % interval over tasks]")
     for decoding in DECODINGS:
         first, last = demo.outcomes(before, decoding), demo.outcomes(after, decoding)
-        gain = statistics.gain(first, last)
-        table.add_row(decoding, *map(str, (statistics.solve_rate(first), statistics.solve_rate(last), gain)))
+        rates = [statistics.solve_rate(first), statistics.solve_rate(last), statistics.gain(first, last)]
+        table.add_row(decoding, *map(str, rates), f"{statistics.detectable(first):.3f}")
     console.print(table)
     _plot(demo, before, after, trained)
     console.print(f"reward curve: {demo.root / 'reward.png'}")

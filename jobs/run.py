@@ -43,14 +43,9 @@ class Gang:
         """Start all ranks; they find one another at a fresh port of this host."""
         port = _free_port()
         for rank in range(self._size):
-            ranks = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": self._size,
-                "LOCAL_WORLD_SIZE": self._size,
-            }
-            env = {**os.environ, **{name: str(value) for name, value in ranks.items()}}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            env |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+            env |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self._size))
             self._children.append(subprocess.Popen(self._command, env=env, preexec_fn=die_with_parent))
 
     def wait(self) -> int:

@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 import msgspec
 
@@ -56,21 +57,17 @@ class Pytest(Plugin, frozen=True, kw_only=True):
     def _score(self, exam: "_Exam", report: "_Report", detail: str, seconds: float) -> Score:
         wanted = sorted({*exam.task.tests.fail_to_pass, *exam.task.tests.pass_to_pass})
         failed = [name for name in wanted if not exam.is_passed(name, report)]
+        passed = [name for name in wanted if name not in failed]
         good, bad = (report.outcomes.get(f"{exam.canaries}::{name}") for name in ("test_good", "test_bad"))
+        outcome: Literal["resolved", "unresolved", "cheated"] = "unresolved"
+        reward = self.unresolved_reward
         if good == "failed" or bad == "passed":
-            why = "a canary died: the submission changes how tests end"
-            return Score(
-                outcome="cheated", reward=self.cheated_reward, failed=wanted, detail=why, seconds=seconds
-            )
-        if wanted and not failed and good == "passed":
-            return Score(outcome="resolved", reward=self.resolved_reward, passed=wanted, seconds=seconds)
+            outcome, reward, passed, failed = "cheated", self.cheated_reward, [], wanted
+            detail = "a canary died: the submission changes how tests end"
+        elif passed and not failed and good == "passed":
+            outcome, reward, detail = "resolved", self.resolved_reward, ""
         return Score(
-            outcome="unresolved",
-            reward=self.unresolved_reward,
-            passed=[name for name in wanted if name not in failed],
-            failed=failed,
-            detail=detail,
-            seconds=seconds,
+            outcome=outcome, reward=reward, passed=passed, failed=failed, detail=detail, seconds=seconds
         )
 
 

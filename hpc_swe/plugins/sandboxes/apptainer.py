@@ -19,16 +19,7 @@ from hpc_swe.plugins.sandboxes._session import Container, Limits
 from hpc_swe.plugins.sandboxes.base import Sandbox
 from hpc_swe.records import Task
 
-_ISOLATION = [
-    "--containall",
-    "--no-home",
-    "--cleanenv",
-    "--no-mount",
-    "bind-paths",
-    "--net",
-    "--network",
-    "none",
-]
+_ISOLATION = ["--containall", "--no-home", "--cleanenv", "--no-mount=bind-paths", "--net", "--network=none"]
 # Keyrings belong to the user id, which no namespace changes; the other calls only widen what can be attacked.
 _SECCOMP = Path(__file__).with_name("_seccomp.json")
 # One id, mapped to root inside: the same on hosts with and without /etc/subuid.

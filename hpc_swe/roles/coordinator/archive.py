@@ -6,7 +6,7 @@ and the messages still there.
 """
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,45 +15,27 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hpc_swe.errors import CorruptRecord
-from hpc_swe.records import ScoredEpisode
+from hpc_swe.records import Episode, IdArray, ScoredEpisode
 from hpc_swe.roles.coordinator.groups import dispatch_step
 from hpc_swe.roles.coordinator.samples import sampled_tokens
 from hpc_swe.store import atomic
 
-SCHEMA = pa.schema(
-    [
-        ("group_id", pa.int64()),
-        ("index", pa.int64()),
-        ("task_id", pa.string()),
-        ("attempt", pa.int64()),
-        ("trained", pa.bool_()),
-        ("reward", pa.float64()),
-        ("outcome", pa.string()),
-        ("exit_status", pa.string()),
-        ("dispatch_step", pa.int64()),
-        ("turns", pa.int64()),
-        ("sampled_tokens", pa.int64()),
-        ("sampled_ids", pa.list_(pa.int32())),
-        ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-        ("submission", pa.string()),
-        ("detail", pa.string()),
-        ("record", pa.binary()),
-    ]
-)
+TEXTS = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+Columns = dict[str, tuple[pa.DataType, Callable[[ScoredEpisode], object]]]
 
 
 def publish(path: Path, schema: pa.Schema, rows: Sequence[Mapping[str, object]]) -> None:
     """Write a parquet table as a cell."""
     sink = io.BytesIO()
-    table = pa.table({name: [row[name] for row in rows] for name in schema.names}, schema=schema)
-    pq.write_table(table, sink, compression="zstd")
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink, compression="zstd")
     atomic.write(path, sink.getvalue())
 
 
 def write(path: Path, episodes: Sequence[ScoredEpisode], trained: Iterable[int]) -> None:
     """Publish the table; `trained` are the groups that had a loss."""
-    groups = set(trained)
-    publish(path, SCHEMA, [_row(scored, scored.episode.request.group_id in groups) for scored in episodes])
+    columns = _columns(set(trained))
+    schema = pa.schema([(name, kind) for name, (kind, _) in columns.items()])
+    publish(path, schema, [{name: of(scored) for name, (_, of) in columns.items()} for scored in episodes])
 
 
 def read(path: Path) -> list[ScoredEpisode]:
@@ -65,23 +47,26 @@ def read(path: Path) -> list[ScoredEpisode]:
         raise CorruptRecord(f"{path}: not an archive of episodes: {error}") from error
 
 
-def _row(scored: ScoredEpisode, trained: bool) -> dict[str, object]:
-    episode, score, request = scored.episode, scored.score, scored.episode.request
+def _columns(trained: set[int]) -> Columns:
     return {
-        "group_id": request.group_id,
-        "index": request.index,
-        "task_id": request.task_id,
-        "attempt": request.attempt,
-        "trained": trained,
-        "reward": score.reward,
-        "outcome": score.outcome,
-        "exit_status": episode.exit_status.value,
-        "dispatch_step": dispatch_step(episode),
-        "turns": len(episode.turns),
-        "sampled_tokens": sampled_tokens(episode),
-        "sampled_ids": np.concatenate([np.zeros(0, np.int32), *(t.completion for t in episode.turns)]),
-        "messages": [{"role": m.role, "content": m.content} for m in episode.messages],
-        "submission": episode.submission,
-        "detail": score.detail,
-        "record": msgspec.msgpack.encode(scored),
+        "group_id": (pa.int64(), lambda s: s.episode.request.group_id),
+        "index": (pa.int64(), lambda s: s.episode.request.index),
+        "task_id": (pa.string(), lambda s: s.episode.request.task_id),
+        "attempt": (pa.int64(), lambda s: s.episode.request.attempt),
+        "trained": (pa.bool_(), lambda s: s.episode.request.group_id in trained),
+        "reward": (pa.float64(), lambda s: s.score.reward),
+        "outcome": (pa.string(), lambda s: s.score.outcome),
+        "exit_status": (pa.string(), lambda s: s.episode.exit_status.value),
+        "dispatch_step": (pa.int64(), lambda s: dispatch_step(s.episode)),
+        "turns": (pa.int64(), lambda s: len(s.episode.turns)),
+        "sampled_tokens": (pa.int64(), lambda s: sampled_tokens(s.episode)),
+        "sampled_ids": (pa.list_(pa.int32()), lambda s: _sampled_ids(s.episode)),
+        "messages": (TEXTS, lambda s: [{"role": m.role, "content": m.content} for m in s.episode.messages]),
+        "submission": (pa.string(), lambda s: s.episode.submission),
+        "detail": (pa.string(), lambda s: s.score.detail),
+        "record": (pa.binary(), msgspec.msgpack.encode),
     }
+
+
+def _sampled_ids(episode: Episode) -> IdArray:
+    return np.concatenate([np.zeros(0, np.int32), *(turn.completion for turn in episode.turns)])

@@ -23,10 +23,15 @@ def of_batch(groups: Sequence[Group], composition: Composition) -> dict[str, flo
     """All curves that follow from results alone; `groups` are those that the batch closes."""
     fates = [(group, composition.verdicts[group.key[1]]) for group in groups]
     results = [scored for group in groups for scored in group.results]
+    rewards = _rewards(results)
+    trained = [s for g, v in fates if v.fate == "trained" for s in g.results]
     kinds = Counter(verdict.fate for _, verdict in fates)
     return {
-        **_outcomes("", results),
-        **_outcomes("trained", [s for g, v in fates if v.fate == "trained" for s in g.results]),
+        "reward/mean": _mean(rewards),
+        "reward/std": pstdev(rewards or [0.0]),
+        "reward/trained_mean": _mean(_rewards(trained)),
+        "solve/train": _solved(results),
+        "solve/trained": _solved(trained),
         "groups/signal_rate": _mean([any(map(has_signal, verdict.cuts)) for _, verdict in fates]),
         "groups/no_signal": kinds["no_signal"],
         "groups/dropped_few": kinds["too_few"],
@@ -57,16 +62,12 @@ def of_queue(groups: Sequence[Group], depths: Mapping[str, Mapping[str, int]]) -
     return {**spools, "seconds/queue": _mean(waits)}
 
 
-def _outcomes(subset: str, results: Sequence[ScoredEpisode]) -> dict[str, float]:
-    rewards = [scored.score.reward or 0.0 for scored in results]
-    solved = _mean([scored.score.outcome == "resolved" for scored in results])
-    if subset:
-        return {f"reward/{subset}_mean": _mean(rewards), f"solve/{subset}": solved}
-    return {
-        "reward/mean": _mean(rewards),
-        "reward/std": pstdev(rewards) if rewards else 0.0,
-        "solve/train": solved,
-    }
+def _rewards(results: Sequence[ScoredEpisode]) -> list[float]:
+    return [scored.score.reward or 0.0 for scored in results]
+
+
+def _solved(results: Sequence[ScoredEpisode]) -> float:
+    return _mean([scored.score.outcome == "resolved" for scored in results])
 
 
 def _staleness(fates: Fates) -> dict[str, float]:
