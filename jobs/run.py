@@ -19,7 +19,7 @@ from types import FrameType
 
 from hpc_swe import launch
 from hpc_swe.config import RunConfig
-from hpc_swe.errors import HpcSweError
+from hpc_swe.errors import HpcSweError, StorageError
 from hpc_swe.processes import die_with_parent, start_time
 from hpc_swe.rundir import RunDir
 
@@ -90,8 +90,11 @@ def size(role: str, config: RunConfig) -> int:
     return config.policy.tensor_parallel * config.learner.data_parallel if role == "learner" else 1
 
 
-def keep(gang: Gang, run: RunDir, max_restarts: int) -> int:
-    """Start the gang again until it is done, told to stop, at fault or out of restarts; the exit code."""
+def keep(gang: Gang, run: RunDir, max_restarts: int, refused_s: float = 60.0) -> int:
+    """Start the gang again until it is done, told to stop, at fault or out of restarts; the exit code.
+
+    What the file system refused counts as no restart, but `refused_s` are waited.
+    """
     restarts = code = 0
     while not gang.stopping:  # a signal may also come between two starts
         began = time.monotonic()
@@ -99,6 +102,10 @@ def keep(gang: Gang, run: RunDir, max_restarts: int) -> int:
         code = gang.wait()
         if code == 0 or code in MISTAKES or gang.stopping or run.stop.exists() or run.finished.exists():
             break
+        if code == StorageError.exit_code:
+            log.warning("the file system refused; start again in %g s", refused_s)
+            time.sleep(refused_s)
+            continue
         restarts = 0 if time.monotonic() - began > QUIET_S else restarts + 1
         if restarts > max_restarts:
             log.error("gave up after %d restarts; last exit code %d", max_restarts, code)

@@ -54,6 +54,13 @@ def test_process_that_always_dies_is_given_up(tmp_path, run):
     assert tally.read_text() == "xx"
 
 
+def test_refusal_of_the_file_system_is_waited_out_and_counts_as_no_restart(tmp_path, run):
+    tally = tmp_path / "tally"
+    gang = Gang(python(COUNT + "sys.exit(4 if n < 3 else 0)", tally), 1)
+    assert keep(gang, run, max_restarts=0, refused_s=0.1) == 0
+    assert tally.read_text() == "xxxx"
+
+
 @pytest.mark.parametrize("code", [2, 3])
 def test_mistake_in_the_configuration_is_not_tried_again(tmp_path, run, code):
     tally = tmp_path / "tally"
