@@ -8,7 +8,7 @@ Each stage adds a record and fills in no other's fields:
 Task, RolloutRequest -> Episode(Turn...) -> ScoredEpisode(Score) -> Sample -> MicroBatch -> Batch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -493,8 +493,3 @@ class MetricLine(Record, frozen=True, kw_only=True):
     time: float
     """Seconds since the epoch, for the x axis of people."""
     values: dict[str, float]
-
-
-def concat(parts: Sequence[bytes]) -> bytes:
-    """Join packed arrays."""
-    return b"".join(parts)

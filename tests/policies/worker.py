@@ -107,10 +107,10 @@ def _batch(case: dict, learner):
 
 
 def _join(parts):
-    from hpc_swe.records import MicroBatch, concat
+    from hpc_swe.records import MicroBatch
 
     arrays = ("token_ids", "mask", "logprobs", "advantages", "weights")
-    joined = {name: concat([getattr(part, name) for part in parts]) for name in arrays}
+    joined = {name: b"".join([getattr(part, name) for part in parts]) for name in arrays}
     return MicroBatch(sequence_lengths=[n for part in parts for n in part.sequence_lengths], **joined)
 
 

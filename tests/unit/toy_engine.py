@@ -89,9 +89,6 @@ class ToyEngine:
     def reload(self, url: str, token: str, folder: Path, manifest: WeightManifest) -> None:
         raise NotImplementedError
 
-    def score(self, url: str, token: str, token_ids: Sequence[int]) -> list[float]:
-        raise NotImplementedError
-
 
 def cut_at(count: int, finish: str = "abort") -> Change:
     """The first `count` tokens only."""

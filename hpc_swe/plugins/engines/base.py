@@ -60,10 +60,3 @@ class Engine(Protocol):
         Raises:
             EngineError: No answer, or one that cannot be trusted.
         """
-
-    def score(self, url: str, token: str, token_ids: Sequence[int]) -> list[float]:
-        """Log-probabilities of tokens 1 .. of a text under the present weights.
-
-        Raises:
-            EngineError: No answer, or one that cannot be trusted.
-        """

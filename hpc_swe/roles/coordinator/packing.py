@@ -109,10 +109,10 @@ def _lay(samples: Sequence[Sample], weights: Sequence[float], bin: Sequence[int]
     mine = [samples[index] for index in bin]
     weighted = [samples[i].mask_array * np.float32(weights[i]) for i in bin]
     return MicroBatch(
-        token_ids=records.concat([sample.token_ids for sample in mine]),
-        mask=records.concat([sample.mask for sample in mine]),
-        logprobs=records.concat([sample.logprobs for sample in mine]),
-        advantages=records.concat([sample.advantages for sample in mine]),
-        weights=records.concat([records.floats(array) for array in weighted]),
+        token_ids=b"".join([sample.token_ids for sample in mine]),
+        mask=b"".join([sample.mask for sample in mine]),
+        logprobs=b"".join([sample.logprobs for sample in mine]),
+        advantages=b"".join([sample.advantages for sample in mine]),
+        weights=b"".join([records.floats(array) for array in weighted]),
         sequence_lengths=[len(sample) for sample in mine],
     )

@@ -168,11 +168,7 @@ class Supervisor:
 
 
 def free_port(host: str, wanted: int) -> int:
-    """`wanted`, or any free port for 0.
-
-    Raises:
-        ConfigError: The port is taken, or the host is not of this node.
-    """
+    """`wanted`, or any free port for 0."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

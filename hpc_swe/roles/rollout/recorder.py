@@ -17,7 +17,7 @@ from hpc_swe.config import RolloutConfig
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import ConfigError, EngineError, EpisodeError, SandboxError
 from hpc_swe.plugins.agents.base import ContextFull, Reply
-from hpc_swe.records import Message, RolloutRequest, Sampling, Turn, concat, floats, id_array, ids
+from hpc_swe.records import Message, RolloutRequest, Sampling, Turn, floats, id_array, ids
 from hpc_swe.roles.rollout import front
 from hpc_swe.roles.rollout.chains import Chains, Place
 from hpc_swe.roles.rollout.sampler import Sampled, Sampler
@@ -87,7 +87,7 @@ class Recorder:
             prefix = self._chains.prefix(place.parent)
             engine = "" if place.parent is None else self._chains.turns[place.parent].engine
         appended = ids(self._render(prefix, place.new, tools))
-        prompt = id_array(concat([*prefix, appended]))
+        prompt = id_array(b"".join([*prefix, appended]))
         sampling = self._fit(len(prompt))
         with self._engine_clock():
             sampled = self._sampler.sample(prompt, sampling, engine)
