@@ -79,7 +79,8 @@ def test_rank_that_dies_takes_its_gang_along_and_all_start_again(tmp_path, run):
     code = (
         "import os, sys, time, pathlib; r = os.environ['RANK']; p = pathlib.Path(sys.argv[1]) / r;"
         "n = len(p.read_text()) if p.exists() else 0; p.open('a').write('x');"
-        "assert os.environ['WORLD_SIZE'] == '2';"
+        "assert os.environ['WORLD_SIZE'] == '2'\n"
+        "while r == '1' and not p.with_name('0').exists(): time.sleep(0.01)\n"
         "n == 0 and r == '1' and os.kill(os.getpid(), 9); n == 0 and time.sleep(60)"
     )
     assert keep(Gang(python(code, tmp_path), 2), run, max_restarts=3) == 0
