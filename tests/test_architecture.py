@@ -1,6 +1,7 @@
 """The walls, the bars, and the promises that documents make about the code."""
 
 import ast
+import importlib
 import inspect
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_swe import plugins
 from hpc_swe.config import read
 from hpc_swe.records import WeightVersion
 from hpc_swe.rundir import SPOOLS, RunDir
@@ -123,6 +125,13 @@ def test_every_plugin_family_says_what_its_plugins_are():
     ]
     assert len(families) >= 9
     assert [path.name for path in families if not (path / "base.py").exists()] == []
+
+
+def test_every_type_that_a_family_knows_is_a_plugin():
+    for path in (REPOSITORY / "hpc_swe/plugins").glob("*/base.py"):
+        for kind in plugins.known(path.parent.name):
+            module = importlib.import_module(f"hpc_swe.plugins.{path.parent.name}.{kind}")
+            assert issubclass(getattr(module, kind.title().replace("_", "")), plugins.Plugin), module
 
 
 def test_code_and_documents_are_ascii():

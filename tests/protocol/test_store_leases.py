@@ -227,6 +227,15 @@ def test_a_process_beats_while_it_works_and_takes_its_cell_with_it(run):
     assert atomic.names(run.nodes) == []
 
 
+def test_a_note_is_not_written_before_the_next_beat_says_it(run):
+    with Lease(run, "rollout", "1", beat_s=0.3) as lease:
+        before = atomic.get(run.node(lease.owner), Node)
+        lease.note(claims=["x"])
+        assert atomic.get(run.node(lease.owner), Node) == before
+        time.sleep(0.6)
+        assert atomic.get(run.node(lease.owner), Node).claims == ["x"]
+
+
 def test_a_holder_whose_beat_cannot_be_written_goes_on_and_beats_later(run):
     with Lease(run, "rollout", "1", beat_s=0.01) as lease:
         run.nodes.rename(run.root / "away")
