@@ -74,11 +74,7 @@ class Demo:
         """Task id -> 1 or 0 per episode, of one finished evaluation."""
         import pyarrow.parquet as pq
 
-        found: dict[str, list[float]] = {}
-        for row in pq.read_table(run.eval_table("eval")).to_pylist():
-            if row["sampling"] == decoding:
-                found.setdefault(row["task_id"], []).append(float(row["outcome"] == "resolved"))
-        return found
+        return statistics.outcomes(pq.read_table(run.eval_table("eval")).to_pylist(), decoding)
 
 
 def newest(run: RunDir) -> Path:
@@ -137,8 +133,9 @@ def _plot(demo: Demo, before: RunDir, after: RunDir, trained: RunDir) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    steps, rewards = zip(*curve(trained, "reward/mean"), strict=True)
-    axes.plot(steps, rewards, label="training reward, all finished groups")
+    rewards = curve(trained, "reward/mean")
+    if rewards:  # rejection sampling has none
+        axes.plot(*zip(*rewards, strict=True), label="training reward, all finished groups")
     held_out = curve(trained, "solve/eval/greedy")
     if held_out:
         axes.plot(*zip(*held_out, strict=True), ":", color="C1", label="held-out, greedy, in training")
@@ -146,7 +143,11 @@ def _plot(demo: Demo, before: RunDir, after: RunDir, trained: RunDir) -> None:
         ends = [statistics.solve_rate(demo.outcomes(run, decoding)) for run in (before, after)]
         spread = [[end.mean - end.low for end in ends], [end.high - end.mean for end in ends]]
         axes.errorbar(
-            [0, steps[-1] + 1], [end.mean for end in ends], spread, fmt=marker, label=f"held-out, {decoding}"
+            [0, len(rewards) or 1],
+            [end.mean for end in ends],
+            spread,
+            fmt=marker,
+            label=f"held-out, {decoding}",
         )
     axes.set(xlabel="optimizer step", ylabel="solve rate", ylim=(0, 1.02), title="GRPO on bug-fix tasks")
     axes.legend(loc="lower right")
