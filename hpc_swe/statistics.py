@@ -3,7 +3,7 @@
 Episodes of one task are not independent, so it is tasks that are resampled.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from statistics import NormalDist
@@ -26,6 +26,15 @@ class Estimate:
 
     def __str__(self) -> str:
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def outcomes(rows: Iterable[Mapping[str, object]], sampling: str) -> dict[str, list[float]]:
+    """Of one decoding, from the rows of an evaluation's table."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if row["sampling"] == sampling:
+            found.setdefault(str(row["task_id"]), []).append(float(row["outcome"] == "resolved"))
+    return found
 
 
 def solve_rate(outcomes: Outcomes, seed: int = 0) -> Estimate:

@@ -142,7 +142,7 @@ def test_beside_training_evaluation_holds_a_quarter_of_the_slots(run):
 
 def test_the_interval_is_over_tasks():
     rows = [
-        {"task_id": f"t{i}", "outcome": "resolved" if i % 2 else "unresolved"}
+        {"task_id": f"t{i}", "sampling": "greedy", "outcome": "resolved" if i % 2 else "unresolved"}
         for i in range(100)
         for _ in range(50)
     ]

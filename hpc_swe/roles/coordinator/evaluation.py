@@ -122,7 +122,7 @@ class Evaluator:
         self._done.add(self.label(number))
         values: dict[str, float] = {}
         for label in self.config.decodings:
-            values |= summary(label, [row for row in rows if row["sampling"] == label])
+            values |= summary(label, rows)
         log.info("evaluation %s: %s", self.label(number), values)
         self.curves_log.write(number * self.every, values)
 
@@ -146,9 +146,7 @@ class Evaluating:
 
 def summary(label: str, rows: Sequence[Row]) -> dict[str, float]:
     """Solve rate of one decoding, its 95 % interval over tasks, and the share that any sample solved."""
-    outcomes: dict[str, list[float]] = {}
-    for row in rows:
-        outcomes.setdefault(str(row["task_id"]), []).append(float(row["outcome"] == "resolved"))
+    outcomes = statistics.outcomes(rows, label)
     rate = statistics.solve_rate(outcomes)
     return {
         f"solve/eval/{label}": rate.mean,
