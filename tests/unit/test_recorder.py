@@ -67,6 +67,9 @@ def serve(
         Endpoint(owner=name, url=f"http://{name}", versions=versions, updating=updating)
         for name, versions in engines.items()
     ]
+    for name, versions in engines.items():
+        node = Node(owner=name, role="inference", beat=1, host="h", pid=1, versions=versions)
+        atomic.put(run.node(name), node)
     atomic.put(run.endpoints, EndpointTable(beat=1, endpoints=found, newest=newest))
 
 
@@ -303,6 +306,22 @@ def test_an_engine_without_stamps_gets_the_interval_that_its_cell_allows(
     on.recorder(START)
     spans = [turn.spans for turn in on.recorder.close("")]
     assert [(s.oldest, s.newest) for (s,) in spans] == [(V1, V1), (V1, V3)]
+
+
+@pytest.mark.parametrize("cell", ["absent", "names none"])
+def test_tokens_of_an_engine_that_was_ending_have_no_version_and_are_sampled_again(
+    run: RunDir, builder: TokenBuilder, cell: str
+) -> None:
+    on = stage(run, builder, wait_s=0.1)
+    on.engine.version = None
+    serve(run, a=[V1])
+    if cell == "absent":
+        run.node("a").unlink()
+    else:
+        atomic.put(run.node("a"), Node(owner="a", role="inference", beat=1, host="h", pid=1))
+    with pytest.raises(EngineError, match="cannot tell the weights of a|no engine"):
+        on.recorder(START)
+    assert on.recorder.close("") == []
 
 
 def test_a_conversation_sticks_to_its_engine_while_it_serves(run: RunDir, builder: TokenBuilder) -> None:

@@ -58,14 +58,17 @@ class Endpoints:
 
         The table is a copy some seconds old, and an engine may have changed its weights since. The
         supervisor names both versions before it swaps, so what is read after an answer came covers it.
+
+        Raises:
+            EngineError: The cell is gone or names none: the engine was ending, and nobody knows at which.
         """
         try:
-            node = atomic.get(self._run.node(endpoint.owner), Node)
-        except (FileNotFoundError, CorruptRecord):
-            return endpoint.versions
-        except StorageError as error:
+            versions = atomic.get(self._run.node(endpoint.owner), Node).versions
+        except (FileNotFoundError, CorruptRecord, StorageError) as error:
             raise EngineError(f"cannot tell the weights of {endpoint.owner}: {error}") from error
-        return node.versions or endpoint.versions
+        if not versions:
+            raise EngineError(f"cannot tell the weights of {endpoint.owner}: its cell names none")
+        return versions
 
     def _wait(self, prefer: str, wait_s: float) -> Endpoint:
         until = time.monotonic() + wait_s
