@@ -309,6 +309,11 @@ def _complaints(config: RunConfig) -> list[str]:
             f"rollout.context = {config.rollout.context} tokens",
         ),
         (
+            config.rollout.context > config.engine.max_model_len,
+            f"rollout.context = {config.rollout.context} is over engine.max_model_len = "
+            f"{config.engine.max_model_len}: a full context would count as the engine's failure",
+        ),
+        (
             lease.ttl_s < 2 * lease.beat_s,
             f"lease.ttl_s = {lease.ttl_s} must be at least twice lease.beat_s = {lease.beat_s}",
         ),

@@ -64,6 +64,7 @@ def test_plugin_is_built_from_its_table(read):
         ('mode="eval"', r"\[eval.decodings\] is empty"),
         ('mode="sft"', r"objective"),
         ("rollout.context=100000", r"batches.microbatch_tokens"),
+        ("engine.max_model_len=1000", r"rollout.context = 4096 is over engine.max_model_len = 1000"),
         ("lease.ttl_s=31", r"lease.ttl_s"),
         ("steps=[", r"override 'steps=\[': write key=value|steps"),
     ],

@@ -25,6 +25,9 @@ class Completion:
 class Engine(Protocol):
     """The plugin. Its methods may be called from many threads."""
 
+    max_model_len: int
+    """Most tokens of prompt and completion that it takes."""
+
     def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
         """Argument vector that serves the weights in folder `model` under `name`.
 

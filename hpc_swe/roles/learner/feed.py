@@ -74,9 +74,10 @@ class Feed:
             time.sleep(self._poll_s * random.uniform(0.5, 1.5))
 
     def _see(self, step: int) -> Verdict | None:
-        if self._run.stop.exists() or self._run.finished.exists():
+        orders = {*atomic.names(self._run.control)}
+        if {"STOP", "FINISHED"} & orders:
             return Verdict(Order.STOP)
-        if self._interrupted() or self._run.drain.exists():
+        if self._interrupted() or "DRAIN" in orders:
             return Verdict(Order.DRAIN)
         try:
             return Verdict(Order.TRAIN, folders.manifest(self._run.batch(step), BatchManifest))
