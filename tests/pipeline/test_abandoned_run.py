@@ -32,6 +32,7 @@ def _words(path: Path) -> bytes:
 def test_killed_launcher_leaves_no_process_mount_or_temporary_file(warm_model, tmp_path):
     scratch, root = tmp_path / "tmp", tmp_path / "run"
     scratch.mkdir()
+    engines = set(Path("/tmp").glob("hpc_swe-*"))  # where they go when TMPDIR is too long for a socket
     daemons, mounts = fuse_daemons(), Path("/proc/self/mounts").read_text()
     shared = set(os.listdir("/dev/shm"))
     words = [*SMALL, f"model={warm_model}", "steps=1000", "executor.foreground=true"]
@@ -54,5 +55,6 @@ def test_killed_launcher_leaves_no_process_mount_or_temporary_file(warm_model, t
     assert fuse_daemons() <= daemons
     assert Path("/proc/self/mounts").read_text() == mounts
     assert set(os.listdir("/dev/shm")) <= shared
+    assert set(Path("/tmp").glob("hpc_swe-*")) <= engines
     # torch keeps one cache folder a user, empty here; it is no run's.
     assert [path.name for path in scratch.iterdir() if not path.name.startswith("torchinductor_")] == []

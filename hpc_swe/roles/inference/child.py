@@ -16,12 +16,17 @@ STOP_S = 15.0
 """More than the guard takes."""
 
 
+LONGEST_TMPDIR = 40  # characters
+
+
 class Child:
     """An engine under its guard, in a process group of their own."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], output: Path) -> None:
         self.output = output
-        self._folder = tempfile.mkdtemp(prefix="hpc_swe-")  # for sockets too, whose paths must be short
+        # For sockets too, whose paths hold 107 characters: an engine needs about 50 of its own.
+        short = len(tempfile.gettempdir()) <= LONGEST_TMPDIR
+        self._folder = tempfile.mkdtemp(prefix="hpc_swe-", dir=None if short else "/tmp")
         guard = [sys.executable, "-m", "hpc_swe.roles.inference.guard", self._folder, *command]
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("ab") as out:
