@@ -36,11 +36,14 @@ XML_CALLS = """{%- for call in message.tool_calls or [] %}
 {{- '<parameter=' + key + '>\n' + (value | string if value is string else value | tojson) + '\n</parameter>\n' }}
 {%- endfor %}{{- '</function>\n</tool_call>' }}{%- endfor %}"""
 # As Qwen3-Coder: what a tool is called stands in the template's text, not in JSON.
-XML_HEAD = HEAD.replace("{{- tool | tojson + '\n' }}", """
+XML_HEAD = HEAD.replace(
+    "{{- tool | tojson + '\n' }}",
+    """
 {{- '<' ~ tool.function.name ~ '>' ~ tool.function.description | trim }}
 {%- for key, schema in tool.function.parameters.properties | items %}
 {{- ' <' ~ key ~ '>' ~ schema.type ~ ('!' if key in tool.function.parameters.required or [] else '') }}
-{%- endfor %}{{- '\n' }}""")
+{%- endfor %}{{- '\n' }}""",
+)
 PLAIN_ANSWER = """{{- '<|im_start|>assistant\n' + message.content }}CALLS{{- '<|im_end|>\n' }}"""
 # As Qwen3: thoughts before the last question are dropped, later ones are written anew.
 THINKING_ANSWER = """{%- set thought = '' %}{%- set said = message.content %}

@@ -14,8 +14,6 @@ from hpc_swe.errors import EngineError
 
 STOP_S = 15.0
 """More than the guard takes."""
-
-
 LONGEST_TMPDIR = 40  # characters
 
 
