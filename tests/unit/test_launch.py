@@ -150,6 +150,16 @@ def test_waiting_for_a_run_that_is_ordered_to_end_ends_with_it(tmp_path, read):
         launch.stop(run, config, now=True)
 
 
+def test_script_for_a_role_by_hand_leaves_a_finished_run_alone(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    launch.start(run, read())
+    run.finished.touch()
+    script = ["bash", "sbatch/role.sbatch", "reward", str(run.root)]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert not any(run.nodes.iterdir())
+
+
 def test_foreground_jobs_end_with_the_launcher_whatever_kills_it(tmp_path, model):
     words = [f"model={model}", 'sandbox={type="process"}', "tasks.train=3", "tasks.eval=2", *NOBODY]
     line = ["start", "configs/demo.toml", *words, "counts.reward=1", "executor.foreground=true"]
