@@ -1,11 +1,13 @@
 """A machine that cannot open sandboxes says so in one line, with the remedy."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from hpc_swe.errors import ConfigError, SandboxError
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
+from hpc_swe.processes import descendants
 
 
 def test_no_apptainer(tmp_path: Path):
@@ -36,8 +38,10 @@ def test_an_apptainer_that_fails_tells_why(tmp_path: Path, task):
 
 
 @pytest.mark.slow
-def test_a_good_machine_passes(apptainer: Apptainer):
+def test_a_good_machine_passes_and_keeps_nothing_running(apptainer: Apptainer):
+    before = set(descendants(os.getpid()))
     apptainer.check()
+    assert set(descendants(os.getpid())) <= before, "the trial container still runs"
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from hpc_swe.errors import ConfigError, SandboxError, boundary
@@ -65,7 +65,7 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
                 f"[sandbox] images: no .sif file in {self.images}: run containers/build_image.sh"
             )
         try:
-            with self._container(images[0]).open("/tmp"):
+            with closing(self._start(images[0])) as container, container.open("/tmp"):
                 return
         except SandboxError as error:
             raise ConfigError(
