@@ -22,6 +22,7 @@ SMALL = [
     "groups.groups_per_step=4",
     "groups.resample=true",  # every batch has signal, or nothing would be shown of its training
     "advantage.scale_by_std=false",
+    "batches.overlong=train",
     "rollout.slots=8",
     "lease.beat_s=0.5",
     "lease.ttl_s=4.0",
