@@ -1,6 +1,6 @@
 # Every verb is safe to repeat: what is already there is found in a moment and left alone.
 .DEFAULT_GOAL := help
-.PHONY: setup image demo test check clean help
+.PHONY: setup image demo test cluster check clean help
 
 setup:  ## packages, .venv and Apptainer; as root it installs what the machine lacks
 	containers/setup.sh
@@ -12,7 +12,12 @@ demo: image  ## train on this machine and show what was learned
 	.venv/bin/python -m jobs.demo
 
 test: image  ## every test that this machine can run
+	tests/cluster/install.sh
 	.venv/bin/python -m pytest
+
+cluster: setup  ## a shell on a Slurm cluster of six nodes, here and for as long as the shell lasts
+	tests/cluster/install.sh
+	.venv/bin/python tests/cluster/cluster.py shell
 
 check: setup  ## style, types and the direction of imports
 	.venv/bin/ruff check && .venv/bin/ruff format --check && .venv/bin/mypy && .venv/bin/lint-imports

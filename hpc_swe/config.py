@@ -4,6 +4,7 @@ People write TOML; `dump` writes the merged tree, defaults filled in, as the run
 read only that. A role is given the one table it uses, never the whole.
 """
 
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,7 +38,10 @@ FAMILIES: dict[Any, str] = {
     Sandboxes: "sandboxes",
     Taskset: "tasksets",
 }
-MAY_CHANGE = ("steps", "counts", "executor", "coordinator.poll_s", "rollout.slots", "reward.slots")
+MAY_CHANGE = (
+    *("steps", "counts", "executor", "inference"),
+    *("coordinator.poll_s", "rollout.slots", "reward.slots"),
+)
 """Keys that a running run may see changed; all else would change what is trained."""
 
 
@@ -141,9 +145,13 @@ class RewardConfig(Table, frozen=True, kw_only=True):
 class InferenceConfig(Table, frozen=True, kw_only=True):
     """How engines are kept alive."""
 
+    url: str = ""
+    """An engine that somebody else runs, for example http://host:8000; empty starts our own. Its key is in
+    the environment of `launch start`, as VLLM_API_KEY."""
     port: Natural = 0
     """0 is any free port."""
     start_timeout_s: Seconds = 600.0
+    """Longest wait for an engine's health, at its start and when it was lost."""
     max_restarts: Natural = 5
     poll_s: Seconds = 0.5
 
@@ -312,6 +320,11 @@ def _complaints(config: RunConfig) -> list[str]:
             config.rollout.context > config.engine.max_model_len,
             f"rollout.context = {config.rollout.context} is over engine.max_model_len = "
             f"{config.engine.max_model_len}: a full context would count as the engine's failure",
+        ),
+        (
+            bool(config.inference.url) and not re.fullmatch(r"http://[^/@\s]+", config.inference.url),
+            f"inference.url = {config.inference.url!r} must be http://host:port and nothing else; "
+            "an engine's key goes into the environment variable VLLM_API_KEY",
         ),
         (
             lease.ttl_s < 2 * lease.beat_s,

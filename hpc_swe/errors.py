@@ -7,6 +7,8 @@
     + StaleRun          another protocol version wrote this run
     + LostRace          another process of the same role published first
   x StorageError      the shared file system refused: full, over quota, I/O error; back off, nothing is lost
+  x SchedulerError    the scheduler does not answer; nothing was submitted    exit 6
+  x NodeError         this node cannot do a role's work                       exit 7
   x DeadlineError     a wait ran out; the message says for what, and from whom
   x EpisodeError      one episode failed; recorded on it, never past the worker's loop
     + SandboxError      the container, not the model, is to blame  -> infra_error, retried
@@ -54,6 +56,18 @@ class StorageError(HpcSweError):
     """The file system cannot take or give data now."""
 
     exit_code = 4
+
+
+class SchedulerError(HpcSweError):
+    """The scheduler does not answer, so that nothing can be decided; the next tick tries again."""
+
+    exit_code = 6
+
+
+class NodeError(HpcSweError):
+    """This node cannot do the work; another one may."""
+
+    exit_code = 7
 
 
 class DeadlineError(HpcSweError):

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -18,9 +19,10 @@ import msgspec
 from hpc_swe import config as configuration
 from hpc_swe import reconcile
 from hpc_swe.config import RunConfig
-from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError, StaleRun, StorageError
+from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError, SchedulerError, StaleRun, StorageError
 from hpc_swe.reconcile import Plan
 from hpc_swe.records import RunManifest, Split, Task
+from hpc_swe.roles.inference import attach
 from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.store import atomic, tasks
 
@@ -29,15 +31,19 @@ GRACE_S = 10.0  # `stop --now` lets processes see the order before it ends them
 log = logging.getLogger(__name__)
 
 
-def start(run: RunDir, config: RunConfig) -> Plan:
+def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> Plan:
     """Make the run folder, or go on with the one that is there, and submit what is missing.
+
+    A run keeps the code that it was made with, unless it is to be upgraded.
 
     Raises:
         ConfigError: The run exists with another configuration, or this machine cannot run it.
     """
-    _preflight(config)
+    _preflight(run, config)
     if run.config.exists():
         _must_agree(run, config)
+        if upgrade:
+            _upgrade(run, config)
     else:
         _create(run, config)
     for order in (run.drain, run.stop):
@@ -70,21 +76,21 @@ def load(run: RunDir) -> RunConfig:
 
 
 def stop(run: RunDir, config: RunConfig, *, now: bool) -> None:
-    """Order all processes to drain, or to exit now and be ended after a grace."""
+    """Cancel what waits and order the rest to drain, or to exit now and be ended after a grace."""
     with atomic.storage(run.control):
         (run.stop if now else run.drain).touch()
+    config.executor.cancel([job.job for job in config.executor.queue(run) if job.state != "running"])
     if not now:
         return
     deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline and alive(run, config):
-        time.sleep(0.2)
-    for job in alive(run, config):
-        config.executor.cancel(run, job)
+    while time.monotonic() < deadline and config.executor.queue(run):
+        time.sleep(min(config.executor.pause_s, 2.0))
+    config.executor.cancel(alive(run, config))
 
 
 def alive(run: RunDir, config: RunConfig) -> list[str]:
     """Ids of the run's jobs that run or wait."""
-    return [job.job for job in config.executor.jobs(run) if job.is_alive]
+    return [job.job for job in config.executor.queue(run)]
 
 
 def wait(run: RunDir, config: RunConfig, timeout_s: float, each: Callable[[], None] = lambda: None) -> None:
@@ -97,16 +103,13 @@ def wait(run: RunDir, config: RunConfig, timeout_s: float, each: Callable[[], No
     deadline = time.monotonic() + timeout_s
     try:
         while not atomic.names(run.control) or alive(run, config):
-            stuck = reconcile.tick(run, config).stuck
-            if stuck or time.monotonic() > deadline:
-                why = (
-                    f"{', '.join(stuck)} cannot be kept alive"
-                    if stuck
-                    else f"not finished after {timeout_s:.0f} s"
-                )
-                raise DeadlineError(f"{run.root}: {why}; see its logs/ and `python -m hpc_swe.status`")
+            plan = _tick_patiently(run, config)
+            if plan.lost or time.monotonic() > deadline:
+                why = "; ".join(f"{role}: {plan.stuck[role]}" for role in plan.lost)
+                why = why or f"not finished after {timeout_s:.0f} s; see its logs/"
+                raise DeadlineError(f"{run.root}: {why}")
             each()
-            time.sleep(0.5)
+            time.sleep(config.executor.pause_s)
     except BaseException:
         stop(run, config, now=True)
         raise
@@ -114,14 +117,34 @@ def wait(run: RunDir, config: RunConfig, timeout_s: float, each: Callable[[], No
         raise HpcSweError(f"{run.root}: ordered to end before it had finished; `launch start` goes on")
 
 
-def _preflight(config: RunConfig) -> None:
+def _tick_patiently(run: RunDir, config: RunConfig) -> Plan:
+    try:
+        return reconcile.tick(run, config)
+    except SchedulerError as error:
+        log.warning("waiting for the scheduler: %s", error)
+        return Plan()
+
+
+def _preflight(run: RunDir, config: RunConfig) -> None:
     for key, folder in (("model", config.model), ("reference", config.reference or config.model)):
         if not (Path(folder) / "config.json").is_file():
             raise ConfigError(
                 f"{key} = {folder!r}: no config.json there; give the folder of a Hugging Face model"
             )
-    if config.mode != "sft":
+    for role, count in reconcile.desired(config).items():
+        if count:
+            config.executor.check(reconcile.submission(run, config, role, 1, count))
+    if config.mode != "sft" and config.executor.is_here:  # on a cluster the workers check, on their nodes
         config.sandbox.check()
+    if config.inference.url and "inference" in reconcile.desired(config):
+        attach.require_usable(config, _key(run, config))
+
+
+def _key(run: RunDir, config: RunConfig) -> str:
+    """What every engine route asks for: the key of somebody else's engine, else the run's own."""
+    given = os.environ.get(attach.KEY, "") if config.inference.url else ""
+    known = run.token.read_text(encoding="ascii").strip() if run.token.exists() else ""
+    return given or known or secrets.token_hex(16)
 
 
 def _must_agree(run: RunDir, config: RunConfig) -> None:
@@ -134,6 +157,7 @@ def _must_agree(run: RunDir, config: RunConfig) -> None:
         )
     if config.steps > old.steps:
         run.finished.unlink(missing_ok=True)
+    atomic.write(run.token, _key(run, config).encode())
     atomic.write(run.config, _json(config))
 
 
@@ -145,7 +169,8 @@ def _create(run: RunDir, config: RunConfig) -> None:
         raise StorageError(
             f"{run.root}: cannot be made: {error.strerror}; choose a folder you own with --run"
         ) from None
-    atomic.write(run.token, secrets.token_hex(16).encode())
+    _copy_code(run)
+    atomic.write(run.token, _key(run, config).encode())
     tasks.write(run.tasks, _take_tasks(config))
     data = _json(config)
     atomic.put(
@@ -156,9 +181,33 @@ def _create(run: RunDir, config: RunConfig) -> None:
             commit=_commit(),
             model_sha256=_digest(Path(config.model)),
             config_sha256=hashlib.sha256(data).hexdigest(),
+            folder=str(Path.cwd()),
+            environment=reconcile.own_environment(),
         ),
     )
     atomic.write(run.config, data)  # last: its presence means that the run is whole
+
+
+def _upgrade(run: RunDir, config: RunConfig) -> None:
+    jobs = alive(run, config)
+    if jobs:
+        raise ConfigError(f"{run.root}: {len(jobs)} jobs still run the old code; `launch stop` it first")
+    _copy_code(run)
+    manifest = atomic.get(run.manifest, RunManifest)
+    changes = {"commit": _commit(), "environment": reconcile.own_environment()}
+    atomic.put(run.manifest, msgspec.structs.replace(manifest, **changes))
+
+
+def _copy_code(run: RunDir) -> None:
+    """Jobs of a run that lasts for weeks must not see what is changed in the checkout meanwhile."""
+    copy = atomic.temporary(run.code)
+    with atomic.storage(run.code):
+        for package in ("hpc_swe", "jobs"):
+            source = Path(__file__).parents[1] / package
+            shutil.copytree(source, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
+        if run.code.exists():
+            run.code.rename(atomic.temporary(run.code))
+        copy.rename(run.code)
 
 
 def _take_tasks(config: RunConfig) -> dict[Split, Sequence[Task]]:
@@ -202,6 +251,10 @@ def _parser() -> argparse.ArgumentParser:
     begin.add_argument(
         "--wait", type=float, metavar="SECONDS", help="stay and tick until the run has finished"
     )
+    begin.add_argument("--dry-run", action="store_true", help="print batch scripts and costs; make nothing")
+    begin.add_argument(
+        "--upgrade", action="store_true", help="go on with this code, not with the one of the run's start"
+    )
     again = verbs.add_parser("tick", help="submit what is missing; cron calls this")
     again.add_argument("run", type=Path)
     end = verbs.add_parser("stop", help="let the run drain")
@@ -215,15 +268,23 @@ def _start(arguments: argparse.Namespace) -> None:
     config = configuration.read(*files, overrides=[name for name in arguments.config if "=" in name])
     runs = Path(os.environ.get("HPC_SWE_RUNS", "runs"))
     run = RunDir((arguments.run or runs / files[0].stem).absolute())
-    _tell(run, start(run, config))
+    if arguments.dry_run:
+        from hpc_swe import dry_run  # jobs import this module, and print no tables
+
+        dry_run.show(run, config)
+        _preflight(run, config)
+        return
+    _tell(run, start(run, config, upgrade=arguments.upgrade))
     if arguments.wait:
         wait(run, config, arguments.wait)
 
 
 def _tell(run: RunDir, plan: Plan) -> None:
-    print(f"{run.root}: submitted {', '.join(plan.submit) or 'nothing'}")
+    submitted = ", ".join(f"{count} {role}" for role, count in plan.submit.items())
+    cancelled = f", cancelled {len(plan.cancel)}" if plan.cancel else ""
+    print(f"{run.root}: submitted {submitted or 'nothing'}{cancelled}")
     if plan.stuck:
-        raise HpcSweError(f"{', '.join(plan.stuck)}: jobs end as soon as they start; see {run.root / 'logs'}")
+        raise HpcSweError("; ".join(f"{role}: {why}" for role, why in plan.stuck.items()))
 
 
 def main() -> None:

@@ -1,68 +1,248 @@
-"""Desired minus alive is to submit: the pure plan, and the few lines that act on it."""
+"""Desired minus alive is to submit: the pure decision, and the few lines that act on it.
+
+launch/ is read before the queue, so what the queue shows can only be newer; and a submission is taken by
+mkdir. So two ticks at once submit once; a third may void what a slow one is about to submit, which wastes a
+submission and nothing else.
+"""
 
 import logging
+import os
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpc_swe.config import RunConfig
-from hpc_swe.plugins.executors.base import Job
-from hpc_swe.records import Role
+from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.executors.base import SINGLE, Job, Submission
+from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic
+from hpc_swe.store import atomic, ledger, weights
+from hpc_swe.store.ledger import Entry, Started, Submitted
 
 ROLES: dict[str, tuple[Role, ...]] = {
-    "grpo": ("coordinator", "inference", "learner", "rollout", "reward"),
+    "grpo": ("coordinator", "learner", "inference", "rollout", "reward"),
     "sft": ("coordinator", "learner"),
     "eval": ("coordinator", "inference", "rollout", "reward"),
 }
-SINGLE: tuple[Role, ...] = ("coordinator", "learner")
-GENERATIONS = 3  # jobs of a role that may end
-WITHIN_S = 360.0  # in so short a time before it counts as stuck
+GENERATIONS = 3  # submissions of a role that may fail one after another
+PATHS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+REST_S = 600.0  # before it is left alone for so long
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a tick does."""
+class Decision:
+    """What a tick does about one role."""
 
-    submit: list[Role]
-    """One entry per job."""
-    stuck: list[Role]
-    """Roles whose jobs end as soon as they start: a person must look."""
+    missing: int = 0
+    """Jobs to submit."""
+    cancel: list[str] = field(default_factory=list)
+    """Jobs that are too many and still wait, or will never start."""
+    close: str = ""
+    """Id of the job by which an open submission is closed."""
+    doubt: bool = False
+    void: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a tick did."""
+
+    submit: dict[Role, int] = field(default_factory=dict)
+    cancel: list[str] = field(default_factory=list)
+    stuck: dict[Role, str] = field(default_factory=dict)
+    """Role -> why nothing is submitted, or why its jobs wait for a person."""
+    lost: list[Role] = field(default_factory=list)
+    """Stuck roles of which no job lives."""
 
 
 def desired(config: RunConfig) -> dict[Role, int]:
     """Jobs of each role that the run should have; coordinator and learner are one job at most."""
     counts = {role: config.counts.get(role, 1) for role in ROLES[config.mode]}
+    if config.inference.url and "inference" in counts:
+        counts["inference"] = 0  # somebody else runs the engine
     return {role: min(count, 1) if role in SINGLE else count for role, count in counts.items()}
 
 
-def plan(wanted: Mapping[Role, int], jobs: Sequence[Job], now: float) -> Plan:
-    """Missing jobs, in the order of `wanted`; a role that keeps dying is left for a person."""
-    submit: list[Role] = []
-    stuck: list[Role] = []
-    for role, count in wanted.items():
-        mine = [job for job in jobs if job.role == role]
-        missing = count - sum(job.is_alive for job in mine)
-        recent = sum(not job.is_alive and now - job.submitted < WITHIN_S for job in mine)
-        if missing > 0 and recent >= GENERATIONS * count:
-            stuck.append(role)
-        else:
-            submit += [role] * missing
-    return Plan(submit, stuck)
+def decide(wanted: int, jobs: Sequence[Job], newest: Entry) -> Decision:
+    """About one role, from its jobs in the queue and its newest submission."""
+    living = [job for job in jobs if job.state != "broken" and job.submission not in newest.voided]
+    broken = [job.job for job in jobs if job not in living]
+    shown = [job.job for job in jobs if job.submission == newest.number]
+    if newest.is_open and not shown and not newest.is_doubted:
+        return Decision(cancel=broken, doubt=True)
+    waiting = sorted((job.submission, job.job) for job in living if job.state == "waiting")
+    surplus = waiting[len(waiting) - max(0, min(len(waiting), len(living) - wanted)) :]
+    return Decision(
+        missing=max(0, wanted - len(living)),
+        cancel=broken + [job for _, job in surplus],
+        close=shown[0].partition("_")[0] if newest.is_open and shown else "",
+        void=newest.is_open and not shown,
+    )
+
+
+def failures(histories: Sequence[tuple[int, Submitted, list[Started]]], endings: Mapping[str, str]) -> int:
+    """How many of the last submissions, counted back from the newest, came to nothing."""
+    count = 0
+    for _, submitted, started in reversed(histories):
+        if not _has_failed(submitted, started, endings):
+            break
+        count += 1
+    return count
+
+
+def submission(run: RunDir, config: RunConfig, role: Role, number: int, count: int) -> Submission:
+    """Some jobs of a role, in the environment of the run's start: cron's own knows no module."""
+    environment = _environment(run)
+    known = environment.get("PYTHONPATH")
+    environment |= {"PYTHONPATH": f"{run.code}:{known}" if known else str(run.code)}
+    words = ["env", *(f"{name}={value}" for name, value in environment.items())]
+    words += [sys.executable, "-P"]  # not from the working folder
+    words += ["-m", "jobs.run", role, str(run.root), f"--submission={number}"]
+    return Submission(run_id(run), role, number, count, processes(role, config), words)
+
+
+def processes(role: str, config: RunConfig) -> int:
+    """Of one job of a role, over all its nodes."""
+    return config.policy.tensor_parallel * config.learner.data_parallel if role == "learner" else 1
+
+
+def _environment(run: RunDir) -> dict[str, str]:
+    try:
+        return dict(atomic.get(run.manifest, RunManifest).environment)
+    except FileNotFoundError:
+        return own_environment()
+
+
+def own_environment() -> dict[str, str]:
+    """What this process finds programs by."""
+    return {name: os.environ[name] for name in PATHS if name in os.environ}
+
+
+def run_id(run: RunDir) -> str:
+    """What the scheduler calls the run; of one that is not made yet, the folder's name."""
+    try:
+        return atomic.get(run.manifest, RunManifest).run_id
+    except FileNotFoundError:
+        return run.root.name
 
 
 def tick(run: RunDir, config: RunConfig) -> Plan:
-    """Submit what is missing; nothing while an order stands or when the run has finished."""
+    """Submit what is missing; nothing while an order stands or when the run has finished.
+
+    Raises:
+        SchedulerError: The scheduler does not answer; nothing was submitted.
+    """
     if atomic.names(run.control):
-        return Plan([], [])
-    decided = plan(desired(config), config.executor.jobs(run), time.time())
-    for role in decided.submit:
-        job = config.executor.submit(run, role, [sys.executable, "-m", "jobs.run", role, str(run.root)])
-        log.info("submitted %s as job %s", role, job)
-    for role in decided.stuck:
-        log.error("stuck: jobs of %s end as soon as they start; see %s", role, run.logs(role))
-    return decided
+        return Plan()
+    newest, queue, decided = _look(run, config)
+    if atomic.names(run.control):  # written before the queue ran empty because of it
+        return Plan()
+    for role, decision in decided.items():
+        _settle(run, role, newest[role].number, decision)
+    cancel = [job for decision in decided.values() for job in decision.cancel]
+    config.executor.cancel(cancel)
+    missing = {role: decision.missing for role, decision in decided.items() if decision.missing}
+    stuck = _stuck(run, config, list(missing))
+    submit: dict[Role, int] = {}
+    for role in (role for role in missing if role not in stuck):
+        try:
+            submit[role] = _submit(run, config, role, newest[role].number, missing[role])
+        except ConfigError as error:
+            stuck[role] = str(error)
+    stuck |= {job.role: f"job {job.job} is held: {job.reason}" for job in queue if job.state == "held"}
+    for role, why in stuck.items():
+        log.error("stuck %s: %s", role, why)
+    lost = [role for role in stuck if all(job.role != role for job in queue)]
+    return Plan({role: submit[role] for role in decided if submit.get(role)}, cancel, stuck, lost)
+
+
+def _look(run: RunDir, config: RunConfig) -> tuple[dict[Role, Entry], list[Job], dict[Role, Decision]]:
+    wanted = _needed(run, config)
+    newest = {role: ledger.newest(run, role) for role in wanted}
+    queue = config.executor.queue(run)
+    decided = {
+        role: decide(count, [job for job in queue if job.role == role], newest[role])
+        for role, count in wanted.items()
+    }
+    return newest, queue, decided
+
+
+def _needed(run: RunDir, config: RunConfig) -> dict[Role, int]:
+    """The desired jobs, without a learner that has nothing more to learn while others finish."""
+    wanted = desired(config)
+    version = weights.newest(run)
+    if "learner" in wanted and version is not None and version.step >= config.steps:
+        wanted["learner"] = 0
+    return wanted
+
+
+def _has_failed(submitted: Submitted, started: Sequence[Started], endings: Mapping[str, str]) -> bool:
+    if started and all(job.seconds >= 0 for job in started):
+        return all(job.code for job in started)  # jobs.run ends with an error only after it has tried in vain
+    return endings.get(submitted.job, "").startswith(("FAILED", "OUT_OF_MEMORY", "BOOT_FAIL"))
+
+
+def _stuck(run: RunDir, config: RunConfig, roles: Sequence[Role]) -> dict[Role, str]:
+    histories = {role: ledger.history(run, role, GENERATIONS) for role in roles}
+    rested = [r for r, h in histories.items() if len(h) < GENERATIONS or time.time() - _last(h[-1]) > REST_S]
+    for role in rested:
+        del histories[role]
+    silent = [
+        submitted.job
+        for history in histories.values()
+        for _, submitted, started in history
+        if not started or any(job.seconds < 0 for job in started)
+    ]
+    endings = config.executor.endings(silent)
+    return {
+        role: f"its last {GENERATIONS} submissions failed"
+        f" ({endings.get(history[-1][1].job) or _codes(history[-1][2])}); see {run.logs(role)}"
+        for role, history in histories.items()
+        if failures(history, endings) == GENERATIONS
+    }
+
+
+def _last(entry: tuple[int, Submitted, list[Started]]) -> float:
+    """When a submission was last heard of."""
+    _, submitted, started = entry
+    return max([submitted.at, *(job.at for job in started)])
+
+
+def _codes(started: Sequence[Started]) -> str:
+    return ", ".join(f"exit code {job.code} on {job.host}" for job in started[:3])
+
+
+def _settle(run: RunDir, role: Role, number: int, decision: Decision) -> None:
+    if decision.close:
+        _note(run, role, number, decision.close, 0)
+    if decision.doubt:
+        ledger.doubt(run, role, number)
+    if decision.void:
+        ledger.void(run, role, number)
+
+
+def _submit(run: RunDir, config: RunConfig, role: Role, last: int, missing: int) -> int:
+    """Returns the number of jobs submitted: none when another tick is at it."""
+    submitted = 0
+    while submitted < missing:
+        last, count = last + 1, min(missing - submitted, config.executor.array_size)
+        if not ledger.take(run, role, last):
+            break
+        try:
+            job = config.executor.submit(run, submission(run, config, role, last, count))
+        except ConfigError:
+            ledger.release(run, role, last)
+            raise
+        _note(run, role, last, job, count)
+        log.info("submitted %d %s as job %s", count, role, job)
+        submitted += count
+    return submitted
+
+
+def _note(run: RunDir, role: Role, number: int, job: str, count: int) -> None:
+    noted = Submitted(job=job, count=count, host=socket.gethostname(), at=time.time())
+    ledger.note(run, role, number, noted)

@@ -52,7 +52,6 @@ class TestPlan(Record, frozen=True, kw_only=True):
     """How a grader judges a task; the agent never sees it."""
 
     __test__ = False  # pytest, this is no test class
-
     command: str
     """Shell line run in the work directory of a fresh sandbox."""
     files: dict[str, str] = {}
@@ -415,13 +414,15 @@ class CheckpointManifest(Manifest, frozen=True, kw_only=True):
 
 
 class RunManifest(Record, frozen=True, kw_only=True):
-    """Who made the run and under which rules; written once."""
+    """Who made the run, in which `folder` its paths start, and by which `environment` jobs find programs."""
 
     protocol: int
     run_id: str
     commit: str
     model_sha256: str
     config_sha256: str
+    folder: str
+    environment: dict[str, str]
 
 
 class Node(Record, frozen=True, kw_only=True):
@@ -442,7 +443,6 @@ class Node(Record, frozen=True, kw_only=True):
     step: int = 0
     """Optimizer steps taken, of a learner."""
     claims: list[str] = []
-    """Messages held."""
     slots: int = 0
     """Episodes that a worker can run at once."""
 
@@ -465,11 +465,12 @@ class EndpointTable(Record, frozen=True, kw_only=True):
 
 
 class RoleStatus(Record, frozen=True, kw_only=True):
-    """How one role fares."""
+    """How one role fares; `silent` are those of the living whose beat has stood still for two looks."""
 
     role: Role
     desired: int
     alive: int
+    silent: int = 0
 
 
 class StatusReport(Record, frozen=True, kw_only=True):
@@ -478,8 +479,12 @@ class StatusReport(Record, frozen=True, kw_only=True):
     beat: int
     roles: list[RoleStatus]
     spools: dict[str, dict[str, int]]
+    oldest_s: dict[str, float] = {}
+    """Spool -> how long the coordinator has seen its oldest message there."""
     waits_for: str
     step: int
+    step_s: float = 0.0
+    """Seconds a step of the learner, of late; 0 before there are two."""
     newest: WeightVersion
     recent: dict[str, list[float]]
     """Metric -> its last values, oldest first."""

@@ -6,7 +6,7 @@ from typing import get_args
 
 from hpc_swe.records import Role, WeightVersion
 
-PROTOCOL = 1
+PROTOCOL = 2
 SPOOLS = ("requests", "episodes", "scored")
 
 
@@ -71,7 +71,9 @@ class RunDir:
     tensorboard = _At("tensorboard")
     """View drawn from metrics/; may be deleted."""
     launches = _At("launch")
-    """Cells: one per submitted job, by role."""
+    """Folders: one per submission, by role."""
+    code = _At("code")
+    """The packages that every job of the run imports."""
 
     def node(self, owner: str) -> Path:
         """Cell: the lease of one process."""
@@ -110,9 +112,21 @@ class RunDir:
         """Folder of one role's standard output and error."""
         return self.root / "logs" / role
 
-    def job(self, role: Role, job: str) -> Path:
-        """Cell: one submitted job."""
-        return self.launches / role / f"{job}.json"
+    def submission(self, role: Role, number: int) -> Path:
+        """Folder: one submission, taken by mkdir."""
+        return self.launches / role / f"{number:06d}"
+
+    def marked(self, role: Role, number: int, mark: str) -> Path:
+        """Folder: an open submission that was doubted, or voided."""
+        return self.launches / role / f"{number:06d}.{mark}"
+
+    def submitted(self, role: Role, number: int) -> Path:
+        """Cell: the scheduler has accepted the submission."""
+        return self.submission(role, number) / "submitted.json"
+
+    def started(self, role: Role, number: int, index: int) -> Path:
+        """Cell: one job of the submission, as it says itself."""
+        return self.submission(role, number) / f"job_{index:04d}.json"
 
     def spool(self, name: str) -> Path:
         """Folder of one of SPOOLS."""

@@ -1,66 +1,309 @@
-"""python -m hpc_swe.status RUN: what a run is doing, read from its folder alone."""
+"""python -m hpc_swe.status RUN: what a run is doing, on one screen.
+
+All of it is read in the run folder, but for what waits in the queue, which one question to the scheduler
+tells. When the scheduler is silent, the screen says so and shows the rest.
+"""
 
 import argparse
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
-from hpc_swe.errors import HpcSweError
-from hpc_swe.records import StatusReport
+from hpc_swe import launch, reconcile
+from hpc_swe.config import RunConfig
+from hpc_swe.errors import HpcSweError, SchedulerError
+from hpc_swe.plugins.executors.base import Job
+from hpc_swe.records import Endpoint, EndpointTable, Role, RoleStatus, StatusReport
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic
+from hpc_swe.store import atomic, ledger
+from hpc_swe.store.ledger import Started, Submitted
 
 BARS = " _.-=*#@"
+WIDE, BAR, NAME = 20, 16, 24
+History = Sequence[tuple[int, Submitted, list[Started]]]
+REDRAW_S, ASK_S = 2.0, 15.0
+LINES = 8  # of errors: all else fits above them on a screen of 40
 HEADLINES = (
     "reward/mean",
     "solve/train",
+    "solve/eval",
     "groups/signal_rate",
     "staleness/mean",
+    "staleness/max",
     "rate/sampled_tokens",
     "episodes/turns",
     "episodes/infra_rate",
-    "seconds/engine",
-    "seconds/grading",
-)  # TensorBoard has all
+    "batch/tokens",
+)
+"""Curves and families of curves; TensorBoard has all."""
+MEANINGS = {
+    "DRAIN": "nothing new is begun",
+    "STOP": "all processes exit",
+    "FINISHED": "the run has done all its steps",
+}
 
 
-def spark(values: list[float]) -> str:
+@dataclass(frozen=True)
+class Queue:
+    """What the scheduler and the ledger say of the run's jobs."""
+
+    jobs: list[Job] = field(default_factory=list)
+    silence: str = ""
+    """Why there is no answer."""
+    submitted_s: dict[Role, float] = field(default_factory=dict)
+    """Seconds since the newest submission of a role."""
+    failures: list[str] = field(default_factory=list)
+    """What the last failed submissions said."""
+
+
+@dataclass(frozen=True)
+class View:
+    """All that a screen shows."""
+
+    name: str
+    steps: int
+    """0 when the run takes none."""
+    desired: Mapping[Role, int]
+    orders: Sequence[str]
+    queue: Queue
+    report: StatusReport | None = None
+    silent_s: float = 0.0
+    engines: Sequence[Endpoint] = ()
+
+
+class Reader:
+    """Looks at a run; asks the scheduler, and reads what its jobs said, no more than every `ASK_S`."""
+
+    def __init__(self, run: RunDir, config: RunConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._config, self._clock = run, config, clock
+        self._queue, self._asked_at = Queue(), float("-inf")
+
+    def look(self) -> View:
+        """The run as it stands."""
+        run, config = self._run, self._config
+        if self._clock() >= self._asked_at + ASK_S:
+            self._queue, self._asked_at = _ask(run, config), self._clock()
+        try:
+            report = atomic.get(run.status, StatusReport)
+            silent_s = time.time() - run.status.stat().st_mtime
+            engines = atomic.get(run.endpoints, EndpointTable).endpoints
+        except FileNotFoundError:
+            report, silent_s, engines = None, 0.0, []
+        return View(
+            name=run.root.name,
+            steps=0 if config.mode == "eval" else config.steps,
+            desired=reconcile.desired(config),
+            orders=atomic.names(run.control),
+            queue=self._queue,
+            report=report,
+            silent_s=silent_s,
+            engines=engines,
+        )
+
+
+def render(view: View, width: int = 80) -> RenderableType:
+    """One screen of at most 40 lines, of plain ASCII."""
+    report = view.report
+    told: list[str | Table] = [*_head(view), "", _roles(view, width), *_engines(view)]
+    told += ["", _spools(report)] if report else []
+    told += ["", _curves(report)] if report and report.recent else []
+    errors = [view.queue.silence, *view.queue.failures, *(report.errors[-LINES // 2 :] if report else [])]
+    told += _folded([f"error: {line}" for line in errors if line], width)
+    return Group(*(part if isinstance(part, Table) else Text(part[:width]) for part in told))
+
+
+def spark(values: Sequence[float]) -> str:
     """Values as one line of characters, low to high."""
     low, high = min(values, default=0.0), max(values, default=0.0)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    if low == high:
+        return BARS[3] * len(values)
+    scale = (len(BARS) - 1) / (high - low)
     return "".join(BARS[round((value - low) * scale)] for value in values)
 
 
-def render(report: StatusReport, silent_s: float) -> RenderableType:
-    """One screen."""
-    roles = Table("role", "desired", "alive", title="roles")
-    for role in report.roles:
-        roles.add_row(role.role, str(role.desired), str(role.alive))
-    spools = Table("spool", "ready", "claimed", "dead", title="spools")
-    for name, depth in report.spools.items():
-        spools.add_row(name, *(str(depth.get(state, 0)) for state in ("ready", "claimed", "dead")))
-    recent = Table("metric", "last", "recent", title="last steps")
-    for name in HEADLINES:
-        values = report.recent.get(name, [])
-        recent.add_row(name, f"{values[-1]:.4g}" if values else "-", spark(values))
-    head = f"step {report.step}, weights {report.newest.name}, waits for {report.waits_for}"
-    silence = f"coordinator silent for {silent_s:.0f} s\n" if silent_s > 60 else ""
-    return Group(silence + head, roles, spools, recent, *(f"error: {line}" for line in report.errors))
+def duration(seconds: float) -> str:
+    """As people say it.
+
+    Example:
+        >>> duration(5400)
+        '1 h 30 min'
+    """
+    minutes, hours, days = round(seconds / 60), seconds / 3600, seconds / 86400
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if minutes < 90:
+        return f"{minutes} min"
+    if hours < 36:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{days:.1f} days"
 
 
-def read(run: RunDir) -> RenderableType:
-    """The screen of a run as it stands."""
+def _ask(run: RunDir, config: RunConfig) -> Queue:
+    silence, jobs = "", []
     try:
-        report = atomic.get(run.status, StatusReport)
-    except FileNotFoundError:
-        return f"{run.root}: the coordinator has not reported yet; its log is under {run.logs('coordinator')}"
-    if run.finished.exists():
-        return Group(render(report, 0.0), "the run has finished")
-    return render(report, time.time() - run.status.stat().st_mtime)
+        jobs = config.executor.queue(run)
+    except SchedulerError as error:
+        silence = f"the scheduler does not answer, so what waits is not known: {error}"
+    running = Counter(job.role for job in jobs if job.state == "running")
+    submitted, failures = {}, []
+    for role, count in reconcile.desired(config).items():
+        if running[role] >= count and run.status.exists():
+            continue  # one file a job is read below
+        history = ledger.history(run, role, reconcile.GENERATIONS)
+        if history:
+            submitted[role] = max(0.0, time.time() - history[-1][1].at)
+        if running[role] < count:
+            failures += _failure(run, role, history)
+    return Queue(jobs, silence, submitted, failures)
+
+
+def _failure(run: RunDir, role: Role, history: History) -> list[str]:
+    """Of the newest submission, if it came to nothing: what its jobs and their log say."""
+    failed = reconcile.failures(history, {})
+    if not failed:
+        return []
+    _, submitted, started = history[-1]
+    last = max(started, key=lambda job: job.seconds)
+    rests = f", so tick rests {duration(reconcile.REST_S)}" if failed == reconcile.GENERATIONS else ""
+    again = f"; {failed} submissions running{rests}" if failed > 1 else ""
+    said = f"{role}: exit code {last.code} on {last.host} after {duration(last.seconds)}{again}"
+    return [said, *_last_words(run, role, submitted.job)]
+
+
+def _last_words(run: RunDir, role: Role, job: str) -> list[str]:
+    """The newest log of a job, and its last line."""
+    logs = islice(run.logs(role).glob(f"{job.partition(':')[0]}*"), 32)
+    found = [path for path in logs if path.stat().st_size]
+    if not found:
+        return []
+    path = max(found, key=lambda path: path.stat().st_mtime)
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 4096))
+        lines = file.read().decode("ascii", "replace").split("\n")
+    words = [line.strip() for line in lines if line.strip()]
+    return [f"{path.relative_to(run.root)}: {words[-1]}"] if words else []
+
+
+def _head(view: View) -> list[str]:
+    report = view.report
+    orders = [f"order: {name} stands: {MEANINGS.get(name, 'unknown')}" for name in view.orders]
+    if report is None:
+        return [view.name, *orders, "waits for the coordinator, which has not reported yet"]
+    silence = f"the coordinator is silent for {duration(view.silent_s)}: what follows is old"
+    waits = [f"waits for {report.waits_for}"] if report.waits_for else []
+    is_silent = view.silent_s > 60 and "FINISHED" not in view.orders
+    return [_progress(view, report), *orders, *waits, *([silence] if is_silent else [])]
+
+
+def _progress(view: View, report: StatusReport) -> str:
+    if not view.steps:
+        return view.name
+    share = min(1.0, report.step / view.steps)
+    left = (view.steps - report.step) * report.step_s
+    bar = ("#" * round(share * BAR)).ljust(BAR, ".")
+    when = f", {duration(left)} left at {report.step_s:.3g} s a step" if left > 0 else ""
+    return f"{view.name[:NAME]}  step {report.step}/{view.steps} [{bar}] {share:.0%}{when}"
+
+
+def _roles(view: View, width: int) -> Table:
+    columns = ("desired", "running", "waiting")
+    table = _table("role", *columns, *(("alive", "silent") if view.report else ("submitted",)))
+    table.add_column("why not running", max_width=max(10, width - 58), no_wrap=True, overflow="crop")
+    reported = {status.role: status for status in view.report.roles} if view.report else {}
+    for role, desired in view.desired.items():
+        jobs = [job for job in view.queue.jobs if job.role == role]
+        counts = Counter(job.state for job in jobs)
+        known = [counts["running"], len(jobs) - counts["running"]]
+        told = ["?", "?"] if view.queue.silence else [str(count) for count in known]
+        since = view.queue.submitted_s.get(role)
+        leases = [_ago(since)]
+        if view.report:
+            status = reported.get(role, RoleStatus(role=role, desired=desired, alive=0))
+            leases = [str(status.alive), str(status.silent)]
+        _add(table, role, str(desired), *told, *leases, _reasons(jobs))
+    return table
+
+
+def _ago(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{duration(seconds)} ago"
+
+
+def _reasons(jobs: Sequence[Job]) -> str:
+    marks = {"waiting": "", "held": " (held)", "broken": " (never starts)"}
+    counts = Counter(f"{job.reason}{marks[job.state]}" for job in jobs if job.state != "running")
+    return ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+
+
+def _engines(view: View) -> list[str]:
+    if view.report is None:
+        return []
+    counts = Counter(" > ".join(v.name for v in e.versions) for e in view.engines)
+    serve = ", ".join(f"{count} at {name or 'nothing'}" for name, count in sorted(counts.items()))
+    engines = f"; engines: {serve or 'none serves'}" if "inference" in view.desired else ""
+    return ["", f"newest weights {view.report.newest.name}{engines}"]
+
+
+def _spools(report: StatusReport) -> Table:
+    table = _table("spool", "ready", "claimed", "dead", "oldest lies")
+    for name, depth in report.spools.items():
+        counts = [str(depth.get(state, 0)) for state in ("ready", "claimed", "dead")]
+        oldest = report.oldest_s.get(name)
+        _add(table, name, *counts, "-" if oldest is None else duration(oldest))
+    return table
+
+
+def _curves(report: StatusReport) -> Table:
+    table = _table("curve", "last", "lowest", "highest")
+    table.add_column("last steps", no_wrap=True, overflow="crop")
+    names = [n for head in HEADLINES for n in sorted(report.recent) if n == head or n.startswith(head + "/")]
+    for name in names[: len(HEADLINES)]:
+        values = report.recent[name][-WIDE:]
+        _add(
+            table, name, *(f"{value:.4g}" for value in (values[-1], min(values), max(values))), spark(values)
+        )
+    return table
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold underline")
+    table.add_column(first, no_wrap=True, overflow="crop")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True, overflow="crop")
+    return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    table.add_row(*(Text(cell, overflow="crop") for cell in cells))
+
+
+def _folded(lines: Sequence[str], width: int) -> list[str]:
+    """Long lines go on below, as far as the screen reaches."""
+    return [line[i : i + width] for line in lines for i in range(0, min(len(line), 2 * width), width)][:LINES]
+
+
+def _watch(reader: Reader, run: RunDir, console: Console) -> None:
+    with Live(_screen(reader, console), console=console, auto_refresh=False) as live:
+        is_over = False
+        while not is_over:
+            time.sleep(REDRAW_S)
+            is_over = run.finished.exists()  # before the look, so that the last screen is of the end
+            live.update(_screen(reader, console), refresh=True)
+
+
+def _screen(reader: Reader, console: Console) -> RenderableType:
+    try:
+        return render(reader.look(), console.width)
+    except (HpcSweError, OSError) as error:  # a file half gone, or a file system away for a while
+        return Text(f"error: {error}; looking again")
 
 
 def main() -> None:
@@ -71,15 +314,13 @@ def main() -> None:
         "--watch", action="store_true", help="redraw every two seconds until the run has finished"
     )
     arguments = parser.parse_args()
-    run = RunDir(arguments.run.absolute())
+    run, console = RunDir(arguments.run.absolute()), Console(highlight=False)
     try:
-        if not arguments.watch:
-            Console().print(read(run))
-            return
-        with Live(read(run), auto_refresh=False) as live:
-            while not run.finished.exists():
-                time.sleep(2.0)
-                live.update(read(run), refresh=True)
+        reader = Reader(run, launch.load(run))
+        if arguments.watch:
+            _watch(reader, run, console)
+        else:
+            console.print(render(reader.look(), console.width))
     except (HpcSweError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(getattr(error, "exit_code", 1))

@@ -24,6 +24,7 @@ from hpc_swe import config as configuration
 from hpc_swe import launch, statistics
 from hpc_swe.config import RunConfig
 from hpc_swe.errors import HpcSweError
+from hpc_swe.plugins.executors.local import Local
 from hpc_swe.records import MetricLine, StatusReport
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, weights
@@ -61,10 +62,13 @@ class Demo:
         """Run one stage to its end, unless an earlier start of the demo did; returns its run folder."""
         run = RunDir((self.root / name).absolute())
         files = ["demo", *(word for word in more if "=" not in word)]
-        words = [f"seed={self.seed}", f'model="{model.absolute()}"', "executor.foreground=true"]
-        words += [word for word in more if "=" in word]
         paths = [Path("configs") / f"{file}.toml" for file in files]
-        config = configuration.read(*paths, overrides=[*words, *self.overrides])
+        paths += [Path(word) for word in self.overrides if "=" not in word]
+        words = [f"seed={self.seed}", f'model="{model.absolute()}"']
+        words += [word for word in (*more, *self.overrides) if "=" in word]
+        config = configuration.read(*paths, overrides=words)
+        if isinstance(config.executor, Local):
+            config = configuration.read(*paths, overrides=[*words, "executor.foreground=true"])
         if not run.finished.exists():
             launch.start(run, config)
             _watch(name, run, config)
@@ -182,7 +186,9 @@ def main() -> None:
     parser.add_argument(
         "--control", choices=sorted(CONTROLS), default="", help="run a control instead of GRPO"
     )
-    parser.add_argument("overrides", nargs="*", help="of every stage's configuration, such as steps=10")
+    parser.add_argument(
+        "overrides", nargs="*", help="of every stage's configuration: TOML files, or words such as steps=10"
+    )
     arguments = parser.parse_args()
     root = arguments.out or Path(os.environ.get("HPC_SWE_RUNS", "runs")) / f"demo-{arguments.seed}"
     try:

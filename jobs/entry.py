@@ -10,6 +10,7 @@ from pathlib import Path
 from hpc_swe import launch
 from hpc_swe.config import RunConfig
 from hpc_swe.errors import HpcSweError, LostRace
+from hpc_swe.plugins.executors import slurm
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
 from hpc_swe.store.lease import Lease
@@ -19,9 +20,10 @@ log = logging.getLogger(__name__)
 
 def job_id() -> str:
     """What people call this job: Slurm's or submitit's id, else the process id."""
-    for name in ("SLURM_JOB_ID", "SUBMITIT_LOCAL_JOB_ID"):
-        if name in os.environ:
-            return os.environ[name]
+    if "SLURM_JOB_ID" in os.environ:
+        return slurm.own_id()
+    if "SUBMITIT_LOCAL_JOB_ID" in os.environ:
+        return os.environ["SUBMITIT_LOCAL_JOB_ID"]
     return f"local-{os.getpid()}"
 
 

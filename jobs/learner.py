@@ -17,6 +17,8 @@ from hpc_swe.roles.learner.loss import PolicyObjective
 from hpc_swe.rundir import RunDir
 from jobs import entry
 
+PLACES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
+
 log = logging.getLogger(__name__)
 
 
@@ -61,4 +63,6 @@ def _voice(run: RunDir, config: RunConfig) -> Iterator[tuple[str, Tell]]:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:  # srun has its own names for a process's place
+        os.environ |= {name: os.environ[theirs] for name, theirs in PLACES.items() if theirs in os.environ}
     entry.enter(work)

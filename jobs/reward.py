@@ -1,6 +1,7 @@
 """python -m jobs.reward RUN: one reward worker."""
 
 from hpc_swe.config import RunConfig
+from hpc_swe.plugins.sandboxes._watched import Watched
 from hpc_swe.roles.reward.worker import Means, worker
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import tasks
@@ -9,9 +10,10 @@ from jobs import entry
 
 def work(run: RunDir, config: RunConfig) -> None:
     """Grade episodes until the run has finished or is ordered to end."""
+    config.sandbox.check()
     means = Means(
         tasks={task.task_id: task for found in tasks.read(run.tasks).values() for task in found},
-        sandboxes=config.sandbox,
+        sandboxes=Watched(config.sandbox),
         grader=config.grader,
         config=config.reward,
     )

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from hpc_swe.config import RunConfig
 from hpc_swe.conversation import TokenBuilder
+from hpc_swe.plugins.sandboxes._watched import Watched
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.episode import Means
 from hpc_swe.roles.rollout.sampler import Sampler
@@ -15,12 +16,13 @@ from jobs import entry
 
 def work(run: RunDir, config: RunConfig) -> None:
     """Make episodes until the run has finished or is ordered to end."""
+    config.sandbox.check()
     table = config.rollout
     endpoints = Endpoints(run, config.groups.max_staleness)
     sampler = Sampler(config.engine, endpoints, run.token.read_text(encoding="ascii"), table.engine_wait_s)
     means = Means(
         tasks={task.task_id: task for found in tasks.read(run.tasks).values() for task in found},
-        sandboxes=config.sandbox,
+        sandboxes=Watched(config.sandbox),
         agent=config.agent,
         builder=TokenBuilder(Path(config.model), table.tool_parser, table.template_arguments),
         sampler=sampler,

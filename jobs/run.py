@@ -1,11 +1,14 @@
-"""python -m jobs.run ROLE RUN [--while PID:START]: keeps the processes of one job alive.
+"""python -m jobs.run ROLE RUN: keeps the processes of one job alive.
 
 Exit ends the process, not the job: a child that dies is started again, with back-off, at most
-`max_restarts` times without a quiet spell. The learner's ranks on this node are one gang: when one
-dies all are ended and started again, since a collective cannot go on with a hole. A child never
-outlives this process.
+`max_restarts` times without a quiet spell. The learner's ranks are one gang: when one dies all are ended
+and started again, since a collective cannot go on with a hole. A child never outlives this process.
+
+USR2 is the scheduler's warning that the job is about to end: the children drain, and the job asks to be
+queued again. TERM is somebody's wish that it end: the children give back what they hold, and that is all.
 """
 
+import argparse
 import logging
 import os
 import signal
@@ -17,36 +20,51 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from hpc_swe import launch
+from hpc_swe import launch, reconcile
 from hpc_swe.config import RunConfig
 from hpc_swe.errors import HpcSweError, StorageError
 from hpc_swe.processes import die_with_parent, start_time
+from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
+from hpc_swe.store import atomic, ledger
+from hpc_swe.store.ledger import Started
+from jobs import entry
 
 MISTAKES = (2, 3)  # exit codes of ConfigError and ProtocolError: starting again mends nothing
 QUIET_S = 300.0  # a child that lived this long has earned its restarts back
 GRACE_S = 20.0
+NOTICE_S = 3600.0  # how long a warned gang may take when nobody says
+WAIT_S = 30  # ranks end together; for one whose node was reset srun would wait for ever
+SHARE = 0.75  # of the notice; the rest is for giving back and for the scheduler
 
 log = logging.getLogger(__name__)
 
 
 class Gang:
-    """The processes of one role on this node: `size` times the same command."""
+    """The processes of one job: a command for each, or one srun that spreads the same over several nodes."""
 
-    def __init__(self, command: Sequence[str], size: int, bound_to: str = "") -> None:
+    def __init__(
+        self, commands: Sequence[Sequence[str]], bound_to: str = "", notice_s: float = NOTICE_S
+    ) -> None:
         """`bound_to` names a process, as pid:start time, with which the gang ends; empty is none."""
-        self._command, self._size, self._bound_to = command, size, bound_to
+        self._commands, self._bound_to, self._notice_s = commands, bound_to, notice_s
         self._children: list[subprocess.Popen[bytes]] = []
+        self._until = float("inf")
         self.stopping = False
+        self.is_warned = False
 
     def start(self) -> None:
-        """Start all ranks; they find one another at a fresh port of this host."""
-        port = _free_port()
-        for rank in range(self._size):
-            env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            env |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-            env |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self._size))
-            self._children.append(subprocess.Popen(self._command, env=env, preexec_fn=die_with_parent))
+        """Start all ranks; they find one another at a fresh port of this host, a job's first node."""
+        if not self.stopping:
+            self._until = float("inf")  # of the start before
+        meeting = {"MASTER_ADDR": entry.address(), "MASTER_PORT": str(_free_port())}
+        if nodes() > 1:
+            self._spawn(_srun(len(self._commands), self._commands[0]), meeting)
+            return
+        for rank, command in enumerate(self._commands):
+            place = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+            place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(len(self._commands)))
+            self._spawn(command, meeting | place)
 
     def wait(self) -> int:
         """Until all ranks are done (0) or one has failed (its code; the others are ended)."""
@@ -56,6 +74,12 @@ class Gang:
             if failed or all(code == 0 for code in codes):
                 self._end()
                 return failed[0] if failed else 0
+            if codes[0] == 0:  # who is left has lost its leader
+                self._until = min(self._until, time.monotonic() + GRACE_S)
+            if time.monotonic() > self._until:
+                log.warning("not done in time; ending")
+                self._end()
+                return 0
             if self._is_abandoned() and not self.stopping:
                 self.forward(signal.SIGTERM, None)
                 self._end()
@@ -65,8 +89,14 @@ class Gang:
     def forward(self, number: int, _: FrameType | None) -> None:
         """Pass a signal of the scheduler on; the children drain."""
         self.stopping = True
+        if number == signal.SIGUSR2:
+            self.is_warned = True
+            self._until = min(self._until, time.monotonic() + SHARE * self._notice_s)
         for child in self._children:
             child.send_signal(number)
+
+    def _spawn(self, command: Sequence[str], env: dict[str, str]) -> None:
+        self._children.append(subprocess.Popen(command, env=os.environ | env, preexec_fn=die_with_parent))
 
     def _is_abandoned(self) -> bool:
         pid, _, started = self._bound_to.partition(":")
@@ -85,9 +115,20 @@ class Gang:
         self._children.clear()
 
 
-def size(role: str, config: RunConfig) -> int:
-    """Processes of a role's job on one node."""
-    return config.policy.tensor_parallel * config.learner.data_parallel if role == "learner" else 1
+def nodes() -> int:
+    """Nodes of this job."""
+    return int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+
+
+def commands(run: RunDir, role: str, config: RunConfig) -> list[list[str]]:
+    """One for each process of a role's job.
+
+    An engine that somebody else runs needs a supervisor, but no node: that one goes with the coordinator.
+    """
+    roles = [role] * reconcile.processes(role, config)
+    if role == "coordinator" and config.inference.url and "inference" in reconcile.desired(config):
+        roles.append("inference")
+    return [[sys.executable, "-P", "-m", f"jobs.{each}", str(run.root)] for each in roles]
 
 
 def keep(gang: Gang, run: RunDir, max_restarts: int, refused_s: float = 60.0) -> int:
@@ -115,28 +156,82 @@ def keep(gang: Gang, run: RunDir, max_restarts: int, refused_s: float = 60.0) ->
     return max(code, 0)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     """The command line."""
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    role, run = arguments[0], RunDir(Path(arguments[1]))
-    bound_to = arguments[3] if len(arguments) == 4 else ""
+    arguments = _parser().parse_args()
+    run = RunDir(arguments.run.absolute())
     try:
         config = launch.load(run)
+        os.chdir(atomic.get(run.manifest, RunManifest).folder)
+        return _work(arguments, run, config)
     except HpcSweError as error:
         log.error("%s", error)
         return error.exit_code
-    gang = Gang([sys.executable, "-m", f"jobs.{role}", str(run.root)], size(role, config), bound_to)
-    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
-        signal.signal(number, gang.forward)
-    return keep(gang, run, config.max_restarts)
+
+
+def _work(arguments: argparse.Namespace, run: RunDir, config: RunConfig) -> int:
+    role, number = arguments.role, arguments.submission
+    if number and ledger.is_void(run, role, number):
+        log.info("void: another submission has taken the place of %s %d", role, number)
+        return 0
+    gang = Gang(commands(run, role, config), arguments.bound_to, arguments.notice)
+    for signalled in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(signalled, gang.forward)
+    began = time.monotonic()
+    _show(arguments, run, -1.0, 0)
+    code = keep(gang, run, config.max_restarts)
+    _show(arguments, run, time.monotonic() - began, code)
+    if gang.is_warned and not atomic.names(run.control):
+        config.executor.requeue()
+    return code
+
+
+def _show(arguments: argparse.Namespace, run: RunDir, seconds: float, code: int) -> None:
+    if not arguments.submission:  # started by hand
+        return
+    pid = os.getpid()
+    started = Started(
+        job=entry.job_id(),
+        host=socket.gethostname(),
+        pid=pid,
+        start_time=start_time(pid) or "",
+        restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        at=time.time(),
+        seconds=seconds,
+        code=code,
+    )
+    index = int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))
+    try:
+        ledger.show(run, arguments.role, arguments.submission, index, started)
+    except StorageError as error:
+        log.warning("not noted: %s", error)  # for people and for the next tick; the work goes on
+
+
+def _srun(processes: int, command: Sequence[str]) -> list[str]:
+    """One process a GPU or share; -K1 ends all when one fails, which srun alone would not."""
+    cores = os.environ.get("SLURM_CPUS_PER_TASK", "1")  # srun does not read it
+    words = ["-K1", f"--wait={WAIT_S}", "--unbuffered", f"--ntasks={processes}", f"--cpus-per-task={cores}"]
+    words += ["--overlap"]  # a step whose node was reset holds its share until the job's end
+    return ["srun", *words, *command]
 
 
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jobs.run", description="Keep one job of a run alive.")
+    parser.add_argument("role", help="coordinator, inference, learner, rollout or reward")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--submission", type=int, default=0, help="number in launch/<role>/; 0 is by hand")
+    parser.add_argument("--notice", type=float, default=NOTICE_S, help="seconds from warning to end")
+    parser.add_argument("--while", dest="bound_to", default="", help="pid:start of a process to end with")
+    return parser
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -37,12 +37,14 @@ HOSTS = (
 HOSTS += ("download.pytorch.org", "debian.org", "ubuntu.com", "anaconda.org", "modelscope.cn", "nvcr.io")
 EXAMPLES = {  # an argument of each name that RunDir's methods take, as docs/protocol.md writes it
     "owner": "<owner>",
-    "job": "<job>",
     "label": "<label>",
     "role": "<role>",
     "step": 12,
     "rank": 0,
     "incarnation": 1,
+    "number": 7,
+    "mark": "<mark>",
+    "index": 3,
     "version": WeightVersion(step=12, incarnation=1),
     "name": "requests",
 }
@@ -65,7 +67,8 @@ def name(path: Path) -> str:
 
 def modules() -> dict[str, str]:
     return {
-        name(path): path.read_text(encoding="utf-8") for path in tracked(*(f"{p}/**/*.py" for p in PACKAGES))
+        name(path): path.read_text(encoding="utf-8")
+        for path in tracked(*(f"{p}/{each}" for p in PACKAGES for each in ("*.py", "**/*.py")))
     }
 
 
@@ -162,9 +165,9 @@ CONFIGS = sorted((REPOSITORY / "configs").rglob("*.toml"))
 
 @pytest.mark.parametrize("path", CONFIGS, ids=name)
 def test_every_configuration_loads(path):
-    """``demo_eval.toml`` is read over ``demo.toml``, and what lies in a folder over any base."""
+    """``demo_eval.toml`` is read over ``demo.toml``; ``slurm*.toml`` and folders over any base."""
     base = REPOSITORY / "configs" / f"{path.stem.partition('_')[0]}.toml"
-    if path.parent != base.parent:
+    if path.parent != base.parent or base.stem == "slurm":
         base = REPOSITORY / "configs" / "demo.toml"
     read(*dict.fromkeys([base if base.exists() else path, path]))
 

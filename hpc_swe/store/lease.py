@@ -150,6 +150,10 @@ class Watcher:
         shown = [(o, s.node) for o, s in sorted(self._seen.items()) if s.shown and s.node is not None]
         return [node for o, node in shown if not self.is_dead(o) and role in (None, node.role)]
 
+    def silent(self) -> list[Node]:
+        """Those of the living whose beat stood still at the last two looks."""
+        return [node for node in self.live() if self._seen[node.owner].missed >= 2]
+
     def forget(self, keep: Iterable[str]) -> list[str]:
         """Dead owners that hold nothing any more: their cells are removed and they are forgotten."""
         gone = sorted({owner for owner in self._seen if self.is_dead(owner)} - set(keep))

@@ -14,7 +14,7 @@ import logging
 import os
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -24,6 +24,7 @@ from hpc_swe.records import Record
 from hpc_swe.store import atomic
 
 R = TypeVar("R", bound=Record)
+M = TypeVar("M")
 STATES = ("ready", "claimed", "dead")
 NAME = re.compile(r"([^~]+)~(0|[1-9][0-9]*)(?:~([^~]+))?")
 WINDOW = 32  # a claim starts anywhere among the oldest, so that two workers seldom reach for the same
@@ -96,6 +97,8 @@ class Spool(Generic[R]):
     def __init__(self, root: Path, record: type[R]) -> None:
         self.root = root
         self._record = record
+        self.misses = 0
+        """Claims that others were faster at, so far."""
 
     def put(self, name: str, message: R) -> None:
         """Publish a message under its identity. Putting the same twice is harmless: the last one wins."""
@@ -112,14 +115,12 @@ class Spool(Generic[R]):
 
     def claims(self, owner: str) -> Iterator[Claim[R]]:
         """Take messages off one listing, as many as the caller asks for."""
-        ready = self.addresses("ready")
-        offset = random.randrange(min(len(ready), WINDOW)) if ready else 0
-        lost = 0
-        for address in ready[offset:] + ready[:offset]:
+        until = self.misses + TRIES
+        for address in in_turn(self.addresses("ready")):
             mine = Address(address.identity, address.losses, owner)
             if not _move(self.root / "ready" / address.ready, self.root / "claimed" / mine.claimed):
-                lost += 1
-                if lost == TRIES:
+                self.misses += 1
+                if self.misses == until:
                     return
                 continue
             # Gone when it was recovered between the rename and the read: another has it.
@@ -159,6 +160,12 @@ class Spool(Generic[R]):
             log.error("buried %s: %s", address.identity, error)
             _move(path, self.root / "dead" / address.ready)
             return None
+
+
+def in_turn(ready: Sequence[M]) -> list[M]:
+    """The order in which a worker reaches for ready messages: from anywhere among the oldest on."""
+    offset = random.randrange(min(len(ready), WINDOW)) if ready else 0
+    return [*ready[offset:], *ready[:offset]]
 
 
 def _move(source: Path, target: Path) -> bool:

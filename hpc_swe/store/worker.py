@@ -27,6 +27,7 @@ from hpc_swe.store.spool import Claim, Spool
 M = TypeVar("M", bound=Record)
 R = TypeVar("R", bound=Record)
 FIRST_PAUSE_S = 0.05
+SLOWEST = 10.0  # times poll_s; by default orders are seen within 7.5 s, before `launch stop --now` kills
 MOST_TROUBLE_S = 300.0
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,32 @@ class Work(Generic[R]):
 
     def stop(self) -> None:
         """The message goes back; `run` shall trouble nobody any more."""
+
+
+@dataclass
+class Pace:
+    """How long a worker rests between rounds; thousands of them ask one metadata server.
+
+    Twice as long after each round that found nothing, up to `poll_s`. A lost race says that too many ask: it
+    doubles all rests, and a claim without one halves them, so that workers lose hardly more races than they
+    win, whatever their number. Without a free slot there is nothing to ask for but orders: what ends wakes
+    the worker.
+    """
+
+    poll_s: float
+    slowest: float = SLOWEST
+    pause_s: float = FIRST_PAUSE_S
+    _idle_s: float = FIRST_PAUSE_S
+    _slowness: float = 1.0
+
+    def after(self, free: int, found: int, lost: int) -> None:
+        """A round that left `free` slots."""
+        if lost:
+            self._slowness = min(2 * self._slowness, self.slowest)
+        elif found:
+            self._slowness = max(self._slowness / 2, 1.0)
+        self._idle_s = FIRST_PAUSE_S if found or not free else min(2 * self._idle_s, self.poll_s)
+        self.pause_s = self._slowness * self._idle_s if free else self.slowest * self.poll_s
 
 
 @dataclass
@@ -80,25 +107,33 @@ class Worker(Generic[M, R]):
     _active: list[_Held[M, R]] = field(default_factory=list, init=False)
     _wake: threading.Event = field(default_factory=threading.Event, init=False)
     _told: bool = field(default=False, init=False)
+    _is_warned: bool = field(default=False, init=False)
+    """The scheduler will end this process before long; SIGTERM follows."""
     _trouble: StorageError | None = field(default=None, init=False)
     _trouble_s: float = field(default=1.0, init=False)
-    _pause_s: float = field(default=FIRST_PAUSE_S, init=False)
+    _pace: Pace = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._pace = Pace(self.poll_s)
 
     def work(self) -> None:
-        """Until STOP, a signal, the run's end, or after DRAIN until what is at work has ended."""
+        """Until STOP, SIGTERM, the run's end, or after DRAIN or SIGUSR2 until what is at work has ended."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
                 signal.signal(number, self._tell)
         try:
             self.lease.show(state="ready", slots=self.slots)
             while self._round():
-                self._wake.wait(random.uniform(0.5, 1.5) * self._pause_s)
+                self._wake.wait(random.uniform(0.5, 1.5) * self._pace.pause_s)
                 self._wake.clear()
         finally:
             self._give_back()
 
-    def _tell(self, _number: int, _frame: FrameType | None) -> None:
-        self._told = True
+    def _tell(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGUSR2:
+            self._is_warned = True
+        else:
+            self._told = True
         self._wake.set()
 
     def _round(self) -> bool:
@@ -106,10 +141,12 @@ class Worker(Generic[M, R]):
         self._reap()
         try:
             orders = atomic.names(self.run.control)
-            drains = "DRAIN" in orders
+            drains = self._is_warned or "DRAIN" in orders
             if self._told or {"STOP", "FINISHED"} & {*orders} or (drains and not self._active):
                 return False
-            if not drains and self._trouble is None:
+            if drains:
+                self._pace.after(0, 0, 0)
+            elif self._trouble is None:
                 self._claim()
             claims = [held.claim.name for held in self._active]
             self.lease.note(claims=claims, state="draining" if drains else "ready")
@@ -130,15 +167,15 @@ class Worker(Generic[M, R]):
                 raise held.crash
 
     def _claim(self) -> None:
-        before = len(self._active)
+        before, misses = len(self._active), self.source.misses
         for claim in islice(self.source.claims(self.lease.owner), self.slots - before):
             log.info("claimed %s", claim.name)
             held = _Held(claim, self.begin(claim.message))
             held.thread = threading.Thread(target=self._play, args=(held,), name=claim.name, daemon=True)
             self._active.append(held)
             held.thread.start()
-        found = len(self._active) > before
-        self._pause_s = FIRST_PAUSE_S if found else min(2 * self._pause_s, self.poll_s)
+        now = len(self._active)
+        self._pace.after(self.slots - now, now - before, self.source.misses - misses)
 
     def _play(self, held: _Held[M, R]) -> None:
         try:
@@ -166,7 +203,7 @@ class Worker(Generic[M, R]):
             self._trouble_s = 1.0
             return
         log.warning("storage refuses, waiting %g s: %s", self._trouble_s, self._trouble)
-        self._pause_s, self._trouble = self._trouble_s, None
+        self._pace.pause_s, self._trouble = self._trouble_s, None
         self._trouble_s = min(2 * self._trouble_s, MOST_TROUBLE_S)
 
     def _give_back(self) -> None:

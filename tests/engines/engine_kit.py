@@ -107,13 +107,13 @@ def make_run(root: Path) -> RunDir:
 
 
 def supervise(
-    run: RunDir, engine: Plugin, model: Path, *, port: int = 0, max_restarts: int = 3, scratch: str = "/tmp"
+    run: RunDir, engine: Plugin, model: Path, *, scratch: str = "/tmp", **inference: object
 ) -> "subprocess.Popen[str]":
     settings = {
         "run": str(run.root),
         "engine": dump(engine),
         "model": str(model),
-        "inference": {"port": port, "max_restarts": max_restarts, "poll_s": 0.1, "start_timeout_s": 120.0},
+        "inference": {"max_restarts": 3, "poll_s": 0.1, "start_timeout_s": 120.0} | inference,
     }
     return subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("supervise.py")), json.dumps(settings)],

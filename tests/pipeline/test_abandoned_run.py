@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SMALL
 from run_processes import processes_of
 
 from hpc_swe.rundir import RunDir
@@ -29,13 +28,13 @@ def _words(path: Path) -> bytes:
         return b""
 
 
-def test_killed_launcher_leaves_no_process_mount_or_temporary_file(warm_model, tmp_path):
+def test_killed_launcher_leaves_no_process_mount_or_temporary_file(small_words, warm_model, tmp_path):
     scratch, root = tmp_path / "tmp", tmp_path / "run"
     scratch.mkdir()
     engines = set(Path("/tmp").glob("hpc_swe-*"))  # where they go when TMPDIR is too long for a socket
     daemons, mounts = fuse_daemons(), Path("/proc/self/mounts").read_text()
     shared = set(os.listdir("/dev/shm"))
-    words = [*SMALL, f"model={warm_model}", "steps=1000", "executor.foreground=true"]
+    words = [*small_words, f"model={warm_model}", "steps=1000", "executor.foreground=true"]
     line = [sys.executable, "-m", "hpc_swe.launch", "start", "configs/demo.toml", *words, "--run", str(root)]
     launcher = subprocess.Popen([*line, "--wait", "600"], env={**os.environ, "TMPDIR": str(scratch)})
     run = RunDir(root)

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from hpc_swe import plugins  # noqa: E402
 from hpc_swe.errors import ConfigError, ProtocolError  # noqa: E402
-from hpc_swe.plugins.policies._megatron.hf import ModelShape, Snapshot  # noqa: E402
+from hpc_swe.plugins.policies._megatron.hf import Snapshot  # noqa: E402
 from hpc_swe.plugins.policies._megatron.packing import trained_positions  # noqa: E402
+from hpc_swe.plugins.policies._megatron.shape import ModelShape  # noqa: E402
 from hpc_swe.records import MicroBatch, floats, ids  # noqa: E402
 
 

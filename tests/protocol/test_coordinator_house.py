@@ -213,6 +213,20 @@ def test_status_says_who_lives_what_lies_where_and_what_is_waited_for(run):
     assert report.errors == ["train-000001-00 a0: engine"]
 
 
+def test_status_tells_the_silent_from_the_living_and_how_long_the_oldest_message_lies(run, clock):
+    training(run).round(housekeeper(run).look())
+    house = housekeeper(run, clock)
+    for beat in range(3):
+        show(run, "rollout-1-00000001", 1)
+        show(run, "rollout-2-00000002", beat)
+        world = house.look()
+        clock.now += 1.0
+    house.publish(world, STANDING, {"rollout": 2}, 5.0)
+    report = atomic.get(run.status, StatusReport)
+    assert [(r.alive, r.silent) for r in report.roles] == [(2, 1)]
+    assert report.oldest_s == {"requests": 2.0}
+
+
 def test_too_little_space_is_said(run):
     house = housekeeper(run, retention=RetentionConfig(free_space_floor_gb=1e9))
     house.publish(house.look(), STANDING, {}, 5.0)

@@ -264,9 +264,9 @@ def test_stop_gives_claims_back_and_publishes_nothing_more(tmp_path: Path, order
     assert made.engine.calls == [], "a stopped episode samples no more"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_preempted_process_gives_its_claims_back(
-    tmp_path: Path, made: Company, number: signal.Signals
+@pytest.mark.parametrize("warning", [None, signal.SIGUSR2])
+def test_a_process_that_must_end_gives_its_claims_back_and_a_warned_one_takes_none(
+    tmp_path: Path, made: Company, warning: signal.Signals | None
 ) -> None:
     made.ask(2)
     before = made.shown()
@@ -277,7 +277,18 @@ def test_a_preempted_process_gives_its_claims_back(
     process = subprocess.Popen(command, env=environment)
     try:
         until(lambda: len(made.shown()["claimed"]) == 2, 30)
-        process.send_signal(number)
+        if warning:
+            process.send_signal(warning)
+            until(
+                lambda: (
+                    [atomic.get(cell, Node).state for cell in made.run.nodes.glob("rollout*")] == ["draining"]
+                )
+            )
+            made.ask(3)  # of which two lie claimed
+            time.sleep(0.5)
+            assert len(made.shown()["claimed"]) == 2
+            before = {**before, "ready": sorted([*before["ready"], "train-000000-02~0"])}
+        process.send_signal(signal.SIGTERM)
         until(lambda: made.shown() == before, 5)
     finally:
         process.kill()

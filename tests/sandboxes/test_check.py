@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe.errors import ConfigError, SandboxError
+from hpc_swe.errors import ConfigError, NodeError, SandboxError
+from hpc_swe.plugins.sandboxes._watched import PATIENCE, Watched
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
+from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.processes import descendants
 
 
@@ -49,3 +51,42 @@ def test_a_warm_up_that_fails_is_told(apptainer: Apptainer, task):
     broken = Apptainer(images=apptainer.images, warm_up="import nothing_like_this")
     with pytest.raises(SandboxError, match="No module named 'nothing_like_this'"), broken.open(task):
         pass
+
+
+def test_a_node_that_opens_none_ends_its_worker_before_it_has_failed_many(tmp_path: Path, task):
+    (tmp_path / "python-pytest.sif").write_text("no image")
+    sick = Watched(Apptainer(images=str(tmp_path), executable="false"))
+    for _ in range(PATIENCE - 1):
+        with pytest.raises(SandboxError), sick.open(task):
+            pass
+    with pytest.raises(NodeError, match="8 sandboxes in a row could not be opened on"), sick.open(task):
+        pass
+
+
+def test_a_broken_image_of_one_task_does_not_make_the_node_sick(tmp_path: Path, task):
+    class Mostly(Process):
+        def open(self, task):
+            raise SandboxError("this image is broken")
+
+    well = Watched(Mostly())
+    for _ in range(3 * PATIENCE):
+        with pytest.raises(SandboxError), well.open(task):
+            pass
+
+
+def test_a_sandbox_that_opens_clears_the_count_and_its_own_errors_count_nowhere(task):
+    well = Watched(Process())
+    for _ in range(2 * PATIENCE):
+        with pytest.raises(SandboxError), well.open(task):
+            raise SandboxError("in mid-episode")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files to somebody else")
+def test_an_unpacked_image_of_somebody_else_is_passed_over(tmp_path: Path):
+    (tmp_path / "i").mkdir()
+    (tmp_path / "i.sif").touch()
+    sandboxes = Apptainer(images=str(tmp_path))
+    assert sandboxes.image("i") == tmp_path / "i"
+    os.chown(tmp_path / "i", 2001, 2001)
+    assert sandboxes.image("i") == tmp_path / "i.sif"

@@ -49,7 +49,7 @@ class Script:
 def solve(script: Callable[..., Reply], **fields: object) -> tuple[Result, str]:
     with Process().open(TASK) as sandbox:
         result = ToolAgent(**fields).solve(TASK, sandbox, script)
-        return result, take(TASK, sandbox)
+        return result, take(TASK, sandbox, Process())
 
 
 def test_it_acts_until_it_submits():
@@ -181,13 +181,14 @@ def test_a_text_that_is_no_fitting_difference_is_refused(text):
 
 def test_new_deleted_and_unchanged_files_and_what_is_no_part_of_the_work():
     with Process().open(TASK) as sandbox:
-        assert take(TASK, sandbox) == ""
+        assert take(TASK, sandbox, Process()) == ""
         sandbox.write("new/file.py", b"n\n")
         sandbox.write("binary", b"\xff\xfe")
         sandbox.write("__pycache__/mod.pyc", b"x")
         sandbox.run("rm gone.py; ln -s /etc/passwd link; touch 'a\nb'; touch empty", 10)
-        assert apply(TASK, take(TASK, sandbox)) == {"mod.py": "x = 1\n", "new/file.py": "n\n", "empty": ""}
+        taken = apply(TASK, take(TASK, sandbox, Process()))
+        assert taken == {"mod.py": "x = 1\n", "new/file.py": "n\n", "empty": ""}
         sandbox.write("huge", b"x" * 900_000)
-        assert "huge" in apply(TASK, take(TASK, sandbox))
+        assert "huge" in apply(TASK, take(TASK, sandbox, Process()))
         sandbox.write("huge2", b"x" * 900_000)
-        assert take(TASK, sandbox) == ""
+        assert take(TASK, sandbox, Process()) == ""

@@ -26,7 +26,7 @@ type = "vllm"
 [policy]
 type = "megatron"
 [executor]
-type = "submitit"
+type = "local"
 """
 
 

@@ -12,9 +12,8 @@ import pytest
 from hpc_swe import config as configuration
 from hpc_swe import launch, reconcile
 from hpc_swe.errors import ConfigError, HpcSweError, StaleRun, StorageError
-from hpc_swe.plugins.executors.base import Job
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import tasks
+from hpc_swe.store import ledger, tasks
 
 ROOT = Path(__file__).parents[2]
 NOBODY = [f"counts.{role}=0" for role in ("coordinator", "inference", "learner", "rollout", "reward")]
@@ -128,11 +127,11 @@ def test_run_of_another_protocol_names_the_commit_that_reads_it(tmp_path, read):
 def test_tick_submits_the_difference_and_nothing_under_an_order(tmp_path, read):
     run, config = RunDir(tmp_path / "run"), read("counts.reward=1")
     try:
-        assert launch.start(run, config).submit == ["reward"]
-        assert reconcile.tick(run, config).submit == []
+        assert launch.start(run, config).submit == {"reward": 1}
+        assert reconcile.tick(run, config).submit == {}
         launch.stop(run, config, now=True)
         assert launch.alive(run, config) == []
-        assert reconcile.tick(run, config).submit == []
+        assert reconcile.tick(run, config).submit == {}
     finally:
         launch.stop(run, config, now=True)
 
@@ -175,26 +174,44 @@ def test_foreground_jobs_end_with_the_launcher_whatever_kills_it(tmp_path, model
     wait_until(lambda: not launch.alive(run, config))
 
 
-JOB = Job("rollout", "1", 0.0, is_alive=True)
+def test_job_of_a_voided_submission_ends_at_once(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    launch.start(run, read())
+    ledger.take(run, "reward", 1)
+    ledger.void(run, "reward", 1)
+    line = [sys.executable, "-m", "jobs.run", "reward", str(run.root), "--submission=1"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "void" in done.stderr
+    assert not any(run.nodes.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("alive", "ended", "submit", "stuck"),
-    [
-        (0, [], 2, False),
-        (1, [], 1, False),
-        (2, [], 0, False),
-        (3, [], 0, False),
-        (1, [990.0] * 5, 1, False),
-        (1, [990.0] * 6, 0, True),
-        (2, [990.0] * 9, 0, False),
-        (0, [100.0] * 9, 2, False),
-    ],
-)
-def test_plan_is_desired_less_alive_and_gives_up_on_what_keeps_ending(alive, ended, submit, stuck):
-    jobs = [JOB] * alive + [Job("rollout", "0", submitted, is_alive=False) for submitted in ended]
-    plan = reconcile.plan({"rollout": 2}, jobs, now=1000.0)
-    assert (plan.submit, plan.stuck) == (["rollout"] * submit, ["rollout"] * stuck)
+def test_jobs_run_the_code_that_the_run_was_started_with(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    launch.start(run, read())
+    changed = run.code / "jobs" / "reward.py"
+    changed.write_text("print('the code of the run')")
+    ledger.take(run, "reward", 1)
+    submission = reconcile.submission(run, read(), "reward", 1, 1)
+    done = subprocess.run(submission.command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "the code of the run" in done.stdout, done.stderr
+
+
+def test_run_keeps_its_code_until_it_is_upgraded_which_no_job_may_see(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    launch.start(run, read())
+    old = run.code / "jobs" / "old.py"
+    old.touch()
+    launch.start(run, read())
+    assert old.exists()
+    try:
+        launch.start(run, read("counts.reward=1"))
+        with pytest.raises(ConfigError, match="1 jobs still run the old code"):
+            launch.start(run, read("counts.reward=1"), upgrade=True)
+    finally:
+        launch.stop(run, read(), now=True)
+    launch.start(run, read(), upgrade=True)
+    assert not old.exists()
 
 
 def wait_until(condition, seconds=30.0):

@@ -1,6 +1,7 @@
 """One kept-alive connection per thread and engine: a client library costs more than the tokens."""
 
 import http.client
+import socket
 import threading
 from urllib.parse import urlsplit
 
@@ -8,7 +9,18 @@ from hpc_swe.errors import EngineError
 
 JSON = "application/json"
 _LOST = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError)
+KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 _local = threading.local()
+
+
+class _Connection(http.client.HTTPConnection):
+    """Fails within a minute when the engine's node is gone: a machine without power refuses nothing."""
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            self.sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Refused(EngineError):
@@ -46,7 +58,7 @@ def _connections() -> dict[str, http.client.HTTPConnection]:
 
 
 def _exchange(url: str, token: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
-    connection = _connections().setdefault(url, http.client.HTTPConnection(urlsplit(url).netloc))
+    connection = _connections().setdefault(url, _Connection(urlsplit(url).netloc))
     connection.timeout = timeout_s
     is_reused = connection.sock is not None
     try:

@@ -21,6 +21,17 @@ class Completion:
     """(start, end, version) stamped by the engine; None where a release cannot, then the node cell tells."""
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What an engine says of itself."""
+
+    model: str
+    """Folder or name of the weights that it came up with."""
+    max_model_len: int
+    can_update: bool
+    """Whether `reload` can work; any other engine serves what it came up with."""
+
+
 @runtime_checkable
 class Engine(Protocol):
     """The plugin. Its methods may be called from many threads."""
@@ -41,6 +52,13 @@ class Engine(Protocol):
     def is_healthy(self, url: str) -> bool:
         """Whether the engine can answer now."""
 
+    def inspect(self, url: str, token: str) -> Offer:
+        """Ask an engine that somebody else started, and change nothing.
+
+        Raises:
+            EngineError: No answer, a refused key, or an answer that is no engine's.
+        """
+
     def adopt(self, url: str, token: str, version: WeightVersion, probe: ProbeScore | None) -> None:
         """Check the weights that an engine came up with, and have it stamp tokens with their version.
 
@@ -48,8 +66,10 @@ class Engine(Protocol):
             EngineError: No answer, or the probe's log-probabilities are not the learner's.
         """
 
-    def reload(self, url: str, token: str, folder: Path, manifest: WeightManifest) -> None:
-        """Swap in a published version; on any error the old weights go on serving, or the engine ends.
+    def reload(self, url: str, token: str, folder: Path, manifest: WeightManifest | None) -> None:
+        """Swap in a published version, or without a manifest the model that the run starts from.
+
+        On any error the old weights go on serving, or the engine ends.
 
         Raises:
             EngineError: The engine refused; the message names the file or tensor.

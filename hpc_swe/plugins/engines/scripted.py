@@ -19,7 +19,8 @@ import msgspec
 from msgspec import Struct
 
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins.engines.vllm import TOKEN, Vllm
+from hpc_swe.plugins.engines._answers import UNTOUCHED, Card
+from hpc_swe.plugins.engines.vllm import BACKEND, TOKEN, Vllm
 from hpc_swe.records import Record
 
 SCORE = -1.0
@@ -46,12 +47,15 @@ class Scripted(Vllm, frozen=True, kw_only=True):
 
     replies: str
     """Path of a JSON list of `Reply`."""
+    plain: bool = False
+    """Without routes for updates, as somebody else's engine may be."""
 
     def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
         """Argument vector of this module's server."""
         if not Path(self.replies).is_file():
             raise ConfigError(f"[engine] replies = {self.replies!r}: no such file")
-        return [sys.executable, "-m", "hpc_swe.plugins.engines.scripted", host, str(port), self.replies]
+        words = [host, str(port), self.replies, str(model), str(self.max_model_len), *["plain"] * self.plain]
+        return [sys.executable, "-m", "hpc_swe.plugins.engines.scripted", *words]
 
 
 class _Settings(Struct, frozen=True):
@@ -80,8 +84,8 @@ class _Order(Struct, frozen=True):
 class _Stage:
     """What the server's threads share."""
 
-    def __init__(self, replies: list[Reply], token: str) -> None:
-        self.token, self.version = token, "default"
+    def __init__(self, replies: list[Reply], token: str, card: Card, plain: bool) -> None:
+        self.token, self.version, self.card, self.is_plain = token, UNTOUCHED, card, plain
         self.running = threading.Event()
         self.running.set()
         self._replies = cycle(replies)
@@ -111,8 +115,16 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*arguments)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
-        known = self.path == "/health" or self._is_known()
-        self._send(200 if known else 401, {"weight_version": self._stage.version} if known else {})
+        path = self.path.partition("?")[0]
+        answers: dict[str, dict[str, object]] = {"/health": {}, "/v1/models": {"data": [self._stage.card]}}
+        if not self._stage.is_plain:
+            transfer = {"weight_transfer_config": {"backend": BACKEND}}
+            answers["/server_info"] = {"vllm_config": transfer}
+            answers["/weight_info"] = {"weight_version": self._stage.version}
+        if path != "/health" and not self._is_known():
+            self._send(401, {})
+        else:
+            self._send(200 if path in answers else 404, answers.get(path, {}))
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -121,6 +133,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(401, {})
         elif path == "/inference/v1/generate":
             self._generate(msgspec.json.decode(body, type=_Question))
+        elif self._stage.is_plain:
+            self._send(404, {})
         else:
             self._control(path, msgspec.json.decode(body, type=_Order))
 
@@ -164,10 +178,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-def main(host: str, port: str, replies: str) -> None:
+def main(host: str, port: str, replies: str, model: str, max_model_len: str, *plain: str) -> None:
     """Serve until killed."""
     found = msgspec.json.decode(Path(replies).read_bytes(), type=list[Reply])
-    stage = _Stage(found, os.environ[TOKEN])
+    stage = _Stage(found, os.environ[TOKEN], Card(model, int(max_model_len)), bool(plain))
     ThreadingHTTPServer((host, int(port)), partial(_Handler, stage)).serve_forever()
 
 

@@ -1,10 +1,12 @@
 """vLLM: token ids in, token ids out, weights by its weight-transfer API.
 
 What crosses is /inference/v1/generate, so that nothing is ever re-tokenized, and vLLM runs without a
-tokenizer (--tokens-only). Releases differ in what an answer carries (0.26 stamps no versions and spells
-ids as "token_id:7"); each difference is read from the answer, in one function below.
+tokenizer (--tokens-only). An engine that somebody else runs may offer /v1/completions alone. Releases
+differ in what an answer carries (0.26 stamps no versions and spells ids as "token_id:7"); each difference
+is read from the answer, in `_answers`.
 """
 
+import contextlib
 import math
 import os
 import shutil
@@ -16,56 +18,32 @@ from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from hpc_swe.errors import ConfigError, EngineError, boundary
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.engines import _http
-from hpc_swe.plugins.engines.base import Completion
+from hpc_swe.plugins.engines._answers import (
+    PENDING,
+    Answer,
+    Cards,
+    Choice,
+    ServerInfo,
+    Span,
+    WeightInfo,
+    decode,
+    from_completions,
+    require_finite,
+    sampled_logprobs,
+    tile,
+)
+from hpc_swe.plugins.engines.base import Completion, Offer
 from hpc_swe.records import IdArray, ProbeScore, Sampling, WeightManifest, WeightVersion
 
 TOKEN = "HPC_SWE_ENGINE_TOKEN"
-PENDING = "?"
-NOTHING = -9999.0
-"""What vLLM writes in place of a log-probability that is not finite."""
-Span = tuple[int, int, WeightVersion]
+BACKEND = "hpc_swe_folder"
+ANSWER_S = 60.0
 GREEDY = Sampling(temperature=0.0, max_tokens=1)
-
-
-class _Logprob(Struct):
-    logprob: float
-    token_id: int = -1
-    token: str = ""
-
-
-class _Logprobs(Struct):
-    content: list[_Logprob]
-
-
-class _Stamp(Struct):
-    version: str
-    start: int
-    end: int
-
-
-class _Choice(Struct):
-    token_ids: list[int]
-    finish_reason: str
-    logprobs: _Logprobs
-    stop_reason: int | str | None = None
-    weight_versions: list[_Stamp] | None = None
-
-
-class _Answer(Struct):
-    choices: list[_Choice]
-    prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
-
-
-class _WeightInfo(Struct):
-    weight_version: str
-
-
-_answers = msgspec.json.Decoder(_Answer)
 
 
 class Vllm(Plugin, frozen=True, kw_only=True):
@@ -108,7 +86,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             "tensor-parallel-size": self.tensor_parallel,
             "generation-config": "vllm",
             "worker-extension-cls": "hpc_swe.vllm_worker.WorkerExtension",
-            "weight-transfer-config": '{"backend":"hpc_swe_folder"}',
+            "weight-transfer-config": f'{{"backend":"{BACKEND}"}}',
             "middleware": "hpc_swe.vllm_worker.BearerToken",
         }
         if self.kv_cache_bytes:
@@ -144,6 +122,13 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             return False
         return True
 
+    def inspect(self, url: str, token: str) -> Offer:
+        """By two routes; the second is there only in development mode, without which there is no update."""
+        [card, *_] = decode(Cards, url, self._get(url, token, "/v1/models")).data
+        info = self._get(url, token, "/server_info?config_format=json", absent=b"{}")
+        transfer = decode(ServerInfo, url, info).vllm_config.weight_transfer_config
+        return Offer(card.root, card.max_model_len, transfer is not None and transfer.backend == BACKEND)
+
     def adopt(self, url: str, token: str, version: WeightVersion, probe: ProbeScore | None) -> None:
         """Probe, then stamp where the release has stamps."""
         if probe is not None:
@@ -151,22 +136,24 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         if self._stamp(url, token) is not None:
             self._control(url, token, "/update_weight_version", {"new_version": version.name})
 
-    def reload(self, url: str, token: str, folder: Path, manifest: WeightManifest) -> None:
+    def reload(self, url: str, token: str, folder: Path, manifest: WeightManifest | None) -> None:
         """Verify, pause, swap, resume, probe; a version that fails its probe is swapped out again.
 
         Between resume and verdict tokens bear the version with a question mark; `generate` waits for the
         verdict before it hands such tokens on.
         """
         before = self._stamp(url, token)
-        shards = {n: info.sha256 for n, info in manifest.files.items() if n.endswith(".safetensors")}
-        dtypes = {n: info.dtype for n, info in manifest.tensors.items()}
-        update: dict[str, object] = {"path": str(folder), "sha256": shards, "dtypes": dtypes}
+        version, probe = (manifest.version, manifest.probe) if manifest else (WeightVersion(), None)
+        update: dict[str, object] = {"path": str(folder)}
+        if manifest:
+            shards = {n: info.sha256 for n, info in manifest.files.items() if n.endswith(".safetensors")}
+            update |= {"sha256": shards, "dtypes": {n: i.dtype for n, i in manifest.tensors.items()}}
         try:
-            self._swap(url, token, update, None if before is None else manifest.version.name + PENDING)
+            self._swap(url, token, update, None if before is None else version.name + PENDING)
         except EngineError as error:
             raise EngineError(f"{folder}: not loaded: {error}") from error
         try:
-            self.adopt(url, token, manifest.version, manifest.probe)
+            self.adopt(url, token, version, probe)
         except EngineError:
             self._swap(url, token, {"path": ""}, before)
             raise
@@ -177,7 +164,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         """Sample one completion; every setting that shapes the distribution is sent."""
         choice = self._ask(url, token, prompt.tolist(), sampling, timeout_s).choices[0]
         ids = choice.token_ids
-        logprobs = _sampled_logprobs(choice)
+        logprobs = sampled_logprobs(choice)
         if choice.finish_reason not in ("stop", "length", "abort"):
             raise EngineError(f"{url}: finish reason {choice.finish_reason!r}")
         if choice.finish_reason == "stop" and not (ids and choice.stop_reason in (None, ids[-1])):
@@ -193,12 +180,12 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             raise EngineError(f"{url}: {len(rows)} prompt log-probabilities of {len(token_ids)} tokens")
         found = [(row or {}).get(str(i)) for row, i in zip(rows[1:], token_ids[1:], strict=True)]
         values = [math.nan if entry is None else entry.logprob for entry in found]
-        _require_finite(values)
+        require_finite(values)
         return values
 
     def _ask(
         self, url: str, token: str, ids: list[int], sampling: Sampling, timeout_s: float, **more: int
-    ) -> _Answer:
+    ) -> Answer:
         # No seed: on a CPU with chunked prefill a seeded request ends the engine for everybody.
         settings = {
             "max_tokens": sampling.max_tokens,
@@ -215,15 +202,18 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             **more,
         }
         body = msgspec.json.encode({"token_ids": ids, "sampling_params": settings})
-        data = _http.call(url, token, "/inference/v1/generate", body, timeout_s)
         try:
-            return _answers.decode(data)
-        except msgspec.DecodeError as error:
-            raise EngineError(f"{url}: unreadable answer: {error}: {data[:300]!r}") from None
+            return decode(Answer, url, _http.call(url, token, "/inference/v1/generate", body, timeout_s))
+        except _http.Refused as error:
+            if error.status not in (403, 404):
+                raise
+        del settings["detokenize"]  # the route that every vLLM has does not know it
+        body = msgspec.json.encode({"prompt": ids, "return_token_ids": True, **settings})
+        return from_completions(url, _http.call(url, token, "/v1/completions", body, timeout_s))
 
     def _swap(self, url: str, token: str, update: dict[str, object], stamp: str | None) -> None:
         drop = self.kv_on_update == "recompute"
-        self._control(url, token, "/start_weight_update", {})
+        self._begin(url, token)
         self._control(url, token, "/update_weights", {"update_info": update})  # verifies; nothing is paused
         try:
             self._control(url, token, f"/pause?mode=keep&clear_cache={str(drop).lower()}", {})
@@ -232,6 +222,14 @@ class Vllm(Plugin, frozen=True, kw_only=True):
                 self._control(url, token, "/reset_prefix_cache?reset_running_requests=true", {})
         finally:
             self._control(url, token, "/resume", {})
+
+    def _begin(self, url: str, token: str) -> None:
+        try:
+            self._control(url, token, "/start_weight_update", {})
+        except _http.Refused:  # a supervisor that died left an update open; one that fails ends it
+            with contextlib.suppress(_http.Refused):
+                self._control(url, token, "/update_weights", {"update_info": {"path": os.devnull}})
+            self._control(url, token, "/start_weight_update", {})
 
     def _check(self, url: str, token: str, version: WeightVersion, probe: ProbeScore) -> None:
         scores = np.asarray(self.score(url, token, probe.token_ids))
@@ -243,13 +241,13 @@ class Vllm(Plugin, frozen=True, kw_only=True):
                 f" more than {probe.tolerance:g}"
             )
 
-    def _spans(self, url: str, token: str, choice: _Choice) -> list[Span] | None:
+    def _spans(self, url: str, token: str, choice: Choice) -> list[Span] | None:
         stamps = choice.weight_versions
         if stamps is None:
             return None
         if any(stamp.version.endswith(PENDING) for stamp in stamps):
             self._await_verdict(url, token, {stamp.version for stamp in stamps})
-        return _tile(stamps, len(choice.token_ids))
+        return tile(stamps, len(choice.token_ids))
 
     def _await_verdict(self, url: str, token: str, names: set[str]) -> None:
         deadline = time.monotonic() + self.update_timeout_s
@@ -263,13 +261,18 @@ class Vllm(Plugin, frozen=True, kw_only=True):
 
     def _stamp(self, url: str, token: str) -> str | None:
         """The engine's present stamp; None where the release has none."""
+        data = self._get(url, token, "/weight_info", absent=b"")
+        return decode(WeightInfo, url, data).weight_version if data else None
+
+    def _get(self, url: str, token: str, path: str, absent: bytes | None = None) -> bytes:
         try:
-            data = _http.call(url, token, "/weight_info", None, 30.0)
+            return _http.call(url, token, path, None, ANSWER_S)
         except _http.Refused as error:
-            if error.status == 404:
-                return None
+            if error.status == 404 and absent is not None:
+                return absent
+            if error.status in (401, 403):
+                raise EngineError(f"{url} refuses the key (HTTP {error.status})") from None
             raise
-        return msgspec.json.decode(data, type=_WeightInfo).weight_version
 
     def _control(self, url: str, token: str, path: str, body: dict[str, object]) -> None:
         _http.call(url, token, path, msgspec.json.encode(body), self.update_timeout_s)
@@ -288,40 +291,3 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # only so does a CPU allow one process for core and worker
             "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles, and without g++ ends the engine
         }
-
-
-def _token_id(entry: _Logprob) -> int:
-    """0.32 gives the id; 0.26 gives the text "token_id:493"."""
-    return entry.token_id if not entry.token else int(entry.token.removeprefix("token_id:"))
-
-
-def _sampled_logprobs(choice: _Choice) -> list[float]:
-    entries = choice.logprobs.content
-    if [_token_id(entry) for entry in entries] != choice.token_ids:
-        raise EngineError(f"{len(entries)} log-probabilities do not match {len(choice.token_ids)} token ids")
-    values = [entry.logprob for entry in entries]
-    _require_finite(values)
-    return values
-
-
-def _require_finite(values: Sequence[float]) -> None:
-    for place, value in enumerate(values):
-        if not math.isfinite(value) or value <= NOTHING:
-            raise EngineError(f"log-probability {place} of {len(values)} is {value}")
-
-
-def _tile(stamps: list[_Stamp], length: int) -> list[Span]:
-    """Spans without gap or overlap, neighbours of one version joined."""
-    spans: list[Span] = []
-    for stamp in stamps:
-        try:
-            version = WeightVersion.parse(stamp.version.removesuffix(PENDING))
-        except ValueError as error:
-            raise EngineError(f"unknown stamp on tokens: {error}") from None
-        if stamp.start != (spans[-1][1] if spans else 0):
-            raise EngineError(f"stamps leave a gap before token {stamp.start}")
-        start = spans.pop()[0] if spans and spans[-1][2] == version else stamp.start
-        spans.append((start, stamp.end, version))
-    if (spans[-1][1] if spans else 0) != length:
-        raise EngineError(f"stamps cover {spans[-1][1] if spans else 0} of {length} tokens")
-    return spans

@@ -42,7 +42,7 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
     """User, process, mount, network, IPC and host-name namespaces of its own; no capabilities."""
 
     images: str = ".cache/images"
-    """Folder of ``<image>.sif`` files; an unpacked folder ``<image>`` beside one is faster and preferred."""
+    """Folder of ``<image>.sif`` files; a folder ``<image>`` of ours beside one, unpacked, is preferred."""
     limits: Limits = Limits()
     start_timeout_s: float = 120.0
     shared_container: bool = True
@@ -65,7 +65,7 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
                 f"[sandbox] images: no .sif file in {self.images}: run containers/build_image.sh"
             )
         try:
-            with closing(self._start(images[0])) as container, container.open("/tmp"):
+            with closing(self._start(self.image(images[0].stem))) as container, container.open("/trial"):
                 return
         except SandboxError as error:
             raise ConfigError(
@@ -76,7 +76,7 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
     @contextmanager
     def open(self, task: Task) -> Iterator[Sandbox]:
         """A fresh sandbox of the task's image with the task's files in its work directory."""
-        image = self._image(task)
+        image = self.image(task.image)
         container = self._container(image) if self.shared_container else self._start(image)
         try:
             with container.open(task.workdir) as sandbox:
@@ -88,14 +88,15 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
             if not self.shared_container:
                 container.close()
 
-    def _image(self, task: Task) -> Path:
-        for name in (task.image, f"{task.image}.sif"):
-            path = Path(self.images, name)
-            if path.exists():
-                return path
-        raise ConfigError(
-            f"[sandbox] images: no {task.image}.sif in {self.images}: run containers/build_image.sh"
-        )
+    def image(self, name: str) -> Path:
+        """The file or folder that an image name stands for."""
+        folder, file = Path(self.images, name), Path(self.images, f"{name}.sif")
+        # Somebody else's files have no owner inside, and nothing could be written beside them.
+        if folder.is_dir() and folder.stat().st_uid == os.geteuid():
+            return folder
+        if file.exists():
+            return file
+        raise ConfigError(f"[sandbox] images: no {name}.sif in {self.images}: run containers/build_image.sh")
 
     def _container(self, image: Path) -> Container:
         key = (os.getpid(), self, image)

@@ -7,6 +7,7 @@ that moves on meanwhile is seen twice rather than not at all.
 import logging
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,6 +92,28 @@ class Standing:
     errors: list[str]
 
 
+class Tempo:
+    """How long the learner's steps take."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[int, float]] = deque(maxlen=20)
+
+    def note(self, step: int, now: float) -> None:
+        """The learner has taken so many steps."""
+        if self._seen and step < self._seen[-1][0]:  # it resumed
+            self._seen.clear()
+        if not self._seen or step > self._seen[-1][0]:
+            self._seen.append((step, now))
+
+    @property
+    def step_s(self) -> float:
+        """Seconds a step, over the last ones; 0 before there are two looks."""
+        if len(self._seen) < 2:
+            return 0.0
+        (first, began), (last, ended) = self._seen[0], self._seen[-1]
+        return (ended - began) / (last - first)
+
+
 class Housekeeper:
     """Looks each round; puts in order at its own pace."""
 
@@ -108,6 +131,9 @@ class Housekeeper:
         self._spools = (Spool(run.requests, RolloutRequest), Spool(run.episodes, Episode))
         self._done: dict[str, float] = {}
         self._orphans: dict[Path, float] = {}
+        self._since: dict[tuple[str, str], float] = {}
+        """When a spool was first seen to hold an identity."""
+        self._tempo = Tempo()
         self._endpoints: list[Endpoint] | None = None
         self._beat = 0
 
@@ -129,7 +155,11 @@ class Housekeeper:
         with atomic.storage(self._run.root):
             free = shutil.disk_usage(self._run.root).free
         has_room = free >= self._kept.free_space_floor_gb * 1e9
-        return World(now, scan, newest, self._watcher.live(), has_room)
+        world = World(now, scan, newest, self._watcher.live(), has_room)
+        held = ((name, a.identity) for name in SPOOLS for s in ("ready", "claimed") for a in scan[name][s])
+        self._since = {place: self._since.get(place, now) for place in held}
+        self._tempo.note(world.learner_step, now)
+        return world
 
     def publish(self, world: World, standing: Standing, desired: Mapping[Role, int], status_s: float) -> None:
         """The two cells that others read: engines, at once when they change, and how the run fares."""
@@ -180,13 +210,22 @@ class Housekeeper:
 
     def _report(self, world: World, standing: Standing, desired: Mapping[Role, int]) -> StatusReport:
         alive = [node.role for node in world.nodes]
+        silent = [node.role for node in self._watcher.silent()]
+        oldest: dict[str, float] = {}
+        for (name, _), since in self._since.items():
+            oldest[name] = max(oldest.get(name, 0.0), world.now - since)
         full = [] if world.has_room else [f"{self._run.root}: too little free space; nothing is dispatched"]
         return StatusReport(
             beat=self._beat,
-            roles=[RoleStatus(role=r, desired=count, alive=alive.count(r)) for r, count in desired.items()],
+            roles=[
+                RoleStatus(role=role, desired=count, alive=alive.count(role), silent=silent.count(role))
+                for role, count in desired.items()
+            ],
             spools=world.depths,
+            oldest_s=oldest,
             waits_for=standing.waits_for,
             step=world.learner_step,
+            step_s=self._tempo.step_s,
             newest=world.newest,
             recent=standing.recent,
             errors=full + standing.errors,

@@ -1,8 +1,9 @@
 """Keeps one engine serving, on the newest weights.
 
 Consumes weights/; produces its node cell (address, versions, state). Waits for a newer version of the
-live incarnation, which the learner publishes. Whatever it reads it names in its cell first, so that
-retention leaves it alone, and before weights change the cell names both versions.
+live incarnation, which the learner publishes, and for the health of an engine that somebody else runs,
+which is up to them. Whatever it reads it names in its cell first, so that retention leaves it alone, and
+before weights change the cell names both versions.
 """
 
 import logging
@@ -18,8 +19,9 @@ from types import FrameType
 from hpc_swe.config import InferenceConfig, LeaseConfig
 from hpc_swe.errors import ConfigError, CorruptRecord, EngineError, StorageError
 from hpc_swe.plugins.engines.base import Engine
-from hpc_swe.records import ProbeScore, WeightVersion
+from hpc_swe.records import WeightVersion
 from hpc_swe.roles.inference.child import Child
+from hpc_swe.roles.inference.served import Ours, Served, Theirs, Weights
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import weights
 from hpc_swe.store.lease import Lease, Watcher
@@ -43,6 +45,8 @@ class Supervisor:
     host: str
     """Name or address by which rollout workers reach this node."""
     _version: WeightVersion = field(default=WeightVersion(), init=False)
+    _since: float = field(default=float("inf"), init=False)
+    """When it began to serve."""
     _refused: set[WeightVersion] = field(default_factory=set, init=False)
     _told: threading.Event = field(default_factory=threading.Event, init=False)
 
@@ -54,84 +58,93 @@ class Supervisor:
 
         Raises:
             ConfigError: The engine cannot be started as configured.
-            EngineError: It died more often than `max_restarts`; the message names its log.
+            EngineError: It failed more often than `max_restarts`; the message names its log, or whose it is.
         """
         restarts = 0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, self._tell)
         while not self._must_end():
-            began = time.monotonic()
+            self._since = float("inf")
             try:
                 self._serve_once()
             except EngineError as error:
-                restarts = 1 if time.monotonic() - began > QUIET_S else restarts + 1
+                restarts = 1 if time.monotonic() - self._since > QUIET_S else restarts + 1
                 if restarts > self.config.max_restarts:
                     raise
                 log.warning("restart %d of %d: %s", restarts, self.config.max_restarts, error)
                 self._told.wait(min(2.0 ** (restarts - 1), 60.0))
 
     def _serve_once(self) -> None:
-        port = free_port(self.host, self.config.port)
-        url, token = f"http://{self.host}:{port}", self.run.token.read_text().strip()
-        folder, probe = self._choose()
-        output = self.run.logs("inference") / f"{self.lease.owner}.engine.log"
-        command = self.engine.command(folder, self.host, port, self.run.root.name)
-        log.info("starting %s at %s, output in %s", folder, url, output)
-        child = Child(command, self.engine.environment(token), output)
+        token = self.run.token.read_text().strip()
+        wanted = self._choose()
+        self._version = wanted.version
+        served = self._meet(token, wanted.folder)
         try:
-            if self._is_healthy_in_time(child, url):
-                self._adopt(url, token, probe)
-                self.lease.show(state="ready", url=url, versions=[self._version], reading="")
-                log.info("serving %s", self._version.name)
-                self._follow(child, url, token)
+            if self._is_healthy_in_time(served):
+                self._give(served, wanted)
+                self.lease.show(state="ready", url=served.url, versions=[self._version], reading="")
+                log.info("serving %s at %s", self._version.name, served.url)
+                self._since = time.monotonic()
+                self._follow(served, token)
         finally:
             state = "draining" if self._told.is_set() else "starting"
             self.lease.show(state=state, url="", versions=[], reading="")
-            child.stop()
+            served.leave()
 
-    def _choose(self) -> tuple[Path, ProbeScore | None]:
+    def _meet(self, token: str, folder: Path) -> Served:
+        """The engine that the configuration names, else one of ours, just started."""
+        if self.config.url:
+            log.info("attaching to %s", self.config.url)
+            return Theirs(self.engine, self.config.url, token)
+        port = free_port(self.host, self.config.port)
+        url, output = (
+            f"http://{self.host}:{port}",
+            self.run.logs("inference") / f"{self.lease.owner}.engine.log",
+        )
+        command = self.engine.command(folder, self.host, port, self.run.root.name)
+        log.info("starting %s at %s, output in %s", folder, url, output)
+        return Ours(self.engine, url, token, Child(command, self.engine.environment(token), output))
+
+    def _choose(self) -> Weights:
         """The newest version that was not refused, else the model."""
         for version in reversed(weights.published(self.run)):
             if version in self._refused:
                 continue
             self.lease.show(reading=version.name)
             try:
-                manifest = weights.manifest(self.run, version)
+                return Weights(version, self.run.weight(version), weights.manifest(self.run, version))
             except (FileNotFoundError, CorruptRecord) as error:
                 log.warning("skipped %s: %s", version.name, error)
-                continue
-            self._version = version
-            return self.run.weight(version), manifest.probe
-        self._version = WeightVersion()
-        return self.model, None
+        return Weights(WeightVersion(), self.model, None)
 
-    def _is_healthy_in_time(self, child: Child, url: str) -> bool:
+    def _is_healthy_in_time(self, served: Served) -> bool:
         """False when we are told to end meanwhile."""
         deadline = time.monotonic() + self.config.start_timeout_s
-        while not self.engine.is_healthy(url):
-            child.require_alive()
+        while not self.engine.is_healthy(served.url):
+            served.require_coming()
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"no health at {url} in {self.config.start_timeout_s:g} s; see {child.output}"
+                    f"no health at {served.url} in {self.config.start_timeout_s:g} s; {served.remedy}"
                 )
             if self._told.wait(0.25) or self._must_end():
                 return False
         return True
 
-    def _adopt(self, url: str, token: str, probe: ProbeScore | None) -> None:
+    def _give(self, served: Served, wanted: Weights) -> None:
         try:
-            self.engine.adopt(url, token, self._version, probe)
+            served.take(wanted)
         except EngineError:
-            self._refused.add(self._version)  # the next start takes the one before
+            if self.engine.is_healthy(served.url):  # one that died says nothing about the version
+                self._refused.add(wanted.version)  # the next start takes the one before
             raise
 
-    def _follow(self, child: Child, url: str, token: str) -> None:
+    def _follow(self, served: Served, token: str) -> None:
         while not self._must_end():
-            child.require_alive()
+            served.require_serving()
             try:
                 newest = weights.newest(self.run)
                 if newest is not None and newest > self._version and newest not in self._refused:
-                    self._update(url, token, newest)
+                    self._update(served.url, token, newest)
             except StorageError as error:
                 log.warning("looking again: %s", error)
             self._told.wait(self.config.poll_s * random.uniform(0.5, 1.5))

@@ -59,7 +59,7 @@ def play(means: Means, request: RolloutRequest, recorder: Recorder) -> Outcome:
         with means.sandboxes.open(task) as sandbox:
             outcome.sandbox_s = time.monotonic() - started
             result = _solve(means.agent, task, sandbox, recorder)
-            outcome.submission = submission.take(task, sandbox)
+            outcome.submission = submission.take(task, sandbox, means.sandboxes)
             outcome.result = result
             started = time.monotonic()
         outcome.sandbox_s += time.monotonic() - started

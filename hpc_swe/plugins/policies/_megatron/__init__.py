@@ -1,6 +1,7 @@
 """The heavy half of the megatron policy.
 
-hf         what a Hugging Face folder says and holds
+shape      what a model's config.json says; without torch
+hf         what a Hugging Face folder holds
 parallel   joins the process group; ranks and groups
 compat     defects of megatron-core, mended
 cpu        what differs without CUDA

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from hpc_swe.plugins.policies._megatron.hf import ModelShape, Snapshot
+from hpc_swe.plugins.policies._megatron.hf import Snapshot
+from hpc_swe.plugins.policies._megatron.shape import ModelShape
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hpc_swe.plugins.policies._megatron import convert, hf
 from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
+from hpc_swe.plugins.policies._megatron.shape import ModelShape
 from hpc_swe.plugins.policies._megatron.spec import PolicyModel
 from hpc_swe.records import TensorInfo
 
@@ -24,7 +25,7 @@ from hpc_swe.records import TensorInfo
 class Exporter:
     """Knows which rank writes which tensor, and what lies beside weights."""
 
-    def __init__(self, ranks: TorchRanks, model: PolicyModel, shape: hf.ModelShape, source: Path) -> None:
+    def __init__(self, ranks: TorchRanks, model: PolicyModel, shape: ModelShape, source: Path) -> None:
         self._ranks, self._model, self._source = ranks, model, source
         self._layouts = convert.layouts(model, shape)
 

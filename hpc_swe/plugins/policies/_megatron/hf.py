@@ -1,7 +1,6 @@
-"""What a Hugging Face model folder says (config.json) and holds (safetensors, sharded or not)."""
+"""What a Hugging Face model folder holds: safetensors, sharded or not, and what lies beside them."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,80 +10,6 @@ from torch import Tensor
 from hpc_swe.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
-KNOWN = ("qwen2", "qwen3", "qwen3_moe")
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Everything that the architecture leaves open."""
-
-    layers: int
-    hidden: int
-    heads: int
-    groups: int
-    """Heads of keys and values."""
-    head_dim: int
-    ffn: int
-    """Inner width of an MLP; of one expert, when there are experts."""
-    vocab: int
-    eps: float
-    theta: float
-    tied: bool
-    qkv_bias: bool
-    qk_norm: bool
-    experts: int
-    """0 is dense."""
-    experts_per_token: int
-    renormalize: bool
-    """Whether the chosen experts' probabilities are scaled to sum to one."""
-
-    @classmethod
-    def read(cls, folder: Path) -> "ModelShape":
-        """Read config.json, in the spelling of any transformers since 4.51.
-
-        Raises:
-            ConfigError: The file is missing, or describes a model that is not built here.
-        """
-        path = folder / "config.json"
-        try:
-            config = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model: cannot read {path}: {error}") from error
-        _refuse_unknown(path, config)
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
-        return cls(
-            layers=config["num_hidden_layers"],
-            hidden=config["hidden_size"],
-            heads=config["num_attention_heads"],
-            groups=config["num_key_value_heads"],
-            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            ffn=config["moe_intermediate_size" if experts else "intermediate_size"],
-            vocab=config["vocab_size"],
-            eps=config["rms_norm_eps"],
-            theta=float(rope.get("rope_theta") or config["rope_theta"]),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=config["model_type"] == "qwen2" or bool(config.get("attention_bias")),
-            qk_norm=config["model_type"] != "qwen2",
-            experts=experts,
-            experts_per_token=int(config.get("num_experts_per_tok") or 0),
-            renormalize=bool(config.get("norm_topk_prob", False)),
-        )
-
-    def check_parallel(self, tensor_parallel: int, sequence_parallel: bool) -> None:
-        """Refuse what cannot be split.
-
-        Raises:
-            ConfigError: Names the size that does not divide, or the setting that is missing.
-        """
-        if self.experts and tensor_parallel > 1 and not sequence_parallel:
-            raise ConfigError("[policy] a model with experts needs sequence_parallel = true")
-        for name in ("heads", "groups", "ffn", "vocab"):
-            if getattr(self, name) % tensor_parallel:
-                raise ConfigError(
-                    f"[policy] tensor_parallel = {tensor_parallel} does not divide the model's {name}, "
-                    f"{getattr(self, name)}"
-                )
 
 
 class Snapshot:
@@ -118,21 +43,3 @@ def companions(folder: Path) -> list[Path]:
         for path in folder.iterdir()
         if path.suffix in (".json", ".jinja", ".txt", ".model") and path.name not in (INDEX, "MANIFEST.json")
     )
-
-
-def _refuse_unknown(path: Path, config: dict[str, object]) -> None:
-    kind = config.get("model_type")
-    if kind not in KNOWN:
-        raise ConfigError(f"model: {path} has model_type {kind!r}; built here: {', '.join(KNOWN)}")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    scaling = isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type") or "default")
-    unsupported = {
-        "rope scaling": scaling != "default",
-        "use_sliding_window": bool(config.get("use_sliding_window")),
-        "mlp_only_layers": bool(config.get("mlp_only_layers")),
-        "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
-        "hidden_act": config.get("hidden_act", "silu") != "silu",
-    }
-    if any(unsupported.values()):
-        names = ", ".join(name for name, present in unsupported.items() if present)
-        raise ConfigError(f"model: {path} sets {names}, which is not built here")

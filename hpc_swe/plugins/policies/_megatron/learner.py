@@ -19,10 +19,11 @@ from hpc_swe.errors import ConfigError, ProtocolError
 from hpc_swe.plugins.policies._megatron import convert, cpu, packing
 from hpc_swe.plugins.policies._megatron.checkpoint import Checkpointer
 from hpc_swe.plugins.policies._megatron.export import Exporter
-from hpc_swe.plugins.policies._megatron.hf import ModelShape, Snapshot
+from hpc_swe.plugins.policies._megatron.hf import Snapshot
 from hpc_swe.plugins.policies._megatron.optimizer import build_optimizer, build_schedule, wrap
 from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
 from hpc_swe.plugins.policies._megatron.reference import Reference
+from hpc_swe.plugins.policies._megatron.shape import ModelShape
 from hpc_swe.plugins.policies._megatron.spec import build_model
 from hpc_swe.plugins.policies._megatron.stopwatch import Stopwatch
 from hpc_swe.plugins.policies.base import Objective, OptimizerConfig

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from hpc_swe.plugins.policies._megatron import compat
 from hpc_swe.plugins.policies._megatron.experts import Experts
-from hpc_swe.plugins.policies._megatron.hf import ModelShape
 from hpc_swe.plugins.policies._megatron.logprobs import linear_logprobs
 from hpc_swe.plugins.policies._megatron.packing import Packing, rotate
+from hpc_swe.plugins.policies._megatron.shape import ModelShape
 from hpc_swe.plugins.policies.megatron import Megatron
 
 Recompute = Literal["none", "selective", "full"]

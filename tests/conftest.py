@@ -13,7 +13,7 @@ from hpc_swe import launch
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import weights
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 SMALL = [
     "tasks.train=64",
     "tasks.eval=6",
@@ -29,6 +29,12 @@ SMALL = [
     "coordinator.poll_s=0.3",
     "coordinator.status_s=0.5",
 ]
+
+
+@pytest.fixture(scope="session")
+def small_words() -> list[str]:
+    """What makes the demo's configuration small."""
+    return SMALL
 
 
 @pytest.fixture(scope="session")
@@ -59,13 +65,7 @@ def warm_model(small_run, tmp_path_factory):
     """A model that calls the tools, and repairs at random."""
     model = tmp_path_factory.mktemp("model") / "model"
     subprocess.run([sys.executable, "-m", "jobs.make_model", "--out", model, "--seed", "3"], check=True)
-    steps = [
-        "steps=300",
-        "learner.export_every=300",
-        "learner.checkpoint_every=300",
-        "groups.max_staleness=159",
-    ]
-    run = small_run("sft", "demo_sft", f"model={model}", *steps, "learner.optimizer.decay_steps=300")
+    run = small_run("sft", "demo_sft", f"model={model}")
     version = weights.newest(run)
     assert version is not None
     return run.weight(version)

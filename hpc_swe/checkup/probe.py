@@ -1,0 +1,290 @@
+"""python -m hpc_swe.checkup.probe FOLDER: one node, as a job sees it. `srun` starts one per node.
+
+It changes nothing outside FOLDER, which the doctor made on the shared file system, and needs nothing but
+what every job of a run needs. Each wait has a deadline. The record goes to standard output in short
+lines, since `srun` mixes the long lines of several nodes.
+"""
+
+import argparse
+import ctypes
+import errno
+import fcntl
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from hpc_swe.checkup import meeting
+from hpc_swe.checkup.meeting import Peer
+from hpc_swe.errors import ConfigError
+from hpc_swe.records import Record
+
+MARK = "hpc_swe-probe"
+CHUNK = 700  # characters; srun passes on up to 1024 at a time
+NO_LIMIT = 2**50  # bytes; cgroup v1 writes a number of this size where there is none
+CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
+TOKEN = "token"
+
+
+class Shared(Record, frozen=True, kw_only=True):
+    """What the shared folder can do here. Of each pair of words, empty is well."""
+
+    kind: str = ""
+    """Type of the file system."""
+    error: str = ""
+    """Why it cannot be read and written."""
+    crossing: str = ""
+    """Why a file cannot be renamed from one folder to another."""
+    flock: str = ""
+    sockets: str = ""
+    rename_ms: float = 0.0
+    """Median of one rename."""
+
+
+class Probe(Record, frozen=True, kw_only=True):
+    """What one node measured."""
+
+    rank: int
+    nodes: int
+    host: str
+    python: str
+    user_namespaces: str
+    """Why there are none; empty is well."""
+    apptainer: str
+    """Its version; empty when it is not on PATH."""
+    container: str
+    """Why an image could not be run; empty when it could, or none was given."""
+    tmp: str
+    tmp_kind: str
+    tmp_free_gb: float
+    memory_mb: float
+    """The kernel's limit on this job; 0 is none."""
+    gpus: int
+    """In CUDA_VISIBLE_DEVICES."""
+    gpu_files: int
+    """/dev/nvidia<n> that can be opened."""
+    tensorboard: bool
+    shared: Shared
+    peers: list[Peer]
+
+
+def take(folder: Path, token: str, wait_s: float, images: str) -> Probe:
+    """Everything, in a few seconds where all is well."""
+    rank, nodes = int(os.environ.get("SLURM_PROCID", "0")), int(os.environ.get("SLURM_NTASKS", "1"))
+    shared = share(folder, token, rank)
+    peers = [] if shared.error else meeting.attend(folder, rank, nodes, wait_s)
+    tmp, version = tempfile.gettempdir(), apptainer_version()
+    return Probe(
+        rank=rank,
+        nodes=nodes,
+        host=socket.gethostname(),
+        python=f"{platform.python_version()} at {sys.executable}",
+        user_namespaces=user_namespaces(),
+        apptainer=version,
+        container=container(images) if images and version else "",
+        tmp=tmp,
+        tmp_kind=kind_of(tmp, Path("/proc/self/mountinfo").read_text()),
+        tmp_free_gb=shutil.disk_usage(tmp).free / 1e9,
+        memory_mb=memory_limit() / 2**20,
+        gpus=len([name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]),
+        gpu_files=sum(_opens(path) for path in Path("/dev").glob("nvidia[0-9]*")),
+        tensorboard=importlib.util.find_spec("tensorboard") is not None,
+        shared=shared,
+        peers=peers,
+    )
+
+
+def share(folder: Path, token: str, rank: int) -> Shared:
+    """Read what the doctor wrote on its machine, then write, rename, lock and bind."""
+    try:
+        found = (folder / TOKEN).read_text()
+        if found != token:
+            return Shared(error=f"another folder of this name lies there: it holds {found!r}")
+        mine = folder / f"node-{rank}"
+        mine.mkdir()
+        rename_ms = _rename_ms(mine)
+    except OSError as error:
+        return Shared(error=f"{error.strerror}: {error.filename}")
+    return Shared(
+        kind=kind_of(str(folder), Path("/proc/self/mountinfo").read_text()),
+        crossing=_reason(lambda: _cross(folder, mine)),
+        flock=_reason(lambda: _lock_twice(mine / "lock")),
+        sockets=_reason(lambda: _bind(mine)),
+        rename_ms=rename_ms,
+    )
+
+
+def _rename_ms(folder: Path) -> float:
+    names = [folder / f"name-{n}" for n in range(21)]
+    names[0].touch()
+    seconds = []
+    for old, new in zip(names, names[1:], strict=False):
+        begun = time.perf_counter()
+        os.rename(old, new)
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds) * 1e3
+
+
+def _reason(act: Callable[[], None]) -> str:
+    try:
+        act()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _cross(folder: Path, mine: Path) -> None:
+    (mine / "crosses").touch()
+    os.rename(mine / "crosses", folder / f"crossed-{mine.name}")
+
+
+def _lock_twice(path: Path) -> None:
+    """Two opens must exclude each other.
+
+    Raises:
+        OSError: They do not, or locking fails.
+    """
+    with path.open("w") as first, path.open("w") as second:
+        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+    raise OSError(errno.EINVAL, "does nothing: two of one node held it at once")
+
+
+def _bind(folder: Path) -> None:
+    """By /proc/self/fd, since the path of a socket has at most 107 bytes and that of a folder has not."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(f"/proc/self/fd/{descriptor}/socket")
+    finally:
+        os.close(descriptor)
+
+
+def user_namespaces() -> str:
+    """Why a user namespace with a mount namespace in it cannot be made; empty when it can."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    child = os.fork()  # a process with threads may not, and this one has those of numpy
+    if child == 0:
+        os._exit(0 if libc.unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0 else ctypes.get_errno())
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return os.strerror(code) if code else ""
+
+
+def apptainer_version() -> str:
+    """Empty when there is none."""
+    if shutil.which("apptainer") is None:
+        return ""
+    try:
+        asked = subprocess.run(
+            ["apptainer", "--version"], capture_output=True, text=True, timeout=30, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "of unknown version, silent for 30 s"
+    return asked.stdout.strip() or asked.stderr.strip() or f"of unknown version, exit {asked.returncode}"
+
+
+def container(images: str) -> str:
+    """Why a sandbox of the folder's first image cannot be opened; empty when it can."""
+    from hpc_swe.plugins.sandboxes.apptainer import Apptainer
+
+    try:
+        Apptainer(images=images).check()
+    except ConfigError as error:
+        return re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Apptainer writes in colours
+    return ""
+
+
+def memory_limit() -> int:
+    """The tightest memory limit of this process's cgroups, in bytes; 0 when nothing limits it."""
+    files = limit_files(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
+    values = [path.read_text().strip() for path in files if path.exists()]
+    limits = [int(value) for value in values if value.isdigit() and int(value) < NO_LIMIT]
+    return min(limits, default=0)
+
+
+def limit_files(cgroup: str, mountinfo: str) -> Iterator[Path]:
+    """Where the limits may lie: cgroup v1 and v2, from the process's own group up to what is mounted."""
+    for line in cgroup.splitlines():
+        number, controllers, path = line.split(":", 2)
+        second = number == "0" and not controllers
+        if not second and "memory" not in controllers.split(","):
+            continue
+        kind, file = ("cgroup2", "memory.max") if second else ("cgroup", "memory.limit_in_bytes")
+        for root, at, fstype, options in _mounts(mountinfo):
+            inside = path == root or path.startswith(root.rstrip("/") + "/")
+            if fstype == kind and inside and (second or "memory" in options.split(",")):
+                group = Path(path).relative_to(root)
+                yield from (Path(at) / part / file for part in (group, *group.parents))
+
+
+def kind_of(path: str, mountinfo: str) -> str:
+    """The type of the file system that holds a path."""
+    place = os.path.realpath(path)
+    holding = [(at, fstype) for _, at, fstype, _ in _mounts(mountinfo) if _holds(at, place)]
+    return max(holding, key=lambda mount: len(mount[0]), default=("", "unknown"))[1]
+
+
+def _mounts(mountinfo: str) -> Iterator[tuple[str, str, str, str]]:
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        fstype, _, options = right.split(" ")[:3]
+        yield left.split(" ")[3], left.split(" ")[4], fstype, options
+
+
+def _holds(at: str, place: str) -> bool:
+    return place == at or place.startswith(at.rstrip("/") + "/")
+
+
+def _opens(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDWR))
+    except OSError:
+        return False
+    return True
+
+
+def lines(probe: Probe) -> list[str]:
+    """The record as text that survives being mixed with that of other nodes."""
+    text = msgspec.json.encode(probe).decode()
+    return [f"{MARK} {probe.rank} {text[at : at + CHUNK]}" for at in range(0, len(text), CHUNK)]
+
+
+def read(text: str) -> list[Probe]:
+    """The whole records among lines of any number of nodes, by rank."""
+    parts: dict[str, str] = {}
+    for rank, chunk in re.findall(rf"^{MARK} (\d+) (.*)$", text, re.MULTILINE):
+        parts[rank] = parts.get(rank, "") + chunk
+    whole = [text for text in parts.values() if text.endswith("}")]
+    return sorted((msgspec.json.decode(text, type=Probe) for text in whole), key=lambda probe: probe.rank)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m hpc_swe.checkup.probe", description="Measure this node.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("token")
+    parser.add_argument("--wait", type=float, default=60.0)
+    parser.add_argument("--images", default="")
+    arguments = parser.parse_args()
+    signal.alarm(int(arguments.wait * 2) + 30)  # whatever hangs, a file system above all, is ended
+    probe = take(arguments.folder, arguments.token, arguments.wait, arguments.images)
+    print("\n".join(lines(probe)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

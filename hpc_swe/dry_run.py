@@ -1,0 +1,152 @@
+"""What `launch start --dry-run` prints: every batch script, and what the run would cost. It makes nothing."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from hpc_swe import estimate, reconcile
+from hpc_swe.config import RunConfig
+from hpc_swe.estimate import GIB, Part, Request
+from hpc_swe.plugins.engines.vllm import Vllm
+from hpc_swe.plugins.executors.slurm import Slurm
+from hpc_swe.plugins.policies._megatron.shape import ModelShape
+from hpc_swe.plugins.policies.megatron import Megatron
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import ledger
+
+
+def show(run: RunDir, config: RunConfig) -> None:
+    """Print all.
+
+    Raises:
+        ConfigError: The model's config.json is missing, or describes what is not built here.
+    """
+    for script in scripts(run, config):
+        print(script)
+    console = Console(highlight=False)
+    for table in tables(config):
+        console.print(table)
+        console.print()
+
+
+def scripts(run: RunDir, config: RunConfig) -> list[str]:
+    """What an empty queue would be given: one script an array, each under a line that counts its jobs."""
+    found = []
+    for role, count in reconcile.desired(config).items():
+        number = ledger.newest(run, role).number if run.config.exists() else 0
+        for first in range(0, count, config.executor.array_size):
+            number, jobs = number + 1, min(config.executor.array_size, count - first)
+            text = config.executor.script(run, reconcile.submission(run, config, role, number, jobs))
+            found.append(f"### {role}: submission {number}, {jobs} of {count} jobs\n{text.rstrip()}\n")
+    return found
+
+
+def tables(config: RunConfig) -> list[RenderableType]:
+    """Jobs, memory of the GPUs, room on disk."""
+    shape = ModelShape.read(Path(config.model))
+    found: list[RenderableType] = [_jobs(config)]
+    wanted = reconcile.desired(config)
+    if wanted.get("learner"):
+        found += _learner(config, shape)
+    if wanted.get("inference"):
+        found += _engine(config, shape)
+    return [*found, _disk(estimate.disk(config, shape))]
+
+
+def _jobs(config: RunConfig) -> RenderableType:
+    if not isinstance(config.executor, Slurm):
+        counts = ", ".join(f"{count} {role}" for role, count in reconcile.desired(config).items() if count)
+        return f"local: {counts}, all on this machine; nothing is asked of a scheduler"
+    requests = estimate.requests(config, config.executor)
+    table = _table("asked of Slurm at once, and used in one walltime", ["role"])
+    for name in ("jobs", "nodes", "cores", "mem GB", "GPUs", "hours", "node-h", "core-h", "GPU-h"):
+        table.add_column(name, justify="right")
+    for request in requests:
+        table.add_row(request.role, *_numbers([request]), style=None)
+    table.add_row("all", *_numbers(requests), style="bold")
+    table.caption = "nodes and node-h: if jobs share none. A run that lasts longer than a walltime asks again"
+    return table
+
+
+def _numbers(requests: Sequence[Request]) -> list[str]:
+    hours = {request.hours for request in requests}
+    sums = [
+        sum(request.jobs for request in requests),
+        sum(request.nodes for request in requests),
+        sum(request.cores for request in requests),
+        sum(request.memory_gb for request in requests),
+        sum(request.gpus for request in requests),
+        hours.pop() if len(hours) == 1 else None,
+        sum(request.nodes * request.hours for request in requests),
+        sum(request.cores * request.hours for request in requests),
+        sum(request.gpus * request.hours for request in requests),
+    ]
+    return [
+        "" if number is None else f"{number:,.4g}" if number < 1e4 else f"{number:,.0f}" for number in sums
+    ]
+
+
+def _learner(config: RunConfig, shape: ModelShape) -> list[RenderableType]:
+    policy, ranks = config.policy, config.learner.data_parallel
+    if not isinstance(policy, Megatron):
+        return [f"learner: {type(policy).__name__} is no policy whose memory is known here"]
+    memory = estimate.learner_memory(shape, policy, ranks, config.batches.microbatch_tokens)
+    title = f"memory of each learner GPU: P = {_count(shape)}, tp = {policy.tensor_parallel}, dp = {ranks}"
+    table = _memory(title, memory.parts)
+    table.add_row("peak", "leave 15 % for the allocator", f"{memory.peak / GIB:.2f}", style="bold")
+    pinned = estimate.host_memory(shape, policy, reference=config.learner.loss.kl_coefficient > 0)
+    if not pinned:
+        return [table]
+    return [table, f"reference model: {pinned / GIB:.2f} GiB of host memory for each learner process"]
+
+
+def _engine(config: RunConfig, shape: ModelShape) -> list[RenderableType]:
+    engine = config.engine
+    if not isinstance(engine, Vllm):
+        return [f"inference: {type(engine).__name__} is no engine whose memory is known here"]
+    parts = estimate.engine_memory(shape, engine, config.rollout.context)
+    token = estimate.kv_token(shape, engine)
+    table = _memory(f"memory of each engine GPU: tp = {engine.tensor_parallel}", parts)
+    if engine.kv_cache_bytes:
+        table.add_row("both", "", f"{estimate.total(parts).bytes / GIB:.2f}", style="bold")
+    takes = "" if engine.kv_cache_bytes else "; vLLM takes what it finds free"
+    return [table, f"KV cache: {token:,} bytes a token, {GIB // token:,} tokens a GiB{takes}"]
+
+
+def _disk(parts: Sequence[Part]) -> RenderableType:
+    table = _table(
+        "the run folder at its fullest, if every episode fills rollout.context", ["what", "formula"]
+    )
+    for name in ("bytes", "inodes"):
+        table.add_column(name, justify="right")
+    for part in parts:
+        table.add_row(part.what, part.formula, _size(part.bytes), f"{part.inodes:,}")
+    whole = estimate.total(parts)
+    table.add_row(whole.what, whole.formula, _size(whole.bytes), f"{whole.inodes:,}", style="bold")
+    return table
+
+
+def _memory(title: str, parts: Iterable[Part]) -> Table:
+    table = _table(title, ["part", "formula"])
+    table.add_column("GiB", justify="right")
+    for part in parts:
+        table.add_row(part.what, part.formula, f"{part.bytes / GIB:.2f}")
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    return Table(*columns, title=title, box=None, title_justify="left", caption_justify="left")
+
+
+def _count(shape: ModelShape) -> str:
+    return f"{estimate.parameters(shape).total:,}"
+
+
+def _size(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:,.4g} TB"

@@ -1,0 +1,172 @@
+"""What vLLM answers, release by release, read into one shape: `Answer`."""
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from hpc_swe.errors import EngineError
+from hpc_swe.records import WeightVersion
+
+PENDING = "?"
+UNTOUCHED = "default"
+"""What vLLM stamps until its weights are given a name: those it came up with."""
+NOTHING = -9999.0
+"""What vLLM writes in place of a log-probability that is not finite."""
+Span = tuple[int, int, WeightVersion]
+_T = TypeVar("_T")
+
+
+class Logprob(Struct):
+    """Of one token; 0.32 gives its id, 0.26 the text "token_id:493"."""
+
+    logprob: float
+    token_id: int = -1
+    token: str = ""
+
+    @property
+    def id(self) -> int:
+        """The token's."""
+        return self.token_id if not self.token else int(self.token.removeprefix("token_id:"))
+
+
+class Logprobs(Struct):
+    """Of the sampled tokens."""
+
+    content: list[Logprob]
+
+
+class Stamp(Struct):
+    """Which weights sampled tokens start .. end - 1."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Choice(Struct):
+    """One completion."""
+
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: Logprobs
+    stop_reason: int | str | None = None
+    weight_versions: list[Stamp] | None = None
+
+
+class Answer(Struct):
+    """Of /inference/v1/generate."""
+
+    choices: list[Choice]
+    prompt_logprobs: list[dict[str, Logprob] | None] | None = None
+
+
+class _TokenLogprobs(Struct):
+    token_logprobs: list[float]
+
+
+class _TextChoice(Struct):
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: _TokenLogprobs
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[dict[str, Logprob] | None] | None = None
+
+
+class _TextAnswer(Struct):
+    choices: list[_TextChoice]
+
+
+class WeightInfo(Struct):
+    """Of /weight_info."""
+
+    weight_version: str
+
+
+class Card(Struct):
+    """A model that is served."""
+
+    root: str
+    max_model_len: int
+
+
+class Cards(Struct):
+    """Of /v1/models."""
+
+    data: list[Card]
+
+
+class Transfer(Struct):
+    """How weights come in."""
+
+    backend: str
+
+
+class Config(Struct, frozen=True):
+    """The part of vLLM's configuration that we ask for."""
+
+    weight_transfer_config: Transfer | None = None
+
+
+class ServerInfo(Struct):
+    """Of /server_info."""
+
+    vllm_config: Config = Config()
+
+
+def decode(kind: type[_T], url: str, data: bytes) -> _T:
+    """Read an answer.
+
+    Raises:
+        EngineError: It is none; the message shows its beginning.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise EngineError(f"{url}: unreadable answer: {error}: {data[:300]!r}") from None
+
+
+def from_completions(url: str, data: bytes) -> Answer:
+    """An answer of /v1/completions."""
+    text = decode(_TextAnswer, url, data).choices[0]
+    pairs = zip(text.token_ids, text.logprobs.token_logprobs, strict=False)
+    sampled = Logprobs([Logprob(logprob, token_id) for token_id, logprob in pairs])
+    choice = Choice(text.token_ids, text.finish_reason, sampled, text.stop_reason)
+    return Answer([choice], text.prompt_logprobs)
+
+
+def sampled_logprobs(choice: Choice) -> list[float]:
+    """One for each token id."""
+    entries = choice.logprobs.content
+    if [entry.id for entry in entries] != choice.token_ids:
+        raise EngineError(f"{len(entries)} log-probabilities do not match {len(choice.token_ids)} token ids")
+    values = [entry.logprob for entry in entries]
+    require_finite(values)
+    return values
+
+
+def require_finite(values: Sequence[float]) -> None:
+    """Raise EngineError for the first that is not."""
+    for place, value in enumerate(values):
+        if not math.isfinite(value) or value <= NOTHING:
+            raise EngineError(f"log-probability {place} of {len(values)} is {value}")
+
+
+def tile(stamps: list[Stamp], length: int) -> list[Span]:
+    """Spans without gap or overlap, neighbours of one version joined."""
+    spans: list[Span] = []
+    for stamp in stamps:
+        name = stamp.version.removesuffix(PENDING)
+        try:
+            version = WeightVersion() if name == UNTOUCHED else WeightVersion.parse(name)
+        except ValueError as error:
+            raise EngineError(f"unknown stamp on tokens: {error}") from None
+        if stamp.start != (spans[-1][1] if spans else 0):
+            raise EngineError(f"stamps leave a gap before token {stamp.start}")
+        start = spans.pop()[0] if spans and spans[-1][2] == version else stamp.start
+        spans.append((start, stamp.end, version))
+    if (spans[-1][1] if spans else 0) != length:
+        raise EngineError(f"stamps cover {spans[-1][1] if spans else 0} of {length} tokens")
+    return spans

@@ -1,0 +1,85 @@
+"""Jobs as processes of this machine, started by submitit."""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal, get_args
+
+from hpc_swe.errors import ConfigError
+from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.executors.base import Job, Submission
+from hpc_swe.processes import descendants, start_time
+from hpc_swe.records import Role
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import ledger
+
+
+class Local(Plugin, frozen=True, kw_only=True):
+    """A job's id is its pid and start time, so that it cannot be mistaken."""
+
+    is_here: ClassVar[bool] = True
+    timeout_min: int = 60 * 24
+    foreground: bool = False
+    """Jobs end with the process that submitted them, by whatever signal that ends."""
+    pause_s: float = 0.5
+    array_size: Literal[1] = 1
+
+    def check(self, submission: Submission) -> None:
+        """This machine takes whatever it is given."""
+
+    def script(self, run: RunDir, submission: Submission) -> str:
+        """The command line."""
+        return shlex.join(self._command(submission))
+
+    def submit(self, run: RunDir, submission: Submission) -> str:
+        """Start the job; unless in the foreground it outlives this process."""
+        import submitit
+
+        folder = run.logs(submission.role)
+        folder.mkdir(parents=True, exist_ok=True)
+        executor = submitit.LocalExecutor(folder=folder)
+        executor.update_parameters(timeout_min=self.timeout_min, stderr_to_stdout=True)
+        job = executor.submit(subprocess.check_call, self._command(submission))
+        started = start_time(int(job.job_id))
+        if started is None:
+            raise ConfigError(f"job {job.job_id} of {submission.role} ended at once; see {folder}")
+        return f"{job.job_id}:{started}"
+
+    def queue(self, run: RunDir) -> list[Job]:
+        """The jobs whose processes live."""
+        return [
+            Job(role, job, number, "running")
+            for role in get_args(Role)
+            for number, job in ledger.jobs(run, role)
+            if _is_alive(job)
+        ]
+
+    def endings(self, jobs: Sequence[str]) -> Mapping[str, str]:
+        """Nobody keeps a book here."""
+        return {}
+
+    def cancel(self, jobs: Sequence[str]) -> None:
+        """Kill each job's process tree, children first, so that nothing starts again."""
+        for job in filter(_is_alive, jobs):
+            pid = _pid(job)
+            for each in [pid, *descendants(pid)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+
+    def requeue(self) -> None:
+        """`tick` starts it again."""
+
+    def _command(self, submission: Submission) -> list[str]:
+        bound = ["--while", f"{os.getpid()}:{start_time(os.getpid())}"] if self.foreground else []
+        return [*submission.command, *bound]
+
+
+def _pid(job: str) -> int:
+    return int(job.partition(":")[0])
+
+
+def _is_alive(job: str) -> bool:
+    return start_time(_pid(job)) == job.partition(":")[2]

@@ -1,0 +1,144 @@
+"""Grader by swebench's own parsers and report, in a fresh sandbox of the task's image.
+
+Nothing that the agent left comes along but its patch, and of that nothing which is a test, or which sets up
+the test runner or the interpreter, unless the reference changes the same file. The tests come from the test
+patch; that it still fits after the submission is looked at first, since the official script would run
+without it.
+
+What the tests print is no proof where our reporter runs (unittest and pytest, `_reporter`): it has its own
+file, the first and the last word in the run, and two canaries. So printed lines, exit codes, an early
+`os._exit` and a runner that lets everything pass gain nothing. What remains: the reporter shares its process
+with the code under test, and a patch that looks for it there, by its own hand and test by test, can lie to
+it; so can one that a script of swebench installs, and thereby runs, before the tests. Other parsers (sympy's,
+those of other languages) read a log that the code under test can print to.
+"""
+
+import shlex
+import threading
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from hpc_swe.errors import ConfigError, SandboxError
+from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.graders import _swebench
+from hpc_swe.plugins.graders._swebench import Believed, Run
+from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox, Sandboxes
+from hpc_swe.records import Score, Task
+
+SET_UP = ["conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"]
+SET_UP += ["setup.py", "pyproject.toml", "sitecustomize.py", "usercustomize.py", ".gitattributes"]
+SET_UP += ["*.pth", "*.pyc", "*.so", "tests/*", "test/*", "testing/*", "e2e/*"]
+"""Where tests and what runs them is set up. No reference of SWE-bench changes folders of these names."""
+_STEP_S = 120.0
+_one_by_one = threading.Lock()
+
+
+class Swebench(Plugin, frozen=True, kw_only=True):
+    """Resolved when all fail-to-pass and pass-to-pass tests pass."""
+
+    resolved_reward: float = 1.0
+    unresolved_reward: float = -1.0
+    cheated_reward: float = -1.0
+
+    def grade(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
+        """Judge a submission; an empty one starts nothing."""
+        if not task.base_commit or "log_parser" not in task.tests.extra:
+            raise ConfigError(f"[grader] swebench judges rows of SWE-bench; {task.task_id} is none")
+        if not submission.strip():
+            return Score(outcome="no_submission", reward=self.unresolved_reward)
+        return self.examine(task, submission, sandboxes)
+
+    def examine(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
+        """Run the tests whatever the submission is: the empty one shows that a task can be failed."""
+        started = time.monotonic()
+        sitting = _sit(task, submission, sandboxes)
+        if sitting.timed_out:
+            with _one_by_one:
+                sitting = _sit(task, submission, sandboxes)
+        return self._score(task, submission, sitting, time.monotonic() - started)
+
+    def _score(self, task: Task, submission: str, sitting: "_Sitting", seconds: float) -> Score:
+        wanted = sorted({*task.tests.fail_to_pass, *task.tests.pass_to_pass})
+        believed = sitting.believed
+        if believed.complaint:
+            outcome: Literal["cheated", "unresolved"] = "cheated" if believed.is_cheat else "unresolved"
+            reward = self.cheated_reward if believed.is_cheat else self.unresolved_reward
+            detail = f"{believed.complaint}: {sitting.told}"
+            return Score(outcome=outcome, reward=reward, failed=wanted, detail=detail, seconds=seconds)
+        verdict = _swebench.report(task, submission, believed.log)
+        tests = verdict.get("tests_status", {}).values()
+        passed = sorted({name for kind in tests for name in kind["success"]})
+        return Score(
+            outcome="resolved" if verdict["resolved"] else "unresolved",
+            reward=self.resolved_reward if verdict["resolved"] else self.unresolved_reward,
+            passed=passed,
+            failed=[name for name in wanted if name not in passed],
+            detail="" if verdict["resolved"] else sitting.told,
+            seconds=seconds,
+        )
+
+
+@dataclass(frozen=True)
+class _Sitting:
+    """One run of the tests, and what it is taken for."""
+
+    believed: Believed
+    told: str = ""
+    timed_out: bool = False
+
+
+def _sit(task: Task, submission: str, sandboxes: Sandboxes) -> _Sitting:
+    """Lay the submission into a fresh sandbox and run the task's script there."""
+    run = Run(task)
+    with sandboxes.open(task) as sandbox:
+        _untouched(task, run, sandbox)
+        sandbox.write(f"{run.folder}.patch", submission.encode())
+        options = _swebench.excluded(task, SET_UP)
+        apply = (
+            f"git apply --whitespace=nowarn {options} {run.folder}.patch" if submission.strip() else "true"
+        )
+        applied = sandbox.run(f"{apply} && {_fits(run)}", _STEP_S)
+        if applied.exit_code:
+            return _Sitting(Believed(complaint="the submission does not fit the task"), _told(applied))
+        for path, text in run.files().items():
+            sandbox.write(path, text.encode())
+        result = sandbox.run(run.command(), task.tests.timeout_s)
+        log = _read(sandbox, run.log).decode(errors="replace")
+        if result.timed_out:
+            return _Sitting(Believed(complaint="timed out"), log[-500:], timed_out=True)
+        believed = run.believe(_read(sandbox, run.book), log)
+    return _Sitting(believed, f"{_told(result)} {log.strip()[-500:]}")
+
+
+def _untouched(task: Task, run: Run, sandbox: Sandbox) -> None:
+    """The image holds the base commit, and the tests fit it; what is wrong here is nobody's submission.
+
+    Raises:
+        SandboxError: The image is not the task's.
+    """
+    sandbox.write(f"{run.folder}.tests", task.tests.extra["test_patch"].encode())
+    commit = shlex.quote(f"{task.base_commit}^{{commit}}")
+    looked = sandbox.run(f"git cat-file -e {commit} && {_fits(run)}", _STEP_S)
+    if looked.exit_code:
+        raise SandboxError(
+            f"image {task.image} is not that of {task.task_id}: commit {task.base_commit} is missing, or the "
+            f"test patch does not fit: {_told(looked)}; build it with jobs/build_images.py"
+        )
+
+
+def _fits(run: Run) -> str:
+    return f"git apply --check --whitespace=nowarn {run.folder}.tests"
+
+
+def _read(sandbox: Sandbox, path: str) -> bytes:
+    """A file of ours; nothing when it is missing or too large, since then the tests made it so."""
+    try:
+        return sandbox.read(path)
+    except OSError:
+        return b""
+
+
+def _told(result: CommandResult) -> str:
+    state = "broke its sandbox; " if result.broke_sandbox else ""
+    return f"{state}exit code {result.exit_code}: {result.output.strip()[-500:]}"

@@ -1,0 +1,230 @@
+"""Rows of SWE-bench as they lie in files, and the eval script for rows that bring none."""
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import msgspec
+
+from hpc_swe.errors import ConfigError
+
+_NO_TESTS = {".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml"}
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """Both formats; columns that nobody here needs are passed over."""
+
+    repo: str
+    instance_id: str
+    base_commit: str
+    patch: str
+    test_patch: str
+    problem_statement: str
+    version: str
+    FAIL_TO_PASS: str | list[str]
+    PASS_TO_PASS: str | list[str]
+    image: str = ""
+    eval_script: str = ""
+    log_parser: str = ""
+    eval_type: str = "pass_and_fail"
+
+    @property
+    def fail_to_pass(self) -> list[str]:
+        """Names as swebench's parser gives them."""
+        return _names(self.FAIL_TO_PASS)
+
+    @property
+    def pass_to_pass(self) -> list[str]:
+        """Likewise."""
+        return _names(self.PASS_TO_PASS)
+
+    @property
+    def image_name(self) -> str:
+        """The official image's, without registry and tag: ``sweb.eval.x86_64.django_1776_django-17087``."""
+        official = f"sweb.eval.x86_64.{self.instance_id}".replace("__", "_1776_").lower()
+        return self.image.rpartition("/")[2].partition(":")[0] or official
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the tests of a repository are called."""
+
+    command: str
+    """Shell line; the names of the test files follow."""
+    log_parser: str
+    """swebench's, for example parse_log_pytest."""
+    labels: Literal["files", "modules"] = "files"
+    """tests/a/test_b.py, or a.test_b."""
+    root: str = "tests/"
+    """What labels that are modules leave out."""
+    set_up: list[str] = []
+    """Shell lines before the tests."""
+
+
+DJANGO = Recipe(
+    command="./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1",
+    log_parser="parse_log_django",
+    labels="modules",
+    set_up=["export LC_ALL=C.UTF-8 PYTHONIOENCODING=utf8"],
+)
+
+
+@dataclass(frozen=True)
+class TestPatch:
+    """Which files the tests bring and change, and which files of a runner's set-up the reference changes."""
+
+    __test__ = False  # pytest, this is no test class
+
+    changed: list[str]
+    added: list[str]
+    set_up: list[str]
+
+    @classmethod
+    def read(cls, where: str, row: Row) -> "TestPatch":
+        """Both patches of a row.
+
+        Raises:
+            ConfigError: One is no patch.
+        """
+        tests, reference = (_files(where, name, getattr(row, name)) for name in ("test_patch", "patch"))
+        return cls(
+            changed=[path for path, is_new in tests if not is_new],
+            added=[path for path, is_new in tests if is_new],
+            set_up=[path for path, _ in reference],
+        )
+
+    @property
+    def files(self) -> list[str]:
+        """All."""
+        return [*self.changed, *self.added]
+
+    def extra(self, row: Row) -> dict[str, str]:
+        """What the grader is told."""
+        return {
+            "repo": row.repo,
+            "version": row.version,
+            "eval_type": row.eval_type,
+            "test_patch": row.test_patch,
+            "test_files": json.dumps(self.files),
+            "set_up": "\n".join(self.set_up),
+        }
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """Where each row stands, and the row.
+
+    Raises:
+        ConfigError: A row is wrong, or the file cannot be read.
+    """
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"[taskset] rows: {path} is neither .jsonl nor .parquet; a hub is not asked")
+    lines = _of_parquet(path) if path.suffix == ".parquet" else _of_jsonl(path)
+    for where, values in lines:
+        try:
+            yield where, _checked(msgspec.convert(values, Row))
+        except (msgspec.ValidationError, ValueError) as error:
+            raise ConfigError(f"{where}: {error}") from None
+
+
+def read_ids(path: Path) -> dict[str, str]:
+    """Instance id -> where it stands."""
+    found = {}
+    for number, line in enumerate(_text(path).splitlines(), start=1):
+        if line.strip() and not line.startswith("#"):
+            found[line.strip()] = f"{path}:{number}"
+    return found
+
+
+def script(row: Row, patch: TestPatch, recipe: Recipe, workdir: str) -> str:
+    """The eval script, in the shape of the official ones."""
+    end = "EOF_" + row.base_commit[:12]
+    while end in row.test_patch:
+        end += "_"
+    restore = [f"git checkout {row.base_commit} -- {shlex.join(patch.changed)}"] if patch.changed else []
+    remove = [f"rm -f {shlex.join(patch.added)}"] if patch.added else []
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            "set -uxo pipefail",
+            "source /opt/miniconda3/bin/activate",
+            "conda activate testbed",
+            f"cd {workdir}",
+            *recipe.set_up,
+            *restore,
+            *remove,
+            f"git apply --verbose - <<'{end}'\n{row.test_patch.rstrip(chr(10))}\n{end}",
+            ": '>>>>> Start Test Output'",
+            f"{recipe.command} {shlex.join(_labels(patch.files, recipe))}",
+            ": '>>>>> End Test Output'",
+            *restore,
+            "",
+        ]
+    )
+
+
+def _labels(files: list[str], recipe: Recipe) -> list[str]:
+    tests = [path for path in files if PurePosixPath(path).suffix not in _NO_TESTS]
+    if recipe.labels == "files":
+        return tests
+    modules = [path.removeprefix(recipe.root).removesuffix(".py").replace("/", ".") for path in tests]
+    return list(dict.fromkeys(modules))
+
+
+def _checked(row: Row) -> Row:
+    if not row.fail_to_pass:
+        raise ValueError(f"{row.instance_id}: FAIL_TO_PASS is empty: swebench calls every patch resolved")
+    if row.eval_script and not row.log_parser:
+        raise ValueError(f"{row.instance_id}: eval_script without log_parser")
+    if row.eval_type != "pass_and_fail":
+        raise ValueError(
+            f"{row.instance_id}: eval_type {row.eval_type!r} takes what never ran for passed: no reward"
+        )
+    return row
+
+
+def _names(column: str | list[str]) -> list[str]:
+    return msgspec.json.decode(column, type=list[str]) if isinstance(column, str) else column
+
+
+def _files(where: str, name: str, text: str) -> list[tuple[str, bool]]:
+    """Path of each file of a patch, and whether it is new."""
+    from unidiff import PatchSet
+    from unidiff.errors import UnidiffParseError
+
+    try:
+        files = [(file.path, file.is_added_file) for file in PatchSet(text)]
+    except UnidiffParseError as error:
+        raise ConfigError(f"{where}: {name} is no patch: {error}") from None
+    if not files:
+        raise ConfigError(f"{where}: {name} is empty")
+    return files
+
+
+def _of_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(_text(path).split("\n"), start=1):
+        if line.strip():
+            try:
+                yield f"{path}:{number}", msgspec.json.decode(line)
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"{path}:{number}: {error}") from None
+
+
+def _of_parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        rows = pq.read_table(path).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"[taskset] rows: {path}: {error}") from None
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}: row {number}", {name: value for name, value in row.items() if value is not None}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"[taskset] {path}: {error}") from None

@@ -1,0 +1,125 @@
+"""Buggy programs in parquet rows, as KodCode and AceCode come: some files, of which one is test.py.
+
+The agent sees test.py and may run it. What it writes there counts for nothing: a grader lays the row's own
+test.py over every submission.
+"""
+
+import ast
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from hpc_swe.errors import ConfigError
+from hpc_swe.plugins import Plugin
+from hpc_swe.records import Split, Task, TestPlan
+
+TESTS = "test.py"
+COMMAND = f"python -m pytest --tb=short -sq {TESTS}"
+
+log = logging.getLogger(__name__)
+
+
+class _File(msgspec.Struct, frozen=True):
+    path: str
+    content: str
+
+
+class _Extra(msgspec.Struct, frozen=True):
+    files: list[_File]
+
+
+class _Row(msgspec.Struct, frozen=True):
+    task_id: str
+    problem_statement: str
+    extra_info: _Extra
+
+
+class Kodcode(Plugin, frozen=True, kw_only=True):
+    """One parquet file a split."""
+
+    train: str = ""
+    """Parquet file of the training rows."""
+    eval: str = ""
+    """Parquet file of the held-out rows."""
+    image: str = "python-pytest"
+    workdir: str = "/work"
+    timeout_s: float = 30.0
+    """Of all tests of a task together."""
+
+    def load(self, split: Split) -> Iterator[Task]:
+        """Rows in the file's order, without those whose tests cannot be told from the text of test.py."""
+        passed_over = 0
+        for row in _rows(split, Path(self.train if split == "train" else self.eval)):
+            task = self._task(row)
+            if task is None:
+                passed_over += 1
+            else:
+                yield task
+        if passed_over:
+            log.warning("passed over %d rows of %s: no test of theirs has a name", passed_over, split)
+
+    def _task(self, row: _Row) -> Task | None:
+        files = {file.path: file.content for file in row.extra_info.files}
+        names = ids_of_tests(files.get(TESTS, ""))
+        if not names:
+            return None
+        return Task(
+            task_id=row.task_id,
+            taskset="kodcode",
+            prompt=f"{row.problem_statement}\n\nFiles: {', '.join(sorted(files))}",
+            image=self.image,
+            workdir=self.workdir,
+            files=files,
+            tests=TestPlan(
+                command=COMMAND, files={TESTS: files[TESTS]}, fail_to_pass=names, timeout_s=self.timeout_s
+            ),
+        )
+
+
+def ids_of_tests(text: str) -> list[str]:
+    """The ids that pytest gives the tests of test.py; empty when only running it could tell them.
+
+    Example:
+        >>> ids_of_tests("def test_a():\\n    assert True\\n")
+        ['test.py::test_a']
+    """
+    try:
+        module = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return []
+    if any(isinstance(node, ast.Attribute) and node.attr == "parametrize" for node in ast.walk(module)):
+        return []
+    found = [f"{TESTS}::{name}" for name in _functions(module.body)]
+    for node in module.body:
+        if isinstance(node, ast.ClassDef) and (node.name.startswith("Test") or _is_unittest(node)):
+            found += [f"{TESTS}::{node.name}::{name}" for name in _functions(node.body)]
+    return list(dict.fromkeys(found))  # a later function of the same name takes the place of an earlier one
+
+
+def _functions(body: list[ast.stmt]) -> list[str]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node.name for node in body if isinstance(node, kinds) and node.name.startswith("test")]
+
+
+def _is_unittest(node: ast.ClassDef) -> bool:
+    return any(ast.unparse(base).rpartition(".")[2] == "TestCase" for base in node.bases)
+
+
+def _rows(split: Split, path: Path) -> Iterator[_Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not path.is_file():
+        raise ConfigError(f"[taskset] {split} = {str(path)!r}: no such file; name a parquet file of rows")
+    try:
+        for batch in pq.ParquetFile(path).iter_batches(
+            columns=["task_id", "problem_statement", "extra_info"]
+        ):
+            yield from msgspec.convert(batch.to_pylist(), list[_Row])
+    except (pa.ArrowException, msgspec.ValidationError, OSError) as error:
+        raise ConfigError(
+            f"[taskset] {split} = {str(path)!r}: {error}; its columns must be task_id, problem_statement "
+            "and extra_info.files of path and content"
+        ) from None

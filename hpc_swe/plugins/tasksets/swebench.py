@@ -1,0 +1,113 @@
+"""Tasks from rows of SWE-bench: a JSONL or Parquet file, and perhaps a file of ids that selects.
+
+Two formats of rows become the same `Task`. Those of swebench 5 bring their eval script along. Those of
+SWE-bench Verified and before it (12 columns) do not, and swebench no longer makes one: a `Recipe` for the
+row's repository says how its tests are called.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from hpc_swe.errors import ConfigError
+from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.tasksets._swebench_rows import (
+    DJANGO,
+    Recipe,
+    Row,
+    TestPatch,
+    read_ids,
+    read_rows,
+    script,
+)
+from hpc_swe.records import Split, Task, TestPlan
+
+PROMPT = """The repository in {workdir} has the problem that the report below describes.
+
+<report>
+{problem_statement}
+</report>
+
+Find the cause, then change the repository so that the problem is solved. Hidden tests decide: those that show
+the problem must pass, and those that pass today must go on passing. Changes to tests and to the set-up of the
+test runner are not counted.
+"""
+
+
+class Source(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where one split's tasks come from; no rows is no tasks."""
+
+    rows: str = ""
+    """A .jsonl or .parquet file."""
+    ids: str = ""
+    """A file with one instance id a line, which selects; empty is all rows."""
+
+
+class Swebench(Plugin, frozen=True, kw_only=True):
+    """Tasks in the order of their ids file, or of their rows."""
+
+    train: Source = Source()
+    eval: Source = Source()
+    recipes: dict[str, Recipe] = {}
+    """Repository -> how its tests are called, for rows without an eval script; Django's is known."""
+    prompt: str = PROMPT
+    workdir: str = "/testbed"
+    timeout_s: float = 900.0
+    """Of the eval script."""
+
+    def load(self, split: Split) -> Iterator[Task]:
+        """Tasks of one split.
+
+        Raises:
+            ConfigError: A row or an id is wrong, in words that name the file and the line.
+        """
+        rows = self._selected(split)
+        other = self._selected("eval" if split == "train" else "train")
+        for row_id in rows.keys() & other.keys():
+            raise ConfigError(f"[taskset] {row_id} is in train and in eval; select other ids for one of them")
+        for where, row in rows.values():
+            yield self._task(where, row)
+
+    def _selected(self, split: Split) -> dict[str, tuple[str, Row]]:
+        source = self.train if split == "train" else self.eval
+        if not source.rows:
+            return {}
+        found: dict[str, tuple[str, Row]] = {}
+        for where, row in read_rows(Path(source.rows)):
+            if row.instance_id in found:
+                raise ConfigError(f"{where}: {row.instance_id} is there twice: {found[row.instance_id][0]}")
+            found[row.instance_id] = where, row
+        if not source.ids:
+            return found
+        wanted = read_ids(Path(source.ids))
+        for row_id, place in wanted.items():
+            if row_id not in found:
+                raise ConfigError(f"{place}: {row_id} is no row of {source.rows}")
+        return {row_id: found[row_id] for row_id in wanted}
+
+    def _task(self, where: str, row: Row) -> Task:
+        patch = TestPatch.read(where, row)
+        recipe = ({"django/django": DJANGO} | self.recipes).get(row.repo)
+        if not row.eval_script and recipe is None:
+            raise ConfigError(
+                f"{where}: {row.instance_id} has no eval_script, and [taskset.recipes] none for {row.repo!r}"
+            )
+        command, parser = row.eval_script, row.log_parser
+        if recipe is not None and not command:
+            command, parser = script(row, patch, recipe, self.workdir), recipe.log_parser
+        return Task(
+            task_id=row.instance_id,
+            taskset="swebench",
+            prompt=self.prompt.format(workdir=self.workdir, problem_statement=row.problem_statement),
+            image=row.image_name,
+            workdir=self.workdir,
+            base_commit=row.base_commit,
+            tests=TestPlan(
+                command=command,
+                fail_to_pass=row.fail_to_pass,
+                pass_to_pass=row.pass_to_pass,
+                timeout_s=self.timeout_s,
+                extra=patch.extra(row) | {"log_parser": parser},
+            ),
+        )

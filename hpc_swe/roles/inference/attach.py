@@ -1,0 +1,59 @@
+"""Whether a run can use the engine that its configuration names, asked before anything is submitted."""
+
+import ipaddress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from hpc_swe.config import RunConfig
+from hpc_swe.errors import ConfigError, EngineError
+from hpc_swe.plugins.engines.base import Offer
+
+KEY = "VLLM_API_KEY"
+"""The environment variable of `launch start` that holds the engine's key."""
+
+
+def require_usable(config: RunConfig, key: str) -> None:
+    """Look at the engine of `inference.url`, and change nothing.
+
+    Raises:
+        ConfigError: It cannot serve this run; the message says what is missing, and what would do.
+    """
+    url = config.inference.url
+    if _is_loopback(url) and not config.executor.is_here:
+        raise ConfigError(
+            f"inference.url = {url!r} is another machine for each job; write this host's name in place of it"
+        )
+    try:
+        lack = _lack(config, config.engine.inspect(url, key))
+    except EngineError as error:
+        lack = str(error)
+    if lack:
+        ways = [f"give its key in {KEY}", "start it with the command that `python -m jobs.engine` prints"]
+        ways += ['set mode = "eval"'] if config.mode == "grpo" else []
+        ways += ["leave inference.url (VLLM_URL) out for engines of our own"]
+        raise ConfigError(f"inference.url = {url!r}: {lack}. Either {', or '.join(ways)}")
+
+
+def _lack(config: RunConfig, offer: Offer) -> str:
+    if not _is_same(offer.model, Path(config.model)):
+        return f"it serves another model, {offer.model}, than model = {config.model!r}"
+    if offer.max_model_len < config.rollout.context:
+        return f"it takes {offer.max_model_len} tokens, less than rollout.context = {config.rollout.context}"
+    if config.mode == "grpo" and not offer.can_update:
+        return "it has no routes that update its weights, so that the policy could not be sampled"
+    return ""
+
+
+def _is_same(served: str, model: Path) -> bool:
+    """By folder where we see it, else by name: an engine may run in a container, or name what it fetched."""
+    if Path(served).is_dir():
+        return Path(served).samefile(model)
+    return Path(served).name == model.resolve().name
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,94 @@
+"""What a supervisor looks after: an engine that it starts, or one that somebody else runs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from hpc_swe.errors import EngineError
+from hpc_swe.plugins.engines.base import Engine
+from hpc_swe.records import WeightManifest, WeightVersion
+from hpc_swe.roles.inference.child import Child
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What an engine shall serve."""
+
+    version: WeightVersion
+    folder: Path
+    manifest: WeightManifest | None
+    """None of the model that the run starts from."""
+
+
+class Served(Protocol):
+    """An engine with an address. Its methods raise EngineError when it is not fit to serve."""
+
+    url: str
+    remedy: str
+    """Where to look, or what to do, when it is not healthy."""
+
+    def require_coming(self) -> None:
+        """While it is awaited."""
+
+    def require_serving(self) -> None:
+        """While it serves."""
+
+    def take(self, weights: Weights) -> None:
+        """See to it that these weights are served, and that tokens are stamped with their version."""
+
+    def leave(self) -> None:
+        """We end."""
+
+
+class Ours:
+    """An engine of our own: it comes up with the weights, and ends with us."""
+
+    def __init__(self, engine: Engine, url: str, token: str, child: Child) -> None:
+        self._engine, self._token, self._child = engine, token, child
+        self.url, self.remedy = url, f"see {child.output}"
+
+    def require_coming(self) -> None:
+        """Its process lives."""
+        self._child.require_alive()
+
+    def require_serving(self) -> None:
+        """Its process lives."""
+        self._child.require_alive()
+
+    def take(self, weights: Weights) -> None:
+        """It came up with them."""
+        probe = weights.manifest.probe if weights.manifest else None
+        self._engine.adopt(self.url, self._token, weights.version, probe)
+
+    def leave(self) -> None:
+        """No process of it is left."""
+        self._child.stop()
+
+
+class Theirs:
+    """An engine of somebody else's. What it served before is unknown, so it is given its weights anew.
+
+    One that cannot be updated serves the model that it came up with: enough to evaluate that model.
+    """
+
+    def __init__(self, engine: Engine, url: str, token: str) -> None:
+        self._engine, self._token = engine, token
+        self.url, self.remedy = url, "somebody else runs it: ask them, or `launch start` with another"
+
+    def require_coming(self) -> None:
+        """Only time can tell."""
+
+    def require_serving(self) -> None:
+        """Its health; a restart shows as a loss of it, and then it must be given its weights again."""
+        if not self._engine.is_healthy(self.url):
+            raise EngineError(f"no health at {self.url}; {self.remedy}")
+
+    def take(self, weights: Weights) -> None:
+        """By an update, where it offers that."""
+        if self._engine.inspect(self.url, self._token).can_update:
+            self._engine.reload(self.url, self._token, weights.folder.absolute(), weights.manifest)
+        elif weights.manifest is not None:
+            raise EngineError(f"{self.url} cannot be given {weights.version.name}: it offers no updates")
+
+    def leave(self) -> None:
+        """As it is."""

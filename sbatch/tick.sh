@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# One tick of a run, or of every run in a folder, for cron: sbatch/tick.sh FOLDER
+# Silent when nothing is to be done; what it did is in each run's logs/tick.log, and what failed is said here, too.
+set -uo pipefail
+umask 077
+export PATH="$PATH:/usr/local/bin:/usr/bin:/bin:/opt/slurm/bin"
+folder=$(realpath "${1:?usage: sbatch/tick.sh FOLDER}") || exit 2
+cd "$(dirname "$(realpath "$0")")/.." || exit 2
+worst=0
+output=$(mktemp) # not a pipe, which jobs on this machine would hold open
+trap 'rm -f "$output"' EXIT
+for config in "$folder"/run.json "$folder"/*/run.json; do
+    run=${config%/run.json}
+    [ -e "$config" ] && [ ! -e "$run/control/FINISHED" ] || continue
+    PYTHONPATH=$run/code timeout --kill-after=10 300 .venv/bin/python -P -m hpc_swe.launch tick "$run" > "$output" 2>&1
+    code=$? said=$(< "$output")
+    [ "$code $said" != "0 $run: submitted nothing" ] || continue
+    mkdir -p "$run/logs"
+    printf '%(%FT%T)T exit code %d: %s\n' -1 "$code" "$said" >> "$run/logs/tick.log"
+    [ "$code" = 0 ] || { echo "$run: exit code $code: $said" >&2; worst=$code; }
+done
+exit "$worst"

@@ -1,0 +1,11 @@
+"""An engine for runs whose learner is real: it plays written replies, and takes any weights for right."""
+
+from hpc_swe.plugins.engines.scripted import Scripted
+from hpc_swe.records import ProbeScore, WeightVersion
+
+
+class ByHeart(Scripted, frozen=True, kw_only=True):
+    """Computes nothing, so that no probe could tell it anything; stamps and updates are as ever."""
+
+    def adopt(self, url: str, token: str, version: WeightVersion, probe: ProbeScore | None) -> None:
+        super().adopt(url, token, version, None)

@@ -1,0 +1,150 @@
+"""What a test cluster asks of the machine, and what it has there: one folder and some control groups."""
+
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import configuration
+from configuration import GPUS, USERS, Layout
+from hosts import NAMESPACES, PATH
+
+from hpc_swe.processes import start_time
+
+UNAVAILABLE = Path(__file__).parents[2] / ".cache" / "cluster-unavailable"  # written by install.sh
+STATES, STATE = Path("/var/tmp"), "hpc_swe-cluster-"
+FOLDERS = ("dev", "etc/slurm", "home", "log", "munge", "mysql", "pids", "shared", "spool", "ctld")
+MODES = {
+    ".": ("root", 0o755),
+    "ctld": ("slurm", 0o755),
+    "log": ("slurm", 0o755),
+    "munge": ("root", 0o700),
+    "munge/key": ("root", 0o400),
+    "mysql": ("mysql", 0o700),
+    "mysql/init.sql": ("mysql", 0o400),
+    "etc/shadow": ("root", 0o600),
+    "etc/slurm/slurmdbd.conf": ("slurm", 0o600),
+}
+PROGRAMS = "slurmctld slurmd slurmdbd sbatch sacctmgr munged munge mariadbd mariadb-install-db cron crontab"
+PROGRAMS += " strace ip unshare nsenter setpriv setsid"
+
+
+class Unfit(RuntimeError):
+    """This machine cannot have a cluster; says what it lacks."""
+
+
+def check_machine() -> None:
+    if os.geteuid() != 0:
+        raise Unfit("a test cluster needs root, for namespaces and for jobs of several users")
+    if missing := missing_programs():
+        raise Unfit(f"this machine lacks {' '.join(missing)}; run tests/cluster/install.sh")
+
+
+def why_not() -> str | None:
+    """Why a test may be skipped here: the machine forbids it, or its packages could not be installed.
+
+    A package that merely is not installed is no such reason, since `make test` installs them.
+    """
+    if os.geteuid() != 0:
+        return "needs root, for namespaces and for jobs of several users"
+    namespaces = ["unshare", *NAMESPACES, "--fork", "--mount-proc", "mount", "-t", "tmpfs", "none", "/mnt"]
+    if (tried := subprocess.run(namespaces, capture_output=True, text=True, check=False)).returncode:
+        return f"this machine forbids namespaces to root: {tried.stderr.strip()}"
+    if missing_programs() and (shutil.which("apt-get") is None or UNAVAILABLE.exists()):
+        said = UNAVAILABLE.read_text().strip() if UNAVAILABLE.exists() else "it has no apt-get"
+        return f"lacks {' '.join(missing_programs())}: {said}"
+    return None
+
+
+def missing_programs() -> list[str]:
+    return [program for program in PROGRAMS.split() if shutil.which(program, path=PATH) is None]
+
+
+def check_readable(paths: Iterable[str]) -> None:
+    """Jobs are ordinary users'."""
+    for path in paths:
+        for folder in Path(path).parents:
+            if not folder.stat().st_mode & stat.S_IXOTH:
+                raise PermissionError(
+                    f"{folder} has mode {stat.S_IMODE(folder.stat().st_mode):04o}, so the users of the test "
+                    f"cluster's jobs cannot reach {path}; chmod o+x it, or put the checkout elsewhere"
+                )
+
+
+def new_state() -> Path:
+    """Its folder belongs to this process until the login host's PID 1 is known."""
+    state = Path(tempfile.mkdtemp(prefix=STATE, dir=STATES))
+    (state / "owner.new").write_text(f"{os.getpid()} {start_time(os.getpid())}")
+    (state / "owner.new").rename(state / "owner")  # a sweeper never sees it empty
+    return state
+
+
+def fill(layout: Layout, settings: Mapping[str, str]) -> None:
+    """All that the daemons and users find in the state folder when they begin."""
+    state, accounts = Path(layout.state), Path("/etc/passwd").read_text()
+    for folder in FOLDERS:
+        (state / folder).mkdir(parents=True)
+    texts = configuration.files(layout, settings)
+    texts["etc/passwd"] = configuration.passwd(accounts, layout.state)
+    texts["etc/group"] = configuration.group(Path("/etc/group").read_text())
+    texts["etc/shadow"] = configuration.shadow(texts["etc/passwd"])
+    for name, text in texts.items():
+        (state / name).write_text(text)
+    (state / "munge/key").write_bytes(os.urandom(128))
+    for user, uid in USERS.items():
+        (state / "home" / user).mkdir()
+        os.chown(state / "home" / user, uid, uid)
+    os.chown(state / "shared", USERS["alice"], USERS["alice"])
+    make_gpus(state / "dev", layout.gpu_major)
+    for name, (user, mode) in MODES.items():
+        shutil.chown(state / name, user)
+        (state / name).chmod(mode)
+
+
+def make_gpus(folder: Path, major: int) -> None:
+    """Slurmd takes no regular file for a GPU, and the kernel keeps devices apart."""
+    for number in range(GPUS):
+        device = folder / f"gpu{number}"
+        os.mknod(device, stat.S_IFCHR, os.makedev(major, number))
+        device.chmod(0o666)
+
+
+def living(file: Path) -> int | None:
+    """The process whose number and start are in a file, if it lives."""
+    try:
+        pid, started = file.read_text().split()
+    except (FileNotFoundError, ValueError):  # not written yet
+        return None
+    return int(pid) if start_time(int(pid)) == started else None
+
+
+def sweep() -> None:
+    """Removes what is left of clusters that were killed together with who started them."""
+    for state in STATES.glob(f"{STATE}*"):
+        owned = living(state / "owner") or living(state / "pids" / configuration.LOGIN)
+        if not owned and (state / "owner").exists():
+            remove(state)
+
+
+def remove(state: Path) -> None:
+    """A dead cluster's folder and control groups; a group is busy until its last process is buried."""
+    deadline = time.monotonic() + 30
+    while groups := [
+        folder for top in Path("/sys/fs/cgroup").glob(f"*/{state.name}") for folder in deepest_first(top)
+    ]:
+        for folder in groups:
+            try:
+                folder.rmdir()
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+        time.sleep(0.02)
+    shutil.rmtree(state, ignore_errors=True)
+
+
+def deepest_first(top: Path) -> list[Path]:
+    return [Path(folder) for folder, _, _ in os.walk(top, topdown=False)]

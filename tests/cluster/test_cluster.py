@@ -1,0 +1,209 @@
+"""The test cluster itself: it behaves as a cluster does, breaks as one does, and leaves no trace."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import ROOT, Cluster
+from configuration import ORDINARY
+from hosts import arguments, wait_for
+from machine import living, sweep
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+HOST_FILES = ["/etc/passwd", "/etc/group", "/etc/shadow", "/etc/hosts", "/etc/crontab", "/proc/mounts"]
+HOST_FOLDERS = ["/etc/slurm", "/etc/cron.d", "/var/spool/cron/crontabs", "/run", "/sys/class/net", "/dev/shm"]
+
+
+def submit(cluster: Cluster, *words: str, script: str) -> str:
+    return cluster.run("sbatch", "--parsable", *words, f"--wrap={script}").stdout.strip()
+
+
+def wait_until_it_runs(cluster: Cluster, job: str, restarts: int = 0, timeout: float = 90) -> str:
+    """On which node."""
+
+    def node() -> str:
+        found = [j.nodes for j in cluster.jobs() if (j.id, j.state, j.restarts) == (job, "RUNNING", restarts)]
+        return found[0] if found else ""
+
+    return wait_for(f"job {job} to run with {restarts} restarts", node, timeout)
+
+
+def users_processes(cluster: Cluster, node: str | None = None) -> list[str]:
+    return [" ".join(p.arguments) for p in cluster.processes(node) if p.uid in ORDINARY]
+
+
+def machine() -> dict[str, object]:
+    """What a cluster might have changed. Other clusters may come and go meanwhile, and show in none of it."""
+    files = {name: Path(name).read_text() for name in HOST_FILES}
+    return {**files, **{name: sorted(os.listdir(name)) for name in HOST_FOLDERS}}
+
+
+def traces(state: Path) -> list[str]:
+    named = [*Path("/sys/fs/cgroup").rglob(f"*{state.name}*"), *state.parent.glob(state.name)]
+    running = [
+        a
+        for pid in os.listdir("/proc")
+        if pid.isdigit() and str(state) in (a := " ".join(arguments(int(pid))))
+    ]
+    return [*map(str, named), *running]
+
+
+def test_a_cluster_starts_in_seconds(cluster):
+    print(f"seconds from the start: {cluster.seconds}")
+    assert cluster.seconds["idle"] < 60
+
+
+@pytest.mark.parametrize("partition", ["cpu", "short", "gpu", "preemptible", "preemptcancel"])
+def test_a_job_runs_as_its_user_on_a_host_of_its_own(healthy_cluster, partition):
+    script = (
+        "echo $SLURM_JOB_PARTITION $USER $(hostname) $SLURMD_NODENAME; ls /tmp; touch /tmp/of_$(hostname)"
+    )
+    said = healthy_cluster.run("srun", f"--partition={partition}", "bash", "-c", script).stdout.split()
+    assert said[:2] == [partition, "alice"]
+    assert said[2] == said[3]
+    seen = {f"of_{said[2]}", *ROOT.relative_to("/").parts[1:2]}  # a checkout below /tmp is shown
+    assert set(said[4:]) <= seen
+
+
+def test_a_job_sees_only_the_gpus_that_it_was_given(healthy_cluster):
+    if not healthy_cluster.layout.controllers:
+        pytest.skip("this machine has no cgroup v1, by which Slurm keeps devices apart")
+    script = f"for i in 0 1 2 3; do : <{healthy_cluster.state}/dev/gpu$i; done; echo $CUDA_VISIBLE_DEVICES"
+    ran = healthy_cluster.run("srun", "--partition=gpu", "--gres=gpu:1", "bash", "-c", script)
+    assert ran.stdout.strip() == "0"
+    refusals = [line.rpartition(": ")[2] for line in ran.stderr.splitlines()]
+    assert refusals == ["No such device or address"] + 3 * ["Operation not permitted"]
+
+
+def test_an_array_and_two_nodes_share_one_folder(healthy_cluster):
+    folder = healthy_cluster.shared / "array"
+    healthy_cluster.run("mkdir", folder)
+    write = f"hostname > {folder}/$SLURM_ARRAY_TASK_ID"
+    submit(healthy_cluster, "--wait", "--array=0-3", "--output=/dev/null", script=write)
+    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "2", "3"]
+    hosts = healthy_cluster.run("srun", "--nodes=2", "hostname", "--all-ip-addresses").stdout.split()
+    assert sorted(hosts) == ["10.77.0.11", "10.77.0.12"]
+
+
+def test_only_the_owner_of_a_job_may_cancel_it(healthy_cluster):
+    job = submit(healthy_cluster, script="sleep 60")
+    assert healthy_cluster.run("scancel", job, user="bob", check=False).returncode
+    assert [j.id for j in healthy_cluster.jobs()] == [job]
+
+
+def test_a_node_that_dies_loses_its_job_and_one_that_is_cut_off_runs_on(healthy_cluster):
+    lost = submit(healthy_cluster, script="sleep 300")
+    dead = wait_until_it_runs(healthy_cluster, lost)
+    doubled = submit(healthy_cluster, f"--exclude={dead}", script="sleep 300")
+    away = wait_until_it_runs(healthy_cluster, doubled)
+    healthy_cluster.node_poweroff(dead)
+    healthy_cluster.cut(away)
+    assert users_processes(healthy_cluster, dead) == []
+    others = {wait_until_it_runs(healthy_cluster, job, restarts=1) for job in (lost, doubled)}
+    assert not others & {dead, away}
+    assert "sleep 300" in users_processes(healthy_cluster, away)
+    healthy_cluster.heal(away)
+    wait_for("the end of the stale copy", lambda: not users_processes(healthy_cluster, away), 60)
+    sacct = ["sacct", "-nX", "--duplicates", "--format=state", f"--jobs={lost},{doubled}"]
+    wait_for("accounting", lambda: healthy_cluster.run(*sacct).stdout.count("NODE_FAIL") == 2, 20)
+
+
+def test_repair_brings_back_what_was_broken(cluster):
+    cluster.repair()
+    submit(cluster, "--array=0-99", script="sleep 300")
+    cluster.node_poweroff("g1")
+    cluster.cut("c3")
+    cluster.daemon_kill("slurmd@c4")
+    cluster.daemon_kill("slurmctld", signal.SIGKILL)
+    cluster.daemon_kill("slurmdbd", signal.SIGTERM)
+    cluster.repair()
+    assert cluster.jobs() == []
+    assert cluster.run("srun", "--nodes=6", "--partition=preemptible", "true").returncode == 0
+
+
+def test_jobs_outlive_the_controller_and_the_login_node(healthy_cluster):
+    job = submit(healthy_cluster, script="sleep 300")
+    node = wait_until_it_runs(healthy_cluster, job)
+    driver = healthy_cluster.popen("sleep", "301")
+    wait_for("the driver", lambda: "sleep 301" in users_processes(healthy_cluster), 10)
+    healthy_cluster.login_poweroff()
+    assert driver.wait(10) == -signal.SIGKILL
+    healthy_cluster.daemon_kill("slurmctld", signal.SIGTERM)
+    assert healthy_cluster.run("squeue", check=False).returncode
+    healthy_cluster.daemon_start("slurmctld")
+    assert wait_until_it_runs(healthy_cluster, job) == node
+
+
+def test_settings_last_until_the_repair(healthy_cluster):
+    def shown() -> str:
+        return healthy_cluster.run("scontrol", "show", "config").stdout
+
+    healthy_cluster.reconfigure({"JobRequeue": "0", "SlurmctldParameters": ""})
+    assert "preempt_send_user_signal" not in shown()
+    assert "JobRequeue              = 0" in shown()
+    healthy_cluster.repair()
+    assert "preempt_send_user_signal" in shown()
+
+
+def test_signals_reach_a_command_and_a_deadline_ends_it(cluster):
+    loop = "trap 'exit 3' TERM; echo on; while :; do sleep 0.05; done"
+    started = cluster.popen("bash", "-c", loop, stdout=subprocess.PIPE)
+    assert started.stdout.readline() == "on\n"
+    started.terminate()
+    assert started.wait(10) == 3
+    started.stdout.close()
+    with pytest.raises(subprocess.TimeoutExpired):
+        cluster.run("sleep", "302", timeout=0.5)
+    wait_for("its end", lambda: "sleep 302" not in users_processes(cluster), 10)
+
+
+def test_two_clusters_do_not_disturb_each_other_and_one_that_stops_leaves_no_trace(healthy_cluster):
+    before, settings = machine(), {"MaxArraySize": "4", "JobRequeue": "0"}
+    job = submit(healthy_cluster, script="sleep 300")
+    wait_until_it_runs(healthy_cluster, job)
+    with Cluster.start(nodes=("c1", "g1"), settings=settings) as second:
+        assert second.jobs() == []
+        wait_until_it_runs(second, submit(second, "--nodelist=c1", script="sleep 300"))
+        assert second.run("sbatch", "--array=0-7", "--wrap=true", check=False).returncode
+        wait_for_cron(second)
+        second.node_poweroff("c1")
+        assert users_processes(healthy_cluster, "c1")
+        assert len(traces(second.state)) > 3
+    assert traces(second.state) == []
+    assert machine() == before
+    assert [j.state for j in healthy_cluster.jobs()] == ["RUNNING"]
+
+
+def wait_for_cron(cluster: Cluster) -> None:
+    """The real one, with a user's own table."""
+    made = cluster.shared / "by_cron"
+    with (cluster.state / "table").open("w+") as table:
+        table.write(f"@reboot sinfo > {made}\n")
+        table.seek(0)
+        cluster.run("crontab", "-", stdin=table)
+    cluster.daemon_start("cron")
+    wait_for("cron's job", lambda: made.exists() and "preemptible" in made.read_text(), 20)
+
+
+START_AND_SLEEP = """
+import sys, time
+sys.path.append(sys.argv[1])
+from cluster import Cluster
+print(Cluster.start(nodes=["c1"]).state, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_cluster_dies_with_who_started_it_and_its_folder_is_swept():
+    command = [sys.executable, "-c", START_AND_SLEEP, str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        state = Path(owner.stdout.readline().strip())
+        login = living(state / "pids" / "login")
+        owner.kill()
+    assert login is not None
+    wait_for("the cluster's end", lambda: not living(state / "pids" / "login"), 20)
+    sweep()
+    wait_for("the end of its last processes", lambda: traces(state) == [], 20)

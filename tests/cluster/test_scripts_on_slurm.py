@@ -1,0 +1,69 @@
+"""The scripts of sbatch/ on a real Slurm: a job that submits jobs, and what cron takes."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from cluster import ROOT
+
+from hpc_swe.rundir import RunDir
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+NOBODY = [f"counts.{role}=0" for role in ("coordinator", "inference", "learner", "rollout")]
+EXECUTOR = (
+    'executor={type="slurm", notice_s=20, roles={reward={cpus_per_task=1, mem_gb=0.2, timeout_min=10}}}'
+)
+
+
+@pytest.fixture
+def folder(healthy_cluster):
+    made = Path(tempfile.mkdtemp(dir=healthy_cluster.shared))
+    (made / "model").mkdir()
+    (made / "model/config.json").write_text("{}")
+    files = [{"path": "test.py", "content": "def test_a(): assert 1 == 1"}]
+    rows = [{"task_id": "a", "problem_statement": "", "extra_info": {"files": files}}]
+    pq.write_table(pa.Table.from_pylist(rows), made / "rows.parquet")
+    for path in (made, *made.rglob("*")):
+        os.chown(path, 2001, 2001)
+    return made
+
+
+def test_a_launcher_job_submits_jobs_that_take_nothing_for_their_own(healthy_cluster, folder):
+    cluster = healthy_cluster
+    rows = f'taskset={{type="kodcode", train="{folder}/rows.parquet", eval="{folder}/rows.parquet"}}'
+    words = [*NOBODY, "counts.reward=2", EXECUTOR, 'sandbox={type="process"}', rows]
+    variables = {"SWE_PDB_MODEL_PATH": folder / "model", "SWE_PDB_CHECKPOINT_BASE": folder, "N_PARALLEL": 4}
+    exports = ",".join(["ALL", *(f"{name}={value}" for name, value in variables.items())])
+    options = ["--wait", "--mem=500M", "--ntasks=3", "--partition=gpu", "--gpus=1", f"--export={exports}"]
+    log = f"--output={folder}/launcher.log"
+    cluster.run("sbatch", *options, log, "sbatch/train_swepdb_4b.sbatch", *words, cwd=ROOT, timeout=120)
+
+    run = RunDir(folder / "swepdb_4b")
+    assert "submitted 2 reward" in (folder / "launcher.log").read_text()
+    assert json.loads(run.config.read_text())["groups"]["group_size"] == 4
+
+    def keepers():
+        nodes = {job.nodes for job in cluster.jobs() if job.nodes}
+        found = [each for node in nodes for each in cluster.processes(node)]
+        return [each for each in found if f"jobs.run reward {run.root}" in " ".join(each.arguments)]
+
+    cluster.wait_for("two reward jobs", lambda: len(keepers()) == 2, 60)
+    for keeper in keepers():
+        lines = Path(f"/proc/{keeper.pid}/environ").read_bytes().decode().split("\0")
+        found = dict(line.split("=", 1) for line in lines if "=" in line)
+        assert found["SLURM_JOB_NAME"].endswith(":reward")
+        assert found["SLURM_NTASKS_PER_NODE"] == "1"
+        assert [name for name in found if "GPU" in name or name == "CUDA_VISIBLE_DEVICES"] == []
+        assert found.get("SLURM_NTASKS", "1") == "1"
+    stop = [ROOT / ".venv/bin/python", "-m", "hpc_swe.launch", "stop", str(run.root), "--now"]
+    cluster.run(*map(str, stop), cwd=ROOT, timeout=60)
+
+
+def test_the_example_is_a_table_that_cron_takes(healthy_cluster):
+    example = ROOT / "sbatch/crontab.example"
+    healthy_cluster.run("crontab", str(example))
+    assert healthy_cluster.run("crontab", "-l").stdout == example.read_text()

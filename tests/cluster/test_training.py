@@ -1,0 +1,115 @@
+"""The demonstration's loop on a real Slurm, with the real vLLM and Megatron, requeued in the middle."""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+
+import msgspec
+import pytest
+from cluster import ROOT, Cluster
+
+from hpc_swe.records import MetricLine
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+STEPS = 12
+DEADLINE_S = 900.0
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+
+
+def launch(cluster: Cluster, *words: str):
+    command = [sys.executable, "-m", "hpc_swe.launch", *words]
+    return cluster.run(*command, cwd=ROOT, env=ENVIRONMENT, timeout=120)
+
+
+def interrupt(cluster: Cluster, role: str) -> None:
+    """What preemption does to a role: its jobs are warned, and requeue themselves."""
+    for job in cluster.jobs():
+        if job.name.endswith(f":{role}") and job.state == "RUNNING":
+            cluster.run("scancel", "--batch", "--signal=USR2", job.id)
+
+
+@pytest.fixture(scope="module")
+def trained(cluster, warm_model):
+    """A finished run that was interrupted twice."""
+    cluster.repair()
+    folder = cluster.shared / "training"
+    shutil.copytree(warm_model, folder / "model")
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, 2001, 2001)
+    run = RunDir(folder / "run")
+    words = [f"model={folder / 'model'}", f"steps={STEPS}", "tasks.train=256", "tasks.eval=8", "eval.every=0"]
+    files = ["configs/demo.toml", "configs/slurm_demo.toml"]
+    launch(cluster, "start", *files, *words, "--run", str(run.root))
+    waiting, deadline = {3: "learner", 6: "coordinator"}, time.monotonic() + DEADLINE_S
+    while not run.finished.exists():
+        assert time.monotonic() < deadline, launch(cluster, "tick", str(run.root)).stdout
+        version = weights.newest(run)
+        for step in [step for step in waiting if version and version.step >= step]:
+            interrupt(cluster, waiting.pop(step))
+        launch(cluster, "tick", str(run.root))
+        time.sleep(5.0)
+    cluster.wait_for("an empty queue", lambda: not cluster.jobs(), 60)
+    return cluster, run
+
+
+def lines(run: RunDir, role: str) -> dict[str, list[MetricLine]]:
+    """Owner -> what it measured."""
+    return {
+        path.stem: [msgspec.json.decode(text, type=MetricLine) for text in path.read_bytes().splitlines()]
+        for path in sorted(run.metrics.glob(f"{role}-*.jsonl"))
+    }
+
+
+def test_reward_rises(trained):
+    _, run = trained
+    rewards = {
+        line.step: line.values["reward/mean"]
+        for told in lines(run, "coordinator").values()
+        for line in told
+        if "reward/mean" in line.values
+    }
+    curve = [rewards[step] for step in sorted(rewards)]
+    print("reward", " ".join(f"{reward:.2f}" for reward in curve))
+    assert len(curve) == STEPS
+    assert sum(curve[-4:]) / 4 > sum(curve[:4]) / 4 + 0.1
+
+
+def test_interrupted_roles_went_on_without_repeating_a_step(trained):
+    _, run = trained
+    learners = lines(run, "learner")
+    assert len(learners) == 2
+    taken = Counter(line.step for told in learners.values() for line in told if "policy/loss" in line.values)
+    assert taken == Counter(range(STEPS))
+    assert len(lines(run, "coordinator")) == 2
+
+
+def test_tensorboard_shows_one_curve(trained):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, run = trained
+    accumulator = EventAccumulator(str(run.tensorboard)).Reload()
+    assert [event.step for event in accumulator.Scalars("reward/mean")] == list(range(STEPS))
+
+
+def test_learner_ran_on_two_nodes_and_engines_and_workers_where_they_were_asked(trained):
+    cluster, run = trained
+    rows = cluster.run(
+        "sacct", "--allocations", "--noheader", "--parsable2", "--format=JobName,NNodes,State", user="alice"
+    ).stdout.splitlines()
+    name = json.loads(run.manifest.read_text())["run_id"]
+    mine = Counter(row.rpartition("|")[0] for row in rows if row.startswith(name))
+    assert mine[f"{name}:learner|2"] == 1
+    assert mine[f"{name}:inference|1"] == 2
+    assert mine[f"{name}:rollout|1"] == 4
+    assert mine[f"{name}:reward|1"] == 2
+
+
+def test_finished_run_is_left_alone(trained):
+    cluster, run = trained
+    assert "submitted nothing" in launch(cluster, "tick", str(run.root)).stdout
+    assert cluster.jobs() == []

@@ -1,0 +1,56 @@
+"""Real instances: what Django did resolves, nothing does not, an agent's copy of it does, three times over.
+
+Wants `.cache/swebench/rows.jsonl` (rows of SWE-bench) and their images, built by jobs/build_images.py;
+docs/swebench.md says how. It takes every row whose image is there.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hpc_swe.plugins import submission
+from hpc_swe.plugins.graders.swebench import Swebench
+from hpc_swe.plugins.sandboxes.apptainer import Apptainer
+from hpc_swe.plugins.tasksets import swebench
+from hpc_swe.records import Task
+
+pytestmark = pytest.mark.slow
+CACHE = Path(__file__).parents[2] / ".cache"
+ROWS = CACHE / "swebench" / "rows.jsonl"
+IMAGES = CACHE / "images"
+
+
+def found() -> list[Task]:
+    if shutil.which("apptainer") is None or not ROWS.exists():
+        return []
+    tasks = swebench.Swebench(train=swebench.Source(rows=str(ROWS))).load("train")
+    return [task for task in tasks if (IMAGES / f"{task.image}.json").exists()]
+
+
+TASKS = found()
+
+
+def test_there_are_real_instances_to_judge():
+    if not TASKS:
+        pytest.skip(f"no real instance is judged here: no Apptainer, no {ROWS}, or no image of its rows")
+    assert len(TASKS) >= 5, "build some more images: jobs/build_images.py"
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.task_id)
+def test_the_reference_resolves_and_nothing_does_not(task):
+    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+    (reference,) = [row["patch"] for row in rows if row["instance_id"] == task.task_id]
+    sandboxes, grader = Apptainer(images=str(IMAGES)), Swebench()
+    with sandboxes.open(task) as sandbox:
+        sandbox.write(".git/reference", reference.encode())
+        assert sandbox.run("git apply .git/reference", 60).exit_code == 0
+        handed_in = submission.take(task, sandbox, sandboxes)
+    wanted = sorted({*task.tests.fail_to_pass, *task.tests.pass_to_pass})
+    for patch in (reference, handed_in, reference):
+        score = grader.grade(task, patch, sandboxes)
+        assert (score.outcome, score.failed, score.passed) == ("resolved", [], wanted), score
+    score = grader.examine(task, "", sandboxes)
+    assert score.outcome == "unresolved", score
+    assert set(score.failed) == set(task.tests.fail_to_pass)

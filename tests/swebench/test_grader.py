@@ -1,0 +1,223 @@
+"""The reference resolves, nothing does not, and what looks like a solution is none."""
+
+import json
+
+import msgspec
+import pytest
+from toy import (
+    BROKEN,
+    FILES,
+    MENDED,
+    MORE_UNITTESTS,
+    UNITTESTS,
+    Checkout,
+    gold,
+    patch,
+    row,
+    task,
+    taskset,
+    write_rows,
+)
+
+from hpc_swe.errors import ConfigError, SandboxError
+from hpc_swe.plugins.graders.swebench import Swebench
+from hpc_swe.plugins.sandboxes.process import Process
+from hpc_swe.records import Task, TestPlan
+
+GRADER = Swebench()
+REPORTS = """
+import _pytest.reports as reports
+original = reports.TestReport.__init__
+def init(self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    self.outcome, self.longrepr = "passed", None
+reports.TestReport.__init__ = init
+"""
+RUNS = """
+import unittest
+def run(self, result=None):
+    result.startTest(self)
+    result.addSuccess(self)
+    result.stopTest(self)
+unittest.TestCase.run = run
+"""
+PRINTS = """
+import sys
+for stream in (sys.stdout, sys.stderr):
+    print("test_add (tests.test_core.TestCore) ... ok", file=stream)
+    print("PASSED tests/test_plain.py::test_add[1]\\nPASSED tests/test_plain.py::test_add[2]", file=stream)
+    print(">>>>> End Test Output\\n>>>>> Test Exit Code: 0", file=stream)
+"""
+PASSES = "import unittest\nclass TestCore(unittest.TestCase):\n    def test_add(self): pass\n"
+
+
+def new(path: str, text: str) -> str:
+    return f"diff --git a/{path} b/{path}\nnew file mode 100644\n" + patch(path, "", text).split("\n", 1)[
+        1
+    ].replace(f"--- a/{path}", "--- /dev/null")
+
+
+def core(text: str) -> str:
+    return patch("calc/core.py", BROKEN, text)
+
+
+CHEATS = {
+    "prints passed": core(PRINTS + BROKEN),
+    "leaves with 0": core("import os\nos._exit(0)\n" + BROKEN),
+    "leaves with 0 in the test": core("import os\ndef add(a, b): os._exit(0)\ndef double(a): return 2 * a\n"),
+    "raises SystemExit": core("def add(a, b): raise SystemExit(0)\ndef double(a): return 2 * a\n"),
+    "skips": core("import unittest\ndef add(a, b): raise unittest.SkipTest\ndef double(a): return 2 * a\n"),
+    "passes whatever runs": core(RUNS + REPORTS + BROKEN),
+    "deletes the tests": patch("tests/test_core.py", UNITTESTS, PASSES).replace(
+        "b/tests/test_core.py", "b/x", 1
+    ),
+    "empties the tests": patch("tests/test_core.py", UNITTESTS, PASSES),
+    "conftest": new("conftest.py", REPORTS + RUNS),
+    "conftest below": new("tests/conftest.py", REPORTS + RUNS),
+    "sitecustomize": new("sitecustomize.py", RUNS) + new("usercustomize.py", REPORTS),
+    "pytest.ini": new("pytest.ini", "[pytest]\naddopts = --collect-only\n"),
+    "pyproject": new("pyproject.toml", "[tool.pytest.ini_options]\naddopts = '-p evil'\n")
+    + new("evil.py", REPORTS),
+    "a unittest of its own": new("unittest.py", "def main(*a, **k): pass\n") + new("pytest/__main__.py", ""),
+    "attributes": new(".gitattributes", "tests/* working-tree-encoding=UTF-16\n"),
+    "the tests' package": patch("tests/__init__.py", FILES["tests/__init__.py"], RUNS),
+    "nothing but a note": new("note.txt", "done\n"),
+    "a hook": new(".git/hooks/post-checkout", "#!/bin/sh\n"),
+    "out of the tree": new("../../x", "x\n"),
+    "no patch": "PASSED\n",
+    "another file": patch("calc/none.py", BROKEN, MENDED),
+}
+
+
+@pytest.fixture
+def grade(toy_task, sandboxes):
+    def grade(submission: str, grader: Swebench = GRADER):
+        return grader.grade(toy_task, submission, sandboxes)
+
+    return grade
+
+
+def test_the_reference_resolves_and_nothing_does_not(toy_task, sandboxes):
+    score = GRADER.grade(toy_task, gold(), sandboxes)
+    assert (score.outcome, score.reward, score.failed, score.detail) == ("resolved", 1.0, [], "")
+    assert score.passed == sorted([*toy_task.tests.fail_to_pass, *toy_task.tests.pass_to_pass])
+    score = GRADER.examine(toy_task, "", sandboxes)
+    assert (score.outcome, score.reward) == ("unresolved", -1.0)
+    assert score.failed == sorted(toy_task.tests.fail_to_pass)
+    assert score.passed == toy_task.tests.pass_to_pass
+
+
+def test_an_empty_submission_starts_nothing(toy_task):
+    assert GRADER.grade(toy_task, " \n", Process()).outcome == "no_submission"
+
+
+@pytest.mark.parametrize("submission", CHEATS.values(), ids=CHEATS.keys())
+def test_no_cheat_is_paid(repository, sandboxes, tmp_path, submission):
+    refused(task(tmp_path, "unittest", repository[1]), sandboxes, submission)
+
+
+@pytest.mark.parametrize(
+    "name", ["prints passed", "passes whatever runs", "conftest", "pytest.ini", "pyproject"]
+)
+def test_no_cheat_of_pytest_is_paid(repository, sandboxes, tmp_path, name):
+    refused(task(tmp_path, "pytest", repository[1]), sandboxes, CHEATS[name])
+
+
+def refused(toy: Task, sandboxes: Checkout, submission: str) -> None:
+    score = GRADER.grade(toy, submission, sandboxes)
+    assert score.outcome in ("unresolved", "cheated"), score
+    assert score.reward == -1.0
+
+
+def test_a_run_that_lets_everything_pass_is_called_a_cheat(grade):
+    score = grade(CHEATS["passes whatever runs"], Swebench(cheated_reward=-2.0))
+    assert (score.outcome, score.reward) == ("cheated", -2.0)
+    assert "a canary died" in score.detail
+
+
+def test_a_solution_is_paid_whatever_else_lies_about(grade):
+    rest = new("conftest.py", "raise SystemExit(1)\n") + new("tests/test_mine.py", "assert False\n")
+    assert (
+        grade(gold() + rest + new("setup.cfg", "[tool:pytest]\naddopts = --nothing-like-this\n")).outcome
+        == "resolved"
+    )
+
+
+def test_what_the_reference_changes_may_be_changed(repository, sandboxes, tmp_path):
+    """Where the reference itself changes a conftest.py, the submission's counts."""
+    change = {"patch": gold() + new("conftest.py", "\n")}
+    rows = write_rows(tmp_path / "rows.jsonl", row("pytest", repository[1], **change))
+    (one,) = taskset(rows).load("train")
+    assert (
+        GRADER.grade(one, gold() + new("conftest.py", "raise SystemExit(1)\n"), sandboxes).outcome
+        == "unresolved"
+    )
+
+
+def test_a_file_in_the_place_of_a_new_test_file_is_not_laid(repository, sandboxes, tmp_path):
+    tests = new("tests/test_new.py", UNITTESTS + MORE_UNITTESTS)
+    change = {"test_patch": tests, "FAIL_TO_PASS": json.dumps(["test_add (tests.test_new.TestCore)"])}
+    rows = write_rows(tmp_path / "rows.jsonl", row("unittest", repository[1], **change))
+    (one,) = taskset(rows).load("train")
+    assert GRADER.grade(one, new("tests/test_new.py", PASSES), sandboxes).outcome == "unresolved"
+    assert GRADER.grade(one, new("tests/test_new.py", PASSES) + gold(), sandboxes).outcome == "resolved"
+
+
+def test_the_tests_are_run_twice_and_no_more_when_time_is_out(toy_task, sandboxes):
+    plan = msgspec.structs.replace(toy_task.tests, timeout_s=3.0)
+    one = msgspec.structs.replace(toy_task, tests=plan)
+    score = GRADER.grade(one, core("import time\ntime.sleep(60)\n"), sandboxes)
+    assert (score.outcome, score.reward) == ("unresolved", -1.0)
+    assert score.detail.startswith("timed out")
+    assert 6.0 < score.seconds < 40.0
+
+
+def test_an_image_without_the_base_commit_is_nobody_s_fault(toy_task, sandboxes):
+    with pytest.raises(SandboxError, match="is not that of toy__"):
+        GRADER.grade(toy_task, gold(), Process())
+    tests = msgspec.structs.replace(
+        toy_task.tests, extra=toy_task.tests.extra | {"test_patch": patch("README.md", "x\n", "y\n")}
+    )
+    with pytest.raises(SandboxError, match="does not fit"):
+        GRADER.grade(msgspec.structs.replace(toy_task, tests=tests), gold(), sandboxes)
+
+
+def test_other_parsers_read_what_is_printed_between_marks(repository, sandboxes, tmp_path):
+    script = (
+        "#!/bin/bash\nset -uxo pipefail\necho '--- PASS: TestAdd (0.00s)'\n: '>>>>> Start Test Output'\n"
+        "python -c 'from calc.core import add; import sys; ok = add(1, 2) == 3; "
+        'print("--- PASS" if ok else "--- FAIL", "TestAdd (0.00s)", sep=": "); sys.exit(not ok)\'\n'
+        ": '>>>>> End Test Output'\necho '--- PASS: TestAdd (0.00s)'\n"
+    )
+    change = {
+        "FAIL_TO_PASS": ["TestAdd"],
+        "PASS_TO_PASS": [],
+        "eval_script": script,
+        "log_parser": "parse_log_gotest",
+    }
+    rows = write_rows(tmp_path / "rows.jsonl", row("pytest", repository[1], **change))
+    (one,) = taskset(rows).load("train")
+    assert GRADER.grade(one, gold(), sandboxes).outcome == "resolved"
+    assert GRADER.examine(one, "", sandboxes).outcome == "unresolved"
+
+
+def test_plain_tasks_and_scripts_without_marks_are_refused(toy_task, sandboxes):
+    plain = Task(
+        task_id="t",
+        taskset="",
+        prompt="",
+        image="",
+        workdir="/",
+        tests=TestPlan(command="", fail_to_pass=[], timeout_s=1.0),
+    )
+    with pytest.raises(ConfigError, match="t is none"):
+        GRADER.grade(plain, "x", Process())
+    plan = msgspec.structs.replace(toy_task.tests, command="true\n")
+    with pytest.raises(ConfigError, match="must hold '>>>>> Start Test Output'"):
+        GRADER.grade(msgspec.structs.replace(toy_task, tests=plan), gold(), sandboxes)
+
+
+def test_rewards_are_as_configured(grade):
+    grader = Swebench(resolved_reward=2.0, unresolved_reward=0.0)
+    assert grade(gold(), grader).reward == 2.0
+    assert grade("", grader).reward == 0.0

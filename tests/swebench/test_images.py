@@ -1,0 +1,104 @@
+"""An image holds the base commit and nothing younger, and opens as a sandbox under the task's name."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from toy import git, gold, task
+
+from hpc_swe.errors import ConfigError, HpcSweError
+from hpc_swe.plugins import submission
+from hpc_swe.plugins.graders.swebench import Swebench
+from hpc_swe.plugins.sandboxes.apptainer import Apptainer
+from jobs.build_images import Recipe, build, stage, strangers
+
+ROOT = Path(__file__).parents[2]
+BASE_IMAGE = ROOT / ".cache" / "images" / "python-pytest"
+
+
+def test_nothing_younger_than_the_base_commit_can_be_read(repository, tmp_path):
+    source, base = repository
+    folder = tmp_path / "testbed"
+    stage(source, base, folder)
+    assert git(folder, "rev-parse", "HEAD") == base
+    assert git(folder, "status", "--porcelain") == ""
+    assert git(folder, "log", "--all", "--format=%s") == "base"
+    assert git(folder, "reflog") == git(folder, "tag") == git(folder, "remote") == ""
+    assert "the future" not in git(folder, "log", "--all", "--reflog", "--format=%s")
+    for younger in ("main", "v2"):
+        commit = git(source, "rev-parse", younger)
+        looked = subprocess.run(["git", "cat-file", "-e", commit], cwd=folder, capture_output=True)
+        assert looked.returncode != 0
+    assert strangers(folder, base) == []
+
+
+@pytest.mark.parametrize(
+    "leak",
+    [
+        ["tag", "v3"],
+        ["branch", "other"],
+        ["remote", "add", "origin", "https://example.invalid"],
+        ["hash-object", "-w", "extra"],
+        ["pack-refs", "--all"],
+        ["-c", "core.logAllRefUpdates=true", "commit", "-qm", "x", "--allow-empty"],
+    ],
+)
+def test_whatever_could_tell_of_the_future_is_found(repository, tmp_path, leak):
+    source, base = repository
+    folder = tmp_path / "testbed"
+    stage(source, base, folder)
+    (folder / "extra").write_text("extra")
+    git(folder, *leak)
+    assert strangers(folder, base) != []
+
+
+def test_a_commit_that_is_not_there_is_named(repository, tmp_path):
+    with pytest.raises(HpcSweError, match="0123456789"):
+        stage(repository[0], "0123456789" * 4, tmp_path / "testbed")
+
+
+def test_a_base_that_is_no_unpacked_image_is_refused(repository, tmp_path):
+    (tmp_path / "requirements").write_text("")
+    recipe = Recipe(tmp_path / "images", tmp_path, repository[0], tmp_path / "requirements")
+    with pytest.raises(ConfigError, match="is no unpacked image"):
+        build(recipe, task(tmp_path, "unittest", repository[1]))
+
+
+def test_the_command_wants_swebench_tasks(tmp_path):
+    words = ["configs/demo.toml", f"--repository={tmp_path}", f"--requirements={tmp_path}"]
+    command = [sys.executable, "-m", "jobs.build_images", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "taskset.type = 'swebench'" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["folder", "sif"])
+def test_a_built_image_opens_grades_and_gives_submissions(repository, tmp_path, form):
+    if shutil.which("apptainer") is None or not BASE_IMAGE.exists():
+        pytest.skip("Apptainer or its unpacked task image is missing: containers/build_image.sh")
+    source, base = repository
+    (tmp_path / "requirements").write_text("")
+    recipe = Recipe(tmp_path / "images", BASE_IMAGE, source, tmp_path / "requirements")
+    toy = task(tmp_path, "unittest", base)
+    assert build(recipe, toy) is True
+    assert build(recipe, toy) is False, "what is there is not built again"
+    if form == "sif":
+        shutil.rmtree(recipe.images / toy.image)
+    sandboxes = Apptainer(images=str(recipe.images))
+    sandboxes.check()
+    with sandboxes.open(toy) as sandbox:
+        done = sandbox.run(
+            "git log --format=%s; . /opt/miniconda3/bin/activate; conda activate testbed; which python", 60
+        )
+        assert done.output == "base\n/opt/miniconda3/envs/testbed/bin/python\n"
+        sandbox.run("rm -rf .git; sed -i 's/a - b/a + b/' calc/core.py; ln -s / root; chmod +x README.md", 60)
+        text = submission.take(toy, sandbox, sandboxes)
+    assert [line for line in text.splitlines() if line.startswith("diff")] == [
+        f"diff --git a/{path} b/{path}" for path in ("README.md", "calc/core.py", "root")
+    ]
+    for patch, outcome in ((gold(), "resolved"), (text, "resolved"), ("", "unresolved")):
+        score = Swebench().examine(toy, patch, sandboxes)
+        assert score.outcome == outcome, score

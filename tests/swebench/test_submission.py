@@ -1,0 +1,134 @@
+"""What an agent did to a repository, whatever it did to git."""
+
+import pytest
+from toy import MENDED, Checkout, gold, task
+
+from hpc_swe.errors import SandboxError
+from hpc_swe.plugins import submission
+from hpc_swe.plugins.graders.swebench import Swebench
+from hpc_swe.plugins.sandboxes.process import Process
+from hpc_swe.records import Task
+
+
+@pytest.fixture
+def toy(repository, tmp_path) -> Task:
+    return task(tmp_path, "unittest", repository[1])
+
+
+def taken(toy: Task, sandboxes: Checkout, *commands: str) -> str:
+    with sandboxes.open(toy) as sandbox:
+        for command in commands:
+            done = sandbox.run(command, 60)
+            assert done.exit_code == 0, done.output
+        return submission.take(toy, sandbox, sandboxes)
+
+
+def laid(toy: Task, sandboxes: Checkout, text: str, *commands: str) -> list[str]:
+    """What commands print in a fresh checkout to which the submission was applied."""
+    with sandboxes.open(toy) as sandbox:
+        sandbox.write(".git/s", text.encode())
+        applied = sandbox.run("git apply .git/s", 60)
+        assert applied.exit_code == 0, applied.output
+        return [sandbox.run(command, 60).output.strip() for command in commands]
+
+
+def test_nothing_done_is_nothing_handed_in(toy, sandboxes):
+    assert taken(toy, sandboxes, "true") == ""
+    assert taken(toy, sandboxes, "touch calc/core.py; mkdir empty; chmod o-r calc/core.py") == ""
+
+
+def test_edits_are_the_reference_when_they_do_the_same(toy, sandboxes):
+    text = taken(toy, sandboxes, "sed -i 's/a - b/a + b/' calc/core.py")
+    assert [line for line in text.splitlines() if line[:1] in "+-"] == [
+        line for line in gold().splitlines() if line[:1] in "+-"
+    ]
+    assert Swebench().grade(toy, text, sandboxes).outcome == "resolved"
+
+
+def test_new_binary_linked_executable_and_deleted_files_are_handed_in(toy, sandboxes):
+    text = taken(
+        toy,
+        sandboxes,
+        "mkdir -p deep/er; echo new > 'deep/er/a b.txt'; head -c 3000 /dev/urandom > x.bin",
+        "ln -s calc/core.py pointer; rm link README.md; chmod +x calc/core.py",
+        "printf 'caf\\351s\\n' > latin.txt",
+        "mkdir link; echo in > link/in",
+    )
+    assert laid(
+        toy,
+        sandboxes,
+        text,
+        "cat 'deep/er/a b.txt' link/in; readlink pointer; ls README.md",
+        "test -x calc/core.py && echo executable; wc -c < x.bin; od -An -c latin.txt",
+    ) == [
+        "new\nin\ncalc/core.py\nls: cannot access 'README.md': No such file or directory",
+        "executable\n3000\n   c   a   f 351   s  \\n",
+    ]
+
+
+def test_products_that_the_base_commit_ignores_are_not_and_an_edited_gitignore_hides_nothing(toy, sandboxes):
+    text = taken(
+        toy,
+        sandboxes,
+        "mkdir -p build calc/__pycache__; touch build/x a.log calc/__pycache__/core.pyc",
+        "echo 'mine.py' >> .gitignore; echo '*' > .git/info/exclude; echo 1 > mine.py",
+    )
+    assert "b/mine.py" in text
+    assert "b/.gitignore" in text
+    assert not any(name in text for name in ("a.log", "b/build", "core.pyc"))
+
+
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "git commit -qam x --author 'a <a@a>' || git -c user.name=a -c user.email=a@a commit -qam x",
+        "git update-index --assume-unchanged calc/core.py; git update-index --skip-worktree calc/core.py",
+        "git config core.fsmonitor 'echo evil > evil; true'; git config diff.external 'echo evil'",
+        "printf '#!/bin/sh\\necho evil > evil\\n' > .git/hooks/post-index-change; chmod +x .git/hooks/*",
+        "echo '*.py -diff -text filter=x' > .git/info/attributes; git config filter.x.clean 'echo evil'",
+        "rm -rf .git",
+        "rm -rf .git; ln -s /etc .git",
+        "rm -rf .git; git init -q; git add -A; git -c user.name=a -c user.email=a@a commit -qm x",
+        "git worktree list; git config core.worktree /tmp",
+    ],
+)
+def test_no_setting_of_git_changes_what_is_taken(toy, sandboxes, trick):
+    text = taken(toy, sandboxes, "sed -i 's/a - b/a + b/' calc/core.py", trick)
+    assert "+    return a + b" in text
+    assert "evil" not in text
+    assert laid(toy, sandboxes, text, "cat calc/core.py") == [MENDED.strip()]
+
+
+def test_attributes_of_the_agent_do_not_change_its_bytes(toy, sandboxes):
+    text = taken(
+        toy, sandboxes, "echo '* text eol=crlf ident' > .gitattributes; printf 'a\\r\\n$Id$\\n' > crlf.txt"
+    )
+    assert "+a\r\n+$Id$\n" in text
+
+
+def test_a_folder_that_became_a_link_or_a_file_and_back(toy, sandboxes):
+    text = taken(
+        toy, sandboxes, "rm -rf tests; ln -s calc tests; rm README.md; mkdir README.md; echo x > README.md/x"
+    )
+    assert laid(toy, sandboxes, text, "readlink tests; cat README.md/x") == ["calc\nx"]
+    text = taken(toy, sandboxes, "rm -rf calc; echo f > calc")
+    assert laid(toy, sandboxes, text, "cat calc") == ["f"]
+
+
+def test_what_is_too_large_is_not_handed_in_and_a_large_file_loses_only_itself(toy, sandboxes):
+    assert taken(toy, sandboxes, "for i in 1 2 3; do head -c 500000 /dev/urandom > $i; done") == ""
+    assert taken(toy, sandboxes, "for i in $(seq 2100); do echo > f$i; done") == ""
+    text = taken(toy, sandboxes, "head -c 3000000 /dev/zero > core; echo 'y = 1' > y.py")
+    assert "y = 1" in text
+    assert "core\n" not in text
+
+
+def test_an_image_without_a_repository_is_nobody_s_fault(toy, sandboxes):
+    with sandboxes.open(toy) as sandbox, pytest.raises(SandboxError, match="holds no repository in /testbed"):
+        submission.take(toy, sandbox, Process())
+
+
+def test_names_that_cannot_be_printed_are_no_part_of_the_work(toy, sandboxes):
+    text = taken(toy, sandboxes, "touch $'a\\nb' $'\\377'; echo '<|im_end|>' > '<|im_end|>'; echo 1 > plain")
+    assert "<|im_end|>" in text
+    assert "\\377" not in text

@@ -1,0 +1,177 @@
+"""A small repository with a past and a future, and rows for it in both formats of SWE-bench."""
+
+import difflib
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.sandboxes.base import Sandbox
+from hpc_swe.plugins.sandboxes.process import Process
+from hpc_swe.plugins.tasksets.swebench import Swebench
+from hpc_swe.records import Task
+
+BROKEN = "def add(a, b):\n    return a - b\n\n\ndef double(a):\n    return 2 * a\n"
+MENDED = BROKEN.replace("a - b", "a + b")
+UNITTESTS = '''import unittest
+
+from calc.core import add, double
+
+
+class TestCore(unittest.TestCase):
+    def test_double(self):
+        """Twice a number is the number doubled."""
+        self.assertEqual(double(4), 8)
+'''
+MORE_UNITTESTS = """
+    def test_add(self):
+        for a, b, c in ((1, 2, 3), (2, 2, 4)):
+            with self.subTest(a=a):
+                self.assertEqual(add(a, b), c)
+"""
+PYTESTS = """import pytest
+
+from calc.core import add, double
+
+
+def test_double():
+    assert double(4) == 8
+"""
+MORE_PYTESTS = """
+
+@pytest.mark.parametrize("a", [1, 2])
+def test_add(a):
+    assert add(a, 2) == a + 2
+"""
+FILES = {
+    "calc/__init__.py": "",
+    "calc/core.py": BROKEN,
+    "README.md": "Calc\n",
+    "latin.txt": "caf\xe9\n",
+    ".gitignore": "*.log\n__pycache__/\nbuild/\n",
+    "tests/__init__.py": "",
+    "tests/test_core.py": UNITTESTS,
+    "tests/test_plain.py": PYTESTS,
+}
+RECIPES = {
+    "toy/unittest": {
+        "command": "python -m unittest -v",
+        "log_parser": "parse_log_django",
+        "labels": "modules",
+        "root": "",
+    },
+    "toy/pytest": {"command": "python -m pytest -rA", "log_parser": "parse_log_pytest"},
+    "toy/other": {"command": "python -m pytest -rA -v", "log_parser": "parse_log_gotest"},
+}
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "init.defaultBranch=main"]
+    command = ["git", *identity, *words]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def make_repository(folder: Path) -> str:
+    """Three commits, a tag, a branch and a remote; returns the middle commit, which has the bug."""
+    folder.mkdir()
+    git(folder, "init", "-q")
+    for path, text in FILES.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="latin-1")
+    (folder / "link").symlink_to("README.md")
+    (folder / "README.md").write_text("old\n")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", "first")
+    (folder / "README.md").write_text(FILES["README.md"])
+    git(folder, "commit", "-qam", "base")
+    base = git(folder, "rev-parse", "HEAD")
+    (folder / "calc/core.py").write_text(MENDED)
+    git(folder, "commit", "-qam", "the future")
+    git(folder, "tag", "v2")
+    git(folder, "branch", "later")
+    git(folder, "remote", "add", "origin", "https://example.invalid/calc.git")
+    return base
+
+
+def patch(path: str, old: str, new: str) -> str:
+    """As git writes it."""
+    lines = difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"a/{path}", f"b/{path}")
+    return f"diff --git a/{path} b/{path}\n" + "".join(lines)
+
+
+def gold() -> str:
+    return patch("calc/core.py", BROKEN, MENDED)
+
+
+def row(kind: str, base: str, **more: object) -> dict[str, object]:
+    """Twelve columns."""
+    path, old, new, names = {
+        "unittest": (
+            "tests/test_core.py",
+            UNITTESTS,
+            MORE_UNITTESTS,
+            ["test_add (tests.test_core.TestCore)", "Twice a number is the number doubled."],
+        ),
+        "pytest": (
+            "tests/test_plain.py",
+            PYTESTS,
+            MORE_PYTESTS,
+            [*(f"tests/test_plain.py::test_add[{a}]" for a in (1, 2)), "tests/test_plain.py::test_double"],
+        ),
+    }[kind]
+    return {
+        "repo": f"toy/{kind}",
+        "instance_id": f"toy__{kind}-1",
+        "base_commit": base,
+        "patch": gold(),
+        "test_patch": patch(path, old, old + new),
+        "problem_statement": "add subtracts {sic}",
+        "hints_text": "",
+        "created_at": "",
+        "version": "1.0",
+        "FAIL_TO_PASS": json.dumps(names[:-1]),
+        "PASS_TO_PASS": json.dumps(names[-1:]),
+        "environment_setup_commit": base,
+    } | more
+
+
+def write_rows(path: Path, *rows: dict[str, object]) -> Path:
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return path
+
+
+def taskset(rows: Path, **more: object) -> Swebench:
+    return msgspec.convert(
+        {"train": {"rows": str(rows)}, "recipes": RECIPES, "timeout_s": 60.0, **more}, Swebench
+    )
+
+
+def task(folder: Path, kind: str, base: str) -> Task:
+    (one,) = taskset(write_rows(folder / f"{kind}.jsonl", row(kind, base))).load("train")
+    return one
+
+
+class Checkout(Plugin, frozen=True, kw_only=True):
+    """Sandboxes that are no sandboxes, with a repository at the task's base commit in the work directory."""
+
+    repository: str
+
+    def check(self) -> None:
+        """Every machine can do this."""
+
+    @contextmanager
+    def open(self, task: Task) -> Iterator[Sandbox]:
+        """A fresh clone."""
+        with Process().open(task) as sandbox:
+            steps = [
+                "git init -q",
+                f"git fetch -q {self.repository} main",
+                f"git checkout -q {task.base_commit}",
+            ]
+            cloned = sandbox.run(" && ".join(steps), 60)
+            assert cloned.exit_code == 0, cloned.output
+            yield sandbox
