@@ -1,6 +1,8 @@
 """An engine that somebody else runs: what a run may do with it, and what it never does."""
 
 import os
+import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -162,7 +164,7 @@ def test_one_that_dies_is_waited_for_and_given_its_weights_again(attach, run, so
     assert somebody.stamps() == [V1]
     run.stop.touch()
     _, log = process.communicate(timeout=20)
-    assert f"no health at {somebody.url}" in log
+    assert re.search(rf"restart 1 of \d: .*{somebody.url}", log)
 
 
 def test_one_that_comes_back_without_update_routes_serves_no_old_weights(
@@ -172,11 +174,28 @@ def test_one_that_comes_back_without_update_routes_serves_no_old_weights(
     process = attach(max_restarts=0)
     publish(run, model, V1)
     await_node(run, is_serving(V1))
+    process.send_signal(signal.SIGSTOP)  # between two looks
     somebody.end()
     somebody.start(plain=True)
+    process.send_signal(signal.SIGCONT)
     _, log = process.communicate(timeout=30)
     assert process.returncode == EngineError.exit_code
-    assert f"{somebody.url}" in log
+    assert f"{somebody.url} stamps None, and was given {V1.name}" in log
+
+
+def test_one_that_restarts_between_two_looks_is_given_its_weights_again(attach, run, somebody, model) -> None:
+    somebody.start()
+    process = attach()
+    publish(run, model, V1, probe=PROBE)
+    await_node(run, is_serving(V1))
+    process.send_signal(signal.SIGSTOP)
+    somebody.end()
+    somebody.start()
+    process.send_signal(signal.SIGCONT)
+    deadline = time.monotonic() + 20
+    while somebody.stamps() != [V1]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_one_that_stays_away_is_one_clear_error_after_the_deadline(attach, somebody) -> None:

@@ -59,6 +59,13 @@ class Engine(Protocol):
             EngineError: No answer, a refused key, or an answer that is no engine's.
         """
 
+    def stamp(self, url: str, token: str) -> str | None:
+        """What it writes on the tokens that it samples now; None where the release has no stamps.
+
+        Raises:
+            EngineError: No answer, or a refused key.
+        """
+
     def adopt(self, url: str, token: str, version: WeightVersion, probe: ProbeScore | None) -> None:
         """Check the weights that an engine came up with, and have it stamp tokens with their version.
 

@@ -129,11 +129,16 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         transfer = decode(ServerInfo, url, info).vllm_config.weight_transfer_config
         return Offer(card.root, card.max_model_len, transfer is not None and transfer.backend == BACKEND)
 
+    def stamp(self, url: str, token: str) -> str | None:
+        """By /weight_info."""
+        data = self._get(url, token, "/weight_info", absent=b"")
+        return decode(WeightInfo, url, data).weight_version if data else None
+
     def adopt(self, url: str, token: str, version: WeightVersion, probe: ProbeScore | None) -> None:
         """Probe, then stamp where the release has stamps."""
         if probe is not None:
             self._check(url, token, version, probe)
-        if self._stamp(url, token) is not None:
+        if self.stamp(url, token) is not None:
             self._control(url, token, "/update_weight_version", {"new_version": version.name})
 
     def reload(self, url: str, token: str, folder: Path, manifest: WeightManifest | None) -> None:
@@ -142,7 +147,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         Between resume and verdict tokens bear the version with a question mark; `generate` waits for the
         verdict before it hands such tokens on.
         """
-        before = self._stamp(url, token)
+        before = self.stamp(url, token)
         version, probe = (manifest.version, manifest.probe) if manifest else (WeightVersion(), None)
         update: dict[str, object] = {"path": str(folder)}
         if manifest:
@@ -251,18 +256,13 @@ class Vllm(Plugin, frozen=True, kw_only=True):
 
     def _await_verdict(self, url: str, token: str, names: set[str]) -> None:
         deadline = time.monotonic() + self.update_timeout_s
-        while (now := self._stamp(url, token)) is None or now.endswith(PENDING):
+        while (now := self.stamp(url, token)) is None or now.endswith(PENDING):
             if time.monotonic() > deadline:
                 raise EngineError(f"{url}: no verdict on {now} in {self.update_timeout_s:g} s")
             time.sleep(0.05)
         pending = {name.removesuffix(PENDING) for name in names if name.endswith(PENDING)}
         if refused := sorted(pending - names - {now}):
             raise EngineError(f"{url}: tokens of {refused[0]}, whose weights failed their probe")
-
-    def _stamp(self, url: str, token: str) -> str | None:
-        """The engine's present stamp; None where the release has none."""
-        data = self._get(url, token, "/weight_info", absent=b"")
-        return decode(WeightInfo, url, data).weight_version if data else None
 
     def _get(self, url: str, token: str, path: str, absent: bytes | None = None) -> bytes:
         try:

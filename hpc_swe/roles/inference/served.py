@@ -36,6 +36,9 @@ class Served(Protocol):
     def take(self, weights: Weights) -> None:
         """See to it that these weights are served, and that tokens are stamped with their version."""
 
+    def update(self, weights: Weights) -> None:
+        """Swap these weights in while requests run; on an error those before go on serving."""
+
     def leave(self) -> None:
         """We end."""
 
@@ -60,6 +63,10 @@ class Ours:
         probe = weights.manifest.probe if weights.manifest else None
         self._engine.adopt(self.url, self._token, weights.version, probe)
 
+    def update(self, weights: Weights) -> None:
+        """By its routes."""
+        self._engine.reload(self.url, self._token, weights.folder, weights.manifest)
+
     def leave(self) -> None:
         """No process of it is left."""
         self._child.stop()
@@ -74,14 +81,20 @@ class Theirs:
     def __init__(self, engine: Engine, url: str, token: str) -> None:
         self._engine, self._token = engine, token
         self.url, self.remedy = url, "somebody else runs it: ask them, or `launch start` with another"
+        self._stamp: str | None = None
 
     def require_coming(self) -> None:
         """Only time can tell."""
 
     def require_serving(self) -> None:
-        """Its health; a restart shows as a loss of it, and then it must be given its weights again."""
+        """Its health, and its stamp: one that restarted between two looks is healthy, and has lost both.
+
+        A release without stamps that restarts unseen cannot be told from one that did not.
+        """
         if not self._engine.is_healthy(self.url):
             raise EngineError(f"no health at {self.url}; {self.remedy}")
+        if (stamp := self._engine.stamp(self.url, self._token)) != self._stamp:
+            raise EngineError(f"{self.url} stamps {stamp}, and was given {self._stamp}; {self.remedy}")
 
     def take(self, weights: Weights) -> None:
         """By an update, where it offers that."""
@@ -89,6 +102,12 @@ class Theirs:
             self._engine.reload(self.url, self._token, weights.folder.absolute(), weights.manifest)
         elif weights.manifest is not None:
             raise EngineError(f"{self.url} cannot be given {weights.version.name}: it offers no updates")
+        self._stamp = self._engine.stamp(self.url, self._token)
+
+    def update(self, weights: Weights) -> None:
+        """By its routes."""
+        self._engine.reload(self.url, self._token, weights.folder, weights.manifest)
+        self._stamp = self._engine.stamp(self.url, self._token)
 
     def leave(self) -> None:
         """As it is."""

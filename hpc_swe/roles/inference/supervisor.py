@@ -85,7 +85,7 @@ class Supervisor:
                 self.lease.show(state="ready", url=served.url, versions=[self._version], reading="")
                 log.info("serving %s at %s", self._version.name, served.url)
                 self._since = time.monotonic()
-                self._follow(served, token)
+                self._follow(served)
         finally:
             state = "draining" if self._told.is_set() else "starting"
             self.lease.show(state=state, url="", versions=[], reading="")
@@ -138,27 +138,27 @@ class Supervisor:
                 self._refused.add(wanted.version)  # the next start takes the one before
             raise
 
-    def _follow(self, served: Served, token: str) -> None:
+    def _follow(self, served: Served) -> None:
         while not self._must_end():
             served.require_serving()
             try:
                 newest = weights.newest(self.run)
                 if newest is not None and newest > self._version and newest not in self._refused:
-                    self._update(served.url, token, newest)
+                    self._update(served, newest)
             except StorageError as error:
                 log.warning("looking again: %s", error)
             self._told.wait(self.config.poll_s * random.uniform(0.5, 1.5))
 
-    def _update(self, url: str, token: str, newest: WeightVersion) -> None:
+    def _update(self, served: Served, newest: WeightVersion) -> None:
         began = time.monotonic()
         self.lease.show(state="updating", reading=newest.name, versions=[self._version, newest])
         try:
             manifest = weights.manifest(self.run, newest)
-            self.engine.reload(url, token, self.run.weight(newest), manifest)
+            served.update(Weights(newest, self.run.weight(newest), manifest))
         except FileNotFoundError:
             log.warning("%s is gone; the next look takes the newest", newest.name)
         except (EngineError, CorruptRecord) as error:
-            if not self.engine.is_healthy(url):  # it died, and says nothing about the version
+            if not self.engine.is_healthy(served.url):  # it died, and says nothing about the version
                 raise EngineError(f"the engine died while {newest.name} was loaded: {error}") from error
             self._refused.add(newest)
             log.error("refused %s, serving %s: %s", newest.name, self._version.name, error)
