@@ -133,6 +133,8 @@ class RolloutConfig(Table, frozen=True, kw_only=True):
     tool_parser: Literal["hermes", "qwen3_coder"] = "hermes"
     template_arguments: dict[str, bool] = {}
     """Passed to the chat template, for example enable_thinking."""
+    history: Literal["keep", "template"] = "keep"
+    """template: every prompt is rendered afresh, as served models see it, and begins a chain of its own."""
 
 
 class RewardConfig(Table, frozen=True, kw_only=True):
@@ -299,9 +301,11 @@ def _complaints(config: RunConfig) -> list[str]:
             f"learner.export_every = {learner.export_every}; it must be at least export_every - 1",
         ),
         (
-            config.mode == "grpo" and groups.group_size < 2,
-            "groups.group_size = 1 has no baseline; GRPO needs at least 2",
+            (config.mode, config.rollout.history, config.batches.train_chains)
+            == ("grpo", "template", "main"),
+            'rollout.history = "template" makes each turn its own chain; set batches.train_chains = "all"',
         ),
+        (config.mode == "grpo" and groups.group_size < 2, "groups.group_size = 1 has no baseline; 2 has one"),
         (
             config.mode == "eval" and not config.eval.decodings,
             "[eval.decodings] is empty; add for example greedy = {temperature = 0.0}",
@@ -353,16 +357,12 @@ def _parse_override(line: str) -> dict[str, Any]:
 
 def _merge(tree: dict[str, Any], update: dict[str, Any]) -> None:
     for key, value in update.items():
-        if isinstance(value, dict) and isinstance(tree.get(key), dict) and not _other_type(tree[key], value):
-            _merge(tree[key], value)
+        old = tree.get(key)
+        # Another plugin keeps none of the first one's fields.
+        if isinstance(value, dict) and isinstance(old, dict) and (old | value).get("type") == old.get("type"):
+            _merge(old, value)
         else:
             tree[key] = value
-
-
-def _other_type(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    return (
-        "type" in new and old.get("type") != new["type"]
-    )  # another plugin keeps none of the first one's fields
 
 
 def _plugin(kind: type, table: Any) -> Any:

@@ -69,9 +69,10 @@ class TokenBuilder:
                 f"change template_arguments or tool_parser in [rollout], or the template"
             ) from error
 
-    def start(self, messages: Sequence[Message], tools: str = "") -> list[int]:
-        """The first prompt of a chain."""
-        return self.tokens.encode_parts(self._template.render(messages, tools, generate=True).flagged)
+    def start(self, messages: Sequence[Message], tools: str = "", served: bool = False) -> list[int]:
+        """The first prompt of a chain; `served` as an engine that renders chats itself would write it."""
+        rendering = self._template.render(messages, tools, generate=True, served=served)
+        return self.tokens.encode_parts(rendering.flagged)
 
     def extend(self, last_id: int, messages: Sequence[Message], tools: str = "") -> list[int]:
         """What follows a completion that ended in `last_id`: its end of turn if cut, then the messages."""

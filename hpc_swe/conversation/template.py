@@ -120,13 +120,19 @@ class ChatTemplate:
             raise ConfigError(f"{folder}: the chat template is no Jinja: {error}") from None
         self._arguments = special | dict(arguments)
 
-    def render(self, messages: Sequence[Message], tools: str, generate: bool) -> Rendering:
-        """The messages as the template writes them; `tools` is an OpenAI request's JSON list, or empty."""
+    def render(
+        self, messages: Sequence[Message], tools: str, generate: bool, served: bool = False
+    ) -> Rendering:
+        """The messages as the template writes them; `tools` is an OpenAI request's JSON list, or empty.
+
+        With `served` it sees the marks of thoughts in earlier answers, which it may then drop, and which
+        are control tokens as they are for an engine that renders chats itself.
+        """
         slots = _Slots()
         try:
             text = self._template.render(
                 self._arguments,
-                messages=[_for_template(message, slots) for message in messages],
+                messages=[_for_template(message, slots, served) for message in messages],
                 tools=slots.hide_schema(json.loads(tools)) if tools else None,
                 add_generation_prompt=generate,
                 hpc_swe_slots=slots,
@@ -153,11 +159,19 @@ def _read(folder: Path) -> tuple[str, dict[str, object]]:
     return source, {k: v["content"] if isinstance(v, dict) else v for k, v in tokens.items()}
 
 
-def _for_template(message: Message, slots: _Slots) -> dict[str, object]:
-    fields: dict[str, object] = {"role": message.role, "content": slots.hide(message.content)}
+def _for_template(message: Message, slots: _Slots, served: bool) -> dict[str, object]:
+    thinks = served and message.role == "assistant" and "</think>" in message.content
+    content = _hide_thought(message.content, slots) if thinks else slots.hide(message.content)
+    fields: dict[str, object] = {"role": message.role, "content": content}
     if message.tool_calls:
         fields["tool_calls"] = [_call_for_template(call, slots) for call in message.tool_calls]
     return fields
+
+
+def _hide_thought(content: str, slots: _Slots) -> str:
+    """An answer with its thought; the marks stay, and the line ends beside them, which templates strip."""
+    parts = re.split(r"(\n*<think>\n*|\n*</think>\n*)", content)
+    return "".join(part if number % 2 else slots.hide(part) for number, part in enumerate(parts))
 
 
 def _call_for_template(call: ToolCall, slots: _Slots) -> dict[str, object]:

@@ -414,6 +414,36 @@ def test_what_clients_do_to_text_does_not_break_a_chain(run: RunDir, tmp_path: P
     assert [turn.parent for turn in on.recorder.close("")] == [None, 0]
 
 
+# Which history a policy sees.
+
+
+def test_a_history_that_is_rendered_afresh_is_what_a_served_model_would_see(
+    run: RunDir, tmp_path: Path
+) -> None:
+    thinking = TokenBuilder(make_model(tmp_path / "model", THINKING))
+    replies = [f"<think>\nhm {number}\n</think>\n\n{text}" for number, text in enumerate(REPLIES)]
+    on = stage(run, thinking, replies=replies, history="template")
+    history = talk(on.recorder, [tool("1: x")], [Message(role="user", content="Sure?")], [tool("<|im_end|>")])
+    turns = on.recorder.close("")
+    assert [(turn.parent, turn.delivered) for turn in turns] == [(None, True)] * 4
+    assert [sequence(turns, n) for n in range(4)] == [c.prompt + c.answer.token_ids for c in on.engine.calls]
+    *_, third, last = (thinking.tokens.decode(id_array(turn.appended_ids)) for turn in turns)
+    assert "hm 0" not in third + last, "the template drops thoughts before the last question"
+    assert "hm 2" in last
+    assert last.count("<think>") == 1
+    assert id_array(turns[2].appended_ids).tolist() == thinking.tokens.encode_whole(third)
+    kept = stage(run, thinking, replies=replies)
+    assert kept.recorder(history[:2]).content == history[2].content
+    assert kept.recorder([*history[:3], tool("x")])
+    assert "hm 0" in thinking.tokens.decode(sequence(kept.recorder.close(""), 1))
+
+
+def test_turns_rendered_afresh_stay_on_their_engine(run: RunDir, builder: TokenBuilder) -> None:
+    on = stage(run, builder, history="template")
+    talk(on.recorder, *[[tool("x")]] * 5)
+    assert len({call.url for call in on.engine.calls}) == 1
+
+
 # Limits.
 
 

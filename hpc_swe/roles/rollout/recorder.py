@@ -3,6 +3,7 @@
 It alone sets how tokens are sampled. Agents of ours call it; command-line agents reach it by `front`.
 """
 
+import dataclasses
 import threading
 import time
 from collections import Counter
@@ -84,8 +85,10 @@ class Recorder:
         self._require_open()
         with self._lock:
             place = self._chains.place(messages, tools)
-            prefix = self._chains.prefix(place.parent)
             engine = "" if place.parent is None else self._chains.turns[place.parent].engine
+            if self._config.history == "template":
+                place = dataclasses.replace(place, parent=None, new=list(messages))
+            prefix = self._chains.prefix(place.parent)
         appended = ids(self._render(prefix, place.new, tools))
         prompt = id_array(b"".join([*prefix, appended]))
         sampling = self._fit(len(prompt))
@@ -170,7 +173,7 @@ class Recorder:
 
     def _render(self, prefix: list[bytes], new: list[Message], tools: str) -> list[int]:
         if not prefix:
-            return self._builder.start(new, tools)
+            return self._builder.start(new, tools, served=self._config.history == "template")
         last = id_array(prefix[-1])
         return self._builder.extend(int(last[-1]) if len(last) else -1, new, tools)
 
