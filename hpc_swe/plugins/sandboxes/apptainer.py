@@ -1,4 +1,4 @@
-"""Sandboxes by Apptainer: one warm container per process and image, one set of namespaces per sandbox.
+"""Sandboxes by Apptainer: warm containers by image, one set of namespaces per sandbox.
 
 Starting Apptainer costs about a hundred milliseconds of CPU, a sandbox inside a running container a
 tenth of that. Everything a sandbox writes lies in its own tmpfs and every process of it in its own
@@ -10,12 +10,14 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from hpc_swe.errors import ConfigError, SandboxError, boundary
 from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.sandboxes._local import Local
 from hpc_swe.plugins.sandboxes._session import Container, Limits
+from hpc_swe.plugins.sandboxes._warm import Warm
 from hpc_swe.plugins.sandboxes.base import Sandbox
 from hpc_swe.records import Task
 
@@ -34,8 +36,8 @@ except ImportError:
     print("no pytest in this image")
 """
 
-_shared: dict[tuple[int, "Apptainer", Path], Container] = {}
-_starting = threading.Lock()
+_warm: dict[tuple[int, "Apptainer"], Warm] = {}
+_warming = threading.Lock()
 
 
 class Apptainer(Plugin, frozen=True, kw_only=True):
@@ -47,6 +49,12 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
     start_timeout_s: float = 120.0
     shared_container: bool = True
     """False: one container per sandbox, at ten times the cost."""
+    warm_containers: int = 8
+    """Containers of a process that idle until their image is wanted again, at 40 MB each."""
+    local: str = ""
+    """A folder on the node's own disk, as ``$TMPDIR``: a .sif is unpacked there once per node, then run."""
+    local_gb: float = 50.0
+    """What unpacked images may take there; whose use is longest ago goes first."""
     python: str = "python3"
     """The image's interpreter that serves the host and runs `Sandbox.python`."""
     warm_up: str = _WARM_UP
@@ -65,7 +73,7 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
                 f"[sandbox] images: no .sif file in {self.images}: run containers/build_image.sh"
             )
         try:
-            with closing(self._start(self.image(images[0].stem))) as container, container.open("/trial"):
+            with self._running(images[0].stem) as container, container.open("/trial"):
                 return
         except SandboxError as error:
             raise ConfigError(
@@ -76,17 +84,12 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
     @contextmanager
     def open(self, task: Task) -> Iterator[Sandbox]:
         """A fresh sandbox of the task's image with the task's files in its work directory."""
-        image = self.image(task.image)
-        container = self._container(image) if self.shared_container else self._start(image)
-        try:
-            with container.open(task.workdir) as sandbox:
-                with boundary(SandboxError, f"lay out the files of {task.task_id}"):
-                    for path, text in task.files.items():
-                        sandbox.write(path, text.encode())
-                yield sandbox
-        finally:
-            if not self.shared_container:
-                container.close()
+        containers = self._containers().container if self.shared_container else self._running
+        with containers(task.image) as container, container.open(task.workdir) as sandbox:
+            with boundary(SandboxError, f"lay out the files of {task.task_id}"):
+                for path, text in task.files.items():
+                    sandbox.write(path, text.encode())
+            yield sandbox
 
     def image(self, name: str) -> Path:
         """The file or folder that an image name stands for."""
@@ -98,13 +101,23 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
             return file
         raise ConfigError(f"[sandbox] images: no {name}.sif in {self.images}: run containers/build_image.sh")
 
-    def _container(self, image: Path) -> Container:
-        key = (os.getpid(), self, image)
-        with _starting:
-            container = _shared.get(key)
-            if container is None or not container.is_alive:
-                container = _shared[key] = self._start(image)
-            return container
+    def _containers(self) -> Warm:
+        with _warming:
+            key = (os.getpid(), self)
+            if key not in _warm:
+                _warm[key] = Warm(self._running, self.warm_containers, 2 * self.start_timeout_s)
+            return _warm[key]
+
+    @contextmanager
+    def _running(self, name: str) -> Iterator[Container]:
+        """A container of an image, ended at exit."""
+        sif = Path(self.images, f"{name}.sif")
+        with ExitStack() as life:
+            image = None
+            if self.local and sif.exists():
+                local = Local(self.local, self.local_gb, self.start_timeout_s, self.executable)
+                image = life.enter_context(local.unpacked(sif))
+            yield life.enter_context(closing(self._start(image or self.image(name))))
 
     def _start(self, image: Path) -> Container:
         rights = _AS_USER if os.getuid() else _AS_ROOT
