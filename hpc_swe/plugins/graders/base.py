@@ -1,5 +1,8 @@
 """The seam: who judges a submission."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from hpc_swe.plugins.sandboxes.base import Sandboxes
@@ -16,3 +19,28 @@ class Grader(Protocol):
         Raises:
             SandboxError: The host failed; the score is then `infra_error`, made by the worker.
         """
+
+
+@runtime_checkable
+class Examiner(Grader, Protocol):
+    """A grader that can itself be tried: by nothing, which must not resolve a task."""
+
+    def examine(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
+        """As `grade`, but the tests run even when nothing is handed in."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was handed in for a task, and what a grader said of it."""
+
+    task: Task
+    submission: str
+    score: Score
+
+
+@runtime_checkable
+class Official(Protocol):
+    """A grader of a benchmark that has a report of its own, which others can read."""
+
+    def report(self, folder: Path, label: str, model: str, verdicts: Sequence[Verdict]) -> None:
+        """Write it below a folder, of one attempt at every task."""

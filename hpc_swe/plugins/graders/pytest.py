@@ -43,6 +43,10 @@ class Pytest(Plugin, frozen=True, kw_only=True):
             raise ConfigError(f"[grader] pytest judges plain files; {task.task_id} is a repository")
         if not submission.strip():
             return Score(outcome="no_submission", reward=self.unresolved_reward)
+        return self.examine(task, submission, sandboxes)
+
+    def examine(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
+        """Run the tests whatever the submission is."""
         started = time.monotonic()
         try:
             exam = _Exam(task, apply(task, submission), self.sealed)

@@ -20,3 +20,11 @@ class Demonstrated(Protocol):
 
     def demonstrations(self, seed: int) -> Iterable[list[Message]]:
         """Endless conversations on training tasks."""
+
+
+@runtime_checkable
+class Referenced(Protocol):
+    """A taskset that also knows how its tasks are solved, to try a grader by; no agent ever learns it."""
+
+    def references(self, tasks: Iterable[Task]) -> dict[str, str]:
+        """Task id -> a submission that is right."""

@@ -7,10 +7,10 @@ arguments and the constants differ.
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from hpc_swe.plugins import Plugin
+from hpc_swe.plugins import Plugin, submission
 from hpc_swe.plugins.tasksets._bugs_demonstrator import conversation
 from hpc_swe.plugins.tasksets._bugs_grammar import OPERATORS, Function, draw
 from hpc_swe.records import Message, Split, Task, TestPlan
@@ -65,8 +65,20 @@ class Bugs(Plugin, frozen=True, kw_only=True):
             bug = make(rng, "train")
             yield [*opening(), *conversation(bug.function, bug.wrong, MODULE, rng)]
 
+    def references(self, tasks: Iterable[Task]) -> dict[str, str]:
+        """With the operator that was there before."""
+        found = {}
+        for task in tasks:
+            split: Split = "train" if task.task_id.startswith("bugs-train-") else "eval"
+            right = self._bug(split, int(task.task_id.rpartition("-")[2])).function
+            found[task.task_id] = submission.difference(MODULE, task.files[MODULE], right.source(right.right))
+        return found
+
+    def _bug(self, split: Split, number: int) -> Bug:
+        return make(random.Random(f"{self.seed} {split} {number}"), split)
+
     def _task(self, split: Split, number: int) -> Task:
-        bug = make(random.Random(f"{self.seed} {split} {number}"), split)
+        bug = self._bug(split, number)
         files = {VISIBLE: _tests(bug.function, bug.visible), HIDDEN: _tests(bug.function, bug.hidden)}
         names = [f"{file}::test_{i}" for file in files for i in range(len(bug.visible))]
         broken = [not holds(bug.function, bug.wrong, case) for case in bug.visible + bug.hidden]

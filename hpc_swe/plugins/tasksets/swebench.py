@@ -5,13 +5,16 @@ SWE-bench Verified and before it (12 columns) do not, and swebench no longer mak
 row's repository says how its tests are called.
 """
 
-from collections.abc import Iterator
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from msgspec import Struct
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.tasksets import _checked
 from hpc_swe.plugins.tasksets._swebench_rows import (
     DJANGO,
     Recipe,
@@ -34,6 +37,8 @@ the problem must pass, and those that pass today must go on passing. Changes to 
 test runner are not counted.
 """
 
+log = logging.getLogger(__name__)
+
 
 class Source(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where one split's tasks come from; no rows is no tasks."""
@@ -49,6 +54,8 @@ class Swebench(Plugin, frozen=True, kw_only=True):
 
     train: Source = Source()
     eval: Source = Source()
+    checked: str = ""
+    """File of jobs/check_tasks.py: only instances that it calls usable are taken; empty takes all."""
     recipes: dict[str, Recipe] = {}
     """Repository -> how its tests are called, for rows without an eval script; Django's is known."""
     prompt: str = PROMPT
@@ -66,8 +73,31 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         other = self._selected("eval" if split == "train" else "train")
         for row_id in rows.keys() & other.keys():
             raise ConfigError(f"[taskset] {row_id} is in train and in eval; select other ids for one of them")
+        if self.checked:
+            rows = self._usable(split, rows)
         for where, row in rows.values():
             yield self._task(where, row)
+
+    def references(self, tasks: Iterable[Task]) -> dict[str, str]:
+        """The column ``patch``."""
+        rows = self._selected("train") | self._selected("eval")
+        return {task.task_id: rows[task.task_id][1].patch for task in tasks}
+
+    def _usable(self, split: Split, rows: dict[str, tuple[str, Row]]) -> dict[str, tuple[str, Row]]:
+        verdicts = _checked.read(Path(self.checked))
+        for row_id, (where, _) in rows.items():
+            if row_id not in verdicts:
+                raise ConfigError(
+                    f"{where}: {row_id} is not in taskset.checked = {self.checked!r}: run "
+                    f"python -m jobs.check_tasks CONFIG --out {self.checked}"
+                )
+        kinds = Counter(verdicts[row_id].verdict for row_id in rows)
+        left_out = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common() if kind != "usable")
+        if left_out:
+            log.info(
+                "%s: %d of %d instances are usable; left out: %s", split, kinds["usable"], len(rows), left_out
+            )
+        return {row_id: found for row_id, found in rows.items() if verdicts[row_id].verdict == "usable"}
 
     def _selected(self, split: Split) -> dict[str, tuple[str, Row]]:
         source = self.train if split == "train" else self.eval

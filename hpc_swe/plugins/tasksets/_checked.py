@@ -1,0 +1,83 @@
+"""The verdicts of jobs/check_tasks.py: one line a check, of which a task's last counts."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from hpc_swe.errors import ConfigError
+
+Kind = Literal["usable", "gold_fails", "empty_passes", "flaky", "broken"]
+
+log = logging.getLogger(__name__)
+
+
+class Seconds(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of grading the reference went; medians over the runs."""
+
+    open: float
+    """Starting and ending the sandbox."""
+    apply: float
+    """From there to the tests."""
+    tests: float
+    judge: float
+    """Reading what the tests left, and all else."""
+    bare: float
+    """The task's own script over the reference, in a sandbox with nothing of a grader."""
+    overhead: float
+    """Of a whole grading, beyond the bare time of the same run."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of grading the reference and nothing, some times over."""
+
+    task_id: str
+    verdict: Kind
+    reason: str = ""
+    image: str
+    image_digest: str
+    settings: str
+    """Digest of the grader's settings, the task's tests and its reference."""
+    gold: list[str] = []
+    """Outcome of each run."""
+    empty: list[str] = []
+    seconds: Seconds | None = None
+    """None when no run came to its end."""
+
+
+def read(path: Path) -> dict[str, Verdict]:
+    """Task id -> its last verdict; a last line that was torn off is passed over, aloud.
+
+    Raises:
+        ConfigError: The file cannot be read, or a line is none of ours.
+    """
+    try:
+        *lines, torn = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(
+            f"[taskset] checked: {path}: {error.strerror}; jobs/check_tasks.py makes it"
+        ) from None
+    if torn:
+        log.warning("%s: dropped its last line, which was never finished", path)
+    found = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            verdict = msgspec.json.decode(line, type=Verdict)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}:{number}: {error}; take the line out, or check anew") from None
+        found[verdict.task_id] = verdict
+    return found
+
+
+def append(path: Path, verdict: Verdict) -> None:
+    """Add a line that outlives this process; what a process before left unfinished gives way."""
+    with path.open("ab+") as file:
+        file.seek(0)
+        whole = file.read()
+        if not whole.endswith(b"\n"):
+            file.truncate(whole.rfind(b"\n") + 1)
+        file.write(msgspec.json.encode(verdict) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
