@@ -11,6 +11,8 @@ import msgspec
 
 from hpc_swe.errors import ConfigError
 
+Record = str | dict[str, Any]
+"""A line of JSON, or values by column."""
 _NO_TESTS = {".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml"}
 
 
@@ -69,6 +71,27 @@ DJANGO = Recipe(
     labels="modules",
     set_up=["export LC_ALL=C.UTF-8 PYTHONIOENCODING=utf8"],
 )
+SYMPY = Recipe(
+    command="PYTHONWARNINGS=ignore::UserWarning,ignore::SyntaxWarning bin/test -C --verbose",
+    log_parser="parse_log_sympy",
+)
+_BY_PYTEST = {
+    "astropy/astropy": "astropy",
+    "matplotlib/matplotlib": "matplotlib",
+    "mwaskom/seaborn": "seaborn",
+    "pallets/flask": "flask",
+    "psf/requests": "requests",
+    "pydata/xarray": "xarray",
+    "pylint-dev/pylint": "pylint",
+    "pytest-dev/pytest": "pytest",
+    "scikit-learn/scikit-learn": "scikit",
+    "sphinx-doc/sphinx": "sphinx",
+}
+RECIPES = {"django/django": DJANGO, "sympy/sympy": SYMPY} | {
+    repo: Recipe(command="python -m pytest -rA", log_parser=f"parse_log_{parser}")
+    for repo, parser in _BY_PYTEST.items()
+}
+"""Of the repositories of SWE-bench Verified."""
 
 
 @dataclass(frozen=True)
@@ -118,14 +141,45 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
     Raises:
         ConfigError: A row is wrong, or the file cannot be read.
     """
+    for where, record in read_records(path):
+        yield where, parse(where, record)
+
+
+def read_records(path: Path) -> Iterator[tuple[str, Record]]:
+    """Where each row stands, and what stands there.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
     if path.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"[taskset] rows: {path} is neither .jsonl nor .parquet; a hub is not asked")
-    lines = _of_parquet(path) if path.suffix == ".parquet" else _of_jsonl(path)
-    for where, values in lines:
-        try:
-            yield where, _checked(msgspec.convert(values, Row))
-        except (msgspec.ValidationError, ValueError) as error:
-            raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(
+            f"[taskset] rows: {path} is neither .jsonl nor .parquet; python -m jobs.prepare_tasks "
+            "makes one of a dataset of a hub, or of a folder that datasets saved"
+        )
+    return _of_parquet(path) if path.suffix == ".parquet" else _of_jsonl(path)
+
+
+def parse(where: str, record: Record) -> Row:
+    """The row that a record is.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        return _checked(msgspec.convert(columns(record), Row))
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def columns(record: Record) -> dict[str, Any]:
+    """By name; those without a value are not there.
+
+    Raises:
+        msgspec.MsgspecError: The line is no JSON object.
+    """
+    if isinstance(record, str):
+        return msgspec.json.decode(record, type=dict[str, Any])
+    return {name: value for name, value in record.items() if value is not None}
 
 
 def read_ids(path: Path) -> dict[str, str]:
@@ -202,16 +256,13 @@ def _files(where: str, name: str, text: str) -> list[tuple[str, bool]]:
     return files
 
 
-def _of_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+def _of_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
     for number, line in enumerate(_text(path).split("\n"), start=1):
         if line.strip():
-            try:
-                yield f"{path}:{number}", msgspec.json.decode(line)
-            except msgspec.DecodeError as error:
-                raise ConfigError(f"{path}:{number}: {error}") from None
+            yield f"{path}:{number}", line
 
 
-def _of_parquet(path: Path) -> Iterator[tuple[str, Any]]:
+def _of_parquet(path: Path) -> Iterator[tuple[str, Record]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -220,7 +271,7 @@ def _of_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(f"[taskset] rows: {path}: {error}") from None
     for number, row in enumerate(rows, start=1):
-        yield f"{path}: row {number}", {name: value for name, value in row.items() if value is not None}
+        yield f"{path}: row {number}", row
 
 
 def _text(path: Path) -> str:

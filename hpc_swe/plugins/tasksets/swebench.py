@@ -16,7 +16,7 @@ from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.tasksets import _checked
 from hpc_swe.plugins.tasksets._swebench_rows import (
-    DJANGO,
+    RECIPES,
     Recipe,
     Row,
     TestPatch,
@@ -57,7 +57,7 @@ class Swebench(Plugin, frozen=True, kw_only=True):
     checked: str = ""
     """File of jobs/check_tasks.py: only instances that it calls usable are taken; empty takes all."""
     recipes: dict[str, Recipe] = {}
-    """Repository -> how its tests are called, for rows without an eval script; Django's is known."""
+    """Repository -> how its tests are called, for rows without an eval script; Verified's are known."""
     prompt: str = PROMPT
     workdir: str = "/testbed"
     timeout_s: float = 900.0
@@ -76,7 +76,7 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         if self.checked:
             rows = self._usable(split, rows)
         for where, row in rows.values():
-            yield self._task(where, row)
+            yield self.task(where, row)
 
     def references(self, tasks: Iterable[Task]) -> dict[str, str]:
         """The column ``patch``."""
@@ -116,9 +116,14 @@ class Swebench(Plugin, frozen=True, kw_only=True):
                 raise ConfigError(f"{place}: {row_id} is no row of {source.rows}")
         return {row_id: found[row_id] for row_id in wanted}
 
-    def _task(self, where: str, row: Row) -> Task:
+    def task(self, where: str, row: Row) -> Task:
+        """A row's.
+
+        Raises:
+            ConfigError: A patch is none, or nothing says how the tests are called.
+        """
         patch = TestPatch.read(where, row)
-        recipe = ({"django/django": DJANGO} | self.recipes).get(row.repo)
+        recipe = (RECIPES | self.recipes).get(row.repo)
         if not row.eval_script and recipe is None:
             raise ConfigError(
                 f"{where}: {row.instance_id} has no eval_script, and [taskset.recipes] none for {row.repo!r}"
