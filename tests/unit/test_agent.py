@@ -125,7 +125,8 @@ def test_long_answers_are_cut_and_schemas_shown_on_demand():
         call("rewrite", path="a", start=1, end=0, new_code="z" * 500), call("view", path="a"), call("submit")
     )
     result, _ = solve(script, most_chars=50, show_tools=True)
-    assert len(result.messages[5].content) < 60
+    head, note, tail = result.messages[5].content.split("\n")
+    assert (len(head), note, len(tail)) == (25, "[... at least 452 characters cut ...]", 25)
     assert [tool["function"]["name"] for tool in json.loads(script.tools)][0] == "view"
 
 

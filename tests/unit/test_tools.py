@@ -103,6 +103,93 @@ def test_evaluate_has_a_limit_and_tells_a_broken_sandbox(sandbox: Sandbox):
         invoke(slow, "", Broken(), TASK)
 
 
+def test_bash_shows_both_outputs_and_how_it_ended(sandbox: Sandbox):
+    assert use(sandbox, "bash", command="echo out; echo err >&2; exit 3") == "out\nerr\n[exit code 3]"
+    assert use(sandbox, "bash", command="true") == "[exit code 0]"
+    assert use(sandbox, "bash", command="cat mod.py") == f"{SOURCE}[exit code 0]"
+    late = use(sandbox, "bash", command="echo early; sleep 60; echo late", timeout_s=1)
+    assert late == "early\n[stopped after 1 s]"
+
+
+def test_every_bash_is_a_fresh_one_and_says_so(sandbox: Sandbox):
+    use(sandbox, "bash", command="sleep 60 & echo $! > pid; export SEEN=1; cd /")
+    seen = use(sandbox, "bash", command="ls no_end.txt; echo $SEEN; grep -q sleep /proc/$(cat pid)/cmdline || echo ended")
+    assert seen.startswith("no_end.txt\n\n")
+    assert "ended" in seen
+    assert "fresh" in schema(load("tools", {"type": "bash"})).description
+
+
+def test_a_flood_is_cut_in_the_middle_and_says_by_how_much(sandbox: Sandbox):
+    short = load("tools", {"type": "bash", "most_chars": 100})
+    flood = invoke(short, '{"command": "echo begin; yes | head -c 20000; echo end"}', sandbox, TASK)
+    begin, rest = flood.split("\n[... at least ")
+    assert begin.startswith("begin\ny\n")
+    assert rest.partition("]\n")[0] == "19909 characters cut ..."
+    assert rest.endswith("y\nend\n[exit code 0]")
+    assert len(use(sandbox, "bash", command="yes | head -c 10000000")) < 9000
+
+
+HOSTILE = r"""
+mkdir -p pkg/sub .git; mkfifo pipe; ln -s mod.py link; ln -s nowhere dangling; ln -s / root
+printf 'return \377\n' > latin; printf 'return\0' > binary; echo return > .git/config
+printf 'return' > pkg/sub/deep.py; printf 'return' > "$(printf 'two\nlines\377')"
+head -c 300000 /dev/zero | tr '\0' x > long; echo return >> long; chmod 000 pkg/sub/deep.py
+"""
+
+
+def test_grep_numbers_lines_by_file_and_minds_nothing_that_lies_about(sandbox: Sandbox):
+    sandbox.run(HOSTILE, 10.0)
+    found = use(sandbox, "grep", pattern="^ *return|x{9}").split("\n")
+    assert found[:6] == [
+        "latin",
+        "1:return \ufffd",
+        "long",
+        f"1:{'x' * 200} ...",
+        "mod.py",
+        "2:    return a - b - b",
+    ]
+    assert r"'two\nlines\udcff'" in found
+    assert not [line for line in found if line in ("link", "pipe", "binary", ".git/config")]
+    assert use(sandbox, "grep", pattern="def", path="/testbed/mod.py") == "mod.py\n1:def add(a, b):"
+    assert use(sandbox, "grep", pattern="nothing like it", path="/testbed") == "no match"
+
+
+def test_grep_finds_only_so_much_and_searches_only_so_long(sandbox: Sandbox):
+    sandbox.write("many", b"a\n" * 5000)
+    few = load("tools", {"type": "grep", "most_matches": 3, "timeout_s": 1.0})
+    answer = invoke(few, '{"pattern": "^a$"}', sandbox, TASK).split("\n")
+    assert answer == ["many", "1:a", "2:a", "3:a", "... more than 3 matches; narrow pattern or path"]
+    sandbox.write("slow", b"a" * 40 + b"!")
+    with pytest.raises(ToolError, match="longer than 1 s"):
+        invoke(few, '{"pattern": "(a+)+$", "path": "slow"}', sandbox, TASK)
+
+
+def test_edit_replaces_the_one_occurrence(sandbox: Sandbox):
+    assert use(sandbox, "edit", path="mod.py", old="a - b - b\n", new="a + b\n") == "ok"
+    assert sandbox.read("mod.py").decode() == "def add(a, b):\n    return a + b\n"
+    assert use(sandbox, "edit", path="/testbed/new/file.py", old="", new="x = 1\n") == "ok"
+    assert sandbox.read("new/file.py") == b"x = 1\n"
+
+
+def test_listdir_draws_files_to_a_depth(sandbox: Sandbox):
+    sandbox.run(HOSTILE, 10.0)
+    expected = ["binary", "latin", "long", "mod.py", "no_end.txt", "pkg/", "  sub/ (files: 1)", "test_mod.py"]
+    assert use(sandbox, "listdir").split("\n") == [*expected, r"'two\nlines\udcff'"]
+    assert use(sandbox, "listdir", path="/testbed/pkg/", depth=5) == "sub/\n  deep.py"
+    assert use(sandbox, "listdir", path="/testbed", depth=1).split("\n")[5] == "pkg/ (files: 1)"
+    short = load("tools", {"type": "listdir", "most_lines": 2})
+    assert invoke(short, "", sandbox, TASK) == "binary\nlatin\n... 7 lines more"
+
+
+def test_a_flood_of_files_is_told_and_breaks_no_tool(sandbox: Sandbox):
+    """The policy may make as many as it likes; what escaped as an error of the host would end the worker."""
+    sandbox.run("mkdir f; cd f; seq 20001 | xargs touch", 60.0)
+    with pytest.raises(ToolError, match="more than 20000 files"):
+        use(sandbox, "listdir")
+    assert use(sandbox, "rewrite", path="new.py", start=1, end=0, new_code="x = 1") == "ok"
+    assert use(sandbox, "grep", pattern="def add") == "mod.py\n1:def add(a, b):"
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "complaint"),
     [
@@ -128,9 +215,28 @@ def test_evaluate_has_a_limit_and_tells_a_broken_sandbox(sandbox: Sandbox):
         ("replace", '{"path": "mod.py", "line": 1, "old": "", "new": "-"}', "'' is not in line 1"),
         ("rewrite", '{"path": "mod.py", "start": 4, "end": 4, "new_code": ""}', "has 2 lines"),
         ("rewrite", '{"path": "mod.py", "start": 2, "end": 0, "new_code": ""}', "has 2 lines"),
-        ("rewrite", '{"path": "/x", "start": 1, "end": 0, "new_code": ""}', "Cannot write /x"),
+        ("rewrite", '{"path": "/x", "start": 1, "end": 0, "new_code": ""}', "Cannot read /x: not a path"),
         ("evaluate", '{"path": "mod.py"}', "unknown field"),
         ("submit", '"now"', "Wrong arguments"),
+        ("bash", '{"command": "true", "timeout_s": "nan"}', "above 0 and at most 600"),
+        ("bash", '{"command": "true", "timeout_s": "inf"}', "above 0 and at most 600"),
+        ("bash", '{"command": "true", "timeout_s": -1}', "above 0 and at most 600"),
+        ("bash", '{"command": "a\\u0000b"}', "has no NUL"),
+        ("bash", '{"command": "' + "x" * 200_000 + '"}', "at most 100000 bytes"),
+        ("grep", '{"pattern": "("}', "no regular expression: missing"),
+        ("grep", '{"pattern": "' + "(" * 20_000 + '"}', "no regular expression"),
+        ("grep", '{"pattern": "a{99999999999999999999}"}', "no regular expression"),
+        ("grep", '{"pattern": "a", "path": "none"}', "There is no 'none'"),
+        ("grep", '{"pattern": "a", "path": "a\\u0000b"}', "There is no"),
+        ("edit", '{"path": "mod.py", "old": "b", "new": ""}', "3 times in mod.py, first at lines 1, 2, 2;"),
+        ("edit", '{"path": "no_end.txt", "old": "", "new": ""}', "no_end.txt is there"),
+        ("edit", '{"path": "mod.py", "old": "\\treturn a - b - b\\n", "new": ""}', "like 2; compare"),
+        ("edit", '{"path": "mod.py", "old": "none", "new": ""}', "old is not in mod.py.$"),
+        ("edit", '{"path": "none.py", "old": "a", "new": ""}', "Cannot read none.py"),
+        ("edit", '{"path": "../x", "old": "", "new": ""}', "not a path below"),
+        ("edit", '{"path": "mod.py/x", "old": "", "new": ""}', "Not a directory"),
+        ("listdir", '{"path": "../x"}', "no files in ../x"),
+        ("listdir", '{"path": "mod.py"}', "no files in mod.py"),
     ],
 )
 def test_a_wrong_call_is_told_to_the_policy(sandbox: Sandbox, name, arguments, complaint):

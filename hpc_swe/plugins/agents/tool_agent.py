@@ -13,6 +13,7 @@ import msgspec
 from hpc_swe.plugins import Plugin, load
 from hpc_swe.plugins.agents.base import Chat, ContextFull, Result
 from hpc_swe.plugins.sandboxes.base import Sandbox
+from hpc_swe.plugins.tools._text import cut
 from hpc_swe.plugins.tools.base import SandboxBroken, Tool, ToolError, invoke, schema
 from hpc_swe.records import ExitStatus, Message, Task, ToolCall
 
@@ -29,7 +30,7 @@ class ToolAgent(Plugin, frozen=True, kw_only=True):
     """Of one tool's answer."""
     system_prompt: str = "Fix the bug."
     nudge: str = "Call a tool."
-    """What answers a reply without a tool call."""
+    """What answers a reply without a tool call; one that cannot be read is told why."""
     show_tools: bool = False
     """Whether the chat template gets the tools' schemas."""
 
@@ -66,7 +67,8 @@ class _Episode:
             said = Message(role="assistant", content=reply.content, tool_calls=reply.tool_calls)
             self.messages.append(said)
             if not reply.tool_calls:
-                self.messages.append(Message(role="user", content=self.agent.nudge))
+                why = self._fit(reply.parse_error)
+                self.messages.append(Message(role="user", content=f"{why}\n{self.agent.nudge}".lstrip("\n")))
             for call in reply.tool_calls:
                 ended = self._act(tools, call)
                 if ended is not None:
@@ -88,8 +90,12 @@ class _Episode:
         except ToolError as error:
             answer = str(error)
         self.tools_s += time.monotonic() - started
-        self.messages.append(Message(role="tool", content=_cut(answer, self.agent.most_chars)))
+        self.messages.append(Message(role="tool", content=self._fit(answer)))
         return ended or (ExitStatus.TOOL_TIME if self.tools_s > self.agent.tool_budget_s else None)
+
+    def _fit(self, text: str) -> str:
+        """What a record can hold: file names that are no text would break it, and end the worker."""
+        return cut(text, self.agent.most_chars).encode("utf-8", "replace").decode()
 
 
 def _load(agent: ToolAgent) -> dict[str, Tool]:
@@ -100,7 +106,3 @@ def _load(agent: ToolAgent) -> dict[str, Tool]:
 
 def _shown(tool: Tool) -> dict[str, object]:
     return {"type": "function", "function": msgspec.to_builtins(schema(tool))}
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most // 2]}\n[...]\n{text[-most // 2 :]}"

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.tools._files import read_lines, write_lines
+from hpc_swe.plugins.tools._files import read_lines, write_text
 from hpc_swe.plugins.tools.base import ToolError
 from hpc_swe.records import Task
 
@@ -22,5 +22,5 @@ class Replace(Plugin, frozen=True, kw_only=True):
         if not old or old not in lines[line - 1]:
             raise ToolError(f"{old!r} is not in line {line}.")
         lines[line - 1] = lines[line - 1].replace(old, new, 1)
-        write_lines(sandbox, task, path, lines)
+        write_text(sandbox, task, path, "".join(lines))
         return "ok"

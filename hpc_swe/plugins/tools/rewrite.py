@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.tools._files import below, read_lines, write_lines
+from hpc_swe.plugins.tools._files import is_missing, read_lines, write_text
 from hpc_swe.plugins.tools.base import ToolError
 from hpc_swe.records import Task
 
@@ -18,7 +18,7 @@ class Rewrite(Plugin, frozen=True, kw_only=True):
         self, sandbox: Sandbox, task: Task, *, path: str, start: int, end: int, new_code: str
     ) -> str:
         """Edit and answer ``ok``; lines 1 to 0 of a file that is not there make it."""
-        is_new = (start, end) == (1, 0) and below(task, path) not in sandbox.paths()
+        is_new = (start, end) == (1, 0) and is_missing(sandbox, task, path)
         lines = [] if is_new else read_lines(sandbox, task, path)
         if not 1 <= start <= len(lines) + 1 or not start - 1 <= end <= len(lines):
             raise ToolError(f"{path} has {len(lines)} lines.")
@@ -26,5 +26,5 @@ class Rewrite(Plugin, frozen=True, kw_only=True):
             lines[start - 2] += "\n"
         complete = new_code + "\n" if new_code and not new_code.endswith("\n") else new_code
         lines[start - 1 : end] = [complete]
-        write_lines(sandbox, task, path, lines)
+        write_text(sandbox, task, path, "".join(lines))
         return "ok"

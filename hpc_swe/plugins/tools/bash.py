@@ -1,0 +1,33 @@
+"""bash: a shell line."""
+
+from typing import ClassVar
+
+from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.sandboxes.base import Sandbox
+from hpc_swe.plugins.tools._text import cut
+from hpc_swe.plugins.tools.base import SandboxBroken, ToolError
+from hpc_swe.records import Task
+
+_MOST_BYTES = 100_000
+"""Linux takes 131,072 bytes as one argument; a longer command would fail on the host's side."""
+
+
+class Bash(Plugin, frozen=True, kw_only=True):
+    """Run a command in a fresh bash in the work directory; nothing that it starts outlives it."""
+
+    ends_episode: ClassVar[bool] = False
+    most_timeout_s: float = 600.0
+    most_chars: int = 8000
+
+    def __call__(self, sandbox: Sandbox, task: Task, *, command: str, timeout_s: float = 60.0) -> str:
+        """Output and errors as they came, and how it ended."""
+        # Written so that NaN, which a lax reading of numbers lets through, is refused as well.
+        if not 0 < timeout_s <= self.most_timeout_s:
+            raise ToolError(f"timeout_s must be above 0 and at most {self.most_timeout_s:g}.")
+        if "\0" in command or len(command.encode()) > _MOST_BYTES:
+            raise ToolError(f"A command has no NUL and at most {_MOST_BYTES} bytes; write a file and run it.")
+        result = sandbox.run(command, timeout_s)
+        if result.broke_sandbox:
+            raise SandboxBroken("The command ended the sandbox.")
+        ended = f"stopped after {timeout_s:g} s" if result.timed_out else f"exit code {result.exit_code}"
+        return f"{cut(result.output.rstrip(), self.most_chars)}\n[{ended}]".lstrip("\n")

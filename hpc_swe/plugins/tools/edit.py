@@ -1,0 +1,52 @@
+"""edit: a piece of a file."""
+
+from typing import ClassVar
+
+from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.sandboxes.base import Sandbox
+from hpc_swe.plugins.tools._files import is_missing, read_text, write_text
+from hpc_swe.plugins.tools._text import name
+from hpc_swe.plugins.tools.base import ToolError
+from hpc_swe.records import Task
+
+_NAMED = 5
+"""Lines that an error names at most."""
+
+
+class Edit(Plugin, frozen=True, kw_only=True):
+    """Replace old, which must occur exactly once in a file, by new; an empty old makes a new file."""
+
+    ends_episode: ClassVar[bool] = False
+
+    def __call__(self, sandbox: Sandbox, task: Task, *, path: str, old: str, new: str) -> str:
+        """Edit and answer ``ok``."""
+        if not old and is_missing(sandbox, task, path):
+            write_text(sandbox, task, path, new)
+            return "ok"
+        text = read_text(sandbox, task, path)
+        if not old:
+            raise ToolError(f"{name(path)} is there; old must be a piece of it.")
+        first = text.find(old)
+        if first < 0:
+            raise ToolError(f"old is not in {name(path)}.{_near(text, old)}")
+        if text.find(old, first + 1) >= 0:
+            # Occurrences that overlap are two as well.
+            count, lines = max(text.count(old), 2), _lines(text, old)
+            raise ToolError(f"old occurs {count} times in {name(path)}, first at lines {lines}; add to it.")
+        write_text(sandbox, task, path, text[:first] + new + text[first + len(old) :])
+        return "ok"
+
+
+def _lines(text: str, old: str) -> str:
+    found: list[str] = []
+    at = -1
+    while len(found) < _NAMED and (at := text.find(old, at + 1)) >= 0:
+        found.append(str(text.count("\n", 0, at) + 1))
+    return ", ".join(found)
+
+
+def _near(text: str, old: str) -> str:
+    """Lines that are the first of `old` but for the space around, which is what most misses are about."""
+    first = next(filter(None, map(str.strip, old.split("\n"))), "")
+    near = [n for n, line in enumerate(text.split("\n"), 1) if first and line.strip() == first][:_NAMED]
+    return f" Its first line is like {', '.join(map(str, near))}; compare what follows." if near else ""

@@ -1,0 +1,37 @@
+"""grep: lines that match."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.sandboxes.base import Sandbox
+from hpc_swe.plugins.tools._files import below
+from hpc_swe.plugins.tools._text import cut
+from hpc_swe.plugins.tools.base import SandboxBroken, ToolError
+from hpc_swe.records import Task
+
+_PROGRAM = Path(__file__).with_name("_search.py").read_text(encoding="utf-8")
+
+
+class Grep(Plugin, frozen=True, kw_only=True):
+    """Search text files below a path for a Python regular expression."""
+
+    ends_episode: ClassVar[bool] = False
+    timeout_s: float = 30.0
+    most_matches: int = 100
+    most_line_chars: int = 200
+    most_chars: int = 8000
+
+    def __call__(self, sandbox: Sandbox, task: Task, *, pattern: str, path: str = ".") -> str:
+        """Numbered lines below the name of their file."""
+        arguments = (pattern, below(task, path), self.most_matches, self.most_line_chars)
+        call = f"sys.stdout.buffer.write(search{arguments!r}.encode(errors='replace'))"
+        result = sandbox.python(f"{_PROGRAM}\n\n{call}\n", self.timeout_s)
+        if result.broke_sandbox:
+            raise SandboxBroken("The search ended the sandbox.")
+        if result.timed_out:
+            raise ToolError(f"The search took longer than {self.timeout_s:g} s.")
+        answer = cut(result.output.strip("\n"), self.most_chars)
+        if result.exit_code:
+            raise ToolError(answer or f"The search ended with exit code {result.exit_code}.")
+        return answer
