@@ -11,10 +11,11 @@ import hashlib
 import itertools
 import logging
 import os
+import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -84,9 +85,9 @@ class _Clocked(Sandbox):
     began: float = field(default_factory=time.monotonic)
     ended: float = field(default_factory=time.monotonic)
 
-    def run(self, command: str, timeout_s: float) -> CommandResult:
+    def run(self, command: str, timeout_s: float, clock: Callable[[], float] | None = None) -> CommandResult:
         self.began = time.monotonic()
-        result = self.sandbox.run(command, timeout_s)
+        result = self.sandbox.run(command, timeout_s, clock)
         self.ended = time.monotonic()
         return result
 
@@ -95,6 +96,9 @@ class _Clocked(Sandbox):
         result = self.sandbox.python(program, timeout_s)
         self.ended = time.monotonic()
         return result
+
+    def listen(self, port: int) -> socket.socket:
+        return self.sandbox.listen(port)
 
     def read(self, path: str) -> bytes:
         return self.sandbox.read(path)

@@ -8,6 +8,7 @@ and when its socket closes it exits and the kernel ends all the rest.
 
     container  <- settings, then one socket per sandbox
     sandbox    -> b"process" + pidfd, b"ready" + work directory  <- {"kind", "timeout_s"} + program, output
+               -> b"listening" + socket                          <- {"kind": "listen", "port"}
 """
 
 import ctypes
@@ -23,7 +24,7 @@ import struct
 import sys
 import traceback
 import types
-from typing import NoReturn
+from typing import Any, NoReturn
 
 NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000
 MS_RDONLY, MS_NOSUID_NODEV_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
@@ -85,7 +86,7 @@ def serve(channel: socket.socket) -> None:
         os.close(received[0])
 
 
-def start(host: socket.socket, workdir: str, settings: dict[str, int]) -> NoReturn:
+def start(host: socket.socket, workdir: str, settings: dict[str, Any]) -> NoReturn:
     """Become a sandbox; whatever fails is said to the host."""
     try:
         user, group = os.geteuid(), os.getegid()
@@ -97,7 +98,7 @@ def start(host: socket.socket, workdir: str, settings: dict[str, int]) -> NoRetu
             os._exit(0)
         # From here on the first process of the new process namespace.
         socket.send_fds(host, [b"process"], [os.pidfd_open(os.getpid())])
-        set_up_files(settings["disk_mb"], workdir)
+        set_up_files(settings["disk_mb"], workdir, settings["mounts"])
         give_up_rights(settings["processes"])
         socket.send_fds(host, [b"ready"], [os.open(workdir, os.O_RDONLY | os.O_DIRECTORY)])
         os.closerange(host.fileno() + 1, 256)
@@ -107,7 +108,7 @@ def start(host: socket.socket, workdir: str, settings: dict[str, int]) -> NoRetu
     os._exit(1)
 
 
-def set_up_files(disk_mb: int, workdir: str) -> None:
+def set_up_files(disk_mb: int, workdir: str, mounts: list[str]) -> None:
     """A root of our own: the image below, a tmpfs above, and nothing that a sibling could see."""
     call("mount", None, "/", None, MS_REC | MS_PRIVATE, None)
     mount("tmpfs", SCRATCH, 0, f"size={disk_mb}m,mode=700")
@@ -126,6 +127,9 @@ def set_up_files(disk_mb: int, workdir: str) -> None:
     os.makedirs(f"{dev}/shm", exist_ok=True)
     for folder in (f"{dev}/shm", f"{root}/tmp", f"{root}/var/tmp"):
         os.chmod(folder, 0o1777)
+    for path in mounts:  # which the container mounted read-only, and a bind mount stays so
+        os.makedirs(root + path, exist_ok=True)
+        call("mount", path, root + path, None, MS_BIND, None)
     mount("proc", f"{root}/proc", MS_NOSUID_NODEV_NOEXEC)
     mount("sysfs", f"{root}/sys", MS_NOSUID_NODEV_NOEXEC | MS_RDONLY)
     os.chdir(root)
@@ -164,18 +168,26 @@ def limit_processes(processes: int) -> None:
         return
 
 
-def obey(host: socket.socket, workdir: str, settings: dict[str, int]) -> None:
-    """Run the host's commands, one at a time; nothing of a command is left when it is answered."""
+def obey(host: socket.socket, workdir: str, settings: dict[str, Any]) -> None:
+    """Run the host's commands, one at a time; nothing of a command is left when it is answered.
+
+    Whatever the host says meanwhile ends the command; a b"stop" that comes too late means nothing.
+    """
     while True:
         message, files, _, _ = socket.recv_fds(host, 4096, 2)
         if not message:
             return
+        if message == b"stop":
+            continue
         request = json.loads(message)
+        if request["kind"] == "listen":
+            listen(host, request["port"])
+            continue
         child = os.fork()
         if child == 0:
             run(request["kind"], files, workdir, settings)
         handle = os.pidfd_open(child)
-        in_time = bool(select.select([handle], [], [], request["timeout_s"])[0])
+        in_time = handle in select.select([handle, host.fileno()], [], [], request["timeout_s"])[0]
         if not in_time:
             os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
@@ -188,6 +200,15 @@ def obey(host: socket.socket, workdir: str, settings: dict[str, int]) -> None:
         )
 
 
+def listen(host: socket.socket, port: int) -> None:
+    """Give the host a socket of this network: it accepts there, and nothing in here can take its place."""
+    try:
+        with socket.create_server(("127.0.0.1", port), backlog=64) as server:
+            socket.send_fds(host, [b"listening"], [server.fileno()])
+    except OSError as error:
+        host.send(f"failed: {error}".encode())
+
+
 def end_everybody() -> None:
     """From process 1, -1 means all others of the namespace, at once."""
     try:
@@ -198,7 +219,7 @@ def end_everybody() -> None:
         return
 
 
-def run(kind: str, files: list[int], workdir: str, settings: dict[str, int]) -> NoReturn:
+def run(kind: str, files: list[int], workdir: str, settings: dict[str, Any]) -> NoReturn:
     """In the child: one shell line, or one Python program in the interpreter that is already warm."""
     try:
         program = read(files[0])

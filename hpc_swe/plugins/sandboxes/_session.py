@@ -19,13 +19,15 @@ from msgspec import Struct
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.sandboxes._output import collected
 from hpc_swe.plugins.sandboxes._tree import Tree
-from hpc_swe.plugins.sandboxes.base import CommandResult
+from hpc_swe.plugins.sandboxes.base import Clock, CommandResult
 from hpc_swe.processes import descendants
 
 PROGRAM = Path(__file__).with_name("_container.py")
 BOOTSTRAP = "import socket; s = socket.socket(fileno=0); p = s.recv(1 << 17).decode(); s.detach(); exec(p)"
 GRACE_S = 15.0
 """A command's time limit is kept inside the sandbox; this much later the host keeps it."""
+LOOK_S = 0.2
+"""How often another clock than the wall's is looked at."""
 GONE = CommandResult(exit_code=137, output="The sandbox is gone.", broke_sandbox=True)
 
 
@@ -48,7 +50,15 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Container:
     """A running container that opens sandboxes. Its life hangs on our end of one socket."""
 
-    def __init__(self, command: Sequence[str], limits: Limits, warm_up: str, start_timeout_s: float) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        limits: Limits,
+        warm_up: str,
+        start_timeout_s: float,
+        mounts: Sequence[str] = (),
+    ) -> None:
+        """`mounts` are paths in the container that its sandboxes see too."""
         self._limits = limits
         self._start_timeout_s = start_timeout_s
         self._sending = threading.Lock()
@@ -62,7 +72,8 @@ class Container:
                 stderr=self._errors,
                 start_new_session=True,
             )
-        settings = {name: getattr(limits, name) for name in limits.__struct_fields__} | {"warm_up": warm_up}
+        settings = {name: getattr(limits, name) for name in limits.__struct_fields__}
+        settings |= {"warm_up": warm_up, "mounts": list(mounts)}
         self._channel.settimeout(start_timeout_s)
         try:
             self._channel.send(PROGRAM.read_bytes())
@@ -124,28 +135,50 @@ class Session:
         self.write = tree.write
         self.paths = tree.paths
 
-    def run(self, command: str, timeout_s: float) -> CommandResult:
+    def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
         """Run a shell line in the work directory."""
-        return self._ask("shell", command, timeout_s)
+        return self._ask("shell", command, timeout_s, clock)
 
     def python(self, program: str, timeout_s: float) -> CommandResult:
         """Run a Python program in a fork of the warm interpreter."""
-        return self._ask("python", program, timeout_s)
+        return self._ask("python", program, timeout_s, None)
 
-    def _ask(self, kind: Literal["shell", "python"], program: str, timeout_s: float) -> CommandResult:
+    def listen(self, port: int) -> socket.socket:
+        """Process 1 makes the socket and hands it over."""
+        try:
+            self._host.settimeout(GRACE_S)
+            self._host.send(json.dumps({"kind": "listen", "port": port}).encode())
+            return socket.socket(fileno=_expect(self._host, b"listening"))
+        except OSError as error:
+            raise SandboxError(f"cannot listen on port {port} of the sandbox: {error}") from error
+
+    def _ask(
+        self, kind: Literal["shell", "python"], program: str, timeout_s: float, clock: Clock | None
+    ) -> CommandResult:
         if self._is_broken:
             return GONE
         with _memory(program.encode()) as source, _memory(b"") as output:
             try:
                 self._host.settimeout(timeout_s + GRACE_S)
-                request = json.dumps({"kind": kind, "timeout_s": timeout_s}).encode()
+                request = json.dumps({"kind": kind, "timeout_s": None if clock else timeout_s}).encode()
                 socket.send_fds(self._host, [request], [source, output])
-                answer = self._host.recv(4096)
+                answer = self._await(timeout_s, clock) if clock else self._host.recv(4096)
             except OSError:
                 answer = b""
             if not answer:
                 return self._broken()
             return CommandResult(output=collected(output, self._output_bytes), **json.loads(answer))
+
+    def _await(self, timeout_s: float, clock: Clock) -> bytes:
+        """The answer to a command whose time is up when `clock` says so."""
+        until = clock() + timeout_s
+        while (left_s := until - clock()) > 0:
+            self._host.settimeout(min(left_s, LOOK_S))
+            with contextlib.suppress(TimeoutError):
+                return self._host.recv(4096)
+        self._host.settimeout(GRACE_S)
+        self._host.send(b"stop")
+        return self._host.recv(4096)
 
     def _broken(self) -> CommandResult:
         self._is_broken = True

@@ -55,6 +55,8 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
     """A folder on the node's own disk, as ``$TMPDIR``: a .sif is unpacked there once per node, then run."""
     local_gb: float = 50.0
     """What unpacked images may take there; whose use is longest ago goes first."""
+    mounts: tuple[str, ...] = ()
+    """Folders, or squashfs files, that sandboxes see read-only: ``.cache/agents/qwen-code:/opt/agent``."""
     python: str = "python3"
     """The image's interpreter that serves the host and runs `Sandbox.python`."""
     warm_up: str = _WARM_UP
@@ -122,6 +124,20 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
     def _start(self, image: Path) -> Container:
         rights = _AS_USER if os.getuid() else _AS_ROOT
         options = [*_ISOLATION, *rights, "--security", f"seccomp:{_SECCOMP}"]
+        shown = [self._mount(mount) for mount in self.mounts]
+        options += [word for option, _ in shown for word in ("--bind", option)]
         command = [self.executable, "-q", "exec", *options, str(image), self.python]
         with boundary(SandboxError, f"start {self.executable}"):
-            return Container(command, self.limits, self.warm_up, self.start_timeout_s)
+            targets = [target for _, target in shown]
+            return Container(command, self.limits, self.warm_up, self.start_timeout_s, targets)
+
+    def _mount(self, mount: str) -> tuple[str, str]:
+        """Apptainer's option, and where it appears."""
+        source, _, target = mount.rpartition(":")
+        path = Path(source).resolve()
+        if not source or not path.exists() or not target.startswith("/"):
+            raise ConfigError(
+                f"[sandbox] mounts: {mount!r} must be FOLDER:/WHERE, and the folder must be there; "
+                "containers/build_agents.sh makes those of the agents that ship"
+            )
+        return f"{path}:{target}:ro" if path.is_dir() else f"{path}:{target}:image-src=/,ro", target

@@ -1,10 +1,15 @@
 """The seam: a container that an episode acts in."""
 
+import socket
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from hpc_swe.records import Task
+
+Clock = Callable[[], float]
+"""Seconds that count; they may stand still, and infinity ends what is timed."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +30,8 @@ class Sandbox(Protocol):
     Processes end with the command that started them. Files stay readable after the sandbox broke.
     """
 
-    def run(self, command: str, timeout_s: float) -> CommandResult:
-        """Run a shell line in the work directory.
+    def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
+        """Run a shell line in the work directory. Its time is the wall's, or that of `clock`.
 
         Raises:
             SandboxError: The host failed, not the command.
@@ -51,6 +56,15 @@ class Sandbox(Protocol):
 
         Raises:
             OSError: Disk full, or the path is a folder, or leads through a link or ``..``.
+        """
+
+    def listen(self, port: int) -> socket.socket:
+        """A socket that listens on 127.0.0.1 of the sandbox's own network; only this host can accept there.
+
+        Where that network is the host's own, any free port is taken.
+
+        Raises:
+            SandboxError: It could not be made. Ask before the agent acts, or the policy holds the port.
         """
 
     def paths(self) -> list[str]:

@@ -6,6 +6,7 @@ For machines without Apptainer and for tests of everything else. What runs here 
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,8 +20,11 @@ from hpc_swe.errors import SandboxError, boundary
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes._output import collected
 from hpc_swe.plugins.sandboxes._tree import Tree
-from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox
+from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Sandbox
 from hpc_swe.records import Task
+
+LOOK_S = 0.2
+"""How often another clock than the wall's is looked at."""
 
 log = logging.getLogger(__name__)
 
@@ -63,13 +67,21 @@ class _Folder:
         self.write = tree.write
         self.paths = tree.paths
 
-    def run(self, command: str, timeout_s: float) -> CommandResult:
-        return self._run(["bash", "--noprofile", "--norc", "-c", command], "", timeout_s)
+    def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
+        return self._run(
+            ["bash", "--noprofile", "--norc", "-c", command], "", timeout_s, clock or time.monotonic
+        )
 
     def python(self, program: str, timeout_s: float) -> CommandResult:
-        return self._run([sys.executable, "-I", "-"], program, timeout_s)
+        return self._run([sys.executable, "-I", "-"], program, timeout_s, time.monotonic)
 
-    def _run(self, command: Sequence[str], standard_input: str, timeout_s: float) -> CommandResult:
+    def listen(self, port: int) -> socket.socket:
+        with boundary(SandboxError, "listen on a free port"):
+            return socket.create_server(("127.0.0.1", 0))
+
+    def _run(
+        self, command: Sequence[str], standard_input: str, timeout_s: float, clock: Clock
+    ) -> CommandResult:
         path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
         environment = {
             "PATH": path,
@@ -90,14 +102,16 @@ class _Folder:
                     stderr=output.fileno(),
                     start_new_session=True,
                 )
-            timed_out = False
+            timed_out, code = False, None
             try:
-                code = process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                timed_out, code = True, 137
+                until = clock() + timeout_s
+                while code is None and not (timed_out := clock() >= until):
+                    with suppress(subprocess.TimeoutExpired):
+                        code = process.wait(max(min(until - clock(), LOOK_S), 0.0))
             finally:
                 _end_all(self._folder)
                 process.wait()
+            code = 137 if code is None else code
             text = collected(output.fileno(), self._output_bytes)
         return CommandResult(exit_code=code if code >= 0 else 128 - code, output=text, timed_out=timed_out)
 
