@@ -38,10 +38,7 @@ FAMILIES: dict[Any, str] = {
     Sandboxes: "sandboxes",
     Taskset: "tasksets",
 }
-MAY_CHANGE = (
-    *("steps", "counts", "executor", "inference"),
-    *("coordinator.poll_s", "rollout.slots", "reward.slots"),
-)
+MAY_CHANGE = ("steps", "counts", "executor", "inference", "coordinator.poll_s", "rollout.slots", "reward")
 """Keys that a running run may see changed; all else would change what is trained."""
 
 
@@ -142,6 +139,8 @@ class RewardConfig(Table, frozen=True, kw_only=True):
 
     slots: Positive = 2
     poll_s: Seconds = 0.5
+    sentinel_every: Natural = 100
+    """After one in so many gradings the grader is tried, by the reference or by nothing; 0 is never."""
 
 
 class InferenceConfig(Table, frozen=True, kw_only=True):

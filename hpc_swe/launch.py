@@ -20,6 +20,8 @@ from hpc_swe import config as configuration
 from hpc_swe import reconcile
 from hpc_swe.config import RunConfig
 from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError, SchedulerError, StaleRun, StorageError
+from hpc_swe.plugins.tasksets.base import Referenced
+from hpc_swe.plugins.tasksets.swebench import Swebench
 from hpc_swe.reconcile import Plan
 from hpc_swe.records import RunManifest, Split, Task
 from hpc_swe.roles.inference import attach
@@ -171,7 +173,11 @@ def _create(run: RunDir, config: RunConfig) -> None:
         ) from None
     _copy_code(run)
     atomic.write(run.token, _key(run, config).encode())
-    tasks.write(run.tasks, _take_tasks(config))
+    taken = _take_tasks(config)
+    tasks.write(run.tasks, taken)
+    if isinstance(config.taskset, Referenced):
+        all_tasks = [task for split in taken.values() for task in split]
+        tasks.write_references(run.references, config.taskset.references(all_tasks))
     data = _json(config)
     atomic.put(
         run.manifest,
@@ -212,6 +218,8 @@ def _copy_code(run: RunDir) -> None:
 
 def _take_tasks(config: RunConfig) -> dict[Split, Sequence[Task]]:
     wanted, first = config.tasks, config.tasks.eval_from
+    if isinstance(config.taskset, Swebench) and not config.taskset.checked:
+        log.warning("[taskset] checked is not set: instances are used that nobody has checked")
     return {
         "train": list(itertools.islice(config.taskset.load("train"), wanted.train)),
         "eval": list(itertools.islice(config.taskset.load("eval"), first, first + wanted.eval)),

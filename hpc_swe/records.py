@@ -133,7 +133,6 @@ class RolloutRequest(Record, frozen=True, kw_only=True):
     """One attempt that some rollout worker shall make.
 
     Example:
-
         RolloutRequest(group_id=12, index=3, task_id="bugs-train-7", seed=7, sampling=Sampling())
         # spooled as requests/ready/train-000012-03~0; its episode is named train-000012-03
     """
@@ -176,7 +175,6 @@ class Turn(Record, frozen=True, kw_only=True):
     `appended_ids`: that a turn extends its parent token by token holds by shape, not by comparison.
 
     Example: a two-turn episode P0 A0 P1 A1
-
         Turn(parent=None, appended_ids=P0, completion_ids=A0, ...)
         Turn(parent=0,    appended_ids=P1, completion_ids=A1, ...)
     """
@@ -285,6 +283,8 @@ class ScoredEpisode(Record, frozen=True, kw_only=True):
 
     episode: Episode
     score: Score
+    sentinels: list[str] = []
+    """Sentinels that the worker graded since its last result: what was wrong with each, or nothing."""
 
 
 class Sample(Record, frozen=True, kw_only=True):

@@ -32,6 +32,8 @@ class RunDir:
     """Cell: the merged configuration, written once."""
     tasks = _At("tasks.parquet")
     """Cell: the tasks of the run as parquet, written once."""
+    references = _At("references.json")
+    """Cell, mode 0600: solutions of the tasks, which only reward workers read."""
     token = _At("token")
     """Cell, mode 0600: the bearer token of every engine route."""
     control = _At("control")

@@ -16,6 +16,7 @@ def work(run: RunDir, config: RunConfig) -> None:
         sandboxes=Watched(config.sandbox),
         grader=config.grader,
         config=config.reward,
+        references=tasks.read_references(run.references),
     )
     with entry.lease(run, config, "reward") as lease:
         worker(run, lease, means).work()

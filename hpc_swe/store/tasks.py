@@ -33,6 +33,21 @@ def write(path: Path, tasks: dict[Split, Sequence[Task]]) -> None:
     atomic.write(path, sink.getvalue().to_pybytes())
 
 
+def write_references(path: Path, references: dict[str, str]) -> None:
+    """Publish solutions: apart from the tasks, so that no rollout worker ever holds one."""
+    atomic.write(path, msgspec.json.encode(references))
+
+
+def read_references(path: Path) -> dict[str, str]:
+    """Inverse of `write_references`; empty for a task set that gives none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+    except FileNotFoundError:
+        return {}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptRecord(f"{path}: not the references of a run: {error}") from error
+
+
 def read(path: Path) -> dict[Split, list[Task]]:
     """Inverse of `write`."""
     import pyarrow as pa

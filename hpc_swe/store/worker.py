@@ -40,6 +40,9 @@ class Work(Generic[R]):
         """In its own thread; an exception ends the process, and the claim counts as lost."""
         raise NotImplementedError
 
+    def after(self) -> None:
+        """In the same thread and slot, once the result is out."""
+
     def overdue(self) -> R | None:
         """What to publish when `run` hangs; None while it may still end."""
         return None
@@ -180,6 +183,7 @@ class Worker(Generic[M, R]):
     def _play(self, held: _Held[M, R]) -> None:
         try:
             self._publish(held, held.work.run())
+            held.work.after()
         except Exception as error:  # noqa: BLE001 - the main thread raises it
             held.crash = error
         held.is_over = True

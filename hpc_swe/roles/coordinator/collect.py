@@ -10,14 +10,17 @@ there is the coordinator's memory across restarts.
 """
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from hpc_swe.records import RolloutRequest, ScoredEpisode
+from hpc_swe.roles.coordinator import curves
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, failure, locate
 from hpc_swe.roles.coordinator.housekeeping import World
 from hpc_swe.rundir import RunDir
 from hpc_swe.store.spool import Address, Spool
+
+WORST = 5  # tasks that people are told of
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +37,18 @@ class Intake:
         self._scored = Spool(run.scored, ScoredEpisode)
         self._held: set[Address] = set()
         self._errors: deque[str] = deque(maxlen=5)
+        self._wrong: deque[str] = deque(maxlen=1)
+        """The last sentinel that was misjudged; whoever doubts the grader must not miss it."""
+        self._read: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        """Results read, and infrastructure failures among them, by task."""
 
     @property
     def errors(self) -> list[str]:
-        """The last failures, for people."""
-        return list(self._errors)
+        """For people: the last failures, the tasks that failed most, and a grader that errs."""
+        worst = [f"{task} {failed} of {self._read[task]}" for task, failed in self._failed.most_common(WORST)]
+        by_task = [f"infrastructure failures: {', '.join(worst)}"] if worst else []
+        return [*self._errors, *by_task, *self._wrong]
 
     def round(self, world: World) -> None:
         """Enter what is new."""
@@ -85,8 +95,8 @@ class Intake:
         scored = self._scored.read(address)
         if scored is None:
             return
-        if cause := failure(scored):
-            self._errors.append(f"{address.identity} a{scored.episode.request.attempt}: {cause}")
+        cause = failure(scored)
+        self._count(scored, cause)
         verdict = self.ledger.take(address, scored, now)
         if verdict == "keep":
             self._held.add(address)
@@ -96,6 +106,20 @@ class Intake:
             log.info("retry %s: %s", address.identity, cause)
             self._requests.put(member.request.name, member.request)
         self._drop(address)
+
+    def _count(self, scored: ScoredEpisode, cause: str) -> None:
+        request, counts = scored.episode.request, self.ledger.counts
+        turns = f"turns_{curves.turns_from(len(scored.episode.turns))}"
+        self._read[request.task_id] += 1
+        counts[f"read/{turns}"] += 1
+        if cause:
+            self._errors.append(f"{request.name} a{request.attempt}: {cause}")
+            self._failed[request.task_id] += 1
+            counts[f"infra/{turns}"] += 1
+        wrong = [told for told in scored.sentinels if told]
+        self._wrong.extend(wrong)
+        counts["grader/sentinels"] += len(scored.sentinels)
+        counts["grader/sentinel_errors"] += len(wrong)
 
     def _drop(self, address: Address) -> None:
         self._scored.remove(address)

@@ -17,6 +17,8 @@ from hpc_swe.roles.coordinator.groups import Group
 from hpc_swe.roles.coordinator.samples import sampled_tokens
 
 Fates = list[tuple[Group, Verdict]]
+TURNS = (0, 1, 4, 16, 64)
+"""Where the ranges begin by which infrastructure failures are told apart."""
 
 
 def of_batch(groups: Sequence[Group], composition: Composition) -> dict[str, float]:
@@ -62,6 +64,21 @@ def of_queue(groups: Sequence[Group], depths: Mapping[str, Mapping[str, int]]) -
     return {**spools, "seconds/queue": _mean(waits)}
 
 
+def turns_from(turns: int) -> int:
+    """The beginning of the range that a number of turns is in."""
+    return max(first for first in TURNS if first <= turns)
+
+
+def of_intake(counts: Mapping[str, int]) -> dict[str, float]:
+    """What was read since the last batch, retried and dropped results too; a share of nothing is no point."""
+    values = {"grader/sentinels": float(counts["grader/sentinels"])}
+    shares = [(f"infra/turns_{first}", f"read/turns_{first}") for first in TURNS]
+    for name, of in [("grader/sentinel_errors", "grader/sentinels"), *shares]:
+        if counts[of]:
+            values[name] = counts[name] / counts[of]
+    return values
+
+
 def _rewards(results: Sequence[ScoredEpisode]) -> list[float]:
     return [scored.score.reward or 0.0 for scored in results]
 
@@ -87,6 +104,7 @@ def _episodes(results: Sequence[ScoredEpisode]) -> dict[str, float]:
     exits = Counter(f"exit/{episode.exit_status.value}" for episode in episodes)
     outcomes = Counter(f"outcome/{scored.score.outcome}" for scored in results)
     return {
+        "outcome/cheated": 0.0,  # a curve from the start, so that the first one shows
         **{name: number / len(results) for name, number in sorted((exits + outcomes).items())},
         "episodes/turns": _mean([len(episode.turns) for episode in episodes]),
         "episodes/tokens": _mean([sampled_tokens(episode) for episode in episodes]),

@@ -108,6 +108,7 @@ class Training:
         tokens = sum(sampled_tokens(s.episode) for group in groups for s in group.results)
         read = counts["episodes/infra"] + sum(len(group.results) for group in groups)
         values |= curves.of_queue(groups, world.depths)
+        values |= curves.of_intake(counts)
         values |= {name: float(counts[name]) for name in COUNTED}
         values["episodes/infra_rate"] = counts["episodes/infra"] / max(1, read)
         values["groups/open"] = float(len(self._ledger.groups))

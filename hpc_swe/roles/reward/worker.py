@@ -1,22 +1,28 @@
 """The reward worker: episodes become scored episodes.
 
 Consumes episodes/; produces scored/. Waits for a finished episode (rollout workers make them). Each
-grading has fresh sandboxes, which end with the process.
+grading has fresh sandboxes, which end with the process. Now and then the grader itself is tried, in the
+slot of an episode whose result is out already: what came of it goes with the next result.
 """
 
+import hashlib
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
 from hpc_swe.config import RewardConfig
 from hpc_swe.errors import EpisodeError
-from hpc_swe.plugins.graders.base import Grader
+from hpc_swe.plugins.graders.base import Examiner, Grader
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.records import Episode, ExitStatus, Score, ScoredEpisode, Task
 from hpc_swe.rundir import RunDir
 from hpc_swe.store.lease import Lease
 from hpc_swe.store.spool import Spool
 from hpc_swe.store.worker import Work, Worker
+
+Sentinel = Literal["reference", "nothing"]
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +35,10 @@ class Means:
     sandboxes: Sandboxes
     grader: Grader
     config: RewardConfig
+    references: Mapping[str, str] = field(default_factory=dict)
+    """Task id -> a submission that is right."""
+    told: deque[str] = field(default_factory=deque)
+    """What sentinels came to that no result has taken along yet."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,14 @@ class Grading(Work[ScoredEpisode]):
         """Judge."""
         score = judge(self.means, self.episode)
         log.info("graded %s: %s in %.2f s", self.episode.request.name, score.outcome, score.seconds)
-        return ScoredEpisode(episode=self.episode, score=score)
+        return ScoredEpisode(episode=self.episode, score=score, sentinels=list(_taken(self.means.told)))
+
+    def after(self) -> None:
+        """Try the grader on the task in hand, under the load that the episode was graded under."""
+        task = self.means.tasks.get(self.episode.request.task_id)
+        which = sentinel(self.episode.request.name, self.means.config.sentinel_every)
+        if which is not None and task is not None:
+            stand(self.means, task, which)
 
 
 def judge(means: Means, episode: Episode) -> Score:
@@ -59,6 +76,44 @@ def judge(means: Means, episode: Episode) -> Score:
         return means.grader.grade(task, submission, means.sandboxes)
     except EpisodeError as error:
         return Score(outcome="infra_error", reward=None, detail=str(error))
+
+
+def sentinel(request: str, every: int) -> Sentinel | None:
+    """What follows the grading of a request: one in `every`, and the same when it is graded again."""
+    number = int.from_bytes(hashlib.sha256(request.encode()).digest()[:8], "big")
+    if not every or number % every:
+        return None
+    return "reference" if number // every % 2 else "nothing"
+
+
+def stand(means: Means, task: Task, which: Sentinel) -> None:
+    """Grade what is known to be right, or wrong; without a reference, or with a simple grader, the other."""
+    reference, grader = means.references.get(task.task_id, ""), means.grader
+    if isinstance(grader, Examiner) and (which == "nothing" or not reference):
+        submission, expected, grade = "", "unresolved", grader.examine
+    elif reference:
+        submission, expected, grade = reference, "resolved", grader.grade
+    else:
+        return
+    try:
+        score = grade(task, submission, means.sandboxes)
+    except EpisodeError as error:
+        log.warning("sentinel of %s told nothing: %s", task.task_id, error)
+        return
+    what = "the reference" if submission else "nothing"
+    wrong = f"sentinel: {what} of {task.task_id} is {score.outcome}: {score.detail[:300]}"
+    means.told.append("" if score.outcome == expected else wrong)
+    if score.outcome != expected:
+        log.error("%s; failed %s", wrong, score.failed[:5])
+
+
+def _taken(told: deque[str]) -> Iterator[str]:
+    """Each by one thread only."""
+    try:
+        while True:
+            yield told.popleft()
+    except IndexError:
+        return
 
 
 def worker(run: RunDir, lease: Lease, means: Means) -> Worker[Episode, ScoredEpisode]:
