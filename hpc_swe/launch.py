@@ -95,8 +95,17 @@ def alive(run: RunDir, config: RunConfig) -> list[str]:
     return [job.job for job in config.executor.queue(run)]
 
 
-def wait(run: RunDir, config: RunConfig, timeout_s: float, each: Callable[[], None] = lambda: None) -> None:
+def wait(
+    run: RunDir,
+    config: RunConfig,
+    timeout_s: float,
+    each: Callable[[], None] = lambda: None,
+    *,
+    detaches: bool = False,
+) -> None:
     """Tick, and call `each`, until the run has finished and its processes are gone.
+
+    An interrupt ends the run; with `detaches` it ends the wait, and leaves the jobs of a cluster alone.
 
     Raises:
         HpcSweError: It was ordered to end before it had finished.
@@ -112,8 +121,9 @@ def wait(run: RunDir, config: RunConfig, timeout_s: float, each: Callable[[], No
                 raise DeadlineError(f"{run.root}: {why}")
             each()
             time.sleep(config.executor.pause_s)
-    except BaseException:
-        stop(run, config, now=True)
+    except BaseException as error:
+        if not (detaches and isinstance(error, KeyboardInterrupt)) or config.executor.is_here:
+            stop(run, config, now=True)
         raise
     if not run.finished.exists():
         raise HpcSweError(f"{run.root}: ordered to end before it had finished; `launch start` goes on")

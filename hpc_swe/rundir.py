@@ -66,6 +66,10 @@ class RunDir:
     """Cell: StatusReport, coordinator to people."""
     evals = _At("evals")
     """Cells: evaluations."""
+    results = _At("results.parquet")
+    """Cell: one row an episode of a finished evaluation, without what is long."""
+    summary = _At("summary.json")
+    """Cell: a finished evaluation in numbers."""
     archives = _At("archive/episodes")
     """Cells: one parquet file a step."""
     metrics = _At("metrics")
@@ -101,6 +105,10 @@ class RunDir:
     def eval_table(self, label: str) -> Path:
         """Cell: one finished evaluation as parquet."""
         return self.evals / f"{label}.parquet"
+
+    def predictions(self, label: str) -> Path:
+        """Cell: what one sample of an evaluation handed in for every task, as swebench reads it."""
+        return self.root / f"predictions.{label}.jsonl"
 
     def archive(self, step: int) -> Path:
         """Cell: the scored episodes that a batch consumed, as parquet."""

@@ -11,6 +11,8 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
+from hpc_swe.store.evals import Attempt
+
 DRAWS = 10_000
 Outcomes = Mapping[str, Sequence[float]]
 """Task id -> one number per episode, 1 where it was resolved."""
@@ -28,12 +30,12 @@ class Estimate:
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def outcomes(rows: Iterable[Mapping[str, object]], sampling: str) -> dict[str, list[float]]:
-    """Of one decoding, from the rows of an evaluation's table."""
+def outcomes(attempts: Iterable[Attempt], sampling: str) -> dict[str, list[float]]:
+    """Of one decoding, from an evaluation's table."""
     found: dict[str, list[float]] = {}
-    for row in rows:
-        if row["sampling"] == sampling:
-            found.setdefault(str(row["task_id"]), []).append(float(row["outcome"] == "resolved"))
+    for attempt in attempts:
+        if attempt.sampling == sampling:
+            found.setdefault(attempt.task_id, []).append(float(attempt.outcome == "resolved"))
     return found
 
 
@@ -42,21 +44,26 @@ def solve_rate(outcomes: Outcomes, seed: int = 0) -> Estimate:
     return _bootstrap(np.array([np.mean(outcomes[task]) for task in sorted(outcomes)]), seed)
 
 
+def pass_rate(outcomes: Outcomes, k: int, seed: int = 0) -> Estimate:
+    """Mean over tasks of the unbiased chance that one of k episodes is resolved."""
+    found = [pass_at_k(len(outcomes[task]), round(sum(outcomes[task])), k) for task in sorted(outcomes)]
+    return _bootstrap(np.array(found), seed)
+
+
 def gain(before: Outcomes, after: Outcomes, seed: int = 0) -> Estimate:
     """Mean difference after - before, paired by task."""
-    if before.keys() != after.keys():
-        raise ValueError(f"different tasks: {sorted(before.keys() ^ after.keys())[:5]} ...")
-    return _bootstrap(
-        np.array([np.mean(after[task]) - np.mean(before[task]) for task in sorted(before)]), seed
-    )
+    return _bootstrap(_differences(before, after), seed)
 
 
 def detectable(outcomes: Outcomes, power: float = 0.8, level: float = 0.05) -> float:
     """Smallest paired gain that so many tasks would show with this power, for independent halves."""
     means = np.array([np.mean(outcomes[task]) for task in outcomes])
-    spread = float(np.std(means, ddof=1)) * np.sqrt(2.0 / len(means))
-    normal = NormalDist()
-    return float(spread * (normal.inv_cdf(1 - level / 2) + normal.inv_cdf(power)))
+    return _smallest(means * np.sqrt(2.0), power, level)
+
+
+def detectable_gain(before: Outcomes, after: Outcomes, power: float = 0.8, level: float = 0.05) -> float:
+    """The same of two evaluations that are there, from the spread of their differences by task."""
+    return _smallest(_differences(before, after), power, level)
 
 
 def pass_at_k(episodes: int, resolved: int, k: int) -> float:
@@ -64,6 +71,21 @@ def pass_at_k(episodes: int, resolved: int, k: int) -> float:
     if episodes - resolved < k:
         return 1.0
     return 1.0 - comb(episodes - resolved, k) / comb(episodes, k)
+
+
+def _differences(before: Outcomes, after: Outcomes) -> NDArray[np.float64]:
+    if before.keys() != after.keys():
+        raise ValueError(f"different tasks: {sorted(before.keys() ^ after.keys())[:5]} ...")
+    return np.array([np.mean(after[task]) - np.mean(before[task]) for task in sorted(before)])
+
+
+def _smallest(values: NDArray[np.float64], power: float, level: float) -> float:
+    """Mean of such values that a two-sided test tells from 0; nothing is certain of a single task."""
+    if len(values) < 2:
+        return 1.0
+    normal = NormalDist()
+    error: float = np.std(values, ddof=1).item() / len(values) ** 0.5
+    return error * (normal.inv_cdf(1 - level / 2) + normal.inv_cdf(power))
 
 
 def _bootstrap(values: NDArray[np.float64], seed: int) -> Estimate:

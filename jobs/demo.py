@@ -27,7 +27,7 @@ from hpc_swe.errors import HpcSweError
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.records import MetricLine, StatusReport
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, weights
+from hpc_swe.store import atomic, evals, weights
 
 DEADLINE_S = 1800.0  # for each stage
 DECODINGS = ("greedy", "sampled")
@@ -76,9 +76,7 @@ class Demo:
 
     def outcomes(self, run: RunDir, decoding: str) -> dict[str, list[float]]:
         """Task id -> 1 or 0 per episode, of one finished evaluation."""
-        import pyarrow.parquet as pq
-
-        return statistics.outcomes(pq.read_table(run.eval_table("eval")).to_pylist(), decoding)
+        return statistics.outcomes(evals.read(run.eval_table("eval")), decoding)
 
 
 def newest(run: RunDir) -> Path:

@@ -36,6 +36,7 @@ from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator, summary
 from hpc_swe.roles.coordinator.housekeeping import Standing
 from hpc_swe.roles.coordinator.loop import Coordinator
 from hpc_swe.store import atomic
+from hpc_swe.store.evals import Attempt
 from hpc_swe.store.spool import Spool
 
 TABLE = CoordinatorConfig(poll_s=0.01, status_s=0.01, wait_s=100.0)
@@ -142,9 +143,16 @@ def test_beside_training_evaluation_holds_a_quarter_of_the_slots(run):
 
 def test_the_interval_is_over_tasks():
     rows = [
-        {"task_id": f"t{i}", "sampling": "greedy", "outcome": "resolved" if i % 2 else "unresolved"}
+        Attempt(
+            task_id=f"t{i}",
+            index=n,
+            sampling="greedy",
+            sample=n,
+            outcome="resolved" if i % 2 else "unresolved",
+            reward=float(i % 2),
+        )
         for i in range(100)
-        for _ in range(50)
+        for n in range(50)
     ]
     values = summary("greedy", rows)
     assert values["solve/eval/greedy"] == values["solve/eval_any/greedy"] == 0.5

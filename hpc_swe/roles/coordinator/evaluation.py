@@ -10,33 +10,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-import pyarrow as pa
+import msgspec
 
 from hpc_swe import statistics
 from hpc_swe.config import EvalConfig
 from hpc_swe.metrics import Log
 from hpc_swe.records import Episode, RolloutRequest
-from hpc_swe.roles.coordinator import archive
 from hpc_swe.roles.coordinator.collect import Intake
 from hpc_swe.roles.coordinator.dispatch import request
-from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, Member
+from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, Member, failure
 from hpc_swe.roles.coordinator.housekeeping import Standing, World
+from hpc_swe.roles.coordinator.samples import sampled_tokens
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic
+from hpc_swe.store import atomic, evals
+from hpc_swe.store.evals import Attempt, Outcome
 
-Row = dict[str, object]
 SHARE = 4  # beside training, evaluation holds at most every fourth slot
 OUTSTANDING = 512  # requests at once in a run of its own: no folder shall hold thousands
-SCHEMA = pa.schema(
-    [
-        ("task_id", pa.string()),
-        ("index", pa.int64()),
-        ("sampling", pa.string()),
-        ("reward", pa.float64()),
-        ("outcome", pa.string()),
-        ("versions", pa.list_(pa.string())),
-    ]
-)
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +61,15 @@ class Evaluator:
             request(self.seed, "eval", key[1], index, (self.tasks[place], sampling))
             for index, sampling in enumerate(settings)
         ]
+
+    def progress(self, ledger: Ledger) -> dict[str, list[float]]:
+        """How far the round under way is, for people."""
+        found = [m for key, group in ledger.groups.items() if key[0] == "eval" for m in group.members]
+        closed = [member for member in found if member.state != "open"]
+        return {
+            "evaluation/done": [float(len(closed))],
+            "evaluation/resolved": [float(sum(_outcome(member) == "resolved" for member in closed))],
+        }
 
     def round(self, intake: Intake, world: World) -> str:
         """Ask for what may be under way, and write the table when all is in; what is waited for."""
@@ -116,9 +115,9 @@ class Evaluator:
                 taken += members
 
     def _write(self, number: int, groups: Sequence[Group]) -> None:
-        labels = [label for label in self.config.decodings for _ in range(self.config.samples)]
-        rows = [_row(m, labels[m.request.index]) for group in groups for m in group.members]
-        archive.publish(self.run.eval_table(self.label(number)), SCHEMA, rows)
+        labels = [(label, n) for label in self.config.decodings for n in range(self.config.samples)]
+        rows = [_attempt(m, *labels[m.request.index]) for group in groups for m in group.members]
+        evals.write(self.run.eval_table(self.label(number)), rows)
         self._done.add(self.label(number))
         values: dict[str, float] = {}
         for label in self.config.decodings:
@@ -138,13 +137,14 @@ class Evaluating:
         """Do what can be done now."""
         self._intake.round(world)
         waits_for = self._evaluator.round(self._intake, world)
-        return Standing(waits_for, 0, self._evaluator.curves_log.recent, self._intake.errors)
+        recent = self._evaluator.curves_log.recent | self._evaluator.progress(self._intake.ledger)
+        return Standing(waits_for, 0, recent, self._intake.errors)
 
     def _expects(self, key: Key) -> list[RolloutRequest] | None:
         return self._evaluator.expects(key) if key[0] == "eval" else None
 
 
-def summary(label: str, rows: Sequence[Row]) -> dict[str, float]:
+def summary(label: str, rows: Sequence[Attempt]) -> dict[str, float]:
     """Solve rate of one decoding, its 95 % interval over tasks, and the share that any sample solved."""
     outcomes = statistics.outcomes(rows, label)
     rate = statistics.solve_rate(outcomes)
@@ -156,16 +156,45 @@ def summary(label: str, rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def _row(member: Member, sampling: str) -> Row:
-    score = member.scored.score if member.scored else None
-    return {
-        "task_id": member.request.task_id,
-        "index": member.request.index,
-        "sampling": sampling,
-        "reward": score.reward if score else None,
-        "outcome": score.outcome if score else "infra_error",
-        "versions": _versions(member.scored.episode) if member.scored else [],
-    }
+def _attempt(member: Member, label: str, sample: int) -> Attempt:
+    request, scored = member.request, member.scored
+    asked = Attempt(
+        task_id=request.task_id,
+        index=request.index,
+        sampling=label,
+        sample=sample,
+        retries=request.attempt,
+        outcome=_outcome(member),
+        reward=scored.score.reward if scored and member.state == "done" else None,
+    )
+    if scored is None:
+        return asked
+    episode, score, timing = scored.episode, scored.score, scored.episode.timing
+    return msgspec.structs.replace(
+        asked,
+        exit_status=episode.exit_status.value,
+        turns=len(episode.turns),
+        sampled_tokens=sampled_tokens(episode),
+        sandbox_s=timing.sandbox_s,
+        engine_s=timing.engine_s,
+        tools_s=timing.tools_s,
+        episode_s=timing.total_s,
+        grading_s=score.seconds,
+        queue_s=member.queue_s,
+        versions=_versions(episode),
+        submission=episode.submission,
+        passed=score.passed,
+        failed=score.failed,
+        detail=(failure(scored) if member.state == "failed" else "") or score.detail,
+        messages=episode.messages,
+    )
+
+
+def _outcome(member: Member) -> Outcome:
+    """What was flawed to the last is nobody's doing, whatever the grader made of it."""
+    if member.state != "done" or member.scored is None:
+        return "infra_error"
+    return member.scored.score.outcome
 
 
 def _versions(episode: Episode) -> list[str]:

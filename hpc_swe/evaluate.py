@@ -1,0 +1,270 @@
+"""python -m hpc_swe.evaluate CONFIG... --out FOLDER: what a model solves. See docs/evaluate.md.
+
+An evaluation is a run of mode eval: its folder, jobs, claims and restarts are any run's. This is the person's
+side of it: the words that make one, the bar while it lasts, and the results when it has finished.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from hpc_swe import config as configuration
+from hpc_swe import launch, results
+from hpc_swe.config import RunConfig
+from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError
+from hpc_swe.rundir import RunDir
+from hpc_swe.status import Reader, View, duration
+from hpc_swe.store import evals, tasks
+
+FLAGS = {
+    "model": "model",
+    "url": "inference.url",
+    "samples": "eval.samples",
+    "tasks": "tasks.eval",
+    "history": "rollout.history",
+}
+"""Option -> the key that it is a short word for."""
+OWN = ["mode=eval", "tasks.train=0", "eval.tasks=0"]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How an evaluation fares."""
+
+    done: int
+    """Episodes."""
+    solved: int
+    waits_for: str
+    is_queued: bool
+    """Jobs wait for the scheduler, which may take its time."""
+    moved: object
+    """Equal as long as nothing moves."""
+
+
+class Patience:
+    """Ends a wait in which nothing moves for so long, unless jobs wait for the scheduler."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s, self._clock = limit_s, clock
+        self._moved: object = None
+        self._since = clock()
+
+    def look(self, standing: Standing) -> None:
+        """Raises DeadlineError."""
+        if standing.moved != self._moved or standing.is_queued:
+            self._moved, self._since = standing.moved, self._clock()
+        silent_s = self._clock() - self._since
+        if silent_s > self._limit_s:
+            raise DeadlineError(
+                f"nothing moved for {duration(silent_s)} (coordinator.wait_s and rollout.episode_timeout_s); "
+                f"it waits for {standing.waits_for}"
+            )
+
+
+class Watch:
+    """The bar."""
+
+    def __init__(self, run: RunDir, config: RunConfig, console: Console) -> None:
+        self._reader, self._patience = Reader(run, config), Patience(_limit_s(config))
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        self.bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+        self._total = size(run, config)
+        self._row = self.bar.add_task(run.root.name, total=self._total)
+        self._first, self._began = -1, time.monotonic()
+        self.standing = Standing(0, 0, "its jobs", True, None)
+
+    def look(self) -> None:
+        """Draw how it stands.
+
+        Raises:
+            DeadlineError: It has not moved for too long.
+        """
+        self.standing = standing(self._reader.look())
+        self._first = self.standing.done if self._first < 0 else self._first
+        minutes = max(time.monotonic() - self._began, 1.0) / 60
+        told = f"{self.standing.solved} solved, {(self.standing.done - self._first) / minutes:.1f}/min"
+        waits = f"; {self.standing.waits_for}"[:60]
+        self.bar.update(self._row, completed=self.standing.done, description=told + waits)
+        self._patience.look(self.standing)
+
+    def end(self) -> None:
+        """It has finished."""
+        self.bar.update(self._row, completed=self._total, description="finished")
+
+
+def _limit_s(config: RunConfig) -> float:
+    """The coordinator's patience begins anew with its process, and a last episode may take its whole time."""
+    return config.coordinator.wait_s + config.rollout.episode_timeout_s
+
+
+def standing(view: View) -> Standing:
+    """What a look says."""
+    report, queue = view.report, view.queue
+    pending = [job for job in queue.jobs if job.state != "running"]
+    recent = report.recent if report else {}
+    done, solved = (int(recent.get(f"evaluation/{name}", [0.0])[-1]) for name in ("done", "resolved"))
+    if queue.silence:
+        waits_for = "the scheduler, which does not answer"
+    elif queue.failures:
+        waits_for = "; ".join(queue.failures)
+    elif pending:
+        roles = ", ".join(sorted({f"{job.role}: {job.reason}" for job in pending}))
+        waits_for = f"{len(pending)} jobs in the queue ({roles})"
+    elif report is None:
+        waits_for = "the coordinator"
+    elif "inference" in view.desired and not view.engines:
+        waits_for = "an engine that serves"
+    else:
+        waits_for = "; ".join([report.waits_for, *report.errors[-1:]])
+    moved = (done, report.spools if report else None, len(view.engines))
+    return Standing(done, solved, waits_for, bool(pending or queue.silence), moved)
+
+
+def size(run: RunDir, config: RunConfig) -> int:
+    """Episodes in all."""
+    held_out = tasks.read(run.tasks)["eval"][: config.eval.tasks or None]
+    return len(held_out) * len(config.eval.decodings) * config.eval.samples
+
+
+def configured(run: RunDir, words: Sequence[str]) -> RunConfig:
+    """The configuration that the command line describes, or that of the evaluation that is there.
+
+    Raises:
+        ConfigError: It is not that of the evaluation that is there, or its model may vanish.
+    """
+    if not words:
+        config = launch.load(run)
+        if config.mode != "eval":
+            raise ConfigError(f"{run.root}: a run of mode {config.mode}, no evaluation; choose another --out")
+        return config
+    files = [Path(word) for word in words if "=" not in word]
+    if not files:
+        raise ConfigError("no CONFIG.toml; give the files that say which tasks, agent and jobs are meant")
+    config = configuration.read(*files, overrides=[*(word for word in words if "=" in word), *OWN])
+    changed = configuration.differences(launch.load(run), config) if run.config.exists() else []
+    if changed:
+        raise ConfigError(
+            f"{run.root} is another evaluation: {'; '.join(changed)}. Name another folder with --out, or say "
+            "nothing but --out to go on with that one"
+        )
+    source = next(results.ancestry(config), None)
+    if source and not source.finished.exists() and not run.config.exists():
+        raise ConfigError(
+            f"model = {config.model!r}: {source.root} still trains, and removes old weights. Copy the folder "
+            f"first, for example cp -al {config.model} {source.root}-{Path(config.model).name}"
+        )
+    return config
+
+
+def evaluate(run: RunDir, config: RunConfig, *, detach: bool, console: Console) -> bool:
+    """Start or go on, until it has finished; False when it is left to itself."""
+    if run.finished.exists() and not launch.alive(run, config):
+        return True
+    is_new = not run.config.exists()
+    launch.start(run, config)
+    watch = Watch(run, config, console)
+    done = standing(Reader(run, config).look()).done
+    begun = "begins" if is_new else f"goes on: {done} episodes are done"
+    console.print(f"{run.root}: {begun}, of {size(run, config)}", soft_wrap=True)
+    if detach:
+        return False
+    try:
+        with watch.bar:
+            launch.wait(run, config, float("inf"), watch.look, detaches=True)
+            watch.end()
+    except KeyboardInterrupt:
+        console.print(_left(run, config), soft_wrap=True)
+        raise
+    except DeadlineError as error:
+        told = Reader(run, config).look().queue.failures or [watch.standing.waits_for]
+        raise DeadlineError("; ".join([str(error), *told])) from None
+    return True
+
+
+def _left(run: RunDir, config: RunConfig) -> str:
+    if config.executor.is_here:
+        return "stopped; the same command goes on from here"
+    status, stop = (f"`python -m hpc_swe.{verb} {run.root}`" for verb in ("status", "launch stop"))
+    return f"left; its jobs go on. The same command shows how, and so does {status}; {stop} ends them"
+
+
+def finish(run: RunDir, config: RunConfig, console: Console) -> None:
+    """Write the results and show them."""
+    for table in results.shown(results.write(run, config)):
+        console.print(table)
+    console.print(f"results: {run.summary}, {run.results}, {run.predictions('*')}", soft_wrap=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m hpc_swe.evaluate", description="What a model solves.")
+    parser.add_argument(
+        "config", nargs="*", help="TOML files, merged left to right, and overrides; none to go on"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="the evaluation's folder, a run folder")
+    parser.add_argument("--model", type=Path, help="Hugging Face folder, or a run's weights/v...")
+    parser.add_argument(
+        "--url", help="an engine that serves it already, http://host:port; its key in VLLM_API_KEY"
+    )
+    parser.add_argument("--samples", type=int, help="episodes a task and decoding")
+    parser.add_argument("--tasks", type=int, help="held-out tasks, the first so many")
+    parser.add_argument(
+        "--history", choices=("keep", "template"), help="how a conversation's past is rendered"
+    )
+    parser.add_argument("--detach", action="store_true", help="submit and return")
+    parser.add_argument("--compare", type=Path, help="folder of an earlier evaluation of the same tasks")
+    parser.add_argument("--common", action="store_true", help="compare on the tasks that are in both")
+    return parser
+
+
+def _words(arguments: argparse.Namespace) -> list[str]:
+    if arguments.model:
+        arguments.model = arguments.model.resolve()  # a link may point elsewhere tomorrow
+    given = {key: getattr(arguments, flag) for flag, key in FLAGS.items()}
+    return [*arguments.config, *(f"{key}={value}" for key, value in given.items() if value is not None)]
+
+
+def _run(run: RunDir, arguments: argparse.Namespace, console: Console) -> None:
+    other = RunDir(arguments.compare) if arguments.compare else None
+    before = evals.read(other.eval_table("eval")) if other else []  # now, not after hours
+    config = configured(run, _words(arguments))
+    if not evaluate(run, config, detach=arguments.detach, console=console):
+        console.print("the same command shows how it goes, and writes the results when it has finished")
+        return
+    finish(run, config, console)
+    if other:
+        found = results.compare(before, evals.read(run.eval_table("eval")), common=arguments.common)
+        console.print(results.shown_beside(str(arguments.compare), found))
+
+
+def main() -> None:
+    """The command line."""
+    os.umask(0o077)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    arguments, console = _parser().parse_intermixed_args(), Console(highlight=False)
+    run = RunDir(arguments.out.absolute())
+    try:
+        _run(run, arguments, console)
+    except HpcSweError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

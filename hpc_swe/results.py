@@ -1,0 +1,260 @@
+"""What an evaluation found: its numbers, its files, and how it stands beside another one."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+import msgspec
+from rich.box import ASCII
+from rich.console import RenderableType
+from rich.table import Table
+
+from hpc_swe import statistics
+from hpc_swe.config import RunConfig
+from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.graders.base import Official, Verdict
+from hpc_swe.records import Record, RunManifest, Sampling, Score, Task
+from hpc_swe.rundir import RunDir
+from hpc_swe.statistics import Estimate, Outcomes
+from hpc_swe.store import atomic, evals, tasks
+from hpc_swe.store.evals import Attempt
+
+BAR = 20
+STAGES = ("episode", "sandbox", "engine", "tools", "grading", "queue")
+
+
+class Decoding(Record, frozen=True, kw_only=True):
+    """One way of sampling, over all tasks."""
+
+    sampling: Sampling
+    episodes: int
+    pass_at: dict[int, Estimate]
+    """k -> share of tasks that one of k episodes resolves, unbiased; k = 1 is the solve rate."""
+    detectable: float
+    """Smallest gain of another evaluation on these tasks that would be seen."""
+    outcomes: dict[str, int]
+    exits: dict[str, int]
+    retries: int
+    """Infrastructure failures that were made up for."""
+    median_s: dict[str, float]
+    """Seconds an episode, by stage."""
+    median_tokens: float
+    median_turns: float
+
+
+class Summary(Record, frozen=True, kw_only=True):
+    """One evaluation."""
+
+    name: str
+    model: str
+    model_sha256: str
+    """Of the folder's files, when the evaluation began."""
+    url: str
+    """Of somebody else's engine; empty when it was ours."""
+    history: str
+    """How a conversation's past was rendered."""
+    versions: list[str]
+    tasks: int
+    trained_on: list[str]
+    """Tasks that the model, or what it was trained from, has seen in training."""
+    decodings: dict[str, Decoding]
+
+
+class Comparison(Record, frozen=True, kw_only=True):
+    """One decoding of two evaluations, on the tasks of both."""
+
+    tasks: int
+    before: Estimate
+    after: Estimate
+    gain: Estimate
+    detectable: float
+    won: int
+    """Tasks that are resolved more often than before."""
+    lost: int
+
+
+def decoding(attempts: Sequence[Attempt], label: str, sampling: Sampling) -> Decoding:
+    """The numbers of one decoding."""
+    found = [attempt for attempt in attempts if attempt.sampling == label]
+    outcomes = statistics.outcomes(found, label)
+    came = [attempt for attempt in found if attempt.exit_status] or found
+    samples = min(len(values) for values in outcomes.values())
+    return Decoding(
+        sampling=sampling,
+        episodes=len(found),
+        pass_at={k: statistics.pass_rate(outcomes, k) for k in range(1, samples + 1)},
+        detectable=statistics.detectable(outcomes),
+        outcomes=dict(Counter(attempt.outcome for attempt in found)),
+        exits=dict(Counter(attempt.exit_status or "none" for attempt in found)),
+        retries=sum(attempt.retries for attempt in found),
+        median_s={name: median(getattr(attempt, f"{name}_s") for attempt in came) for name in STAGES},
+        median_tokens=median(attempt.sampled_tokens for attempt in came),
+        median_turns=median(attempt.turns for attempt in came),
+    )
+
+
+def write(run: RunDir, config: RunConfig) -> Summary:
+    """Write all results of a finished evaluation anew; only its table is read."""
+    attempts = evals.read(run.eval_table("eval"))
+    held_out = tasks.read(run.tasks)["eval"]
+    manifest = atomic.get(run.manifest, RunManifest)
+    summary = Summary(
+        name=run.root.name,
+        model=config.model,
+        model_sha256=manifest.model_sha256,
+        url=config.inference.url,
+        history=config.rollout.history,
+        versions=sorted({version for attempt in attempts for version in attempt.versions}),
+        tasks=len({attempt.task_id for attempt in attempts}),
+        trained_on=trained_on(config, held_out),
+        decodings={label: decoding(attempts, label, s) for label, s in config.eval.decodings.items()},
+    )
+    evals.write(run.results, attempts, without=evals.WORDY)
+    atomic.write(run.summary, msgspec.json.format(msgspec.json.encode(summary), indent=2))
+    _hand_in(run, config, attempts, {task.task_id: task for task in held_out})
+    return summary
+
+
+def _hand_in(run: RunDir, config: RunConfig, attempts: Sequence[Attempt], known: dict[str, Task]) -> None:
+    """Predictions, as swebench reads them, and the benchmark's own report, a file for each sample."""
+    for label, sample in itertools.product(config.eval.decodings, range(config.eval.samples)):
+        found = [attempt for attempt in attempts if (attempt.sampling, attempt.sample) == (label, sample)]
+        name = f"{label.replace('/', '_')}-{sample}"
+        lines = [
+            msgspec.json.encode(
+                {
+                    "instance_id": attempt.task_id,
+                    "model_name_or_path": run.root.name,
+                    "model_patch": attempt.submission,
+                }
+            )
+            for attempt in found
+            if attempt.submission or attempt.outcome != "infra_error"
+        ]
+        atomic.write(run.predictions(name), b"".join(line + b"\n" for line in lines))
+        if isinstance(config.grader, Official):
+            verdicts = [Verdict(known[a.task_id], a.submission, _score(a)) for a in found]
+            config.grader.report(run.root, name, run.root.name, verdicts)
+
+
+def _score(attempt: Attempt) -> Score:
+    return Score(outcome=attempt.outcome, reward=attempt.reward, passed=attempt.passed, failed=attempt.failed)
+
+
+def trained_on(config: RunConfig, held_out: Sequence[Task]) -> list[str]:
+    """Tasks that a run in the model's ancestry has trained, by id or by content."""
+    seen: set[object] = set()
+    for run in ancestry(config):
+        if run.tasks.exists():
+            seen |= {key for task in tasks.read(run.tasks)["train"] for key in _keys(task)}
+    return [task.task_id for task in held_out if seen & _keys(task)]
+
+
+def ancestry(config: RunConfig) -> Iterator[RunDir]:
+    """The runs that made the model's weights, the last first, as far as their folders are there."""
+    model = Path(config.model)
+    while model.parent.name == RunDir.weights.name and RunDir(model.parents[1]).config.exists():
+        run = RunDir(model.parents[1])
+        yield run
+        model = Path(msgspec.json.decode(run.config.read_bytes())["model"])
+
+
+def _keys(task: Task) -> set[object]:
+    return {task.task_id, (task.prompt, task.base_commit, *sorted(task.files.items()))}
+
+
+def compare(
+    before: Sequence[Attempt], after: Sequence[Attempt], *, common: bool = False
+) -> dict[str, Comparison]:
+    """Decoding -> what changed, paired by task.
+
+    Raises:
+        ConfigError: The tasks differ, and it was not said that the common ones are meant, or no decoding of
+            the one is in the other.
+    """
+    ours, theirs = ({attempt.task_id for attempt in attempts} for attempts in (after, before))
+    shared = ours & theirs
+    if not shared or (ours != theirs and not common):
+        remedy = "; --common compares on those" if shared else ""
+        raise ConfigError(
+            f"other tasks: {len(theirs)} there, {len(ours)} here, {len(shared)} in both{remedy}"
+        )
+    labels = [label for label in _labels(after) if label in _labels(before)]
+    if not labels:
+        told = (", ".join(_labels(attempts)) for attempts in (before, after))
+        raise ConfigError("no decoding in both: {} there, {} here; name one alike".format(*told))
+    return {label: _comparison(*(_on(shared, a, label) for a in (before, after))) for label in labels}
+
+
+def _labels(attempts: Sequence[Attempt]) -> list[str]:
+    return list(dict.fromkeys(attempt.sampling for attempt in attempts))
+
+
+def _on(shared: set[str], attempts: Sequence[Attempt], label: str) -> Outcomes:
+    return {t: solved for t, solved in statistics.outcomes(attempts, label).items() if t in shared}
+
+
+def _comparison(before: Outcomes, after: Outcomes) -> Comparison:
+    changes = [math.fsum(after[t]) / len(after[t]) - math.fsum(before[t]) / len(before[t]) for t in before]
+    return Comparison(
+        tasks=len(before),
+        before=statistics.solve_rate(before),
+        after=statistics.solve_rate(after),
+        gain=statistics.gain(before, after),
+        detectable=statistics.detectable_gain(before, after),
+        won=sum(change > 0 for change in changes),
+        lost=sum(change < 0 for change in changes),
+    )
+
+
+def shown(summary: Summary) -> Iterator[RenderableType]:
+    """For people."""
+    rates = _table(f"{summary.name}: {summary.tasks} tasks [95 % interval over tasks]")
+    shares = sorted({k for d in summary.decodings.values() for k in d.pass_at if _is_told(k, d)})
+    for name in (*(f"pass@{k}" for k in shares), "detectable gain"):
+        rates.add_column(name, justify="right")
+    costs = _table("outcomes of all episodes, and the median of one")
+    costs.add_column("outcomes")
+    for name in ("turns", "tokens", *(f"{stage} s" for stage in STAGES)):
+        costs.add_column(name, justify="right")
+    for label, found in summary.decodings.items():
+        solved = (str(found.pass_at[k]) if k in found.pass_at else "" for k in shares)
+        rates.add_row(f"{label} {_bar(found.pass_at[1].mean)}", *solved, f"{found.detectable:.3f}")
+        outcomes = _counted(found.outcomes | ({"retried": found.retries} if found.retries else {}))
+        numbers = (f"{found.median_turns:g}", f"{found.median_tokens:.0f}")
+        costs.add_row(label, outcomes, *numbers, *(f"{found.median_s[stage]:.1f}" for stage in STAGES))
+    yield rates
+    yield costs
+    if summary.trained_on:
+        some = ", ".join(summary.trained_on[:5])
+        yield f"not held out: the model was trained on {len(summary.trained_on)} of these tasks: {some}"
+
+
+def _table(title: str) -> Table:
+    return Table("decoding", title=title, box=ASCII, title_justify="left")
+
+
+def _is_told(k: int, found: Decoding) -> bool:
+    return k.bit_count() == 1 or k == max(found.pass_at)
+
+
+def _bar(share: float) -> str:
+    return ("#" * round(share * BAR)).ljust(BAR, ".")
+
+
+def _counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def shown_beside(other: str, found: dict[str, Comparison]) -> RenderableType:
+    """A comparison, for people."""
+    table = _table(f"since {other} [95 % interval, paired by task]")
+    for name in ("tasks", "before", "after", "gain", "detectable gain", "won", "lost"):
+        table.add_column(name, justify="right")
+    for label, one in found.items():
+        rates = map(str, (one.before, one.after, one.gain))
+        table.add_row(label, str(one.tasks), *rates, f"{one.detectable:.3f}", str(one.won), str(one.lost))
+    return table

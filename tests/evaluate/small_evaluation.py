@@ -1,0 +1,118 @@
+"""What an evaluation needs, in a folder: model, rows, repository, replies; and its command line."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from toy import RECIPES, make_repository, row, write_rows
+from toy_model import HERMES, make_model, tokenizer_json
+
+from hpc_swe.rundir import RunDir
+
+ROOT = Path(__file__).parents[2]
+TESTS = Path(__file__).parents[1]
+
+
+def call(name: str, **arguments: object) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+def edit(new: str) -> str:
+    return call("replace", path="calc/core.py", line=2, old="-", new=new)
+
+
+SOLVES = [edit("+"), call("submit")]
+FAILS = [edit("*"), call("submit")]
+GIVES_UP = [call("submit")]
+
+
+@dataclass(frozen=True)
+class Small:
+    """Everything lies below one folder."""
+
+    folder: Path
+
+    @property
+    def out(self) -> RunDir:
+        return RunDir(self.folder / "out")
+
+    @property
+    def words(self) -> list[str]:
+        """Configuration of the whole."""
+        recipes = ", ".join(f'"{name}" = {_inline(recipe)}' for name, recipe in RECIPES.items())
+        return [
+            "configs/demo.toml",
+            f"model={self.folder / 'model'}",
+            f'taskset={{type="swebench", eval={{rows="{self.folder}/rows.jsonl"}}, recipes={{{recipes}}}, '
+            "timeout_s=60.0}",
+            f'sandbox={{type="toy:Checkout", repository="{self.folder}/calc"}}',
+            f'engine={{type="scripted", replies="{self.folder}/replies.json", max_model_len=8192}}',
+            'grader={type="swebench"}',
+            'agent.tools=["replace", "submit"]',
+            "agent.show_tools=true",
+            "rollout.context=4096",
+            "rollout.slots=1",
+            "reward.slots=2",
+            "eval.samples=2",
+            "eval.decodings.greedy={temperature=0.0, max_tokens=300}",
+            "coordinator.poll_s=0.2",
+            "coordinator.status_s=0.3",
+            "lease={beat_s=0.5, ttl_s=5.0}",
+        ]
+
+    def rows(self, count: int) -> None:
+        """So many tasks, which are all solved by the same edit."""
+        base = self._base()
+        kinds = ("unittest", "pytest")
+        made = [row(kinds[n % 2], base, instance_id=f"toy__{kinds[n % 2]}-{n}") for n in range(count)]
+        write_rows(self.folder / "rows.jsonl", *made)
+
+    def replies(self, *conversations: list[str], delay_s: float = 0.0) -> None:
+        """What the engine says, conversation by conversation, round and round."""
+        tokenizer = Tokenizer.from_str(tokenizer_json())
+        end = tokenizer.token_to_id("<|im_end|>")
+        said = [tokenizer.encode(text).ids + [end] for texts in conversations for text in texts]
+        replies = [{"token_ids": ids, "logprobs": [-0.5] * len(ids), "delay_s": delay_s} for ids in said]
+        (self.folder / "replies.json").write_text(json.dumps(replies))
+
+    def command(self, *words: object, out: Path | None = None) -> list[str]:
+        line = [sys.executable, "-m", "hpc_swe.evaluate", *self.words, *words, "--out", out or self.out.root]
+        return list(map(str, line))
+
+    def evaluate(self, *words: object, out: Path | None = None) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            self.command(*words, out=out),
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    def _base(self) -> str:
+        git = ["git", "-C", self.folder / "calc", "rev-parse", "v2~1"]
+        return subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def environment() -> dict[str, str]:
+    """In which jobs find the toys, and this code before any that is installed."""
+    path = os.pathsep.join(str(TESTS / beside) for beside in ("swebench", "unit"))
+    return {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
+
+
+def make(folder: Path) -> Small:
+    small = Small(folder)
+    make_repository(folder / "calc")
+    make_model(folder / "model", HERMES)
+    (folder / "model" / "config.json").write_text("{}")
+    small.rows(4)
+    small.replies(SOLVES, FAILS, GIVES_UP)
+    return small
+
+
+def _inline(table: dict[str, str]) -> str:
+    return "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in table.items()) + "}"
