@@ -10,6 +10,7 @@ import difflib
 import json
 import re
 import secrets
+from pathlib import PurePosixPath
 from typing import NoReturn
 
 import msgspec
@@ -98,7 +99,9 @@ def _from_git(task: Task, sandbox: Sandbox, sandboxes: Sandboxes) -> str:
     left = _listing(sandbox)
     with sandboxes.open(task) as clean:
         found = _untouched(task, clean)
-        changed = _without_ignored(clean, [path for path, entry in left.items() if found.get(path) != entry])
+        changed = _without_ignored(
+            clean, found, [path for path, entry in left.items() if found.get(path) != entry]
+        )
         gone = [path for path in found if path not in left]
         if len(changed) + len(gone) > MOST_CHANGED:
             return ""
@@ -142,15 +145,20 @@ def _listing(sandbox: Sandbox) -> Listing:
     raise OSError("the work directory holds too many files")
 
 
-def _without_ignored(clean: Sandbox, paths: list[str]) -> list[str]:
-    """Asked of the untouched sandbox: its rules are the base commit's. Tracked files are never ignored."""
-    if not paths:
-        return []
+def _without_ignored(clean: Sandbox, found: Listing, paths: list[str]) -> list[str]:
+    """Asked of the untouched sandbox: its rules are the base commit's. Tracked files are never ignored.
+
+    Git refuses names like ``:(top)x`` unless they begin otherwise, and all that lies where it has a link.
+    """
+    links = {path for path, entry in found.items() if entry[0] == "link"}
+    asked = [f"./{path}" for path in paths if not links.intersection(map(str, PurePosixPath(path).parents))]
     name = f".git/{secrets.token_hex(8)}"
-    clean.write(name, "\0".join(paths).encode())
-    clean.run(f"git check-ignore -z --stdin < {name} > {name}.ignored", _STEP_S)
+    clean.write(name, "\0".join(asked).encode())
+    result = clean.run(f"git check-ignore -z --stdin < {name} > {name}.ignored", _STEP_S)
+    if result.exit_code not in (0, 1):
+        raise OSError(f"git: {result.output[-500:]}")
     ignored = set(clean.read(f"{name}.ignored").decode().split("\0"))
-    return [path for path in paths if path not in ignored and not IGNORED & set(path.split("/"))]
+    return [path for path in paths if f"./{path}" not in ignored and not IGNORED & set(path.split("/"))]
 
 
 def _contents(sandbox: Sandbox, entries: Listing) -> dict[str, bytes]:
