@@ -111,12 +111,12 @@ def start(host: socket.socket, workdir: str, settings: dict[str, Any]) -> NoRetu
 def set_up_files(disk_mb: int, workdir: str, mounts: list[str]) -> None:
     """A root of our own: the image below, a tmpfs above, and nothing that a sibling could see."""
     call("mount", None, "/", None, MS_REC | MS_PRIVATE, None)
-    mount("tmpfs", SCRATCH, 0, f"size={disk_mb}m,mode=700")
+    mount("tmpfs", SCRATCH, 0, f"size={disk_mb}m,nr_inodes={disk_mb}k,mode=700")
     root, dev = f"{SCRATCH}/root", f"{SCRATCH}/root/dev"
     for name in ("upper", "work"):
         os.mkdir(f"{SCRATCH}/{name}")
     mount("overlay", root, 0, f"lowerdir={BASE},upperdir={SCRATCH}/upper,workdir={SCRATCH}/work,userxattr")
-    mount("tmpfs", dev, 0, "size=64m,mode=755")
+    mount("tmpfs", dev, 0, "size=64m,nr_inodes=16k,mode=755")
     for name in ("null", "zero", "full", "random", "urandom", "tty"):
         if os.path.exists(f"/dev/{name}"):
             put(f"{dev}/{name}", "")
