@@ -20,7 +20,7 @@ from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.sandboxes._output import collected
 from hpc_swe.plugins.sandboxes._tree import Tree
 from hpc_swe.plugins.sandboxes.base import Clock, CommandResult
-from hpc_swe.processes import descendants
+from hpc_swe.processes import descendants, start_time
 
 PROGRAM = Path(__file__).with_name("_container.py")
 BOOTSTRAP = "import socket; s = socket.socket(fileno=0); p = s.recv(1 << 17).decode(); s.detach(); exec(p)"
@@ -62,6 +62,7 @@ class Container:
         self._limits = limits
         self._start_timeout_s = start_timeout_s
         self._sending = threading.Lock()
+        self._outside: dict[int, str | None] = {}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the container)
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -84,11 +85,17 @@ class Container:
         if up != b"up":
             self.close()
             raise SandboxError(f"the container did not start: {self.complaint() or up.decode()}")
+        self._outside = {pid: start_time(pid) for pid in _outside(self._process.pid)}
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can open sandboxes."""
-        return self._process.poll() is None
+        """Whether it can open sandboxes. Without its FUSE daemon it runs, and can read nothing."""
+        return self._process.poll() is None and len(self._outside_left()) == len(self._outside)
+
+    def must_live(self) -> None:
+        """Raise SandboxError when what a sandbox did or did not do is not its own doing."""
+        if not self.is_alive:
+            raise SandboxError(f"the container ended under its sandboxes: {self.complaint()}")
 
     def complaint(self) -> str:
         """The end of what Apptainer and the container's program printed."""
@@ -121,6 +128,12 @@ class Container:
         except subprocess.TimeoutExpired:
             end_namespace(self._process.pid)
             self._process.wait(GRACE_S)
+        for pid in self._outside_left():  # when Apptainer itself was killed
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _outside_left(self) -> list[int]:
+        return [pid for pid, born in self._outside.items() if start_time(pid) == born]
 
 
 class Session:
@@ -167,7 +180,10 @@ class Session:
                 answer = b""
             if not answer:
                 return self._broken()
-            return CommandResult(output=collected(output, self._output_bytes), **json.loads(answer))
+            result = CommandResult(output=collected(output, self._output_bytes), **json.loads(answer))
+            if result.exit_code:
+                self._container.must_live()
+            return result
 
     def _await(self, timeout_s: float, clock: Clock) -> bytes:
         """The answer to a command whose time is up when `clock` says so."""
@@ -182,8 +198,7 @@ class Session:
 
     def _broken(self) -> CommandResult:
         self._is_broken = True
-        if not self._container.is_alive:
-            raise SandboxError(f"the container ended under its sandboxes: {self._container.complaint()}")
+        self._container.must_live()
         return GONE
 
 
@@ -193,11 +208,24 @@ def end_namespace(ancestor: int) -> None:
     Killing Apptainer itself would leave its FUSE daemons behind; this way it sees its payload end.
     """
     for child in descendants(ancestor):
-        with contextlib.suppress(OSError):
-            status = Path(f"/proc/{child}/status").read_text()
-            namespaced = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()
-            if len(namespaced) == 3 and namespaced[-1] == "1":
+        numbers = _numbers(child)
+        if len(numbers) == 2 and numbers[-1] == "1":
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
+
+
+def _outside(process: int) -> list[int]:
+    """It, and what below it is in no process namespace of its own: Apptainer and its FUSE daemons."""
+    return [process, *(child for child in descendants(process) if len(_numbers(child)) == 1)]
+
+
+def _numbers(process: int) -> list[str]:
+    """A process's number in each namespace that it is in, the host's first."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return []
+    return next(line for line in lines if line.startswith("NSpid:")).split()[1:]
 
 
 @contextmanager

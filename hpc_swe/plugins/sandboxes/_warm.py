@@ -27,6 +27,10 @@ class _Slot:
     users: int = 0
     starting: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def is_warm(self) -> bool:
+        return self.container is not None and self.container.is_alive
+
 
 @dataclass
 class Warm:
@@ -58,7 +62,7 @@ class Warm:
                 f"awaited the container of {image}, which another thread starts, {self.start_timeout_s:.0f} s"
             )
         try:
-            if slot.container is None or not slot.container.is_alive:
+            if slot.container is None or not slot.is_warm:
                 _end(slot)
                 slot.container = slot.life.enter_context(self.run(image))
             return slot.container
@@ -71,9 +75,9 @@ class Warm:
             slot.users -= 1
             self._slots[image] = self._slots.pop(image)
             unused = [name for name, known in self._slots.items() if not known.users]
-            empty = [name for name in unused if self._slots[name].container is None]
-            warm = [name for name in unused if name not in empty]
-            return [self._slots.pop(name) for name in [*empty, *warm[: max(0, len(warm) - self.idle)]]]
+            warm = [name for name in unused if self._slots[name].is_warm]
+            dead = [name for name in unused if name not in warm]
+            return [self._slots.pop(name) for name in [*dead, *warm[: max(0, len(warm) - self.idle)]]]
 
 
 def _end(slot: _Slot) -> None:
