@@ -193,7 +193,8 @@ def judged(gold: Sequence[Score], empty: Sequence[Score]) -> tuple[Kind, str]:
                 told = f"{scores[0].outcome} in run 1, {score.outcome} in run {number} of {len(scores)}"
                 return "flaky", f"{what}: {told}; differ: {differ}"
     if gold[0].outcome != "resolved":
-        return "gold_fails", f"{gold[0].outcome}: {_some(gold[0].failed)}; {gold[0].detail[:300]}"
+        said = " ".join(gold[0].detail.split())[-300:]
+        return "gold_fails", f"{gold[0].outcome}: {_some(gold[0].failed)}; {said}"
     if empty[0].outcome == "resolved":
         return "empty_passes", f"without a change pass {_some(empty[0].passed)}"
     return "usable", ""
@@ -316,7 +317,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("tasks/checked.jsonl"), help="file of verdicts")
     parser.add_argument("--runs", type=int, default=3, help="gradings of the reference, and of nothing")
     parser.add_argument("--jobs", type=int, default=1, help="tasks at a time")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     try:
         files = [Path(word) for word in arguments.words if "=" not in word]
         config = configuration.read(*files, overrides=[word for word in arguments.words if "=" in word])
