@@ -1,0 +1,252 @@
+"""Every task is tried before it is trained on: verdicts tell why, and keep what is unfit out of a run."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from toy import BROKEN, RECIPES, UNITTESTS, gold, patch, row, taskset, write_rows
+
+from hpc_swe import config as configuration
+from hpc_swe import launch
+from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.graders.pytest import Pytest
+from hpc_swe.plugins.graders.swebench import Swebench
+from hpc_swe.plugins.sandboxes.process import Process
+from hpc_swe.plugins.tasksets import _checked
+from hpc_swe.plugins.tasksets.bugs import Bugs
+from hpc_swe.records import Score
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import tasks
+from jobs.check_tasks import Checker, judged, wanted
+
+ROOT = Path(__file__).parents[2]
+DOUBLES = "Twice a number is the number doubled."
+
+
+def rows(base: str, scratch: Path) -> list[dict[str, object]]:
+    """One for each verdict."""
+    # In turns the reference, the bare script and nothing run the test; only every other look is odd.
+    odd = f"""
+    def test_add(self):
+        with open({str(scratch / "looks")!r}, "ab+") as file:
+            file.write(b"x")
+            self.assertEqual(file.tell() % 2, 1)
+"""
+    changes: dict[str, dict[str, object]] = {
+        "usable": {},
+        "gold_fails": {"patch": patch("calc/core.py", BROKEN, BROKEN.replace("a - b", "a * b"))},
+        "empty_passes": {"FAIL_TO_PASS": json.dumps([DOUBLES]), "PASS_TO_PASS": "[]"},
+        "flaky": {"test_patch": patch("tests/test_core.py", UNITTESTS, UNITTESTS + odd)},
+        "broken": {"test_patch": patch("tests/test_core.py", "not\nthere\n", "not\nthere\nat all\n")},
+    }
+    return [row("unittest", base, instance_id=f"toy__{kind}-1", **change) for kind, change in changes.items()]
+
+
+def command(folder: Path, repository: Path, *more: str) -> list[str]:
+    (folder / "toy.toml").write_text(
+        f"""
+[taskset]
+type = "swebench"
+train = {{ rows = "{folder}/rows.jsonl", ids = "" }}
+eval = {{ rows = "", ids = "" }}
+recipes = {{ "toy/unittest" = {json.dumps(RECIPES["toy/unittest"]).replace(": ", " = ")} }}
+[sandbox]
+type = "toy:Checkout"
+repository = "{repository}"
+"""
+    )
+    words = [
+        str(ROOT / "configs/swebench.toml"),
+        str(folder / "toy.toml"),
+        "--out",
+        str(folder / "checked.jsonl"),
+    ]
+    return [sys.executable, "-m", "jobs.check_tasks", *words, "--runs", "2", *more]
+
+
+def check(folder: Path, repository: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+    return subprocess.run(
+        command(folder, repository, *more),
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.slow
+def test_every_verdict_is_told_with_its_reason_and_stands_until_its_task_changes(repository, tmp_path):
+    source, base = repository
+    made = rows(base, tmp_path)
+    write_rows(tmp_path / "rows.jsonl", *made)
+    done = check(tmp_path, source)
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = _checked.read(tmp_path / "checked.jsonl")
+    assert {name: one.verdict for name, one in verdicts.items()} == {
+        f"toy__{kind}-1": kind for kind in ("usable", "gold_fails", "empty_passes", "flaky", "broken")
+    }
+    reasons = {one.verdict: one.reason for one in verdicts.values()}
+    assert "test_add (tests.test_core.TestCore)" in reasons["gold_fails"]
+    assert DOUBLES in reasons["empty_passes"]
+    assert "resolved in run 1, unresolved in run 2 of 2; differ: test_add" in reasons["flaky"]
+    assert "test patch does not fit" in reasons["broken"]
+    usable = verdicts["toy__usable-1"]
+    assert (usable.gold, usable.empty) == (["resolved"] * 2, ["unresolved"] * 2)
+    assert usable.seconds is not None
+    assert usable.seconds.tests > usable.seconds.judge >= 0
+    assert "5 tasks: 1 usable" in done.stdout
+
+    made[1]["patch"] = gold()  # somebody mends the row
+    write_rows(tmp_path / "rows.jsonl", *made)
+    before = (tmp_path / "checked.jsonl").read_text().splitlines()
+    assert check(tmp_path, source).returncode == 0
+    lines = (tmp_path / "checked.jsonl").read_text().splitlines()
+    assert lines[: len(before)] == before
+    again = [json.loads(line) for line in lines[len(before) :]]
+    assert {one["task_id"]: one["verdict"] for one in again} == {
+        "toy__gold_fails-1": "usable",
+        "toy__broken-1": "broken",
+    }, "what the host may have broken is tried again, and what changed; nothing else"
+
+    (tmp_path / "ids").write_text("toy__broken-1\n")
+    none = check(tmp_path, source, f"taskset.train.ids={tmp_path}/ids")
+    assert none.returncode == 1, none.stdout
+
+
+@pytest.mark.slow
+def test_a_check_that_was_killed_goes_on_where_it_was(repository, tmp_path):
+    source, base = repository
+    names = [f"toy__usable-{number}" for number in range(6)]
+    write_rows(tmp_path / "rows.jsonl", *(row("unittest", base, instance_id=name) for name in names))
+    out = tmp_path / "checked.jsonl"
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+    process = subprocess.Popen(
+        command(tmp_path, source),
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (out.exists() and out.read_bytes().count(b"\n") >= 2) and time.monotonic() < deadline:
+        assert process.poll() is None, "ended by itself"
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = out.read_bytes()
+    assert 2 <= before.count(b"\n") < len(names), "killed in the middle"
+    out.write_bytes(before + b'{"task_id":"toy__usable-5","verd')  # as a machine that dies leaves it
+    done = check(tmp_path, source)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "dropped its last line" in done.stderr
+    assert out.read_bytes().startswith(before)
+    lines = [json.loads(line) for line in out.read_bytes().splitlines()]
+    assert sorted(line["task_id"] for line in lines) == names, "each once"
+
+
+def score(outcome: str, failed: list[str]) -> Score:
+    return Score(outcome=outcome, reward=0.0, failed=failed, passed=["always"])
+
+
+GOOD, BAD = score("resolved", []), score("unresolved", ["a"])
+
+
+@pytest.mark.parametrize(
+    ("reference", "nothing", "verdict", "told"),
+    [
+        ([GOOD] * 3, [BAD] * 3, "usable", ""),
+        ([BAD] * 3, [BAD] * 3, "gold_fails", "unresolved: a"),
+        ([score("cheated", ["a"])] * 3, [BAD] * 3, "gold_fails", "cheated"),
+        ([GOOD] * 3, [GOOD] * 3, "empty_passes", "always"),
+        ([GOOD, GOOD, BAD], [BAD] * 3, "flaky", "the reference: resolved in run 1, unresolved in run 3 of 3"),
+        ([GOOD] * 2, [BAD, GOOD], "flaky", "nothing: unresolved in run 1, resolved in run 2 of 2"),
+        ([GOOD] * 2, [BAD, score("unresolved", ["a", "b"])], "flaky", "differ: b"),
+        ([GOOD], [BAD], "usable", ""),
+    ],
+)
+def test_only_what_is_the_same_every_time_is_usable(reference, nothing, verdict, told):
+    kind, reason = judged(reference, nothing)
+    assert kind == verdict
+    assert told in reason
+
+
+def test_a_run_takes_what_is_usable_and_says_what_it_left_out(tmp_path, caplog):
+    made = [row("unittest", "b" * 40, instance_id=f"toy__{name}-1") for name in ("one", "two", "three")]
+    path, out = write_rows(tmp_path / "rows.jsonl", *made), tmp_path / "checked.jsonl"
+    for name, verdict in {"one": "usable", "two": "usable", "three": "gold_fails"}.items():
+        one = _checked.Verdict(
+            task_id=f"toy__{name}-1", verdict=verdict, image="", image_digest="", settings=""
+        )
+        _checked.append(out, one)
+    _checked.append(out, msgspec.structs.replace(one, task_id="toy__two-1", verdict="flaky"))
+    with caplog.at_level(logging.INFO):
+        found = list(taskset(path, checked=str(out)).load("train"))
+    assert [task.task_id for task in found] == ["toy__one-1"], "of two lines the last one counts"
+    assert "1 of 3 instances are usable; left out: 1 flaky, 1 gold_fails" in caplog.text
+    write_rows(path, *made, row("unittest", "b" * 40, instance_id="toy__new-1"))
+    with pytest.raises(ConfigError, match=r"rows.jsonl:4: toy__new-1 .*jobs.check_tasks"):
+        list(taskset(path, checked=str(out)).load("train"))
+    with pytest.raises(ConfigError, match=r"nowhere.*jobs/check_tasks.py makes it"):
+        list(taskset(path, checked=str(tmp_path / "nowhere")).load("train"))
+
+
+def test_no_reference_is_where_a_rollout_worker_looks(tmp_path, caplog):
+    """The agent is shown what its worker holds: the tasks of the run."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    path = write_rows(tmp_path / "rows.jsonl", row("unittest", "b" * 40))
+    counts = [f"counts.{role}=0" for role in ("coordinator", "inference", "learner", "rollout", "reward")]
+    recipe = json.dumps(RECIPES["toy/unittest"]).replace(": ", " = ")
+    config = configuration.read(
+        ROOT / "configs/swebench.toml",
+        overrides=[
+            *counts,
+            f"model={tmp_path}/model",
+            'sandbox={type="process"}',
+            'executor={type="local"}',
+            f'taskset.train={{rows="{path}", ids=""}}',
+            'taskset.eval={rows="", ids=""}',
+            f'taskset.recipes={{"toy/unittest"={recipe}}}',
+        ],
+    )
+    run = RunDir(tmp_path / "run")
+    launch.start(run, config)
+    (task,) = tasks.read(run.tasks)["train"]
+    assert tasks.read_references(run.references) == {task.task_id: gold()}
+    assert run.references.stat().st_mode & 0o77 == 0
+    line = next(line for line in gold().splitlines() if line.startswith("+    "))
+    holders = [file for file in run.root.rglob("*") if file.is_file() and line.encode() in file.read_bytes()]
+    assert holders == [run.references]
+    assert "checked is not set" in caplog.text
+
+
+def test_tasks_made_by_us_are_checked_too_and_those_without_references_are_refused():
+    bugs = Bugs(seed=3)
+    task = next(iter(bugs.load("eval")))
+    verdict = Checker(Pytest(), Process(), 1).check(task, bugs.references([task])[task.task_id])
+    assert (verdict.verdict, verdict.empty) == ("usable", ["unresolved"]), verdict
+    demo = [ROOT / "configs/demo.toml"]
+    config = configuration.read(*demo, overrides=["tasks.train=2", "tasks.eval=1"])
+    assert sorted(wanted(config)[1]) == ["bugs-eval-0", "bugs-train-0", "bugs-train-1"]
+    with pytest.raises(ConfigError, match="Kodcode gives no references"):
+        wanted(configuration.read(*demo, overrides=['taskset={type="kodcode"}']))
+
+
+def test_a_verdict_holds_for_one_image_and_one_grader_only(repository, sandboxes, tmp_path):
+    (one,) = taskset(write_rows(tmp_path / "rows.jsonl", row("unittest", repository[1]))).load("train")
+    checker = Checker(Swebench(), sandboxes, 1, tmp_path)
+    verdict = checker.check(one, gold())
+    assert checker.is_known(one, gold(), verdict)
+    assert not Checker(Swebench(resolved_reward=2.0), sandboxes, 1, tmp_path).is_known(one, gold(), verdict)
+    assert not Checker(Swebench(), sandboxes, 2, tmp_path).is_known(one, gold(), verdict), "fewer runs"
+    (tmp_path / f"{one.image}.json").write_text('{"sif_sha256": "other"}')
+    assert not checker.is_known(one, gold(), verdict), "the image was built again"
