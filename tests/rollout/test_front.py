@@ -1,13 +1,14 @@
 """The recorder as a server, as a command-line agent finds it."""
 
+import contextlib
 import http.client
 import json
+import math
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -16,9 +17,10 @@ from test_recorder import builder as builder
 from test_recorder import run as run
 
 from hpc_swe.conversation import TokenBuilder
-from hpc_swe.errors import EngineError, SandboxError
-from hpc_swe.records import Sampling, id_array
-from hpc_swe.roles.rollout.front import Address
+from hpc_swe.errors import EngineError
+from hpc_swe.plugins.agents.base import Address
+from hpc_swe.records import ExitStatus, Sampling, id_array
+from hpc_swe.roles.rollout import front
 from hpc_swe.rundir import RunDir
 
 START = [
@@ -38,8 +40,12 @@ def on(run: RunDir, builder: TokenBuilder) -> Stage:
 
 @pytest.fixture
 def address(on: Stage) -> Iterator[Address]:
-    with on.recorder.serve() as address:
+    with on.recorder.serve(free_port(), most_turns=40) as address:
         yield address
+
+
+def free_port() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))
 
 
 def post(address: Address, **body: object) -> httpx.Response:
@@ -153,16 +159,105 @@ def test_a_reply_that_nobody_took_is_undelivered(on: Stage, address: Address) ->
     assert sorted((turn.parent or 0, turn.delivered) for turn in turns) == [(0, False), (0, True), (1, True)]
 
 
-def test_a_unix_socket_serves_too(on: Stage, tmp_path: Path) -> None:
-    path = tmp_path / "front"
-    with on.recorder.serve(path) as address:
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
-            headers = {"Authorization": f"Bearer {address.key}"}
-            answer = client.post("http://x/v1/chat/completions", headers=headers, json={"messages": START})
-        assert answer.json()["choices"][0]["message"]["content"] == "Look."
-    assert not path.exists()
-    with pytest.raises(SandboxError, match="listen on"), on.recorder.serve(tmp_path / ("x" * 200)):
-        pass
+def test_after_the_episode_nobody_is_answered(on: Stage) -> None:
+    with on.recorder.serve(free_port(), most_turns=9) as address:
+        post(address, messages=START)
+        on.recorder.close("over")
+        assert post(address, messages=START).status_code == 503
+        assert on.recorder.clock() == math.inf, "what still runs is ended"
+    with pytest.raises(httpx.ConnectError):
+        post(address, messages=START)
+
+
+def test_the_recorder_counts_the_turns_itself(on: Stage) -> None:
+    with on.recorder.serve(free_port(), most_turns=2) as address:
+        answers = [post(address, messages=[{"role": "user", "content": str(n)}]) for n in range(4)]
+    assert [answer.status_code for answer in answers] == [200, 200, 400, 400]
+    assert answers[3].json()["error"]["code"] == "turns_spent"
+    assert on.recorder.refusal is not None
+    assert on.recorder.refusal.status == ExitStatus.MAX_TURNS
+    assert len(on.recorder.close("")) == len(on.engine.calls) == 2
+
+
+def test_threads_cannot_get_more_turns_than_there_are(on: Stage) -> None:
+    on.engine.on_call = lambda call: time.sleep(0.05)
+    with on.recorder.serve(free_port(), most_turns=3) as address:
+        threads = [
+            threading.Thread(target=post, args=(address,), kwargs={"messages": START}) for _ in range(9)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(on.recorder.close("")) == 3
+
+
+def test_a_program_may_ask_for_less_after_its_context_was_full(on: Stage, address: Address) -> None:
+    full = [*START, {"role": "user", "content": "x " * 9000}]
+    assert post(address, messages=full).status_code == 400
+    assert on.recorder.refusal is not None
+    assert on.recorder.refusal.status == ExitStatus.CONTEXT
+    assert on.recorder.clock() < math.inf, "it has some time to do so"
+    assert post(address, messages=START).status_code == 200
+    assert on.recorder.refusal is None
+
+
+def test_the_policy_keeps_only_its_own_agent_waiting(
+    on: Stage, address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half requests, endless headers, silence, floods: served again when they are given up."""
+    monkeypatch.setattr(front._Handler, "timeout", 0.5)
+    place = ("127.0.0.1", int(address.url.split(":")[2].split("/")[0]))
+    before = threading.active_count()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\n"
+    starts = [
+        b"",
+        b"\0" * 70_000,
+        head,
+        head + b"X: y\r\n" * 50,
+        head + b"Content-Length: 9\r\n\r\n{",
+        b"GET",
+    ]
+    clients = [socket.create_connection(place) for _ in range(100)]
+    for client, start in zip(clients, starts * 20, strict=False):
+        with contextlib.suppress(OSError):
+            client.sendall(start)
+    assert threading.active_count() <= before + front.MOST_CONNECTIONS
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        with contextlib.suppress(httpx.TransportError):
+            if post(address, messages=START).status_code == 200:
+                break
+    else:
+        pytest.fail("the front does not serve any more")
+    for client in clients:
+        client.close()
+    assert on.recorder.failure is None
+    assert on.recorder.refusal is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"messages": ' + b"[" * 100_000,
+        b'{"messages": [{"role": "user", "content": ' + b"[" * 100_000,
+        b'{"messages": [], "x": ' + b'{"a":' * 100_000,
+        b"\xff\xfe",
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "['
+        + b"[" * 100_000
+        + b'"}}]}]}',
+        b'{"messages": [{"role": "user"}], "tools": {"a": 1}}',
+        b'{"messages": [{"role": "user"}], "tools": [1, "x", null]}',
+    ],
+)
+def test_no_body_breaks_the_front(on: Stage, address: Address, body: bytes) -> None:
+    headers = {"Authorization": f"Bearer {address.key}"}
+    answer = httpx.post(f"{address.url}/chat/completions", headers=headers, content=body, trust_env=False)
+    assert answer.status_code in (200, 400)
+    assert post(address, messages=START).status_code == 200
+    assert on.recorder.failure is None
 
 
 def test_side_calls_at_the_same_time_keep_their_chains(on: Stage, address: Address) -> None:

@@ -1,6 +1,8 @@
 """The seam: the program that acts in the sandbox."""
 
+import socket
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -24,8 +26,33 @@ class ContextFull(Exception):
     """The next prompt would leave no room to answer."""
 
 
+class TurnsSpent(Exception):
+    """The episode has had its turns."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a program finds the policy, and with which key."""
+
+    url: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why the last request of a program was not answered."""
+
+    status: ExitStatus
+    why: str
+
+
 class Chat(Protocol):
-    """The policy, seen by an agent of ours; every token of it is recorded."""
+    """The policy, seen by an agent; every token of it is recorded."""
+
+    messages: list[Message]
+    """The history that the last reply ended."""
+    refusal: Refusal | None
+    """Set while the last request is one that was refused by the episode's limits, or not understood."""
 
     def __call__(self, messages: Sequence[Message], tools: str = "") -> Reply:
         """The policy's next message; `tools` is the JSON list that the chat template shows, or empty.
@@ -34,6 +61,12 @@ class Chat(Protocol):
             ContextFull: No room is left.
             EngineError: No engine answered in time.
         """
+
+    def serve(self, listener: socket.socket, most_turns: int) -> AbstractContextManager[Address]:
+        """As an OpenAI-style server for a program, which gets `most_turns` replies in all."""
+
+    def clock(self) -> float:
+        """Wall seconds of the episode without those at the engines; infinite once nothing can come of it."""
 
 
 @dataclass(frozen=True)

@@ -1,48 +1,43 @@
 """The recorder as an OpenAI-style server, for command-line agents: /v1/chat/completions and /v1/models.
 
-One server an episode, on a Unix socket or a port of this host. Only messages and tools are taken from
-a request; whatever else shapes the sampling is the recorder's, so it is ignored and counted.
+One server an episode, on a socket that listens inside its sandbox. Only messages and tools are taken from
+a request; whatever else shapes the sampling is the recorder's, so it is ignored and counted. Anything in
+the sandbox may connect, so a connection carries one request of bounded size in bounded time, and few are
+served at once: the policy can keep only its own agent waiting.
 """
 
 import logging
 import secrets
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from socketserver import ThreadingMixIn, UnixStreamServer
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Raw, Struct
 
-from hpc_swe.errors import AgentError, EpisodeError, SandboxError, boundary
-from hpc_swe.plugins.agents.base import ContextFull
-from hpc_swe.records import Message, ToolCall
+from hpc_swe.errors import AgentError, EpisodeError
+from hpc_swe.plugins.agents.base import Address, ContextFull, TurnsSpent
+from hpc_swe.records import ExitStatus, Message, ToolCall
 
 if TYPE_CHECKING:
     from hpc_swe.roles.rollout.recorder import Exchange, Recorder
 
-MOST_BYTES = 64 * 1024**2
+MOST_BYTES = 8 * 1024**2
+"""Of a request: more than fits into any context."""
+MOST_CONNECTIONS = 16
+READ_S = 30.0
+"""Longest silence of a client that is in the middle of a request."""
 TAKEN = {"model", "messages", "tools", "stream", "stream_options", "user", "metadata", "store"}
 """Fields that are honoured or mean nothing; every other one is a setting that is ignored."""
 ROLES = {"developer": "system", "function": "tool"}
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a client finds the server, and with which key."""
-
-    url: str
-    """Of a Unix socket its path."""
-    key: str
 
 
 class _Text(Struct):
@@ -76,44 +71,47 @@ class _Request(Struct):
 
 
 @contextmanager
-def serve(recorder: "Recorder", at: Path | None = None) -> Iterator[Address]:
-    """Serve until the block ends, on a socket at `at` or a free port of this host."""
-    server: _Port | _Socket
-    with boundary(SandboxError, f"listen on {at or 'a free port'}"):
-        server = _Socket(str(at), _Handler) if at else _Port(("127.0.0.1", 0), _Handler)
-    server.recorder, server.key = recorder, secrets.token_hex(16)
+def serve(recorder: "Recorder", listener: socket.socket) -> Iterator[Address]:
+    """Serve on a socket that listens until the block ends, which closes it."""
+    server = _Server(recorder, listener)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="front", daemon=True)
     thread.start()
     try:
-        yield Address(str(at) if at else f"http://127.0.0.1:{server.socket.getsockname()[1]}/v1", server.key)
+        yield Address(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", server.key)
     finally:
         server.shutdown()
         server.server_close()
-        if at:
-            at.unlink(missing_ok=True)
 
 
-class _Recording:
-    recorder: "Recorder"
-    key: str
+class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
+    def __init__(self, recorder: "Recorder", listener: socket.socket) -> None:
+        super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.recorder, self.key = recorder, secrets.token_hex(16)
+        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+
+    def verify_request(self, request: object, client_address: object) -> bool:
+        return self._places.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
     def handle_error(self, request: object, client_address: object) -> None:
-        log.exception("broken request")
-
-
-class _Port(_Recording, ThreadingHTTPServer):
-    pass
-
-
-class _Socket(_Recording, ThreadingMixIn, UnixStreamServer):
-    pass
+        error = sys.exception()
+        log.log(logging.DEBUG if isinstance(error, OSError) else logging.ERROR, "broken request: %r", error)
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: Any
+    timeout = READ_S
+    server: _Server
     connection: socket.socket
 
     def do_GET(self) -> None:
@@ -121,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]})
 
     def do_POST(self) -> None:
-        recorder: Recorder = self.server.recorder
+        recorder = self.server.recorder
         body = self._body()
         if body is None or not self._is_allowed("/v1/chat/completions"):
             return
@@ -131,9 +129,11 @@ class _Handler(BaseHTTPRequestHandler):
             tools = "" if bytes(request.tools) in (b"null", b"[]") else bytes(request.tools).decode()
             exchange = recorder.ask([_message(said) for said in request.messages], tools)
         except ContextFull as error:
-            self._refuse(400, str(error), "context_length_exceeded")
-        except (msgspec.DecodeError, UnicodeDecodeError, AgentError) as error:
-            self._refuse(400, str(error), "invalid_request")
+            self._end(ExitStatus.CONTEXT, str(error), "context_length_exceeded")
+        except TurnsSpent as error:
+            self._end(ExitStatus.MAX_TURNS, str(error), "turns_spent")
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AgentError) as error:
+            self._end(ExitStatus.AGENT_ERROR, str(error), "invalid_request")
         except EpisodeError as error:
             self._refuse(503, str(error), "engine")
         else:
@@ -141,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, request: _Request, exchange: "Exchange") -> None:
         """Delivered before it is sent: the next request may come before the last write returns."""
-        recorder: Recorder = self.server.recorder
+        recorder = self.server.recorder
         if self._is_gone():
             return
         recorder.deliver(exchange)
@@ -154,13 +154,12 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError as error:
             log.info("undelivered reply: %s", error)
             recorder.retract(exchange)
-            self.close_connection = True
 
     def _is_gone(self) -> bool:
         """A closed peer does not fail the first write, only the second."""
-        readable, _, _ = select.select([self.connection], [], [], 0)
-        self.close_connection = bool(readable) and self.connection.recv(1, socket.MSG_PEEK) == b""
-        return self.close_connection
+        look = select.poll()
+        look.register(self.connection, select.POLLIN)
+        return bool(look.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
 
     def _is_allowed(self, path: str) -> bool:
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -174,11 +173,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> bytes | None:
         size = self.headers.get("Content-Length", "")
-        if not size.isdigit() or int(size) > MOST_BYTES:
-            self.close_connection = True
+        if not (size.isascii() and size.isdigit() and len(size) < 20) or int(size) > MOST_BYTES:
             self._refuse(413, f"Content-Length must be given and at most {MOST_BYTES}", "too_large")
             return None
-        return self.rfile.read(int(size))
+        body = self.rfile.read(int(size))
+        return body if len(body) == int(size) else None
+
+    def _end(self, status: ExitStatus, message: str, code: str) -> None:
+        self.server.recorder.refuse(status, message)
+        self._refuse(400, message, code)
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         kind = "invalid_request_error" if status < 500 else "server_error"
@@ -189,6 +192,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
+        self.send_header("Connection", "close")
+        if status >= 500:
+            self.send_header("x-should-retry", "false")  # the clients of OpenAI heed it
         self.end_headers()
         self.wfile.write(data)
 

@@ -4,24 +4,28 @@ It alone sets how tokens are sampled. Agents of ours call it; command-line agent
 """
 
 import dataclasses
+import math
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from msgspec.structs import replace
 
 from hpc_swe.config import RolloutConfig
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import ConfigError, EngineError, EpisodeError, SandboxError
-from hpc_swe.plugins.agents.base import ContextFull, Reply
-from hpc_swe.records import Message, RolloutRequest, Sampling, Turn, floats, id_array, ids
+from hpc_swe.plugins.agents.base import Address, ContextFull, Refusal, Reply, TurnsSpent
+from hpc_swe.records import ExitStatus, Message, RolloutRequest, Sampling, Turn, floats, id_array, ids
 from hpc_swe.roles.rollout import front
 from hpc_swe.roles.rollout.chains import Chains, Place
 from hpc_swe.roles.rollout.sampler import Sampled, Sampler
+
+LINGER_S = 30.0
+"""What a program gets to end in, or to ask for less, after its context was full or its turns were spent."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,15 @@ class Recorder:
         self._asking = 0
         self._asked_at = 0.0
         self._engine_s = 0.0
+        self._turns_left = math.inf
+        self._refused_at = math.inf
         self.counts: Counter[str] = Counter()
         self.messages: list[Message] = []
         """The history that the last delivered reply ended, for people."""
         self.failure: EpisodeError | None = None
         """What makes the episode an infrastructure failure, whatever the agent made of it."""
+        self.refusal: Refusal | None = None
+        """Why the last request was not answered, unless a later one was."""
 
     def __call__(self, messages: Sequence[Message], tools: str = "") -> Reply:
         """The policy's next message. `tools` is the JSON list that the chat template shows, or empty.
@@ -74,6 +82,7 @@ class Recorder:
             EngineError: No engine answered in time.
             SandboxError: The episode took too long beside the engine.
             AgentError: The chat template refuses the messages.
+            TurnsSpent: All turns that `serve` allows are.
         """
         exchange = self.ask(messages, tools)
         self.deliver(exchange)
@@ -105,20 +114,36 @@ class Recorder:
         with self._lock:
             self._chains.deliver(exchange.index, exchange.place, exchange.history[-1])
             self.messages = exchange.history
+            self.refusal, self._refused_at = None, math.inf
 
     def retract(self, exchange: Exchange) -> None:
         """The reply did not arrive after all."""
         with self._lock:
             self._chains.retract(exchange.index)
 
+    def refuse(self, status: ExitStatus, why: str) -> None:
+        """A request was not answered, and the episode ends so if the program leaves it at that."""
+        with self._lock:
+            self.refusal = Refusal(status, why)
+            if status.is_truncated:
+                self._refused_at = min(self._refused_at, time.monotonic())
+
     def ignore(self, count: int) -> None:
         """Count settings that a client sent and that are the recorder's alone to choose."""
         with self._lock:
             self.counts["ignored_settings"] += count
 
-    def serve(self, at: Path | None = None) -> AbstractContextManager[front.Address]:
+    @contextmanager
+    def serve(self, listener: socket.socket, most_turns: int) -> Iterator[Address]:
         """This chat as an OpenAI-style server, for agents that are programs; see `front`."""
-        return front.serve(self, at)
+        self._turns_left = most_turns
+        with front.serve(self, listener) as address:
+            yield address
+
+    def clock(self) -> float:
+        """Seconds beside the engine; infinite when a program that goes on could change nothing."""
+        is_over = self._closed or self.failure is not None or time.monotonic() > self._refused_at + LINGER_S
+        return math.inf if is_over else self.beside_engine_s
 
     def close(self, why: str) -> list[Turn]:
         """All turns; what is still asked from now on is refused."""
@@ -148,6 +173,9 @@ class Recorder:
     @contextmanager
     def _engine_clock(self) -> Iterator[None]:
         with self._lock:
+            if self._turns_left <= 0:
+                raise TurnsSpent("all turns of the episode are spent")
+            self._turns_left -= 1
             self._asked_at = self._asked_at if self._asking else time.monotonic()
             self._asking += 1
         try:
