@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Episode, RolloutRequest, Sampling, Score, ScoredEpisode, Task, Timing
-from hpc_swe.roles.reward.worker import Means, worker
+from hpc_swe.roles.reward.worker import Means, sentinel, worker
 from hpc_swe.rundir import RunDir
 from hpc_swe.store.lease import Lease
 from hpc_swe.store.spool import Spool
@@ -32,6 +33,28 @@ class Judge:
         if submission.startswith("sleep"):
             time.sleep(float(submission.split()[1]))
         return Score(outcome="unresolved" if submission else "no_submission", reward=0.0)
+
+
+class Trial(Judge):
+    """A grader that can be tried, and that wants to see the result of an episode before its sentinel."""
+
+    def __init__(self, run: RunDir, *, errs: bool = False) -> None:
+        self.run, self.errs = run, errs
+        self.waited: list[bool] = []
+
+    def grade(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
+        return self.tried(True) if submission == "right" else super().grade(task, submission, sandboxes)
+
+    def examine(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
+        assert not submission
+        return self.tried(False)
+
+    def tried(self, is_right: bool) -> Score:
+        deadline = time.monotonic() + 5
+        while not scores(self.run) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.waited.append(bool(scores(self.run)))
+        return Score(outcome="resolved" if is_right or self.errs else "unresolved", reward=1.0)
 
 
 @pytest.fixture
@@ -66,10 +89,13 @@ def scores(run: RunDir) -> dict[int, Score]:
     return {one.episode.request.group_id: one.score for one in found if one is not None}
 
 
-def work(run: RunDir, task: Task, until: Callable[[], bool], order: str = "DRAIN", slots: int = 2) -> None:
-    config = RewardConfig(slots=slots, poll_s=0.05)
+def work(
+    run: RunDir, task: Task, until: Callable[[], bool], order: str = "DRAIN", trial: Trial | None = None
+) -> None:
+    config = RewardConfig(slots=2, poll_s=0.05, sentinel_every=1 if trial else 100)
     with Lease(run, "reward", "test", 1.0) as lease:
-        grader = worker(run, lease, Means({"t": task}, Process(), Judge(), config))
+        means = Means({"t": task}, Process(), trial or Judge(), config, {"t": "right"} if trial else {})
+        grader = worker(run, lease, means)
         failures: list[BaseException] = []
 
         def body() -> None:
@@ -171,3 +197,42 @@ with Lease(run, "reward", "test", 1.0) as lease:
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
     assert states(run) == {"ready": 1, "claimed": 0, "dead": 0}
+
+
+def sentinels(run: RunDir) -> list[str]:
+    spool = Spool(run.scored, ScoredEpisode)
+    found = [spool.read(address) for address in spool.addresses("ready")]
+    return [told for one in found if one is not None for told in one.sentinels]
+
+
+def test_one_grading_in_a_hundred_is_followed_by_a_sentinel_and_always_the_same():
+    names = [f"train-{group:06d}-{index:02d}" for group in range(2500) for index in range(8)]
+    chosen = {name: kind for name in names if (kind := sentinel(name, 100)) is not None}
+    assert chosen == {name: kind for name in names if (kind := sentinel(name, 100)) is not None}
+    counts = Counter(chosen.values())
+    assert 60 < counts["reference"] < 140  # of 100 that are expected, four standard deviations
+    assert 60 < counts["nothing"] < 140
+    assert not any(sentinel(name, 0) for name in names)
+
+
+def test_a_sentinel_follows_the_result_and_what_it_came_to_goes_with_a_later_one(run, task):
+    trial = Trial(run)
+    put(run, *(episode(number, "text") for number in range(12)))
+    work(run, task, lambda: len(scores(run)) == 12, trial=trial)
+    assert {score.outcome for score in scores(run).values()} == {"unresolved"}, (
+        "no sentinel's score is theirs"
+    )
+    assert len(trial.waited) == 12
+    assert all(trial.waited), "the episode's own result was out first"
+    assert set(sentinels(run)) == {""}
+    assert 8 <= len(sentinels(run)) < 12
+
+
+def test_a_grader_that_takes_nothing_for_a_solution_is_told_of(run, task, caplog):
+    put(run, *(episode(number, "text") for number in range(12)))
+    work(run, task, lambda: len(scores(run)) == 12, trial=Trial(run, errs=True))
+    wrong = [told for told in sentinels(run) if told]
+    assert wrong
+    assert {told.partition(": ")[2] for told in wrong} == {"nothing of t is resolved: "}
+    assert "sentinel: nothing of t is resolved" in caplog.text
+    assert "" in sentinels(run), "references still count as right"
