@@ -202,36 +202,26 @@ def test_a_program_may_ask_for_less_after_its_context_was_full(on: Stage, addres
     assert on.recorder.refusal is None
 
 
-def test_the_policy_keeps_only_its_own_agent_waiting(
-    on: Stage, address: Address, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_policy_keeps_only_its_own_agent_waiting(on: Stage) -> None:
     """Half requests, endless headers, silence, floods: served again when they are given up."""
-    monkeypatch.setattr(front._Handler, "timeout", 0.5)
-    place = ("127.0.0.1", int(address.url.split(":")[2].split("/")[0]))
+    listener = free_port()
     before = threading.active_count()
     head = b"POST /v1/chat/completions HTTP/1.1\r\n"
-    starts = [
-        b"",
-        b"\0" * 70_000,
-        head,
-        head + b"X: y\r\n" * 50,
-        head + b"Content-Length: 9\r\n\r\n{",
-        b"GET",
-    ]
-    clients = [socket.create_connection(place) for _ in range(100)]
-    for client, start in zip(clients, starts * 20, strict=False):
-        with contextlib.suppress(OSError):
-            client.sendall(start)
-    assert threading.active_count() <= before + front.MOST_CONNECTIONS
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        with contextlib.suppress(httpx.TransportError):
-            if post(address, messages=START).status_code == 200:
-                break
-    else:
-        pytest.fail("the front does not serve any more")
-    for client in clients:
-        client.close()
+    starts = [b"", b"\0" * 70_000, head, head + b"X: y\r\n" * 50, head + b"Content-Length: 9\r\n\r\n{"]
+    with front.serve(on.recorder, listener, read_s=0.5) as address:
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(100)]
+        for client, start in zip(clients, starts * 20, strict=True):
+            with contextlib.suppress(OSError):
+                client.sendall(start)
+        assert threading.active_count() <= before + 1 + front.MOST_CONNECTIONS
+        until = time.monotonic() + 20
+        status = 0
+        while status != 200:
+            assert time.monotonic() < until, "the front does not serve any more"
+            with contextlib.suppress(httpx.TransportError):
+                status = post(address, messages=START).status_code
+        for client in clients:
+            client.close()
     assert on.recorder.failure is None
     assert on.recorder.refusal is None
 

@@ -71,9 +71,9 @@ class _Request(Struct):
 
 
 @contextmanager
-def serve(recorder: "Recorder", listener: socket.socket) -> Iterator[Address]:
+def serve(recorder: "Recorder", listener: socket.socket, read_s: float = READ_S) -> Iterator[Address]:
     """Serve on a socket that listens until the block ends, which closes it."""
-    server = _Server(recorder, listener)
+    server = _Server(recorder, listener, read_s)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="front", daemon=True)
     thread.start()
     try:
@@ -87,11 +87,11 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, recorder: "Recorder", listener: socket.socket) -> None:
+    def __init__(self, recorder: "Recorder", listener: socket.socket, read_s: float) -> None:
         super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
-        self.recorder, self.key = recorder, secrets.token_hex(16)
+        self.recorder, self.key, self.read_s = recorder, secrets.token_hex(16), read_s
         self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
 
     def verify_request(self, request: object, client_address: object) -> bool:
@@ -110,9 +110,12 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    timeout = READ_S
     server: _Server
     connection: socket.socket
+
+    def setup(self) -> None:
+        self.timeout = self.server.read_s
+        super().setup()
 
     def do_GET(self) -> None:
         if self._is_allowed("/v1/models"):
