@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from toy import git, gold, task
 
-from hpc_swe.errors import ConfigError, HpcSweError
+from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError
 from hpc_swe.plugins import submission
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
-from jobs.build_images import Recipe, build, stage, strangers
+from jobs.images.repository import stage, strangers
+from jobs.images.shelf import Problem, Shelf
+from jobs.images.sources import Recipe
 
 ROOT = Path(__file__).parents[2]
 BASE_IMAGE = ROOT / ".cache" / "images" / "python-pytest"
@@ -63,7 +65,22 @@ def test_a_base_that_is_no_unpacked_image_is_refused(repository, tmp_path):
     (tmp_path / "requirements").write_text("")
     recipe = Recipe(tmp_path / "images", tmp_path, repository[0], tmp_path / "requirements")
     with pytest.raises(ConfigError, match="is no unpacked image"):
-        build(recipe, task(tmp_path, "unittest", repository[1]))
+        Shelf(recipe.images).build(recipe, Problem(task(tmp_path, "unittest", repository[1]), gold()))
+
+
+def test_two_builders_of_one_folder_do_not_meet_and_a_dead_one_is_swept_up_after(tmp_path):
+    left = tmp_path / ".work.dead" / "tree"
+    left.mkdir(parents=True)
+    left.chmod(0)
+    with Shelf(tmp_path).alone():
+        assert list(tmp_path.glob(".work.*")) == []
+        mine = tmp_path / ".work.mine"
+        mine.mkdir()
+        with pytest.raises(DeadlineError, match="another builder"), Shelf(tmp_path, wait_s=0.3).alone():
+            pass
+        assert mine.exists()
+    with Shelf(tmp_path, wait_s=0.3).alone():
+        assert not mine.exists()
 
 
 def test_the_command_wants_swebench_tasks(tmp_path):
@@ -83,8 +100,10 @@ def test_a_built_image_opens_grades_and_gives_submissions(repository, tmp_path, 
     (tmp_path / "requirements").write_text("")
     recipe = Recipe(tmp_path / "images", BASE_IMAGE, source, tmp_path / "requirements")
     toy = task(tmp_path, "unittest", base)
-    assert build(recipe, toy) is True
-    assert build(recipe, toy) is False, "what is there is not built again"
+    shelf = Shelf(recipe.images)
+    with shelf.alone():
+        assert shelf.build(recipe, Problem(toy, gold())) is True
+        assert shelf.build(recipe, Problem(toy, gold())) is False, "what is there is not built again"
     if form == "sif":
         shutil.rmtree(recipe.images / toy.image)
     sandboxes = Apptainer(images=str(recipe.images))

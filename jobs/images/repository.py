@@ -1,0 +1,110 @@
+"""The repository of an image: one commit, the task's base, and nothing by which another could be read."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from hpc_swe.errors import HpcSweError
+from jobs.images.commands import git, remove, run
+
+# An image is copied, which changes all times but that of the last change.
+_CONFIG = {"core.checkStat": "minimal", "core.trustctime": "false", "gc.auto": "0"}
+_MOST_SET_UP = 50
+_SET_UP = "What the image's maker changed"
+
+
+def stage(repository: Path, commit: str, folder: Path) -> None:
+    """Check a commit out into a new repository that holds this one commit and no other.
+
+    Raises:
+        HpcSweError: The commit is missing, or something younger came along.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    here = git(folder)
+    run("git", "init", "--quiet", "--template=", str(folder))
+    for name, value in _CONFIG.items():
+        run(*here, "config", name, value)
+    upload = "--upload-pack=git -c safe.directory=* -c uploadpack.allowAnySHA1InWant=true upload-pack"
+    source = repository.absolute().as_uri()
+    run(*here, "fetch", "--quiet", "--depth=1", "--no-tags", upload, source, commit)
+    run(*here, "update-ref", "refs/heads/main", commit)
+    run(*here, "symbolic-ref", "HEAD", "refs/heads/main")
+    run(*here, "reset", "--quiet", "--hard")
+    for name in ("FETCH_HEAD", "ORIG_HEAD"):
+        (folder / ".git" / name).unlink(missing_ok=True)
+    (folder / ".git" / "info").mkdir(exist_ok=True)
+    _refuse_strangers(folder, commit)
+
+
+def restage(folder: Path, commit: str, scratch: Path, exact: Collection[str]) -> list[str]:
+    """Put such a repository where an image of somebody else's has one; the files that its maker changed.
+
+    Files that git does not know stay, since what the maker built is among them. Changes to tracked files stay
+    too, in a commit upon the base, so that an agent's difference does not hold them; but the files named in
+    `exact` become the base's.
+
+    Raises:
+        HpcSweError: The base commit is not there, or the work tree is of another one.
+    """
+    staged = scratch / "staged"
+    stage(folder, commit, staged)
+    remove(folder / ".git")
+    (staged / ".git").rename(folder / ".git")
+    remove(staged)
+    here = git(folder, "user.name=images", "user.email=images")
+    contents = git(folder, "core.fileMode=false")
+    changed = _names(run(*contents, "diff", "--name-only", "-z", "HEAD")) - set(exact)
+    if len(changed) > _MOST_SET_UP:
+        raise HpcSweError(
+            f"{len(changed)} tracked files of the image are not as in {commit}: it is of another commit"
+        )
+    others = _names(run(*here, "diff", "--name-only", "-z", "HEAD")) - changed
+    if others:
+        paths = ["--pathspec-from-file=-", "--pathspec-file-nul"]
+        run(
+            *git(folder, "core.quotePath=false"),
+            "checkout",
+            "--quiet",
+            "HEAD",
+            *paths,
+            stdin="\0".join(others),
+        )
+    tip = commit
+    if changed:
+        date = run(*here, "log", "-1", "--format=%cI").strip()
+        when = {"GIT_COMMITTER_DATE": date, "GIT_AUTHOR_DATE": date}
+        run(*here, "commit", "--quiet", "--no-verify", "--all", f"--message={_SET_UP}", settings=when)
+        (folder / ".git" / "COMMIT_EDITMSG").unlink(missing_ok=True)
+        tip = run(*here, "rev-parse", "HEAD").strip()
+    run(*here, "update-index", "-q", "--refresh")
+    _refuse_strangers(folder, tip)
+    return sorted(changed)
+
+
+def strangers(folder: Path, commit: str) -> list[str]:
+    """Objects, references and remotes of a repository by which more than `commit` holds could be read."""
+    here = git(folder)
+    held = {line.split()[0] for line in run(*here, "rev-list", "--objects", commit).splitlines()}
+    there = run(*here, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)").split()
+    refs = run(*here, "for-each-ref", "--format=%(refname)").split()
+    found = [name for name in there if name not in held]
+    found += [ref for ref in refs if ref != "refs/heads/main"]
+    found += run(*here, "remote").split()
+    for name in ("logs", "FETCH_HEAD", "ORIG_HEAD", "packed-refs", "objects/info/alternates"):
+        found += [name] if (folder / ".git" / name).exists() else []
+    return found
+
+
+def unchanged(folder: Path, commit: str) -> set[str]:
+    """Tracked files that are as in the base commit."""
+    here = git(folder)
+    return _names(run(*here, "ls-files", "-z")) - _names(run(*here, "diff", "--name-only", "-z", commit))
+
+
+def _refuse_strangers(folder: Path, commit: str) -> None:
+    found = strangers(folder, commit)
+    if found:
+        raise HpcSweError(f"{folder}: {len(found)} things are there that {commit} does not hold: {found[:5]}")
+
+
+def _names(listing: str) -> set[str]:
+    return {name for name in listing.split("\0") if name}

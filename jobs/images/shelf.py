@@ -1,0 +1,177 @@
+"""The folder of images, and how one gets there: all of it, or nothing."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from hpc_swe.errors import DeadlineError, HpcSweError, StorageError
+from hpc_swe.records import Task
+from jobs.images import leaks
+from jobs.images.commands import remove
+from jobs.images.sources import Source, apptainer
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What an image was made of; it lies beside it, and was written after it."""
+
+    image: str
+    base_commit: str
+    environment: str
+    """Digest of all that it was made of but the commit."""
+    sif_sha256: str
+    source: str = ""
+    """The unpacked base image, or what Apptainer built from."""
+    set_up: list[str] = []
+    """Tracked files that the image's maker changed, in a commit upon the base."""
+    leaks: list[str] = []
+    """Files that show the solution, where --keep-leaks let them pass."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What an image is built for."""
+
+    task: Task
+    reference: str
+    """The patch that solves it; its files are the base commit's in any image."""
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """One folder of images."""
+
+    images: Path
+    keep_leaks: bool = False
+    wait_s: float = 60.0
+    """Longest wait for another builder to end."""
+
+    def build(self, source: Source, problem: Problem) -> bool:
+        """Put an image in place; False when it is there already.
+
+        Raises:
+            StorageError: The disk is full.
+            HpcSweError: A command failed, or the image is not fit; its words are the message.
+        """
+        task = problem.task
+        digest = source.digest(task)
+        if self._has(task, digest):
+            return False
+        with self._scratch() as work:
+            tree, sif = work / "tree", work / "image.sif"
+            set_up = source.lay_out(task, _exact(problem), work)
+            found = leaks.search(tree, task.workdir, task.base_commit, problem.reference)
+            if found and not self.keep_leaks:
+                more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+                raise HpcSweError(
+                    f"the image shows the solution in {', '.join(found[:5])}{more}: leave the instance out, "
+                    "or pass --keep-leaks"
+                )
+            # gzip, mksquashfs's default, takes twenty times the CPU of this for nearly the same size
+            zstd = ("--mksquashfs-args", "-comp zstd -Xcompression-level 3")
+            apptainer("build", *zstd, str(sif), str(tree), work=work)
+            done = Manifest(
+                image=task.image,
+                base_commit=task.base_commit,
+                environment=digest,
+                sif_sha256=_sha256(sif),
+                source=source.origin(task),
+                set_up=set_up,
+                leaks=found,
+            )
+            self._put(work, done, source.keeps_folder)
+        return True
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other builder is at work here meanwhile; what dead ones left is swept up.
+
+        Raises:
+            DeadlineError: Another one is.
+        """
+        self.images.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self.images / ".builder", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.set_inheritable(handle, True)
+        try:
+            if self._locked(handle):
+                for leftover in self.images.glob(".work.*"):
+                    remove(leftover)
+            yield
+        finally:
+            os.close(handle)
+
+    def _locked(self, handle: int) -> bool:
+        deadline = time.monotonic() + self.wait_s
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"another builder, or a command that a killed one left, is at work in {self.images}"
+                    ) from None
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                return False
+            time.sleep(0.2)
+
+    def _put(self, work: Path, done: Manifest, with_folder: bool) -> None:
+        """The manifest goes first and comes last: without it an image counts for nothing."""
+        manifest, folder = self._manifest(done.image), self.images / done.image
+        (work / "manifest").write_bytes(msgspec.json.format(msgspec.json.encode(done)))
+        manifest.unlink(missing_ok=True)
+        remove(folder)
+        (work / "image.sif").rename(self._sif(done.image))
+        if with_folder:
+            (work / "tree").rename(folder)
+        (work / "manifest").rename(manifest)
+
+    def _has(self, task: Task, digest: str) -> bool:
+        try:
+            made = msgspec.json.decode(self._manifest(task.image).read_bytes(), type=Manifest)
+        except (OSError, msgspec.MsgspecError):
+            return False
+        same = (made.base_commit, made.environment) == (task.base_commit, digest)
+        return same and self._sif(task.image).exists()
+
+    def _manifest(self, image: str) -> Path:
+        return self.images / f"{image}.json"
+
+    def _sif(self, image: str) -> Path:
+        return self.images / f"{image}.sif"
+
+    @contextmanager
+    def _scratch(self) -> Iterator[Path]:
+        """On the images' own file system, so that renames put things in place at once."""
+        work = Path(tempfile.mkdtemp(prefix=".work.", dir=self.images))
+        try:
+            yield work
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            raise (StorageError if full else HpcSweError)(str(error)) from None
+        finally:
+            remove(work)
+
+
+def _exact(problem: Problem) -> set[str]:
+    """Files in which nobody's change may stand: those of the reference, and those of the tests."""
+    extra = problem.task.tests.extra
+    return {*json.loads(extra["test_files"]), *extra["set_up"].split("\n")}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,220 @@
+"""Where images come from: a recipe that needs no registry, or anything else that Apptainer can build from."""
+
+import hashlib
+import os
+import re
+import sys
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError, boundary
+from hpc_swe.plugins.sandboxes.apptainer import Apptainer
+from hpc_swe.records import Task
+from jobs.images.commands import remove, run
+from jobs.images.repository import restage, stage
+
+EDITION = 1
+"""Raised when an image would come out differently, so that those of before are built again."""
+ENVIRONMENT = "opt/miniconda3/envs/testbed"
+_ACTIVATE = """export VIRTUAL_ENV=/{environment} PATH="/{environment}/bin:$PATH"
+"""
+# What official eval scripts source: they expect conda, and get a virtual environment of the same name.
+_CONDA = """conda() { case "$1" in activate) . "/opt/miniconda3/envs/$2/bin/activate";; esac; }
+"""
+_FILES = ("docker-archive:", "oci-archive:", "oci:")
+_TRIAL_S = 120.0
+_FIT = "import sys; sys.exit(sys.version_info < (3, 10))"
+_making = threading.Lock()
+
+
+class Source(Protocol):
+    """What an image's files are made of."""
+
+    @property
+    def keeps_folder(self) -> bool:
+        """Whether the unpacked files stay beside the packed ones, for they cost next to nothing there."""
+
+    def origin(self, task: Task) -> str:
+        """Its name, for people."""
+
+    def digest(self, task: Task) -> str:
+        """Of all that the image depends on, the base commit apart."""
+
+    def lay_out(self, task: Task, exact: Collection[str], work: Path) -> list[str]:
+        """Make work/tree, the repository staged in it; returns files of it that are not the base commit's.
+
+        Raises:
+            HpcSweError: It cannot be had, or is not what the task needs.
+        """
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A base image, a virtual environment of Python wheels where eval scripts expect theirs, a clone."""
+
+    images: Path
+    """Where the environment is kept."""
+    base: Path
+    """An unpacked image with python3 and git."""
+    repository: Path
+    """A git repository that holds all base commits."""
+    requirements: Path
+    """What pip installs into the environment."""
+    wheels: Path | None = None
+    """Folder that pip takes them from; None is where pip is configured to look."""
+    keeps_folder: bool = True
+
+    def origin(self, task: Task) -> str:
+        """All images have the one."""
+        return str(self.base)
+
+    def digest(self, task: Task) -> str:
+        """Of all that the environment depends on; wheels by name."""
+        if not (self.base / "usr/bin").is_dir():
+            raise ConfigError(f"--base {self.base} is no unpacked image: run containers/build_image.sh")
+        with boundary(ConfigError, "read --requirements and --wheels"):
+            wheels = sorted(path.name for path in self.wheels.iterdir()) if self.wheels else []
+            requirements = self.requirements.read_text(encoding="utf-8")
+        return _digest(EDITION, str(self.base), self.base.stat().st_mtime_ns, requirements, wheels)
+
+    def lay_out(self, task: Task, exact: Collection[str], work: Path) -> list[str]:
+        """Files that nobody changes are shared with the other images."""
+        tree = work / "tree"
+        with _making:
+            environment = self._environment(self.digest(task), task.workdir, work)
+        _copy(environment, tree)
+        stage(self.repository, task.base_commit, tree / task.workdir.lstrip("/"))
+        return []
+
+    def _environment(self, digest: str, workdir: str, work: Path) -> Path:
+        """The base image with the environment in it, made once for all images."""
+        done = self.images / f".environment-{digest}"
+        if not done.exists():
+            tree = work / "environment"
+            _copy(self.base, tree)
+            self._install(tree, workdir)
+            tree.rename(done)
+        return done
+
+    def _install(self, tree: Path, workdir: str) -> None:
+        """By the pip of this interpreter, for that of the image: nothing of the image runs."""
+        version = _python(tree)
+        environment = tree / ENVIRONMENT
+        packages = environment / f"lib/python{version}/site-packages"
+        packages.mkdir(parents=True)
+        places = ["--no-index", f"--find-links={self.wheels.absolute()}"] if self.wheels else []
+        options = ["--quiet", "--disable-pip-version-check", "--no-compile", "--only-binary=:all:"]
+        options += [f"--python-version={version}", "--implementation=cp", f"--target={packages}"]
+        pip = (sys.executable, "-m", "pip", "install")
+        run(*pip, *options, *places, f"--requirement={self.requirements}")
+        # The repository is importable from where it lies, as after an editable install.
+        (packages / "testbed.pth").write_text(f"{workdir}\n{workdir}/src\n")
+        (environment / "bin").mkdir()
+        for name in ("python", "python3", f"python{version}"):
+            (environment / "bin" / name).symlink_to(f"/usr/bin/python{version}")
+        (environment / "pyvenv.cfg").write_text(f"home = /usr/bin\nversion = {version}\n")
+        (environment / "bin/activate").write_text(_ACTIVATE.format(environment=ENVIRONMENT))
+        (tree / "opt/miniconda3/bin").mkdir(parents=True)
+        (tree / "opt/miniconda3/bin/activate").write_text(_CONDA)
+        (tree / "etc/gitconfig").write_text("[safe]\n\tdirectory = *\n")
+        zones = packages / "tzdata/zoneinfo"
+        if zones.is_dir() and not (tree / "usr/share/zoneinfo").exists():  # which the C library asks for
+            (tree / "usr/share/zoneinfo").symlink_to(f"/{zones.relative_to(tree)}")
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """An image of somebody else's, as the official ones: its repository is staged anew, the rest stays."""
+
+    template: str
+    """What Apptainer builds from; {image} stands for the image's name."""
+    sandbox: Apptainer
+    """With which the image must open."""
+    keeps_folder: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = set(re.findall(r"\{(.*?)\}", self.template)) - {"image"}
+        if unknown:
+            raise ConfigError(f"--from {self.template}: {{image}} is filled in, and no {sorted(unknown)}")
+
+    def origin(self, task: Task) -> str:
+        """As Apptainer reads it."""
+        name = self.template.replace("{image}", task.image)
+        scheme = next((scheme for scheme in _FILES if name.startswith(scheme)), "")
+        return scheme + str(Path(name.removeprefix(scheme)).absolute()) if scheme else name
+
+    def digest(self, task: Task) -> str:
+        """A file by its size and age; what a registry has under a name is taken to stay as it is."""
+        file = self._file(task)
+        if file is None:
+            return _digest(EDITION, self.origin(task))
+        try:
+            about = file.stat()
+        except OSError as error:
+            raise HpcSweError(f"--from: {file}: {error.strerror}") from None
+        return _digest(EDITION, self.origin(task), about.st_size, about.st_mtime_ns)
+
+    def lay_out(self, task: Task, exact: Collection[str], work: Path) -> list[str]:
+        """Unpack, stage, try."""
+        tree = work / "tree"
+        cache = ["--disable-cache"] if self._file(task) else []
+        apptainer("build", "--fix-perms", *cache, "--sandbox", str(tree), self.origin(task), work=work)
+        repository = tree / task.workdir.lstrip("/")
+        if not (repository / ".git").exists():
+            raise HpcSweError(f"{self.origin(task)} holds no git repository in {task.workdir}")
+        set_up = restage(repository, task.base_commit, work, exact)
+        self._try(msgspec.structs.replace(task, image=tree.name), work)
+        return set_up
+
+    def _file(self, task: Task) -> Path | None:
+        origin = self.origin(task)
+        return None if "://" in origin else Path(re.sub(f"^({'|'.join(_FILES)})", "", origin))
+
+    def _try(self, task: Task, work: Path) -> None:
+        """What a worker will do with it; a cluster's nodes should not be the first to find out."""
+        settings = {"images": str(work), "local": "", "shared_container": False}
+        try:
+            with msgspec.structs.replace(self.sandbox, **settings).open(task) as sandbox:
+                version = sandbox.python(_FIT, _TRIAL_S)
+                status = sandbox.run("git rev-parse --verify HEAD && git status --porcelain -uno", _TRIAL_S)
+        except EpisodeError as error:
+            remedy = "it needs Python 3.10 or newer, by the name that [sandbox] python gives"
+            raise HpcSweError(f"the image does not open as a sandbox; {remedy}: {error}") from None
+        if version.exit_code:
+            raise HpcSweError("the image's python3 is older than 3.10: name another as [sandbox] python")
+        if status.exit_code or len(status.output.split()) > 1:
+            raise HpcSweError(f"git in the image does not see a clean {task.workdir}: {status.output[-500:]}")
+
+
+def apptainer(*words: str, work: Path) -> None:
+    """Where it needs room for a while, it takes it in `work`, unless the environment says where."""
+    place = os.environ.get("APPTAINER_TMPDIR", str(work))
+    # Root in a container may lack a capability that Apptainer would ask for.
+    rights = os.environ.get("APPTAINER_DROP_CAPS", "CAP_SYS_RESOURCE")
+    run("apptainer", "--quiet", *words, settings={"APPTAINER_TMPDIR": place, "APPTAINER_DROP_CAPS": rights})
+
+
+def _digest(*told: object) -> str:
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+
+
+def _python(tree: Path) -> str:
+    found = [re.fullmatch(r"python(3\.\d+)", path.name) for path in (tree / "usr/bin").glob("python3.*")]
+    versions = [match[1] for match in found if match]
+    if len(versions) != 1:
+        raise ConfigError(f"--base {tree}: one Python is needed in usr/bin, there are {versions}")
+    return versions[0]
+
+
+def _copy(tree: Path, to: Path) -> None:
+    """By links, where the file system lets us."""
+    try:
+        run("cp", "--archive", "--link", str(tree), str(to))
+    except HpcSweError:
+        remove(to)
+        run("cp", "--archive", "--reflink=auto", str(tree), str(to))
