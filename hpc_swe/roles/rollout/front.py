@@ -114,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
     connection: socket.socket
 
     def setup(self) -> None:
-        self.timeout = self.server.read_s
+        self.request.settimeout(self.server.read_s)
         super().setup()
 
     def do_GET(self) -> None:
