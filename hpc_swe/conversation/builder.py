@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpc_swe.conversation.replies import ToolFormat, parse
+from hpc_swe.conversation.replies import Said, ToolFormat, parse
 from hpc_swe.conversation.template import ChatTemplate, Rendering
 from hpc_swe.conversation.tokens import Tokens
 from hpc_swe.errors import AgentError, ConfigError, boundary
@@ -86,8 +86,8 @@ class TokenBuilder:
     def reply(self, completion: Sequence[int], *, truncated: bool = False, tools: str = "") -> Reply:
         """What a completion says."""
         said = completion[:-1] if completion and completion[-1] == self.end_id else completion
-        text = self.tokens.decode(said)
-        return parse(text, self._format, truncated=truncated, tools=tools, thinking=self._thinks)
+        spelled = Said(*self.tokens.spell(said))
+        return parse(spelled, self._format, truncated=truncated, tools=tools, thinking=self._thinks)
 
     def demonstration(self, messages: Sequence[Message], tools: str = "") -> tuple[list[int], list[int]]:
         """Ids and mask of a whole conversation; 1 on what the policy is to say, its end of turn included.
@@ -143,7 +143,7 @@ class TokenBuilder:
         for content in ("", "Let me see."):
             message = Message(role="assistant", content=content, tool_calls=[_CALL, _CALL])
             text = self.tokens.decode(self.written(message)[:-1])
-            reply = parse(text, self._format, truncated=False, tools=_TOOLS, thinking=False)
+            reply = parse(Said(text), self._format, truncated=False, tools=_TOOLS, thinking=False)
             read = [(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
             if read != [(_CALL.name, json.loads(_CALL.arguments))] * 2 or reply.content != content:
                 raise ConfigError(f"it writes a tool call as {text!r}, which is not {self._format}")

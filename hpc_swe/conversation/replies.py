@@ -1,7 +1,14 @@
-"""Reading tool calls out of what the policy wrote."""
+"""Reading tool calls out of what the policy wrote.
+
+A policy may quote marks that it came upon: in a file, in an issue. Where it sampled any mark as the control
+token that it is, only such are marks, and quoted ones are text.
+"""
 
 import json
 import re
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -13,7 +20,7 @@ from hpc_swe.records import ToolCall
 ToolFormat = Literal["hermes", "qwen3_coder"]
 """hermes: JSON between <tool_call> marks; qwen3_coder: <function=name> and <parameter=key> marks."""
 
-_OPEN, _CLOSE, _THOUGHT = "<tool_call>", "</tool_call>", "</think>"
+_OPEN, _CLOSE, _THINK, _THOUGHT = "<tool_call>", "</tool_call>", "<think>", "</think>"
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 _JSON = json.JSONDecoder()
@@ -41,35 +48,50 @@ class _Tool(Struct):
     function: _Function
 
 
-def parse(text: str, tool_format: ToolFormat, *, truncated: bool, tools: str, thinking: bool) -> Reply:
+@dataclass(frozen=True)
+class Said:
+    """What a completion spells, and where its control tokens stand; none are known of plain text."""
+
+    text: str
+    control: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def find(self, mark: str, start: int) -> int:
+        """Where the next mark is; -1 when there is none."""
+        if any(name in self.control for name in (_OPEN, _CLOSE, _THINK, _THOUGHT)):
+            places = self.control.get(mark, ())
+            return next(iter(places[bisect_left(places, start) :]), -1)
+        return self.text.find(mark, start)
+
+
+def parse(said: Said, tool_format: ToolFormat, *, truncated: bool, tools: str, thinking: bool) -> Reply:
     """What the policy said and which tools it calls.
 
     A call that cannot be read makes the whole text plain content, and `parse_error` tells the policy why.
     `thinking` says that the prompt itself opened a thought. `tools` types the arguments of qwen3_coder.
     """
-    start = 0
-    if thinking or text.lstrip().startswith("<think>"):
-        end = text.find(_THOUGHT)
+    start, text = 0, said.text
+    if thinking or said.find(_THINK, 0) == len(text) - len(text.lstrip()):
+        end = said.find(_THOUGHT, 0)
         start = len(text) if end < 0 else end + len(_THOUGHT)
-    first = text.find(_OPEN, start)
+    first = said.find(_OPEN, start)
     if first < 0:
         return Reply(text, truncated=truncated)
     try:
-        calls = _calls(text, first, tool_format, tools)
+        calls = _calls(said, first, tool_format, tools)
     except _Malformed as error:
         return Reply(text, truncated=truncated, parse_error=f"Tool call not understood: {error}")
     return Reply(text[:first].rstrip(), calls, truncated)
 
 
-def _calls(text: str, at: int, tool_format: ToolFormat, tools: str) -> list[ToolCall]:
-    found = []
+def _calls(said: Said, at: int, tool_format: ToolFormat, tools: str) -> list[ToolCall]:
+    text, found = said.text, []
     while at >= 0:
         at += len(_OPEN)
         call, at = _hermes(text, at) if tool_format == "hermes" else _xml(text, at, tools)
         if not text.startswith(_CLOSE, at):
             raise _Malformed(f"{_CLOSE} is missing after the call of {call.name!r}")
         found.append(call)
-        at = text.find(_OPEN, at)
+        at = said.find(_OPEN, at)
     return found
 
 

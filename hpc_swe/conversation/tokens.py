@@ -4,6 +4,7 @@ Control tokens are the tokenizer's added tokens (turn marks, tool-call marks). O
 own text may contain them; all other text goes through a copy of the tokenizer that does not know them.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ class Tokens:
         self._full = Tokenizer.from_str(json.dumps(spec))
         self._plain = Tokenizer.from_str(json.dumps(_without_control(spec)))
         self.control: dict[str, int] = added
+        self._names = {number: name for name, number in added.items()}
         # Longest first, as the tokenizer matches them: <|im_end|>x before <|im_end|>.
         names = sorted(added, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, names))})" if names else r"(?!)()")
@@ -58,6 +60,19 @@ class Tokens:
         """Text of ids, control tokens spelled out."""
         text: str = self._full.decode(list(ids), skip_special_tokens=False)
         return text
+
+    def spell(self, ids: Iterable[int]) -> tuple[str, dict[str, list[int]]]:
+        """The same text, and where in it each control token stands that is one, not merely spelled."""
+        pieces: list[str] = []
+        places: dict[str, list[int]] = {}
+        length = 0
+        for is_control, group in itertools.groupby(ids, self._names.__contains__):
+            for name in [self._names[token] for token in group] if is_control else [self.decode(group)]:
+                if is_control:
+                    places.setdefault(name, []).append(length)
+                pieces.append(name)
+                length += len(name)
+        return "".join(pieces), places
 
     def encode_whole(self, text: str) -> list[int]:
         """Ids as any other program would make them, control tokens wherever they are spelled."""

@@ -113,7 +113,11 @@ def test_bash_shows_both_outputs_and_how_it_ended(sandbox: Sandbox):
 
 def test_every_bash_is_a_fresh_one_and_says_so(sandbox: Sandbox):
     use(sandbox, "bash", command="sleep 60 & echo $! > pid; export SEEN=1; cd /")
-    seen = use(sandbox, "bash", command="ls no_end.txt; echo $SEEN; grep -q sleep /proc/$(cat pid)/cmdline || echo ended")
+    seen = use(
+        sandbox,
+        "bash",
+        command="ls no_end.txt; echo $SEEN; grep -q sleep /proc/$(cat pid)/cmdline || echo ended",
+    )
     assert seen.startswith("no_end.txt\n\n")
     assert "ended" in seen
     assert "fresh" in schema(load("tools", {"type": "bash"})).description
