@@ -34,7 +34,7 @@ def run(
             errors="replace",
             close_fds=False,
             preexec_fn=die_with_parent,
-            env=os.environ | {"LC_ALL": "C.UTF-8"} | (settings or {}),
+            env={**os.environ, "LC_ALL": "C.UTF-8", **(settings or {})},
             timeout=LONGEST_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
