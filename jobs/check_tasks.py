@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError
 from hpc_swe.plugins.graders.base import Examiner, Grader
 from hpc_swe.plugins.sandboxes._watched import Watched
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
-from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox, Sandboxes
+from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Sandbox, Sandboxes
 from hpc_swe.plugins.submission import apply
 from hpc_swe.plugins.tasksets import _checked
 from hpc_swe.plugins.tasksets._checked import Kind, Seconds, Verdict
@@ -48,7 +48,7 @@ console = Console()
 
 
 @dataclass
-class Clock(Sandboxes):
+class Stopwatch(Sandboxes):
     """Sandboxes of one grading, and where its time goes: the last command of a sandbox is its tests."""
 
     sandboxes: Sandboxes
@@ -85,7 +85,7 @@ class _Clocked(Sandbox):
     began: float = field(default_factory=time.monotonic)
     ended: float = field(default_factory=time.monotonic)
 
-    def run(self, command: str, timeout_s: float, clock: Callable[[], float] | None = None) -> CommandResult:
+    def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
         self.began = time.monotonic()
         result = self.sandbox.run(command, timeout_s, clock)
         self.ended = time.monotonic()
@@ -128,12 +128,12 @@ class Checker:
         kind: Kind = "broken"
         try:
             for _ in range(self.runs):
-                clock = Clock(self.sandboxes)
+                watch = Stopwatch(self.sandboxes)
                 began = time.monotonic()
-                gold.append(self._grade(task, reference, clock))
+                gold.append(self._grade(task, reference, watch))
                 whole_s = time.monotonic() - began
                 if gold[-1].outcome == "resolved":
-                    seconds.append(clock.told(whole_s, _bare_s(task, reference, self.sandboxes)))
+                    seconds.append(watch.told(whole_s, _bare_s(task, reference, self.sandboxes)))
                 empty.append(self._grade(task, "", self.sandboxes))
             kind, reason = judged(gold, empty)
         except (EpisodeError, ConfigError) as error:

@@ -68,7 +68,7 @@ repository = "{repository}"
         "--out",
         str(folder / "checked.jsonl"),
     ]
-    return [sys.executable, "-m", "jobs.check_tasks", *words, "--runs", "2", *more]
+    return [sys.executable, "-m", "jobs.check_tasks", *words, "--runs", "2", "--jobs", "2", *more]
 
 
 def check(folder: Path, repository: Path, *more: str) -> subprocess.CompletedProcess[str]:
