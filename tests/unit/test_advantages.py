@@ -1,9 +1,11 @@
+from pathlib import Path
 from statistics import fmean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import dump, known, load
 from hpc_swe.plugins.advantages.grpo import Grpo
@@ -24,6 +26,14 @@ def test_equal_rewards_are_no_signal(name, reward):
 def test_credit_within_a_group_adds_up_to_nothing(rewards):
     for estimator in (Grpo(), Grpo(scale_by_std=True), Rloo(), MaxRl()):
         assert sum(estimator(rewards)) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_one_of_two_resolved_gives_the_advantages_that_system_a_had():
+    config = configuration.read(Path(__file__).parents[2] / "configs/swebench.toml")
+    rewards = [config.grader.resolved_reward, config.grader.unresolved_reward]
+    assert rewards == [1.0, -1.0]
+    assert config.groups.group_size == len(rewards)
+    assert config.advantage(rewards) == [1.0, -1.0]
 
 
 def test_grpo_subtracts_the_mean():
