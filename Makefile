@@ -1,6 +1,6 @@
 # Every verb is safe to repeat: what is already there is found in a moment and left alone.
 .DEFAULT_GOAL := help
-.PHONY: setup image demo test cluster check clean help
+.PHONY: setup image agents demo test cluster check clean help
 
 setup:  ## packages, .venv and Apptainer; as root it installs what the machine lacks
 	containers/setup.sh
@@ -8,10 +8,14 @@ setup:  ## packages, .venv and Apptainer; as root it installs what the machine l
 image: setup  ## the demo's task image, in .cache/images
 	containers/build_image.sh
 
+agents: setup  ## qwen-code and mini-swe-agent for sandboxes, in .cache/agents
+	containers/build_agents.sh
+
 demo: image  ## train on this machine and show what was learned
 	.venv/bin/python -m jobs.demo
 
 test: image  ## every test that this machine can run
+	containers/build_agents.sh || true
 	tests/cluster/install.sh
 	.venv/bin/python -m pytest
 
