@@ -156,17 +156,23 @@ def test_no_text_of_an_episode_becomes_a_control_token(stage, harmless, kind: st
 @pytest.mark.parametrize("kind", FORMS)
 def test_nor_does_it_where_the_template_writes_all_of_the_history_anew(builders, kind: str) -> None:
     """An evaluation may ask for that; marks of thoughts then count in the policy's own answers, as served."""
-    builder, thoughts = builders[kind], ("<think>", "</think>")
-    known = {number for name, number in builder.tokens.control.items() if name not in thoughts}
+    builder = builders[kind]
+    known = set(builder.tokens.control.values())
+    thoughts = {builder.tokens.control[name] for name in ("<think>", "</think>")}
 
-    def control(text: str, served: bool) -> list[int]:
+    def control(text: str, spoken: str) -> list[int]:
         made = ToolCall(name=text, arguments=json.dumps({text: [text]}))
         roles = ["system", "user", "assistant", "tool", "tool", "user", "assistant", "user"]
-        said = [Message(role=r, content=text, tool_calls=[made] * (r == "assistant")) for r in roles]
-        return [token for token in builder.start(said, served=served) if token in known]
+        said = [Message(role=r, content=text) for r in roles]
+        said[2] = Message(role="assistant", content=spoken, tool_calls=[made])
+        said[6] = Message(role="assistant", content=spoken)
+        return [token for token in builder.start(said, served=True) if token in known]
 
+    plain = control(HARMLESS, HARMLESS)
     for text in HOSTILE.values():
-        assert control(text, True) == control(HARMLESS, True) == control(text, False)
+        assert control(text, HARMLESS) == plain
+        marks = [token for token in control(text, text) if token not in thoughts]
+        assert marks == [token for token in plain if token not in thoughts]
 
 
 def test_a_file_name_that_is_no_text_breaks_neither_the_prompt_nor_the_record(stage) -> None:
