@@ -85,7 +85,8 @@ def test_what_is_not_set_is_as_the_configuration_says(tmp_path: Path, model: Pat
     words = [*HERE, f"model={model}", 'taskset={type="bugs"}', 'grader={type="pytest"}']
     script("train_swebench.sbatch", *words, "--run", tmp_path / "run")
     made = configuration.build(json.loads(RunDir(tmp_path / "run").config.read_text()), "run.json")
-    files = [ROOT / "configs" / name for name in ("swebench.toml", "slurm.toml")]
+    names = ("swebench.toml", "slurm.toml", "models/qwen3_coder_30b_a3b.toml")
+    files = [ROOT / "configs" / name for name in names]
     assert made == configuration.read(*files, overrides=words)
 
 
