@@ -295,7 +295,9 @@ def _tell(verdicts: Sequence[Verdict], out: Path) -> None:
     wide.print(table(verdicts))
     for one in verdicts:
         if one.verdict != "usable":
-            console.print(f"{one.task_id}: {one.verdict}: {one.reason}", markup=False, highlight=False)
+            console.print(
+                f"{one.task_id}: {one.verdict}: {one.reason}", markup=False, highlight=False, soft_wrap=True
+            )
     over = [one.seconds.overhead for one in verdicts if one.seconds]
     if over:
         console.print(
@@ -327,7 +329,7 @@ def main() -> None:
         checker = Checker(config.grader, Watched(config.sandbox), max(1, arguments.runs), images)
         verdicts = run(checker, tasks, references, arguments.out, max(1, arguments.jobs))
     except HpcSweError as error:
-        console.print(f"error: {error}", markup=False, highlight=False)
+        console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
     _tell(verdicts, arguments.out)
     sys.exit(0 if any(one.verdict == "usable" for one in verdicts) else 1)
