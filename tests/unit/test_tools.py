@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import socket
 import threading
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import known, load
@@ -385,3 +388,24 @@ def test_a_folder_that_turns_into_a_link_under_the_hand_leads_nowhere(
     racer.join()
     assert seen == {b"own"}
     assert (outside / "a" / "f").read_text() == "secret"
+
+
+WORDS = st.sampled_from(
+    ["mod.py", ".", "/testbed", "\x00", "x" * 300, "a/../b", "(a|", "mod.py/x", "new/file", ""]
+)
+NUMBERS = st.sampled_from([0, 1, 2, -1, 2**62, 2**70, 0.5, "1", "nan", "inf", "1e9", None])
+ODD = {"string": WORDS | st.text(max_size=20).filter(lambda text: "/" not in text)}
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    data=st.data(), name=st.sampled_from(["view", "replace", "rewrite", "edit", "grep", "listdir", "bash"])
+)
+def test_no_argument_gets_past_a_tool_as_anything_but_its_answer(sandbox: Sandbox, data, name):
+    """Whatever else escaped would end the worker instead of the call."""
+    known = schema(load("tools", {"type": name})).parameters["properties"]
+    arguments = {key: data.draw(ODD.get(value["type"], NUMBERS)) for key, value in known.items()}
+    if "command" in arguments:
+        arguments["command"] = f"true {shlex.quote(str(arguments['command']))}"
+    with suppress(ToolError):
+        assert isinstance(use(sandbox, name, **arguments), str)
