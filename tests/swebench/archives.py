@@ -1,10 +1,14 @@
-"""Images of others, made by hand: a docker archive, an OCI folder and an OCI archive, each of one layer."""
+"""Images of others, made by hand: a docker archive; an OCI folder, archive and registry. One layer each."""
 
 import hashlib
 import io
 import json
 import subprocess
 import tarfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 CONFIG = {
@@ -67,6 +71,38 @@ def oci_archive(layer: Path, file: Path) -> None:
     folder = file.with_suffix(".folder")
     oci_folder(layer, folder)
     subprocess.run(["tar", "-cf", file, "-C", folder, "blobs", "index.json", "oci-layout"], check=True)
+
+
+@contextmanager
+def registry(folder: Path) -> Iterator[str]:
+    """Serves an OCI folder as the image of any name; yields its address."""
+    (listed,) = json.loads((folder / "index.json").read_bytes())["manifests"]
+    blobs = folder / "blobs/sha256"
+
+    class Registry(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            wanted = self.path.rpartition("/")[2]
+            is_manifest = "/manifests/" in self.path
+            digest = listed["digest"] if is_manifest else wanted
+            data = b"{}" if not wanted else (blobs / digest.removeprefix("sha256:")).read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Type", listed["mediaType"] if is_manifest else "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            if wanted:
+                self.send_header("Docker-Content-Digest", digest)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(data)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            """Says nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Registry) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def sha256(file: Path) -> str:

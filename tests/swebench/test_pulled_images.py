@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import archives
@@ -117,19 +118,23 @@ def examine(folder: Path, images: Path, base: str) -> None:
 
 
 @slow
-@pytest.mark.parametrize("form", ["oci", "oci-archive"])
-def test_an_oci_image_becomes_one(layer, repository, tmp_path, form):
+@pytest.mark.parametrize("form", ["oci", "oci-archive", "docker"])
+def test_an_oci_image_becomes_one(layer, repository, tmp_path, form, monkeypatch):
     place = tmp_path / "made"
-    (archives.oci_folder if form == "oci" else archives.oci_archive)(layer, place)
+    (archives.oci_archive if form == "oci-archive" else archives.oci_folder)(layer, place)
+    monkeypatch.setenv("APPTAINER_NOHTTPS", "true")
+    monkeypatch.setenv("APPTAINER_CACHEDIR", str(tmp_path / "cache"))
     toy = task(tmp_path, "unittest", repository[1])
-    shelf, source = Shelf(tmp_path / "images"), Pulled(f"{form}:{place}", Apptainer())
-    with shelf.alone():
+    shelf = Shelf(tmp_path / "images")
+    with archives.registry(place) if form == "docker" else nullcontext() as address, shelf.alone():
+        name = f"docker://{address}/me/{{image}}:v1" if address else f"{form}:{place}"
+        source = Pulled(name, Apptainer())
         assert shelf.build(source, Problem(toy, gold())) is True
         assert shelf.build(source, Problem(toy, gold())) is False
     made = (tmp_path / "images" / f"{toy.image}.json").read_bytes()
     manifest = json.loads(made)
     assert manifest.keys() == set(Manifest.__struct_fields__)
-    assert (manifest["set_up"], manifest["source"]) == (["README.md"], f"{form}:{place}")
+    assert (manifest["set_up"], manifest["source"]) == (["README.md"], source.origin(toy))
     assert manifest["sif_sha256"] == archives.sha256(tmp_path / "images" / f"{toy.image}.sif")
 
 
