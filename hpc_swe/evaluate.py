@@ -83,8 +83,8 @@ class Watch:
         self._reader, self._patience = Reader(run, config), Patience(_limit_s(config))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         self.bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
-        self._total = size(run, config)
-        self._row = self.bar.add_task(run.root.name, total=self._total)
+        self.total = size(run, config)
+        self._row = self.bar.add_task(run.root.name, total=self.total)
         self._first, self._began = -1, time.monotonic()
         self.standing = Standing(0, 0, "its jobs", True, None)
 
@@ -104,7 +104,7 @@ class Watch:
 
     def end(self) -> None:
         """It has finished."""
-        self.bar.update(self._row, completed=self._total, description="finished")
+        self.bar.update(self._row, completed=self.total, description="finished")
 
 
 def _limit_s(config: RunConfig) -> float:
@@ -127,7 +127,7 @@ def standing(view: View) -> Standing:
         waits_for = f"{len(pending)} jobs in the queue ({roles})"
     elif report is None:
         waits_for = "the coordinator"
-    elif "inference" in view.desired and not view.engines:
+    elif not view.engines:
         waits_for = "an engine that serves"
     else:
         waits_for = "; ".join([report.waits_for, *report.errors[-1:]])
@@ -176,11 +176,11 @@ def evaluate(run: RunDir, config: RunConfig, *, detach: bool, console: Console) 
     if run.finished.exists() and not launch.alive(run, config):
         return True
     is_new = not run.config.exists()
-    launch.start(run, config)
+    launch.tell(run, launch.start(run, config))
     watch = Watch(run, config, console)
     done = standing(Reader(run, config).look()).done
     begun = "begins" if is_new else f"goes on: {done} episodes are done"
-    console.print(f"{run.root}: {begun}, of {size(run, config)}", soft_wrap=True)
+    console.print(f"{run.root}: {begun}, of {watch.total}", soft_wrap=True)
     if detach:
         return False
     try:

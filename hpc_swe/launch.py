@@ -292,12 +292,17 @@ def _start(arguments: argparse.Namespace) -> None:
         dry_run.show(run, config)
         _preflight(run, config)
         return
-    _tell(run, start(run, config, upgrade=arguments.upgrade))
+    tell(run, start(run, config, upgrade=arguments.upgrade))
     if arguments.wait:
         wait(run, config, arguments.wait)
 
 
-def _tell(run: RunDir, plan: Plan) -> None:
+def tell(run: RunDir, plan: Plan) -> None:
+    """Say what was submitted.
+
+    Raises:
+        HpcSweError: A role is stuck.
+    """
     submitted = ", ".join(f"{count} {role}" for role, count in plan.submit.items())
     cancelled = f", cancelled {len(plan.cancel)}" if plan.cancel else ""
     print(f"{run.root}: submitted {submitted or 'nothing'}{cancelled}")
@@ -317,7 +322,7 @@ def main() -> None:
         run = RunDir(arguments.run.absolute())
         config = load(run)
         if arguments.verb == "tick":
-            _tell(run, reconcile.tick(run, config))
+            tell(run, reconcile.tick(run, config))
         else:
             stop(run, config, now=arguments.now)
     except HpcSweError as error:

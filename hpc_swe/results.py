@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
+from typing import get_args
 
 import msgspec
 from rich.box import ASCII
@@ -20,9 +21,8 @@ from hpc_swe.records import Record, RunManifest, Sampling, Score, Task
 from hpc_swe.rundir import RunDir
 from hpc_swe.statistics import Estimate, Outcomes
 from hpc_swe.store import atomic, evals, tasks
-from hpc_swe.store.evals import Attempt
+from hpc_swe.store.evals import Attempt, Outcome
 
-BAR = 20
 STAGES = ("episode", "sandbox", "engine", "tools", "grading", "queue")
 
 
@@ -212,49 +212,41 @@ def _comparison(before: Outcomes, after: Outcomes) -> Comparison:
 
 def shown(summary: Summary) -> Iterator[RenderableType]:
     """For people."""
-    rates = _table(f"{summary.name}: {summary.tasks} tasks [95 % interval over tasks]")
-    shares = sorted({k for d in summary.decodings.values() for k in d.pass_at if _is_told(k, d)})
-    for name in (*(f"pass@{k}" for k in shares), "detectable gain"):
-        rates.add_column(name, justify="right")
-    costs = _table("outcomes of all episodes, and the median of one")
-    costs.add_column("outcomes")
-    for name in ("turns", "tokens", *(f"{stage} s" for stage in STAGES)):
-        costs.add_column(name, justify="right")
-    for label, found in summary.decodings.items():
+    ways = summary.decodings
+    shares = sorted({k for found in ways.values() for k in found.pass_at if _is_told(k, found)})
+    columns = [*(f"pass@{k}" for k in shares), "detectable gain"]
+    rates = _table(f"{summary.name}: {summary.tasks} tasks [95 % interval over tasks]", columns)
+    kinds = [kind for kind in get_args(Outcome) if any(kind in found.outcomes for found in ways.values())]
+    outcomes = _table("episodes, by outcome", [*kinds, "retried"])
+    medians = _table("median of an episode: seconds by stage, tokens, turns", [*STAGES, "tokens", "turns"])
+    for label, found in ways.items():
         solved = (str(found.pass_at[k]) if k in found.pass_at else "" for k in shares)
-        rates.add_row(f"{label} {_bar(found.pass_at[1].mean)}", *solved, f"{found.detectable:.3f}")
-        outcomes = _counted(found.outcomes | ({"retried": found.retries} if found.retries else {}))
-        numbers = (f"{found.median_turns:g}", f"{found.median_tokens:.0f}")
-        costs.add_row(label, outcomes, *numbers, *(f"{found.median_s[stage]:.1f}" for stage in STAGES))
-    yield rates
-    yield costs
+        rates.add_row(label, *solved, f"{found.detectable:.3f}")
+        outcomes.add_row(label, *(str(found.outcomes.get(kind, 0)) for kind in kinds), str(found.retries))
+        seconds = (f"{found.median_s[stage]:.1f}" for stage in STAGES)
+        medians.add_row(label, *seconds, f"{found.median_tokens:.0f}", f"{found.median_turns:g}")
+    yield from (rates, outcomes, medians)
     if summary.trained_on:
         some = ", ".join(summary.trained_on[:5])
         yield f"not held out: the model was trained on {len(summary.trained_on)} of these tasks: {some}"
 
 
-def _table(title: str) -> Table:
-    return Table("decoding", title=title, box=ASCII, title_justify="left")
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table("decoding", title=title, box=ASCII, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def _is_told(k: int, found: Decoding) -> bool:
     return k.bit_count() == 1 or k == max(found.pass_at)
 
 
-def _bar(share: float) -> str:
-    return ("#" * round(share * BAR)).ljust(BAR, ".")
-
-
-def _counted(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
-
-
 def shown_beside(other: str, found: dict[str, Comparison]) -> RenderableType:
     """A comparison, for people."""
-    table = _table(f"since {other} [95 % interval, paired by task]")
-    for name in ("tasks", "before", "after", "gain", "detectable gain", "won", "lost"):
-        table.add_column(name, justify="right")
+    columns = ("tasks", "before", "after", "gain", "detectable gain", "won", "lost")
+    table = _table(f"since {other} [95 % interval, paired by task]", columns)
     for label, one in found.items():
-        rates = map(str, (one.before, one.after, one.gain))
-        table.add_row(label, str(one.tasks), *rates, f"{one.detectable:.3f}", str(one.won), str(one.lost))
+        rates = (f"{one.before.mean:.3f}", f"{one.after.mean:.3f}", str(one.gain), f"{one.detectable:.3f}")
+        table.add_row(label, str(one.tasks), *rates, str(one.won), str(one.lost))
     return table

@@ -36,6 +36,7 @@ HEADLINES = (
     "reward/mean",
     "solve/train",
     "solve/eval",
+    "evaluation",
     "groups/signal_rate",
     "staleness/mean",
     "staleness/max",

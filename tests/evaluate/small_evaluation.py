@@ -84,14 +84,12 @@ class Small:
         return list(map(str, line))
 
     def evaluate(self, *words: object, out: Path | None = None) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            self.command(*words, out=out),
-            cwd=ROOT,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        """Into files: a pipe would be held open by jobs that outlive the command."""
+        line, streams = self.command(*words, out=out), [self.folder / name for name in ("stdout", "stderr")]
+        with streams[0].open("w") as stdout, streams[1].open("w") as stderr:
+            settings = {"cwd": ROOT, "env": environment(), "timeout": 300}
+            done = subprocess.run(line, stdout=stdout, stderr=stderr, **settings)
+        return subprocess.CompletedProcess(line, done.returncode, *(path.read_text() for path in streams))
 
     def _base(self) -> str:
         git = ["git", "-C", self.folder / "calc", "rev-parse", "v2~1"]
@@ -116,3 +114,30 @@ def make(folder: Path) -> Small:
 
 def _inline(table: dict[str, str]) -> str:
     return "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in table.items()) + "}"
+
+
+OFFICIAL = """
+import json, sys, types
+for name in ("docker", "dotenv", "swebench.image_builder", "swebench.image_builder.docker_utils"):
+    sys.modules[name] = types.ModuleType(name)  # not installed, and not asked
+sys.modules["docker"].DockerClient = sys.modules["swebench.image_builder.docker_utils"].list_images = None
+sys.modules["dotenv"].load_dotenv = lambda: None
+sys.modules["swebench.harness"] = package = types.ModuleType("swebench.harness")
+import swebench
+package.__path__ = [swebench.__path__[0] + "/harness"]
+from swebench.harness.reporting import make_run_report
+from swebench.harness.utils import get_predictions_from_file, load_swebench_dataset
+label, rows = sys.argv[1:]
+found = get_predictions_from_file(f"predictions.{label}.jsonl", rows, "test")
+made = make_run_report({one["instance_id"]: one for one in found}, load_swebench_dataset(rows), label)
+print("MADE", made)
+"""
+
+
+def official_report(folder: Path, label: str, rows: Path) -> dict[str, object]:
+    """What swebench itself makes, in the folder, of the predictions and logs there."""
+    line = [sys.executable, "-c", OFFICIAL, label, str(rows)]
+    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    made = folder / done.stdout.rpartition("MADE ")[2].strip()
+    return json.loads(made.read_text())

@@ -1,0 +1,288 @@
+"""The command: what it refuses, what it waits for, and how an evaluation fares that is interrupted."""
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import pyarrow.parquet as pq
+import pytest
+from small_evaluation import FAILS, GIVES_UP, ROOT, SOLVES, Small, environment, make, official_report
+
+from hpc_swe import config as configuration
+from hpc_swe import evaluate, launch
+from hpc_swe.errors import DeadlineError
+from hpc_swe.evaluate import Patience, Standing, standing
+from hpc_swe.plugins.executors.base import Job
+from hpc_swe.plugins.executors.local import Local
+from hpc_swe.records import Endpoint, Node, StatusReport, WeightVersion
+from hpc_swe.results import Summary
+from hpc_swe.rundir import RunDir
+from hpc_swe.status import Queue, View
+from hpc_swe.store import atomic, evals
+from hpc_swe.store.evals import Attempt
+
+NOBODY = [f"counts.{role}=0" for role in ("coordinator", "inference", "rollout", "reward")]
+
+
+# what it waits for
+
+
+def view(**changes: object) -> View:
+    version = WeightVersion()
+    recent = {"evaluation/done": [3.0], "evaluation/resolved": [2.0]}
+    report = StatusReport(
+        beat=1,
+        roles=[],
+        spools={},
+        waits_for="2 of 4 tasks",
+        step=0,
+        newest=version,
+        recent=recent,
+        errors=[],
+    )
+    engine = Endpoint(owner="e", url="http://e", versions=[version], updating=False)
+    known = {"report": report, "engines": [engine], "queue": Queue(), "desired": {"inference": 1}}
+    return View(name="r", steps=0, orders=[], **(known | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "waits_for"),
+    [
+        ({}, "2 of 4 tasks"),
+        ({"engines": []}, "an engine that serves"),
+        ({"report": None}, "the coordinator"),
+        (
+            {"queue": Queue([Job("rollout", "7", 1, "waiting", "Priority")])},
+            r"1 jobs in the queue \(rollout: Priority",
+        ),
+        ({"queue": Queue(silence="timed out")}, "the scheduler, which does not answer"),
+        ({"queue": Queue(failures=["rollout: exit code 7 on c1"])}, "rollout: exit code 7 on c1"),
+    ],
+)
+def test_it_says_what_it_waits_for(changes, waits_for):
+    assert re.match(waits_for, standing(view(**changes)).waits_for)
+
+
+def test_patience_ends_when_nothing_moves_but_not_while_jobs_wait_in_the_queue():
+    now = [0.0]
+    patience = Patience(10.0, lambda: now[0])
+    stands = Standing(done=1, solved=0, waits_for="an engine", is_queued=False, moved=1)
+    for passes_s, fares in [
+        (9, stands),
+        (9, dataclasses.replace(stands, moved=2)),
+        (9, dataclasses.replace(stands, moved=2)),
+    ]:
+        patience.look(fares)
+        now[0] += passes_s
+    with pytest.raises(DeadlineError, match="nothing moved for 18 s .*waits for an engine"):
+        patience.look(dataclasses.replace(stands, moved=2))
+    for _ in range(3):
+        now[0] += 50
+        patience.look(dataclasses.replace(stands, moved=2, is_queued=True))
+
+
+class Elsewhere(Local, frozen=True, kw_only=True):
+    """As if its jobs ran on other machines."""
+
+    is_here: ClassVar[bool] = False
+
+
+@pytest.mark.parametrize(("kind", "ends"), [("local", True), (f"{__name__}:Elsewhere", False)])
+def test_an_interrupt_ends_the_jobs_of_this_machine_and_leaves_those_of_a_cluster(small, kind, ends):
+    words = [
+        *evaluate.OWN,
+        *(word for word in small.words if "=" in word),
+        *NOBODY,
+        f"executor={{type={kind!r}}}",
+    ]
+    config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
+    launch.start(small.out, config)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch.wait(small.out, config, 60.0, interrupt, detaches=True)
+    assert small.out.stop.exists() == ends
+
+
+# what it refuses
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Small:
+    """An evaluation without jobs."""
+    small = make(tmp_path_factory.mktemp("begun"))
+    done = small.evaluate(*NOBODY, "--detach", "--samples", 3, "--history", "template")
+    assert done.returncode == 0, done.stderr
+    return small
+
+
+def test_options_are_short_words_for_keys(begun):
+    config = launch.load(begun.out)
+    assert (config.mode, config.eval.samples, config.rollout.history, config.tasks.train) == (
+        "eval",
+        3,
+        "template",
+        0,
+    )
+
+
+def test_other_words_for_the_same_folder_are_refused_with_the_keys_that_differ(begun):
+    done = begun.evaluate(*NOBODY, "--detach", "--samples", 2, "--history", "keep")
+    assert done.returncode == 2
+    assert (
+        "is another evaluation: eval.samples: 3 -> 2; rollout.history: 'template' -> 'keep'." in done.stderr
+    )
+    assert "Name another folder with --out" in done.stderr
+
+
+def test_to_compare_with_what_has_not_finished_is_refused_before_anything_starts(begun, tmp_path):
+    done = begun.evaluate("--compare", begun.out.root, out=tmp_path / "new")
+    assert done.returncode == 3
+    assert (
+        f"{begun.out.eval_table('eval')}: no such table; an evaluation writes it when it has finished"
+        in done.stderr
+    )
+    assert not (tmp_path / "new").exists()
+
+
+def test_weights_that_a_run_may_yet_remove_are_refused(begun, tmp_path):
+    version = begun.out.root / "weights/v000003-i01"
+    version.mkdir(exist_ok=True)
+    done = begun.evaluate("--model", version, out=tmp_path / "new")
+    assert done.returncode == 2
+    assert f"{begun.out.root} still trains, and removes old weights. Copy the folder first" in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+# whole evaluations
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> "tuple[Small, subprocess.CompletedProcess[str]]":
+    small = make(tmp_path_factory.mktemp("finished"))
+    return small, small.evaluate()
+
+
+def summary(run: RunDir) -> Summary:
+    return msgspec.json.decode(run.summary.read_bytes(), type=Summary)
+
+
+@pytest.mark.slow
+def test_an_evaluation_leaves_what_was_handed_in_and_what_came_of_it(finished):
+    small, done = finished
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "begins, of 8" in done.stdout
+    assert "8/8" in done.stdout
+    found = summary(small.out).decodings["greedy"]
+    assert found.outcomes == {"resolved": 3, "unresolved": 3, "no_submission": 2}
+    assert found.pass_at[1].mean == 3 / 8
+    rows = pq.read_table(small.out.results).to_pylist()
+    assert Counter((row["sample"], row["exit_status"]) for row in rows) == {
+        (0, "submitted"): 4,
+        (1, "submitted"): 4,
+    }
+    assert all(
+        row["episode_s"] > 0 and row["sampled_tokens"] and row["versions"] == ["v000000-i00"] for row in rows
+    )
+    assert {row["turns"] for row in rows} == {1, 2}
+
+
+@pytest.mark.slow
+def test_swebench_s_own_loader_and_report_take_what_it_leaves(finished):
+    small, _ = finished
+    resolved = 0
+    for sample in range(2):
+        made = atomic_json(small.out.root / f"report.greedy-{sample}.json")
+        resolved += made["resolved_instances"]
+        assert made["submitted_instances"] == made["total_instances"] == 4
+        assert official_report(small.out.root, f"greedy-{sample}", small.folder / "rows.jsonl") == made
+    assert resolved == 3
+
+
+def atomic_json(path: Path) -> dict[str, int]:
+    return msgspec.json.decode(path.read_bytes())
+
+
+@pytest.mark.slow
+def test_the_same_command_again_shows_the_results_and_submits_nothing(finished):
+    small, first = finished
+    before = sorted(path.name for path in small.out.launches.glob("*/*"))
+    again = small.evaluate()
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.partition("greedy")[2] == first.stdout.partition("greedy")[2]
+    assert sorted(path.name for path in small.out.launches.glob("*/*")) == before
+
+
+@pytest.mark.slow
+def test_both_ways_of_history_are_evaluated_and_compared(finished):
+    small, _ = finished
+    small.replies(SOLVES)
+    other = RunDir(small.folder / "template")
+    done = small.evaluate(
+        "--history", "template", "--tasks", 3, "--compare", small.out.root, "--common", out=other.root
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert summary(other).history == "template"
+    assert summary(other).decodings["greedy"].outcomes == {"resolved": 6}
+    assert f"since {small.out.root}" in done.stdout
+    refused = small.evaluate(
+        "--history", "template", "--tasks", 3, "--compare", small.out.root, out=other.root
+    )
+    assert (refused.returncode, refused.stderr.count("4 there, 3 here, 3 in both; --common")) == (2, 1)
+
+
+@pytest.mark.slow
+def test_a_killed_command_and_a_killed_coordinator_lose_nothing(small):
+    small.replies(SOLVES, GIVES_UP, FAILS, delay_s=0.7)
+    assert "the same command" in small.evaluate("--detach").stdout
+    first = subprocess.Popen(small.command(), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    try:
+        await_done(small.out, 2)
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        nodes = [atomic.get(path, Node) for path in small.out.nodes.glob("coordinator-*.json")]
+        os.kill(nodes[-1].pid, signal.SIGKILL)
+        last = small.evaluate()
+    finally:
+        first.kill()
+        launch.stop(small.out, launch.load(small.out), now=True)
+    assert last.returncode == 0, last.stdout + last.stderr
+    assert "goes on: " in last.stdout
+    table = evals.read(small.out.eval_table("eval"))
+    assert sorted((a.task_id, a.sample) for a in table) == [
+        (t, n) for t in sorted(names(table)) for n in range(2)
+    ]
+    assert Counter(a.outcome for a in table) == {"resolved": 3, "no_submission": 3, "unresolved": 2}
+
+
+def names(table: list[Attempt]) -> set[str]:
+    return {attempt.task_id for attempt in table}
+
+
+def await_done(run: RunDir, count: int) -> None:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        if run.status.exists():
+            report = atomic.get(run.status, StatusReport)
+            if report.recent.get("evaluation/done", [0.0])[-1] >= count:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"not {count} episodes in 90 s")
+
+
+@pytest.mark.slow
+def test_jobs_that_cannot_live_end_the_command_with_the_reason(small):
+    (small.folder / "replies.json").write_text("no JSON")
+    done = small.evaluate("max_restarts=0", "inference.max_restarts=0", "inference.start_timeout_s=5.0")
+    assert done.returncode == DeadlineError.exit_code, done.stdout + done.stderr
+    assert "inference: its last 3 submissions failed" in done.stderr
+    assert launch.alive(small.out, launch.load(small.out)) == []
