@@ -4,6 +4,7 @@ Each says when it begins and how it ended. A fate befalls an episode in the mids
 agent's reach: `worker` kills this process, and whoever else is at work in it.
 """
 
+import gc
 import os
 import random
 import signal
@@ -130,6 +131,7 @@ def main() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, sys.argv[3:]))
+    gc.collect()
     say(f"files {len(os.listdir('/proc/self/fd')) - before}")
 
 
