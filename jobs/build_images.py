@@ -100,7 +100,7 @@ def main() -> None:
     recipe.add_argument("--requirements", type=Path, help="packages of the environment")
     recipe.add_argument("--wheels", type=Path, help="folder of wheels; without it pip looks where it does")
     recipe.add_argument("--base", type=Path, help="unpacked base image (default: python-pytest beside them)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     try:
         files = [Path(word) for word in arguments.words if "=" not in word]
         config = configuration.read(*files, overrides=[word for word in arguments.words if "=" in word])

@@ -51,6 +51,10 @@ def restage(folder: Path, commit: str, scratch: Path, exact: Collection[str]) ->
     (staged / ".git").rename(folder / ".git")
     remove(staged)
     here = git(folder, "user.name=images", "user.email=images")
+    for entry in run(*here, "ls-files", "--stage", "-z").split("\0"):
+        mode, _, path = entry.partition("\t")
+        if mode.startswith("160000"):  # a submodule, whose history lay in what is gone
+            remove(folder / path / ".git")
     contents = git(folder, "core.fileMode=false")
     changed = _names(run(*contents, "diff", "--name-only", "-z", "HEAD")) - set(exact)
     if len(changed) > _MOST_SET_UP:

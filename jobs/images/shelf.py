@@ -156,7 +156,7 @@ class Shelf:
     @contextmanager
     def _scratch(self) -> Iterator[Path]:
         """On the images' own file system, so that renames put things in place at once."""
-        work = Path(tempfile.mkdtemp(prefix=".work.", dir=self.images))
+        work = Path(tempfile.mkdtemp(prefix=".work.", dir=self.images.absolute()))
         try:
             yield work
         except OSError as error:

@@ -1,6 +1,7 @@
 """Images of others, as archives: unpacked, staged anew, tried and packed by the command that people run."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -60,7 +61,7 @@ def command(folder: Path, source: str, *rows: dict[str, object]) -> list[str]:
     )
     words = ["configs/swebench.toml", str(folder / "recipes.toml")]
     words += [f"taskset.train.rows={folder}/rows.jsonl", "taskset.train.ids=", "taskset.eval.rows="]
-    words += ["taskset.eval.ids=", f"sandbox.images={folder}/images", "--from", source]
+    words += ["taskset.eval.ids=", f"sandbox.images={os.path.relpath(folder, ROOT)}/images", "--from", source]
     return [sys.executable, "-m", "jobs.build_images", *words]
 
 
@@ -92,9 +93,9 @@ def test_a_killed_build_of_archives_goes_on_and_one_that_fails_fails_alone(layer
     assert "1 of 2 images are in" in done.stdout
     (image,) = (path.stem for path in images.glob("*.json"))
     assert {path.name for path in images.iterdir()} == {".builder", f"{image}.json", f"{image}.sif"}
-    again = time.monotonic()
+    built = (images / f"{image}.sif").stat().st_mtime_ns
     assert "1 of 2 images are in" in run(words).stdout
-    assert time.monotonic() - again < 60, "what is there is not built again"
+    assert (images / f"{image}.sif").stat().st_mtime_ns == built, "what is there is not built again"
     examine(tmp_path, images, base)
 
 

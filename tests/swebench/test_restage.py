@@ -65,6 +65,21 @@ def test_without_changes_the_base_commit_is_all(repository, testbed, tmp_path):
     assert git(testbed, "rev-parse", "HEAD") == repository[1]
 
 
+def test_a_submodule_s_files_stay_without_its_history(tmp_path):
+    folder = tmp_path / "testbed"
+    (folder / "sub").mkdir(parents=True)
+    git(folder, "init", "-q")
+    git(folder, "update-index", "--add", "--cacheinfo", f"160000,{'1' * 40},sub")
+    git(folder, "commit", "-qm", "base")
+    base = git(folder, "rev-parse", "HEAD")
+    (folder / ".git/modules/sub").mkdir(parents=True)
+    (folder / "sub/.git").write_text("gitdir: ../.git/modules/sub\n")
+    (folder / "sub/code.py").write_text("")
+    assert restage(folder, base, tmp_path, exact=()) == []
+    assert [path.name for path in (folder / "sub").iterdir()] == ["code.py"]
+    assert git(folder, "status", "--porcelain") == ""
+
+
 def test_an_image_of_another_commit_is_refused(repository, testbed, tmp_path):
     for number in range(60):
         (testbed / f"calc/more_{number}.py").write_text(f"# {number}\n")
