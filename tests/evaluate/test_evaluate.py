@@ -144,6 +144,21 @@ def test_other_words_for_the_same_folder_are_refused_with_the_keys_that_differ(b
     assert "Name another folder with --out" in done.stderr
 
 
+def test_the_script_gives_its_variables_to_the_command(small, tmp_path):
+    words = [*(word for word in small.words if "=" in word), *NOBODY, 'executor={type="local"}']
+    variables = {
+        "N_SAMPLES": "3",
+        "MODEL": str(small.folder / "model"),
+        "OUTPUT_DIR": str(tmp_path / "of script"),
+    }
+    words += ['taskset.train={rows="", ids=""}', 'taskset.eval.ids=""']
+    line = ["bash", "sbatch/evaluate.sbatch", *words]
+    known = {name: value for name, value in environment().items() if not name.startswith(("SLURM", "VLLM"))}
+    subprocess.run(line, cwd=ROOT, env=known | variables, check=True, timeout=120)
+    config = launch.load(RunDir(tmp_path / "of script"))
+    assert (config.mode, config.eval.samples, config.model) == ("eval", 3, variables["MODEL"])
+
+
 def test_to_compare_with_what_has_not_finished_is_refused_before_anything_starts(begun, tmp_path):
     done = begun.evaluate("--compare", begun.out.root, out=tmp_path / "new")
     assert done.returncode == 3
