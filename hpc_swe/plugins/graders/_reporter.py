@@ -1,50 +1,93 @@
 """Tells how tests ended, from inside the process that runs them, past everything that is printed.
 
-It is sent into the sandbox as text, with a call of `watch_unittest` or `watch_pytest` at its end, as a
-module of a folder that stands first on PYTHONPATH: it is there before any code of the work tree. The first
-test run of the command writes its book; tests that start test runs of their own leave it alone. Images bring
-their own interpreter, so this is written for Python 3.6. It shares a process with code that nobody trusts:
-see `swebench` for what that means.
+It is sent into the sandbox as text, with a call of `watch` at its end, as the ``sitecustomize`` of a folder
+that stands first on PYTHONPATH: in the first Python process of the command it is there before any code of
+the work tree, takes its secrets into memory, and leaves nothing on disk that tells them. The first test run
+of that process is reported; test runs that tests start are left alone. Images bring their own interpreter,
+so this is written for Python 3.6. It shares a process with code that nobody trusts, and so looks up nothing
+later on that such code can replace by name; see `swebench` for what remains.
 """
 
+import gc
+import hashlib
 import json
 import os
 import shutil
 import sys
+import types
 from typing import Any, Callable  # noqa: UP035
 
 BAD_NUMBER = 2
 
 
 class Book:
-    """The report: one JSON object a line, beginning and end included."""
+    """The report: one JSON object a line, beginning and end included, each sealed with all before it."""
 
-    def __init__(self, folder: str, good: str, bad: str) -> None:
-        self.folder = folder
+    def __init__(self, folder: str, key: str, good: str, bad: str) -> None:
         self.good = good
         self.bad = bad
-        self._file = -1
-
-    def open(self) -> bool:
-        """Whether this is the first test run; children of this process then find nothing of it."""
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-            self._file = os.open(self.folder + ".book", flags, 0o600)
-        except FileExistsError:
-            return False
-        shutil.rmtree(self.folder)  # the names of the canaries stand there
-        for name in ("PYTHONPATH", "PYTEST_PLUGINS"):
-            before = os.environ.pop("HPC_SWE_" + name, "")
-            os.environ.pop(name, None)
-            if before:
-                os.environ[name] = before
-        sys.path[:] = [entry for entry in sys.path if entry != self.folder]
+        self._key = key.encode()
+        self._seal = ""
+        self._process = os.getpid()
+        self._pid, self._write, self._digest = os.getpid, os.write, hashlib.blake2b
+        self._quote = json.encoder.encode_basestring_ascii
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        self._file = os.open(folder + ".book", flags, 0o600)
         self.note(begin=True)
-        return True
 
     def note(self, **entry: Any) -> None:
         """Nothing is kept in this process: what is written cannot be taken back."""
-        os.write(self._file, json.dumps(entry).encode() + b"\n")
+        if self._pid() != self._process:  # the tests forked
+            return
+        told = [self._quote(name) + ":" + self._quote(str(value)) for name, value in entry.items()]
+        line = "{" + ",".join(told) + "}"
+        sealed = (self._seal + line).encode()
+        self._seal = self._digest(sealed, key=self._key, digest_size=8).hexdigest()
+        self._write(self._file, (self._seal + line + "\n").encode())
+
+    def close(self) -> None:
+        """The last word; without it nothing counts."""
+        for file in lax_files(os.getcwd()):  # noqa: PTH109
+            self.note(lax=file)
+        self.note(end=True)
+
+
+def watch(folder: str, kind: str, *secrets: str) -> None:
+    """Report what this process tests, if it is the first; its children find nothing of this."""
+    try:
+        book = Book(folder, *secrets)
+    except FileExistsError:
+        return
+    shutil.rmtree(folder)
+    sys.modules["sitecustomize"] = types.ModuleType("sitecustomize")
+    sys.path[:] = [entry for entry in sys.path if entry != folder]
+    _give_back("PYTHONPATH")
+    (watch_unittest if kind == "unittest" else watch_pytest)(book)
+
+
+def _give_back(name: str) -> None:
+    before = os.environ.pop("HPC_SWE_" + name, "")
+    os.environ.pop(name, None)
+    if before:
+        os.environ[name] = before
+
+
+def lax_files(root: str) -> Any:
+    """Files below a folder that make values which equal everything, and with which any test would pass."""
+    found = set()
+    # Not isinstance: it would ask proxies what they stand for, and so make them.
+    for kind in [thing for thing in gc.get_objects() if issubclass(type(thing), type)]:
+        equals = vars(kind).get("__eq__")
+        file = getattr(getattr(equals, "__code__", None), "co_filename", "")
+        if not file.startswith(root + "/"):
+            continue
+        builtin = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+        try:
+            if equals(builtin.__new__(kind), object()) is True:
+                found.add(file[len(root) + 1 :])
+        except Exception:  # noqa: BLE001, S112  (it looked at the value, as it should)
+            continue
+    return sorted(found)
 
 
 def watch_unittest(book: Book) -> None:
@@ -55,38 +98,34 @@ def watch_unittest(book: Book) -> None:
 
     def run(self: Any, test: Any) -> Any:
         unittest.TextTestRunner.run = original  # type: ignore[method-assign]
-        if not book.open():
-            return original(self, test)
         self.resultclass = _recording(self.resultclass, book)
-        module = _module(test)
-        suite = unittest.TestSuite(
-            [_canary(module, book.good, 1), test, _canary(module, book.bad, BAD_NUMBER)]
-        )
+        like = _first(test)
+        suite = unittest.TestSuite([_canary(like, book.good, 1), test, _canary(like, book.bad, BAD_NUMBER)])
         result = original(self, suite)
-        book.note(end=True)
+        book.close()
         return result
 
     unittest.TextTestRunner.run = run  # type: ignore[method-assign]
 
 
-def _module(test: Any) -> str:
+def _first(test: Any) -> Any:
     while hasattr(test, "__iter__"):
         tests = list(test)
         if not tests:
-            return "tests"
+            break
         test = tests[0]
-    return str(type(test).__module__)
+    return type(test)
 
 
-def _canary(module: str, name: str, number: int) -> Any:
+def _canary(like: Any, name: str, number: int) -> Any:
+    """A test that nobody can tell by its name from those of a class."""
     import unittest
 
     def method(self: Any) -> None:
         self.assertEqual(number, 1)  # noqa: PT009
 
-    return type("Test" + name.title(), (unittest.TestCase,), {"__module__": module, "test_" + name: method})(
-        "test_" + name
-    )
+    names = {"__module__": like.__module__, "__qualname__": like.__qualname__, "test_" + name: method}
+    return type(like.__name__, (unittest.TestCase,), names)("test_" + name)
 
 
 def _recording(base: Any, book: Book) -> Any:
@@ -115,35 +154,37 @@ def _recording(base: Any, book: Book) -> Any:
     return type("Recorded", (base,), members)
 
 
-def watch_pytest(book: Book, config: Any) -> None:
-    """Record the first session; called by the hook that pytest finds in this module."""
-    import pytest
+def watch_pytest(book: Book) -> None:
+    """Record the first session, as the plugin that PYTEST_PLUGINS names."""
+    name = os.environ.get("PYTEST_PLUGINS", "").partition(",")[0]
+    plugin: Any = types.ModuleType(name, "PYTEST_DONT_REWRITE")
 
-    last = pytest.hookimpl(trylast=True)
-    Listener.pytest_collection_modifyitems = last(Listener.pytest_collection_modifyitems)  # type: ignore[method-assign]
-    config.pluginmanager.register(Listener(book))
+    def configure(config: Any) -> None:
+        import pytest
+
+        last = pytest.hookimpl(trylast=True)
+        Listener.pytest_collection_modifyitems = last(Listener.pytest_collection_modifyitems)  # type: ignore[method-assign]
+        config.pluginmanager.register(Listener(book, config))
+
+    plugin.pytest_addoption = lambda parser: _give_back("PYTEST_PLUGINS")  # it is called before any conftest
+    plugin.pytest_configure = configure
+    sys.modules[name] = plugin
 
 
 class Listener:
     """Pytest plugin: every outcome, failures of setup, teardown and collection included."""
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, book: Book, config: Any) -> None:
         self.book = book
-        self.writes = False
-        self.config: Any = None
+        self.config = config
 
-    def pytest_sessionstart(self, session: Any) -> None:
-        """Only the first session of the command."""
-        self.config = session.config
-        self.writes = self.book.open()
-
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+    def pytest_collection_modifyitems(self, items: Any) -> None:
         """Canaries in a module that is tested: one before and one after its tests."""
         import pytest
 
         modules = [item.getparent(pytest.Module) for item in items]
         parent = next((module for module in modules if module is not None), None)
-        if not self.writes or parent is None:
+        if parent is None:
             return
 
         def canary(number: int) -> Callable[[], None]:
@@ -161,12 +202,12 @@ class Listener:
 
     def pytest_collectreport(self, report: Any) -> None:
         """A file that cannot be imported is an error of that name."""
-        if self.writes and report.failed:
+        if report.failed:
             self.book.note(test=self._name(report.nodeid), doc="", outcome="error")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """What is noted last does not undo what was noted before."""
-        if not self.writes or (report.when != "call" and report.passed):
+        if report.when != "call" and report.passed:
             return
         outcome = report.outcome
         if hasattr(report, "wasxfail"):
@@ -176,9 +217,8 @@ class Listener:
         self.book.note(test=self._name(report.nodeid), doc="", outcome=outcome)
 
     def pytest_sessionfinish(self) -> None:
-        """Without this line nothing counts."""
-        if self.writes:
-            self.book.note(end=True)
+        """It ends."""
+        self.book.close()
 
     def _name(self, nodeid: str) -> str:
         relative = getattr(self.config, "cwd_relative_nodeid", str)

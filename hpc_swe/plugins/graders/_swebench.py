@@ -5,6 +5,8 @@ printed: it is written here, from the book that `_reporter` kept, in the words t
 parsers are given what was printed between two marks that nobody can guess beforehand.
 """
 
+import hashlib
+import hmac
 import importlib.util
 import json
 import re
@@ -13,6 +15,7 @@ import shlex
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -39,6 +42,7 @@ _IN_UNITTEST = {
     "xpassed": "unexpected success",
 }
 _IN_PYTEST = {"passed": "PASSED", "failed": "FAILED", "error": "ERROR", "xfailed": "XFAIL"}
+_SEAL = 16  # characters before each line of the book
 _WORST_LAST = ("passed", "xfailed", "skipped", "xpassed", "failed", "error")
 START, END, EXIT = ">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit Code"
 
@@ -49,8 +53,10 @@ class Entry(msgspec.Struct, frozen=True):
     test: str = ""
     doc: str = ""
     outcome: Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed"] | None = None
-    begin: bool = False
-    end: bool = False
+    lax: str = ""
+    """A file of the work tree that makes values which equal everything."""
+    begin: str = ""
+    end: str = ""
 
 
 _entries = msgspec.json.Decoder(Entry)
@@ -70,9 +76,20 @@ class Run:
     """The files and the shell line of one run of the tests, of which no two are alike."""
 
     task: Task
+    submission: str = ""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    good: str = field(default_factory=lambda: secrets.token_hex(8))
-    bad: str = field(default_factory=lambda: secrets.token_hex(8))
+    key: str = field(default_factory=lambda: secrets.token_hex(16))
+    """Seals the report."""
+
+    @cached_property
+    def canaries(self) -> tuple[str, str]:
+        """One that must pass and one that must fail, named in words of the task's own tests."""
+        known = [*self.task.tests.fail_to_pass, *self.task.tests.pass_to_pass]
+        words = re.findall("[a-z]{3,10}", " ".join(known).lower()) + ["other", "empty", "value", "again"]
+        good = bad = ""
+        while good == bad or any(f"test_{name}" in " ".join(known) for name in (good, bad)):
+            good, bad = ("_".join(secrets.choice(words) for _ in range(5)) for _ in range(2))
+        return good, bad
 
     @property
     def kind(self) -> Literal["unittest", "pytest", "log"]:
@@ -100,8 +117,7 @@ class Run:
         script = {f"{self.folder}/eval.sh": self._script()}
         if self.kind == "log":
             return script
-        name = "sitecustomize" if self.kind == "unittest" else f"m{self.token}"
-        return script | {f"{self.folder}/{name}.py": self._reporter()}
+        return script | {f"{self.folder}/sitecustomize.py": self._reporter()}
 
     def command(self) -> str:
         """The shell line, for the work directory."""
@@ -148,12 +164,8 @@ class Run:
         return exports
 
     def _reporter(self) -> str:
-        book = f"Book(os.path.dirname(os.path.abspath(__file__)), {self.good!r}, {self.bad!r})"
-        calls = {
-            "unittest": f"watch_unittest({book})",
-            "pytest": f"def pytest_configure(config):\n    watch_pytest({book}, config)",
-        }
-        return f"{_REPORTER.read_text()}\n\n{calls[self.kind]}\n"
+        secret = ", ".join(repr(text) for text in (self.kind, self.key, *self.canaries))
+        return f"{_REPORTER.read_text()}\n\nwatch(os.path.dirname(os.path.abspath(__file__)), {secret})\n"
 
     def _from_log(self, log: str) -> Believed:
         pattern = rf"^{self._mark(START)}\n(.*)^{self._mark(END)} (\d+)$"
@@ -164,19 +176,35 @@ class Run:
         return Believed(f"{START}\n{printed}\n{END}\n{EXIT}: {found[2]}\n")
 
     def _from_book(self, book: bytes) -> Believed:
-        try:
-            entries = [_entries.decode(line) for line in book.splitlines()]
-        except msgspec.MsgspecError:
+        entries = self._unsealed(book)
+        if entries is None:
             return Believed(complaint="the report is not the reporter's")
         if len(entries) < 2 or not entries[0].begin or not entries[-1].end:
             return Believed(complaint="the tests did not come to their end")
         outcomes, docs = _merged(entries)
-        good, bad = (_take(outcomes, name) for name in (self.good, self.bad))
+        good, bad = (_take(outcomes, name) for name in self.canaries)
         if (good, bad) != ("passed", "failed"):
             why = f"a canary died (good {good}, bad {bad}): the submission changes how tests end"
             return Believed(complaint=why, is_cheat=good == "failed" or bad == "passed")
+        lax = [entry.lax for entry in entries if f"\n+++ b/{entry.lax}\n" in self.submission]
+        if lax:
+            return Believed(complaint=f"values of {lax[0]} equal everything", is_cheat=True)
         lines = _unittest_lines(outcomes, docs) if self.kind == "unittest" else _pytest_lines(outcomes)
         return Believed("\n".join([START, *lines, END, ""]))
+
+    def _unsealed(self, book: bytes) -> list[Entry] | None:
+        """The lines of the book; None when one is not the reporter's, or not in its place."""
+        entries, seal = [], b""
+        for line in book.splitlines():
+            sealed = seal + line[_SEAL:]
+            seal = hashlib.blake2b(sealed, key=self.key.encode(), digest_size=_SEAL // 2).hexdigest().encode()
+            if not hmac.compare_digest(seal, line[:_SEAL]):
+                return None
+            try:
+                entries.append(_entries.decode(line[_SEAL:]))
+            except msgspec.MsgspecError:  # no test has such a name
+                return None
+        return entries
 
 
 def report(task: Task, submission: str, log: str) -> dict[str, Any]:

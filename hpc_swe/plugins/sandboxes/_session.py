@@ -178,7 +178,7 @@ class Session:
                 answer = self._await(timeout_s, clock) if clock else self._host.recv(4096)
             except OSError:
                 answer = b""
-            if not answer:
+            if not answer.startswith(b"{"):  # nothing, or what its first process failed of
                 return self._broken()
             result = CommandResult(output=collected(output, self._output_bytes), **json.loads(answer))
             if result.exit_code:
