@@ -1,8 +1,8 @@
 """What swebench's own tools would have left behind, and its own aggregate of it.
 
 Below `folder` lies the tree of its harness, `logs/run_evaluation/<label>/<model>/<instance>/report.json`;
-`report.<label>.json` is what its `make_run_report` makes of that. Both come of swebench's functions, which see
-no Docker here: they would only ask it for containers that were left.
+`report.<label>.json` is what its `make_run_report` makes of that. Both come of functions of swebench, which
+see no Docker here: they would only ask it for containers that were left.
 """
 
 import contextlib

@@ -16,13 +16,16 @@ those of other languages) read a log that the code under test can print to.
 import shlex
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from hpc_swe.errors import ConfigError, SandboxError
 from hpc_swe.plugins import Plugin
-from hpc_swe.plugins.graders import _swebench
+from hpc_swe.plugins.graders import _swebench, _swebench_report
 from hpc_swe.plugins.graders._swebench import Believed, Run
+from hpc_swe.plugins.graders.base import Verdict
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox, Sandboxes
 from hpc_swe.records import Score, Task
 
@@ -57,6 +60,10 @@ class Swebench(Plugin, frozen=True, kw_only=True):
             with _one_by_one:
                 sitting = _sit(task, submission, sandboxes)
         return self._score(task, submission, sitting, time.monotonic() - started)
+
+    def report(self, folder: Path, label: str, model: str, verdicts: Sequence[Verdict]) -> None:
+        """``report.<label>.json``, and the tree that swebench's own tools would have left below logs/."""
+        _swebench_report.write(folder, label, model, verdicts)
 
     def _score(self, task: Task, submission: str, sitting: "_Sitting", seconds: float) -> Score:
         wanted = sorted({*task.tests.fail_to_pass, *task.tests.pass_to_pass})
