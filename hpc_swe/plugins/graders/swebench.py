@@ -6,11 +6,12 @@ patch; that it still fits after the submission is looked at first, since the off
 without it.
 
 What the tests print is no proof where our reporter runs (unittest and pytest, `_reporter`): it has its own
-file, the first and the last word in the run, and two canaries. So printed lines, exit codes, an early
-`os._exit` and a runner that lets everything pass gain nothing. What remains: the reporter shares its process
-with the code under test, and a patch that looks for it there, by its own hand and test by test, can lie to
-it; so can one that a script of swebench installs, and thereby runs, before the tests. Other parsers (sympy's,
-those of other languages) read a log that the code under test can print to.
+file, of which every line is sealed, the first and the last word in the run, and two canaries. So printed
+lines, exit codes, an early `os._exit`, a forged report and a runner that lets everything pass gain nothing.
+What remains: the reporter shares its process with the code under test, and a patch that looks for it in
+memory, by its own hand and test by test, can lie to it; so can one that a script of swebench installs, and
+thereby runs, before the tests; and the tests' own comparisons are believed, also of a value that equals every
+likely answer. Other parsers (sympy's, those of other languages) read a log that code under test can print to.
 """
 
 import shlex
@@ -97,7 +98,7 @@ class _Sitting:
 
 def _sit(task: Task, submission: str, sandboxes: Sandboxes) -> _Sitting:
     """Lay the submission into a fresh sandbox and run the task's script there."""
-    run = Run(task)
+    run = Run(task, submission)
     with sandboxes.open(task) as sandbox:
         _untouched(task, run, sandbox)
         sandbox.write(f"{run.folder}.patch", submission.encode())
