@@ -5,7 +5,8 @@ mini-swe-agent is no part of hpc_swe. Put it where only this program sees it:
     pip install --no-deps --target /tmp/mini mini-swe-agent==2.4.6 platformdirs python-dotenv
     PYTHONPATH=/tmp/mini python tests/scale/sandbox_bench.py .cache/images/python-pytest.sif
 
-One run measures all columns one after the other; other work on the machine shows in all of them.
+Run it as an ordinary user: mini-swe-agent's `--fakeroot` does not serve root. One run measures all columns,
+one after the other, so that other work on the machine shows in all of them.
 """
 
 import argparse
@@ -24,9 +25,8 @@ from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.processes import descendants
 from hpc_swe.records import Task, TestPlan
 
-COLD, STARTS, COMMANDS, TOGETHER = 5, 30, 200, 8
+COLD, TOGETHER = 5, 8
 LOOK = "git status --short"
-Row = tuple[str, str]
 
 
 def timed(act: Callable[[], object], times: int) -> list[float]:
@@ -58,7 +58,7 @@ def disk_mb(folder: Path) -> float:
     return int(done.stdout.split()[0]) / 1024
 
 
-def ours(sif: Path, workdir: str, local: str) -> dict[str, str]:
+def ours(sif: Path, workdir: str, starts: int, commands: int, local: str) -> dict[str, str]:
     plan = TestPlan(command="", fail_to_pass=[], timeout_s=60.0)
     task = Task(
         task_id="b", taskset="bench", prompt="", image=sif.stem, workdir=workdir, files={}, tests=plan
@@ -81,7 +81,7 @@ def ours(sif: Path, workdir: str, local: str) -> dict[str, str]:
         with warm.open(task) as sandbox:
             rows["first git status, ms"] = spread(timed(lambda: sandbox.run(LOOK, 60), 1))
             rows["second git status, ms"] = spread(timed(lambda: sandbox.run(LOOK, 60), 1))
-        rows["start, ms"] = spread(timed(lambda: start(warm), STARTS))
+        rows["start, ms"] = spread(timed(lambda: start(warm), starts))
         with ExitStack() as stack:
             stack.enter_context(warm.open(task))
             empty = memory_mb()
@@ -90,40 +90,37 @@ def ours(sif: Path, workdir: str, local: str) -> dict[str, str]:
                 sandbox.run(LOOK, 60)
             rows["memory of a container, MB"] = f"{empty - before:.0f}"
             rows["memory of a sandbox, MB"] = f"{(memory_mb() - empty) / TOGETHER:.1f}"
-            rows["`true`, ms"] = spread(timed(lambda: sandbox.run("true", 60), COMMANDS))
+            rows["`true`, ms"] = spread(timed(lambda: sandbox.run("true", 60), commands))
             used = sandbox.run("df --output=used -k / | tail -1", 60).output
             rows["written by git status, MB"] = f"{int(used) / 1024:.1f} of memory"
     return rows
 
 
-def mini(sif: Path, workdir: str) -> dict[str, str]:
+def mini(sif: Path, workdir: str, starts: int, commands: int) -> dict[str, str]:
     try:
         environment = importlib.import_module("minisweagent.environments.singularity").SingularityEnvironment
     except ImportError as error:
         print(f"mini-swe-agent is left out ({error}):\n{__doc__}", file=sys.stderr)
         return {}
-    words: dict[str, object] = {"image": str(sif), "cwd": workdir, "executable": "apptainer", "timeout": 60}
-    if os.getuid() == 0:  # whom --fakeroot does not serve
-        os.environ["APPTAINER_DROP_CAPS"] = "CAP_SYS_RESOURCE"
-        words["exec_args"] = ["--contain", "--cleanenv", "--userns"]
-    rows = {"start, ms": spread(timed(lambda: environment(**words).cleanup(), STARTS))}
+    words = {"image": str(sif), "cwd": workdir, "executable": "apptainer", "timeout": 60}
+    rows = {"start, ms": spread(timed(lambda: environment(**words).cleanup(), starts))}
     sandbox = environment(**words)
     done = sandbox.execute({"command": "true"})
     assert done["returncode"] == 0, done
     rows["first start of an image, ms"] = "the same"
     rows["first git status, ms"] = spread(timed(lambda: sandbox.execute({"command": LOOK}), 1))
     rows["second git status, ms"] = spread(timed(lambda: sandbox.execute({"command": LOOK}), 1))
-    rows["`true`, ms"] = spread(timed(lambda: sandbox.execute({"command": "true"}), COMMANDS))
+    rows["`true`, ms"] = spread(timed(lambda: sandbox.execute({"command": "true"}), commands))
     rows["disk, each sandbox, MB"] = f"{disk_mb(sandbox.sandbox_dir):.0f}"
     sandbox.cleanup()
     return rows
 
 
-def host() -> dict[str, str]:
+def host(commands: int) -> dict[str, str]:
     def spawn() -> None:
         os.waitpid(os.posix_spawn("/bin/true", ["true"], {}), 0)
 
-    return {"`true`, ms": spread(timed(spawn, COMMANDS))}
+    return {"`true`, ms": spread(timed(spawn, commands))}
 
 
 def main() -> None:
@@ -132,13 +129,16 @@ def main() -> None:
     )
     parser.add_argument("image", type=Path)
     parser.add_argument("workdir", nargs="?", default="/testbed")
+    parser.add_argument("--starts", type=int, default=30)
+    parser.add_argument("--commands", type=int, default=200)
     words = parser.parse_args()
+    common = (words.image, words.workdir, words.starts, words.commands)
     with tempfile.TemporaryDirectory() as local:
         columns = {
-            "ours": ours(words.image, words.workdir, ""),
-            "ours, `local`": ours(words.image, words.workdir, local),
-            "mini-swe-agent": mini(words.image, words.workdir),
-            "host": host(),
+            "ours": ours(*common, ""),
+            "ours, `local`": ours(*common, local),
+            "mini-swe-agent": mini(*common),
+            "host": host(words.commands),
         }
     print(
         f"{words.image.name}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; median (95th of 100)\n"
