@@ -2,8 +2,12 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +15,8 @@ from tokenizers import Tokenizer
 from toy import RECIPES, make_repository, row, write_rows
 from toy_model import HERMES, make_model, tokenizer_json
 
+from hpc_swe.plugins.engines.vllm import TOKEN
+from hpc_swe.roles.inference.supervisor import free_port
 from hpc_swe.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +97,23 @@ class Small:
             done = subprocess.run(line, stdout=stdout, stderr=stderr, **settings)
         return subprocess.CompletedProcess(line, done.returncode, *(path.read_text() for path in streams))
 
+    @contextmanager
+    def served(self, key: str) -> Iterator[str]:
+        """The engine as somebody else's, without routes for updates; its address."""
+        port = free_port("127.0.0.1", 0)
+        words = ["127.0.0.1", port, self.folder / "replies.json", self.folder / "model", 8192, "plain"]
+        line = [sys.executable, "-m", "hpc_swe.plugins.engines.scripted", *map(str, words)]
+        child = subprocess.Popen(line, cwd=ROOT, env={**os.environ, TOKEN: key})
+        try:
+            deadline = time.monotonic() + 60
+            while not _listens(port):
+                assert time.monotonic() < deadline, "the engine does not listen"
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            child.kill()
+            child.wait()
+
     def _base(self) -> str:
         git = ["git", "-C", self.folder / "calc", "rev-parse", "v2~1"]
         return subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
@@ -110,6 +133,11 @@ def make(folder: Path) -> Small:
     small.rows(4)
     small.replies(SOLVES, FAILS, GIVES_UP)
     return small
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _inline(table: dict[str, str]) -> str:

@@ -238,20 +238,19 @@ def test_the_same_command_again_shows_the_results_and_submits_nothing(finished):
 
 
 @pytest.mark.slow
-def test_both_ways_of_history_are_evaluated_and_compared(finished):
+def test_both_ways_of_history_are_compared_and_an_engine_may_be_somebody_else_s(finished, monkeypatch):
     small, _ = finished
     small.replies(SOLVES)
     other = RunDir(small.folder / "template")
-    done = small.evaluate(
-        "--history", "template", "--tasks", 3, "--compare", small.out.root, "--common", out=other.root
-    )
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with small.served("secret") as url:
+        words = ["--url", url, "--history", "template", "--tasks", 3, "--compare", small.out.root]
+        done = small.evaluate(*words, "--common", out=other.root)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert summary(other).history == "template"
+    assert (summary(other).history, summary(other).url) == ("template", url)
     assert summary(other).decodings["greedy"].outcomes == {"resolved": 6}
     assert f"since {small.out.root}" in done.stdout
-    refused = small.evaluate(
-        "--history", "template", "--tasks", 3, "--compare", small.out.root, out=other.root
-    )
+    refused = small.evaluate(*words, out=other.root)
     assert (refused.returncode, refused.stderr.count("4 there, 3 here, 3 in both; --common")) == (2, 1)
 
 
