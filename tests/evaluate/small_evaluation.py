@@ -67,7 +67,7 @@ class Small:
             "eval.decodings.greedy={temperature=0.0, max_tokens=300}",
             "coordinator.poll_s=0.2",
             "coordinator.status_s=0.3",
-            "lease={beat_s=0.5, ttl_s=5.0}",
+            "lease={beat_s=0.5, ttl_s=20.0}",
         ]
 
     def rows(self, count: int) -> None:

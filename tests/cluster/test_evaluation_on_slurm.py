@@ -1,0 +1,54 @@
+"""An evaluation as arrays of a real Slurm: an interrupt leaves its jobs, and the same command goes on."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from cluster import ROOT
+
+sys.path += [str(ROOT / "tests" / beside) for beside in ("evaluate", "unit", "swebench")]
+
+from small_evaluation import FAILS, SOLVES, environment, make
+
+from hpc_swe.results import Summary
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+ROLES = ", ".join(
+    f"{role}={{cpus_per_task=1, mem_gb=1, timeout_min=10}}"
+    for role in ("coordinator", "inference", "rollout", "reward")
+)
+WORDS = [
+    f'executor={{type="slurm", partition="cpu", notice_s=20, pause_s=1.0, roles={{{ROLES}}}}}',
+    "counts.rollout=2",
+]
+
+
+def test_an_interrupt_leaves_the_jobs_and_the_same_command_finishes(healthy_cluster):
+    cluster = healthy_cluster
+    small = make(Path(tempfile.mkdtemp(dir=cluster.shared)))
+    small.replies(SOLVES, FAILS, delay_s=0.5)
+    for path in (small.folder, *small.folder.rglob("*")):
+        os.chown(path, 2001, 2001, follow_symlinks=False)
+    env = {name: environment()[name] for name in ("PYTHONPATH", "COLUMNS")}
+    line = small.command(*WORDS)
+    with cluster.popen(*line, cwd=ROOT, env=env, stdout=subprocess.PIPE) as first:
+        cluster.wait_for("rollout to begin", lambda: any((small.out.episodes / "ready").glob("eval-*")), 120)
+        first.send_signal(signal.SIGINT)
+        said, _ = first.communicate(timeout=60)
+    assert first.returncode == 130, said
+    assert "left; its jobs go on" in said
+    time.sleep(3)
+    assert {job.state for job in cluster.jobs()} == {"RUNNING"}
+    done = cluster.run(*line, cwd=ROOT, env=env, timeout=180)
+    assert "goes on: " in done.stdout
+    summary = msgspec.json.decode(small.out.summary.read_bytes(), type=Summary)
+    outcomes = summary.decodings["greedy"].outcomes  # two workers share the engine's replies, in any order
+    assert sum(outcomes.values()) == 8
+    assert "infra_error" not in outcomes
+    assert [job for job in cluster.jobs() if job.state == "RUNNING"] == []
