@@ -103,6 +103,12 @@ def patch(path: str, old: str, new: str) -> str:
     return f"diff --git a/{path} b/{path}\n" + "".join(lines)
 
 
+def new(path: str, text: str) -> str:
+    """A file that was not there, as git writes it."""
+    body = patch(path, "", text).split("\n", 2)[2]
+    return f"diff --git a/{path} b/{path}\nnew file mode 100644\n--- /dev/null\n{body}"
+
+
 def gold() -> str:
     return patch("calc/core.py", BROKEN, MENDED)
 

@@ -28,6 +28,7 @@ GRACE_S = 15.0
 """A command's time limit is kept inside the sandbox; this much later the host keeps it."""
 LOOK_S = 0.2
 """How often another clock than the wall's is looked at."""
+ENDING_S = 1.0
 GONE = CommandResult(exit_code=137, output="The sandbox is gone.", broke_sandbox=True)
 
 
@@ -92,9 +93,12 @@ class Container:
         """Whether it can open sandboxes. Without its FUSE daemon it runs, and can read nothing."""
         return self._process.poll() is None and len(self._outside_left()) == len(self._outside)
 
-    def must_live(self) -> None:
-        """Raise SandboxError when what a sandbox did or did not do is not its own doing."""
-        if not self.is_alive:
+    def must_live(self, wait_s: float = 0.0) -> None:
+        """Raise SandboxError when what a sandbox did or did not do is not its own doing.
+
+        A sandbox ends a moment before its container is seen to, so one that ended is worth a wait.
+        """
+        if select.select([self._channel], [], [], wait_s)[0] or not self.is_alive:
             raise SandboxError(f"the container ended under its sandboxes: {self.complaint()}")
 
     def complaint(self) -> str:
@@ -198,7 +202,7 @@ class Session:
 
     def _broken(self) -> CommandResult:
         self._is_broken = True
-        self._container.must_live()
+        self._container.must_live(ENDING_S)
         return GONE
 
 
