@@ -45,7 +45,7 @@ def make_model(folder: Path) -> Path:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=16,
+            head_dim=32,
             max_position_embeddings=CONTEXT,
             tie_word_embeddings=True,
             initializer_range=0.05,

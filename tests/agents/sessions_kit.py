@@ -29,6 +29,7 @@ ENVIRONMENT = os.environ | {
     "TORCHDYNAMO_DISABLE": "1",
 }
 """Of a run's processes; the engine's class lies beside the cluster's tests."""
+LONG = f"engine.max_model_len = {CONTEXT}"
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,6 @@ def overlay(world: World, replies: list[Reply], path: Path) -> Path:
     said.write_bytes(msgspec.json.encode(replies))
     values = {
         "model": world.model,
-        "said": said,
         "rows": world.rows,
         "images": world.images,
         "context": CONTEXT,
@@ -106,10 +106,12 @@ def overlay(world: World, replies: list[Reply], path: Path) -> Path:
     return path
 
 
-def configured(agent: str, *files: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
+def configured(agent: str, *files: Path, engine: str = "by_heart:ByHeart") -> RunConfig:
     own = [ROOT / "configs" / "swebench.toml", ROOT / "configs" / "agents" / f"{agent}.toml"]
     mounts = f'sandbox.mounts=["{KITS / agent.replace("_", "-")}:/opt/agent"]'
-    return configuration.read(*own, *files, overrides=[mounts, *overrides])
+    said = files[-1].with_suffix(".json")
+    played = [] if engine == "vllm" else [f'engine = {{type = "{engine}", replies = "{said}"}}', LONG]
+    return configuration.read(*own, *files, overrides=[mounts, *played])
 
 
 OVERLAY = """
@@ -132,9 +134,8 @@ sandbox = {{ images = "{images}" }}
 policy = {{ tensor_parallel = 1, sequence_parallel = false, recompute = "none", dtype = "float32" }}
 
 [engine]
-type = "by_heart:ByHeart"
-replies = "{said}"
 max_model_len = {context}
+tensor_parallel = 1
 device = "cpu"
 
 [taskset]

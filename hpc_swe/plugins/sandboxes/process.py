@@ -23,6 +23,8 @@ from hpc_swe.plugins.sandboxes._tree import Tree
 from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Sandbox
 from hpc_swe.records import Task
 
+MARK = "HPC_SWE_SANDBOX"
+"""What the environment of all its processes holds, whatever else they change in it."""
 LOOK_S = 0.2
 """How often another clock than the wall's is looked at."""
 
@@ -86,6 +88,7 @@ class _Folder:
         environment = {
             "PATH": path,
             "HOME": str(self._folder),
+            MARK: str(self._folder),
             "LANG": "C.UTF-8",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
@@ -118,7 +121,7 @@ class _Folder:
 
 def _end_all(folder: Path) -> None:
     """End what a sandbox started, daemons of their own session too: the environment names the folder."""
-    mark = f"HOME={folder}\0".encode()
+    mark = f"{MARK}={folder}\0".encode()
     for _ in range(100):
         found = False
         for entry in Path("/proc").glob("[0-9]*"):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Raw, Struct
 
-from hpc_swe.errors import AgentError, EpisodeError
+from hpc_swe.errors import AgentError, EpisodeError, SandboxError
 from hpc_swe.plugins.agents.base import Address, ContextFull, TurnsSpent
 from hpc_swe.records import ExitStatus, Message, ToolCall
 
@@ -105,7 +105,12 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         error = sys.exception()
-        log.log(logging.DEBUG if isinstance(error, OSError) else logging.ERROR, "broken request: %r", error)
+        if isinstance(error, OSError):
+            log.debug("broken request: %s", error)
+            return
+        log.exception("broken request")
+        # A fault of ours, for which nobody is rewarded.
+        self.recorder.failure = self.recorder.failure or SandboxError(f"the front broke: {error!r}")
 
 
 class _Handler(BaseHTTPRequestHandler):
