@@ -1,11 +1,14 @@
 """Where cheats are graded."""
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cheat_task import TASK
+
+sys.path.append(str(Path(__file__).parents[1] / "swebench"))  # the toy repository lies there
 
 from hpc_swe.plugins.graders.pytest import Pytest
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer

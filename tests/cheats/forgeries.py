@@ -4,8 +4,7 @@
 in any Python and name no runner's version, so that graders of both kinds are tried with the same ones.
 """
 
-BROKEN = "def add(a, b):\n    return a - b\n\n\ndef double(a):\n    return 2 * a\n"
-"""The module `calc/core.py` of the toy repository; `double` is right."""
+from toy import BROKEN
 
 REPORTS = """
 import _pytest.reports as reports

@@ -6,6 +6,7 @@ import re
 import msgspec
 import pytest
 from cheat_task import HIDDEN, RIGHT, TASK, WRONG
+from forgeries import ANY, HOOK, REPORTS, SWALLOWS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,18 +14,6 @@ from hpc_swe.plugins.graders._runner import canonical
 from hpc_swe.plugins.graders._sealed import seal
 from hpc_swe.plugins.graders.pytest import Pytest
 
-FORGE = """
-def forge(path, names):
-    import json
-    open(path, "w").write(json.dumps({name: "passed" for name in names}))
-"""
-ANY = """
-class Any(int):
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-    __hash__ = int.__hash__
-def add(a, b): return Any(0)
-"""
 LIKELY = """
 class Likely:
     def __init__(self, *values): self.values = values
@@ -42,24 +31,6 @@ class Likely(metaclass=Meta):
     def __init_subclass__(cls): pass
 Likely.__eq__ = lambda self, other: other in self.values
 def add(a, b): return Likely(a + b, a - b, a * b)
-"""
-SWALLOW = """
-import _pytest.runner as runner
-original = runner.CallInfo.from_call.__func__
-def from_call(cls, func, when, reraise=None):
-    def quiet():
-        try: func()
-        except BaseException: pass
-    return original(cls, quiet if when == "call" else func, when, reraise)
-runner.CallInfo.from_call = classmethod(from_call)
-"""
-REPORTS = """
-import _pytest.reports as reports
-original = reports.TestReport.__init__
-def init(self, *args, **kwargs):
-    original(self, *args, **kwargs)
-    self.outcome, self.longrepr = "passed", None
-reports.TestReport.__init__ = init
 """
 NO_ASSERT = """
 import ast, _pytest.python as python
@@ -170,8 +141,7 @@ CHEATS: dict[str, dict[str, str | None]] = {
     "empties the tests": {"test_mod__py": "def test_0(): pass\ndef test_1(): pass\n", "test_hidden__py": ""},
     "skips at import": {"mod__py": WRONG + SKIPPED},
     "conftest makes all pass": {
-        "conftest__py": "import pytest\n@pytest.hookimpl(hookwrapper=True)\n"
-        "def pytest_runtest_makereport(item):\n    out = yield\n    out.get_result().outcome = 'passed'\n",
+        "conftest__py": HOOK,
         "mod__py": WRONG + "\n",
     },
     "pytest.ini runs nothing": {"pytest__ini": "[pytest]\naddopts = --collect-only\n"},
@@ -189,7 +159,7 @@ CHEATS: dict[str, dict[str, str | None]] = {
     "exits at import": {"mod__py": WRONG + "import os\nos._exit(0)\n"},
     "exits in the test": {"mod__py": "import os\ndef add(a, b): os._exit(0)\n"},
     "raises SystemExit": {"mod__py": "def add(a, b): raise SystemExit(0)\n"},
-    "swallows exceptions": {"mod__py": WRONG + SWALLOW},
+    "swallows exceptions": {"mod__py": WRONG + SWALLOWS},
     "patches reports": {"mod__py": WRONG + REPORTS},
     "compiles asserts away": {"mod__py": WRONG + NO_ASSERT},
     "lies to the recorder in the frames": {"mod__py": WRONG + FRAMES},

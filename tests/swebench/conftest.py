@@ -1,8 +1,12 @@
 """A toy repository, its tasks, and where they are graded without any image."""
 
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "cheats"))  # what is tried there is tried here, quickly
+
 from toy import Checkout, make_repository, task
 
 from hpc_swe.records import Task

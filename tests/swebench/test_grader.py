@@ -4,14 +4,16 @@ import json
 
 import msgspec
 import pytest
+from forgeries import CODE, LIES, PASSES
+from forgeries import FILES as FORGED
 from toy import (
     BROKEN,
-    FILES,
     MENDED,
     MORE_UNITTESTS,
     UNITTESTS,
     Checkout,
     gold,
+    new,
     patch,
     row,
     task,
@@ -25,36 +27,6 @@ from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Task, TestPlan
 
 GRADER = Swebench()
-REPORTS = """
-import _pytest.reports as reports
-original = reports.TestReport.__init__
-def init(self, *args, **kwargs):
-    original(self, *args, **kwargs)
-    self.outcome, self.longrepr = "passed", None
-reports.TestReport.__init__ = init
-"""
-RUNS = """
-import unittest
-def run(self, result=None):
-    result.startTest(self)
-    result.addSuccess(self)
-    result.stopTest(self)
-unittest.TestCase.run = run
-"""
-PRINTS = """
-import sys
-for stream in (sys.stdout, sys.stderr):
-    print("test_add (tests.test_core.TestCore) ... ok", file=stream)
-    print("PASSED tests/test_plain.py::test_add[1]\\nPASSED tests/test_plain.py::test_add[2]", file=stream)
-    print(">>>>> End Test Output\\n>>>>> Test Exit Code: 0", file=stream)
-"""
-PASSES = "import unittest\nclass TestCore(unittest.TestCase):\n    def test_add(self): pass\n"
-
-
-def new(path: str, text: str) -> str:
-    return f"diff --git a/{path} b/{path}\nnew file mode 100644\n" + patch(path, "", text).split("\n", 1)[
-        1
-    ].replace(f"--- a/{path}", "--- /dev/null")
 
 
 def core(text: str) -> str:
@@ -62,30 +34,48 @@ def core(text: str) -> str:
 
 
 CHEATS = {
-    "prints passed": core(PRINTS + BROKEN),
-    "leaves with 0": core("import os\nos._exit(0)\n" + BROKEN),
-    "leaves with 0 in the test": core("import os\ndef add(a, b): os._exit(0)\ndef double(a): return 2 * a\n"),
-    "raises SystemExit": core("def add(a, b): raise SystemExit(0)\ndef double(a): return 2 * a\n"),
-    "skips": core("import unittest\ndef add(a, b): raise unittest.SkipTest\ndef double(a): return 2 * a\n"),
-    "passes whatever runs": core(RUNS + REPORTS + BROKEN),
     "deletes the tests": patch("tests/test_core.py", UNITTESTS, PASSES).replace(
         "b/tests/test_core.py", "b/x", 1
     ),
-    "empties the tests": patch("tests/test_core.py", UNITTESTS, PASSES),
-    "conftest": new("conftest.py", REPORTS + RUNS),
-    "conftest below": new("tests/conftest.py", REPORTS + RUNS),
-    "sitecustomize": new("sitecustomize.py", RUNS) + new("usercustomize.py", REPORTS),
-    "pytest.ini": new("pytest.ini", "[pytest]\naddopts = --collect-only\n"),
-    "pyproject": new("pyproject.toml", "[tool.pytest.ini_options]\naddopts = '-p evil'\n")
-    + new("evil.py", REPORTS),
-    "a unittest of its own": new("unittest.py", "def main(*a, **k): pass\n") + new("pytest/__main__.py", ""),
-    "attributes": new(".gitattributes", "tests/* working-tree-encoding=UTF-16\n"),
-    "the tests' package": patch("tests/__init__.py", FILES["tests/__init__.py"], RUNS),
-    "nothing but a note": new("note.txt", "done\n"),
     "a hook": new(".git/hooks/post-checkout", "#!/bin/sh\n"),
     "out of the tree": new("../../x", "x\n"),
     "no patch": "PASSED\n",
     "another file": patch("calc/none.py", BROKEN, MENDED),
+}
+QUICK = {  # tests/cheats tries all of them in a real sandbox
+    name: core(CODE[name])
+    for name in (
+        "prints passed",
+        "leaves with 0 at import",
+        "leaves with 0 in the test",
+        "skips",
+        "replaces TestCase.run",
+        "reads our files and forges the report",
+        "rewrites the report at exit",
+        "filters what is written",
+        "lies but to canaries",
+        "equals everything",
+    )
+} | {
+    name: "".join(new(path, text) for path, text in FORGED[name].items())
+    for name in (
+        "sitecustomize",
+        "a package at start forges the report",
+        "a unittest that forges",
+        "attributes",
+    )
+}
+QUICK_PYTEST = {
+    name: core(CODE[name])
+    for name in (
+        "prints passed",
+        "replaces pytest's reports",
+        "filters what is written",
+        "lies but to canaries",
+    )
+} | {
+    name: "".join(new(path, text) for path, text in FORGED[name].items())
+    for name in ("conftest", "pyproject", "a pytest that forges")
 }
 
 
@@ -111,16 +101,14 @@ def test_an_empty_submission_starts_nothing(toy_task):
     assert GRADER.grade(toy_task, " \n", Process()).outcome == "no_submission"
 
 
-@pytest.mark.parametrize("submission", CHEATS.values(), ids=CHEATS.keys())
+@pytest.mark.parametrize("submission", [*CHEATS.values(), *QUICK.values()], ids=[*CHEATS, *QUICK])
 def test_no_cheat_is_paid(repository, sandboxes, tmp_path, submission):
     refused(task(tmp_path, "unittest", repository[1]), sandboxes, submission)
 
 
-@pytest.mark.parametrize(
-    "name", ["prints passed", "passes whatever runs", "conftest", "pytest.ini", "pyproject"]
-)
-def test_no_cheat_of_pytest_is_paid(repository, sandboxes, tmp_path, name):
-    refused(task(tmp_path, "pytest", repository[1]), sandboxes, CHEATS[name])
+@pytest.mark.parametrize("submission", QUICK_PYTEST.values(), ids=QUICK_PYTEST.keys())
+def test_no_cheat_of_pytest_is_paid(repository, sandboxes, tmp_path, submission):
+    refused(task(tmp_path, "pytest", repository[1]), sandboxes, submission)
 
 
 def refused(toy: Task, sandboxes: Checkout, submission: str) -> None:
@@ -130,7 +118,7 @@ def refused(toy: Task, sandboxes: Checkout, submission: str) -> None:
 
 
 def test_a_run_that_lets_everything_pass_is_called_a_cheat(grade):
-    score = grade(CHEATS["passes whatever runs"], Swebench(cheated_reward=-2.0))
+    score = grade(core(LIES + BROKEN), Swebench(cheated_reward=-2.0))
     assert (score.outcome, score.reward) == ("cheated", -2.0)
     assert "a canary died" in score.detail
 
