@@ -51,6 +51,8 @@ def restage(folder: Path, commit: str, scratch: Path, exact: Collection[str]) ->
     (staged / ".git").rename(folder / ".git")
     remove(staged)
     here = git(folder, "user.name=images", "user.email=images")
+    (folder / ".git" / "index").unlink()  # which tells of the staged files' age, not of these
+    run(*here, "read-tree", "HEAD")
     for entry in run(*here, "ls-files", "--stage", "-z").split("\0"):
         mode, _, path = entry.partition("\t")
         if mode.startswith("160000"):  # a submodule, whose history lay in what is gone
