@@ -69,6 +69,15 @@ def solving(agent: str, path: str, old: str, new: str) -> list[str]:
     ]
 
 
+def applying(agent: str, patch: str) -> list[str]:
+    """A session that applies a patch."""
+    command = f"cat > /tmp/fix <<'END_OF_FIX'\n{patch}\nEND_OF_FIX\ngit apply /tmp/fix && git diff --stat"
+    tool = {"mini_swe_agent": ("bash", {}), "qwen_code": ("run_shell_command", {"is_background": False})}
+    name, more = tool[agent]
+    looking = call(name, command="git log --oneline | head -n 3; python --version", **more)
+    return ["I look first.\n" + looking, call(name, command=command, **more), *giving_up(agent)]
+
+
 def giving_up(agent: str) -> list[str]:
     return solving(agent, "", "", "")[-1:]
 

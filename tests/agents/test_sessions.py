@@ -1,21 +1,48 @@
 """Real sessions of real agents: recorded token by token, graded, cut into samples, trained for one step."""
 
+import dataclasses
+import json
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from sessions_kit import ENVIRONMENT, World, configured, giving_up, overlay, script, solving
+from sessions_kit import (
+    ENVIRONMENT,
+    ROOT,
+    World,
+    applying,
+    call,
+    configured,
+    giving_up,
+    overlay,
+    script,
+    solving,
+)
+from stage import company
 from toy import gold
 
 from hpc_swe import launch
 from hpc_swe.conversation import TokenBuilder
-from hpc_swe.records import Batch, BatchManifest, Episode, ExitStatus, float_array, id_array
+from hpc_swe.records import (
+    Batch,
+    BatchManifest,
+    Episode,
+    ExitStatus,
+    RolloutRequest,
+    Sampling,
+    float_array,
+    id_array,
+)
 from hpc_swe.roles.coordinator import archive
+from hpc_swe.roles.coordinator.samples import trained_turns
+from hpc_swe.roles.rollout import episode
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import folders, weights
 
 pytestmark = pytest.mark.slow
+ROWS = ROOT / ".cache" / "swebench" / "rows.jsonl"
+IMAGES = ROOT / ".cache" / "images"
 
 
 def trained(config, folder: Path, environment: pytest.MonkeyPatch) -> RunDir:
@@ -36,6 +63,59 @@ def sequence(episode: Episode) -> list[int]:
         for part in (turn.appended_ids, turn.completion_ids)
         for i in id_array(part)
     ]
+
+
+def test_a_real_instance_is_solved_and_trained(
+    long_model: Path, agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Django's quickest instance of which the image is there; docs/swebench.md says how to build some."""
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    there = [row for row in rows if (IMAGES / f"{image(row)}.json").exists()]
+    if not there:
+        pytest.skip(f"no session on a real instance: no {ROWS}, or no image of its rows in {IMAGES}")
+    row = min(there, key=lambda row: (len(row["PASS_TO_PASS"]), row["instance_id"]))
+    rows_file = tmp_path / "rows.jsonl"
+    rows_file.write_text(json.dumps(row) + "\n")
+    world = World(tmp_path, rows_file, IMAGES, long_model, recipes=False)
+    replies = script(TokenBuilder(long_model), applying(agent, row["patch"]), giving_up(agent))
+    run = trained(
+        configured(agent, overlay(world, replies, tmp_path / "run.toml")), tmp_path / "run", monkeypatch
+    )
+    found = sorted(archive.read(run.archive(0)), key=lambda scored: -len(scored.episode.turns))
+    assert [(s.score.outcome, s.score.reward) for s in found] == [("resolved", 1.0), ("no_submission", -1.0)]
+    assert [turn.parent for turn in found[0].episode.turns] == [None, 0, 1]
+    assert len(weights.published(run)) == 2
+
+
+def image(row: dict[str, str]) -> str:
+    return f"sweb.eval.x86_64.{row['instance_id'].replace('__', '_1776_')}"
+
+
+CONTEXTS = {"mini_swe_agent": ("bash", 8_000), "qwen_code": ("run_shell_command", 32_000)}
+
+
+def test_a_full_context_ends_a_session_and_compression_is_a_chain_of_its_own(
+    world: World, agent: str, tmp_path: Path
+) -> None:
+    """qwen-code answers a refusal by having its history summed up, and then gives up with exit code 0."""
+    tool, context = CONTEXTS[agent]
+    more = {"is_background": False} if agent == "qwen_code" else {}
+    config = configured(agent, overlay(world, [], tmp_path / "run.toml"), engine="vllm")
+    (task,) = config.taskset.load("train")
+    replies = [call(tool, command="seq 1 20000", **more)] * 9
+    made = company(tmp_path / "run", tmp_path / "toy", config.agent, config.sandbox, replies, context=context)
+    means = dataclasses.replace(made.means, tasks={task.task_id: task})
+    request = RolloutRequest(
+        group_id=0, index=0, task_id=task.task_id, seed=0, sampling=Sampling(max_tokens=500)
+    )
+    recorder = means.recorder(request)
+    played = episode.record(request, recorder, episode.play(means, request, recorder), "test")
+    assert played.exit_status == ExitStatus.CONTEXT, played.error
+    assert "leave" in played.error
+    assert trained_turns(played.turns, "main") == [0]
+    assert [turn.parent for turn in played.turns] == [None] * (2 if agent == "qwen_code" else 1)
+    assert played.messages[1].role == "user"
+    assert played.timing.total_s < 100, "nothing is tried over and over"
 
 
 def test_a_session_is_recorded_graded_and_trained(
@@ -68,10 +148,9 @@ def test_a_session_is_recorded_graded_and_trained(
     batch = msgspec.msgpack.decode(data, type=Batch)
     laid = {tuple(id_array(micro.token_ids).tolist()): micro for micro in batch.microbatches}
     text = [token for micro in laid for token in micro]
-    for episode, advantage in ((solved, 1.0), (other, -1.0)):
+    for one, advantage in ((solved, 1.0), (other, -1.0)):
         assert any(
-            sequence(episode) == text[at : at + len(sequence(episode))]
-            for at in (0, len(text) - len(sequence(episode)))
+            sequence(one) == text[at : at + len(sequence(one))] for at in (0, len(text) - len(sequence(one)))
         )
         assert advantage in np.concatenate([float_array(micro.advantages) for micro in batch.microbatches])
     mask = np.concatenate([np.frombuffer(micro.mask, np.uint8) for micro in batch.microbatches])

@@ -50,9 +50,9 @@ class Chat(Protocol):
     """The policy, seen by an agent; every token of it is recorded."""
 
     messages: list[Message]
-    """The history that the last reply ended."""
+    """The history that the last reply ended, side calls apart."""
     refusal: Refusal | None
-    """Set while the last request is one that was refused by the episode's limits, or not understood."""
+    """Set when a request was refused by the episode's limits or not understood, until a conversation goes on."""
 
     def __call__(self, messages: Sequence[Message], tools: str = "") -> Reply:
         """The policy's next message; `tools` is the JSON list that the chat template shows, or empty.

@@ -35,6 +35,8 @@ class Exchange:
     index: int
     place: Place
     history: list[Message]
+    goes_on: bool
+    """Whether the request extends an earlier one; side calls do not."""
     reply: Reply
     prompt_tokens: int
     completion_tokens: int
@@ -68,11 +70,11 @@ class Recorder:
         self._refused_at = math.inf
         self.counts: Counter[str] = Counter()
         self.messages: list[Message] = []
-        """The history that the last delivered reply ended, for people."""
+        """The history that the last delivered reply ended, side calls apart; for people."""
         self.failure: EpisodeError | None = None
         """What makes the episode an infrastructure failure, whatever the agent made of it."""
         self.refusal: Refusal | None = None
-        """Why the last request was not answered, unless a later one was."""
+        """Why a request was not answered, unless a conversation went on since."""
 
     def __call__(self, messages: Sequence[Message], tools: str = "") -> Reply:
         """The policy's next message. `tools` is the JSON list that the chat template shows, or empty.
@@ -94,6 +96,7 @@ class Recorder:
         self._require_open()
         with self._lock:
             place = self._chains.place(messages, tools)
+            goes_on = place.parent is not None
             engine = "" if place.parent is None else self._chains.turns[place.parent].engine
             if self._config.history == "template":
                 place = dataclasses.replace(place, parent=None, new=list(messages))
@@ -107,14 +110,16 @@ class Recorder:
         index = self._keep(place.parent, appended, sampling, sampled, seconds)
         reply = self._reply(sampled, tools)
         history = [*messages, Message(role="assistant", content=reply.content, tool_calls=reply.tool_calls)]
-        return Exchange(index, place, history, reply, len(prompt), len(sampled.token_ids))
+        return Exchange(index, place, history, goes_on, reply, len(prompt), len(sampled.token_ids))
 
     def deliver(self, exchange: Exchange) -> None:
         """The reply reached the agent: its turn may be trained and extended."""
         with self._lock:
             self._chains.deliver(exchange.index, exchange.place, exchange.history[-1])
-            self.messages = exchange.history
-            self.refusal, self._refused_at = None, math.inf
+            if exchange.goes_on or not self.messages:
+                self.messages = exchange.history
+            if exchange.goes_on:
+                self.refusal, self._refused_at = None, math.inf
 
     def retract(self, exchange: Exchange) -> None:
         """The reply did not arrive after all."""
@@ -123,10 +128,11 @@ class Recorder:
 
     def refuse(self, status: ExitStatus, why: str) -> None:
         """A request was not answered, and the episode ends so if the program leaves it at that."""
+        now = self.beside_engine_s
         with self._lock:
             self.refusal = Refusal(status, why)
             if status.is_truncated:
-                self._refused_at = min(self._refused_at, time.monotonic())
+                self._refused_at = min(self._refused_at, now)
 
     def ignore(self, count: int) -> None:
         """Count settings that a client sent and that are the recorder's alone to choose."""
@@ -142,7 +148,7 @@ class Recorder:
 
     def clock(self) -> float:
         """Seconds beside the engine; infinite when a program that goes on could change nothing."""
-        is_over = self._closed or self.failure is not None or time.monotonic() > self._refused_at + LINGER_S
+        is_over = self._closed or self.failure is not None or self.beside_engine_s > self._refused_at + LINGER_S
         return math.inf if is_over else self.beside_engine_s
 
     def close(self, why: str) -> list[Turn]:
