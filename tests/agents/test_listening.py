@@ -1,9 +1,12 @@
 """The recorder inside a real sandbox: its agent reaches it, nobody else does, and nothing else is reached."""
 
+import shutil
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 from test_recorder import builder as builder
@@ -162,11 +165,20 @@ def test_floods_from_the_inside_leave_the_worker_alone(
         )
 
 
-def test_folders_are_shown_read_only_and_missing_ones_are_named(tmp_path) -> None:
+@pytest.mark.parametrize("form", ["folder", "squashfs"])
+def test_folders_are_shown_read_only_and_missing_ones_are_named(tmp_path: Path, form: str) -> None:
     (tmp_path / "kit").mkdir(mode=0o755)
     tmp_path.chmod(0o755)
     (tmp_path / "kit" / "program").write_text("echo from the kit")
-    made = sandboxes(mounts=(f"{tmp_path}/kit:/opt/agent",))
+    source = tmp_path / "kit"
+    if form == "squashfs":
+        if shutil.which("mksquashfs") is None:
+            pytest.skip("no mksquashfs here")
+        source = tmp_path / "kit.sqfs"
+        subprocess.run(
+            ["mksquashfs", tmp_path / "kit", source, "-quiet"], check=True, stdout=subprocess.DEVNULL
+        )
+    made = sandboxes(mounts=(f"{source}:/opt/agent",))
     with made.open(TASK) as sandbox:
         assert sandbox.run("sh /opt/agent/program", 10).output == "from the kit\n"
         for harm in (

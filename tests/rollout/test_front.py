@@ -240,6 +240,9 @@ def test_the_policy_keeps_only_its_own_agent_waiting(on: Stage) -> None:
         b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "['
         + b"[" * 100_000
         + b'"}}]}]}',
+        b'{"messages": [{"role": "user", "content": [' + b"{}," * 1_300_000 + b"{}]}]}",
+        b'{"messages": [' + b'{"role":"user"},' * 200_000 + b'{"role":"user"}]}',
+        b'{"messages": [{"role": "user", "content": "' + b" " * 4_000_000 + b'"}]}',
         b'{"messages": [{"role": "user"}], "tools": {"a": 1}}',
         b'{"messages": [{"role": "user"}], "tools": [1, "x", null]}',
     ],

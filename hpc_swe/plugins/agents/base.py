@@ -52,7 +52,7 @@ class Chat(Protocol):
     messages: list[Message]
     """The history that the last reply ended, side calls apart."""
     refusal: Refusal | None
-    """Set when a request was refused by the episode's limits or not understood, until a conversation goes on."""
+    """Set when a request was refused by a limit or not understood, until a conversation goes on."""
 
     def __call__(self, messages: Sequence[Message], tools: str = "") -> Reply:
         """The policy's next message; `tools` is the JSON list that the chat template shows, or empty.

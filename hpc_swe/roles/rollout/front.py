@@ -16,10 +16,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 
 from hpc_swe.errors import AgentError, EpisodeError, SandboxError
 from hpc_swe.plugins.agents.base import Address, ContextFull, TurnsSpent
@@ -28,14 +28,17 @@ from hpc_swe.records import ExitStatus, Message, ToolCall
 if TYPE_CHECKING:
     from hpc_swe.roles.rollout.recorder import Exchange, Recorder
 
-MOST_BYTES = 8 * 1024**2
+MOST_BYTES = 4 * 1024**2
 """Of a request: more than fits into any context."""
-MOST_CONNECTIONS = 16
+MOST_MESSAGES, MOST_PARTS = 10_000, 1_000
+MOST_CONNECTIONS = 8
 READ_S = 30.0
 """Longest silence of a client that is in the middle of a request."""
 TAKEN = {"model", "messages", "tools", "stream", "stream_options", "user", "metadata", "store"}
 """Fields that are honoured or mean nothing; every other one is a setting that is ignored."""
 ROLES = {"developer": "system", "function": "tool"}
+_parsing = threading.Lock()
+"""What a body becomes may be fifty times its size: the episodes of a process take turns."""
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +58,8 @@ class _Call(Struct):
 
 class _Said(Struct):
     role: str
-    content: str | list[_Text] | None = None
-    tool_calls: list[_Call] | None = None
+    content: str | Annotated[list[_Text], Meta(max_length=MOST_PARTS)] | None = None
+    tool_calls: Annotated[list[_Call], Meta(max_length=MOST_PARTS)] | None = None
 
 
 class _StreamOptions(Struct):
@@ -64,7 +67,7 @@ class _StreamOptions(Struct):
 
 
 class _Request(Struct):
-    messages: list[_Said]
+    messages: Annotated[list[_Said], Meta(max_length=MOST_MESSAGES)]
     tools: Raw = Raw(b"null")
     stream: bool = False
     stream_options: _StreamOptions | None = None
@@ -132,10 +135,12 @@ class _Handler(BaseHTTPRequestHandler):
         if body is None or not self._is_allowed("/v1/chat/completions"):
             return
         try:
-            request = msgspec.json.decode(body, type=_Request)
-            recorder.ignore(len(msgspec.json.decode(body, type=dict[str, Raw]).keys() - TAKEN))
-            tools = "" if bytes(request.tools) in (b"null", b"[]") else bytes(request.tools).decode()
-            exchange = recorder.ask([_message(said) for said in request.messages], tools)
+            with _parsing:
+                request = msgspec.json.decode(body, type=_Request)
+                recorder.ignore(len(msgspec.json.decode(body, type=dict[str, Raw]).keys() - TAKEN))
+                tools = "" if bytes(request.tools) in (b"null", b"[]") else bytes(request.tools).decode()
+                messages = [_message(said) for said in request.messages]
+            exchange = recorder.ask(messages, tools)
         except ContextFull as error:
             self._end(ExitStatus.CONTEXT, str(error), "context_length_exceeded")
         except TurnsSpent as error:
@@ -182,7 +187,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes | None:
         size = self.headers.get("Content-Length", "")
         if not (size.isascii() and size.isdigit() and len(size) < 20) or int(size) > MOST_BYTES:
-            self._refuse(413, f"Content-Length must be given and at most {MOST_BYTES}", "too_large")
+            why = f"Content-Length must be given and at most {MOST_BYTES}, not {size[:20]!r}"
+            if size:
+                self.server.recorder.refuse(ExitStatus.CONTEXT, why)
+            self._refuse(413, why, "too_large")
             return None
         body = self.rfile.read(int(size))
         return body if len(body) == int(size) else None

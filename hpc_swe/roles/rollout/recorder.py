@@ -24,6 +24,8 @@ from hpc_swe.roles.rollout import front
 from hpc_swe.roles.rollout.chains import Chains, Place
 from hpc_swe.roles.rollout.sampler import Sampled, Sampler
 
+MOST_CHARS = 16
+"""Of a token, on average; more is no text but a flood."""
 LINGER_S = 30.0
 """What a program gets to end in, or to ask for less, after its context was full or its turns were spent."""
 
@@ -94,6 +96,7 @@ class Recorder:
         """Sample an answer; `deliver` says that it arrived. Raises as a call does."""
         started = time.monotonic()
         self._require_open()
+        self._require_size(messages, tools)
         with self._lock:
             place = self._chains.place(messages, tools)
             goes_on = place.parent is not None
@@ -148,8 +151,9 @@ class Recorder:
 
     def clock(self) -> float:
         """Seconds beside the engine; infinite when a program that goes on could change nothing."""
-        is_over = self._closed or self.failure is not None or self.beside_engine_s > self._refused_at + LINGER_S
-        return math.inf if is_over else self.beside_engine_s
+        spent_s = self.beside_engine_s
+        is_over = self._closed or self.failure is not None or spent_s > self._refused_at + LINGER_S
+        return math.inf if is_over else spent_s
 
     def close(self, why: str) -> list[Turn]:
         """All turns; what is still asked from now on is refused."""
@@ -204,6 +208,17 @@ class Recorder:
                 f"[rollout] episode_timeout_s = {limit:g}"
             )
             raise self.failure
+
+    def _require_size(self, messages: Sequence[Message], tools: str) -> None:
+        """Before the tokenizer sees it, which takes a hundred times the memory of the text."""
+        calls = sum(len(call.arguments) for message in messages for call in message.tool_calls)
+        size = len(tools) + calls + sum(len(message.content) for message in messages)
+        if size > MOST_CHARS * self._config.context:
+            self.counts["context_full"] += 1
+            raise ContextFull(
+                f"the prompt's {size} characters are over {MOST_CHARS} a token of the context length "
+                f"{self._config.context}"
+            )
 
     def _render(self, prefix: list[bytes], new: list[Message], tools: str) -> list[int]:
         if not prefix:
