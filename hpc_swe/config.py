@@ -119,7 +119,7 @@ class RolloutConfig(Table, frozen=True, kw_only=True):
     slots: Positive = 8
     """Episodes that one worker runs at once."""
     poll_s: Seconds = 0.5
-    episode_timeout_s: Seconds = 1800.0
+    episode_timeout_s: Seconds = 3600.0
     """Backstop on one episode's wall clock, waiting for the engine apart; an infrastructure failure."""
     engine_wait_s: Seconds = 600.0
     """Longest wait for an engine that serves."""
@@ -330,9 +330,11 @@ def _complaints(config: RunConfig) -> list[str]:
             "an engine's key goes into the environment variable VLLM_API_KEY",
         ),
         (
-            lease.ttl_s < 2 * lease.beat_s,
-            f"lease.ttl_s = {lease.ttl_s} must be at least twice lease.beat_s = {lease.beat_s}",
+            config.agent.budget_s >= config.rollout.episode_timeout_s,
+            f"rollout.episode_timeout_s = {config.rollout.episode_timeout_s} is not over the agent's budget, "
+            f"{config.agent.budget_s} s: a policy that idles would count as a failure of the host",
         ),
+        (lease.ttl_s < 2 * lease.beat_s, f"lease.ttl_s = {lease.ttl_s} is not twice lease.beat_s"),
     ]
     return [complaint for wrong, complaint in rules if wrong]
 

@@ -83,6 +83,10 @@ class Result:
 class Agent(Protocol):
     """The plugin."""
 
+    @property
+    def budget_s(self) -> float:
+        """Seconds beside the engines that an episode may take before the agent ends it."""
+
     def solve(self, task: Task, sandbox: Sandbox, chat: Chat) -> Result:
         """Work on the task until the agent submits or a budget ends.
 

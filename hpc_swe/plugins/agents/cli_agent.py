@@ -49,7 +49,7 @@ class CliAgent(Plugin, frozen=True, kw_only=True):
     max_turns: int = 50
     """Replies that the program gets, those of side calls included."""
     timeout_s: float = 1800.0
-    """Of the command, without the seconds at the engines; below rollout.episode_timeout_s."""
+    """Of the command, without the seconds at the engines."""
     exit_codes: dict[str, ExitStatus] = {}
     """Beside 0, which is submitted; any other is an agent_error."""
     most_chars: int = 20_000
@@ -59,6 +59,11 @@ class CliAgent(Plugin, frozen=True, kw_only=True):
         """Raise ConfigError for an exit code that would let the program excuse itself."""
         if ExitStatus.INFRA_ERROR in self.exit_codes.values():
             raise ConfigError("[agent] exit_codes: infra_error is not for a program in the sandbox to claim")
+
+    @property
+    def budget_s(self) -> float:
+        """Of the program."""
+        return self.timeout_s
 
     def solve(self, task: Task, sandbox: Sandbox, chat: Chat) -> Result:
         """Work on the task until the program ends or a budget is spent."""

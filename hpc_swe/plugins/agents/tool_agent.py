@@ -38,6 +38,11 @@ class ToolAgent(Plugin, frozen=True, kw_only=True):
         """Raise ConfigError for a tool that there is not."""
         _load(self)
 
+    @property
+    def budget_s(self) -> float:
+        """Of all its tools; a call under way is let end."""
+        return self.tool_budget_s
+
     def solve(self, task: Task, sandbox: Sandbox, chat: Chat) -> Result:
         """Work on the task until the agent submits or a budget ends."""
         episode = _Episode(self, task, sandbox)
