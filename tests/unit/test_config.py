@@ -65,7 +65,7 @@ def test_plugin_is_built_from_its_table(read):
         ('mode="sft"', r"objective"),
         ("rollout.context=100000", r"batches.microbatch_tokens"),
         ("engine.max_model_len=1000", r"rollout.context = 4096 is over engine.max_model_len = 1000"),
-        ("rollout.episode_timeout_s=300", r"rollout.episode_timeout_s = 300.0 is not over the agent's budget"),
+        ("rollout.episode_timeout_s=300", r"episode_timeout_s = 300.0 is not over the agent's budget"),
         ("lease.ttl_s=31", r"lease.ttl_s"),
         ('rollout.history="template"', r'set batches.train_chains = "all"'),
         ("steps=[", r"override 'steps=\[': write key=value|steps"),
