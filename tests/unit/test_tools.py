@@ -178,6 +178,38 @@ def test_edit_replaces_the_one_occurrence(sandbox: Sandbox):
     assert sandbox.read("new/file.py") == b"x = 1\n"
 
 
+@pytest.mark.parametrize(
+    ("text", "old", "new", "result"),
+    [
+        ("def f():\r\n  a\r\n", "def f():\n  a\n", "x\ny\n", "x\r\ny\r\n"),
+        ("\r\na\r\n\r\nb\r\n", "\nb", "\nc\nd", "\r\na\r\n\r\nc\r\nd\r\n"),
+        ("a\r\nb", "b", "c\nd", "a\r\nc\r\nd"),
+        ("a\r\nb\nc\n", "b\nc", "x\ny", "a\r\nx\ny\n"),
+        ("a\nb\r\nc\r\n", "b\nc", "x\ny", "a\nx\r\ny\r\n"),
+        ("a\r\nb\r\n", "a\r\n", "a\n", "a\nb\r\n"),
+        ("a\r\nb\r\n", "b", "c\r\nd\n", "a\r\nc\r\nd\n\r\n"),
+        ("a\rb\n", "a\rb", "x\ny", "x\ny\n"),
+    ],
+)
+def test_an_edit_keeps_line_ends_that_view_does_not_show(sandbox: Sandbox, text, old, new, result):
+    sandbox.write("ends.txt", text.encode())
+    assert use(sandbox, "edit", path="ends.txt", old=old, new=new) == "ok"
+    assert sandbox.read("ends.txt").decode() == result
+
+
+def test_pieces_that_differ_in_their_line_ends_only_are_two(sandbox: Sandbox):
+    sandbox.write("ends.txt", b"a\r\nb\r\na\nb\n")
+    with pytest.raises(ToolError, match="2 times in ends.txt, first at lines 1, 3;"):
+        use(sandbox, "edit", path="ends.txt", old="a\nb\n", new="")
+
+
+def test_replace_writes_the_line_ends_of_its_line(sandbox: Sandbox):
+    sandbox.write("ends.txt", b"a\r\nb\nc")
+    for line, old in ((1, "a"), (3, "b"), (5, "c")):
+        assert use(sandbox, "replace", path="ends.txt", line=line, old=old, new="x\ny") == "ok"
+    assert sandbox.read("ends.txt") == b"x\r\ny\r\nx\ny\nx\r\ny"
+
+
 def test_listdir_draws_files_to_a_depth(sandbox: Sandbox):
     sandbox.run(HOSTILE, 10.0)
     expected = ["binary", "latin", "long", "mod.py", "no_end.txt", "pkg/", "  sub/ (files: 1)", "test_mod.py"]

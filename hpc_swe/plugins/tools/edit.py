@@ -5,7 +5,7 @@ from typing import ClassVar
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
 from hpc_swe.plugins.tools._files import is_missing, read_text, write_text
-from hpc_swe.plugins.tools._text import name
+from hpc_swe.plugins.tools._text import name, with_ends
 from hpc_swe.plugins.tools.base import ToolError
 from hpc_swe.records import Task
 
@@ -26,15 +26,26 @@ class Edit(Plugin, frozen=True, kw_only=True):
         text = read_text(sandbox, task, path)
         if not old:
             raise ToolError(f"{name(path)} is there; old must be a piece of it.")
-        first = text.find(old)
+        # As view shows it: a policy that has not found out that lines end in \r\n writes \n.
+        seen = text if "\r" in old else text.replace("\r\n", "\n")
+        first = seen.find(old)
         if first < 0:
-            raise ToolError(f"old is not in {name(path)}.{_near(text, old)}")
-        if text.find(old, first + 1) >= 0:
+            raise ToolError(f"old is not in {name(path)}.{_near(seen, old)}")
+        if seen.find(old, first + 1) >= 0:
             # Occurrences that overlap are two as well.
-            count, lines = max(text.count(old), 2), _lines(text, old)
+            count, lines = max(seen.count(old), 2), _lines(seen, old)
             raise ToolError(f"old occurs {count} times in {name(path)}, first at lines {lines}; add to it.")
-        write_text(sandbox, task, path, text[:first] + new + text[first + len(old) :])
+        start, end = (_place(text, seen, at) for at in (first, first + len(old)))
+        # All of it once more, since the last line may have no end.
+        new = new if "\r" in old else with_ends(new, text[start:] + text)
+        write_text(sandbox, task, path, text[:start] + new + text[end:])
         return "ok"
+
+
+def _place(text: str, seen: str, at: int) -> int:
+    """Where in the text a place of it as seen is."""
+    ended = [] if seen == text else text.split("\n")[: seen.count("\n", 0, at)]
+    return at + sum(line.endswith("\r") for line in ended)
 
 
 def _lines(text: str, old: str) -> str:

@@ -5,6 +5,7 @@ from typing import ClassVar
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
 from hpc_swe.plugins.tools._files import read_lines, write_text
+from hpc_swe.plugins.tools._text import with_ends
 from hpc_swe.plugins.tools.base import ToolError
 from hpc_swe.records import Task
 
@@ -21,6 +22,8 @@ class Replace(Plugin, frozen=True, kw_only=True):
             raise ToolError(f"{path} has {len(lines)} lines.")
         if not old or old not in lines[line - 1]:
             raise ToolError(f"{old!r} is not in line {line}.")
+        # All lines once more, since the last may have no end.
+        new = new if "\r" in old else with_ends(new, "".join(lines[line - 1 :] + lines))
         lines[line - 1] = lines[line - 1].replace(old, new, 1)
         write_text(sandbox, task, path, "".join(lines))
         return "ok"
