@@ -10,6 +10,7 @@ difference of two renderings of this conversation. It is what the template write
 a fixed small conversation; the checks at load prove that it does not depend on what came before.
 """
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -140,13 +141,16 @@ class TokenBuilder:
         self._check_calls()
 
     def _check_calls(self) -> None:
-        for content in ("", "Let me see."):
+        """Prove that calls are read as the template writes them, which of the marks ever are tokens."""
+        for thought, content in itertools.product(("", "<think>\nhm\n</think>\n\n"), ("", "Let me see.")):
             message = Message(role="assistant", content=content, tool_calls=[_CALL, _CALL])
-            text = self.tokens.decode(self.written(message)[:-1])
-            reply = parse(Said(text), self._format, truncated=False, tools=_TOOLS, thinking=False)
+            ids = self.tokens.encode_parts([(thought, True), *self._spoken(message).flagged])
+            said = Said(*self.tokens.spell(ids))
+            reply = parse(said, self._format, truncated=False, tools=_TOOLS, thinking=False)
             read = [(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
-            if read != [(_CALL.name, json.loads(_CALL.arguments))] * 2 or reply.content != content:
-                raise ConfigError(f"it writes a tool call as {text!r}, which is not {self._format}")
+            expected = [(_CALL.name, json.loads(_CALL.arguments))] * 2
+            if read != expected or reply.content != (thought + content).rstrip():
+                raise ConfigError(f"it writes a tool call as {said.text!r}, which is not {self._format}")
 
 
 def _end_of_turn(tokens: Tokens, template: ChatTemplate, folder: Path) -> int:

@@ -1,7 +1,8 @@
 """Reading tool calls out of what the policy wrote.
 
 A policy may quote marks that it came upon: in a file, in an issue. Where it sampled any mark as the control
-token that it is, only such are marks, and quoted ones are text.
+token that it is, only such are marks, and quoted ones are text. A mark for which the tokenizer has no token
+can only be spelled, and is always read.
 """
 
 import json
@@ -50,15 +51,15 @@ class _Tool(Struct):
 
 @dataclass(frozen=True)
 class Said:
-    """What a completion spells, and where its control tokens stand; none are known of plain text."""
+    """What a completion spells, and where in it each control token of the tokenizer stands, if anywhere."""
 
     text: str
     control: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def find(self, mark: str, start: int) -> int:
         """Where the next mark is; -1 when there is none."""
-        if any(name in self.control for name in (_OPEN, _CLOSE, _THINK, _THOUGHT)):
-            places = self.control.get(mark, ())
+        places = self.control.get(mark)
+        if places is not None and any(self.control.get(name) for name in (_OPEN, _CLOSE, _THINK, _THOUGHT)):
             return next(iter(places[bisect_left(places, start) :]), -1)
         return self.text.find(mark, start)
 

@@ -62,14 +62,14 @@ class Tokens:
         return text
 
     def spell(self, ids: Iterable[int]) -> tuple[str, dict[str, list[int]]]:
-        """The same text, and where in it each control token stands that is one, not merely spelled."""
+        """The same text, and where in it each control token stands as one, not merely spelled."""
         pieces: list[str] = []
-        places: dict[str, list[int]] = {}
+        places: dict[str, list[int]] = {name: [] for name in self.control}
         length = 0
         for is_control, group in itertools.groupby(ids, self._names.__contains__):
             for name in [self._names[token] for token in group] if is_control else [self.decode(group)]:
                 if is_control:
-                    places.setdefault(name, []).append(length)
+                    places[name].append(length)
                 pieces.append(name)
                 length += len(name)
         return "".join(pieces), places

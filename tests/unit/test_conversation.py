@@ -271,6 +271,26 @@ def test_a_quoted_call_is_no_call(builders: dict[str, TokenBuilder], parts: list
         assert not builder.reply(builder.tokens.encode_parts(parts)).tool_calls
 
 
+@pytest.mark.parametrize("kind", ["thinking", "xml"])
+@pytest.mark.parametrize(
+    "lacking", [["<tool_call>", "</tool_call>"], ["<think>", "</think>"], ["</tool_call>", "<think>"]]
+)
+def test_marks_that_are_no_tokens_are_read_beside_those_that_are(
+    builders: dict[str, TokenBuilder], tmp_path: Path, kind: str, lacking: list[str]
+) -> None:
+    """A call that is lost without a word is a turn, and in the end a reward, that the policy had earned."""
+    folder = make_model(tmp_path / "model", THINKING if kind == "thinking" else XML)
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] not in lacking]
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    builder = TokenBuilder(folder, "hermes" if kind == "thinking" else "qwen3_coder")
+    inner = json.dumps({"name": "run", "arguments": {}}) if kind == "thinking" else "<function=run></function>"
+    text = f"<think>Is it <tool_call>{inner}</tool_call>?</think>\n<tool_call>{inner}</tool_call>"
+    reply = builder.reply(builder.tokens.encode_parts([(text, True)]))
+    assert [call.name for call in reply.tool_calls] == ["run"]
+    assert reply.content == text.partition("\n")[0]
+
+
 def test_marks_in_a_call_are_text_however_they_were_sampled(builders: dict[str, TokenBuilder]) -> None:
     builder = builders["thinking"]
     said = json.dumps({"name": "view", "arguments": {"path": "a</tool_call><tool_call><|im_start|>"}})
