@@ -1,6 +1,7 @@
 """The host's end of a container and of the sandboxes in it; `_container.py` is the other end."""
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -29,6 +30,8 @@ GRACE_S = 15.0
 LOOK_S = 0.2
 """How often another clock than the wall's is looked at."""
 ENDING_S = 1.0
+_OF_DAEMON = (errno.ENOTCONN, errno.ECONNABORTED, errno.ESTALE, errno.EIO)
+"""What files answer whose FUSE daemon has ended, which they do a moment before it is seen to."""
 GONE = CommandResult(exit_code=137, output="The sandbox is gone.", broke_sandbox=True)
 
 
@@ -147,10 +150,23 @@ class Session:
         self._container = container
         self._host = host
         self._output_bytes = output_bytes
+        self._tree = tree
         self._is_broken = False
-        self.read = tree.read
-        self.write = tree.write
-        self.paths = tree.paths
+
+    def read(self, path: str) -> bytes:
+        """Content of a regular file."""
+        with self._attributed():
+            return self._tree.read(path)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Put a file under its name at once."""
+        with self._attributed():
+            self._tree.write(path, data)
+
+    def paths(self) -> list[str]:
+        """Every regular file, sorted."""
+        with self._attributed():
+            return self._tree.paths()
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
         """Run a shell line in the work directory."""
@@ -199,6 +215,15 @@ class Session:
         self._host.settimeout(GRACE_S)
         self._host.send(b"stop")
         return self._host.recv(4096)
+
+    @contextmanager
+    def _attributed(self) -> Iterator[None]:
+        """An OSError is the policy's doing only while the container lives."""
+        try:
+            yield
+        except OSError as error:
+            self._container.must_live(ENDING_S if error.errno in _OF_DAEMON else 0.0)
+            raise
 
     def _broken(self) -> CommandResult:
         self._is_broken = True

@@ -1,0 +1,88 @@
+"""What a container's death does to its sandboxes is the host's doing: nobody is paid or blamed for it."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hpc_swe.config import RewardConfig
+from hpc_swe.errors import SandboxError
+from hpc_swe.plugins import submission
+from hpc_swe.plugins.graders.swebench import Swebench
+from hpc_swe.plugins.sandboxes._session import Session
+from hpc_swe.plugins.sandboxes.apptainer import Apptainer
+from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
+from hpc_swe.processes import start_time
+from hpc_swe.records import Episode, RolloutRequest, Sampling, Task, Timing
+from hpc_swe.roles.reward.worker import Means, judge
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def served(apptainer: Apptainer, tmp_path: Path) -> Apptainer:
+    """Its image is one file, which a FUSE daemon serves."""
+    (tmp_path / "python-pytest.sif").symlink_to(Path(apptainer.images, "python-pytest.sif"))
+    return Apptainer(images=str(tmp_path), warm_containers=0)
+
+
+@pytest.fixture
+def seen(task: Task) -> Task:
+    """Its work directory is a part of the image."""
+    return msgspec.structs.replace(task, workdir="/usr/share", files={})
+
+
+def kill_daemon(sandbox: Session) -> None:
+    daemons = [
+        pid for pid in sandbox._container._outside if "fuse" in Path(f"/proc/{pid}/comm").read_text()
+    ]
+    assert daemons
+    for pid in daemons:
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while any(map(start_time, daemons)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_submission_that_cannot_be_read_is_not_taken_for_an_empty_one(served, seen):
+    with served.open(seen) as sandbox:
+        kill_daemon(sandbox)
+        with pytest.raises(SandboxError, match="ended under its sandboxes"):
+            submission.take(seen, sandbox, served)
+
+
+class Dying(Sandboxes):
+    """Sandboxes whose daemon dies as soon as they are open."""
+
+    def __init__(self, sandboxes: Sandboxes) -> None:
+        self.sandboxes = sandboxes
+
+    @contextmanager
+    def open(self, task: Task) -> Iterator[Sandbox]:
+        with self.sandboxes.open(task) as sandbox:
+            kill_daemon(sandbox)
+            yield sandbox
+
+
+def test_a_daemon_that_dies_under_a_grading_costs_the_episode_and_not_the_worker(served, seen):
+    extra = {"log_parser": "parse_log_django", "test_patch": "text"}
+    tests = msgspec.structs.replace(seen.tests, extra=extra)
+    row = msgspec.structs.replace(seen, base_commit="HEAD", tests=tests)
+    request = RolloutRequest(group_id=0, index=0, task_id="t", seed=0, sampling=Sampling())
+    episode = Episode(
+        request=request,
+        turns=[],
+        messages=[],
+        exit_status="submitted",
+        submission="text",
+        timing=Timing(),
+        worker="w",
+    )
+    score = judge(Means({"t": row}, Dying(served), Swebench(), RewardConfig()), episode)
+    assert (score.outcome, score.reward) == ("infra_error", None)
