@@ -279,12 +279,13 @@ def test_marks_that_are_no_tokens_are_read_beside_those_that_are(
     builders: dict[str, TokenBuilder], tmp_path: Path, kind: str, lacking: list[str]
 ) -> None:
     """A call that is lost without a word is a turn, and in the end a reward, that the policy had earned."""
-    folder = make_model(tmp_path / "model", THINKING if kind == "thinking" else XML)
+    folder = make_model(tmp_path / "model", XML if kind == "xml" else THINKING)
     spec = json.loads((folder / "tokenizer.json").read_text())
     spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] not in lacking]
     (folder / "tokenizer.json").write_text(json.dumps(spec))
-    builder = TokenBuilder(folder, "hermes" if kind == "thinking" else "qwen3_coder")
-    inner = json.dumps({"name": "run", "arguments": {}}) if kind == "thinking" else "<function=run></function>"
+    is_xml = kind == "xml"
+    builder = TokenBuilder(folder, "qwen3_coder" if is_xml else "hermes")
+    inner = "<function=run></function>" if is_xml else '{"name": "run", "arguments": {}}'
     text = f"<think>Is it <tool_call>{inner}</tool_call>?</think>\n<tool_call>{inner}</tool_call>"
     reply = builder.reply(builder.tokens.encode_parts([(text, True)]))
     assert [call.name for call in reply.tool_calls] == ["run"]
