@@ -1,6 +1,7 @@
 """What a container's death does to its sandboxes is the host's doing: nobody is paid or blamed for it."""
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -38,9 +39,7 @@ def seen(task: Task) -> Task:
 
 
 def kill_daemon(sandbox: Session) -> None:
-    daemons = [
-        pid for pid in sandbox._container._outside if "fuse" in Path(f"/proc/{pid}/comm").read_text()
-    ]
+    daemons = [pid for pid in sandbox._container._outside if "fuse" in Path(f"/proc/{pid}/comm").read_text()]
     assert daemons
     for pid in daemons:
         os.kill(pid, signal.SIGKILL)
@@ -86,3 +85,25 @@ def test_a_daemon_that_dies_under_a_grading_costs_the_episode_and_not_the_worker
     )
     score = judge(Means({"t": row}, Dying(served), Swebench(), RewardConfig()), episode)
     assert (score.outcome, score.reward) == ("infra_error", None)
+
+
+def test_replacing_a_dead_container_tells_the_sandboxes_that_it_had(served, task):
+    with served.open(task) as sandbox:
+        kill_daemon(sandbox)
+        with served.open(task) as another:
+            assert another.run("cat mod.py", 30).output == "x = 1\n"
+            with pytest.raises(SandboxError, match="ended under its sandboxes"):
+                sandbox.run("true", 30)
+
+
+def test_a_process_with_more_files_than_select_can_count_opens_sandboxes(served, task):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with served.open(task) as sandbox:
+            assert sandbox.run("false", 30).exit_code == 1
+    finally:
+        for file in held:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

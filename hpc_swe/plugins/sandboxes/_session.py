@@ -101,7 +101,7 @@ class Container:
 
         A sandbox ends a moment before its container is seen to, so one that ended is worth a wait.
         """
-        if select.select([self._channel], [], [], wait_s)[0] or not self.is_alive:
+        if _is_readable(self._channel, wait_s) or not self.is_alive:
             raise SandboxError(f"the container ended under its sandboxes: {self.complaint()}")
 
     def complaint(self) -> str:
@@ -128,8 +128,8 @@ class Container:
             yield Session(self, ours, tree, self._limits.output_bytes)
 
     def close(self) -> None:
-        """End it and wait for it; its sandboxes end with it."""
-        self._channel.close()
+        """End it and wait for it; its sandboxes end with it, and are told so by `must_live`."""
+        self._channel.shutdown(socket.SHUT_RDWR)
         try:
             self._process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
@@ -279,5 +279,12 @@ def _end(process: int) -> None:
     """Process 1 is reported gone only after all others of its namespace."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(process, signal.SIGKILL)
-    select.select([process], [], [], GRACE_S)
+    _is_readable(process, GRACE_S)
     os.close(process)
+
+
+def _is_readable(file: socket.socket | int, wait_s: float) -> bool:
+    """Unlike select, poll knows no highest number of a file."""
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(1000 * wait_s))
