@@ -107,3 +107,10 @@ def test_a_process_with_more_files_than_select_can_count_opens_sandboxes(served,
         for file in held:
             os.close(file)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_image_that_cannot_be_read_any_more_is_not_taken_for_an_empty_one(served, seen):
+    with served.open(seen) as sandbox:
+        kill_daemon(sandbox)
+        with pytest.raises(SandboxError, match="ended under its sandboxes"):
+            sandbox.python("import os; print(list(os.walk('.')))", 30)

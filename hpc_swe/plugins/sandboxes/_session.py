@@ -201,8 +201,7 @@ class Session:
             if not answer.startswith(b"{"):  # nothing, or what its first process failed of
                 return self._broken()
             result = CommandResult(output=collected(output, self._output_bytes), **json.loads(answer))
-            if result.exit_code:
-                self._container.must_live()
+            self._container.must_live()  # "nothing found" ends with 0 as well
             return result
 
     def _await(self, timeout_s: float, clock: Clock) -> bytes:
