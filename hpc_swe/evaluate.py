@@ -176,7 +176,10 @@ def evaluate(run: RunDir, config: RunConfig, *, detach: bool, console: Console) 
     if run.finished.exists() and not launch.alive(run, config):
         return True
     is_new = not run.config.exists()
-    launch.tell(run, launch.start(run, config))
+    plan = launch.start(run, config)
+    if plan.stuck and config.executor.is_here:
+        launch.stop(run, config, now=True)  # what was submitted beside it would wait for it forever
+    launch.tell(run, plan)
     watch = Watch(run, config, console)
     done = standing(Reader(run, config).look()).done
     begun = "begins" if is_new else f"goes on: {done} episodes are done"

@@ -138,11 +138,10 @@ def _tick_patiently(run: RunDir, config: RunConfig) -> Plan:
 
 
 def _preflight(run: RunDir, config: RunConfig) -> None:
-    for key, folder in (("model", config.model), ("reference", config.reference or config.model)):
-        if not (Path(folder) / "config.json").is_file():
-            raise ConfigError(
-                f"{key} = {folder!r}: no config.json there; give the folder of a Hugging Face model"
-            )
+    known = [("model", config.model, "config.json"), ("model", config.model, "tokenizer.json")]
+    for key, folder, name in (*known, ("reference", config.reference or config.model, "config.json")):
+        if not (Path(folder) / name).is_file():
+            raise ConfigError(f"{key} = {folder!r}: no {name} there; give the folder of a Hugging Face model")
     for role, count in reconcile.desired(config).items():
         if count:
             config.executor.check(reconcile.submission(run, config, role, 1, count))

@@ -81,6 +81,7 @@ def model(tmp_path: Path) -> Path:
     folder.mkdir()
     save_file({"w": np.zeros((2, 2), np.float32)}, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
     return folder
 
 
@@ -271,6 +272,7 @@ def test_a_wrong_key_and_another_model_are_told_apart(tmp_path, somebody, monkey
     other = tmp_path / "another"
     other.mkdir()
     (other / "config.json").write_text("{}")
+    (other / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=rf"another model, {somebody.model}, than model = '{other}'"):
         launch.start(RunDir(tmp_path / "b"), configured(somebody, f"model={other}"))
 

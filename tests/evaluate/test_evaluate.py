@@ -13,11 +13,12 @@ from typing import ClassVar
 import msgspec
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 from small_evaluation import FAILS, GIVES_UP, ROOT, SOLVES, Small, environment, make, official_report
 
 from hpc_swe import config as configuration
 from hpc_swe import evaluate, launch
-from hpc_swe.errors import DeadlineError
+from hpc_swe.errors import DeadlineError, HpcSweError
 from hpc_swe.evaluate import Patience, Standing, standing
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.plugins.executors.local import Local
@@ -25,8 +26,9 @@ from hpc_swe.records import Endpoint, Node, StatusReport, WeightVersion
 from hpc_swe.results import Summary
 from hpc_swe.rundir import RunDir
 from hpc_swe.status import Queue, View
-from hpc_swe.store import atomic, evals
+from hpc_swe.store import atomic, evals, ledger
 from hpc_swe.store.evals import Attempt
+from hpc_swe.store.ledger import Started, Submitted
 
 NOBODY = [f"counts.{role}=0" for role in ("coordinator", "inference", "rollout", "reward")]
 
@@ -111,6 +113,27 @@ def test_an_interrupt_ends_the_jobs_of_this_machine_and_leaves_those_of_a_cluste
     with pytest.raises(KeyboardInterrupt):
         launch.wait(small.out, config, 60.0, interrupt, detaches=True)
     assert small.out.stop.exists() == ends
+
+
+def test_a_role_that_is_stuck_at_the_start_leaves_no_job_of_another_on_this_machine(small):
+    """Three submissions of a role have failed; the next start submits the others beside it."""
+    words = [*evaluate.OWN, *(word for word in small.words if "=" in word), "counts.coordinator=0"]
+    words += ["counts.reward=0", "executor={type='local'}"]
+    config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
+    nobody = configuration.read(ROOT / "configs/demo.toml", overrides=[*words, *NOBODY])
+    launch.start(small.out, nobody)
+    for number in (1, 2, 3):
+        ledger.take(small.out, "inference", number)
+        ledger.note(small.out, "inference", number, Submitted(job="0", count=1, host="h", at=time.time()))
+        started = Started(job="0", host="h", pid=1, start_time="1", at=time.time(), seconds=1.0, code=1)
+        atomic.put(small.out.started("inference", number, 0), started)
+    try:
+        with pytest.raises(HpcSweError, match="inference: its last 3 submissions failed"):
+            evaluate.evaluate(small.out, config, detach=False, console=Console())
+        assert any(small.out.launches.glob("rollout/*"))
+        assert launch.alive(small.out, config) == []
+    finally:
+        launch.stop(small.out, config, now=True)
 
 
 # what it refuses

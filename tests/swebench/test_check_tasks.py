@@ -24,7 +24,7 @@ from hpc_swe.plugins.tasksets.bugs import Bugs
 from hpc_swe.records import Score
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import tasks
-from jobs.check_tasks import Checker, judged, wanted
+from jobs.check_tasks import Checker, judged, run, wanted
 
 ROOT = Path(__file__).parents[2]
 DOUBLES = "Twice a number is the number doubled."
@@ -203,6 +203,7 @@ def test_no_reference_is_where_a_rollout_worker_looks(tmp_path, caplog):
     """The agent is shown what its worker holds: the tasks of the run."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
     path = write_rows(tmp_path / "rows.jsonl", row("unittest", "b" * 40))
     counts = [f"counts.{role}=0" for role in ("coordinator", "inference", "learner", "rollout", "reward")]
     recipe = json.dumps(RECIPES["toy/unittest"]).replace(": ", " = ")
@@ -218,7 +219,7 @@ def test_no_reference_is_where_a_rollout_worker_looks(tmp_path, caplog):
             f'taskset.recipes={{"toy/unittest"={recipe}}}',
         ],
     )
-    run = RunDir(tmp_path / "run")
+    made = RunDir(tmp_path / "run")
     launch.start(run, config)
     (task,) = tasks.read(run.tasks)["train"]
     assert tasks.read_references(run.references) == {task.task_id: gold()}
@@ -239,6 +240,20 @@ def test_tasks_made_by_us_are_checked_too_and_those_without_references_are_refus
     assert sorted(wanted(config)[1]) == ["bugs-eval-0", "bugs-train-0", "bugs-train-1"]
     with pytest.raises(ConfigError, match="Kodcode gives no references"):
         wanted(configuration.read(*demo, overrides=['taskset={type="kodcode"}']))
+
+
+def test_a_task_at_which_the_grader_breaks_is_broken_and_the_others_are_still_checked(
+    repository, sandboxes, tmp_path
+):
+    (good,) = taskset(write_rows(tmp_path / "rows.jsonl", row("unittest", repository[1]))).load("train")
+    extra = good.tests.extra | {"log_parser": "parse_log_nobody"}
+    tests = msgspec.structs.replace(good.tests, extra=extra)
+    bad = msgspec.structs.replace(good, task_id="toy__bad-1", tests=tests)
+    references = {task.task_id: gold() for task in (bad, good)}
+    checker = Checker(Swebench(), sandboxes, 1)
+    verdicts = run(checker, [bad, good], references, tmp_path / "checked.jsonl", 1)
+    assert [one.verdict for one in verdicts] == ["broken", "usable"]
+    assert "parse_log_nobody" in verdicts[0].reason
 
 
 def test_a_verdict_holds_for_one_image_and_one_grader_only(repository, sandboxes, tmp_path):

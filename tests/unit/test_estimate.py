@@ -82,6 +82,7 @@ def shape(tmp_path):
 def read(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODELS["8B"]))
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
 
     def config(*overrides, executor=SLURM):
         (tmp_path / "executor.toml").write_text(executor)

@@ -23,7 +23,8 @@ NOBODY = [f"counts.{role}=0" for role in ("coordinator", "inference", "learner",
 def model(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
     return folder
 
 
@@ -93,6 +94,12 @@ def test_killed_start_leaves_no_half_run_and_can_be_repeated(tmp_path, read):
 def test_missing_model_is_one_error_that_names_key_and_folder(tmp_path, read):
     with pytest.raises(ConfigError, match=r"model = '/nowhere/model': no config.json there"):
         launch.start(RunDir(tmp_path / "run"), read("model=/nowhere/model"))
+
+
+def test_a_model_without_its_tokenizer_is_refused_before_any_job_needs_it(tmp_path, model, read):
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"model = '.*/model': no tokenizer.json there"):
+        launch.start(RunDir(tmp_path / "run"), read())
 
 
 def test_machine_without_apptainer_is_one_error_with_the_way_out(tmp_path, read):

@@ -279,6 +279,7 @@ def test_watch_ends_with_the_run_and_survives_a_report_that_does_not_decode(tmp_
     run = RunDir(tmp_path / "other")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
     nobody = [f"counts.{role}=0" for role in DESIRED]
     launch.start(run, read(f"model={tmp_path / 'model'}", "tasks.train=2", "tasks.eval=1", *nobody))
     publish(run)
