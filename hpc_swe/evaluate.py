@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -94,7 +94,11 @@ class Watch:
         Raises:
             DeadlineError: It has not moved for too long.
         """
-        self.standing = standing(self._reader.look())
+        try:
+            self.standing = standing(self._reader.look())
+        except (HpcSweError, OSError) as error:  # a file half gone, or a file system away for a while
+            waits_for = f"a look that does not fail: {error}"
+            self.standing = replace(self.standing, waits_for=waits_for, is_queued=False)
         self._first = self.standing.done if self._first < 0 else self._first
         minutes = max(time.monotonic() - self._began, 1.0) / 60
         told = f"{self.standing.solved} solved, {(self.standing.done - self._first) / minutes:.1f}/min"

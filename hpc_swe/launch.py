@@ -105,7 +105,7 @@ def wait(
 ) -> None:
     """Tick, and call `each`, until the run has finished and its processes are gone.
 
-    An interrupt ends the run; with `detaches` it ends the wait, and leaves the jobs of a cluster alone.
+    What ends the wait ends the run; with `detaches` only a deadline ends the jobs of a cluster.
 
     Raises:
         HpcSweError: It was ordered to end before it had finished.
@@ -122,7 +122,7 @@ def wait(
             each()
             time.sleep(config.executor.pause_s)
     except BaseException as error:
-        if not (detaches and isinstance(error, KeyboardInterrupt)) or config.executor.is_here:
+        if not detaches or isinstance(error, DeadlineError) or config.executor.is_here:
             stop(run, config, now=True)
         raise
     if not run.finished.exists():
@@ -132,8 +132,8 @@ def wait(
 def _tick_patiently(run: RunDir, config: RunConfig) -> Plan:
     try:
         return reconcile.tick(run, config)
-    except SchedulerError as error:
-        log.warning("waiting for the scheduler: %s", error)
+    except (SchedulerError, StorageError) as error:
+        log.warning("waiting for the scheduler or the file system: %s", error)
         return Plan()
 
 

@@ -18,7 +18,7 @@ from small_evaluation import FAILS, GIVES_UP, ROOT, SOLVES, Small, environment, 
 
 from hpc_swe import config as configuration
 from hpc_swe import evaluate, launch
-from hpc_swe.errors import DeadlineError, HpcSweError
+from hpc_swe.errors import DeadlineError, HpcSweError, StorageError
 from hpc_swe.evaluate import Patience, Standing, standing
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.plugins.executors.local import Local
@@ -96,8 +96,18 @@ class Elsewhere(Local, frozen=True, kw_only=True):
     is_here: ClassVar[bool] = False
 
 
-@pytest.mark.parametrize(("kind", "ends"), [("local", True), (f"{__name__}:Elsewhere", False)])
-def test_an_interrupt_ends_the_jobs_of_this_machine_and_leaves_those_of_a_cluster(small, kind, ends):
+@pytest.mark.parametrize(
+    ("kind", "error", "ends"),
+    [
+        ("local", KeyboardInterrupt(), True),
+        (f"{__name__}:Elsewhere", KeyboardInterrupt(), False),
+        (f"{__name__}:Elsewhere", StorageError("the watcher's own trouble"), False),
+        (f"{__name__}:Elsewhere", DeadlineError("nothing moves"), True),
+    ],
+)
+def test_the_end_of_the_watch_ends_the_jobs_of_this_machine_and_leaves_those_of_a_cluster(
+    small, kind, error, ends
+):
     words = [
         *evaluate.OWN,
         *(word for word in small.words if "=" in word),
@@ -107,12 +117,26 @@ def test_an_interrupt_ends_the_jobs_of_this_machine_and_leaves_those_of_a_cluste
     config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
     launch.start(small.out, config)
 
-    def interrupt() -> None:
-        raise KeyboardInterrupt
+    def end() -> None:
+        raise error
 
-    with pytest.raises(KeyboardInterrupt):
-        launch.wait(small.out, config, 60.0, interrupt, detaches=True)
+    with pytest.raises(type(error)):
+        launch.wait(small.out, config, 60.0, end, detaches=True)
     assert small.out.stop.exists() == ends
+
+
+def test_a_look_that_fails_is_told_and_taken_again_until_patience_ends(begun):
+    config = launch.load(begun.out)
+    watch = evaluate.Watch(begun.out, config, Console(quiet=True))
+    begun.out.status.write_text("{")
+    try:
+        watch.look()
+    finally:
+        begun.out.status.unlink()
+    assert f"does not fail: {begun.out.status}: not a StatusReport" in watch.standing.waits_for
+    assert not watch.standing.is_queued
+    watch.look()
+    assert "fail" not in watch.standing.waits_for
 
 
 def test_a_role_that_is_stuck_at_the_start_leaves_no_job_of_another_on_this_machine(small):
