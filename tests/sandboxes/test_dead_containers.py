@@ -15,6 +15,7 @@ from hpc_swe.config import RewardConfig
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins import submission
 from hpc_swe.plugins.graders.swebench import Swebench
+from hpc_swe.plugins.sandboxes import _session
 from hpc_swe.plugins.sandboxes._session import Session
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
@@ -114,3 +115,14 @@ def test_an_image_that_cannot_be_read_any_more_is_not_taken_for_an_empty_one(ser
         kill_daemon(sandbox)
         with pytest.raises(SandboxError, match="ended under its sandboxes"):
             sandbox.python("import os; print(list(os.walk('.')))", 30)
+
+
+def test_an_apptainer_that_hangs_is_ended_and_costs_its_sandbox_only(served, task, tmp_path, monkeypatch):
+    monkeypatch.setattr(_session, "GRACE_S", 0.5)
+    program = tmp_path / "apptainer"
+    program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+    program.chmod(0o755)
+    hanging = msgspec.structs.replace(served, executable=str(program), start_timeout_s=2.0)
+    with pytest.raises(SandboxError, match="did not start"), hanging.open(task):
+        pass
+    assert start_time(int((tmp_path / "pid").read_text())) is None

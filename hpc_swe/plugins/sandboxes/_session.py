@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import logging
 import os
 import select
 import signal
@@ -22,6 +23,8 @@ from hpc_swe.plugins.sandboxes._output import collected
 from hpc_swe.plugins.sandboxes._tree import Tree
 from hpc_swe.plugins.sandboxes.base import Clock, CommandResult
 from hpc_swe.processes import descendants, start_time
+
+log = logging.getLogger(__name__)
 
 PROGRAM = Path(__file__).with_name("_container.py")
 BOOTSTRAP = "import socket; s = socket.socket(fileno=0); p = s.recv(1 << 17).decode(); s.detach(); exec(p)"
@@ -89,7 +92,7 @@ class Container:
         if up != b"up":
             self.close()
             raise SandboxError(f"the container did not start: {self.complaint() or up.decode()}")
-        self._outside = {pid: start_time(pid) for pid in _outside(self._process.pid)}
+        self._outside = _outside(self._process.pid)
 
     @property
     def is_alive(self) -> bool:
@@ -130,14 +133,23 @@ class Container:
     def close(self) -> None:
         """End it and wait for it; its sandboxes end with it, and are told so by `must_live`."""
         self._channel.shutdown(socket.SHUT_RDWR)
+        if not self._has_ended():
+            self._outside = self._outside | _outside(self._process.pid)  # not in place: others read it
+            end_namespace(self._process.pid)
+            self._has_ended()
+        for pid in self._outside_left():  # when Apptainer itself was killed, or hangs
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not self._has_ended():
+            # Its sandboxes are gone, and what they found is not lost for what the kernel cannot end.
+            log.warning("stuck: a container does not end, though it was killed")
+
+    def _has_ended(self) -> bool:
         try:
             self._process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
-            end_namespace(self._process.pid)
-            self._process.wait(GRACE_S)
-        for pid in self._outside_left():  # when Apptainer itself was killed
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            return False
+        return True
 
     def _outside_left(self) -> list[int]:
         return [pid for pid, born in self._outside.items() if start_time(pid) == born]
@@ -242,9 +254,10 @@ def end_namespace(ancestor: int) -> None:
                 os.kill(child, signal.SIGKILL)
 
 
-def _outside(process: int) -> list[int]:
-    """It, and what below it is in no process namespace of its own: Apptainer and its FUSE daemons."""
-    return [process, *(child for child in descendants(process) if len(_numbers(child)) == 1)]
+def _outside(process: int) -> dict[int, str | None]:
+    """It, and what below it is in no process namespace of its own: Apptainer and its FUSE daemons, since when."""
+    pids = [process, *(child for child in descendants(process) if len(_numbers(child)) == 1)]
+    return {pid: start_time(pid) for pid in pids}
 
 
 def _numbers(process: int) -> list[str]:

@@ -5,8 +5,6 @@ and whoever has idled longest is ended first. One that a sandbox uses is never e
 nobody waiting who wants another image.
 """
 
-import logging
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,8 +12,6 @@ from dataclasses import dataclass, field
 
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.sandboxes._session import Container
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -82,8 +78,4 @@ class Warm:
 
 def _end(slot: _Slot) -> None:
     slot.container = None
-    try:
-        slot.life.close()
-    except subprocess.TimeoutExpired:
-        # Its sandboxes are gone, and what they found is not lost for what the kernel cannot end.
-        log.warning("stuck: a container does not end, though it was killed")
+    slot.life.close()
