@@ -29,7 +29,7 @@ from rich.table import Table
 
 from hpc_swe import config as configuration
 from hpc_swe import plugins
-from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError
+from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError, boundary
 from hpc_swe.plugins.graders.base import Examiner, Grader
 from hpc_swe.plugins.sandboxes._watched import Watched
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
@@ -130,11 +130,12 @@ class Checker:
             for _ in range(self.runs):
                 watch = Stopwatch(self.sandboxes)
                 began = time.monotonic()
-                gold.append(self._grade(task, reference, watch))
-                whole_s = time.monotonic() - began
-                if gold[-1].outcome == "resolved":
-                    seconds.append(watch.told(whole_s, _bare_s(task, reference, self.sandboxes)))
-                empty.append(self._grade(task, "", self.sandboxes))
+                with boundary(EpisodeError, "grade"):  # whatever a parser of swebench's raises at this task
+                    gold.append(self._grade(task, reference, watch))
+                    whole_s = time.monotonic() - began
+                    if gold[-1].outcome == "resolved":
+                        seconds.append(watch.told(whole_s, _bare_s(task, reference, self.sandboxes)))
+                    empty.append(self._grade(task, "", self.sandboxes))
             kind, reason = judged(gold, empty)
         except (EpisodeError, ConfigError) as error:
             reason = str(error)

@@ -219,7 +219,7 @@ def test_no_reference_is_where_a_rollout_worker_looks(tmp_path, caplog):
             f'taskset.recipes={{"toy/unittest"={recipe}}}',
         ],
     )
-    made = RunDir(tmp_path / "run")
+    run = RunDir(tmp_path / "run")
     launch.start(run, config)
     (task,) = tasks.read(run.tasks)["train"]
     assert tasks.read_references(run.references) == {task.task_id: gold()}

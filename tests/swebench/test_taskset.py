@@ -14,6 +14,7 @@ from hpc_swe.plugins import load
 from hpc_swe.plugins.tasksets._swebench_rows import DJANGO
 from hpc_swe.plugins.tasksets.swebench import Source, Swebench
 
+MARKS = "#!/bin/bash\n: '>>>>> Start Test Output'\ntrue\n: '>>>>> End Test Output'\n"
 BASE = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -37,7 +38,7 @@ def test_a_row_of_twelve_columns_becomes_a_task(tmp_path):
 def test_rows_of_swebench_5_keep_their_own_script_and_image(tmp_path):
     columns = {
         "image": "registry/swebench/sweb.eval.x86_64.x_1776_y-1:latest",
-        "eval_script": "#!/bin/bash\n: '>>>>> Start Test Output'\ntrue\n: '>>>>> End Test Output'\n",
+        "eval_script": MARKS,
         "log_parser": "parse_log_flask",
         "eval_type": "pass_and_fail",
         "image_assets": None,
@@ -84,6 +85,14 @@ def test_ids_select_and_order(tmp_path):
             "rows.jsonl:2: toy__pytest-1 has no eval_script, and [taskset.recipes] none",
         ),
         ({"eval_script": "true"}, "rows.jsonl:2: toy__pytest-1: eval_script without log_parser"),
+        (
+            {"eval_script": MARKS, "log_parser": "parse_log_nobody"},
+            "rows.jsonl:2: toy__pytest-1: log_parser 'parse_log_nobody' is no name of",
+        ),
+        (
+            {"eval_script": MARKS.replace("Start", "Begin"), "log_parser": "parse_log_pytest"},
+            "rows.jsonl:2: task toy__pytest-1: its eval script must hold",
+        ),
         ({"eval_type": "fail_only"}, "rows.jsonl:2: toy__pytest-1: eval_type 'fail_only'"),
         ({"instance_id": "toy__unittest-1"}, "rows.jsonl:2: toy__unittest-1 is there twice"),
     ],

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.graders._swebench import Run, official
 from hpc_swe.plugins.tasksets import _checked
 from hpc_swe.plugins.tasksets._swebench_rows import (
     RECIPES,
@@ -120,7 +121,7 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         """A row's.
 
         Raises:
-            ConfigError: A patch is none, or nothing says how the tests are called.
+            ConfigError: A patch is none, nothing says how tests are called, or the grader could not judge it.
         """
         patch = TestPatch.read(where, row)
         recipe = (RECIPES | self.recipes).get(row.repo)
@@ -131,7 +132,7 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         command, parser = row.eval_script, row.log_parser
         if recipe is not None and not command:
             command, parser = script(row, patch, recipe, self.workdir), recipe.log_parser
-        return Task(
+        task = Task(
             task_id=row.instance_id,
             taskset="swebench",
             prompt=self.prompt.format(workdir=self.workdir, problem_statement=row.problem_statement),
@@ -146,3 +147,19 @@ class Swebench(Plugin, frozen=True, kw_only=True):
                 extra=patch.extra(row) | {"log_parser": parser},
             ),
         )
+        _require_gradable(where, task)
+        return task
+
+
+def _require_gradable(where: str, task: Task) -> None:
+    """What the grader would else say of each episode, after its tests have run."""
+    parser = task.tests.extra["log_parser"]
+    if parser not in official("harness.log_parsers").PARSER_REGISTRY:
+        raise ConfigError(
+            f"{where}: {task.task_id}: log_parser {parser!r} is no name of swebench.harness.log_parsers; "
+            "mend the row, or the recipe in [taskset.recipes]"
+        )
+    try:
+        Run(task).files()
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
