@@ -9,6 +9,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -37,7 +38,7 @@ class _Call(Struct):
 
 
 class _Parameters(Struct, frozen=True):
-    properties: dict[str, dict[str, object]] = {}
+    properties: dict[str, object] = {}
 
 
 class _Function(Struct):
@@ -125,9 +126,14 @@ def _xml(text: str, at: int, tools: str) -> tuple[ToolCall, int]:
 
 
 def _types(name: str, tools: str) -> dict[str, object]:
-    known = msgspec.json.decode(tools, type=list[_Tool]) if tools else []
-    properties = [tool.function.parameters.properties for tool in known if tool.function.name == name]
-    return {key: schema.get("type") for found in properties for key, schema in found.items()}
+    """Of a tool's parameters. What describes no types in the usual way is no fault of the policy's."""
+    types: dict[str, object] = {}
+    for tool in msgspec.json.decode(tools, type=list[Raw]) if tools else []:
+        with suppress(msgspec.ValidationError):
+            function = msgspec.json.decode(tool, type=_Tool).function
+            schemas = function.parameters.properties if function.name == name else {}
+            types |= {key: schema.get("type") for key, schema in schemas.items() if isinstance(schema, dict)}
+    return types
 
 
 def _typed(value: str, kind: object) -> object:

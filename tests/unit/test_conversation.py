@@ -311,6 +311,24 @@ def test_xml_arguments_get_the_type_of_the_tool(builders: dict[str, TokenBuilder
     assert json.loads(reply.tool_calls[0].arguments) == {"path": "12", "line": 12}
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"type": "function", "function": {"name": "odd", "parameters": None}},
+        {"type": "function", "function": {"name": "view", "parameters": {"properties": {"path": True}}}},
+        {"type": "web_search"},
+    ],
+    ids=["no parameters", "anything goes", "no function"],
+)
+def test_a_tool_described_in_another_way_costs_no_call(
+    builders: dict[str, TokenBuilder], odd: object
+) -> None:
+    tools = json.dumps([odd, *json.loads(TOOLS)])
+    text = "<tool_call><function=view><parameter=line>12</parameter></function></tool_call>"
+    reply = builders["xml"].reply(builders["xml"].tokens.encode(text), tools=tools)
+    assert json.loads(reply.tool_calls[0].arguments) == {"line": 12}
+
+
 @pytest.mark.parametrize("value", ["[" * 100_000, '"\\ud800"'], ids=["nested", "surrogate"])
 def test_no_argument_breaks_the_reader_or_the_record(builders: dict[str, TokenBuilder], value: str) -> None:
     """What ended the worker instead of the episode would be a way out of a bad reward."""
