@@ -255,7 +255,7 @@ def end_namespace(ancestor: int) -> None:
 
 
 def _outside(process: int) -> dict[int, str | None]:
-    """It, and what below it is in no process namespace of its own: Apptainer and its FUSE daemons, since when."""
+    """It, and what of its descendants is in no process namespace of its own: FUSE daemons; and since when."""
     pids = [process, *(child for child in descendants(process) if len(_numbers(child)) == 1)]
     return {pid: start_time(pid) for pid in pids}
 
