@@ -179,3 +179,30 @@ def test_without_the_nodes_disk_it_is_told_once_and_sandboxes_open(sif, task, ca
     assert [record.getMessage().split(";")[0] for record in caplog.records] == [
         "packed: local = '$NO_SUCH_DISK': there is no such environment variable here"
     ]
+
+
+@pytest.mark.parametrize("text", ["", None])
+def test_an_image_that_lost_its_size_is_unpacked_again_and_keeps_no_other_out(sif, disk, text, caplog):
+    with local(disk).unpacked(sif) as tree:
+        size = tree.with_name("bytes")
+    size.write_text(text) if text is not None else size.unlink()
+    with local(disk).unpacked(another(sif, "other.sif")) as tree:
+        assert (tree / "usr").is_dir()
+        assert kept(disk) == [tree.parent]
+    assert not caplog.records
+
+
+def test_a_thinned_image_starts_from_its_file_and_is_forgotten(sif, disk, task, caplog):
+    sandboxes = Apptainer(images=str(sif.parent), local=str(disk), shared_container=False)
+    mine = msgspec.structs.replace(task, image="small")
+    with local(disk).unpacked(sif) as tree:
+        shutil.rmtree(tree / "usr")
+        with sandboxes.open(mine) as sandbox:
+            assert sandbox.run("cat mod.py", 30).output == "x = 1\n"
+        assert kept(disk) == [tree.parent], "somebody runs it"
+    with sandboxes.open(mine) as sandbox:
+        assert sandbox.run("cat mod.py", 30).output == "x = 1\n"
+    assert kept(disk) == []
+    assert "it is forgotten" in caplog.text
+    with sandboxes.open(mine):
+        assert (tree / "usr").is_dir()

@@ -40,6 +40,9 @@ class _Unfit(Exception):
     """Why the .sif is used as it is."""
 
 
+_FAILURES = (_Unfit, OSError, ValueError, subprocess.SubprocessError)
+
+
 @dataclass(frozen=True)
 class Local:
     """The unpacked images of this node."""
@@ -55,10 +58,21 @@ class Local:
         with ExitStack() as held:
             try:
                 tree = self._borrowed(sif, held)
-            except (_Unfit, OSError, subprocess.SubprocessError) as error:
+            except _FAILURES as error:
                 _tell(self.folder, str(error))
                 tree = None
             yield tree
+
+    def forget(self, tree: Path) -> None:
+        """Remove a tree that a cleaner of the disk has thinned, unless somebody still runs it."""
+        image, root = tree.parent, tree.parent.parent
+        try:
+            with ExitStack() as alone:
+                _await(_open(root, alone), self.timeout_s, root)
+                if _evict(image):
+                    log.warning("thinned: %s did not start, though its .sif does; it is forgotten", image)
+        except _FAILURES as error:
+            _tell(self.folder, str(error))
 
     def _borrowed(self, sif: Path, held: ExitStack) -> Path:
         root = _root(self.folder)
@@ -150,12 +164,20 @@ def _hold(image: Path, held: ExitStack) -> bool:
 def _make_room(root: Path, needed: int, most: int) -> None:
     """Remove whose use is longest ago, but none that is in use."""
     images = sorted(root.iterdir(), key=lambda image: image.stat().st_mtime_ns)
-    sizes = {image: int((image / "bytes").read_text()) for image in images}
+    sizes = {image: size for image in images if (size := _size(image)) or not _evict(image)}
     while needed > min(shutil.disk_usage(root).free, most - sum(sizes.values())):
         victim = next((image for image in images if image in sizes and _evict(image)), None)
         if victim is None:
             raise _Unfit(f"no room for {needed / 1e9:.1f} GB in {root} beside the images in use")
         del sizes[victim]
+
+
+def _size(image: Path) -> int:
+    """What it takes, as noted when it was unpacked; 0 when a cleaner of the disk has been at it."""
+    try:
+        return int((image / "bytes").read_text())
+    except (FileNotFoundError, ValueError):
+        return 0
 
 
 def _evict(image: Path) -> bool:

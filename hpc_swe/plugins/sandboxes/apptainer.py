@@ -115,11 +115,19 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
         """A container of an image, ended at exit."""
         sif = Path(self.images, f"{name}.sif")
         with ExitStack() as life:
-            image = None
+            tree = None
+            local = Local(self.local, self.local_gb, self.start_timeout_s, self.executable)
             if self.local and sif.exists():
-                local = Local(self.local, self.local_gb, self.start_timeout_s, self.executable)
-                image = life.enter_context(local.unpacked(sif))
-            yield life.enter_context(closing(self._start(image or self.image(name))))
+                tree = life.enter_context(local.unpacked(sif))
+            try:
+                container = self._start(tree or self.image(name))
+            except SandboxError:
+                if tree is None:
+                    raise
+                container = self._start(self.image(name))
+                life.close()
+                local.forget(tree)
+            yield life.enter_context(closing(container))
 
     def _start(self, image: Path) -> Container:
         rights = _AS_USER if os.getuid() else _AS_ROOT
