@@ -27,7 +27,7 @@ from hpc_swe.roles.rollout.sampler import Sampled, Sampler
 MOST_CHARS = 16
 """Of a token, on average; more is no text but a flood."""
 LINGER_S = 30.0
-"""What a program gets to end in, or to ask for less, after its context was full or its turns were spent."""
+"""What a program gets to end in, or to be answered less, after its context was full or its turns were spent."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,10 @@ class Recorder:
             self._chains.deliver(exchange.index, exchange.place, exchange.history[-1])
             if exchange.goes_on or not self.messages:
                 self.messages = exchange.history
+            # Whoever was answered lives on: what it does next may take longer than it lingers.
+            self._refused_at = math.inf
             if exchange.goes_on:
-                self.refusal, self._refused_at = None, math.inf
+                self.refusal = None
 
     def retract(self, exchange: Exchange) -> None:
         """The reply did not arrive after all."""
