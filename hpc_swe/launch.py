@@ -1,6 +1,7 @@
 """python -m hpc_swe.launch start | tick | stop. See docs/operations.md."""
 
 import argparse
+import contextlib
 import hashlib
 import itertools
 import json
@@ -11,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,7 @@ from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.store import atomic, tasks
 
 GRACE_S = 10.0  # `stop --now` lets processes see the order before it ends them
+MAKING_S, PAUSE_S = 120.0, 0.1  # a run folder is made in a second or two
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +44,10 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> Plan:
         ConfigError: The run exists with another configuration, or this machine cannot run it.
     """
     _preflight(run, config)
-    if run.config.exists():
+    if run.config.exists() or not _create(run, config):
         _must_agree(run, config)
         if upgrade:
             _upgrade(run, config)
-    else:
-        _create(run, config)
     for order in (run.drain, run.stop):
         order.unlink(missing_ok=True)
     return reconcile.tick(run, config)
@@ -172,7 +172,9 @@ def _must_agree(run: RunDir, config: RunConfig) -> None:
     atomic.write(run.config, _json(config))
 
 
-def _create(run: RunDir, config: RunConfig) -> None:
+def _create(run: RunDir, config: RunConfig) -> bool:
+    """Make the run; False when another start has made it meanwhile."""
+    taken = _take_tasks(config)
     try:
         with atomic.storage(run.root):
             run.make()
@@ -180,9 +182,41 @@ def _create(run: RunDir, config: RunConfig) -> None:
         raise StorageError(
             f"{run.root}: cannot be made: {error.strerror}; choose a folder you own with --run"
         ) from None
+    model_sha256 = _digest(Path(config.model))  # minutes, so not while others wait
+    with _first(run) as is_first:
+        if is_first:
+            _publish(run, config, taken, model_sha256)
+    return is_first
+
+
+@contextlib.contextmanager
+def _first(run: RunDir) -> Iterator[bool]:
+    """Whether this start is the one that makes the run; the others wait until it is made, or its start dead."""
+    taken, seen, since = run.root / ".making", 0, 0.0
+    while not run.config.exists():
+        try:
+            taken.mkdir()
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):
+                made = taken.stat().st_mtime_ns
+                if made != seen:
+                    seen, since = made, time.monotonic()
+                elif time.monotonic() - since > MAKING_S:  # whoever took it has died
+                    taken.rmdir()
+            time.sleep(PAUSE_S)
+            continue
+        try:
+            yield not run.config.exists()
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                taken.rmdir()
+        return
+    yield False
+
+
+def _publish(run: RunDir, config: RunConfig, taken: Mapping[Split, Sequence[Task]], model_sha256: str) -> None:
     _copy_code(run)
     atomic.write(run.token, _key(run, config).encode())
-    taken = _take_tasks(config)
     tasks.write(run.tasks, taken)
     if isinstance(config.taskset, Referenced):
         all_tasks = [task for split in taken.values() for task in split]
@@ -194,7 +228,7 @@ def _create(run: RunDir, config: RunConfig) -> None:
             protocol=PROTOCOL,
             run_id=f"{run.root.name}-{secrets.token_hex(3)}",
             commit=_commit(),
-            model_sha256=_digest(Path(config.model)),
+            model_sha256=model_sha256,
             config_sha256=hashlib.sha256(data).hexdigest(),
             folder=str(Path.cwd()),
             environment=reconcile.own_environment(),

@@ -1,6 +1,6 @@
 """The run's tasks as one parquet file: written once, opened by people with any tool."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,7 +12,7 @@ from hpc_swe.store import atomic
 SPLITS: tuple[Split, ...] = ("train", "eval")
 
 
-def write(path: Path, tasks: dict[Split, Sequence[Task]]) -> None:
+def write(path: Path, tasks: Mapping[Split, Sequence[Task]]) -> None:
     """Publish the tasks; columns for people, and the record whole."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -39,12 +39,18 @@ def write_references(path: Path, references: dict[str, str]) -> None:
 
 
 def read_references(path: Path) -> dict[str, str]:
-    """Inverse of `write_references`; empty for a task set that gives none."""
+    """Inverse of `write_references`; empty for a task set that gives none.
+
+    Raises:
+        CorruptRecord: It is there, and is none.
+        StorageError: The file system refuses.
+    """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        with atomic.storage(path):
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
     except FileNotFoundError:
         return {}
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptRecord(f"{path}: not the references of a run: {error}") from error
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,35 @@ def test_killed_start_leaves_no_half_run_and_can_be_repeated(tmp_path, read):
         launch.load(run)
     launch.start(run, read())
     assert launch.load(run) == read()
+
+
+def test_of_starts_at_once_one_makes_the_run_and_those_of_another_configuration_are_refused(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+
+    def start(size):
+        try:
+            launch.start(run, read(f"groups.group_size={size}"))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(6) as pool:
+        said = list(pool.map(start, [2, 4, 2, 4, 2, 4]))
+    won = launch.load(run).groups.group_size
+    assert [not text for text in said] == [size == won for size in (2, 4, 2, 4, 2, 4)]
+    assert all(f"groups.group_size: {won} -> {6 - won}" in text for text in said if text)
+    assert len(list(run.root.glob(".*code~*"))) == 0
+
+
+def test_a_start_that_died_while_it_made_the_run_holds_up_the_next_one_for_a_while_only(
+    tmp_path, read, monkeypatch
+):
+    monkeypatch.setattr(launch, "MAKING_S", 0.3)
+    run = RunDir(tmp_path / "run")
+    (run.root / ".making").mkdir(parents=True)
+    launch.start(run, read())
+    assert launch.load(run) == read()
+    assert not (run.root / ".making").exists()
 
 
 def test_missing_model_is_one_error_that_names_key_and_folder(tmp_path, read):
