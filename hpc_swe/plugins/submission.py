@@ -99,9 +99,9 @@ def _from_git(task: Task, sandbox: Sandbox, sandboxes: Sandboxes) -> str:
     left = _listing(sandbox)
     with sandboxes.open(task) as clean:
         found = _untouched(task, clean)
-        changed = _without_ignored(
-            clean, found, [path for path, entry in left.items() if found.get(path) != entry]
-        )
+        touched = [path for path, entry in left.items() if found.get(path) != entry]
+        rewritten = [path for path in touched if not _is_same(path, left, sandbox, found, clean)]
+        changed = _without_ignored(clean, found, rewritten)
         gone = [path for path in found if path not in left]
         if len(changed) + len(gone) > MOST_CHANGED:
             return ""
@@ -143,6 +143,16 @@ def _listing(sandbox: Sandbox) -> Listing:
             sandbox.run(f"rm -f {name}.*", _STEP_S)
             return _listings.decode(text)
     raise OSError("the work directory holds too many files")
+
+
+def _is_same(path: str, left: Listing, sandbox: Sandbox, found: Listing, clean: Sandbox) -> bool:
+    """Written anew with the bytes it had: formatters and `sed -i` do so to every file they look at."""
+    if path not in found or left[path][:2] != found[path][:2]:
+        return False
+    try:
+        return sandbox.read(path) == clean.read(path)
+    except OSError:  # too large to be handed in
+        return False
 
 
 def _without_ignored(clean: Sandbox, found: Listing, paths: list[str]) -> list[str]:

@@ -1,7 +1,9 @@
 """What an agent did to a repository, whatever it did to git."""
 
+import re
+
 import pytest
-from toy import MENDED, Checkout, gold, task
+from toy import MENDED, Checkout, gold, make_repository, task
 
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins import submission
@@ -121,6 +123,17 @@ def test_what_is_too_large_is_not_handed_in_and_a_large_file_loses_only_itself(t
     text = taken(toy, sandboxes, "head -c 3000000 /dev/zero > core; echo 'y = 1' > y.py")
     assert "y = 1" in text
     assert "core\n" not in text
+
+
+def test_files_written_anew_with_the_bytes_they_had_are_no_part_of_the_work(tmp_path):
+    repository = tmp_path / "calc"
+    base = make_repository(
+        repository, {f"many/m{i}.py": "x = 1\n" for i in range(submission.MOST_CHANGED + 1)}
+    )
+    toy, sandboxes = task(tmp_path, "unittest", base), Checkout(repository=str(repository))
+    look = "find . -name '*.py' -exec sed -i 's/a - b/a + b/' {} +; echo 'x = 2' > many/m7.py"
+    text = taken(toy, sandboxes, look)
+    assert re.findall("^diff --git a/(\\S+)", text, re.MULTILINE) == ["calc/core.py", "many/m7.py"]
 
 
 def test_an_image_without_a_repository_is_nobody_s_fault(toy, sandboxes):

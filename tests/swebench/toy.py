@@ -3,9 +3,10 @@
 import difflib
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -75,11 +76,11 @@ def git(folder: Path, *words: str) -> str:
     return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def make_repository(folder: Path) -> str:
+def make_repository(folder: Path, more: Mapping[str, str] = MappingProxyType({})) -> str:
     """Three commits, a tag, a branch and a remote; returns the middle commit, which has the bug."""
     folder.mkdir()
     git(folder, "init", "-q")
-    for path, text in FILES.items():
+    for path, text in (FILES | dict(more)).items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="latin-1")
     (folder / "link").symlink_to("README.md")
@@ -89,7 +90,8 @@ def make_repository(folder: Path) -> str:
     (folder / "README.md").write_text(FILES["README.md"])
     git(folder, "commit", "-qam", "base")
     base = git(folder, "rev-parse", "HEAD")
-    (folder / "calc/core.py").write_text(MENDED)
+    core = folder / "calc/core.py"
+    core.write_text(core.read_text().replace("a - b", "a + b"))
     git(folder, "commit", "-qam", "the future")
     git(folder, "tag", "v2")
     git(folder, "branch", "later")
