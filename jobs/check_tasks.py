@@ -251,9 +251,13 @@ def wanted(config: configuration.RunConfig) -> tuple[list[Task], dict[str, str]]
 def run(
     checker: Checker, tasks: Sequence[Task], references: dict[str, str], out: Path, jobs: int
 ) -> list[Verdict]:
-    """Check what has no verdict that holds, under a progress bar; the verdicts of all tasks."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    verdicts = _checked.read(out) if out.exists() else {}
+    """Check what has no verdict that holds, under a progress bar; the verdicts of all tasks.
+
+    Raises:
+        StorageError: `out` cannot be written; if so from the start, nothing was graded.
+    """
+    _checked.create(out)
+    verdicts = _checked.read(out)
     todo = [
         task
         for task in tasks

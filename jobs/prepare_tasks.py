@@ -138,8 +138,13 @@ def write(rows: list[Prepared], out: Path) -> None:
     import pyarrow.parquet as pq
 
     names = list(dict.fromkeys(name for one in rows for name in one.columns))
-    with boundary(ConfigError, "put the rows into one table"):
-        table = pa.table({name: pa.array([one.columns.get(name) for one in rows]) for name in names})
+    made = {}
+    for name in names:
+        try:
+            made[name] = pa.array([one.columns.get(name) for one in rows])
+        except (pa.ArrowException, ValueError, OverflowError) as error:
+            raise ConfigError(f"column {name} does not have one type in all rows: {error}") from None
+    table = pa.table(made)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         with boundary(StorageError, f"write {out}"):

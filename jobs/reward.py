@@ -1,11 +1,16 @@
 """python -m jobs.reward RUN: one reward worker."""
 
+import logging
+
 from hpc_swe.config import RunConfig
 from hpc_swe.plugins.sandboxes._watched import Watched
+from hpc_swe.plugins.tasksets.base import Referenced
 from hpc_swe.roles.reward.worker import Means, worker
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import tasks
 from jobs import entry
+
+log = logging.getLogger(__name__)
 
 
 def work(run: RunDir, config: RunConfig) -> None:
@@ -16,10 +21,18 @@ def work(run: RunDir, config: RunConfig) -> None:
         sandboxes=Watched(config.sandbox),
         grader=config.grader,
         config=config.reward,
-        references=tasks.read_references(run.references),
+        references=references(run, config),
     )
     with entry.lease(run, config, "reward") as lease:
         worker(run, lease, means).work()
+
+
+def references(run: RunDir, config: RunConfig) -> dict[str, str]:
+    """Task id -> its reference; that there are none where there should be is said, once."""
+    found = tasks.read_references(run.references)
+    if not found and config.reward.sentinel_every and isinstance(config.taskset, Referenced):
+        log.warning("%s is missing: no sentinel of this worker grades a reference", run.references)
+    return found
 
 
 if __name__ == "__main__":

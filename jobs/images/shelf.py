@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from hpc_swe.errors import DeadlineError, HpcSweError, StorageError
+from hpc_swe.errors import DeadlineError, HpcSweError, StorageError, boundary
 from hpc_swe.records import Task
 from jobs.images import leaks
 from jobs.images.commands import remove
@@ -99,9 +99,11 @@ class Shelf:
 
         Raises:
             DeadlineError: Another one is.
+            StorageError: The folder is not one to write to.
         """
-        self.images.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self.images / ".builder", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with boundary(StorageError, f"sandbox.images = {str(self.images)!r} must be a folder of yours"):
+            self.images.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.images / ".builder", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         os.set_inheritable(handle, True)
         try:
             if self._locked(handle):

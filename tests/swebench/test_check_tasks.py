@@ -15,7 +15,7 @@ from toy import BROKEN, RECIPES, UNITTESTS, gold, patch, row, taskset, write_row
 
 from hpc_swe import config as configuration
 from hpc_swe import launch
-from hpc_swe.errors import ConfigError
+from hpc_swe.errors import ConfigError, CorruptRecord, StorageError
 from hpc_swe.plugins.graders.pytest import Pytest
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.sandboxes.process import Process
@@ -25,6 +25,7 @@ from hpc_swe.records import Score
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import tasks
 from jobs.check_tasks import Checker, judged, run, wanted
+from jobs.reward import references
 
 ROOT = Path(__file__).parents[2]
 DOUBLES = "Twice a number is the number doubled."
@@ -254,6 +255,33 @@ def test_a_task_at_which_the_grader_breaks_is_broken_and_the_others_are_still_ch
     verdicts = run(checker, [bad, good], references, tmp_path / "checked.jsonl", 1)
     assert [one.verdict for one in verdicts] == ["broken", "usable"]
     assert "parse_log_nobody" in verdicts[0].reason
+
+
+@pytest.mark.parametrize("place", ["file/checked.jsonl", "folder"])
+def test_verdicts_that_cannot_be_written_are_told_before_anything_is_graded(tmp_path, place):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    unused = Checker(Swebench(), Process(), 1)
+    task = next(iter(Bugs(seed=3).load("eval")))
+    with pytest.raises(StorageError, match=r"must be a file that can be written") as caught:
+        run(unused, [task], {}, tmp_path / place, 1)
+    assert str(tmp_path / place) in str(caught.value)
+
+
+def test_a_worker_without_references_says_so_where_there_should_be_some(tmp_path, caplog):
+    made = RunDir(tmp_path)
+    demo = [ROOT / "configs/demo.toml"]
+    assert references(made, configuration.read(*demo)) == {}
+    assert [(one.levelname, str(made.references) in one.getMessage()) for one in caplog.records] == [
+        ("WARNING", True)
+    ]
+    caplog.clear()
+    assert references(made, configuration.read(*demo, overrides=['taskset={type="kodcode"}'])) == {}
+    assert references(made, configuration.read(*demo, overrides=["reward.sentinel_every=0"])) == {}
+    assert caplog.records == []
+    made.references.mkdir()
+    with pytest.raises(CorruptRecord, match=r"references.json: not the references"):
+        tasks.read_references(made.references)
 
 
 def test_a_verdict_holds_for_one_image_and_one_grader_only(repository, sandboxes, tmp_path):

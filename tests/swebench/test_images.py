@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from toy import git, gold, task
 
-from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError
+from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError, StorageError
 from hpc_swe.plugins import submission
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
@@ -81,6 +81,14 @@ def test_two_builders_of_one_folder_do_not_meet_and_a_dead_one_is_swept_up_after
         assert mine.exists()
     with Shelf(tmp_path, wait_s=0.3).alone():
         assert not mine.exists()
+
+
+@pytest.mark.parametrize("place", ["file", "file/images"])
+def test_a_place_for_images_that_is_no_folder_is_one_clear_error(tmp_path, place):
+    (tmp_path / "file").touch()
+    complaint = f"sandbox.images = '{tmp_path}/{place}'"
+    with pytest.raises(StorageError, match=complaint), Shelf(tmp_path / place).alone():
+        pass
 
 
 def test_the_command_wants_swebench_tasks(tmp_path):

@@ -139,6 +139,12 @@ def test_a_source_that_is_not_there_is_one_error_with_its_remedy(tmp_path, name,
     assert complaint in told
 
 
+def test_a_column_of_two_types_is_one_error_that_names_it(tmp_path):
+    one, other = row("unittest", BASE), row("pytest", BASE, FAIL_TO_PASS=["a"])
+    code, told = prepare(write_rows(tmp_path / "rows.jsonl", one, other), tmp_path / "out.parquet")
+    assert (code, told.count("error: column FAIL_TO_PASS does not have one type in all rows")) == (2, 1), told
+
+
 def test_a_target_of_another_kind_is_refused(tmp_path):
     code, told = prepare(write_rows(tmp_path / "rows.jsonl", *ROWS), tmp_path / "out.jsonl")
     assert (code, "must end in .parquet" in told) == (2, True)

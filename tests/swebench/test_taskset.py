@@ -76,7 +76,8 @@ def test_ids_select_and_order(tmp_path):
     ("change", "complaint"),
     [
         ({"FAIL_TO_PASS": "[]"}, "rows.jsonl:2: toy__pytest-1: FAIL_TO_PASS is empty"),
-        ({"FAIL_TO_PASS": "['a']"}, "rows.jsonl:2: "),
+        ({"FAIL_TO_PASS": "['a']"}, "rows.jsonl:2: FAIL_TO_PASS is no list of names in JSON"),
+        ({"PASS_TO_PASS": "['a']"}, "rows.jsonl:2: PASS_TO_PASS is no list of names in JSON"),
         ({"base_commit": None}, "rows.jsonl:2: Expected `str`, got `null` - at `$.base_commit`"),
         ({"test_patch": "hello"}, "rows.jsonl:2: test_patch is empty"),
         ({"patch": "--- a/x\n+++ b/x\n@@ -1,9 +1,9 @@\n x\n"}, "rows.jsonl:2: patch is no patch"),
@@ -130,6 +131,13 @@ def test_django_is_known_and_its_labels_are_modules(tmp_path):
     }
     task = only(write_rows(tmp_path / "rows.jsonl", row("pytest", BASE, **change)))
     assert f"{DJANGO.command} a.b\n" in task.tests.command
+
+
+def test_braces_of_a_prompt_and_of_a_report_stay(tmp_path):
+    report = row("unittest", BASE, problem_statement="{workdir} {} {0}")
+    prompt = 'Answer {"done": true} in {workdir}: {problem_statement}'
+    task = only(write_rows(tmp_path / "rows.jsonl", report), prompt=prompt)
+    assert task.prompt == 'Answer {"done": true} in /testbed: {workdir} {} {0}'
 
 
 def test_recipes_are_toml_tables():

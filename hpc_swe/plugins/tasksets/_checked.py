@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from hpc_swe.errors import ConfigError
+from hpc_swe.errors import ConfigError, StorageError, boundary
 
 Kind = Literal["usable", "gold_fails", "empty_passes", "flaky", "broken"]
 
@@ -71,9 +71,24 @@ def read(path: Path) -> dict[str, Verdict]:
     return found
 
 
+def create(path: Path) -> None:
+    """See that lines can be added, before there are any.
+
+    Raises:
+        StorageError: They cannot.
+    """
+    with boundary(StorageError, f"{path} must be a file that can be written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+
+
 def append(path: Path, verdict: Verdict) -> None:
-    """Add a line that outlives this process; what a process before left unfinished gives way."""
-    with path.open("ab+") as file:
+    """Add a line that outlives this process; what a process before left unfinished gives way.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    with boundary(StorageError, f"write {path}"), path.open("ab+") as file:
         file.seek(0)
         whole = file.read()
         if not whole.endswith(b"\n"):

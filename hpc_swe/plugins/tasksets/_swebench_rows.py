@@ -36,12 +36,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fail_to_pass(self) -> list[str]:
         """Names as swebench's parser gives them."""
-        return _names(self.FAIL_TO_PASS)
+        return _names("FAIL_TO_PASS", self.FAIL_TO_PASS)
 
     @property
     def pass_to_pass(self) -> list[str]:
         """Likewise."""
-        return _names(self.PASS_TO_PASS)
+        return _names("PASS_TO_PASS", self.PASS_TO_PASS)
 
     @property
     def image_name(self) -> str:
@@ -227,7 +227,8 @@ def _labels(files: list[str], recipe: Recipe) -> list[str]:
 
 
 def _checked(row: Row) -> Row:
-    if not row.fail_to_pass:
+    fail_to_pass, _ = row.fail_to_pass, row.pass_to_pass  # what is no list is told of here
+    if not fail_to_pass:
         raise ValueError(f"{row.instance_id}: FAIL_TO_PASS is empty: swebench calls every patch resolved")
     if row.eval_script and not row.log_parser:
         raise ValueError(f"{row.instance_id}: eval_script without log_parser")
@@ -238,8 +239,11 @@ def _checked(row: Row) -> Row:
     return row
 
 
-def _names(column: str | list[str]) -> list[str]:
-    return msgspec.json.decode(column, type=list[str]) if isinstance(column, str) else column
+def _names(name: str, column: str | list[str]) -> list[str]:
+    try:
+        return msgspec.json.decode(column, type=list[str]) if isinstance(column, str) else column
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{name} is no list of names in JSON: {error}") from None
 
 
 def _files(where: str, name: str, text: str) -> list[tuple[str, bool]]:

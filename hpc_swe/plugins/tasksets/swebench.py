@@ -132,10 +132,12 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         command, parser = row.eval_script, row.log_parser
         if recipe is not None and not command:
             command, parser = script(row, patch, recipe, self.workdir), recipe.log_parser
+        # Other braces are the prompt's own. The report comes last, so that nothing in it is filled in.
+        prompt = self.prompt.replace("{workdir}", self.workdir)
         task = Task(
             task_id=row.instance_id,
             taskset="swebench",
-            prompt=self.prompt.format(workdir=self.workdir, problem_statement=row.problem_statement),
+            prompt=prompt.replace("{problem_statement}", row.problem_statement),
             image=row.image_name,
             workdir=self.workdir,
             base_commit=row.base_commit,
