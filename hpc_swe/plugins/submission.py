@@ -16,7 +16,7 @@ from typing import NoReturn
 import msgspec
 
 from hpc_swe.errors import SandboxError, boundary
-from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
+from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox, Sandboxes
 from hpc_swe.records import Task
 
 MOST_LINES = 10_000
@@ -164,7 +164,7 @@ def _without_ignored(clean: Sandbox, found: Listing, paths: list[str]) -> list[s
     asked = [f"./{path}" for path in paths if not links.intersection(map(str, PurePosixPath(path).parents))]
     name = f".git/{secrets.token_hex(8)}"
     clean.write(name, "\0".join(asked).encode())
-    result = clean.run(f"git check-ignore -z --stdin < {name} > {name}.ignored", _STEP_S)
+    result = _ours(clean.run(f"git check-ignore -z --stdin < {name} > {name}.ignored", _STEP_S))
     if result.exit_code not in (0, 1):
         raise OSError(f"git: {result.output[-500:]}")
     ignored = set(clean.read(f"{name}.ignored").decode().split("\0"))
@@ -201,7 +201,7 @@ def _compared(clean: Sandbox, gone: list[str], there: list[str]) -> str:
             f"git update-index --add --replace -z --stdin < {name}.there && "
             f"git diff --cached --binary --full-index --no-renames --no-ext-diff --no-color > {name}.patch"
         )
-        result = clean.run(command, _STEP_S)
+        result = _ours(clean.run(command, _STEP_S))
         if result.exit_code:
             raise OSError(f"git: {result.output[-500:]}")
         try:
@@ -211,10 +211,17 @@ def _compared(clean: Sandbox, gone: list[str], there: list[str]) -> str:
     raise OSError("the difference is no text")
 
 
+def _ours(result: CommandResult) -> CommandResult:
+    """No policy runs in the untouched sandbox; a name that git refuses is one that it chose, all the same."""
+    if result.timed_out or result.broke_sandbox:
+        raise SandboxError(f"the sandbox that compares with the base commit failed: {result.output[-200:]}")
+    return result
+
+
 def _run(clean: Sandbox, program: str, argument: object) -> None:
     name = f".git/{secrets.token_hex(8)}"
     clean.write(name, json.dumps(argument).encode())
-    result = clean.python(f"NAME = {name!r}\n{program}", _STEP_S)
+    result = _ours(clean.python(f"NAME = {name!r}\n{program}", _STEP_S))
     if result.exit_code:
         raise OSError(f"cannot lay out the changes: {result.output[-500:]}")
 

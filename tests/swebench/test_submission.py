@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from toy import MENDED, Checkout, gold, make_repository, task
+from toy import GONE, LATE, MENDED, Checkout, FailingCheckout, gold, make_repository, task
 
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins import submission
@@ -145,3 +145,13 @@ def test_names_that_cannot_be_printed_are_no_part_of_the_work(toy, sandboxes):
     text = taken(toy, sandboxes, "touch $'a\\nb' $'\\377'; echo '<|im_end|>' > '<|im_end|>'; echo 1 > plain")
     assert "<|im_end|>" in text
     assert "\\377" not in text
+
+
+@pytest.mark.parametrize("result", [LATE, GONE], ids=["late", "gone"])
+@pytest.mark.parametrize("step", ["git check-ignore", "os.unlink", "os.chmod", "git update-index"])
+def test_a_failure_where_only_our_git_runs_is_nobody_s_fault(toy, sandboxes, step, result):
+    failing = FailingCheckout(repository=sandboxes.repository, step=step, result=result)
+    with sandboxes.open(toy) as sandbox:
+        sandbox.write("calc/core.py", MENDED.encode())
+        with pytest.raises(SandboxError, match="compares with the base commit"):
+            submission.take(toy, sandbox, failing)

@@ -1,17 +1,20 @@
 """A small repository with a past and a future, and rows for it in both formats of SWE-bench."""
 
 import difflib
+import errno
 import json
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
 
 from hpc_swe.plugins import Plugin
-from hpc_swe.plugins.sandboxes.base import Sandbox
+from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Sandbox
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.plugins.tasksets.swebench import Swebench
 from hpc_swe.records import Task
@@ -183,3 +186,58 @@ class Checkout(Plugin, frozen=True, kw_only=True):
             cloned = sandbox.run(" && ".join(steps), 60)
             assert cloned.exit_code == 0, cloned.output
             yield sandbox
+
+
+@dataclass
+class Failing:
+    """A host that fails at one step, and at no other: a command is killed or late, a file is not written."""
+
+    inner: Sandbox
+    step: str
+    result: CommandResult | None = None
+    """What the step ends with; None is no space left."""
+
+    def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
+        """A shell line, unless it is the step."""
+        found = self.result if self.step in command else None
+        return found or self.inner.run(command, timeout_s, clock)
+
+    def python(self, program: str, timeout_s: float) -> CommandResult:
+        """A program, unless it is the step."""
+        found = self.result if self.step in program else None
+        return found or self.inner.python(program, timeout_s)
+
+    def read(self, path: str) -> bytes:
+        """As it is."""
+        return self.inner.read(path)
+
+    def write(self, path: str, data: bytes) -> None:
+        """A file, unless it is the step."""
+        if self.result is None and path.endswith(self.step):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.inner.write(path, data)
+
+    def paths(self) -> list[str]:
+        """As they are."""
+        return self.inner.paths()
+
+    def listen(self, port: int) -> socket.socket:
+        """As it is."""
+        return self.inner.listen(port)
+
+
+class FailingCheckout(Checkout, frozen=True, kw_only=True):
+    """Whose sandboxes are `Failing`."""
+
+    step: str
+    result: CommandResult | None = None
+
+    @contextmanager
+    def open(self, task: Task) -> Iterator[Sandbox]:
+        """A fresh clone in which one step will fail."""
+        with super().open(task) as sandbox:
+            yield Failing(sandbox, self.step, self.result)
+
+
+LATE = CommandResult(exit_code=124, output="", timed_out=True)
+GONE = CommandResult(exit_code=137, output="The sandbox is gone.", broke_sandbox=True)
