@@ -8,10 +8,13 @@ from forgeries import CODE, LIES, PASSES
 from forgeries import FILES as FORGED
 from toy import (
     BROKEN,
+    GONE,
+    LATE,
     MENDED,
     MORE_UNITTESTS,
     UNITTESTS,
     Checkout,
+    FailingCheckout,
     gold,
     new,
     patch,
@@ -168,6 +171,17 @@ def test_an_image_without_the_base_commit_is_nobody_s_fault(toy_task, sandboxes)
     )
     with pytest.raises(SandboxError, match="does not fit"):
         GRADER.grade(msgspec.structs.replace(toy_task, tests=tests), gold(), sandboxes)
+
+
+@pytest.mark.parametrize(
+    ("step", "result"),
+    [("git apply --whitespace", LATE), ("git apply --whitespace", GONE)]
+    + [(name, None) for name in (".tests", ".patch", "eval.sh")],
+)
+def test_what_fails_before_the_submission_runs_is_nobody_s_fault(repository, tmp_path, step, result):
+    failing = FailingCheckout(repository=str(repository[0]), step=step, result=result)
+    with pytest.raises(SandboxError, match="was not applied|No space left"):
+        GRADER.grade(task(tmp_path, "unittest", repository[1]), gold(), failing)
 
 
 def test_other_parsers_read_what_is_printed_between_marks(repository, sandboxes, tmp_path):

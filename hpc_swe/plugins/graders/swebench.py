@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hpc_swe.errors import ConfigError, SandboxError
+from hpc_swe.errors import ConfigError, SandboxError, boundary
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.graders import _swebench, _swebench_report
 from hpc_swe.plugins.graders._swebench import Believed, Run
@@ -101,16 +101,17 @@ def _sit(task: Task, submission: str, sandboxes: Sandboxes) -> _Sitting:
     run = Run(task, submission)
     with sandboxes.open(task) as sandbox:
         _untouched(task, run, sandbox)
-        sandbox.write(f"{run.folder}.patch", submission.encode())
+        _lay(sandbox, {f"{run.folder}.patch": submission})
         options = _swebench.excluded(task, SET_UP)
         apply = (
             f"git apply --whitespace=nowarn {options} {run.folder}.patch" if submission.strip() else "true"
         )
         applied = sandbox.run(f"{apply} && {_fits(run)}", _STEP_S)
+        if applied.timed_out or applied.broke_sandbox:  # none of the submission has run
+            raise SandboxError(f"the submission to {task.task_id} was not applied: {_told(applied)}")
         if applied.exit_code:
             return _Sitting(Believed(complaint="the submission does not fit the task"), _told(applied))
-        for path, text in run.files().items():
-            sandbox.write(path, text.encode())
+        _lay(sandbox, run.files())
         result = sandbox.run(run.command(), task.tests.timeout_s)
         log = _read(sandbox, run.log).decode(errors="replace")
         if result.timed_out:
@@ -125,7 +126,7 @@ def _untouched(task: Task, run: Run, sandbox: Sandbox) -> None:
     Raises:
         SandboxError: The image is not the task's.
     """
-    sandbox.write(f"{run.folder}.tests", task.tests.extra["test_patch"].encode())
+    _lay(sandbox, {f"{run.folder}.tests": task.tests.extra["test_patch"]})
     commit = shlex.quote(f"{task.base_commit}^{{commit}}")
     looked = sandbox.run(f"git cat-file -e {commit} && {_fits(run)}", _STEP_S)
     if looked.exit_code:
@@ -137,6 +138,13 @@ def _untouched(task: Task, run: Run, sandbox: Sandbox) -> None:
 
 def _fits(run: Run) -> str:
     return f"git apply --check --whitespace=nowarn {run.folder}.tests"
+
+
+def _lay(sandbox: Sandbox, files: dict[str, str]) -> None:
+    """Files of ours, before anything of the submission has run."""
+    with boundary(SandboxError, "lay out a grading"):
+        for path, text in files.items():
+            sandbox.write(path, text.encode())
 
 
 def _read(sandbox: Sandbox, path: str) -> bytes:
