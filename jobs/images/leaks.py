@@ -6,11 +6,10 @@ adds fewer, all of them in a file of the same name and folder, as an installed p
 """
 
 import os
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_swe.plugins.tasksets._swebench_rows import added
 from jobs.images.commands import git, run
 from jobs.images.repository import unchanged
 
@@ -63,29 +62,21 @@ def search(tree: Path, workdir: str, commit: str, reference: str) -> list[str]:
 
 
 def _gold(repository: Path, commit: str, reference: str) -> list[Gold]:
-    added = {path: lines for path, lines in _added(reference) if lines}
-    patterns = "\n".join(dict.fromkeys(line for lines in added.values() for line in lines))
+    stripped = {path: [line.strip() for line in lines] for path, lines in added(reference)}
+    worth = {path: [line for line in lines if len(line) >= _LEAST] for path, lines in stripped.items()}
+    patterns = "\n".join(dict.fromkeys(line for lines in worth.values() for line in lines))
     if not patterns:
         return []
     looking = ("grep", "-h", "-I", "--fixed-strings", "-f", "-", commit, "--")
     hits = run(*git(repository), *looking, ok=(0, 1), stdin=patterns).splitlines()
     found = []
-    for path, lines in added.items():
+    for path, lines in worth.items():
         own = [line for line in lines if not any(line in hit for hit in hits)]
         longest = sorted(own, key=len, reverse=True)[:_MOST]
         if longest:
             place = "/".join(path.split("/")[-2:])
             found.append(Gold(place, [line.encode() for line in longest]))
     return found
-
-
-def _added(reference: str) -> Iterator[tuple[str, list[str]]]:
-    """Each file of a patch, and the lines that are worth looking for."""
-    for part in re.split(r"^diff --git ", reference, flags=re.MULTILINE)[1:]:
-        path = re.search(r"^\+\+\+ b/(.*)$", part, re.MULTILINE)
-        if path:
-            lines = re.findall(r"^\+(?!\+\+ )(.*)$", part, re.MULTILINE)
-            yield path[1].strip(), [line.strip() for line in lines if len(line.strip()) >= _LEAST]
 
 
 def _is_searched(path: Path) -> bool:

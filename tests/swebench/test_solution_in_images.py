@@ -39,6 +39,14 @@ def test_a_copy_of_the_solution_is_found(repository, tree, path, after, is_found
     assert search(tree, "/testbed", repository[1], reference) == ([path] if is_found else [])
 
 
+def test_a_reference_need_not_be_in_the_words_of_git(repository, tree):
+    (tree / "opt").mkdir()
+    (tree / "opt/core.py").write_text(LONG)
+    reference = patch("calc/core.py", BROKEN, LONG).split("\n", 1)[1]
+    assert reference.startswith("--- a/")
+    assert search(tree, "/testbed", repository[1], reference) == ["opt/core.py"]
+
+
 def test_an_image_without_it_is_clean(repository, tree):
     (tree / "opt").mkdir()
     (tree / "opt/core.py").write_text(BROKEN)

@@ -191,6 +191,15 @@ def read_ids(path: Path) -> dict[str, str]:
     return found
 
 
+def added(patch: str) -> Iterator[tuple[str, list[str]]]:
+    """Each file that a patch leaves there, and the lines that it adds."""
+    from unidiff import PatchSet
+
+    for file in PatchSet(patch):
+        if not file.is_removed_file:
+            yield file.path, [line.value for hunk in file for line in hunk if line.is_added]
+
+
 def script(row: Row, patch: TestPatch, recipe: Recipe, workdir: str) -> str:
     """The eval script, in the shape of the official ones."""
     end = "EOF_" + row.base_commit[:12]
