@@ -64,7 +64,7 @@ def load(run: RunDir) -> RunConfig:
         owner = run.config.stat().st_uid
         manifest = atomic.get(run.manifest, RunManifest)
         tree = json.loads(run.config.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
             f"{run.root}: no run here ({error.filename} is missing); `launch start` makes one"
         ) from None
@@ -164,12 +164,16 @@ def _must_agree(run: RunDir, config: RunConfig) -> None:
     if changed:
         raise ConfigError(
             f"{run.root} exists with another configuration: {'; '.join(changed)}. "
-            "Go on with the old one (`launch tick`), or name another folder with --run"
+            f"Go on with the old one (`launch tick`), or name another folder with {_option(config)}"
         )
     if config.steps > old.steps:
         run.finished.unlink(missing_ok=True)
     atomic.write(run.token, _key(run, config).encode())
     atomic.write(run.config, _json(config))
+
+
+def _option(config: RunConfig) -> str:
+    return "--out" if config.mode == "eval" else "--run"
 
 
 def _create(run: RunDir, config: RunConfig) -> bool:
@@ -180,17 +184,17 @@ def _create(run: RunDir, config: RunConfig) -> bool:
             run.make()
     except OSError as error:
         raise StorageError(
-            f"{run.root}: cannot be made: {error.strerror}; choose a folder you own with --run"
+            f"{run.root}: cannot be made: {error.strerror}; choose a folder you own with {_option(config)}"
         ) from None
     model_sha256 = _digest(Path(config.model))  # minutes, so not while others wait
-    with _first(run) as is_first:
+    with first(run) as is_first:
         if is_first:
             _publish(run, config, taken, model_sha256)
     return is_first
 
 
 @contextlib.contextmanager
-def _first(run: RunDir) -> Iterator[bool]:
+def first(run: RunDir, limit_s: float = MAKING_S) -> Iterator[bool]:
     """Whether this start is the one that makes the run; the others wait until it is made, or its start dead."""
     taken, seen, since = run.root / ".making", 0, 0.0
     while not run.config.exists():
@@ -201,7 +205,7 @@ def _first(run: RunDir) -> Iterator[bool]:
                 made = taken.stat().st_mtime_ns
                 if made != seen:
                     seen, since = made, time.monotonic()
-                elif time.monotonic() - since > MAKING_S:  # whoever took it has died
+                elif time.monotonic() - since > limit_s:  # whoever took it has died
                     taken.rmdir()
             time.sleep(PAUSE_S)
             continue
@@ -214,7 +218,9 @@ def _first(run: RunDir) -> Iterator[bool]:
     yield False
 
 
-def _publish(run: RunDir, config: RunConfig, taken: Mapping[Split, Sequence[Task]], model_sha256: str) -> None:
+def _publish(
+    run: RunDir, config: RunConfig, taken: Mapping[Split, Sequence[Task]], model_sha256: str
+) -> None:
     _copy_code(run)
     atomic.write(run.token, _key(run, config).encode())
     tasks.write(run.tasks, taken)
@@ -263,10 +269,19 @@ def _take_tasks(config: RunConfig) -> dict[Split, Sequence[Task]]:
     wanted, first = config.tasks, config.tasks.eval_from
     if isinstance(config.taskset, Swebench) and not config.taskset.checked:
         log.warning("[taskset] checked is not set: instances are used that nobody has checked")
-    return {
+    taken: dict[Split, Sequence[Task]] = {
         "train": list(itertools.islice(config.taskset.load("train"), wanted.train)),
         "eval": list(itertools.islice(config.taskset.load("eval"), first, first + wanted.eval)),
     }
+    if config.mode == "eval" and not taken["eval"]:
+        raise ConfigError(
+            f"tasks.eval = {wanted.eval} (--tasks), tasks.eval_from = {first}: [taskset] has no held-out task "
+            "there; ask for one at least, of those that it has"
+        )
+    for key, asked, found in (("train", wanted.train, taken["train"]), ("eval", wanted.eval, taken["eval"])):
+        if len(found) < asked:
+            log.warning("tasks.%s = %d: [taskset] has %d of them only", key, asked, len(found))
+    return taken
 
 
 def _json(config: RunConfig) -> bytes:

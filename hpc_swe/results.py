@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import get_args
+from urllib.parse import quote
 
 import msgspec
 from rich.box import ASCII
@@ -122,7 +123,7 @@ def _hand_in(run: RunDir, config: RunConfig, attempts: Sequence[Attempt], known:
     """Predictions, as swebench reads them, and the benchmark's own report, a file for each sample."""
     for label, sample in itertools.product(config.eval.decodings, range(config.eval.samples)):
         found = [attempt for attempt in attempts if (attempt.sampling, attempt.sample) == (label, sample)]
-        name = f"{label.replace('/', '_')}-{sample}"
+        name = f"{quote(label, safe='')}-{sample}"
         lines = [
             msgspec.json.encode(
                 {

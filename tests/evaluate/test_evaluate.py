@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -223,6 +224,24 @@ def test_weights_that_a_run_may_yet_remove_are_refused(begun, tmp_path):
     assert done.returncode == 2
     assert f"{begun.out.root} still trains, and removes old weights. Copy the folder first" in done.stderr
     assert not (tmp_path / "new").exists()
+
+
+def test_tasks_beyond_the_last_are_refused_and_fewer_than_asked_for_are_said(begun, tmp_path):
+    done = begun.evaluate(*NOBODY, "--detach", "tasks.eval_from=4", out=tmp_path / "new")
+    assert done.returncode == 2
+    assert "tasks.eval_from = 4: [taskset] has no held-out task there" in done.stderr
+    assert not (tmp_path / "new").exists()
+    some = begun.evaluate(*NOBODY, "--detach", "tasks.eval_from=1", "--tasks", 5, out=tmp_path / "new")
+    assert some.returncode == 0, some.stderr
+    assert "tasks.eval = 5: [taskset] has 3 of them only" in some.stderr
+
+
+def test_a_file_in_the_place_of_the_folder_is_one_error(begun, tmp_path):
+    (tmp_path / "file").touch()
+    line = [sys.executable, "-m", "hpc_swe.evaluate", "--out", str(tmp_path / "file")]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "no run here" in done.stderr
 
 
 # whole evaluations

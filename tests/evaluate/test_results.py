@@ -16,9 +16,9 @@ from hpc_swe import results, statistics
 from hpc_swe.errors import ConfigError, CorruptRecord
 from hpc_swe.plugins.graders.base import Official, Verdict
 from hpc_swe.plugins.graders.swebench import Swebench
-from hpc_swe.records import Message, Sampling, Score, Task
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import evals, tasks
+from hpc_swe.records import Message, RunManifest, Sampling, Score, Task
+from hpc_swe.rundir import PROTOCOL, RunDir
+from hpc_swe.store import atomic, evals, tasks
 from hpc_swe.store.evals import Attempt
 
 
@@ -146,7 +146,38 @@ def test_a_table_that_cannot_be_used_is_one_error_that_names_it(tmp_path, damage
         evals.read(path)
 
 
+def test_decodings_of_names_alike_hand_in_a_file_each(tmp_path):
+    run = RunDir(tmp_path / "run")
+    words = ['eval.decodings={"greedy/"={}, greedy_={}}', "eval.samples=1"]
+    config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
+    _publish(run, "hub", [_task("t")])
+    evals.write(
+        run.eval_table("eval"), [a for label in config.eval.decodings for a in attempts({"t": [1]}, label)]
+    )
+    results.write(run, config)
+    assert {path.name for path in run.root.glob("predictions.greedy?*")} == {
+        f"predictions.{label}-0.jsonl" for label in ("greedy", "greedy%2F", "greedy_")
+    }
+
+
 # what the model has seen
+
+
+def _publish(run: RunDir, model: str, held_out: list[Task] = (), train: list[Task] = ()) -> None:
+    """What is left of a run that began in the folder above its own."""
+    run.make()
+    manifest = RunManifest(
+        protocol=PROTOCOL,
+        run_id="r",
+        commit="",
+        model_sha256="",
+        config_sha256="",
+        folder=str(run.root.parent),
+        environment={},
+    )
+    atomic.put(run.manifest, manifest)
+    run.config.write_text(json.dumps({"model": model, "steps": 1}))
+    tasks.write(run.tasks, {"train": train, "eval": held_out})
 
 
 def test_tasks_that_the_model_or_its_ancestors_were_trained_on_are_found(tmp_path):

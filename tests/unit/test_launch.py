@@ -110,14 +110,11 @@ def test_of_starts_at_once_one_makes_the_run_and_those_of_another_configuration_
     assert len(list(run.root.glob(".*code~*"))) == 0
 
 
-def test_a_start_that_died_while_it_made_the_run_holds_up_the_next_one_for_a_while_only(
-    tmp_path, read, monkeypatch
-):
-    monkeypatch.setattr(launch, "MAKING_S", 0.3)
+def test_a_start_that_died_while_it_made_the_run_holds_up_the_next_one_for_a_while_only(tmp_path):
     run = RunDir(tmp_path / "run")
     (run.root / ".making").mkdir(parents=True)
-    launch.start(run, read())
-    assert launch.load(run) == read()
+    with launch.first(run, limit_s=0.3) as is_first:
+        assert is_first
     assert not (run.root / ".making").exists()
 
 
@@ -146,10 +143,24 @@ def test_misspelt_key_on_the_command_line_is_one_line_and_exit_code_2(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_folder_that_cannot_be_made_names_itself_and_the_option(tmp_path, read):
+@pytest.mark.parametrize(("mode", "option"), [("grpo", "--run"), ("eval", "--out")])
+def test_folder_that_cannot_be_made_names_itself_and_the_option(tmp_path, read, mode, option):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StorageError, match=r"file/run.*--run"):
-        launch.start(RunDir(tmp_path / "file" / "run"), read())
+    with pytest.raises(StorageError, match=f"file/run.*{option}"):
+        launch.start(RunDir(tmp_path / "file" / "run"), read(f"mode={mode}"))
+
+
+@pytest.mark.parametrize("name", ["file", "file/run"])
+def test_a_file_where_a_run_is_looked_for_is_no_run(tmp_path, name):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match=f"{name}: no run here"):
+        launch.load(RunDir(tmp_path / name))
+
+
+def test_an_evaluation_of_no_task_is_refused_before_there_is_a_folder(tmp_path, read):
+    with pytest.raises(ConfigError, match=r"tasks.eval = 0 \(--tasks\).*no held-out task"):
+        launch.start(RunDir(tmp_path / "run"), read("mode=eval", "tasks.eval=0"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_run_of_another_protocol_names_the_commit_that_reads_it(tmp_path, read):
