@@ -3,6 +3,8 @@
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +17,6 @@ from hpc_swe.config import RewardConfig
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins import submission
 from hpc_swe.plugins.graders.swebench import Swebench
-from hpc_swe.plugins.sandboxes import _session
 from hpc_swe.plugins.sandboxes._session import Session
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
@@ -117,12 +118,25 @@ def test_an_image_that_cannot_be_read_any_more_is_not_taken_for_an_empty_one(ser
             sandbox.python("import os; print(list(os.walk('.')))", 30)
 
 
-def test_an_apptainer_that_hangs_is_ended_and_costs_its_sandbox_only(served, task, tmp_path, monkeypatch):
-    monkeypatch.setattr(_session, "GRACE_S", 0.5)
+def test_an_apptainer_that_hangs_is_ended_and_costs_its_sandbox_only(served, task, tmp_path):
     program = tmp_path / "apptainer"
     program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
     program.chmod(0o755)
-    hanging = msgspec.structs.replace(served, executable=str(program), start_timeout_s=2.0)
+    hanging = msgspec.structs.replace(served, executable=str(program), start_timeout_s=1.0)
     with pytest.raises(SandboxError, match="did not start"), hanging.open(task):
         pass
     assert start_time(int((tmp_path / "pid").read_text())) is None
+
+
+def test_a_process_ends_without_a_word_of_the_containers_that_idle(served, task):
+    program = f"""
+import msgspec
+from hpc_swe.plugins.sandboxes.apptainer import Apptainer
+from hpc_swe.records import Task
+task = msgspec.json.decode({msgspec.json.encode(task)!r}, type=Task)
+with Apptainer(images={served.images!r}).open(task) as sandbox:
+    print(sandbox.run("cat mod.py", 30).output)
+"""
+    line = [sys.executable, "-c", program]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
+    assert (done.stdout, done.stderr) == ("x = 1\n\n", "")

@@ -90,7 +90,7 @@ class Container:
         except OSError as error:
             up = str(error).encode()
         if up != b"up":
-            self.close()
+            self.close(min(GRACE_S, start_timeout_s))
             raise SandboxError(f"the container did not start: {self.complaint() or up.decode()}")
         self._outside = _outside(self._process.pid)
 
@@ -130,23 +130,24 @@ class Container:
             stack.callback(tree.close)
             yield Session(self, ours, tree, self._limits.output_bytes)
 
-    def close(self) -> None:
+    def close(self, grace_s: float = GRACE_S) -> None:
         """End it and wait for it; its sandboxes end with it, and are told so by `must_live`."""
-        self._channel.shutdown(socket.SHUT_RDWR)
-        if not self._has_ended():
+        with contextlib.suppress(OSError):  # when this interpreter ends, it may be closed already
+            self._channel.shutdown(socket.SHUT_RDWR)
+        if not self._has_ended(grace_s):
             self._outside = self._outside | _outside(self._process.pid)  # not in place: others read it
             end_namespace(self._process.pid)
-            self._has_ended()
+            self._has_ended(grace_s)
         for pid in self._outside_left():  # when Apptainer itself was killed, or hangs
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if not self._has_ended():
+        if not self._has_ended(grace_s):
             # Its sandboxes are gone, and what they found is not lost for what the kernel cannot end.
             log.warning("stuck: a container does not end, though it was killed")
 
-    def _has_ended(self) -> bool:
+    def _has_ended(self, wait_s: float) -> bool:
         try:
-            self._process.wait(GRACE_S)
+            self._process.wait(wait_s)
         except subprocess.TimeoutExpired:
             return False
         return True
