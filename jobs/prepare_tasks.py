@@ -101,7 +101,8 @@ def prepare(
     for where, record in found:
         try:
             values = columns(record)
-            row_id = str(values.get("instance_id"))
+            given = values.get("instance_id")
+            row_id = where if given is None else str(given)  # two rows without one are no twins
             if wanted is not None and row_id not in wanted:
                 continue
             if row_id in seen:

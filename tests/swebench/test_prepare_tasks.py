@@ -139,6 +139,20 @@ def test_a_source_that_is_not_there_is_one_error_with_its_remedy(tmp_path, name,
     assert complaint in told
 
 
+def test_rows_without_an_id_are_named_for_that_and_a_byte_order_mark_is_no_part_of_a_row(tmp_path):
+    nameless = {name: value for name, value in ROWS[1].items() if name != "instance_id"}
+    rows, ids = tmp_path / "rows.jsonl", tmp_path / "ids.txt"
+    write_rows(rows, ROWS[0], nameless, nameless, nameless | {"instance_id": None}, ROWS[2])
+    rows.write_text(rows.read_text(), encoding="utf-8-sig")
+    out = tmp_path / "out.parquet"
+    code, told = prepare(rows, out)
+    assert (code, told.count("missing required field `instance_id`"), "twice" in told) == (2, 2, False), told
+    assert "rows.jsonl:4: Expected `str`, got `null` - at `$.instance_id`" in told
+    ids.write_text("toy__pytest-2\ntoy__unittest-1\n", encoding="utf-8-sig")
+    code, told = prepare(rows, out, "--ids", ids)
+    assert (code, "2 rows in" in told) == (0, True), told
+
+
 def test_a_column_of_two_types_is_one_error_that_names_it(tmp_path):
     one, other = row("unittest", BASE), row("pytest", BASE, FAIL_TO_PASS=["a"])
     code, told = prepare(write_rows(tmp_path / "rows.jsonl", one, other), tmp_path / "out.parquet")

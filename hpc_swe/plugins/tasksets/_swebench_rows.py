@@ -289,6 +289,6 @@ def _of_parquet(path: Path) -> Iterator[tuple[str, Record]]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"[taskset] {path}: {error}") from None
