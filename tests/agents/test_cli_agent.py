@@ -9,7 +9,9 @@ from stage import Company, company
 from toy_engine import ToyEngine
 
 from hpc_swe.errors import ConfigError, EngineError
-from hpc_swe.plugins.agents.cli_agent import CliAgent
+from hpc_swe.plugins.agents.base import Refusal
+from hpc_swe.plugins.agents.cli_agent import CliAgent, ended
+from hpc_swe.plugins.sandboxes.base import CommandResult
 from hpc_swe.records import Episode, ExitStatus, id_array
 
 # Does what its words say: "ask" goes on, "full" asks for too much, "bad" for nonsense, "side" apart.
@@ -85,7 +87,11 @@ ENDINGS = {
     "full 0": (ExitStatus.CONTEXT, 0),
     "ask full side 0": (ExitStatus.CONTEXT, 2),
     "ask full compress ask ask 0": (ExitStatus.SUBMITTED, 3),
-    "ask bad 0": (ExitStatus.AGENT_ERROR, 1),
+    "bad 0": (ExitStatus.AGENT_ERROR, 0),
+    "ask ask bad 0": (ExitStatus.SUBMITTED, 2),
+    "ask bad 1": (ExitStatus.AGENT_ERROR, 1),
+    "ask ask ask ask ask side 0": (ExitStatus.SUBMITTED, 5),
+    "ask ask ask ask ask ask side 0": (ExitStatus.MAX_TURNS, 5),
     "ask bad ask 0": (ExitStatus.SUBMITTED, 2),
     "ask hang": (ExitStatus.TOOL_TIME, 1),
     "0": (ExitStatus.INFRA_ERROR, 0),
@@ -106,6 +112,14 @@ def test_how_a_program_ended(tmp_path: Path, words: str) -> None:
         assert made.error == ""
     elif status != ExitStatus.MAX_TURNS or turns == 1:
         assert made.error != ""
+
+
+def test_a_side_call_that_was_not_understood_does_not_cost_the_work_of_a_program_that_hangs() -> None:
+    refusal = Refusal(ExitStatus.AGENT_ERROR, "no such role", is_aside=True)
+    hung = CommandResult(137, "", timed_out=True)
+    assert ended(CliAgent(command="true"), hung, refusal)[0] == ExitStatus.TOOL_TIME
+    main = Refusal(ExitStatus.AGENT_ERROR, "no such role")
+    assert ended(CliAgent(command="true"), hung, main) == (ExitStatus.AGENT_ERROR, "no such role")
 
 
 def test_engines_that_fail_end_the_program_at_once(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 It runs inside the sandbox, and the policy listens there on a port of the sandbox's own loopback, so the
 program needs no network, no proxy and no socket file. How an episode ended is judged from what the recorder
-refused before what the program says of itself: many exit with 0 when their last request failed.
+refused before what the program says of itself: many exit with 0 when their last request failed. Only a side
+call that was refused leaves it to the program.
 """
 
 import json
@@ -106,15 +107,15 @@ class CliAgent(Plugin, frozen=True, kw_only=True):
 def ended(agent: CliAgent, result: CommandResult, refusal: Refusal | None) -> tuple[ExitStatus, str]:
     """How a program's episode ended, and what broke."""
     said = f"exit code {result.exit_code}: {result.output[-500:]}"
-    if refusal is not None:
+    known = {"0": ExitStatus.SUBMITTED} | agent.exit_codes
+    ended_itself = not (result.broke_sandbox or result.timed_out) and str(result.exit_code) in known
+    if refusal is not None and (not refusal.is_aside or (refusal.status.is_truncated and not ended_itself)):
         return refusal.status, refusal.why
     if result.broke_sandbox:
         return ExitStatus.AGENT_ERROR, said
     if result.timed_out:
         return ExitStatus.TOOL_TIME, f"the command took {agent.timeout_s:g} s beside the engine"
-    status = ({"0": ExitStatus.SUBMITTED} | agent.exit_codes).get(
-        str(result.exit_code), ExitStatus.AGENT_ERROR
-    )
+    status = known.get(str(result.exit_code), ExitStatus.AGENT_ERROR)
     return status, "" if status == ExitStatus.SUBMITTED else said
 
 

@@ -120,6 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
     connection: socket.socket
+    _asked: tuple[list[Message], str] = ([], "")
 
     def setup(self) -> None:
         self.request.settimeout(self.server.read_s)
@@ -139,8 +140,8 @@ class _Handler(BaseHTTPRequestHandler):
                 request = msgspec.json.decode(body, type=_Request)
                 recorder.ignore(len(msgspec.json.decode(body, type=dict[str, Raw]).keys() - TAKEN))
                 tools = "" if bytes(request.tools) in (b"null", b"[]") else bytes(request.tools).decode()
-                messages = [_message(said) for said in request.messages]
-            exchange = recorder.ask(messages, tools)
+                self._asked = [_message(said) for said in request.messages], tools
+            exchange = recorder.ask(*self._asked)
         except ContextFull as error:
             self._end(ExitStatus.CONTEXT, str(error), "context_length_exceeded")
         except TurnsSpent as error:
@@ -196,7 +197,8 @@ class _Handler(BaseHTTPRequestHandler):
         return body if len(body) == int(size) else None
 
     def _end(self, status: ExitStatus, message: str, code: str) -> None:
-        self.server.recorder.refuse(status, message)
+        recorder = self.server.recorder
+        recorder.refuse(status, message, is_aside=recorder.is_aside(*self._asked))
         self._refuse(400, message, code)
 
     def _refuse(self, status: int, message: str, code: str) -> None:

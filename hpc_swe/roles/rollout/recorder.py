@@ -27,7 +27,7 @@ from hpc_swe.roles.rollout.sampler import Sampled, Sampler
 MOST_CHARS = 16
 """Of a token, on average; more is no text but a flood."""
 LINGER_S = 30.0
-"""What a program gets to end in, or to be answered less, after its context was full or its turns were spent."""
+"""What a program gets to end, or to get an answer to less, after a full context or its last turn."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,17 @@ class Recorder:
         with self._lock:
             self._chains.retract(exchange.index)
 
-    def refuse(self, status: ExitStatus, why: str) -> None:
+    def is_aside(self, messages: Sequence[Message], tools: str) -> bool:
+        """Whether a request extends none of the conversations that there are."""
+        with self._lock:
+            return bool(self.messages) and self._chains.place(messages, tools).parent is None
+
+    def refuse(self, status: ExitStatus, why: str, *, is_aside: bool = False) -> None:
         """A request was not answered, and the episode ends so if the program leaves it at that."""
         now = self.beside_engine_s
         with self._lock:
-            self.refusal = Refusal(status, why)
+            if self.refusal is None or self.refusal.is_aside or not is_aside:
+                self.refusal = Refusal(status, why, is_aside)
             if status.is_truncated:
                 self._refused_at = min(self._refused_at, now)
 
