@@ -166,13 +166,23 @@ def configured(run: RunDir, words: Sequence[str]) -> RunConfig:
             f"{run.root} is another evaluation: {'; '.join(changed)}. Name another folder with --out, or say "
             "nothing but --out to go on with that one"
         )
-    source = next(results.ancestry(config), None)
-    if source and not source.finished.exists() and not run.config.exists():
-        raise ConfigError(
-            f"model = {config.model!r}: {source.root} still trains, and removes old weights. Copy the folder "
-            f"first, for example cp -al {config.model} {source.root}-{Path(config.model).name}"
-        )
+    if not run.config.exists():
+        _require_lasting(Path(config.model))
+        results.trained_on(Path(config.model), [])  # whether its ancestors can be read: now, not after hours
     return config
+
+
+def _require_lasting(model: Path) -> None:
+    """A copy keeps what says what was trained, and has no folder for orders: nothing runs there."""
+    source = next(results.ancestry(model), None)
+    if source and source.control.exists() and not source.finished.exists():
+        copy, kept = f"{source.root}-{model.name}", (source.config, source.manifest, source.tasks)
+        names = " ".join(path.name for path in kept)
+        raise ConfigError(
+            f"model = '{model}': {source.root} still trains, and removes old weights. Copy them first, with "
+            f"what says which tasks they have seen: mkdir {copy} && (cd {source.root} && cp -al --parents {names} "
+            f"weights/{model.name} {copy}); then --model {copy}/weights/{model.name}"
+        )
 
 
 def evaluate(run: RunDir, config: RunConfig, *, detach: bool, console: Console) -> bool:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from hpc_swe import statistics
 from hpc_swe.config import RunConfig
-from hpc_swe.errors import ConfigError
+from hpc_swe.errors import ConfigError, boundary
 from hpc_swe.plugins.graders.base import Official, Verdict
 from hpc_swe.records import Record, RunManifest, Sampling, Score, Task
 from hpc_swe.rundir import RunDir
@@ -110,7 +110,7 @@ def write(run: RunDir, config: RunConfig) -> Summary:
         history=config.rollout.history,
         versions=sorted({version for attempt in attempts for version in attempt.versions}),
         tasks=len({attempt.task_id for attempt in attempts}),
-        trained_on=trained_on(config, held_out),
+        trained_on=trained_on(Path(manifest.folder, config.model), held_out),
         decodings={label: decoding(attempts, label, s) for label, s in config.eval.decodings.items()},
     )
     evals.write(run.results, attempts, without=evals.WORDY)
@@ -145,22 +145,33 @@ def _score(attempt: Attempt) -> Score:
     return Score(outcome=attempt.outcome, reward=attempt.reward, passed=attempt.passed, failed=attempt.failed)
 
 
-def trained_on(config: RunConfig, held_out: Sequence[Task]) -> list[str]:
-    """Tasks that a run in the model's ancestry has trained, by id or by content."""
+def trained_on(model: Path, held_out: Sequence[Task]) -> list[str]:
+    """Tasks that a run in the model's ancestry has trained, by id or by content.
+
+    Raises:
+        HpcSweError: A file of such a run cannot be read.
+    """
     seen: set[object] = set()
-    for run in ancestry(config):
+    for run in ancestry(model):
         if run.tasks.exists():
             seen |= {key for task in tasks.read(run.tasks)["train"] for key in _keys(task)}
     return [task.task_id for task in held_out if seen & _keys(task)]
 
 
-def ancestry(config: RunConfig) -> Iterator[RunDir]:
-    """The runs that made the model's weights, the last first, as far as their folders are there."""
-    model = Path(config.model)
+class _Begun(msgspec.Struct, frozen=True):
+    """What is asked of the run.json of any age."""
+
+    model: str
+
+
+def ancestry(model: Path) -> Iterator[RunDir]:
+    """The runs that made a model's weights, the last first, as far as their folders are there."""
     while model.parent.name == RunDir.weights.name and RunDir(model.parents[1]).config.exists():
         run = RunDir(model.parents[1])
         yield run
-        model = Path(msgspec.json.decode(run.config.read_bytes())["model"])
+        with boundary(ConfigError, f"{run.config}, which says what {model} was trained from"):
+            begun = msgspec.json.decode(run.config.read_bytes(), type=_Begun)
+            model = Path(atomic.get(run.manifest, RunManifest).folder, begun.model)
 
 
 def _keys(task: Task) -> set[object]:

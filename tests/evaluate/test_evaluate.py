@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from rich.console import Console
 from small_evaluation import FAILS, GIVES_UP, ROOT, SOLVES, Small, environment, make, official_report
 
 from hpc_swe import config as configuration
-from hpc_swe import evaluate, launch
+from hpc_swe import evaluate, launch, results
 from hpc_swe.errors import DeadlineError, HpcSweError, StorageError
 from hpc_swe.evaluate import Patience, Standing, standing
 from hpc_swe.plugins.executors.base import Job
@@ -27,7 +28,7 @@ from hpc_swe.records import Endpoint, Node, StatusReport, WeightVersion
 from hpc_swe.results import Summary
 from hpc_swe.rundir import RunDir
 from hpc_swe.status import Queue, View
-from hpc_swe.store import atomic, evals, ledger
+from hpc_swe.store import atomic, evals, ledger, tasks
 from hpc_swe.store.evals import Attempt
 from hpc_swe.store.ledger import Started, Submitted
 
@@ -222,8 +223,33 @@ def test_weights_that_a_run_may_yet_remove_are_refused(begun, tmp_path):
     version.mkdir(exist_ok=True)
     done = begun.evaluate("--model", version, out=tmp_path / "new")
     assert done.returncode == 2
-    assert f"{begun.out.root} still trains, and removes old weights. Copy the folder first" in done.stderr
+    assert f"{begun.out.root} still trains, and removes old weights. Copy them first" in done.stderr
     assert not (tmp_path / "new").exists()
+
+
+def test_the_copy_that_is_advised_may_be_evaluated_and_is_known_to_be_trained(small, tmp_path):
+    run = RunDir(tmp_path / "run")
+    words = [*(word for word in small.words if "=" in word), *NOBODY, "counts.learner=0"]
+    launch.start(run, configuration.read(ROOT / "configs/demo.toml", overrides=[*words, "tasks.train=0"]))
+    shutil.copytree(small.folder / "model", run.weights / "v000003-i01")
+    seen = tasks.read(run.tasks)["eval"]
+    tasks.write(run.tasks, {"train": seen})
+    done = small.evaluate("--model", run.weights / "v000003-i01")
+    advice = re.search(r"seen: (mkdir .*); then --model (.*)", done.stderr)
+    assert advice, done.stderr
+    subprocess.run(advice[1], shell=True, check=True, cwd=tmp_path)
+    again = small.evaluate(*NOBODY, "--detach", "--model", advice[2])
+    assert again.returncode == 0, again.stderr
+    assert results.trained_on(Path(advice[2]), seen) == [task.task_id for task in seen]
+
+
+def test_an_ancestor_that_cannot_be_read_is_told_before_anything_starts(begun, tmp_path):
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(begun.folder / "model", run.weights / "v1")
+    run.config.write_text("{}")
+    done = begun.evaluate("--model", run.weights / "v1", out=tmp_path / "new")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"{run.config}, which says what" in done.stderr
 
 
 def test_tasks_beyond_the_last_are_refused_and_fewer_than_asked_for_are_said(begun, tmp_path):

@@ -184,15 +184,20 @@ def test_tasks_that_the_model_or_its_ancestors_were_trained_on_are_found(tmp_pat
     first, second = (RunDir(tmp_path / name) for name in ("sft", "grpo"))
     held_out = [_task(name) for name in ("same id", "same text", "unseen")]
     renamed = msgspec.structs.replace(held_out[1], task_id="another")
-    for run, model, train in ((first, "hub", [renamed]), (second, first.root / "weights/v1", [held_out[0]])):
-        run.make()
-        run.config.write_text(json.dumps({"model": str(model)}))
-        tasks.write(run.tasks, {"train": train})
-    words = [f"model={second.root}/weights/v000003-i01"]
-    config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
-    assert results.trained_on(config, held_out) == ["same id", "same text"]
-    elsewhere = configuration.read(ROOT / "configs/demo.toml", overrides=[f"model={tmp_path}"])
-    assert results.trained_on(elsewhere, held_out) == []
+    _publish(first, "hub", train=[renamed])
+    _publish(second, "sft/weights/v1", train=[held_out[0]])  # from the folder in which it was started
+    model = second.weights / "v000003-i01"
+    assert results.trained_on(model, held_out) == ["same id", "same text"]
+    assert results.trained_on(tmp_path, held_out) == []
+
+
+@pytest.mark.parametrize("damaged", ["{", "{}", '{"model": 7}', "[]"])
+def test_an_ancestor_that_cannot_be_read_is_one_error_that_names_it(tmp_path, damaged):
+    run = RunDir(tmp_path / "run")
+    _publish(run, "hub")
+    run.config.write_text(damaged)
+    with pytest.raises(ConfigError, match=f"^{run.config}, which says what .*v1 was trained from: "):
+        results.trained_on(run.weights / "v1", [])
 
 
 def _task(name: str) -> Task:
