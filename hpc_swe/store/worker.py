@@ -41,7 +41,7 @@ class Work(Generic[R]):
         raise NotImplementedError
 
     def after(self) -> None:
-        """In the same thread and slot, once the result is out."""
+        """In the same thread and slot, once the result is out; a drain neither begins nor awaits it."""
 
     def overdue(self) -> R | None:
         """What to publish when `run` hangs; None while it may still end."""
@@ -85,6 +85,8 @@ class _Held(Generic[M, R]):
     work: Work[R]
     thread: threading.Thread = field(init=False)
     crash: Exception | None = None
+    is_out: bool = False
+    """Its result, that is; only what comes after may go on."""
     is_over: bool = False
     """Nothing more is to come of it; the thread of one that was overdue may go on."""
     _unsettled: threading.Lock = field(default_factory=threading.Lock)
@@ -112,6 +114,7 @@ class Worker(Generic[M, R]):
     _told: bool = field(default=False, init=False)
     _is_warned: bool = field(default=False, init=False)
     """The scheduler will end this process before long; SIGTERM follows."""
+    _drains: bool = field(default=False, init=False)
     _trouble: StorageError | None = field(default=None, init=False)
     _trouble_s: float = field(default=1.0, init=False)
     _pace: Pace = field(init=False)
@@ -144,8 +147,9 @@ class Worker(Generic[M, R]):
         self._reap()
         try:
             orders = atomic.names(self.run.control)
-            drains = self._is_warned or "DRAIN" in orders
-            if self._told or {"STOP", "FINISHED"} & {*orders} or (drains and not self._active):
+            drains = self._drains = self._is_warned or "DRAIN" in orders
+            has_ended = all(held.is_out for held in self._active)
+            if self._told or {"STOP", "FINISHED"} & {*orders} or (drains and has_ended):
                 return False
             if drains:
                 self._pace.after(0, 0, 0)
@@ -183,7 +187,9 @@ class Worker(Generic[M, R]):
     def _play(self, held: _Held[M, R]) -> None:
         try:
             self._publish(held, held.work.run())
-            held.work.after()
+            held.is_out = True
+            if not self._drains:
+                held.work.after()
         except Exception as error:  # noqa: BLE001 - the main thread raises it
             held.crash = error
         held.is_over = True

@@ -218,7 +218,7 @@ def test_one_grading_in_a_hundred_is_followed_by_a_sentinel_and_always_the_same(
 def test_a_sentinel_follows_the_result_and_what_it_came_to_goes_with_a_later_one(run, task):
     trial = Trial(run)
     put(run, *(episode(number, "text") for number in range(12)))
-    work(run, task, lambda: len(scores(run)) == 12, trial=trial)
+    work(run, task, lambda: len(scores(run)) == len(trial.waited) == 12, trial=trial)
     assert {score.outcome for score in scores(run).values()} == {"unresolved"}, (
         "no sentinel's score is theirs"
     )
@@ -226,6 +226,22 @@ def test_a_sentinel_follows_the_result_and_what_it_came_to_goes_with_a_later_one
     assert all(trial.waited), "the episode's own result was out first"
     assert set(sentinels(run)) == {""}
     assert 8 <= len(sentinels(run)) < 12
+
+
+class Slow(Trial):
+    """A grader whose trial takes longer than anybody waits."""
+
+    def tried(self, is_right: bool) -> Score:
+        time.sleep(60)
+        return super().tried(is_right)
+
+
+def test_a_drain_waits_for_no_sentinel_and_begins_none(run, task):
+    """Nobody is left to take along what they come to."""
+    put(run, episode(0, "text"), episode(1, "sleep 1"))
+    work(run, task, lambda: len(scores(run)) == 1, trial=Slow(run))
+    assert len(scores(run)) == 2
+    assert states(run) == {"ready": 0, "claimed": 0, "dead": 0}
 
 
 def test_a_grader_that_takes_nothing_for_a_solution_is_told_of(run, task, caplog):
