@@ -29,7 +29,7 @@ from hpc_swe.config import RunConfig
 from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError
 from hpc_swe.rundir import RunDir
 from hpc_swe.status import Reader, View, duration
-from hpc_swe.store import evals, tasks
+from hpc_swe.store import tasks
 
 FLAGS = {
     "model": "model",
@@ -180,8 +180,8 @@ def _require_lasting(model: Path) -> None:
         names = " ".join(path.name for path in kept)
         raise ConfigError(
             f"model = '{model}': {source.root} still trains, and removes old weights. Copy them first, with "
-            f"what says which tasks they have seen: mkdir {copy} && (cd {source.root} && cp -al --parents {names} "
-            f"weights/{model.name} {copy}); then --model {copy}/weights/{model.name}"
+            f"what says which tasks they have seen: mkdir {copy} && (cd {source.root} && "
+            f"cp -al --parents {names} weights/{model.name} {copy}); then --model {copy}/weights/{model.name}"
         )
 
 
@@ -257,15 +257,16 @@ def _words(arguments: argparse.Namespace) -> list[str]:
 
 def _run(run: RunDir, arguments: argparse.Namespace, console: Console) -> None:
     other = RunDir(arguments.compare) if arguments.compare else None
-    before = evals.read(other.eval_table("eval")) if other else []  # now, not after hours
+    before = results.read(other) if other else None  # now, not after hours
     config = configured(run, _words(arguments))
     if not evaluate(run, config, detach=arguments.detach, console=console):
         console.print("the same command shows how it goes, and writes the results when it has finished")
         return
     finish(run, config, console)
-    if other:
-        found = results.compare(before, evals.read(run.eval_table("eval")), common=arguments.common)
-        console.print(results.shown_beside(str(arguments.compare), found))
+    if before:
+        found = results.compare(before, results.read(run), common=arguments.common)
+        for told in results.shown_beside(str(arguments.compare), found):
+            console.print(told)
 
 
 def main() -> None:

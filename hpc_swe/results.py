@@ -3,7 +3,8 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import get_args
@@ -64,6 +65,15 @@ class Summary(Record, frozen=True, kw_only=True):
     decodings: dict[str, Decoding]
 
 
+@dataclass(frozen=True)
+class Finished:
+    """One evaluation as it is compared: what came of it, and what was asked."""
+
+    attempts: Sequence[Attempt]
+    tasks: Mapping[str, Task]
+    decodings: Mapping[str, Sampling]
+
+
 class Comparison(Record, frozen=True, kw_only=True):
     """One decoding of two evaluations, on the tasks of both."""
 
@@ -75,6 +85,8 @@ class Comparison(Record, frozen=True, kw_only=True):
     won: int
     """Tasks that are resolved more often than before."""
     lost: int
+    sampled_otherwise: list[str]
+    """Settings that differ under the one name."""
 
 
 def decoding(attempts: Sequence[Attempt], label: str, sampling: Sampling) -> Decoding:
@@ -178,27 +190,55 @@ def _keys(task: Task) -> set[object]:
     return {task.task_id, (task.prompt, task.base_commit, *sorted(task.files.items()))}
 
 
-def compare(
-    before: Sequence[Attempt], after: Sequence[Attempt], *, common: bool = False
-) -> dict[str, Comparison]:
+class _Ways(msgspec.Struct, frozen=True):
+    decodings: dict[str, Sampling]
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    """What is asked of the run.json of an evaluation of any age."""
+
+    eval: _Ways
+
+
+def read(run: RunDir) -> Finished:
+    """A finished evaluation.
+
+    Raises:
+        HpcSweError: It has not finished, or is none.
+    """
+    attempts = evals.read(run.eval_table("eval"))
+    with boundary(ConfigError, f"{run.root}: not the folder of an evaluation"):
+        asked = msgspec.json.decode(run.config.read_bytes(), type=_Asked).eval.decodings
+        return Finished(attempts, {task.task_id: task for task in tasks.read(run.tasks)["eval"]}, asked)
+
+
+def compare(before: Finished, after: Finished, *, common: bool = False) -> dict[str, Comparison]:
     """Decoding -> what changed, paired by task.
 
     Raises:
-        ConfigError: The tasks differ, and it was not said that the common ones are meant, or no decoding of
-            the one is in the other.
+        ConfigError: The tasks differ, by name or by content, and it was not said that the common ones are
+            meant, or no decoding of the one is in the other.
     """
-    ours, theirs = ({attempt.task_id for attempt in attempts} for attempts in (after, before))
-    shared = ours & theirs
-    if not shared or (ours != theirs and not common):
+    ours, theirs = ({attempt.task_id for attempt in one.attempts} for one in (after, before))
+    changed = sorted(t for t in ours & theirs if _content(after.tasks[t]) != _content(before.tasks[t]))
+    shared = (ours & theirs).difference(changed)
+    if not shared or ((ours != theirs or changed) and not common):
+        alike = f" ({len(changed)} by name only, such as {changed[0]})" if changed else ""
         remedy = "; --common compares on those" if shared else ""
         raise ConfigError(
-            f"other tasks: {len(theirs)} there, {len(ours)} here, {len(shared)} in both{remedy}"
+            f"other tasks: {len(theirs)} there, {len(ours)} here, {len(shared)} in both{alike}{remedy}"
         )
-    labels = [label for label in _labels(after) if label in _labels(before)]
+    labels = [label for label in _labels(after.attempts) if label in _labels(before.attempts)]
     if not labels:
-        told = (", ".join(_labels(attempts)) for attempts in (before, after))
+        told = (", ".join(_labels(one.attempts)) for one in (before, after))
         raise ConfigError("no decoding in both: {} there, {} here; name one alike".format(*told))
-    return {label: _comparison(*(_on(shared, a, label) for a in (before, after))) for label in labels}
+    return {label: _comparison(label, before, after, shared=shared) for label in labels}
+
+
+def _content(task: Task) -> object:
+    """What makes it the task that it is: not how long its tests may take, nor how they are called."""
+    files = (sorted(task.files.items()), sorted(task.tests.files.items()))
+    return task.prompt, task.base_commit, files, task.tests.fail_to_pass, task.tests.pass_to_pass
 
 
 def _labels(attempts: Sequence[Attempt]) -> list[str]:
@@ -209,7 +249,9 @@ def _on(shared: set[str], attempts: Sequence[Attempt], label: str) -> Outcomes:
     return {t: solved for t, solved in statistics.outcomes(attempts, label).items() if t in shared}
 
 
-def _comparison(before: Outcomes, after: Outcomes) -> Comparison:
+def _comparison(label: str, *both: Finished, shared: set[str]) -> Comparison:
+    before, after = (_on(shared, one.attempts, label) for one in both)
+    was, now = (msgspec.structs.asdict(one.decodings[label]) for one in both)
     changes = [math.fsum(after[t]) / len(after[t]) - math.fsum(before[t]) / len(before[t]) for t in before]
     return Comparison(
         tasks=len(before),
@@ -219,6 +261,7 @@ def _comparison(before: Outcomes, after: Outcomes) -> Comparison:
         detectable=statistics.detectable_gain(before, after),
         won=sum(change > 0 for change in changes),
         lost=sum(change < 0 for change in changes),
+        sampled_otherwise=[f"{key} {was[key]} -> {now[key]}" for key in now if was[key] != now[key]],
     )
 
 
@@ -254,11 +297,14 @@ def _is_told(k: int, found: Decoding) -> bool:
     return k.bit_count() == 1 or k == max(found.pass_at)
 
 
-def shown_beside(other: str, found: dict[str, Comparison]) -> RenderableType:
+def shown_beside(other: str, found: dict[str, Comparison]) -> Iterator[RenderableType]:
     """A comparison, for people."""
     columns = ("tasks", "before", "after", "gain", "detectable gain", "won", "lost")
     table = _table(f"since {other} [95 % interval, paired by task]", columns)
     for label, one in found.items():
         rates = (f"{one.before.mean:.3f}", f"{one.after.mean:.3f}", str(one.gain), f"{one.detectable:.3f}")
         table.add_row(label, str(one.tasks), *rates, str(one.won), str(one.lost))
-    return table
+    yield table
+    for label, one in found.items():
+        if one.sampled_otherwise:
+            yield f"{label} was sampled otherwise: {', '.join(one.sampled_otherwise)}"

@@ -17,6 +17,7 @@ from hpc_swe.errors import ConfigError, CorruptRecord
 from hpc_swe.plugins.graders.base import Official, Verdict
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.records import Message, RunManifest, Sampling, Score, Task
+from hpc_swe.results import Finished
 from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.store import atomic, evals, tasks
 from hpc_swe.store.evals import Attempt
@@ -84,10 +85,16 @@ def test_an_episode_that_never_came_back_is_failed_and_told_apart():
 # comparisons
 
 
+def finished(solved: dict[str, list[int]], *labels: str, **sampling: float) -> Finished:
+    labels = labels or ("greedy",)
+    rows = [attempt for label in labels for attempt in attempts(solved, label)]
+    return Finished(rows, {t: _task(t) for t in solved}, {label: Sampling(**sampling) for label in labels})
+
+
 def test_a_comparison_is_paired_and_counts_what_was_won_and_lost():
     before, after = (
-        attempts({"a": [0, 0], "b": [1, 1], "c": [0, 1]}),
-        attempts({"a": [1], "b": [0], "c": [1]}),
+        finished({"a": [0, 0], "b": [1, 1], "c": [0, 1]}),
+        finished({"a": [1], "b": [0], "c": [1]}),
     )
     (found,) = results.compare(before, after).values()
     assert (found.tasks, found.won, found.lost) == (3, 2, 1)
@@ -96,21 +103,48 @@ def test_a_comparison_is_paired_and_counts_what_was_won_and_lost():
 
 
 def test_other_tasks_are_refused_unless_the_common_ones_are_asked_for():
-    before, after = attempts({"a": [0], "b": [1], "c": [1]}), attempts({"a": [1], "b": [1]})
+    before, after = finished({"a": [0], "b": [1], "c": [1]}), finished({"a": [1], "b": [1]})
     with pytest.raises(
         ConfigError, match="other tasks: 3 there, 2 here, 2 in both; --common compares on those"
     ):
         results.compare(before, after)
     assert results.compare(before, after, common=True)["greedy"].tasks == 2
     with pytest.raises(ConfigError, match="0 in both$"):
-        results.compare(attempts({"x": [1]}), after, common=True)
+        results.compare(finished({"x": [1]}), after, common=True)
 
 
 def test_only_decodings_of_the_same_name_are_compared():
-    before = attempts({"a": [0]}) + attempts({"a": [1]}, "warm")
-    assert list(results.compare(before, attempts({"a": [1]}))) == ["greedy"]
+    before = finished({"a": [0]}, "greedy", "warm")
+    assert list(results.compare(before, finished({"a": [1]}))) == ["greedy"]
     with pytest.raises(ConfigError, match="no decoding in both: greedy, warm there, cold here"):
-        results.compare(before, attempts({"a": [1]}, "cold"))
+        results.compare(before, finished({"a": [1]}, "cold"))
+
+
+def test_tasks_of_the_same_name_and_another_content_are_other_tasks():
+    before, after = finished({"a": [0], "b": [1]}), finished({"a": [1], "b": [1]})
+    after.tasks["b"] = msgspec.structs.replace(after.tasks["b"], files={"core.py": "another seed"})
+    told = r"2 there, 2 here, 1 in both \(1 by name only, such as b\); --common"
+    with pytest.raises(ConfigError, match=told):
+        results.compare(before, after)
+    assert results.compare(before, after, common=True)["greedy"].tasks == 1
+
+
+def test_a_decoding_that_was_sampled_otherwise_is_said():
+    cold, hot = (finished({"a": [1]}, temperature=t) for t in (0.0, 0.9))
+    table, *told = results.shown_beside("base", results.compare(cold, hot))
+    assert told == ["greedy was sampled otherwise: temperature 0.0 -> 0.9"]
+    assert len(list(results.shown_beside("base", results.compare(cold, cold)))) == 1
+
+
+def test_what_is_compared_is_read_from_the_folder_of_a_finished_evaluation(tmp_path):
+    run = RunDir(tmp_path / "run")
+    _publish(run, "hub", [_task("a")])
+    evals.write(run.eval_table("eval"), attempts({"a": [1]}))
+    with pytest.raises(ConfigError, match=f"^{run.root}: not the folder of an evaluation: "):
+        results.read(run)
+    run.config.write_text(json.dumps({"eval": {"decodings": {"greedy": {"temperature": 0.5}}, "samples": 1}}))
+    found = results.read(run)
+    assert (list(found.tasks), found.decodings["greedy"].temperature) == (["a"], 0.5)
 
 
 # tables
