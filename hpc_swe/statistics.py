@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from hpc_swe.store.evals import Attempt
 
 DRAWS = 10_000
+ROUNDING = 1e-9  # differences of means that are the same
 Outcomes = Mapping[str, Sequence[float]]
 """Task id -> one number per episode, 1 where it was resolved."""
 
@@ -80,9 +81,15 @@ def _differences(before: Outcomes, after: Outcomes) -> NDArray[np.float64]:
 
 
 def _smallest(values: NDArray[np.float64], power: float, level: float) -> float:
-    """Mean of such values that a two-sided test tells from 0; nothing is certain of a single task."""
+    """Mean of such values that a two-sided test tells from 0; nothing is certain of a single task.
+
+    Tasks that are all alike show no spread, but one in 3/n may yet differ unseen. Source: Hanley and
+    Lippman-Hand 1983, "If nothing goes wrong, is everything all right?".
+    """
     if len(values) < 2:
         return 1.0
+    if np.ptp(values) < ROUNDING:
+        return min(1.0, 3 / len(values))
     normal = NormalDist()
     error: float = np.std(values, ddof=1).item() / len(values) ** 0.5
     return error * (normal.inv_cdf(1 - level / 2) + normal.inv_cdf(power))

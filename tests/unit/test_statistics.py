@@ -43,3 +43,13 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_resolved_episode():
 def test_nothing_evaluated_is_an_error():
     with pytest.raises(ValueError, match="no task"):
         statistics.solve_rate({})
+
+
+@pytest.mark.parametrize(
+    ("tasks", "solved", "gain"), [(5, 0.0, 0.6), (3, 1.0, 1.0), (30, 0.0, 0.1), (2, 0.0, 1.0)]
+)
+def test_tasks_that_all_came_out_alike_do_not_show_that_no_gain_can_be_missed(tasks, solved, gain):
+    alike = {str(i): [solved] for i in range(tasks)}
+    assert statistics.detectable(alike) == pytest.approx(gain)
+    third = {task: [0.3] for task in alike}
+    assert statistics.detectable_gain(third, {task: [0.1 + 0.2] for task in alike}) == pytest.approx(gain)
