@@ -159,6 +159,27 @@ def test_a_reply_that_nobody_took_is_undelivered(on: Stage, address: Address) ->
     assert sorted((turn.parent or 0, turn.delivered) for turn in turns) == [(0, False), (0, True), (1, True)]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_has_no_more_to_ask_is_answered(on: Stage, address: Address, stream: bool) -> None:
+    host, port = address.url.split("/")[2].split(":")
+    body = json.dumps({"messages": START, "stream": stream}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {address.key}\r\n"
+    with socket.create_connection((host, int(port)), timeout=20) as client:
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        client.shutdown(socket.SHUT_WR)
+        with client.makefile("rb") as answer:
+            assert b"Look." in answer.read()
+    assert [turn.delivered for turn in on.recorder.close("")] == [True]
+
+
+def test_a_body_without_a_length_is_refused_in_words_that_help(address: Address) -> None:
+    headers = {"Authorization": f"Bearer {address.key}"}
+    url = f"{address.url}/chat/completions"
+    answer = httpx.post(url, headers=headers, content=iter([b"{}"]), trust_env=False)
+    assert answer.status_code == 411
+    assert "chunked" in answer.json()["error"]["message"]
+
+
 def test_after_the_episode_nobody_is_answered(on: Stage) -> None:
     with on.recorder.serve(free_port(), most_turns=9) as address:
         post(address, messages=START)

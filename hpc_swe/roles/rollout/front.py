@@ -34,6 +34,8 @@ MOST_MESSAGES, MOST_PARTS = 10_000, 1_000
 MOST_CONNECTIONS = 8
 READ_S = 30.0
 """Longest silence of a client that is in the middle of a request."""
+RESET_MS = 100
+"""Longest wait for a closed peer's answer, which the loopback gives at once."""
 TAKEN = {"model", "messages", "tools", "stream", "stream_options", "user", "metadata", "store"}
 """Fields that are honoured or mean nothing; every other one is a setting that is ignored."""
 ROLES = {"developer": "system", "function": "tool"}
@@ -154,26 +156,33 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(request, exchange)
 
     def _answer(self, request: _Request, exchange: "Exchange") -> None:
-        """Delivered before it is sent: the next request may come before the last write returns."""
+        """Delivered before all of it is sent: the next request may come before the last write returns."""
         recorder = self.server.recorder
+        if request.stream:
+            usage = request.stream_options is not None and request.stream_options.include_usage
+            lines = [b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in _chunks(exchange, usage)]
+            data = b"".join(lines) + b"data: [DONE]\n\n"
+            self._head(200, "text/event-stream")
+        else:
+            data = msgspec.json.encode(_completion(exchange))
+            self._head(200, "application/json", len(data))
         if self._is_gone():
             return
         recorder.deliver(exchange)
         try:
-            if request.stream:
-                usage = request.stream_options is not None and request.stream_options.include_usage
-                self._stream(_chunks(exchange, usage))
-            else:
-                self._send(200, _completion(exchange))
+            self.wfile.write(data)
         except OSError as error:
             log.info("undelivered reply: %s", error)
             recorder.retract(exchange)
 
     def _is_gone(self) -> bool:
-        """A closed peer does not fail the first write, only the second."""
+        """After the head: a closed peer resets at it, one that only has no more to ask still listens."""
         look = select.poll()
         look.register(self.connection, select.POLLIN)
-        return bool(look.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
+        if not look.poll(0) or self.connection.recv(1, socket.MSG_PEEK):
+            return False
+        look.modify(self.connection, 0)
+        return bool(look.poll(RESET_MS))
 
     def _is_allowed(self, path: str) -> bool:
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -187,10 +196,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> bytes | None:
         size = self.headers.get("Content-Length", "")
+        if not size:
+            self._refuse(411, "Content-Length must be given; chunked bodies are not read", "no_length")
+            return None
         if not (size.isascii() and size.isdigit() and len(size) < 20) or int(size) > MOST_BYTES:
-            why = f"Content-Length must be given and at most {MOST_BYTES}, not {size[:20]!r}"
-            if size:
-                self.server.recorder.refuse(ExitStatus.CONTEXT, why)
+            why = f"Content-Length must be at most {MOST_BYTES}, not {size[:20]!r}"
+            self.server.recorder.refuse(ExitStatus.CONTEXT, why)
             self._refuse(413, why, "too_large")
             return None
         body = self.rfile.read(int(size))
@@ -207,22 +218,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, value: object) -> None:
         data = msgspec.json.encode(value)
+        self._head(status, "application/json", len(data))
+        self.wfile.write(data)
+
+    def _head(self, status: int, kind: str, size: int | None = None) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Type", kind)
+        if size is not None:
+            self.send_header("Content-Length", str(size))
         self.send_header("Connection", "close")
         if status >= 500:
             self.send_header("x-should-retry", "false")  # the clients of OpenAI heed it
         self.end_headers()
-        self.wfile.write(data)
-
-    def _stream(self, chunks: list[dict[str, object]]) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Connection", "close")
-        self.end_headers()
-        lines = [b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks]
-        self.wfile.write(b"".join(lines) + b"data: [DONE]\n\n")
 
     def log_message(self, format: str, *args: object) -> None:
         log.debug(format, *args)
