@@ -184,17 +184,22 @@ def test_a_run_takes_what_is_usable_and_says_what_it_left_out(tmp_path, caplog):
     made = [row("unittest", "b" * 40, instance_id=f"toy__{name}-1") for name in ("one", "two", "three")]
     path, out = write_rows(tmp_path / "rows.jsonl", *made), tmp_path / "checked.jsonl"
     for name, verdict in {"one": "usable", "two": "usable", "three": "gold_fails"}.items():
+        image = f"sweb.eval.x86_64.toy_1776_{name}-1"
         one = _checked.Verdict(
-            task_id=f"toy__{name}-1", verdict=verdict, image="", image_digest="", settings=""
+            task_id=f"toy__{name}-1", verdict=verdict, image=image, image_digest="", settings=""
         )
         _checked.append(out, one)
-    _checked.append(out, msgspec.structs.replace(one, task_id="toy__two-1", verdict="flaky"))
+    two = "sweb.eval.x86_64.toy_1776_two-1"
+    _checked.append(out, msgspec.structs.replace(one, task_id="toy__two-1", verdict="flaky", image=two))
     with caplog.at_level(logging.INFO):
         found = list(taskset(path, checked=str(out)).load("train"))
     assert [task.task_id for task in found] == ["toy__one-1"], "of two lines the last one counts"
     assert "1 of 3 instances are usable; left out: 1 flaky, 1 gold_fails" in caplog.text
     write_rows(path, *made, row("unittest", "b" * 40, instance_id="toy__new-1"))
     with pytest.raises(ConfigError, match=r"rows.jsonl:4: toy__new-1 .*jobs.check_tasks"):
+        list(taskset(path, checked=str(out)).load("train"))
+    write_rows(path, *made[:2], made[2] | {"image": "me/mine:latest"})
+    with pytest.raises(ConfigError, match=r"rows.jsonl:3: .*with image sweb.*, not mine, in .*jobs.check"):
         list(taskset(path, checked=str(out)).load("train"))
     with pytest.raises(ConfigError, match=r"nowhere.*jobs/check_tasks.py makes it"):
         list(taskset(path, checked=str(tmp_path / "nowhere")).load("train"))

@@ -56,7 +56,10 @@ class Swebench(Plugin, frozen=True, kw_only=True):
     train: Source = Source()
     eval: Source = Source()
     checked: str = ""
-    """File of jobs/check_tasks.py: only instances that it calls usable are taken; empty takes all."""
+    """File of jobs/check_tasks.py: only instances that it calls usable are taken; empty takes all.
+
+    Loading compares images' names only: check again after images, tests or the grader have changed.
+    """
     recipes: dict[str, Recipe] = {}
     """Repository -> how its tests are called, for rows without an eval script; Verified's are known."""
     prompt: str = PROMPT
@@ -86,10 +89,12 @@ class Swebench(Plugin, frozen=True, kw_only=True):
 
     def _usable(self, split: Split, rows: dict[str, tuple[str, Row]]) -> dict[str, tuple[str, Row]]:
         verdicts = _checked.read(Path(self.checked))
-        for row_id, (where, _) in rows.items():
-            if row_id not in verdicts:
+        for row_id, (where, row) in rows.items():
+            known = verdicts.get(row_id)
+            if known is None or known.image != row.image_name:
+                how = f"with image {known.image}, not {row.image_name}," if known else "not"
                 raise ConfigError(
-                    f"{where}: {row_id} is not in taskset.checked = {self.checked!r}: run "
+                    f"{where}: {row_id} is {how} in taskset.checked = {self.checked!r}: run "
                     f"python -m jobs.check_tasks CONFIG --out {self.checked}"
                 )
         kinds = Counter(verdicts[row_id].verdict for row_id in rows)
