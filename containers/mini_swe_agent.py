@@ -5,6 +5,7 @@ all the rest together. A call that cannot be read stays in the history with the 
 then only grow, and an episode is one conversation.
 """
 
+import contextlib
 import json
 import os
 import shlex
@@ -28,7 +29,6 @@ from minisweagent.models.utils.actions_toolcall import (  # noqa: E402
     parse_toolcall_actions,
 )
 
-EXIT_CODES = {"Submitted": 0, "LimitsExceeded": 3, "TimeExceeded": 3}
 HOUR_S = 3600.0
 
 
@@ -114,9 +114,10 @@ def main() -> None:
     patch, was_there = Path("patch.txt"), Path("patch.txt").exists()
     extra = agent.run(Path(sys.argv[1]).read_text())
     if not was_there:
-        patch.unlink(missing_ok=True)  # the templates ask for it; what is handed in is the work tree
+        with contextlib.suppress(OSError):  # it may be gone, or a folder
+            patch.unlink()  # the templates ask for it; what is handed in is the work tree
     print(extra["exit_status"])
-    sys.exit(EXIT_CODES.get(extra["exit_status"], 4))
+    sys.exit(0 if extra["exit_status"] == "Submitted" else 4)
 
 
 main()

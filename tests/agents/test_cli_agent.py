@@ -1,10 +1,12 @@
 """How an agent that is a program ended: what is its doing, what its budget's, and what the host's."""
 
+import sys
 import time
 from pathlib import Path
 
 import msgspec
 import pytest
+from sessions_kit import KITS, call
 from stage import Company, company
 from toy_engine import ToyEngine
 
@@ -173,6 +175,23 @@ def test_the_prompt_is_a_file_and_may_hold_anything(tmp_path: Path) -> None:
     prompts = [id_array(episode.turns[0].appended_ids).tolist() for episode in (made, plain)]
     counts = [sum(token in control for token in prompt) for prompt in prompts]
     assert counts[0] == counts[1]
+
+
+def test_a_folder_where_the_patch_should_be_is_no_error_of_mini_swe_agent(tmp_path: Path) -> None:
+    kit = KITS / "mini-swe-agent"
+    if not (kit / "stamp").exists():
+        pytest.skip("mini_swe_agent is not installed: containers/build_agents.sh says why not")
+    words = ("mkdir patch.txt; touch done.py", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+    agent = CliAgent(
+        command=f"{sys.executable} -I {kit}/mini.py {{prompt_file}}", home=str(tmp_path / "home")
+    )
+    replies = [call("bash", command=word) for word in words]
+    made = company(tmp_path / "run", tmp_path / "model", agent, replies=replies, context=32_000)
+    made.ask()
+    made.drain()
+    (played,) = made.episodes.values()
+    assert (played.exit_status, len(played.turns)) == (ExitStatus.SUBMITTED, 2), played.error
+    assert "done.py" in played.submission
 
 
 def test_a_program_cannot_excuse_itself(tmp_path: Path) -> None:
