@@ -43,8 +43,8 @@ OWN = ["mode=eval", "tasks.train=0", "eval.tasks=0"]
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How an evaluation fares."""
+class Headway:
+    """How far an evaluation is, and what it waits for."""
 
     done: int
     """Episodes."""
@@ -64,15 +64,15 @@ class Patience:
         self._moved: object = None
         self._since = clock()
 
-    def look(self, standing: Standing) -> None:
+    def look(self, headway: Headway) -> None:
         """Raises DeadlineError."""
-        if standing.moved != self._moved or standing.is_queued:
-            self._moved, self._since = standing.moved, self._clock()
+        if headway.moved != self._moved or headway.is_queued:
+            self._moved, self._since = headway.moved, self._clock()
         silent_s = self._clock() - self._since
         if silent_s > self._limit_s:
             raise DeadlineError(
                 f"nothing moved for {duration(silent_s)} (coordinator.wait_s and rollout.episode_timeout_s); "
-                f"it waits for {standing.waits_for}"
+                f"it waits for {headway.waits_for}"
             )
 
 
@@ -86,7 +86,7 @@ class Watch:
         self.total = size(run, config)
         self._row = self.bar.add_task(run.root.name, total=self.total)
         self._first, self._began = -1, time.monotonic()
-        self.standing = Standing(0, 0, "its jobs", True, None)
+        self.headway = Headway(0, 0, "its jobs", True, None)
 
     def look(self) -> None:
         """Draw how it stands.
@@ -95,16 +95,16 @@ class Watch:
             DeadlineError: It has not moved for too long.
         """
         try:
-            self.standing = standing(self._reader.look())
+            self.headway = headway(self._reader.look())
         except (HpcSweError, OSError) as error:  # a file half gone, or a file system away for a while
             waits_for = f"a look that does not fail: {error}"
-            self.standing = replace(self.standing, waits_for=waits_for, is_queued=False)
-        self._first = self.standing.done if self._first < 0 else self._first
+            self.headway = replace(self.headway, waits_for=waits_for, is_queued=False)
+        self._first = self.headway.done if self._first < 0 else self._first
         minutes = max(time.monotonic() - self._began, 1.0) / 60
-        told = f"{self.standing.solved} solved, {(self.standing.done - self._first) / minutes:.1f}/min"
-        waits = f"; {self.standing.waits_for}"[:60]
-        self.bar.update(self._row, completed=self.standing.done, description=told + waits)
-        self._patience.look(self.standing)
+        told = f"{self.headway.solved} solved, {(self.headway.done - self._first) / minutes:.1f}/min"
+        waits = f"; {self.headway.waits_for}"[:60]
+        self.bar.update(self._row, completed=self.headway.done, description=told + waits)
+        self._patience.look(self.headway)
 
     def end(self) -> None:
         """It has finished."""
@@ -116,7 +116,7 @@ def _limit_s(config: RunConfig) -> float:
     return config.coordinator.wait_s + config.rollout.episode_timeout_s
 
 
-def standing(view: View) -> Standing:
+def headway(view: View) -> Headway:
     """What a look says."""
     report, queue = view.report, view.queue
     pending = [job for job in queue.jobs if job.state != "running"]
@@ -136,7 +136,7 @@ def standing(view: View) -> Standing:
     else:
         waits_for = "; ".join([report.waits_for, *report.errors[-1:]])
     moved = (done, report.spools if report else None, len(view.engines))
-    return Standing(done, solved, waits_for, bool(pending or queue.silence), moved)
+    return Headway(done, solved, waits_for, bool(pending or queue.silence), moved)
 
 
 def size(run: RunDir, config: RunConfig) -> int:
@@ -195,7 +195,7 @@ def evaluate(run: RunDir, config: RunConfig, *, detach: bool, console: Console) 
         launch.stop(run, config, now=True)  # what was submitted beside it would wait for it forever
     launch.tell(run, plan)
     watch = Watch(run, config, console)
-    done = standing(Reader(run, config).look()).done
+    done = headway(Reader(run, config).look()).done
     begun = "begins" if is_new else f"goes on: {done} episodes are done"
     console.print(f"{run.root}: {begun}, of {watch.total}", soft_wrap=True)
     if detach:
@@ -208,7 +208,7 @@ def evaluate(run: RunDir, config: RunConfig, *, detach: bool, console: Console) 
         console.print(_left(run, config), soft_wrap=True)
         raise
     except DeadlineError as error:
-        told = Reader(run, config).look().queue.failures or [watch.standing.waits_for]
+        told = Reader(run, config).look().queue.failures or [watch.headway.waits_for]
         raise DeadlineError("; ".join([str(error), *told])) from None
     return True
 

@@ -134,22 +134,25 @@ def write(run: RunDir, config: RunConfig) -> Summary:
 def _hand_in(run: RunDir, config: RunConfig, attempts: Sequence[Attempt], known: dict[str, Task]) -> None:
     """Predictions, as swebench reads them, and the benchmark's own report, a file for each sample."""
     for label, sample in itertools.product(config.eval.decodings, range(config.eval.samples)):
-        found = [attempt for attempt in attempts if (attempt.sampling, attempt.sample) == (label, sample)]
+        verdicts = [
+            Verdict(known[attempt.task_id], attempt.submission, _score(attempt))
+            for attempt in attempts
+            if (attempt.sampling, attempt.sample) == (label, sample)
+        ]
         name = f"{quote(label, safe='')}-{sample}"
         lines = [
             msgspec.json.encode(
                 {
-                    "instance_id": attempt.task_id,
+                    "instance_id": verdict.task.task_id,
                     "model_name_or_path": run.root.name,
-                    "model_patch": attempt.submission,
+                    "model_patch": verdict.submission,
                 }
             )
-            for attempt in found
-            if attempt.submission or attempt.outcome != "infra_error"
+            for verdict in verdicts
+            if verdict.is_prediction
         ]
         atomic.write(run.predictions(name), b"".join(line + b"\n" for line in lines))
         if isinstance(config.grader, Official):
-            verdicts = [Verdict(known[a.task_id], a.submission, _score(a)) for a in found]
             config.grader.report(run.root, name, run.root.name, verdicts)
 
 

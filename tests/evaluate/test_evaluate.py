@@ -21,7 +21,7 @@ from small_evaluation import FAILS, GIVES_UP, ROOT, SOLVES, Small, environment, 
 from hpc_swe import config as configuration
 from hpc_swe import evaluate, launch, results
 from hpc_swe.errors import DeadlineError, HpcSweError, StorageError
-from hpc_swe.evaluate import Patience, Standing, standing
+from hpc_swe.evaluate import Headway, Patience, headway
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.records import Endpoint, Node, StatusReport, WeightVersion
@@ -71,13 +71,13 @@ def view(**changes: object) -> View:
     ],
 )
 def test_it_says_what_it_waits_for(changes, waits_for):
-    assert re.match(waits_for, standing(view(**changes)).waits_for)
+    assert re.match(waits_for, headway(view(**changes)).waits_for)
 
 
 def test_patience_ends_when_nothing_moves_but_not_while_jobs_wait_in_the_queue():
     now = [0.0]
     patience = Patience(10.0, lambda: now[0])
-    stands = Standing(done=1, solved=0, waits_for="an engine", is_queued=False, moved=1)
+    stands = Headway(done=1, solved=0, waits_for="an engine", is_queued=False, moved=1)
     for passes_s, fares in [
         (9, stands),
         (9, dataclasses.replace(stands, moved=2)),
@@ -135,10 +135,10 @@ def test_a_look_that_fails_is_told_and_taken_again_until_patience_ends(begun):
         watch.look()
     finally:
         begun.out.status.unlink()
-    assert f"does not fail: {begun.out.status}: not a StatusReport" in watch.standing.waits_for
-    assert not watch.standing.is_queued
+    assert f"does not fail: {begun.out.status}: not a StatusReport" in watch.headway.waits_for
+    assert not watch.headway.is_queued
     watch.look()
-    assert "fail" not in watch.standing.waits_for
+    assert "fail" not in watch.headway.waits_for
 
 
 def test_a_role_that_is_stuck_at_the_start_leaves_no_job_of_another_on_this_machine(small):

@@ -194,6 +194,26 @@ def test_decodings_of_names_alike_hand_in_a_file_each(tmp_path):
     }
 
 
+def test_what_infrastructure_failed_is_a_prediction_only_with_something_handed_in(tmp_path):
+    run = RunDir(tmp_path / "run")
+    config = configuration.read(ROOT / "configs/demo.toml", overrides=["eval.samples=1"])
+    _publish(run, "hub", [_task(name) for name in ("handed in", "lost", "nothing")])
+    rows = [
+        msgspec.structs.replace(row, submission=text, outcome=outcome)
+        for label in config.eval.decodings
+        for row, text, outcome in zip(
+            attempts({"handed in": [0], "lost": [0], "nothing": [0]}, label),
+            ("diff", "", ""),
+            ("infra_error", "infra_error", "no_submission"),
+            strict=True,
+        )
+    ]
+    evals.write(run.eval_table("eval"), rows)
+    results.write(run, config)
+    lines = run.predictions("greedy-0").read_text().splitlines()
+    assert [json.loads(line)["instance_id"] for line in lines] == ["handed in", "nothing"]
+
+
 # what the model has seen
 
 

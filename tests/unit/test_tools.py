@@ -166,6 +166,9 @@ def test_grep_finds_only_so_much_and_searches_only_so_long(sandbox: Sandbox):
     few = load("tools", {"type": "grep", "most_matches": 3, "timeout_s": 1.0})
     answer = invoke(few, '{"pattern": "^a$"}', sandbox, TASK).split("\n")
     assert answer == ["many", "1:a", "2:a", "3:a", "... more than 3 matches; narrow pattern or path"]
+    sandbox.write("many", b"a\n" * 3)
+    sandbox.write("more", b"a\n")
+    assert invoke(few, '{"pattern": "^a$"}', sandbox, TASK).split("\n") == answer
     sandbox.write("slow", b"a" * 40 + b"!")
     with pytest.raises(ToolError, match="longer than 1 s"):
         invoke(few, '{"pattern": "(a+)+$", "path": "slow"}', sandbox, TASK)

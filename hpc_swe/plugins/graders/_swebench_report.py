@@ -26,8 +26,8 @@ def write(folder: Path, label: str, model: str, verdicts: Sequence[Verdict]) -> 
     predictions = {}
     for verdict in verdicts:
         task_id = verdict.task.task_id
-        if verdict.score.outcome == "infra_error" and not verdict.submission:
-            continue  # swebench calls an instance without a prediction incomplete
+        if not verdict.is_prediction:
+            continue
         prediction = {"instance_id": task_id, "model_name_or_path": model, "model_patch": verdict.submission}
         predictions[task_id] = prediction
         if verdict.submission and verdict.score.outcome != "infra_error":

@@ -37,6 +37,11 @@ class Verdict:
     submission: str
     score: Score
 
+    @property
+    def is_prediction(self) -> bool:
+        """Not what infrastructure failed before anything was handed in: swebench calls that incomplete."""
+        return bool(self.submission) or self.score.outcome != "infra_error"
+
 
 @runtime_checkable
 class Official(Protocol):

@@ -27,7 +27,7 @@ def search(pattern: str, path: str, most_matches: int, most_chars: int) -> str:
     matches = 0
     for file in files(path):
         lines = [(number, line) for number, line in enumerate(lines_of(file), 1) if found.search(line)]
-        if lines:
+        if lines and matches < most_matches:
             answer.append(file if file.isprintable() else ascii(file))
         for number, line in lines[: most_matches - matches]:
             answer.append(f"{number}:{shortened(line, most_chars)}")
