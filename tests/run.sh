@@ -5,8 +5,10 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 log=$(mktemp)
+set -m # else what runs in the background, and all that it starts, ignores SIGINT
 .venv/bin/python -m pytest -m cluster >"$log" 2>&1 &
 cluster=$!
+set +m
 trap 'kill "$cluster" 2>/dev/null; rm -f "$log"' EXIT
 
 .venv/bin/python -m pytest -m "not cluster"

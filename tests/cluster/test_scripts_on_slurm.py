@@ -24,6 +24,7 @@ def folder(healthy_cluster):
     made = Path(tempfile.mkdtemp(dir=healthy_cluster.shared))
     (made / "model").mkdir()
     (made / "model/config.json").write_text("{}")
+    (made / "model/tokenizer.json").write_text("{}")
     files = [{"path": "test.py", "content": "def test_a(): assert 1 == 1"}]
     rows = [{"task_id": "a", "problem_statement": "", "extra_info": {"files": files}}]
     pq.write_table(pa.Table.from_pylist(rows), made / "rows.parquet")

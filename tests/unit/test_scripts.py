@@ -35,6 +35,7 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "a model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
     return folder
 
 
