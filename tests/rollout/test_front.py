@@ -20,7 +20,7 @@ from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import EngineError
 from hpc_swe.plugins.agents.base import Address
 from hpc_swe.records import ExitStatus, Sampling, id_array
-from hpc_swe.roles.rollout import front, recorder
+from hpc_swe.roles.rollout import front
 from hpc_swe.rundir import RunDir
 
 START = [
@@ -225,10 +225,8 @@ def test_a_program_may_ask_for_less_after_its_context_was_full(on: Stage, addres
     assert on.recorder.refusal is None
 
 
-def test_a_program_that_compressed_may_work_as_long_as_any_other(
-    on: Stage, address: Address, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorder, "LINGER_S", 0.2)
+def test_a_program_that_compressed_may_work_as_long_as_any_other(on: Stage, address: Address) -> None:
+    on.recorder.linger_s = 0.2
     history = [*START, *observed(post(address, messages=START).json()["choices"][0]["message"])]
     full = [*history, {"role": "user", "content": "x " * 9000}]
     assert post(address, messages=full).status_code == 400

@@ -70,6 +70,7 @@ class Recorder:
         self._engine_s = 0.0
         self._turns_left = math.inf
         self._refused_at = math.inf
+        self.linger_s = LINGER_S
         self.counts: Counter[str] = Counter()
         self.messages: list[Message] = []
         """The history that the last delivered reply ended, side calls apart; for people."""
@@ -160,7 +161,7 @@ class Recorder:
     def clock(self) -> float:
         """Seconds beside the engine; infinite when a program that goes on could change nothing."""
         spent_s = self.beside_engine_s
-        is_over = self._closed or self.failure is not None or spent_s > self._refused_at + LINGER_S
+        is_over = self._closed or self.failure is not None or spent_s > self._refused_at + self.linger_s
         return math.inf if is_over else spent_s
 
     def close(self, why: str) -> list[Turn]:
