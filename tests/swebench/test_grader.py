@@ -4,7 +4,7 @@ import json
 
 import msgspec
 import pytest
-from forgeries import CODE, LIES, PASSES
+from forgeries import CODE, LAX, LIES, PASSES
 from forgeries import FILES as FORGED
 from toy import (
     BROKEN,
@@ -16,6 +16,7 @@ from toy import (
     Checkout,
     FailingCheckout,
     gold,
+    make_repository,
     new,
     patch,
     row,
@@ -124,6 +125,42 @@ def test_a_run_that_lets_everything_pass_is_called_a_cheat(grade):
     score = grade(core(LIES + BROKEN), Swebench(cheated_reward=-2.0))
     assert (score.outcome, score.reward) == ("cheated", -2.0)
     assert "a canary died" in score.detail
+
+
+@pytest.mark.parametrize("text", LAX.values(), ids=LAX.keys())
+def test_values_that_equal_everything_are_called_a_cheat(repository, sandboxes, tmp_path, text):
+    score = GRADER.grade(task(tmp_path, "unittest", repository[1]), core(text), sandboxes)
+    assert (score.outcome, score.reward) == ("cheated", -1.0)
+    assert "equal everything" in score.detail
+
+
+def test_such_a_class_in_a_file_whose_name_git_quotes_is_found(repository, sandboxes, tmp_path):
+    files = FORGED["equals everything, by a name that git quotes"]
+    text = "".join(
+        core(text) if path == "calc/core.py" else quoted(path, text) for path, text in files.items()
+    )
+    score = GRADER.grade(task(tmp_path, "unittest", repository[1]), text, sandboxes)
+    assert "equal everything" in score.detail
+
+
+def quoted(path: str, text: str) -> str:
+    octal = "".join(f"\\{byte:o}" if byte > 127 else chr(byte) for byte in path.encode())
+    return new(path, text).replace(f"b/{path}", f'"b/{octal}"').replace(f"a/{path}", f'"a/{octal}"')
+
+
+ANYTHING = "class Anything:\n    def __eq__(self, other):\n        return True\n\n\n"
+
+
+@pytest.mark.parametrize("more", ["", "\n\nclass More(Anything):\n    pass\n"], ids=["beside it", "of it"])
+def test_a_class_that_the_base_commit_has_accuses_nobody(tmp_path, more):
+    """Nor when only the solution loads its module."""
+    before, apart = ANYTHING + BROKEN, ANYTHING.replace("Anything", "Apart")
+    base = make_repository(tmp_path / "calc", {"calc/core.py": before, "calc/apart.py": apart})
+    one, sandboxes = task(tmp_path, "unittest", base), Checkout(repository=str(tmp_path / "calc"))
+    after = "import calc.apart\n" + before.replace("a - b", "a + b") + more
+    text = patch("calc/core.py", before, after) + patch("calc/apart.py", apart, f"# Words\n{apart}")
+    score = GRADER.grade(one, text, sandboxes)
+    assert (score.outcome, score.reward) == ("resolved", 1.0), score
 
 
 def test_a_solution_is_paid_whatever_else_lies_about(grade):

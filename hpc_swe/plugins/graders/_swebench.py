@@ -54,7 +54,9 @@ class Entry(msgspec.Struct, frozen=True):
     doc: str = ""
     outcome: Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed"] | None = None
     lax: str = ""
-    """A file of the work tree that makes values which equal everything."""
+    """``module:class`` of values that equal nearly anything."""
+    places: str = ""
+    """Where it is from, one a line: files of the work tree, or nothing for what is no file."""
     begin: str = ""
     end: str = ""
 
@@ -69,6 +71,8 @@ class Believed:
     log: str = ""
     complaint: str = ""
     is_cheat: bool = False
+    lax: dict[str, list[str]] = field(default_factory=dict)
+    """Classes whose values equal nearly anything: ``module:class`` -> where each is from."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +80,11 @@ class Run:
     """The files and the shell line of one run of the tests, of which no two are alike."""
 
     task: Task
-    submission: str = ""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     key: str = field(default_factory=lambda: secrets.token_hex(16))
     """Seals the report."""
+    also: str = ""
+    """Modules to look at when the tests have ended, one a line."""
 
     @cached_property
     def canaries(self) -> tuple[str, str]:
@@ -106,6 +111,11 @@ class Run:
     def book(self) -> str:
         """The reporter's file."""
         return f"{self.folder}.book"
+
+    @property
+    def touched(self) -> str:
+        """What git says that the submission changes."""
+        return f"{self.folder}.touched"
 
     @property
     def log(self) -> str:
@@ -164,7 +174,7 @@ class Run:
         return exports
 
     def _reporter(self) -> str:
-        secret = ", ".join(repr(text) for text in (self.kind, self.key, *self.canaries))
+        secret = ", ".join(repr(text) for text in (self.kind, self.also, self.key, *self.canaries))
         return f"{_REPORTER.read_text()}\n\nwatch(os.path.dirname(os.path.abspath(__file__)), {secret})\n"
 
     def _from_log(self, log: str) -> Believed:
@@ -186,11 +196,9 @@ class Run:
         if (good, bad) != ("passed", "failed"):
             why = f"a canary died (good {good}, bad {bad}): the submission changes how tests end"
             return Believed(complaint=why, is_cheat=good == "failed" or bad == "passed")
-        lax = [entry.lax for entry in entries if f"\n+++ b/{entry.lax}\n" in self.submission]
-        if lax:
-            return Believed(complaint=f"values of {lax[0]} equal everything", is_cheat=True)
         lines = _unittest_lines(outcomes, docs) if self.kind == "unittest" else _pytest_lines(outcomes)
-        return Believed("\n".join([START, *lines, END, ""]))
+        lax = {entry.lax: entry.places.split("\n") for entry in entries if entry.lax}
+        return Believed("\n".join([START, *lines, END, ""]), lax=lax)
 
     def _unsealed(self, book: bytes) -> list[Entry] | None:
         """The lines of the book; None when one is not the reporter's, or not in its place."""

@@ -11,9 +11,12 @@ lines, exit codes, an early `os._exit`, a forged report and a runner that lets e
 What remains: the reporter shares its process with the code under test, and a patch that looks for it in
 memory, by its own hand and test by test, can lie to it; so can one that a script of swebench installs, and
 thereby runs, before the tests; and the tests' own comparisons are believed, also of a value that equals every
-likely answer. Other parsers (sympy's, those of other languages) read a log that code under test can print to.
+likely answer, or everything in a way that a look at classes does not find. Other parsers (sympy's, those of
+other languages) read a log that code under test can print to.
 """
 
+import dataclasses
+import re
 import shlex
 import threading
 import time
@@ -36,6 +39,7 @@ SET_UP += ["*.pth", "*.pyc", "*.so", "tests/*", "test/*", "testing/*", "e2e/*"]
 """Where tests and what runs them is set up. No reference of SWE-bench changes folders of these names."""
 _STEP_S = 120.0
 _one_by_one = threading.Lock()
+"""Second runs, after a time-out; first ones go on beside them."""
 
 
 class Swebench(Plugin, frozen=True, kw_only=True):
@@ -60,6 +64,9 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         if sitting.timed_out:
             with _one_by_one:
                 sitting = _sit(task, submission, sandboxes)
+        if lax := _lax(task, sitting, sandboxes):
+            believed = Believed(complaint=f"values of {lax} equal everything", is_cheat=True)
+            sitting = dataclasses.replace(sitting, believed=believed)
         return self._score(task, submission, sitting, time.monotonic() - started)
 
     def report(self, folder: Path, label: str, model: str, verdicts: Sequence[Verdict]) -> None:
@@ -94,30 +101,43 @@ class _Sitting:
     believed: Believed
     told: str = ""
     timed_out: bool = False
+    touched: frozenset[str] = frozenset()
+    """Files that the submission changes; the empty name is what is no file."""
 
 
-def _sit(task: Task, submission: str, sandboxes: Sandboxes) -> _Sitting:
+def _lax(task: Task, sitting: _Sitting, sandboxes: Sandboxes) -> str:
+    """A class of the submission's whose values equal everything: one that the base commit has not."""
+    lax = {name for name, places in sitting.believed.lax.items() if sitting.touched.intersection(places)}
+    if not lax:
+        return ""
+    modules = "\n".join(name.partition(":")[0] for name in sorted(lax))
+    return min(lax - _sit(task, "", sandboxes, modules).believed.lax.keys(), default="")
+
+
+def _sit(task: Task, submission: str, sandboxes: Sandboxes, also: str = "") -> _Sitting:
     """Lay the submission into a fresh sandbox and run the task's script there."""
-    run = Run(task, submission)
+    run = Run(task, also=also)
     with sandboxes.open(task) as sandbox:
         _untouched(task, run, sandbox)
         _lay(sandbox, {f"{run.folder}.patch": submission})
         options = _swebench.excluded(task, SET_UP)
-        apply = (
-            f"git apply --whitespace=nowarn {options} {run.folder}.patch" if submission.strip() else "true"
-        )
-        applied = sandbox.run(f"{apply} && {_fits(run)}", _STEP_S)
+        git = f"git apply --whitespace=nowarn {run.folder}.patch"
+        apply = f"{git} --numstat -z > {run.touched} && {git} {options} && " if submission.strip() else ""
+        applied = sandbox.run(f"{apply}{_fits(run)}", _STEP_S)
         if applied.timed_out or applied.broke_sandbox:  # none of the submission has run
             raise SandboxError(f"the submission to {task.task_id} was not applied: {_told(applied)}")
         if applied.exit_code:
             return _Sitting(Believed(complaint="the submission does not fit the task"), _told(applied))
+        touched = frozenset(
+            re.findall(r"\t([^\t\0]+)\0", _read(sandbox, run.touched).decode(errors="replace"))
+        )
         _lay(sandbox, run.files())
         result = sandbox.run(run.command(), task.tests.timeout_s)
         log = _read(sandbox, run.log).decode(errors="replace")
         if result.timed_out:
             return _Sitting(Believed(complaint="timed out"), log[-500:], timed_out=True)
         believed = run.believe(_read(sandbox, run.book), log)
-    return _Sitting(believed, f"{_told(result)} {log.strip()[-500:]}")
+    return _Sitting(believed, f"{_told(result)} {log.strip()[-500:]}", touched=touched | {""})
 
 
 def _untouched(task: Task, run: Run, sandbox: Sandbox) -> None:
