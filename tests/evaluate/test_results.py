@@ -199,12 +199,13 @@ def test_what_infrastructure_failed_is_a_prediction_only_with_something_handed_i
     config = configuration.read(ROOT / "configs/demo.toml", overrides=["eval.samples=1"])
     _publish(run, "hub", [_task(name) for name in ("handed in", "lost", "nothing")])
     rows = [
-        msgspec.structs.replace(row, submission=text, outcome=outcome)
+        msgspec.structs.replace(row, submission=text, outcome=outcome, reward=reward)
         for label in config.eval.decodings
-        for row, text, outcome in zip(
+        for row, text, outcome, reward in zip(
             attempts({"handed in": [0], "lost": [0], "nothing": [0]}, label),
             ("diff", "", ""),
             ("infra_error", "infra_error", "no_submission"),
+            (None, None, -1.0),
             strict=True,
         )
     ]
