@@ -195,7 +195,7 @@ def _create(run: RunDir, config: RunConfig) -> bool:
 
 @contextlib.contextmanager
 def first(run: RunDir, limit_s: float = MAKING_S) -> Iterator[bool]:
-    """Whether this start is the one that makes the run; the others wait until it is made, or its start dead."""
+    """Whether this start is the one that makes the run; others wait until it is made or its start dead."""
     taken, seen, since = run.root / ".making", 0, 0.0
     while not run.config.exists():
         try:
@@ -275,8 +275,8 @@ def _take_tasks(config: RunConfig) -> dict[Split, Sequence[Task]]:
     }
     if config.mode == "eval" and not taken["eval"]:
         raise ConfigError(
-            f"tasks.eval = {wanted.eval} (--tasks), tasks.eval_from = {first}: [taskset] has no held-out task "
-            "there; ask for one at least, of those that it has"
+            f"tasks.eval = {wanted.eval} (--tasks), tasks.eval_from = {first}: [taskset] has no held-out "
+            "task there; ask for one at least, of those that it has"
         )
     for key, asked, found in (("train", wanted.train, taken["train"]), ("eval", wanted.eval, taken["eval"])):
         if len(found) < asked:
