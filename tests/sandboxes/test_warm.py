@@ -68,7 +68,7 @@ def test_twelve_images_in_four_threads_all_answer_and_few_containers_idle(many, 
         list(pool.map(play, numbers))
     print("most containers at once:", max(most))
     assert max(most) <= 4 + 2  # in use, or just being ended by who used it, and idle
-    assert len(containers(many)) == 2
+    assert len(containers(many)) <= 2
 
 
 def test_a_container_in_use_outlives_the_bound_and_is_shared(many, task):
