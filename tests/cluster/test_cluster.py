@@ -13,8 +13,8 @@ from hosts import arguments, wait_for
 from machine import living, sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
-HOST_FILES = ["/etc/passwd", "/etc/group", "/etc/shadow", "/etc/hosts", "/etc/crontab", "/proc/mounts"]
-HOST_FOLDERS = ["/etc/slurm", "/etc/cron.d", "/var/spool/cron/crontabs", "/run", "/sys/class/net", "/dev/shm"]
+HOST_FILES = ["/etc/passwd", "/etc/group", "/etc/shadow", "/etc/hosts", "/etc/crontab"]
+HOST_FOLDERS = ["/etc/slurm", "/etc/cron.d", "/var/spool/cron/crontabs", "/run", "/sys/class/net"]
 
 
 def submit(cluster: Cluster, *words: str, script: str) -> str:
@@ -36,7 +36,7 @@ def users_processes(cluster: Cluster, node: str | None = None) -> list[str]:
 
 
 def machine() -> dict[str, object]:
-    """What a cluster might have changed. Other clusters may come and go meanwhile, and show in none of it."""
+    """What a cluster might have changed, and other tests, and other clusters, do not."""
     files = {name: Path(name).read_text() for name in HOST_FILES}
     return {**files, **{name: sorted(os.listdir(name)) for name in HOST_FOLDERS}}
 
@@ -48,7 +48,8 @@ def traces(state: Path) -> list[str]:
         for pid in os.listdir("/proc")
         if pid.isdigit() and str(state) in (a := " ".join(arguments(int(pid))))
     ]
-    return [*map(str, named), *running]
+    mounted = [line for line in Path("/proc/mounts").read_text().splitlines() if state.name in line]
+    return [*map(str, named), *running, *mounted]
 
 
 def test_a_cluster_starts_in_seconds(cluster):
