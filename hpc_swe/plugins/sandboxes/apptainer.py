@@ -101,7 +101,10 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
             return folder
         if file.exists():
             return file
-        raise ConfigError(f"[sandbox] images: no {name}.sif in {self.images}: run containers/build_image.sh")
+        raise ConfigError(
+            f"[sandbox] images: no {name}.sif in {self.images}: run containers/build_image.sh, "
+            "or python -m jobs.build_images for tasks of SWE-bench"
+        )
 
     def _containers(self) -> Warm:
         with _warming:
