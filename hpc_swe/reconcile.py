@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpc_swe.config import RunConfig
@@ -27,8 +27,12 @@ ROLES: dict[str, tuple[Role, ...]] = {
     "eval": ("coordinator", "inference", "rollout", "reward"),
 }
 GENERATIONS = 3  # submissions of a role that may fail one after another
+FAILED = ("FAILED", "OUT_OF_MEMORY", "BOOT_FAIL")
+OPEN = ("PENDING", "RUNNING", "REQUEUED", "COMPLETING")  # in the book of what the queue shows no more
 PATHS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
 REST_S = 600.0  # before it is left alone for so long
+
+History = tuple[int, Submitted, list[Started]]  # a submission's number, and what is noted of it
 
 log = logging.getLogger(__name__)
 
@@ -84,14 +88,27 @@ def decide(wanted: int, jobs: Sequence[Job], newest: Entry) -> Decision:
     )
 
 
-def failures(histories: Sequence[tuple[int, Submitted, list[Started]]], endings: Mapping[str, str]) -> int:
-    """How many of the last submissions, counted back from the newest, came to nothing."""
-    count = 0
-    for _, submitted, started in reversed(histories):
-        if not _has_failed(submitted, started, endings):
+def failures(
+    histories: Sequence[History], endings: Mapping[str, str], living: Collection[int] = ()
+) -> list[History]:
+    """The submissions that came to nothing, newest first, back to the last one that did not.
+
+    One that has left the queue without a trace is passed over: the scheduler's book lags behind its queue,
+    by minutes where much is submitted, and may tell later.
+
+    Args:
+        histories: The last submissions, oldest first.
+        endings: What the book says of those that do not tell their end themselves.
+        living: Submissions of which the queue shows a job.
+    """
+    found: list[History] = []
+    for history in reversed(histories):
+        has_failed = history[0] not in living and _has_failed(*history[1:], endings)
+        if has_failed is False:
             break
-        count += 1
-    return count
+        if has_failed:
+            found.append(history)
+    return found
 
 
 def submission(run: RunDir, config: RunConfig, role: Role, number: int, count: int) -> Submission:
@@ -146,7 +163,7 @@ def tick(run: RunDir, config: RunConfig) -> Plan:
     cancel = [job for decision in decided.values() for job in decision.cancel]
     config.executor.cancel(cancel)
     missing = {role: decision.missing for role, decision in decided.items() if decision.missing}
-    stuck = _stuck(run, config, list(missing))
+    stuck = _stuck(run, config, list(missing), queue)
     submit: dict[Role, int] = {}
     for role in (role for role in missing if role not in stuck):
         try:
@@ -180,14 +197,16 @@ def _needed(run: RunDir, config: RunConfig) -> dict[Role, int]:
     return wanted
 
 
-def _has_failed(submitted: Submitted, started: Sequence[Started], endings: Mapping[str, str]) -> bool:
+def _has_failed(submitted: Submitted, started: Sequence[Started], endings: Mapping[str, str]) -> bool | None:
+    """None while nobody knows."""
     if started and all(job.seconds >= 0 for job in started):
         return all(job.code for job in started)  # jobs.run ends with an error only after it has tried in vain
-    return endings.get(submitted.job, "").startswith(("FAILED", "OUT_OF_MEMORY", "BOOT_FAIL"))
+    ending = endings.get(submitted.job, "RUNNING")
+    return None if ending.startswith(OPEN) else ending.startswith(FAILED)
 
 
-def _stuck(run: RunDir, config: RunConfig, roles: Sequence[Role]) -> dict[Role, str]:
-    histories = {role: ledger.history(run, role, GENERATIONS) for role in roles}
+def _stuck(run: RunDir, config: RunConfig, roles: Sequence[Role], queue: Sequence[Job]) -> dict[Role, str]:
+    histories = {role: ledger.history(run, role, 2 * GENERATIONS) for role in roles}
     rested = [r for r, h in histories.items() if len(h) < GENERATIONS or time.time() - _last(h[-1]) > REST_S]
     for role in rested:
         del histories[role]
@@ -198,15 +217,17 @@ def _stuck(run: RunDir, config: RunConfig, roles: Sequence[Role]) -> dict[Role, 
         if not started or any(job.seconds < 0 for job in started)
     ]
     endings = config.executor.endings(silent)
-    return {
-        role: f"its last {GENERATIONS} submissions failed"
-        f" ({endings.get(history[-1][1].job) or _codes(history[-1][2])}); see {run.logs(role)}"
-        for role, history in histories.items()
-        if failures(history, endings) == GENERATIONS
-    }
+    stuck: dict[Role, str] = {}
+    for role, history in histories.items():
+        failed = failures(history, endings, {job.submission for job in queue if job.role == role})
+        if len(failed) >= GENERATIONS:
+            _, submitted, started = failed[0]
+            why = endings.get(submitted.job) or _codes(started)
+            stuck[role] = f"its last {GENERATIONS} submissions failed ({why}); see {run.logs(role)}"
+    return stuck
 
 
-def _last(entry: tuple[int, Submitted, list[Started]]) -> float:
+def _last(entry: History) -> float:
     """When a submission was last heard of."""
     _, submitted, started = entry
     return max([submitted.at, *(job.at for job in started)])

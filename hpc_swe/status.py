@@ -25,11 +25,9 @@ from hpc_swe.plugins.executors.base import Job
 from hpc_swe.records import Endpoint, EndpointTable, Role, RoleStatus, StatusReport
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, ledger
-from hpc_swe.store.ledger import Started, Submitted
 
 BARS = " _.-=*#@"
 WIDE, BAR, NAME = 20, 16, 24
-History = Sequence[tuple[int, Submitted, list[Started]]]
 REDRAW_S, ASK_S = 2.0, 15.0
 LINES = 8  # of errors: all else fits above them on a screen of 40
 HEADLINES = (
@@ -167,15 +165,15 @@ def _ask(run: RunDir, config: RunConfig) -> Queue:
     return Queue(jobs, silence, submitted, failures)
 
 
-def _failure(run: RunDir, role: Role, history: History) -> list[str]:
-    """Of the newest submission, if it came to nothing: what its jobs and their log say."""
+def _failure(run: RunDir, role: Role, history: Sequence[reconcile.History]) -> list[str]:
+    """Of the last submission that came to nothing: what its jobs and their log say."""
     failed = reconcile.failures(history, {})
     if not failed:
         return []
-    _, submitted, started = history[-1]
+    _, submitted, started = failed[0]
     last = max(started, key=lambda job: job.seconds)
-    rests = f", so tick rests {duration(reconcile.REST_S)}" if failed == reconcile.GENERATIONS else ""
-    again = f"; {failed} submissions running{rests}" if failed > 1 else ""
+    rests = f", so tick rests {duration(reconcile.REST_S)}" if len(failed) >= reconcile.GENERATIONS else ""
+    again = f"; {len(failed)} submissions running{rests}" if len(failed) > 1 else ""
     said = f"{role}: exit code {last.code} on {last.host} after {duration(last.seconds)}{again}"
     return [said, *_last_words(run, role, submitted.job)]
 

@@ -90,12 +90,25 @@ def started(code=1, seconds=3.0, at=0.0):
         ([[started(code=0, seconds=-1)]] * 2, {"7": "OUT_OF_MEMORY 0:125"}, 2),
         ([[started(code=0, seconds=-1)]] * 2, {"7": "NODE_FAIL 0:0"}, 0),
         ([[started(code=0, seconds=-1)]] * 2, {"7": "PREEMPTED 0:0"}, 0),
+        ([[started()], [], [started()], []], {}, 2),  # what the book does not tell yet is passed over
+        ([[started()], [], [started()], []], {"7": "RUNNING 0:0"}, 2),
+        ([[started()], [started(code=0, seconds=-1)]], {}, 1),  # died without a word, and not in the book yet
+        ([[started()], [started(code=0)], []], {}, 0),
     ],
 )
 def test_failures_in_a_row(said, endings, count):
+    assert len(failures(histories(said), endings)) == count
+
+
+def test_submission_of_which_a_job_lives_has_not_failed():
+    failed = histories([[started()]] * 3 + [[started(), started(code=0, seconds=-1)]])
+    assert len(failures(failed, {}, living={3})) == 0
+    assert [number for number, _, _ in failures(failed, {}, living={9})] == [2, 1, 0]
+
+
+def histories(said):
     submitted = Submitted(job="7", count=1, host="login", at=0.0)
-    histories = [(number, submitted, jobs) for number, jobs in enumerate(said)]
-    assert failures(histories, endings) == count
+    return [(number, submitted, jobs) for number, jobs in enumerate(said)]
 
 
 @dataclass
