@@ -264,7 +264,7 @@ def _outside(process: int) -> dict[int, str | None]:
 def _numbers(process: int) -> list[str]:
     """A process's number in each namespace that it is in, the host's first."""
     try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        lines = Path(f"/proc/{process}/status").read_text(errors="replace").splitlines()
     except OSError:
         return []
     return next(line for line in lines if line.startswith("NSpid:")).split()[1:]
