@@ -213,6 +213,28 @@ def test_replace_writes_the_line_ends_of_its_line(sandbox: Sandbox):
     assert sandbox.read("ends.txt") == b"x\r\ny\r\nx\ny\nx\r\ny"
 
 
+@pytest.mark.parametrize("text", ["a: \r\n\tb \r\n\r\nc\r\n", "a: \n\tb \n\x0c\nc\n", "a\rb\n c\n"])
+def test_what_view_shows_is_rewritten_and_edited_as_it_stood(sandbox: Sandbox, text):
+    sandbox.write("ends.txt", text.encode())
+    seen = [line.partition(":")[2] for line in use(sandbox, "view", path="ends.txt").split("\n")]
+    found = use(sandbox, "grep", pattern="", path="ends.txt").split("\n")[1:]
+    assert [line.partition(":")[2] for line in found] == [*seen, ""]
+    for first in range(1, len(seen) + 1):
+        for last in range(first, len(seen) + 1):
+            piece = "\n".join(seen[first - 1 : last])
+            use(sandbox, "rewrite", path="ends.txt", start=first, end=last, new_code=f"{piece}\n")
+            if piece.strip():
+                use(sandbox, "edit", path="ends.txt", old=piece, new=piece)
+    assert sandbox.read("ends.txt").decode() == text
+
+
+def test_rewrite_writes_the_line_ends_of_its_neighbours(sandbox: Sandbox):
+    sandbox.write("ends.txt", b"a\r\nb")
+    for line, new in ((3, "c\nd"), (1, "x"), (5, "y\r\nz"), (5, "\n")):
+        assert use(sandbox, "rewrite", path="ends.txt", start=line, end=line - 1, new_code=new) == "ok"
+    assert sandbox.read("ends.txt") == b"x\r\na\r\nb\r\nc\r\n\r\ny\r\nz\r\nd\r\n"
+
+
 def test_listdir_draws_files_to_a_depth(sandbox: Sandbox):
     sandbox.run(HOSTILE, 10.0)
     expected = ["binary", "latin", "long", "mod.py", "no_end.txt", "pkg/", "  sub/ (files: 1)", "test_mod.py"]

@@ -60,4 +60,4 @@ def lines_of(path: str) -> list[str]:
 
 def shortened(line: str, most_chars: int) -> str:
     """The line, or its beginning."""
-    return line.rstrip() if len(line) <= most_chars else f"{line[:most_chars]} ..."
+    return line.removesuffix("\r") if len(line) <= most_chars else f"{line[:most_chars]} ..."

@@ -5,6 +5,7 @@ from typing import ClassVar
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
 from hpc_swe.plugins.tools._files import is_missing, read_lines, write_text
+from hpc_swe.plugins.tools._text import with_ends
 from hpc_swe.plugins.tools.base import ToolError
 from hpc_swe.records import Task
 
@@ -22,9 +23,12 @@ class Rewrite(Plugin, frozen=True, kw_only=True):
         lines = [] if is_new else read_lines(sandbox, task, path)
         if not 1 <= start <= len(lines) + 1 or not start - 1 <= end <= len(lines):
             raise ToolError(f"{path} has {len(lines)} lines.")
+        # All lines once more, since there may be none from `start` on, and the last may have no end.
+        around = "".join(lines[start - 1 :] + lines)
+        line_end = with_ends("\n", around)
         if start > 1 and not lines[start - 2].endswith("\n"):
-            lines[start - 2] += "\n"
-        complete = new_code + "\n" if new_code and not new_code.endswith("\n") else new_code
-        lines[start - 1 : end] = [complete]
+            lines[start - 2] += line_end
+        complete = not new_code or new_code.endswith("\n")
+        lines[start - 1 : end] = [with_ends(new_code, around) + ("" if complete else line_end)]
         write_text(sandbox, task, path, "".join(lines))
         return "ok"
