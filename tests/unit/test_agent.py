@@ -99,6 +99,15 @@ def test_a_full_context_and_spent_seconds_end_it():
     assert solve(Script(ContextFull()))[0].exit_status == "context"
 
 
+def test_a_call_ends_with_the_seconds_of_all_calls():
+    """One that outlasted them could outlast the episode too, and what idles would be the host's failure."""
+    result, _ = solve(
+        Script(call("bash", command="sleep 600", timeout_s=600)), tools=("bash",), tool_budget_s=1.0
+    )
+    assert result.exit_status == "tool_time"
+    assert result.tools_s < 500.0, "the call's own limit ended it"
+
+
 def test_errors_of_the_engine_and_the_host_pass_through():
     with pytest.raises(EngineError):
         solve(Script(EngineError("none")))

@@ -5,6 +5,7 @@ fail otherwise, and those errors pass through.
 """
 
 import json
+import socket
 import time
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ import msgspec
 
 from hpc_swe.plugins import Plugin, load
 from hpc_swe.plugins.agents.base import Chat, ContextFull, Result
-from hpc_swe.plugins.sandboxes.base import Sandbox
+from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Sandbox
 from hpc_swe.plugins.tools._text import cut
 from hpc_swe.plugins.tools.base import SandboxBroken, Tool, ToolError, invoke, schema
 from hpc_swe.records import ExitStatus, Message, Task, ToolCall
@@ -25,7 +26,7 @@ class ToolAgent(Plugin, frozen=True, kw_only=True):
     """Names of plugins/tools/, or tables with a type and its fields."""
     max_turns: int = 10
     tool_budget_s: float = 300.0
-    """Seconds that all tool calls of an episode may take together."""
+    """Seconds that all tool calls of an episode may take together; the last one's commands end with them."""
     most_chars: int = 10_000
     """Of one tool's answer."""
     system_prompt: str = "Fix the bug."
@@ -40,7 +41,7 @@ class ToolAgent(Plugin, frozen=True, kw_only=True):
 
     @property
     def budget_s(self) -> float:
-        """Of all its tools; a call under way is let end."""
+        """Of all its tools."""
         return self.tool_budget_s
 
     def solve(self, task: Task, sandbox: Sandbox, chat: Chat) -> Result:
@@ -87,7 +88,8 @@ class _Episode:
             tool = tools.get(call.name)
             if tool is None:
                 raise ToolError(f"No tool {call.name[:50]!r}; tools: {', '.join(tools)}")
-            answer = invoke(tool, call.arguments, self.sandbox, self.task)
+            bounded = _Bounded(self.sandbox, started + self.agent.tool_budget_s - self.tools_s)
+            answer = invoke(tool, call.arguments, bounded, self.task)
             ended = ExitStatus.SUBMITTED if tool.ends_episode else None
         except SandboxBroken as error:
             answer = self.error = str(error)
@@ -96,11 +98,40 @@ class _Episode:
             answer = str(error)
         self.tools_s += time.monotonic() - started
         self.messages.append(Message(role="tool", content=self._fit(answer)))
-        return ended or (ExitStatus.TOOL_TIME if self.tools_s > self.agent.tool_budget_s else None)
+        return ended or (ExitStatus.TOOL_TIME if self.tools_s >= self.agent.tool_budget_s else None)
 
     def _fit(self, text: str) -> str:
         """What a record can hold: file names that are no text would break it, and end the worker."""
         return cut(text, self.agent.most_chars).encode("utf-8", "replace").decode()
+
+
+@dataclass
+class _Bounded(Sandbox):
+    """A call that outlasts the budget could outlast the episode, which is the host's failure then."""
+
+    sandbox: Sandbox
+    until: float
+
+    def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
+        return self.sandbox.run(command, self._at_most(timeout_s), clock)
+
+    def python(self, program: str, timeout_s: float) -> CommandResult:
+        return self.sandbox.python(program, self._at_most(timeout_s))
+
+    def read(self, path: str) -> bytes:
+        return self.sandbox.read(path)
+
+    def write(self, path: str, data: bytes) -> None:
+        self.sandbox.write(path, data)
+
+    def listen(self, port: int) -> socket.socket:
+        return self.sandbox.listen(port)
+
+    def paths(self) -> list[str]:
+        return self.sandbox.paths()
+
+    def _at_most(self, timeout_s: float) -> float:
+        return max(0.0, min(timeout_s, self.until - time.monotonic()))
 
 
 def _load(agent: ToolAgent) -> dict[str, Tool]:
