@@ -7,6 +7,8 @@ read only that. A role is given the one table it uses, never the whole.
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,7 +25,7 @@ from hpc_swe.plugins.graders.base import Grader
 from hpc_swe.plugins.policies.base import LossConfig, OptimizerConfig, Policy
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.plugins.tasksets.base import Taskset
-from hpc_swe.records import Role, Sampling
+from hpc_swe.records import Record, Role, Sampling, Split, Task
 
 Positive = Annotated[int, Meta(gt=0)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -42,11 +44,7 @@ MAY_CHANGE = ("steps", "counts", "executor", "inference", "coordinator.poll_s", 
 """Keys that a running run may see changed; all else would change what is trained."""
 
 
-class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every config table."""
-
-
-class TasksConfig(Table, frozen=True, kw_only=True):
+class TasksConfig(Record, frozen=True, kw_only=True):
     """Which tasks the run takes from its taskset, once, at the start."""
 
     train: Natural = 1024
@@ -56,8 +54,15 @@ class TasksConfig(Table, frozen=True, kw_only=True):
     eval_from: Natural = 0
     """First held-out task, so that choosing and reporting can use different ones."""
 
+    def take(self, taskset: Taskset) -> dict[Split, list[Task]]:
+        """As many as there are of them, at the most."""
+        return {
+            "train": list(islice(taskset.load("train"), self.train)),
+            "eval": list(islice(taskset.load("eval"), self.eval_from, self.eval_from + self.eval)),
+        }
 
-class GroupsConfig(Table, frozen=True, kw_only=True):
+
+class GroupsConfig(Record, frozen=True, kw_only=True):
     """Groups, how far sampling may run ahead, and what becomes of what went wrong."""
 
     group_size: Annotated[int, Meta(ge=1)] = 8
@@ -80,7 +85,7 @@ class GroupsConfig(Table, frozen=True, kw_only=True):
     """Filter groups without signal; off trains them, with advantage 0."""
 
 
-class BatchesConfig(Table, frozen=True, kw_only=True):
+class BatchesConfig(Record, frozen=True, kw_only=True):
     """How episodes become microbatches."""
 
     aggregate: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
@@ -94,7 +99,7 @@ class BatchesConfig(Table, frozen=True, kw_only=True):
     """Most tokens of one forward; longer samples are refused."""
 
 
-class RetentionConfig(Table, frozen=True, kw_only=True):
+class RetentionConfig(Record, frozen=True, kw_only=True):
     """What is kept on disk."""
 
     keep_last: Annotated[int, Meta(ge=2)] = 3
@@ -104,7 +109,7 @@ class RetentionConfig(Table, frozen=True, kw_only=True):
     """Below this dispatching stops, and says so."""
 
 
-class CoordinatorConfig(Table, frozen=True, kw_only=True):
+class CoordinatorConfig(Record, frozen=True, kw_only=True):
     """The coordinator's rounds."""
 
     poll_s: Seconds = 1.0
@@ -113,7 +118,7 @@ class CoordinatorConfig(Table, frozen=True, kw_only=True):
     """Longest wait without progress before the coordinator says so and fails."""
 
 
-class RolloutConfig(Table, frozen=True, kw_only=True):
+class RolloutConfig(Record, frozen=True, kw_only=True):
     """How episodes are made."""
 
     slots: Positive = 8
@@ -134,7 +139,7 @@ class RolloutConfig(Table, frozen=True, kw_only=True):
     """template: every prompt is rendered afresh, as served models see it, and begins a chain of its own."""
 
 
-class RewardConfig(Table, frozen=True, kw_only=True):
+class RewardConfig(Record, frozen=True, kw_only=True):
     """How episodes are graded."""
 
     slots: Positive = 2
@@ -143,7 +148,7 @@ class RewardConfig(Table, frozen=True, kw_only=True):
     """After one in so many gradings the grader is tried, by the reference or by nothing; 0 is never."""
 
 
-class InferenceConfig(Table, frozen=True, kw_only=True):
+class InferenceConfig(Record, frozen=True, kw_only=True):
     """How engines are kept alive."""
 
     url: str = ""
@@ -157,7 +162,7 @@ class InferenceConfig(Table, frozen=True, kw_only=True):
     poll_s: Seconds = 0.5
 
 
-class LearnerConfig(Table, frozen=True, kw_only=True):
+class LearnerConfig(Record, frozen=True, kw_only=True):
     """The learner's rhythm."""
 
     data_parallel: Positive = 1
@@ -170,7 +175,7 @@ class LearnerConfig(Table, frozen=True, kw_only=True):
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
-class EvalConfig(Table, frozen=True, kw_only=True):
+class EvalConfig(Record, frozen=True, kw_only=True):
     """Held-out evaluation."""
 
     every: Natural = 0
@@ -183,7 +188,7 @@ class EvalConfig(Table, frozen=True, kw_only=True):
     """Label -> settings, for example greedy = {temperature = 0}."""
 
 
-class SftConfig(Table, frozen=True, kw_only=True):
+class SftConfig(Record, frozen=True, kw_only=True):
     """Where a warm start's samples come from."""
 
     source: Literal["demonstrations", "episodes"] = "demonstrations"
@@ -194,14 +199,14 @@ class SftConfig(Table, frozen=True, kw_only=True):
     samples_per_step: Positive = 32
 
 
-class LeaseConfig(Table, frozen=True, kw_only=True):
+class LeaseConfig(Record, frozen=True, kw_only=True):
     """How long the dead count as living."""
 
     beat_s: Seconds = 30.0
     ttl_s: Seconds = 120.0
 
 
-class RunConfig(Table, frozen=True, kw_only=True):
+class RunConfig(Record, frozen=True, kw_only=True):
     """The whole of one run."""
 
     mode: Literal["grpo", "sft", "eval"] = "grpo"
@@ -247,11 +252,15 @@ def read(*paths: Path, overrides: Sequence[str] = ()) -> RunConfig:
             values do not go together; the message names the file and the key.
     """
     tree: dict[str, Any] = {}
-    for path in paths:
-        _merge(tree, _parse(path))
-    for override in overrides:
-        _merge(tree, _parse_override(override))
+    for part in (*map(_parse, paths), *map(_parse_override, overrides)):
+        _merge(tree, part)
     return build(tree, " + ".join(map(str, paths)))
+
+
+def of_words(words: Sequence[str]) -> RunConfig:
+    """`read`, as command lines have it: overrides are the words with an equals sign, files the others."""
+    files = [Path(word) for word in words if "=" not in word]
+    return read(*files, overrides=[word for word in words if "=" in word])
 
 
 def build(tree: dict[str, Any], source: str) -> RunConfig:
@@ -273,7 +282,10 @@ def build(tree: dict[str, Any], source: str) -> RunConfig:
 
 def dump(config: RunConfig) -> dict[str, Any]:
     """The tree that `build` turns into this configuration, every default written out."""
-    return {name: _plain(getattr(config, name)) for name in config.__struct_fields__}
+    return {
+        name: msgspec.to_builtins(plugins.dump(value) if isinstance(value, plugins.Plugin) else value)
+        for name, value in msgspec.structs.asdict(config).items()
+    }
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
@@ -349,10 +361,8 @@ def _parse(path: Path) -> dict[str, Any]:
 def _parse_override(line: str) -> dict[str, Any]:
     key, _, value = line.partition("=")
     for text in (line, f'{key}="{value}"'):  # `model=runs/x` needs no quotes
-        try:
+        with suppress(tomllib.TOMLDecodeError):
             return tomllib.loads(text)
-        except tomllib.TOMLDecodeError:
-            continue
     raise ConfigError(f"override {line!r}: write key=value, for example groups.group_size=8")
 
 
@@ -367,19 +377,9 @@ def _merge(tree: dict[str, Any], update: dict[str, Any]) -> None:
 
 
 def _plugin(kind: type, table: Any) -> Any:
-    if kind not in FAMILIES:
-        raise NotImplementedError(kind)
     if not isinstance(table, dict):
         raise ConfigError(f"[{FAMILIES[kind]}] must be a table with a type")
     return plugins.load(FAMILIES[kind], table)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, LossConfig | OptimizerConfig) or not isinstance(value, plugins.Plugin):
-        if isinstance(value, msgspec.Struct):
-            return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
-        return msgspec.to_builtins(value)
-    return msgspec.to_builtins(plugins.dump(value))
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -94,7 +94,8 @@ def _show(*what: str) -> str:
 
 def diagnose(arguments: argparse.Namespace) -> list[Finding]:
     """All findings for a parsed command line."""
-    config = _configuration(arguments.config)
+    has_files = any("=" not in word for word in arguments.config)
+    config = configuration.of_words(arguments.config) if has_files else None
     tree = configuration.dump(config) if config else {}
     executor, sandbox = tree.get("executor", {}), tree.get("sandbox", {})
     asks = [Ask(name, gpus=arguments.gpus) for name in arguments.partition] or wanted(executor)
@@ -112,11 +113,6 @@ def diagnose(arguments: argparse.Namespace) -> list[Finding]:
         return list(examine(cluster, settle(cluster, asks, arguments.nodes), jobs, bench))
     finally:
         shutil.rmtree(bench.folder, ignore_errors=True)
-
-
-def _configuration(words: Sequence[str]) -> RunConfig | None:
-    files = [Path(word) for word in words if "=" not in word]
-    return configuration.read(*files, overrides=[word for word in words if "=" in word]) if files else None
 
 
 def table(findings: Sequence[Finding]) -> Table:

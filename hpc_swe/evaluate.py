@@ -156,10 +156,9 @@ def configured(run: RunDir, words: Sequence[str]) -> RunConfig:
         if config.mode != "eval":
             raise ConfigError(f"{run.root}: a run of mode {config.mode}, no evaluation; choose another --out")
         return config
-    files = [Path(word) for word in words if "=" not in word]
-    if not files:
+    if all("=" in word for word in words):
         raise ConfigError("no CONFIG.toml; give the files that say which tasks, agent and jobs are meant")
-    config = configuration.read(*files, overrides=[*(word for word in words if "=" in word), *OWN])
+    config = configuration.of_words([*words, *OWN])
     changed = configuration.differences(launch.load(run), config) if run.config.exists() else []
     if changed:
         raise ConfigError(

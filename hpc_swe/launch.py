@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -265,18 +264,15 @@ def _copy_code(run: RunDir) -> None:
         copy.rename(run.code)
 
 
-def _take_tasks(config: RunConfig) -> dict[Split, Sequence[Task]]:
-    wanted, first = config.tasks, config.tasks.eval_from
+def _take_tasks(config: RunConfig) -> dict[Split, list[Task]]:
+    wanted = config.tasks
     if isinstance(config.taskset, Swebench) and not config.taskset.checked:
         log.warning("[taskset] checked is not set: instances are used that nobody has checked")
-    taken: dict[Split, Sequence[Task]] = {
-        "train": list(itertools.islice(config.taskset.load("train"), wanted.train)),
-        "eval": list(itertools.islice(config.taskset.load("eval"), first, first + wanted.eval)),
-    }
+    taken = wanted.take(config.taskset)
     if config.mode == "eval" and not taken["eval"]:
         raise ConfigError(
-            f"tasks.eval = {wanted.eval} (--tasks), tasks.eval_from = {first}: [taskset] has no held-out "
-            "task there; ask for one at least, of those that it has"
+            f"tasks.eval = {wanted.eval} (--tasks), tasks.eval_from = {wanted.eval_from}: [taskset] has no "
+            "held-out task there; ask for one at least, of those that it has"
         )
     for key, asked, found in (("train", wanted.train, taken["train"]), ("eval", wanted.eval, taken["eval"])):
         if len(found) < asked:
@@ -330,8 +326,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _start(arguments: argparse.Namespace) -> None:
-    files = [Path(name) for name in arguments.config if "=" not in name]
-    config = configuration.read(*files, overrides=[name for name in arguments.config if "=" in name])
+    files = [Path(word) for word in arguments.config if "=" not in word]
+    config = configuration.of_words(arguments.config)
     runs = Path(os.environ.get("HPC_SWE_RUNS", "runs"))
     run = RunDir((arguments.run or runs / files[0].stem).absolute())
     if arguments.dry_run:

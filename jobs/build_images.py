@@ -6,7 +6,6 @@ Images that are there already are left alone, so the same command goes on after 
 """
 
 import argparse
-import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -30,10 +29,8 @@ def wanted(config: configuration.RunConfig) -> tuple[Apptainer, list[Problem]]:
     """How sandboxes are opened, and what a run would take, one for each image."""
     if not isinstance(config.taskset, Swebench) or not isinstance(config.sandbox, Apptainer):
         raise ConfigError("images are built for taskset.type = 'swebench' with sandbox.type = 'apptainer'")
-    first = config.tasks.eval_from
-    train = itertools.islice(config.taskset.load("train"), config.tasks.train)
-    held_out = itertools.islice(config.taskset.load("eval"), first, first + config.tasks.eval)
-    tasks = {task.image: task for task in (*train, *held_out)}.values()
+    taken = config.tasks.take(config.taskset)
+    tasks = {task.image: task for task in taken["train"] + taken["eval"]}.values()
     references = config.taskset.references(tasks)
     return config.sandbox, [Problem(task, references[task.task_id]) for task in tasks]
 
@@ -102,9 +99,7 @@ def main() -> None:
     recipe.add_argument("--base", type=Path, help="unpacked base image (default: python-pytest beside them)")
     arguments = parser.parse_intermixed_args()
     try:
-        files = [Path(word) for word in arguments.words if "=" not in word]
-        config = configuration.read(*files, overrides=[word for word in arguments.words if "=" in word])
-        sandbox, problems = wanted(config)
+        sandbox, problems = wanted(configuration.of_words(arguments.words))
         shelf = Shelf(Path(sandbox.images), arguments.keep_leaks)
         source = _source(arguments, sandbox)
         with shelf.alone():

@@ -8,7 +8,6 @@ than they were, and when the host was to blame. `taskset.checked` makes a run ta
 
 import argparse
 import hashlib
-import itertools
 import logging
 import os
 import socket
@@ -241,10 +240,8 @@ def wanted(config: configuration.RunConfig) -> tuple[list[Task], dict[str, str]]
         raise ConfigError(
             f"[taskset] {type(taskset).__name__} gives no references, so its tasks cannot be checked"
         )
-    first = config.tasks.eval_from
-    train = itertools.islice(taskset.load("train"), config.tasks.train)
-    held_out = itertools.islice(taskset.load("eval"), first, first + config.tasks.eval)
-    tasks = [*train, *held_out]
+    taken = config.tasks.take(taskset)
+    tasks = taken["train"] + taken["eval"]
     return tasks, taskset.references(tasks)
 
 
@@ -326,8 +323,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="tasks at a time")
     arguments = parser.parse_intermixed_args()
     try:
-        files = [Path(word) for word in arguments.words if "=" not in word]
-        config = configuration.read(*files, overrides=[word for word in arguments.words if "=" in word])
+        config = configuration.of_words(arguments.words)
         tasks, references = wanted(config)
         config.sandbox.check()
         images = Path(config.sandbox.images) if isinstance(config.sandbox, Apptainer) else None

@@ -61,14 +61,12 @@ class Demo:
     def stage(self, name: str, model: Path, *more: str) -> RunDir:
         """Run one stage to its end, unless an earlier start of the demo did; returns its run folder."""
         run = RunDir((self.root / name).absolute())
-        files = ["demo", *(word for word in more if "=" not in word)]
-        paths = [Path("configs") / f"{file}.toml" for file in files]
-        paths += [Path(word) for word in self.overrides if "=" not in word]
-        words = [f"seed={self.seed}", f'model="{model.absolute()}"']
-        words += [word for word in (*more, *self.overrides) if "=" in word]
-        config = configuration.read(*paths, overrides=words)
+        words = [f"configs/{word}.toml" for word in ("demo", *more) if "=" not in word]
+        words += [f"seed={self.seed}", f'model="{model.absolute()}"']
+        words += [*(word for word in more if "=" in word), *self.overrides]
+        config = configuration.of_words(words)
         if isinstance(config.executor, Local):
-            config = configuration.read(*paths, overrides=[*words, "executor.foreground=true"])
+            config = configuration.of_words([*words, "executor.foreground=true"])
         if not run.finished.exists():
             launch.start(run, config)
             _watch(name, run, config)

@@ -31,10 +31,8 @@ def line(config: RunConfig) -> str:
 
 def main() -> int:
     """The command line."""
-    words = sys.argv[1:]
-    files = [Path(word) for word in words if "=" not in word]
     try:
-        print(line(configuration.read(*files, overrides=[word for word in words if "=" in word])))
+        print(line(configuration.of_words(sys.argv[1:])))
     except HpcSweError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeVar, runtime
 
 from msgspec import Meta
 
-from hpc_swe.plugins import Plugin
-from hpc_swe.records import Batch, TensorInfo
+from hpc_swe.records import Batch, Record, TensorInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class LossConfig(Plugin, frozen=True, kw_only=True):
+class LossConfig(Record, frozen=True, kw_only=True):
     """The objective; roles/learner/loss.py has the formulas."""
 
     objective: Literal["sampler_ratio", "decoupled", "sft"] = "sampler_ratio"
@@ -36,7 +35,7 @@ class LossConfig(Plugin, frozen=True, kw_only=True):
     """Weight of the KL to the reference, the initial weights."""
 
 
-class OptimizerConfig(Plugin, frozen=True, kw_only=True):
+class OptimizerConfig(Record, frozen=True, kw_only=True):
     """AdamW as Megatron runs it; vectors such as norms and biases do not decay."""
 
     lr: Annotated[float, Meta(ge=0)] = 1e-6
@@ -81,11 +80,9 @@ class Objective(Protocol):
         The policy adds losses and sums over microbatches and data-parallel ranks, takes the largest
         of the maxima, and divides nothing.
         """
-        ...
 
     def metrics(self, sums: Sequence[float], maxima: Sequence[float]) -> dict[str, float]:
         """Named numbers from the statistics of the whole step."""
-        ...
 
 
 class Ranks(Protocol):
@@ -98,11 +95,9 @@ class Ranks(Protocol):
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank."""
-        ...
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value in order of ranks, on every rank."""
-        ...
 
 
 class Learner(Protocol):
@@ -116,12 +111,10 @@ class Learner(Protocol):
     @property
     def ranks(self) -> Ranks:
         """The processes that train together."""
-        ...
 
     @property
     def step(self) -> int:
         """Optimizer steps taken."""
-        ...
 
     def train(self, batch: Batch, objective: Objective) -> dict[str, float]:
         """One optimizer step; metrics are the same on every rank.
@@ -130,27 +123,21 @@ class Learner(Protocol):
             FloatingPointError: Loss or gradient is not finite; this learner must not be used any more.
             ProtocolError: The batch is not for this rank, or trains a token that nothing precedes.
         """
-        ...
 
     def logprobs(self, token_ids: list[int]) -> list[float]:
         """Log-probabilities of tokens 1 .. of one text."""
-        ...
 
     def export(self, folder: Path) -> dict[str, TensorInfo]:
         """Write Hugging Face files into an empty folder, every rank its share; returns its tensors."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write a distributed checkpoint into an empty folder."""
-        ...
 
     def load(self, folder: Path) -> None:
         """Resume from a checkpoint, saved at any tensor-parallel size."""
-        ...
 
     def close(self) -> None:
         """Leave the process group."""
-        ...
 
 
 @runtime_checkable
@@ -167,4 +154,3 @@ class Policy(Protocol):
         Raises:
             ConfigError: The model cannot be trained as configured.
         """
-        ...
