@@ -189,11 +189,6 @@ class Drawing:
             writer.flush()
 
 
-def draw(run: RunDir) -> None:
-    """Draw all curves of a run anew."""
-    Drawing(run).update()
-
-
 def _parse(path: Path, text: bytes) -> MetricLine | None:
     try:
         return msgspec.json.decode(text, type=MetricLine)

@@ -1,8 +1,7 @@
 """What crosses a process boundary. Nothing else does.
 
-Every record is frozen, has no behaviour beyond derived properties, and names its units. Token
-arrays are little-endian bytes, int32 or float32, so that thirty thousand tokens decode in
-microseconds; `ids` and `floats` pack them, and a property of each record gives the numpy view.
+Every record is frozen and names its units. Token arrays are little-endian bytes, int32 or float32, so that
+thirty thousand tokens decode in microseconds: `ids` and `floats` pack, `id_array` and `float_array` view.
 
 Each stage adds a record and fills in no other's fields:
 Task, RolloutRequest -> Episode(Turn...) -> ScoredEpisode(Score) -> Sample -> MicroBatch -> Batch.
@@ -20,6 +19,7 @@ Ids = Annotated[bytes, Meta(description="int32, little endian")]
 Floats = Annotated[bytes, Meta(description="float32, little endian")]
 Split = Literal["eval", "train"]
 Role = Literal["coordinator", "rollout", "reward", "inference", "learner"]
+Outcome = Literal["resolved", "unresolved", "no_submission", "cheated", "infra_error"]
 IdArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 
@@ -265,7 +265,7 @@ class Episode(Record, frozen=True, kw_only=True):
 class Score(Record, frozen=True, kw_only=True):
     """What a grader says of one episode."""
 
-    outcome: Literal["resolved", "unresolved", "no_submission", "cheated", "infra_error"]
+    outcome: Outcome
     reward: float | None
     """None exactly when the outcome is ``infra_error``."""
     passed: list[str] = []

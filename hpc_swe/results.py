@@ -19,11 +19,11 @@ from hpc_swe import statistics
 from hpc_swe.config import RunConfig
 from hpc_swe.errors import ConfigError, boundary
 from hpc_swe.plugins.graders.base import Official, Verdict
-from hpc_swe.records import Record, RunManifest, Sampling, Score, Task
+from hpc_swe.records import Outcome, Record, RunManifest, Sampling, Score, Task
 from hpc_swe.rundir import RunDir
-from hpc_swe.statistics import Estimate, Outcomes
+from hpc_swe.statistics import Estimate
 from hpc_swe.store import atomic, evals, tasks
-from hpc_swe.store.evals import Attempt, Outcome
+from hpc_swe.store.evals import Attempt
 
 STAGES = ("episode", "sandbox", "engine", "tools", "grading", "queue")
 
@@ -248,12 +248,9 @@ def _labels(attempts: Sequence[Attempt]) -> list[str]:
     return list(dict.fromkeys(attempt.sampling for attempt in attempts))
 
 
-def _on(shared: set[str], attempts: Sequence[Attempt], label: str) -> Outcomes:
-    return {t: solved for t, solved in statistics.outcomes(attempts, label).items() if t in shared}
-
-
 def _comparison(label: str, *both: Finished, shared: set[str]) -> Comparison:
-    before, after = (_on(shared, one.attempts, label) for one in both)
+    solved = (statistics.outcomes(one.attempts, label) for one in both)
+    before, after = ({task: one[task] for task in one if task in shared} for one in solved)
     was, now = (msgspec.structs.asdict(one.decodings[label]) for one in both)
     changes = [math.fsum(after[t]) / len(after[t]) - math.fsum(before[t]) / len(before[t]) for t in before]
     return Comparison(
@@ -271,7 +268,8 @@ def _comparison(label: str, *both: Finished, shared: set[str]) -> Comparison:
 def shown(summary: Summary) -> Iterator[RenderableType]:
     """For people."""
     ways = summary.decodings
-    shares = sorted({k for found in ways.values() for k in found.pass_at if _is_told(k, found)})
+    told = (found.pass_at for found in ways.values())
+    shares = sorted({k for pass_at in told for k in pass_at if k.bit_count() == 1 or k == max(pass_at)})
     columns = [*(f"pass@{k}" for k in shares), "detectable gain"]
     rates = _table(f"{summary.name}: {summary.tasks} tasks [95 % interval over tasks]", columns)
     kinds = [kind for kind in get_args(Outcome) if any(kind in found.outcomes for found in ways.values())]
@@ -294,10 +292,6 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     return table
-
-
-def _is_told(k: int, found: Decoding) -> bool:
-    return k.bit_count() == 1 or k == max(found.pass_at)
 
 
 def shown_beside(other: str, found: dict[str, Comparison]) -> Iterator[RenderableType]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from hpc_swe.store.evals import Attempt
 
 DRAWS = 10_000
+POWER, LEVEL = 0.8, 0.05
 ROUNDING = 1e-9  # differences of means that are the same
 Outcomes = Mapping[str, Sequence[float]]
 """Task id -> one number per episode, 1 where it was resolved."""
@@ -40,31 +41,30 @@ def outcomes(attempts: Iterable[Attempt], sampling: str) -> dict[str, list[float
     return found
 
 
-def solve_rate(outcomes: Outcomes, seed: int = 0) -> Estimate:
+def solve_rate(outcomes: Outcomes) -> Estimate:
     """Mean over tasks of each task's mean. Source: Efron and Tibshirani 1993, chapter 13."""
-    return _bootstrap(np.array([np.mean(outcomes[task]) for task in sorted(outcomes)]), seed)
+    return _bootstrap(np.array([np.mean(outcomes[task]) for task in sorted(outcomes)]))
 
 
-def pass_rate(outcomes: Outcomes, k: int, seed: int = 0) -> Estimate:
+def pass_rate(outcomes: Outcomes, k: int) -> Estimate:
     """Mean over tasks of the unbiased chance that one of k episodes is resolved."""
     found = [pass_at_k(len(outcomes[task]), round(sum(outcomes[task])), k) for task in sorted(outcomes)]
-    return _bootstrap(np.array(found), seed)
+    return _bootstrap(np.array(found))
 
 
-def gain(before: Outcomes, after: Outcomes, seed: int = 0) -> Estimate:
+def gain(before: Outcomes, after: Outcomes) -> Estimate:
     """Mean difference after - before, paired by task."""
-    return _bootstrap(_differences(before, after), seed)
+    return _bootstrap(_differences(before, after))
 
 
-def detectable(outcomes: Outcomes, power: float = 0.8, level: float = 0.05) -> float:
-    """Smallest paired gain that so many tasks would show with this power, for independent halves."""
-    means = np.array([np.mean(outcomes[task]) for task in outcomes])
-    return _smallest(means * np.sqrt(2.0), power, level)
+def detectable(outcomes: Outcomes) -> float:
+    """Smallest paired gain that so many tasks would show with POWER, for independent halves."""
+    return _smallest(np.array([np.mean(outcomes[task]) for task in outcomes]) * np.sqrt(2.0))
 
 
-def detectable_gain(before: Outcomes, after: Outcomes, power: float = 0.8, level: float = 0.05) -> float:
+def detectable_gain(before: Outcomes, after: Outcomes) -> float:
     """The same of two evaluations that are there, from the spread of their differences by task."""
-    return _smallest(_differences(before, after), power, level)
+    return _smallest(_differences(before, after))
 
 
 def pass_at_k(episodes: int, resolved: int, k: int) -> float:
@@ -80,7 +80,7 @@ def _differences(before: Outcomes, after: Outcomes) -> NDArray[np.float64]:
     return np.array([np.mean(after[task]) - np.mean(before[task]) for task in sorted(before)])
 
 
-def _smallest(values: NDArray[np.float64], power: float, level: float) -> float:
+def _smallest(values: NDArray[np.float64]) -> float:
     """Mean of such values that a two-sided test tells from 0; nothing is certain of a single task.
 
     Tasks that are all alike show no spread, but one in 3/n may yet differ unseen. Source: Hanley and
@@ -92,12 +92,12 @@ def _smallest(values: NDArray[np.float64], power: float, level: float) -> float:
         return min(1.0, 3 / len(values))
     normal = NormalDist()
     error: float = np.std(values, ddof=1).item() / len(values) ** 0.5
-    return error * (normal.inv_cdf(1 - level / 2) + normal.inv_cdf(power))
+    return error * (normal.inv_cdf(1 - LEVEL / 2) + normal.inv_cdf(POWER))
 
 
-def _bootstrap(values: NDArray[np.float64], seed: int) -> Estimate:
+def _bootstrap(values: NDArray[np.float64]) -> Estimate:
     if not len(values):
         raise ValueError("no task was evaluated")
-    picks = np.random.default_rng(seed).integers(0, len(values), (DRAWS, len(values)))
+    picks = np.random.default_rng(0).integers(0, len(values), (DRAWS, len(values)))
     low, high = np.percentile(values[picks].mean(axis=1), [2.5, 97.5])
     return Estimate(float(values.mean()), float(low), float(high))

@@ -58,7 +58,7 @@ def storage(path: Path) -> Iterator[None]:
         raise
 
 
-def write(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o600) -> None:
+def write(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Publish `data` at `path` so that no reader on any node sees part of it.
 
     The fsync is not for power cuts: a Lustre client that dies with dirty pages would leave a renamed
@@ -70,7 +70,7 @@ def write(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o600) -
     name = temporary(path)
     with storage(path):
         try:
-            with os.fdopen(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            with os.fdopen(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(data)
                 file.flush()
                 if durable:

@@ -4,17 +4,16 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Literal, get_type_hints
+from typing import get_type_hints
 
 import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hpc_swe.errors import CorruptRecord
-from hpc_swe.records import Message, Record
+from hpc_swe.records import Message, Outcome, Record
 from hpc_swe.store import atomic
 
-Outcome = Literal["resolved", "unresolved", "no_submission", "cheated", "infra_error"]
 TEXTS = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
 

@@ -1,7 +1,7 @@
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hpc_swe.metrics import METRICS, Drawing, Log, draw, meaning
+from hpc_swe.metrics import METRICS, Drawing, Log, meaning
 from hpc_swe.rundir import RunDir
 
 
@@ -21,7 +21,7 @@ def curves(run):
 def test_lines_of_all_writers_become_curves(run):
     Log(run.metric_log("a")).write(0, {"reward/mean": 0.5})
     Log(run.metric_log("b")).write(0, {"learner/loss": 2.0})
-    draw(run)
+    Drawing(run).update()
     assert curves(run) == {"reward/mean": [(0, 0.5)], "learner/loss": [(0, 2.0)]}
 
 
@@ -47,17 +47,17 @@ def test_a_step_trained_again_after_a_restart_is_one_point_and_the_later_wins(ru
     drawing.update()
     expected = [(0, 1), (1, 1), (2, 2), (3, 2), (4, 2), (5, 2)]
     assert curves(run) == {"learner/loss": expected}
-    draw(run)
+    Drawing(run).update()
     assert curves(run) == {"learner/loss": expected}
 
 
 def test_the_view_may_be_deleted(run):
     Log(run.metric_log("a")).write(3, {"reward/mean": 0.5})
-    draw(run)
+    Drawing(run).update()
     before = curves(run)
     for path in run.tensorboard.iterdir():
         path.unlink()
-    draw(run)
+    Drawing(run).update()
     assert curves(run) == before
 
 
@@ -78,7 +78,7 @@ def test_a_line_that_is_being_written_waits_and_a_broken_one_is_skipped(run, cap
 def test_numbers_that_are_not_finite_are_left_out_and_said(run, caplog):
     log = Log(run.metric_log("a"))
     log.write(4, {"reward/mean": float("nan"), "reward/std": 1.0})
-    draw(run)
+    Drawing(run).update()
     assert curves(run) == {"reward/std": [(4, 1)]}
     assert "not finite at step 4: reward/mean" in caplog.text
 

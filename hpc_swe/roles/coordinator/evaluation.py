@@ -15,7 +15,7 @@ import msgspec
 from hpc_swe import statistics
 from hpc_swe.config import EvalConfig
 from hpc_swe.metrics import Log
-from hpc_swe.records import Episode, RolloutRequest
+from hpc_swe.records import Episode, Outcome, RolloutRequest
 from hpc_swe.roles.coordinator.collect import Intake
 from hpc_swe.roles.coordinator.dispatch import request
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, Member, failure
@@ -23,7 +23,7 @@ from hpc_swe.roles.coordinator.housekeeping import Standing, World
 from hpc_swe.roles.coordinator.samples import sampled_tokens
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, evals
-from hpc_swe.store.evals import Attempt, Outcome
+from hpc_swe.store.evals import Attempt
 
 SHARE = 4  # beside training, evaluation holds at most every fourth slot
 OUTSTANDING = 512  # requests at once in a run of its own: no folder shall hold thousands
