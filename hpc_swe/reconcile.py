@@ -89,7 +89,7 @@ def decide(wanted: int, jobs: Sequence[Job], newest: Entry) -> Decision:
 
 
 def failures(
-    histories: Sequence[History], endings: Mapping[str, str], living: Collection[int] = ()
+    histories: Sequence[History], endings: Mapping[str, str], living: Collection[int]
 ) -> list[History]:
     """The submissions that came to nothing, newest first, back to the last one that did not.
 

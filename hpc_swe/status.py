@@ -160,14 +160,14 @@ def _ask(run: RunDir, config: RunConfig) -> Queue:
         history = ledger.history(run, role, reconcile.GENERATIONS)
         if history:
             submitted[role] = max(0.0, time.time() - history[-1][1].at)
-        if running[role] < count:
-            failures += _failure(run, role, history)
+        if running[role] < count and not silence:
+            living = {job.submission for job in jobs if job.role == role}
+            failures += _failure(run, role, reconcile.failures(history, {}, living))
     return Queue(jobs, silence, submitted, failures)
 
 
-def _failure(run: RunDir, role: Role, history: Sequence[reconcile.History]) -> list[str]:
+def _failure(run: RunDir, role: Role, failed: Sequence[reconcile.History]) -> list[str]:
     """Of the last submission that came to nothing: what its jobs and their log say."""
-    failed = reconcile.failures(history, {})
     if not failed:
         return []
     _, submitted, started = failed[0]

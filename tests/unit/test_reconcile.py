@@ -97,7 +97,7 @@ def started(code=1, seconds=3.0, at=0.0):
     ],
 )
 def test_failures_in_a_row(said, endings, count):
-    assert len(failures(histories(said), endings)) == count
+    assert len(failures(histories(said), endings, ())) == count
 
 
 def test_submission_of_which_a_job_lives_has_not_failed():

@@ -186,6 +186,13 @@ class Mute(Local, frozen=True, kw_only=True):
         raise SchedulerError("squeue: Unable to contact slurm controller")
 
 
+class Busy(Local, frozen=True, kw_only=True):
+    """A scheduler in which the third submission waits."""
+
+    def queue(self, run):
+        return [Job("reward", "377", 3, "waiting", "Priority")]
+
+
 @pytest.fixture
 def run(tmp_path):
     made = RunDir(tmp_path / "run")
@@ -246,6 +253,14 @@ def test_failed_submissions_say_what_their_jobs_and_logs_said(run, read):
     assert "error: logs/reward/377_0_log.out: error: [grader] no pytest" in text
 
 
+def test_failures_before_a_submission_that_waits_are_no_error(run, read):
+    publish(run)
+    for number, codes in ((1, [1]), (2, [1]), (3, [])):
+        submitted(run, "reward", number, f"{number}77", *codes)
+    assert Reader(run, read(executor='executor={type="test_status:Busy"}')).look().queue.failures == []
+    assert len(Reader(run, read()).look().queue.failures) == 1
+
+
 def test_submission_that_drained_is_no_failure(run, read):
     publish(run)
     submitted(run, "reward", 1, "77:1", 0)
@@ -268,7 +283,7 @@ def test_watching_asks_the_scheduler_no_more_than_every_fifteen_seconds(run, rea
 
 def test_status_of_what_is_no_run_is_one_line(tmp_path):
     line = [sys.executable, "-m", "hpc_swe.status", str(tmp_path)]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=180)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert "no run here" in done.stderr
@@ -290,6 +305,6 @@ def test_watch_ends_with_the_run_and_survives_a_report_that_does_not_decode(tmp_
     time.sleep(2.0)
     publish(run, step=48, waits_for="")
     run.finished.touch()
-    text, _ = watcher.communicate(timeout=60)
+    text, _ = watcher.communicate(timeout=180)
     assert watcher.returncode == 0
     assert "step 48/48" in text
