@@ -20,6 +20,7 @@ from hpc_swe import config as configuration
 from hpc_swe import reconcile
 from hpc_swe.config import RunConfig
 from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError, SchedulerError, StaleRun, StorageError
+from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.tasksets.base import Referenced
 from hpc_swe.plugins.tasksets.swebench import Swebench
 from hpc_swe.reconcile import Plan
@@ -266,9 +267,11 @@ def _copy_code(run: RunDir) -> None:
 
 def _take_tasks(config: RunConfig) -> dict[Split, list[Task]]:
     wanted = config.tasks
+    taken = wanted.take(config.taskset)
     if isinstance(config.taskset, Swebench) and not config.taskset.checked:
         log.warning("[taskset] checked is not set: instances are used that nobody has checked")
-    taken = wanted.take(config.taskset)
+    elif isinstance(config.taskset, Swebench) and isinstance(config.sandbox, Apptainer):
+        config.taskset.require_images([*taken["train"], *taken["eval"]], Path(config.sandbox.images))
     if config.mode == "eval" and not taken["eval"]:
         raise ConfigError(
             f"tasks.eval = {wanted.eval} (--tasks), tasks.eval_from = {wanted.eval_from}: [taskset] has no "

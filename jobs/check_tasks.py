@@ -7,7 +7,6 @@ than they were, and when the host was to blame. `taskset.checked` makes a run ta
 """
 
 import argparse
-import hashlib
 import logging
 import os
 import socket
@@ -166,22 +165,11 @@ class Checker:
             return judge(task, submission, sandboxes)
 
     def _image(self, task: Task) -> str:
-        """Of its manifest; of an image from elsewhere, its size and age."""
-        if self.images is None:
-            return ""
-        try:
-            return _digest((self.images / f"{task.image}.json").read_bytes())
-        except OSError:
-            found = [
-                path
-                for path in (self.images / f"{task.image}.sif", self.images / task.image)
-                if path.exists()
-            ]
-            return _digest([(path.stat().st_size, path.stat().st_mtime_ns) for path in found])
+        return "" if self.images is None else _checked.image_digest(self.images, task.image)
 
     def _settings(self, task: Task, reference: str) -> str:
         grader = plugins.dump(self.grader) if isinstance(self.grader, plugins.Plugin) else {}
-        return _digest((grader, task.base_commit, task.files, task.tests, reference))
+        return _checked.digest((grader, task.base_commit, task.files, task.tests, reference))
 
 
 def judged(gold: Sequence[Score], empty: Sequence[Score]) -> tuple[Kind, str]:
@@ -209,10 +197,6 @@ def _medians(seconds: Sequence[Seconds]) -> Seconds | None:
     if not seconds:
         return None
     return Seconds(**{name: round(median(getattr(one, name) for one in seconds), 3) for name in COLUMNS})
-
-
-def _digest(told: object) -> str:
-    return hashlib.sha256(msgspec.json.encode(told, order="sorted")).hexdigest()[:16]
 
 
 def _bare_s(task: Task, reference: str, sandboxes: Sandboxes) -> float:

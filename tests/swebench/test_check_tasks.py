@@ -1,5 +1,6 @@
 """Every task is tried before it is trained on: verdicts tell why, and keep what is unfit out of a run."""
 
+import contextlib
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ from toy import BROKEN, RECIPES, UNITTESTS, gold, patch, row, taskset, write_row
 
 from hpc_swe import config as configuration
 from hpc_swe import launch
-from hpc_swe.errors import ConfigError, CorruptRecord, StorageError
+from hpc_swe.errors import ConfigError, CorruptRecord, SchedulerError, StorageError
 from hpc_swe.plugins.graders.pytest import Pytest
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.sandboxes.process import Process
@@ -80,7 +81,7 @@ def check(folder: Path, repository: Path, *more: str) -> subprocess.CompletedPro
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
 
 
@@ -137,7 +138,7 @@ def test_a_check_that_was_killed_goes_on_where_it_was(repository, tmp_path):
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (out.exists() and out.read_bytes().count(b"\n") >= 2) and time.monotonic() < deadline:
         assert process.poll() is None, "ended by itself"
         time.sleep(0.02)
@@ -205,26 +206,52 @@ def test_a_run_takes_what_is_usable_and_says_what_it_left_out(tmp_path, caplog):
         list(taskset(path, checked=str(tmp_path / "nowhere")).load("train"))
 
 
+def configured(rows: Path, *words: str) -> configuration.RunConfig:
+    """A run of rows beside which a model lies, without processes."""
+    for name in ("config.json", "tokenizer.json"):
+        (rows.parent / name).write_text("{}")
+    recipe = json.dumps(RECIPES["toy/unittest"]).replace(": ", " = ")
+    overrides = [
+        *(f"counts.{role}=0" for role in ("coordinator", "inference", "learner", "rollout", "reward")),
+        f"model={rows.parent}",
+        f'taskset.train={{rows="{rows}", ids=""}}',
+        'taskset.eval={rows="", ids=""}',
+        f'taskset.recipes={{"toy/unittest"={recipe}}}',
+    ]
+    return configuration.read(ROOT / "configs/swebench.toml", overrides=[*overrides, *words])
+
+
+def test_a_run_refuses_an_image_that_was_built_again_since_its_check(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", row("unittest", "b" * 40))
+    (task,) = taskset(path).load("train")
+    (tmp_path / f"{task.image}.json").write_text("{}")
+    verdict = _checked.Verdict(
+        task_id=task.task_id,
+        verdict="usable",
+        image=task.image,
+        image_digest=_checked.image_digest(tmp_path, task.image),
+        settings="",
+    )
+    _checked.append(tmp_path / "checked.jsonl", verdict)
+    config = configured(
+        path,
+        'executor={type="slurm"}',  # on whose nodes the sandbox is checked
+        f"sandbox.images={tmp_path}",
+        f"taskset.checked={tmp_path}/checked.jsonl",
+    )
+    (tmp_path / f"{task.image}.json").write_text("{} ")
+    with pytest.raises(ConfigError, match=rf"^{task.task_id}: .*another image.*jobs.check_tasks CONFIG"):
+        launch.start(RunDir(tmp_path / "run"), config)
+    (tmp_path / f"{task.image}.json").write_text("{}")
+    with contextlib.suppress(SchedulerError):
+        launch.start(RunDir(tmp_path / "run"), config)
+    assert RunDir(tmp_path / "run").tasks.exists()
+
+
 def test_no_reference_is_where_a_rollout_worker_looks(tmp_path, caplog):
     """The agent is shown what its worker holds: the tasks of the run."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
     path = write_rows(tmp_path / "rows.jsonl", row("unittest", "b" * 40))
-    counts = [f"counts.{role}=0" for role in ("coordinator", "inference", "learner", "rollout", "reward")]
-    recipe = json.dumps(RECIPES["toy/unittest"]).replace(": ", " = ")
-    config = configuration.read(
-        ROOT / "configs/swebench.toml",
-        overrides=[
-            *counts,
-            f"model={tmp_path}/model",
-            'sandbox={type="process"}',
-            'executor={type="local"}',
-            f'taskset.train={{rows="{path}", ids=""}}',
-            'taskset.eval={rows="", ids=""}',
-            f'taskset.recipes={{"toy/unittest"={recipe}}}',
-        ],
-    )
+    config = configured(path, 'executor={type="local"}', 'sandbox={type="process"}')
     run = RunDir(tmp_path / "run")
     launch.start(run, config)
     (task,) = tasks.read(run.tasks)["train"]

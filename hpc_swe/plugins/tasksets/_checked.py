@@ -1,5 +1,6 @@
 """The verdicts of jobs/check_tasks.py: one line a check, of which a task's last counts."""
 
+import hashlib
 import logging
 import os
 from pathlib import Path
@@ -69,6 +70,20 @@ def read(path: Path) -> dict[str, Verdict]:
             raise ConfigError(f"{path}:{number}: {error}; take the line out, or check anew") from None
         found[verdict.task_id] = verdict
     return found
+
+
+def digest(told: object) -> str:
+    """Of a few values."""
+    return hashlib.sha256(msgspec.json.encode(told, order="sorted")).hexdigest()[:16]
+
+
+def image_digest(images: Path, name: str) -> str:
+    """Of an image's manifest; of an image from elsewhere, its size and age; empty when there is none."""
+    try:
+        return digest((images / f"{name}.json").read_bytes())
+    except OSError:
+        found = [path.stat() for path in (images / f"{name}.sif", images / name) if path.exists()]
+        return digest([(stat.st_size, stat.st_mtime_ns) for stat in found]) if found else ""
 
 
 def create(path: Path) -> None:

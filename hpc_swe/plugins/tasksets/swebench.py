@@ -58,7 +58,7 @@ class Swebench(Plugin, frozen=True, kw_only=True):
     checked: str = ""
     """File of jobs/check_tasks.py: only instances that it calls usable are taken; empty takes all.
 
-    Loading compares images' names only: check again after images, tests or the grader have changed.
+    `launch` compares images' names and manifests: check again after rows or the grader have changed.
     """
     recipes: dict[str, Recipe] = {}
     """Repository -> how its tests are called, for rows without an eval script; Verified's are known."""
@@ -86,6 +86,16 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         """The column ``patch``."""
         rows = self._selected("train") | self._selected("eval")
         return {task.task_id: rows[task.task_id][1].patch for task in tasks}
+
+    def require_images(self, tasks: Iterable[Task], images: Path) -> None:
+        """Raise ConfigError for an image in the folder that is another than was checked."""
+        verdicts = _checked.read(Path(self.checked))
+        for task in tasks:
+            if _checked.image_digest(images, task.image) not in ("", verdicts[task.task_id].image_digest):
+                raise ConfigError(
+                    f"{task.task_id}: {images / task.image} is another image than taskset.checked = "
+                    f"{self.checked!r} speaks of: run python -m jobs.check_tasks CONFIG --out {self.checked}"
+                )
 
     def _usable(self, split: Split, rows: dict[str, tuple[str, Row]]) -> dict[str, tuple[str, Row]]:
         verdicts = _checked.read(Path(self.checked))
