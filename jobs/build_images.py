@@ -12,17 +12,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, HpcSweError, StorageError
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.tasksets.swebench import Swebench
 from jobs.images.shelf import Problem, Shelf
-from jobs.images.sources import Pulled, Recipe, Source
-
-console = Console()
+from jobs.images.sources import Built, ImageSource, Pulled
+from jobs.screen import bars, console, say
 
 
 def wanted(config: configuration.RunConfig) -> tuple[Apptainer, list[Problem]]:
@@ -35,15 +31,14 @@ def wanted(config: configuration.RunConfig) -> tuple[Apptainer, list[Problem]]:
     return config.sandbox, [Problem(task, references[task.task_id]) for task in tasks]
 
 
-def run(shelf: Shelf, source: Source, problems: Sequence[Problem], jobs: int) -> int:
+def run(shelf: Shelf, source: ImageSource, problems: Sequence[Problem], jobs: int) -> int:
     """Build what is missing, under a progress bar; the number of images that failed.
 
     Raises:
         StorageError: The disk is full; no further image was begun.
     """
     failed = 0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, ThreadPoolExecutor(jobs) as pool:
+    with bars() as progress, ThreadPoolExecutor(jobs) as pool:
         bar = progress.add_task("images", total=len(problems))
         futures = {pool.submit(shelf.build, source, problem): problem.task for problem in problems}
         try:
@@ -58,23 +53,21 @@ def run(shelf: Shelf, source: Source, problems: Sequence[Problem], jobs: int) ->
                     ) from None
                 except HpcSweError as error:
                     failed += 1
-                    progress.console.print(
-                        f"{task.task_id}: {error}", markup=False, highlight=False, soft_wrap=True
-                    )
+                    say(f"{task.task_id}: {error}")
                 progress.update(bar, description=task.image, advance=1)
         finally:
             pool.shutdown(cancel_futures=True)
     return failed
 
 
-def _source(arguments: argparse.Namespace, sandbox: Apptainer) -> Source:
+def _source(arguments: argparse.Namespace, sandbox: Apptainer) -> ImageSource:
     images = Path(sandbox.images)
     if arguments.source:
         return Pulled(arguments.source, sandbox)
     if not arguments.repository or not arguments.requirements:
         raise ConfigError("say where images come from: --from, or --repository with --requirements")
     base = arguments.base or images / "python-pytest"
-    return Recipe(images, base, arguments.repository, arguments.requirements, arguments.wheels)
+    return Built(images, base, arguments.repository, arguments.requirements, arguments.wheels)
 
 
 def main() -> None:
@@ -105,7 +98,7 @@ def main() -> None:
         with shelf.alone():
             failed = run(shelf, source, problems, max(1, arguments.jobs))
     except HpcSweError as error:
-        console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        say(f"error: {error}")
         sys.exit(error.exit_code)
     console.print(f"{len(problems) - failed} of {len(problems)} images are in {shelf.images}")
     sys.exit(1 if failed else 0)

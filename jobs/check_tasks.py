@@ -22,7 +22,6 @@ from statistics import median
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from hpc_swe import config as configuration
@@ -38,15 +37,14 @@ from hpc_swe.plugins.tasksets._checked import Kind, Seconds, Verdict
 from hpc_swe.plugins.tasksets.base import Referenced
 from hpc_swe.plugins.tasksets.swebench import Swebench
 from hpc_swe.records import Score, Task
+from jobs.screen import bars, console, say
 
 COLUMNS = ("open", "apply", "tests", "judge", "bare", "overhead")
 STEP_S = 120.0
 
-console = Console()
-
 
 @dataclass
-class Stopwatch(Sandboxes):
+class Clocked(Sandboxes):
     """Sandboxes of one grading, and where its time goes: the last command of a sandbox is its tests."""
 
     sandboxes: Sandboxes
@@ -69,7 +67,7 @@ class Stopwatch(Sandboxes):
         """As the sandboxes' own."""
         asked = time.monotonic()
         with self.sandboxes.open(task) as sandbox:
-            clocked, opened = _Clocked(sandbox), time.monotonic()
+            clocked, opened = _ClockedSandbox(sandbox), time.monotonic()
             yield clocked
             done = time.monotonic()
         self.open_s += opened - asked + time.monotonic() - done
@@ -78,7 +76,7 @@ class Stopwatch(Sandboxes):
 
 
 @dataclass
-class _Clocked(Sandbox):
+class _ClockedSandbox(Sandbox):
     sandbox: Sandbox
     began: float = field(default_factory=time.monotonic)
     ended: float = field(default_factory=time.monotonic)
@@ -126,7 +124,7 @@ class Checker:
         kind: Kind = "broken"
         try:
             for _ in range(self.runs):
-                watch = Stopwatch(self.sandboxes)
+                watch = Clocked(self.sandboxes)
                 began = time.monotonic()
                 with boundary(EpisodeError, "grade"):  # whatever a parser of swebench's raises at this task
                     gold.append(self._grade(task, reference, watch))
@@ -244,8 +242,7 @@ def run(
         for task in tasks
         if not checker.is_known(task, references[task.task_id], verdicts.get(task.task_id))
     ]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, ThreadPoolExecutor(jobs) as pool:
+    with bars() as progress, ThreadPoolExecutor(jobs) as pool:
         bar = progress.add_task("tasks", total=len(tasks), completed=len(tasks) - len(todo))
         futures = [pool.submit(checker.check, task, references[task.task_id]) for task in todo]
         try:
@@ -281,9 +278,7 @@ def _tell(verdicts: Sequence[Verdict], out: Path) -> None:
     wide.print(table(verdicts))
     for one in verdicts:
         if one.verdict != "usable":
-            console.print(
-                f"{one.task_id}: {one.verdict}: {one.reason}", markup=False, highlight=False, soft_wrap=True
-            )
+            say(f"{one.task_id}: {one.verdict}: {one.reason}")
     over = [one.seconds.overhead for one in verdicts if one.seconds]
     if over:
         console.print(
@@ -314,7 +309,7 @@ def main() -> None:
         checker = Checker(config.grader, Watched(config.sandbox), max(1, arguments.runs), images)
         verdicts = run(checker, tasks, references, arguments.out, max(1, arguments.jobs))
     except HpcSweError as error:
-        console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        say(f"error: {error}")
         sys.exit(error.exit_code)
     _tell(verdicts, arguments.out)
     sys.exit(0 if any(one.verdict == "usable" for one in verdicts) else 1)

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from hpc_swe import config as configuration
@@ -28,6 +27,7 @@ from hpc_swe.plugins.executors.local import Local
 from hpc_swe.records import MetricLine, StatusReport
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, evals, weights
+from jobs.screen import bars, console, say
 
 DEADLINE_S = 1800.0  # for each stage
 DECODINGS = ("greedy", "sampled")
@@ -35,8 +35,6 @@ CONTROLS = {
     "shuffled": ['advantage={type="shuffled"}'],
     "rejection": ["learner.optimizer.lr=0.0", "groups.resample=false"],
 }
-
-console = Console()
 
 
 @dataclass(frozen=True)
@@ -97,8 +95,7 @@ def curve(run: RunDir, name: str) -> list[tuple[int, float]]:
 
 
 def _watch(name: str, run: RunDir, config: RunConfig) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with bars() as progress:
         bar = progress.add_task(f"{name:10}", total=config.steps if config.mode != "eval" else None)
         launch.wait(run, config, DEADLINE_S, lambda: _advance(progress, bar, name, run))
 
@@ -190,7 +187,7 @@ def main() -> None:
     try:
         run(Demo(root, arguments.seed, arguments.overrides), arguments.control)
     except HpcSweError as error:
-        console.print(f"error: {error}")
+        say(f"error: {error}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on from here")

@@ -14,7 +14,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from hpc_swe.errors import ConfigError, HpcSweError, StorageError, boundary
@@ -29,8 +28,7 @@ from hpc_swe.plugins.tasksets._swebench_rows import (
     read_records,
 )
 from hpc_swe.plugins.tasksets.swebench import Swebench
-
-console = Console()
+from jobs.screen import console, say
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,7 @@ def main() -> None:
         wanted = read_ids(arguments.ids) if arguments.ids else None
         rows, complaints = prepare(records(arguments.source, arguments.split, arguments.revision), wanted)
         for complaint in complaints:
-            console.print(complaint, markup=False, highlight=False, soft_wrap=True)
+            say(complaint)
         if not rows or (complaints and not arguments.skip_bad):
             remedy = "mend them, leave them out by --ids, or pass --skip-bad"
             raise ConfigError(
@@ -202,7 +200,7 @@ def main() -> None:
             )
         write(rows, arguments.out)
     except HpcSweError as error:
-        console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        say(f"error: {error}")
         sys.exit(error.exit_code)
     console.print(overview(rows))
     console.print(f"{len(rows)} rows in {arguments.out} ({arguments.out.stat().st_size / 1e6:.1f} MB)")

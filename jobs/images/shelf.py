@@ -18,12 +18,12 @@ from hpc_swe.errors import DeadlineError, HpcSweError, StorageError, boundary
 from hpc_swe.records import Task
 from jobs.images import leaks
 from jobs.images.commands import remove
-from jobs.images.sources import Source, apptainer
+from jobs.images.sources import ImageSource, apptainer
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class ImageManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What an image was made of; it lies beside it, and was written after it."""
 
     image: str
@@ -57,7 +57,7 @@ class Shelf:
     wait_s: float = 60.0
     """Longest wait for another builder to end."""
 
-    def build(self, source: Source, problem: Problem) -> bool:
+    def build(self, source: ImageSource, problem: Problem) -> bool:
         """Put an image in place; False when it is there already.
 
         Raises:
@@ -81,7 +81,7 @@ class Shelf:
             # gzip, mksquashfs's default, takes twenty times the CPU of this for nearly the same size
             zstd = ("--mksquashfs-args", "-comp zstd -Xcompression-level 3")
             apptainer("build", *zstd, str(sif), str(tree), work=work)
-            done = Manifest(
+            done = ImageManifest(
                 image=task.image,
                 base_commit=task.base_commit,
                 environment=digest,
@@ -130,7 +130,7 @@ class Shelf:
                 return False
             time.sleep(0.2)
 
-    def _put(self, work: Path, done: Manifest, with_folder: bool) -> None:
+    def _put(self, work: Path, done: ImageManifest, with_folder: bool) -> None:
         """The manifest goes first and comes last: without it an image counts for nothing."""
         manifest, folder = self._manifest(done.image), self.images / done.image
         (work / "manifest").write_bytes(msgspec.json.format(msgspec.json.encode(done)))
@@ -143,7 +143,7 @@ class Shelf:
 
     def _has(self, task: Task, digest: str) -> bool:
         try:
-            made = msgspec.json.decode(self._manifest(task.image).read_bytes(), type=Manifest)
+            made = msgspec.json.decode(self._manifest(task.image).read_bytes(), type=ImageManifest)
         except (OSError, msgspec.MsgspecError):
             return False
         same = (made.base_commit, made.environment) == (task.base_commit, digest)

@@ -32,7 +32,7 @@ _FIT = "import sys; sys.exit(sys.version_info < (3, 10))"
 _making = threading.Lock()
 
 
-class Source(Protocol):
+class ImageSource(Protocol):
     """What an image's files are made of."""
 
     @property
@@ -54,7 +54,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Built:
     """A base image, a virtual environment of Python wheels where eval scripts expect theirs, a clone."""
 
     images: Path

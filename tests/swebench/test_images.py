@@ -14,7 +14,7 @@ from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from jobs.images.repository import stage, strangers
 from jobs.images.shelf import Problem, Shelf
-from jobs.images.sources import Recipe
+from jobs.images.sources import Built
 
 ROOT = Path(__file__).parents[2]
 BASE_IMAGE = ROOT / ".cache" / "images" / "python-pytest"
@@ -63,7 +63,7 @@ def test_a_commit_that_is_not_there_is_named(repository, tmp_path):
 
 def test_a_base_that_is_no_unpacked_image_is_refused(repository, tmp_path):
     (tmp_path / "requirements").write_text("")
-    recipe = Recipe(tmp_path / "images", tmp_path, repository[0], tmp_path / "requirements")
+    recipe = Built(tmp_path / "images", tmp_path, repository[0], tmp_path / "requirements")
     with pytest.raises(ConfigError, match="is no unpacked image"):
         Shelf(recipe.images).build(recipe, Problem(task(tmp_path, "unittest", repository[1]), gold()))
 
@@ -94,7 +94,7 @@ def test_a_place_for_images_that_is_no_folder_is_one_clear_error(tmp_path, place
 def test_the_command_wants_swebench_tasks(tmp_path):
     words = ["configs/demo.toml", f"--repository={tmp_path}", f"--requirements={tmp_path}"]
     command = [sys.executable, "-m", "jobs.build_images", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert "taskset.type = 'swebench'" in done.stdout
 
@@ -106,7 +106,7 @@ def test_a_built_image_opens_grades_and_gives_submissions(repository, tmp_path, 
         pytest.skip("Apptainer or its unpacked task image is missing: containers/build_image.sh")
     source, base = repository
     (tmp_path / "requirements").write_text("")
-    recipe = Recipe(tmp_path / "images", BASE_IMAGE, source, tmp_path / "requirements")
+    recipe = Built(tmp_path / "images", BASE_IMAGE, source, tmp_path / "requirements")
     toy = task(tmp_path, "unittest", base)
     shelf = Shelf(recipe.images)
     with shelf.alone():

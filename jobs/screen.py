@@ -1,0 +1,17 @@
+"""What the jobs that a person starts show: lines as they are, and bars."""
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+console = Console()
+
+
+def say(line: str) -> None:
+    """A line as it is: brackets in it are no markup, and it goes on where the terminal ends."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def bars() -> Progress:
+    """Bars that count, with room for a word."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console)
