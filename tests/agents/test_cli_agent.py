@@ -43,6 +43,8 @@ for word in sys.argv[2:]:
         ask([{"role": "user", "content": "A title, please."}])
     elif word == "compress":
         history = [{"role": "user", "content": "Summary: nothing was found."}]
+    elif word == "drop":
+        history[1:] = [{"role": "user", "content": "What was said is gone. Go on."}]
     elif word == "hang":
         time.sleep(600)
     elif word == "mend":
@@ -67,7 +69,10 @@ def play(tmp_path: Path, words: str, **fields: object) -> tuple[Episode, Company
         "exit_codes": {"53": "max_turns"},
     }
     agent = msgspec.convert(table | fields, CliAgent)
-    made = company(tmp_path / "run", tmp_path / "model", agent, replies=["a", "b", "c"], context=2000)
+    wait_s = 1.0 if "break" in words else 60.0
+    made = company(
+        tmp_path / "run", tmp_path / "model", agent, replies=["a", "b", "c"], wait_s=wait_s, context=2000
+    )
     if words.startswith("ask break"):
         made.engine.on_call = lambda call: break_after(made.engine, 2)
     made.ask()
@@ -94,6 +99,8 @@ ENDINGS = {
     "ask bad 1": (ExitStatus.AGENT_ERROR, 1),
     "ask ask ask ask ask side 0": (ExitStatus.SUBMITTED, 5),
     "ask ask ask ask ask ask side 0": (ExitStatus.MAX_TURNS, 5),
+    "ask ask ask ask ask drop ask 0": (ExitStatus.MAX_TURNS, 5),
+    "ask ask drop full 0": (ExitStatus.CONTEXT, 2),
     "ask bad ask 0": (ExitStatus.SUBMITTED, 2),
     "ask hang": (ExitStatus.TOOL_TIME, 1),
     "0": (ExitStatus.INFRA_ERROR, 0),
@@ -107,7 +114,7 @@ ENDINGS = {
 @pytest.mark.parametrize("words", ENDINGS)
 def test_how_a_program_ended(tmp_path: Path, words: str) -> None:
     """The first requests of a program that never asks are nobody's doing; of one that hangs, its own."""
-    made, _ = play(tmp_path, words, timeout_s=4.0)
+    made, _ = play(tmp_path, words, timeout_s=10.0 if "hang" in words else 300.0)
     status, turns = ENDINGS[words]
     assert (made.exit_status, len(made.turns)) == (status, turns), made.error
     if status == ExitStatus.SUBMITTED:
@@ -127,11 +134,11 @@ def test_a_side_call_that_was_not_understood_does_not_cost_the_work_of_a_program
 def test_engines_that_fail_end_the_program_at_once(tmp_path: Path) -> None:
     made, _ = play(tmp_path, "ask break ask hang", timeout_s=300.0)
     assert made.exit_status == ExitStatus.INFRA_ERROR
-    assert made.timing.total_s < 100
+    assert made.timing.total_s < 250
 
 
 def test_time_at_the_engines_is_not_the_programs(tmp_path: Path) -> None:
-    agent_s = 3.0
+    agent_s = 10.0
     agent = msgspec.convert(
         {
             "command": "python3 {home}/client.py {prompt_file} ask ask 0",
@@ -142,7 +149,7 @@ def test_time_at_the_engines_is_not_the_programs(tmp_path: Path) -> None:
         CliAgent,
     )
     made = company(tmp_path / "run", tmp_path / "model", agent, replies=["a", "b"], context=2000)
-    made.engine.on_call = lambda call: time.sleep(2.0)
+    made.engine.on_call = lambda call: time.sleep(5.5)
     made.ask()
     made.drain()
     (found,) = made.episodes.values()

@@ -45,7 +45,7 @@ class Refusal:
     status: ExitStatus
     why: str
     is_aside: bool = False
-    """It extended no conversation, as a title's request does: a program may well have ended without it."""
+    """It was of no conversation, as a title's request is: a program may well have ended without it."""
 
 
 class Chat(Protocol):

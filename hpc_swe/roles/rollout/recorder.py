@@ -133,9 +133,11 @@ class Recorder:
             self._chains.retract(exchange.index)
 
     def is_aside(self, messages: Sequence[Message], tools: str) -> bool:
-        """Whether a request extends none of the conversations that there are."""
+        """Whether a request extends no conversation, nor begins like the last, as one rewritten would."""
         with self._lock:
-            return bool(self.messages) and self._chains.place(messages, tools).parent is None
+            if not self.messages or self.messages[:1] == list(messages[:1]):
+                return False
+            return self._chains.place(messages, tools).parent is None
 
     def refuse(self, status: ExitStatus, why: str, *, is_aside: bool = False) -> None:
         """A request was not answered, and the episode ends so if the program leaves it at that."""
