@@ -27,10 +27,11 @@ from hpc_swe.reconcile import Plan
 from hpc_swe.records import RunManifest, Split, Task
 from hpc_swe.roles.inference import attach
 from hpc_swe.rundir import PROTOCOL, RunDir
-from hpc_swe.store import atomic, tasks
+from hpc_swe.store import atomic, folders, tasks
 
 GRACE_S = 10.0  # `stop --now` lets processes see the order before it ends them
 MAKING_S, PAUSE_S = 120.0, 0.1  # a run folder is made in a second or two
+Taken = Mapping[Split, Sequence[Task]]
 
 log = logging.getLogger(__name__)
 
@@ -187,16 +188,23 @@ def _create(run: RunDir, config: RunConfig) -> bool:
             f"{run.root}: cannot be made: {error.strerror}; choose a folder you own with {_option(config)}"
         ) from None
     model_sha256 = _digest(Path(config.model))  # minutes, so not while others wait
-    with first(run) as is_first:
-        if is_first:
-            _publish(run, config, taken, model_sha256)
-    return is_first
+    with making(run) as place:
+        if place:
+            _publish(run, place, config, taken, model_sha256)
+    return place is not None
 
 
 @contextlib.contextmanager
-def first(run: RunDir, limit_s: float = MAKING_S) -> Iterator[bool]:
-    """Whether this start is the one that makes the run; others wait until it is made or its start dead."""
+def making(run: RunDir, limit_s: float = MAKING_S) -> Iterator[RunDir | None]:
+    """Where this start makes the run's files; others wait, and get None once the run is made.
+
+    A start that seems dead loses the folder that it writes in, so that one which was slow can do no harm.
+
+    Raises:
+        StorageError: This start was taken for dead.
+    """
     taken, seen, since = run.root / ".making", 0, 0.0
+    place = RunDir(taken / secrets.token_hex(4))
     while not run.config.exists():
         try:
             taken.mkdir()
@@ -206,30 +214,33 @@ def first(run: RunDir, limit_s: float = MAKING_S) -> Iterator[bool]:
                 if made != seen:
                     seen, since = made, time.monotonic()
                 elif time.monotonic() - since > limit_s:  # whoever took it has died
-                    taken.rmdir()
+                    folders.remove(taken)
             time.sleep(PAUSE_S)
             continue
         try:
-            yield not run.config.exists()
+            place.root.mkdir()
+            yield None if run.config.exists() else place
+        except OSError:
+            if place.root.exists():
+                raise
+            raise StorageError(f"{run.root}: another start took this one for dead; start again") from None
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                taken.rmdir()
+            if place.root.exists():
+                folders.remove(taken)
         return
-    yield False
+    yield None
 
 
-def _publish(
-    run: RunDir, config: RunConfig, taken: Mapping[Split, Sequence[Task]], model_sha256: str
-) -> None:
-    _copy_code(run)
-    atomic.write(run.token, _key(run, config).encode())
-    tasks.write(run.tasks, taken)
+def _publish(run: RunDir, place: RunDir, config: RunConfig, taken: Taken, model_sha256: str) -> None:
+    _copy_code(place)
+    atomic.write(place.token, _key(run, config).encode())
+    tasks.write(place.tasks, taken)
     if isinstance(config.taskset, Referenced):
         all_tasks = [task for split in taken.values() for task in split]
-        tasks.write_references(run.references, config.taskset.references(all_tasks))
+        tasks.write_references(place.references, config.taskset.references(all_tasks))
     data = _json(config)
     atomic.put(
-        run.manifest,
+        place.manifest,
         RunManifest(
             protocol=PROTOCOL,
             run_id=f"{run.root.name}-{secrets.token_hex(3)}",
@@ -240,7 +251,10 @@ def _publish(
             environment=reconcile.own_environment(),
         ),
     )
-    atomic.write(run.config, data)  # last: its presence means that the run is whole
+    for path in list(place.root.iterdir()):
+        _replace(path, run.root / path.name)
+    atomic.write(place.config, data)
+    place.config.rename(run.config)  # last: its presence means that the run is whole
 
 
 def _upgrade(run: RunDir, config: RunConfig) -> None:
@@ -260,9 +274,14 @@ def _copy_code(run: RunDir) -> None:
         for package in ("hpc_swe", "jobs"):
             source = Path(__file__).parents[1] / package
             shutil.copytree(source, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
-        if run.code.exists():
-            run.code.rename(atomic.temporary(run.code))
-        copy.rename(run.code)
+        _replace(copy, run.code)
+
+
+def _replace(new: Path, final: Path) -> None:
+    """Also a folder, which a rename alone would not."""
+    if final.is_dir():
+        final.rename(atomic.temporary(final))
+    new.rename(final)
 
 
 def _take_tasks(config: RunConfig) -> dict[Split, list[Task]]:

@@ -112,10 +112,28 @@ def test_of_starts_at_once_one_makes_the_run_and_those_of_another_configuration_
 
 def test_a_start_that_died_while_it_made_the_run_holds_up_the_next_one_for_a_while_only(tmp_path):
     run = RunDir(tmp_path / "run")
-    (run.root / ".making").mkdir(parents=True)
-    with launch.first(run, limit_s=0.3) as is_first:
-        assert is_first
-    assert not (run.root / ".making").exists()
+    (run.root / ".making" / "half").mkdir(parents=True)
+    with launch.making(run, limit_s=0.3) as place:
+        assert place
+    assert list(run.root.iterdir()) == []
+
+
+def test_a_start_that_was_slow_and_taken_for_dead_can_write_nothing_and_says_so(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+
+    def start():
+        with launch.making(run) as place:
+            yield
+            place.token.write_text("late")
+
+    slow = start()
+    next(slow)
+    with launch.making(run, limit_s=0.3) as place:
+        with pytest.raises(StorageError, match="another start took this one for dead; start again"):
+            next(slow)
+        place.token.write_text("in time")
+    assert list(run.root.iterdir()) == []
 
 
 def test_missing_model_is_one_error_that_names_key_and_folder(tmp_path, read):
