@@ -8,6 +8,8 @@ from cluster import ROOT, Cluster
 
 COUNTED = ("squeue", "sacct", "sbatch", "scancel", "scontrol", "sinfo")
 ROLES = ("coordinator", "inference", "learner", "rollout", "reward")
+KILL_TICK = 'read -r _ _ _ tick _ < /proc/$PPID/stat; kill -9 "$tick"'
+"""In a shell that a tick calls in place of sbatch; `timeout` stands between."""
 SLURM = [
     'executor={type="slurm", notice_s=20, roles={reward={cpus_per_task=1, mem_gb=0.2, timeout_min=10}}}',
     'sandbox={type="process"}',

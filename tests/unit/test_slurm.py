@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe.errors import ConfigError
+from hpc_swe.errors import ConfigError, SchedulerError
 from hpc_swe.plugins.executors.base import Submission
 from hpc_swe.plugins.executors.slurm import Resources, Slurm
 from hpc_swe.rundir import RunDir
@@ -74,6 +74,15 @@ def test_ranks_that_do_not_divide_among_the_nodes_are_refused():
     executor = Slurm(roles={"learner": Resources(nodes=3)})
     with pytest.raises(ConfigError, match=r"roles.learner.nodes = 3 does not divide the 8 processes"):
         executor.check(submission("learner", 1, 8))
+
+
+def test_sbatch_that_hangs_ends_at_a_deadline_as_a_scheduler_that_does_not_answer(tmp_path, monkeypatch):
+    for name in ("srun", "sbatch"):
+        (tmp_path / name).write_text("#!/bin/sh\necho 'sbatch: error: retrying' >&2; sleep 600\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(SchedulerError, match=r"sbatch: no answer in \[executor\] answer_s = 0.5 s"):
+        Slurm(answer_s=0.5).submit(RunDir(tmp_path / "run"), submission())
 
 
 def test_machine_without_slurm_is_one_error_and_nothing_is_written(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
 
-ANSWER_S = 60.0
+WITHIN, LATE = ("timeout", "--kill-after=5"), (124, -9)  # the codes say that time was over
 ENDED = (
     *("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT"),
     *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE"),
@@ -82,6 +82,8 @@ class Slurm(Plugin, frozen=True, kw_only=True):
     """Most jobs of one array; no more than the cluster's MaxArraySize - 1."""
     roles: dict[Role, Resources] = {}
     pause_s: float = 15.0
+    answer_s: Annotated[float, Meta(gt=0)] = 60.0
+    """How long each of Slurm's commands may take."""
 
     def check(self, submission: Submission) -> None:
         """Whether the walltime leaves room for the notice, and processes divide among nodes."""
@@ -118,18 +120,20 @@ class Slurm(Plugin, frozen=True, kw_only=True):
             raise ConfigError("[executor] type = 'slurm': no srun on PATH; submit from a login node")
         run.logs(submission.role).mkdir(parents=True, exist_ok=True)
         executor = SlurmExecutor(folder=run.logs(submission.role))
+        sbatch = executor._make_submission_command
+        executor._make_submission_command = lambda script: [*WITHIN, f"{self.answer_s:g}", *sbatch(script)]
         executor.update_parameters(**self._parameters(run, submission))
         try:
             with _outside_jobs():
                 job = executor._submit_command(self._command(submission))
         except FailedJobError as error:
-            raise _refusal(submission.role, str(error)) from None
+            raise _refusal(submission.role, error, self.answer_s) from None
         return str(job.job_id)
 
     def queue(self, run: RunDir) -> list[Job]:
         """One squeue for all of the user's jobs."""
         # --all: partitions may be hidden, and jobs that are not seen would be submitted again
-        listing = _ask("squeue", "--me", "--all", "--array", "--noheader", f"--format={FIELDS}")
+        listing = self._ask("squeue", "--me", "--all", "--array", "--noheader", f"--format={FIELDS}")
         return parse_queue(listing, atomic.get(run.manifest, RunManifest).run_id)
 
     def endings(self, jobs: Sequence[str]) -> Mapping[str, str]:
@@ -138,7 +142,7 @@ class Slurm(Plugin, frozen=True, kw_only=True):
             return {}
         words = ("--allocations", "--noheader", "--parsable2", "--format=JobID,State,ExitCode,NodeList")
         try:
-            listing = _ask("sacct", *words, f"--jobs={','.join(jobs)}")
+            listing = self._ask("sacct", *words, f"--jobs={','.join(jobs)}")
         except SchedulerError as error:
             log.warning("no endings: %s", error)
             return {}
@@ -148,15 +152,34 @@ class Slurm(Plugin, frozen=True, kw_only=True):
     def cancel(self, jobs: Sequence[str]) -> None:
         """One scancel."""
         if jobs:
-            _ask("scancel", *jobs)
+            self._ask("scancel", *jobs)
 
     def requeue(self) -> None:
         """Slurm then ends this step with SIGTERM, which must not hit the one who asks."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
-            _ask("scontrol", "requeue", own_id())
+            self._ask("scontrol", "requeue", own_id())
         except SchedulerError as error:
             log.warning("not requeued, the next tick submits another: %s", error)
+
+    def _ask(self, *command: str) -> str:
+        """Output of one of Slurm's commands.
+
+        Raises:
+            SchedulerError: It failed, is not there, or did not answer in time.
+        """
+        try:
+            # without SQUEUE_STATES and its kin, by which a person filters what is shown
+            env = {name: value for name, value in os.environ.items() if not name.startswith(FILTERS)}
+            options: Any = {"capture_output": True, "text": True, "errors": "replace", "env": env}
+            done = subprocess.run(command, timeout=self.answer_s, check=False, **options)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise SchedulerError(f"{command[0]}: {error}") from None
+        if done.returncode:
+            raise SchedulerError(
+                f"{command[0]}: {' '.join(done.stderr.split()) or f'exit {done.returncode}'}"
+            )
+        return str(done.stdout)
 
     def _resources(self, role: Role) -> Resources:
         return self.roles.get(role, Resources())
@@ -251,27 +274,13 @@ def _state(state: str, reason: str) -> Any:
     return "waiting" if state == "PENDING" else "running"
 
 
-def _refusal(role: Role, said: str) -> ConfigError | SchedulerError:
+def _refusal(role: Role, error: Exception, answer_s: float) -> ConfigError | SchedulerError:
+    said, cause = str(error), error.__cause__
+    if isinstance(cause, subprocess.CalledProcessError) and cause.returncode in LATE:
+        wait = f"sbatch: no answer in [executor] answer_s = {answer_s:g} s"
+        return SchedulerError(f"{wait}; the next tick looks for the jobs of {role}")
     lines = [line for line in said.splitlines() if "error" in line] or said.splitlines()[-1:]
     message = f"sbatch refuses a job of {role}: {'; '.join(lines)}"
     if "Unable to contact" in said or "timed out" in said:
         return SchedulerError(message)
     return ConfigError(f"{message}; see [executor] partition, account, options and roles.{role}")
-
-
-def _ask(*command: str) -> str:
-    """Output of one of Slurm's commands.
-
-    Raises:
-        SchedulerError: It failed, is not there, or did not answer in time.
-    """
-    try:
-        # without SQUEUE_STATES and its kin, by which a person filters what is shown
-        env = {name: value for name, value in os.environ.items() if not name.startswith(FILTERS)}
-        options: Any = {"capture_output": True, "text": True, "errors": "replace", "env": env}
-        done = subprocess.run(command, timeout=ANSWER_S, check=False, **options)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SchedulerError(f"{command[0]}: {error}") from None
-    if done.returncode:
-        raise SchedulerError(f"{command[0]}: {' '.join(done.stderr.split()) or f'exit {done.returncode}'}")
-    return str(done.stdout)
