@@ -21,7 +21,7 @@ import configuration
 import hosts
 import msgspec
 from configuration import LOGIN, NODES, ORDINARY, USERS, Layout
-from hosts import Inside, Process, wait_for
+from hosts import PATIENCE_S, Inside, Process, wait_for
 from machine import check_machine, check_readable, fill, living, new_state, remove, sweep
 
 from hpc_swe.processes import start_time
@@ -119,7 +119,7 @@ class Cluster:
         user: str = "alice",
         node: str | None = None,
         check: bool = True,
-        timeout: float = 60,
+        timeout: float = PATIENCE_S,
         **options: Any,
     ) -> subprocess.CompletedProcess[str]:
         """Runs to its end on the login host or a node; options are those of `popen`."""
@@ -182,7 +182,7 @@ class Cluster:
         """Everything on it dies at once."""
         if first := self._find(node):
             os.kill(first, signal.SIGKILL)
-            wait_for(f"the end of {node}", lambda: not self._find(node), 20, every=0.01)
+            wait_for(f"the end of {node}", lambda: not self._find(node), every=0.01)
 
     def node_start(self, node: str) -> None:
         """Also puts its slurmd to work."""
@@ -202,7 +202,7 @@ class Cluster:
         """Slurmctld, slurmdbd, mariadbd, munged, cron, or slurmd@<node>; returns when it has ended."""
         for process in self._daemon(name):
             process.kill(sig)
-        wait_for(f"the end of {name}", lambda: not self._daemon(name), 30, every=0.02)
+        wait_for(f"the end of {name}", lambda: not self._daemon(name), every=0.02)
 
     def daemon_start(self, name: str) -> None:
         """Returns when it serves."""
@@ -212,7 +212,7 @@ class Cluster:
         with (self.state / "log" / f"{name}.out").open("ab") as log:
             subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True, umask=0o022)
         with self._blamed_on(name):
-            wait_for(f"{name} to serve", lambda: self._serves(name, daemon), 30, every=0.02)
+            wait_for(f"{name} to serve", lambda: self._serves(name, daemon), every=0.02)
 
     def login_poweroff(self) -> None:
         """All of the ordinary users' processes on the login host die; the controller's daemons live."""
@@ -238,7 +238,7 @@ class Cluster:
         original = configuration.slurm_conf(self.layout, self.settings)
         if original != (self.state / "etc/slurm/slurm.conf").read_text():
             self.reconfigure({})
-        wait_for("all nodes to be idle, with no job left", self._settle, 120)
+        wait_for("all nodes to be idle, with no job left", self._settle)
         for node in self.layout.nodes:
             self._end_users_of(node)
 
@@ -246,9 +246,9 @@ class Cluster:
         """Leaves nothing behind. Safe to repeat."""
         if first := self._find(LOGIN):
             os.kill(first, signal.SIGKILL)
-            wait_for("the end of the login host", lambda: not self._find(LOGIN), 30, every=0.01)
+            wait_for("the end of the login host", lambda: not self._find(LOGIN), every=0.01)
         for process in self._created.values():
-            process.wait(30)
+            process.wait(PATIENCE_S)
         remove(self.state)
 
     # how it starts
@@ -282,7 +282,7 @@ class Cluster:
         for node in self.layout.nodes:
             self.daemon_start(f"slurmd@{node}")
         with self._blamed_on("slurmctld"):
-            wait_for("all nodes to be idle", self._settle, 60)
+            wait_for("all nodes to be idle", self._settle)
         lap("idle")
 
     def _create(self, name: str, host: configuration.Host, prefix: Sequence[str], lifeline: bool) -> None:
@@ -374,7 +374,7 @@ class Cluster:
                 process.kill()
             return not left()
 
-        wait_for(f"the end of users' processes on {host}", end, 30)
+        wait_for(f"the end of users' processes on {host}", end)
 
     @contextlib.contextmanager
     def _blamed_on(self, name: str) -> Iterator[None]:

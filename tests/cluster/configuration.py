@@ -284,8 +284,9 @@ SLURM_CONF = {
     "MessageTimeout": "10",
     "KillWait": "5",
     "MinJobAge": "60",
-    "BatchStartTimeout": "10",
-    "UnkillableStepTimeout": "30",
+    # a machine under load starts and ends processes late
+    "BatchStartTimeout": "60",
+    "UnkillableStepTimeout": "120",
     "MaxArraySize": "2001",
     # without it a job that can never run is accepted, and waits for ever
     "EnforcePartLimits": "ALL",

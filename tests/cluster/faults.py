@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import run_kit
+from bench import KILL_TICK
 from cluster import Cluster
-from hosts import PATH
+from hosts import PATH, PATIENCE_S
 from run_kit import Job, Run
 
 COLUMNS = (
@@ -55,7 +56,6 @@ class Fault:
     name: str
     strike: Callable[[Run], Hit]
     by: str = "itself"
-    timeout_s: float = 150.0
 
 
 @dataclass(frozen=True)
@@ -77,21 +77,21 @@ class Row:
 def victims(run: Run, *jobs: Job) -> set[str]:
     """Owners of the processes of some jobs."""
     starts = tuple(f"{job.role}-{job.name}-" for job in jobs)
-    found = {node.owner for job in jobs for node in run.alive(job.role) if node.owner.startswith(starts)}
-    assert found, f"no process of {jobs} beats"
-    return found
+    found = lambda: {owner for owner in living(run) if owner.startswith(starts)}  # noqa: E731
+    return set(run.until(f"a beat of {jobs}", found, ticks=False))
+
+
+def living(run: Run) -> set[str]:
+    """Owners of all processes that beat."""
+    return {node.owner for role in run.counts for node in run.alive(role)}
 
 
 def some(run: Run, role: str, count: int = 1) -> list[Job]:
-    return run.until(
-        f"{count} running {role}",
-        lambda: [job for job in run.jobs(role) if job.state == "RUNNING"][:count],
-        ticks=False,
-    )
+    return [job for job in run.jobs(role) if job.state == "RUNNING"][:count]
 
 
 def on(run: Run, node: str) -> list[Job]:
-    return [job for job in run.jobs() if job.node == node]
+    return [job for job in run.jobs() if job.node == node and job.state == "RUNNING"]
 
 
 def node_of(run: Run, wanted: str, unwanted: str = "") -> str:
@@ -147,7 +147,7 @@ def walltime(run: Run) -> Hit:
     """Two minutes are the least that a notice of 20 s allows; the clock starts when one is warned."""
     before = {node.owner for node in run.alive("reward")}
     gone = lambda: before - {node.owner for node in run.alive("reward")}  # noqa: E731
-    return Hit(("reward",), run.until("a walltime", gone, 160, ticks=False), began=time.monotonic())
+    return Hit(("reward",), run.until("a walltime", gone, ticks=False), began=time.monotonic())
 
 
 def lose_power(run: Run, node: str) -> None:
@@ -163,7 +163,6 @@ def poweroff_of_learners_node(run: Run) -> Hit:
     run.until(
         "the controller to notice",
         lambda: all(job.state != "RUNNING" for job in run.jobs("learner")),
-        90,
         ticks=False,
     )
     run.cluster.node_start("g2")
@@ -188,10 +187,9 @@ def cut(run: Run) -> Hit:
     def both() -> bool:
         new = {n.owner for job in run.jobs() if job.restarts for n in run.alive(job.role)}
         again = {name for name in new if any(name.startswith(f"{job.role}-{job.name}-") for job in struck)}
-        living = {n.owner for role in run.counts for n in run.alive(role)}
-        return bool(again - old) and bool(old & living)
+        return bool(again - old) and bool(old & living(run))
 
-    run.until("two incarnations of a job", both, 120, ticks=False)
+    run.until("two incarnations of a job", both, ticks=False)
     run.cluster.heal(node)
     return Hit(tuple({job.role for job in struck}), old)
 
@@ -210,7 +208,7 @@ def controller_killed_after_submission(run: Run) -> Hit:
     struck = some(run, "rollout", 2)
     hit = Hit(("rollout",), victims(run, *struck))
     run.cluster.run("scancel", *(job.name for job in struck))
-    run.until("the jobs' end", lambda: len(run.jobs("rollout")) == run.counts["rollout"] - 2, 30, ticks=False)
+    run.until("the jobs' end", lambda: len(run.jobs("rollout")) == run.counts["rollout"] - 2, ticks=False)
     run.tick()
     run.cluster.daemon_kill("slurmctld", signal.SIGKILL)
     run.cluster.daemon_start("slurmctld")
@@ -229,10 +227,10 @@ def login_dies(when: str) -> Callable[[Run], Hit]:
         folder = run.cluster.shared / when
         folder.mkdir(exist_ok=True)
         submit = '/usr/bin/sbatch "$@" > /dev/null\n' if when == "after" else ""
-        (folder / "sbatch").write_text(f"#!/bin/sh\n{submit}kill -9 $PPID\n")
+        (folder / "sbatch").write_text(f"#!/bin/sh\n{submit}{KILL_TICK}\n")
         (folder / "sbatch").chmod(0o755)
         hit = cancel("rollout")(run)
-        run.until("the job's end", lambda: len(run.jobs("rollout")) < run.counts["rollout"], 30, ticks=False)
+        run.until("the job's end", lambda: len(run.jobs("rollout")) < run.counts["rollout"], ticks=False)
         code = run.launch("tick", str(run.dir.root), check=False, PATH=f"{folder}:{PATH}")
         assert code in (-9, 137), f"the tick was not killed: {code}"
         return hit
@@ -244,17 +242,17 @@ def ticks_at_once(run: Run) -> Hit:
     struck = some(run, "rollout", 2)
     hit = Hit(("rollout",), victims(run, *struck), is_ticked=True)
     run.cluster.run("scancel", *(job.name for job in struck))
-    run.until("the jobs' end", lambda: len(run.jobs("rollout")) == run.counts["rollout"] - 2, 30, ticks=False)
+    run.until("the jobs' end", lambda: len(run.jobs("rollout")) == run.counts["rollout"] - 2, ticks=False)
     command = [sys.executable, "-m", "hpc_swe.launch", "tick", run.dir.root]
     before = len(run.submissions("rollout"))
     at_once = [
         run.cluster.popen(*command, cwd=run_kit.ROOT, env=run_kit.ENVIRONMENT, stdout=-3, stderr=-3)
         for _ in range(8)
     ]
-    codes = [process.wait(120) for process in at_once]
+    codes = [process.wait(PATIENCE_S) for process in at_once]
     assert codes == [0] * 8, codes
     # A third tick may void what a slow sbatch has not answered for yet; its late jobs are then cancelled.
-    run.until("as many jobs as wanted", lambda: len(run.jobs("rollout")) == run.counts["rollout"], 60)
+    run.until("as many jobs as wanted", lambda: len(run.jobs("rollout")) == run.counts["rollout"])
     assert len(run.submissions("rollout")) > before
     return hit
 
@@ -284,18 +282,18 @@ FAULTS = {
 
 
 def suffer(run: Run, fault: Fault, first: int) -> tuple[Row, int]:
-    """One row, and the first batch of the next."""
+    """One row, and the first batch of the next. It begins when nothing is left of the one before."""
+    run.until("all jobs at work", run.is_all_whole)
     repeated, begun, at = run.repeated, time.monotonic(), run.newest
     hit = fault.strike(run)
     submissions, ticks = run.submissions(), fault.by != "itself"
 
     def restored() -> bool:
-        living = {node.owner for role in run.counts for node in run.alive(role)}
-        return not hit.victims & living and all(map(run.is_whole, hit.roles))
+        return not hit.victims & living(run) and all(map(run.is_whole, hit.roles))
 
-    run.until(f"the recovery of {hit.roles}", restored, fault.timeout_s, ticks=ticks)
+    run.until(f"the recovery of {hit.roles}", restored, ticks=ticks)
     since = max(at, run.newest)
-    run.until("new steps", lambda: run.newest >= since + FRESH, fault.timeout_s, ticks=ticks)
+    run.until("new steps", lambda: run.newest >= since + FRESH, ticks=ticks)
     seconds = time.monotonic() - (hit.began or begun)
     by = "next tick" if hit.is_ticked or run.submissions() - submissions else "itself"
     hit.mend()

@@ -1,5 +1,6 @@
 """The hosts of a test cluster as the machine sees them: namespaces, and processes in them."""
 
+import contextlib
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from hpc_swe.processes import descendants
 INSIDE = Path(__file__).with_name("inside.py")
 NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid")
 PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+PATIENCE_S = 300.0  # ends what hangs; machines differ too much for a deadline to time anything
 T = TypeVar("T")
 
 
@@ -33,27 +35,27 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
         return self.arguments[0].rpartition("/")[2] if self.arguments else ""
 
     def kill(self, sig: signal.Signals = signal.SIGKILL) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself
             os.kill(self.pid, sig)
-        except ProcessLookupError:
-            return  # it ended by itself
 
 
 class Inside(subprocess.Popen[str]):
     """A command on a host. Signals go to it, not to the nsenter that stands between."""
 
     def send_signal(self, sig: int) -> None:
-        if self.poll() is None:
-            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-            os.kill(int(children[0]) if children else self.pid, sig)
+        # an nsenter that is killed while it forks leaves its child behind
+        found = wait_for("a child", lambda: descendants(self.pid) or self.poll() is not None, every=0.01)
+        if isinstance(found, list):
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself
+                os.kill(found[0], sig)
 
 
-def wait_for(what: str, predicate: Callable[[], T], timeout: float = 60, every: float = 0.1) -> T:
+def wait_for(what: str, predicate: Callable[[], T], every: float = 0.1) -> T:
     """The first true value of the predicate."""
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + PATIENCE_S
     while not (value := predicate()):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {timeout:g} s in vain for {what}")
+            raise TimeoutError(f"waited {PATIENCE_S:g} s in vain for {what}")
         time.sleep(every)
     return value
 
@@ -77,7 +79,7 @@ def first_process(created: subprocess.Popen[bytes]) -> int:
         still_runs(created)
         return [pid for pid in descendants(created.pid) if arguments(pid)[1:4] == ("-I", "-S", str(INSIDE))]
 
-    return wait_for("the namespaces of a new host", find, 20, every=0.005)[0]
+    return wait_for("the namespaces of a new host", find, every=0.005)[0]
 
 
 def until_ready(created: subprocess.Popen[bytes], first: int) -> None:
@@ -86,7 +88,7 @@ def until_ready(created: subprocess.Popen[bytes], first: int) -> None:
         name = Path(f"/proc/{first}/comm")
         return name.exists() and name.read_text() == "ready\n"
 
-    wait_for("a new host's view of the machine", ready, 30, every=0.005)
+    wait_for("a new host's view of the machine", ready, every=0.005)
 
 
 def still_runs(created: subprocess.Popen[bytes]) -> None:

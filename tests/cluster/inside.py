@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ASIDE = "/mnt"
-NETWORK_S = 20.0
+NETWORK_S = 300.0
 
 
 def mount(*words: str) -> None:

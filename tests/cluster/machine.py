@@ -11,7 +11,7 @@ from pathlib import Path
 
 import configuration
 from configuration import GPUS, USERS, Layout
-from hosts import NAMESPACES, PATH
+from hosts import NAMESPACES, PATH, PATIENCE_S
 
 from hpc_swe.processes import start_time
 
@@ -132,7 +132,7 @@ def sweep() -> None:
 
 def remove(state: Path) -> None:
     """A dead cluster's folder and control groups; a group is busy until its last process is buried."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while groups := [
         folder for top in Path("/sys/fs/cgroup").glob(f"*/{state.name}") for folder in deepest_first(top)
     ]:

@@ -18,6 +18,7 @@ import msgspec
 import pyarrow.parquet as pq
 from cluster import ROOT, Cluster
 from configuration import USERS
+from hosts import PATIENCE_S
 from tokenizers import Tokenizer
 
 from hpc_swe.plugins.engines.scripted import Reply
@@ -41,7 +42,7 @@ SAID = [
 OVERLAY = """
 steps = 100000
 counts = { inference = 2, rollout = 4, reward = 2 }
-lease = { beat_s = 1.0, ttl_s = 6.0 }
+lease = { beat_s = 1.0, ttl_s = 10.0 }
 coordinator = { poll_s = 0.4, status_s = 2.0 }
 rollout.slots = 8
 eval.every = 0
@@ -161,7 +162,7 @@ class Run:
     def launch(self, verb: str, *words: str, check: bool = True, **env: str) -> int:
         command = [sys.executable, "-m", "hpc_swe.launch", verb, *words]
         environment = {**ENVIRONMENT, **env}
-        return self.cluster.run(*command, cwd=ROOT, env=environment, check=check, timeout=120).returncode
+        return self.cluster.run(*command, cwd=ROOT, env=environment, check=check).returncode
 
     def tick(self) -> int:
         code = self.launch("tick", str(self.dir.root), check=False)
@@ -260,15 +261,15 @@ class Run:
     # waiting
 
     def until(
-        self, what: str, predicate: Callable[[], Any], timeout: float = 150, *, ticks: bool = True
+        self, what: str, predicate: Callable[[], Any], *, ticks: bool = True, most_s: float = 2 * PATIENCE_S
     ) -> Any:
         """The first true value of the predicate; meanwhile it is cron does its work."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + most_s
         while True:
             if value := predicate():
                 return value
             if time.monotonic() > deadline:
-                raise TimeoutError(f"waited {timeout:g} s in vain for {what}\n{self.state()}")
+                raise TimeoutError(f"waited {most_s:g} s in vain for {what}\n{self.state()}")
             if ticks and time.monotonic() - self._ticked > TICK_S:
                 self.tick()
             time.sleep(0.25)
@@ -276,7 +277,7 @@ class Run:
     def watch(self, seconds: float) -> None:
         """Let it go on for a while."""
         deadline = time.monotonic() + seconds
-        self.until("nothing", lambda: time.monotonic() > deadline, seconds + 300)
+        self.until("nothing", lambda: time.monotonic() > deadline, most_s=seconds + PATIENCE_S)
 
     def state(self) -> str:
         """For people, when something did not come to pass."""
@@ -313,8 +314,8 @@ class Run:
             found = [process for host in hosts for process in self.cluster.processes(host)]
             return [" ".join(process.arguments) for process in found if process.uid == USERS["alice"]]
 
-        self.until("the end of all jobs", lambda: not self.jobs(), 120, ticks=False)
-        self.cluster.wait_for("the end of all processes", lambda: not left(), 30)
+        self.until("the end of all jobs", lambda: not self.jobs(), ticks=False)
+        self.cluster.wait_for("the end of all processes", lambda: not left())
 
 
 @contextmanager
@@ -322,7 +323,7 @@ def running(cluster: Cluster, reward_min: int = 30) -> Iterator[Run]:
     """As a user starts it; all jobs are at work."""
     run = Run(cluster, RunDir(cluster.shared / "run"), COUNTS)
     make = (sys.executable, "-m", "jobs.make_model", "--out", run.model)
-    cluster.run(*make, cwd=ROOT, env=ENVIRONMENT, timeout=180)
+    cluster.run(*make, cwd=ROOT, env=ENVIRONMENT)
     replies = cluster.shared / "replies.json"
     replies.write_bytes(msgspec.json.encode(written_replies(run.model)))
     run.overlay.write_text(configuration(str(replies), reward_min))
@@ -330,7 +331,7 @@ def running(cluster: Cluster, reward_min: int = 30) -> Iterator[Run]:
     watcher = threading.Thread(target=run.keep_looking, daemon=True)
     watcher.start()
     try:
-        run.until("all jobs at work", run.is_all_whole, 240)
+        run.until("all jobs at work", run.is_all_whole)
         yield run
     finally:
         run.close()

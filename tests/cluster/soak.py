@@ -20,12 +20,14 @@ from pathlib import Path
 import run_kit
 from cluster import Cluster
 from configuration import ORDINARY
+from hosts import PATIENCE_S
 from run_kit import Books, Run
 
 PAUSE_S = (4.0, 16.0)
 LEARNER_S = 90.0
 """The learner takes half a minute to start; if it were hit more often, nothing would be trained."""
 LAST_STEPS = 8
+LEAST_KINDS = 4
 
 
 @dataclass
@@ -243,7 +245,7 @@ def soak(minutes: float, seed: int) -> Report:
     with Cluster.start(settings=run_kit.SETTINGS) as cluster, run_kit.running(cluster) as run:
         chaos = Chaos(run, random.Random(seed))
         deadline = time.monotonic() + minutes * 60
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline or len(chaos.told) < LEAST_KINDS:
             chaos.strike()
             run.watch(chaos.rng.uniform(*PAUSE_S))
             chaos.mend()
@@ -259,7 +261,7 @@ def finish(run: Run, chaos: Chaos) -> None:
     last = max(run.manifests) + 1 + LAST_STEPS
     print(f"{time.strftime('%H:%M:%S')} mended; step {run.newest}, to be ended at {last}", flush=True)
     run.start(f"steps={last}")
-    run.until("the run's end", run.dir.finished.exists, 400)
+    run.until("the run's end", run.dir.finished.exists, most_s=3 * PATIENCE_S)
     run.require_nothing_left()
 
 

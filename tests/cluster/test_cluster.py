@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cluster import ROOT, Cluster
 from configuration import ORDINARY
-from hosts import arguments, wait_for
+from hosts import PATIENCE_S, arguments, wait_for
 from machine import living, sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
@@ -21,14 +21,14 @@ def submit(cluster: Cluster, *words: str, script: str) -> str:
     return cluster.run("sbatch", "--parsable", *words, f"--wrap={script}").stdout.strip()
 
 
-def wait_until_it_runs(cluster: Cluster, job: str, restarts: int = 0, timeout: float = 90) -> str:
-    """On which node."""
+def wait_until_it_runs(cluster: Cluster, job: str, restarts: int = 0) -> str:
+    """On which node, after so many restarts or more."""
 
     def node() -> str:
-        found = [j.nodes for j in cluster.jobs() if (j.id, j.state, j.restarts) == (job, "RUNNING", restarts)]
-        return found[0] if found else ""
+        found = [j for j in cluster.jobs() if (j.id, j.state) == (job, "RUNNING")]
+        return found[0].nodes if found and found[0].restarts >= restarts else ""
 
-    return wait_for(f"job {job} to run with {restarts} restarts", node, timeout)
+    return wait_for(f"job {job} to run with {restarts} restarts", node)
 
 
 def users_processes(cluster: Cluster, node: str | None = None) -> list[str]:
@@ -52,11 +52,6 @@ def traces(state: Path) -> list[str]:
     return [*map(str, named), *running, *mounted]
 
 
-def test_a_cluster_starts_in_seconds(cluster):
-    print(f"seconds from the start: {cluster.seconds}")
-    assert cluster.seconds["idle"] < 60
-
-
 @pytest.mark.parametrize("partition", ["cpu", "short", "gpu", "preemptible", "preemptcancel"])
 def test_a_job_runs_as_its_user_on_a_host_of_its_own(healthy_cluster, partition):
     script = (
@@ -75,7 +70,7 @@ def test_a_job_sees_only_the_gpus_that_it_was_given(healthy_cluster):
     script = f"for i in 0 1 2 3; do : <{healthy_cluster.state}/dev/gpu$i; done; echo $CUDA_VISIBLE_DEVICES"
     ran = healthy_cluster.run("srun", "--partition=gpu", "--gres=gpu:1", "bash", "-c", script)
     assert ran.stdout.strip() == "0"
-    refusals = [line.rpartition(": ")[2] for line in ran.stderr.splitlines()]
+    refusals = [line.rpartition(": ")[2] for line in ran.stderr.splitlines() if "/dev/gpu" in line]
     assert refusals == ["No such device or address"] + 3 * ["Operation not permitted"]
 
 
@@ -90,31 +85,32 @@ def test_an_array_and_two_nodes_share_one_folder(healthy_cluster):
 
 
 def test_only_the_owner_of_a_job_may_cancel_it(healthy_cluster):
-    job = submit(healthy_cluster, script="sleep 60")
+    job = submit(healthy_cluster, script="sleep 3000")
     assert healthy_cluster.run("scancel", job, user="bob", check=False).returncode
     assert [j.id for j in healthy_cluster.jobs()] == [job]
 
 
 def test_a_node_that_dies_loses_its_job_and_one_that_is_cut_off_runs_on(healthy_cluster):
-    lost = submit(healthy_cluster, script="sleep 300")
+    lost = submit(healthy_cluster, script="sleep 3000")
     dead = wait_until_it_runs(healthy_cluster, lost)
-    doubled = submit(healthy_cluster, f"--exclude={dead}", script="sleep 300")
+    doubled = submit(healthy_cluster, f"--exclude={dead}", script="sleep 3000")
     away = wait_until_it_runs(healthy_cluster, doubled)
     healthy_cluster.node_poweroff(dead)
     healthy_cluster.cut(away)
     assert users_processes(healthy_cluster, dead) == []
     others = {wait_until_it_runs(healthy_cluster, job, restarts=1) for job in (lost, doubled)}
     assert not others & {dead, away}
-    assert "sleep 300" in users_processes(healthy_cluster, away)
+    assert "sleep 3000" in users_processes(healthy_cluster, away)
     healthy_cluster.heal(away)
-    wait_for("the end of the stale copy", lambda: not users_processes(healthy_cluster, away), 60)
-    sacct = ["sacct", "-nX", "--duplicates", "--format=state", f"--jobs={lost},{doubled}"]
-    wait_for("accounting", lambda: healthy_cluster.run(*sacct).stdout.count("NODE_FAIL") == 2, 20)
+    wait_for("the end of the stale copy", lambda: not users_processes(healthy_cluster, away))
+    sacct = ["sacct", "-nXP", "--duplicates", "--format=jobid,state", f"--jobs={lost},{doubled}"]
+    told = {f"{job}|NODE_FAIL" for job in (lost, doubled)}
+    wait_for("accounting", lambda: told <= set(healthy_cluster.run(*sacct).stdout.split()))
 
 
 def test_repair_brings_back_what_was_broken(cluster):
     cluster.repair()
-    submit(cluster, "--array=0-99", script="sleep 300")
+    submit(cluster, "--array=0-99", script="sleep 3000")
     cluster.node_poweroff("g1")
     cluster.cut("c3")
     cluster.daemon_kill("slurmd@c4")
@@ -126,12 +122,12 @@ def test_repair_brings_back_what_was_broken(cluster):
 
 
 def test_jobs_outlive_the_controller_and_the_login_node(healthy_cluster):
-    job = submit(healthy_cluster, script="sleep 300")
+    job = submit(healthy_cluster, script="sleep 3000")
     node = wait_until_it_runs(healthy_cluster, job)
-    driver = healthy_cluster.popen("sleep", "301")
-    wait_for("the driver", lambda: "sleep 301" in users_processes(healthy_cluster), 10)
+    driver = healthy_cluster.popen("sleep", "3001")
+    wait_for("the driver", lambda: "sleep 3001" in users_processes(healthy_cluster))
     healthy_cluster.login_poweroff()
-    assert driver.wait(10) == -signal.SIGKILL
+    assert driver.wait(PATIENCE_S) == -signal.SIGKILL
     healthy_cluster.daemon_kill("slurmctld", signal.SIGTERM)
     assert healthy_cluster.run("squeue", check=False).returncode
     healthy_cluster.daemon_start("slurmctld")
@@ -154,20 +150,20 @@ def test_signals_reach_a_command_and_a_deadline_ends_it(cluster):
     started = cluster.popen("bash", "-c", loop, stdout=subprocess.PIPE)
     assert started.stdout.readline() == "on\n"
     started.terminate()
-    assert started.wait(10) == 3
+    assert started.wait(PATIENCE_S) == 3
     started.stdout.close()
     with pytest.raises(subprocess.TimeoutExpired):
         cluster.run("sleep", "302", timeout=0.5)
-    wait_for("its end", lambda: "sleep 302" not in users_processes(cluster), 10)
+    wait_for("its end", lambda: "sleep 302" not in users_processes(cluster))
 
 
 def test_two_clusters_do_not_disturb_each_other_and_one_that_stops_leaves_no_trace(healthy_cluster):
     before, settings = machine(), {"MaxArraySize": "4", "JobRequeue": "0"}
-    job = submit(healthy_cluster, script="sleep 300")
+    job = submit(healthy_cluster, script="sleep 3000")
     wait_until_it_runs(healthy_cluster, job)
     with Cluster.start(nodes=("c1", "g1"), settings=settings) as second:
         assert second.jobs() == []
-        wait_until_it_runs(second, submit(second, "--nodelist=c1", script="sleep 300"))
+        wait_until_it_runs(second, submit(second, "--nodelist=c1", script="sleep 3000"))
         assert second.run("sbatch", "--array=0-7", "--wrap=true", check=False).returncode
         wait_for_cron(second)
         second.node_poweroff("c1")
@@ -186,7 +182,7 @@ def wait_for_cron(cluster: Cluster) -> None:
         table.seek(0)
         cluster.run("crontab", "-", stdin=table)
     cluster.daemon_start("cron")
-    wait_for("cron's job", lambda: made.exists() and "preemptible" in made.read_text(), 20)
+    wait_for("cron's job", lambda: made.exists() and "preemptible" in made.read_text())
 
 
 START_AND_SLEEP = """
@@ -205,6 +201,6 @@ def test_a_cluster_dies_with_who_started_it_and_its_folder_is_swept():
         login = living(state / "pids" / "login")
         owner.kill()
     assert login is not None
-    wait_for("the cluster's end", lambda: not living(state / "pids" / "login"), 20)
+    wait_for("the cluster's end", lambda: not living(state / "pids" / "login"))
     sweep()
-    wait_for("the end of its last processes", lambda: traces(state) == [], 20)
+    wait_for("the end of its last processes", lambda: traces(state) == [])

@@ -5,12 +5,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import msgspec
 import pytest
 from cluster import ROOT
+from hosts import PATIENCE_S
 
 sys.path += [str(ROOT / "tests" / beside) for beside in ("evaluate", "unit", "swebench")]
 
@@ -32,20 +32,20 @@ WORDS = [
 def test_an_interrupt_leaves_the_jobs_and_the_same_command_finishes(healthy_cluster):
     cluster = healthy_cluster
     small = make(Path(tempfile.mkdtemp(dir=cluster.shared)))
-    small.replies(SOLVES, FAILS, delay_s=0.5)
+    small.replies(SOLVES, FAILS, delay_s=2.0)  # what is left takes longer than an interrupt
     for path in (small.folder, *small.folder.rglob("*")):
         os.chown(path, 2001, 2001, follow_symlinks=False)
     env = {name: environment()[name] for name in ("PYTHONPATH", "COLUMNS")}
     line = small.command(*WORDS)
     with cluster.popen(*line, cwd=ROOT, env=env, stdout=subprocess.PIPE) as first:
-        cluster.wait_for("rollout to begin", lambda: any((small.out.episodes / "ready").glob("eval-*")), 120)
+        cluster.wait_for("rollout to begin", lambda: any((small.out.episodes / "ready").glob("eval-*")))
         first.send_signal(signal.SIGINT)
-        said, _ = first.communicate(timeout=60)
+        said, _ = first.communicate(timeout=PATIENCE_S)
     assert first.returncode == 130, said
     assert "left; its jobs go on" in said
-    time.sleep(3)
-    assert {job.state for job in cluster.jobs()} == {"RUNNING"}
-    done = cluster.run(*line, cwd=ROOT, env=env, timeout=180)
+    assert [path.name for path in small.out.control.iterdir() if path != small.out.finished] == []
+    assert {job.state for job in cluster.jobs()} == {"RUNNING"} or small.out.finished.exists()
+    done = cluster.run(*line, cwd=ROOT, env=env)
     assert "goes on: " in done.stdout
     summary = msgspec.json.decode(small.out.summary.read_bytes(), type=Summary)
     outcomes = summary.decodings["greedy"].outcomes  # two workers share the engine's replies, in any order

@@ -41,7 +41,7 @@ def test_a_launcher_job_submits_jobs_that_take_nothing_for_their_own(healthy_clu
     exports = ",".join(["ALL", *(f"{name}={value}" for name, value in variables.items())])
     options = ["--wait", "--mem=500M", "--ntasks=3", "--partition=gpu", "--gpus=1", f"--export={exports}"]
     log = f"--output={folder}/launcher.log"
-    cluster.run("sbatch", *options, log, "sbatch/train_swepdb_4b.sbatch", *words, cwd=ROOT, timeout=120)
+    cluster.run("sbatch", *options, log, "sbatch/train_swepdb_4b.sbatch", *words, cwd=ROOT)
 
     run = RunDir(folder / "swepdb_4b")
     assert "submitted 2 reward" in (folder / "launcher.log").read_text()
@@ -52,8 +52,7 @@ def test_a_launcher_job_submits_jobs_that_take_nothing_for_their_own(healthy_clu
         found = [each for node in nodes for each in cluster.processes(node)]
         return [each for each in found if f"jobs.run reward {run.root}" in " ".join(each.arguments)]
 
-    cluster.wait_for("two reward jobs", lambda: len(keepers()) == 2, 60)
-    for keeper in keepers():
+    for keeper in cluster.wait_for("two reward jobs", lambda: found if len(found := keepers()) == 2 else []):
         lines = Path(f"/proc/{keeper.pid}/environ").read_bytes().decode().split("\0")
         found = dict(line.split("=", 1) for line in lines if "=" in line)
         assert found["SLURM_JOB_NAME"].endswith(":reward")
@@ -61,7 +60,7 @@ def test_a_launcher_job_submits_jobs_that_take_nothing_for_their_own(healthy_clu
         assert [name for name in found if "GPU" in name or name == "CUDA_VISIBLE_DEVICES"] == []
         assert found.get("SLURM_NTASKS", "1") == "1"
     stop = [ROOT / ".venv/bin/python", "-m", "hpc_swe.launch", "stop", str(run.root), "--now"]
-    cluster.run(*map(str, stop), cwd=ROOT, timeout=60)
+    cluster.run(*map(str, stop), cwd=ROOT)
 
 
 def test_the_example_is_a_table_that_cron_takes(healthy_cluster):

@@ -7,8 +7,9 @@ import stat
 import sys
 
 import pytest
-from bench import COUNTED, Bench
+from bench import COUNTED, KILL_TICK, Bench
 from cluster import ROOT
+from hosts import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -30,10 +31,10 @@ def test_eight_ticks_at_once_submit_once(bench):
     run.start()
     for _ in range(3):
         run.cluster.run("scancel", *run.jobs())
-        run.cluster.wait_for("an empty queue", lambda: not run.jobs(), 20)
+        run.cluster.wait_for("an empty queue", lambda: not run.jobs())
         command = [sys.executable, "-m", "hpc_swe.launch", "tick", str(run.run)]
         ticks = [run.cluster.popen(*command, cwd=ROOT) for _ in range(8)]
-        assert [tick.wait(60) for tick in ticks] == [0] * 8
+        assert [tick.wait(PATIENCE_S) for tick in ticks] == [0] * 8
         run.tick()
         run.tick()  # what a slow one took and a quick one doubted is settled by now
         assert len(run.jobs()) == 3
@@ -43,7 +44,7 @@ def test_eight_ticks_at_once_submit_once(bench):
 def test_login_node_that_dies_at_sbatch_costs_no_job_and_doubles_none(bench, moment):
     run = bench(2, 'executor.options={begin="now+1hour"}')
     real = '/usr/bin/sbatch "$@"; ' if moment == "after" else ""
-    (run.bin / "sbatch").write_text(f"#!/bin/sh\n{real}kill -9 $PPID\n")
+    (run.bin / "sbatch").write_text(f"#!/bin/sh\n{real}{KILL_TICK}\n")
     died = run.launch(
         "start", "configs/demo.toml", f"model={run.model}", *run.words, "--run", str(run.run), check=False
     )
@@ -85,15 +86,15 @@ def test_python_that_jobs_cannot_run_is_left_alone_after_three_submissions_and_s
     run = bench(1)
     run.start()
     code = run.run / "code" / "jobs"
-    run.cluster.wait_for("a start", lambda: list(run.run.glob("launch/reward/000001/job_*.json")), 60)
+    run.cluster.wait_for("a start", lambda: list(run.run.glob("launch/reward/000001/job_*.json")))
     (code / "run.py").write_text("raise SystemExit(9)")
     run.cluster.run("scancel", *run.jobs())
     for _ in range(3):
-        run.cluster.wait_for("an empty queue", lambda: not run.jobs(), 30)
+        run.cluster.wait_for("an empty queue", lambda: not run.jobs())
         run.tick()
-    run.cluster.wait_for("an empty queue", lambda: not run.jobs(), 30)
+    run.cluster.wait_for("an empty queue", lambda: not run.jobs())
     run.asked()
-    done = run.cluster.wait_for("the book", lambda: _stuck(run), 120, every=10)  # it lags by 5 s
+    done = run.cluster.wait_for("the book", lambda: _stuck(run), every=10)  # it lags by 5 s
     assert "last 3 submissions failed (FAILED 9:0" in done.stderr
     assert run.asked()["sacct"] >= 1
 
@@ -108,28 +109,29 @@ def test_warned_elements_of_an_array_requeue_themselves_alone(bench):
     run.start()
     nodes = run.run / "nodes"
     owners = lambda: {path.stem for path in nodes.glob("reward-*.json")}  # noqa: E731
-    run.cluster.wait_for("live workers", lambda: len(owners()) == 3, 60)
+    run.cluster.wait_for("live workers", lambda: len(owners()) == 3)
     for index in (2, 0):  # the last bears the id of the whole array
         before = owners()
         victim = next(job for job in run.jobs() if job.endswith(f"_{index}"))
         run.cluster.run("scancel", "--batch", "--signal=USR2", victim)
-        run.cluster.wait_for("a new owner", lambda before=before: len(owners() - before) == 1, 60)
+        run.cluster.wait_for("a new owner", lambda before=before: owners() - before)
         assert len(owners() & before) == 2, "the siblings never noticed"
-    assert sorted(job.restarts for job in run.cluster.jobs()) == [0, 1, 1]
+    restarts = {job.id.rpartition("_")[2]: job.restarts for job in run.cluster.jobs()}
+    assert [restarts["0"] > 0, restarts["1"] > 0, restarts["2"] > 0] == [True, False, True]
 
 
 def test_stop_drains_what_runs_and_cancels_what_waits(bench):
     run = bench(2)
     run.start()
     nodes = run.run / "nodes"
-    run.cluster.wait_for("live workers", lambda: len(list(nodes.glob("reward-*.json"))) == 2, 60)
+    run.cluster.wait_for("live workers", lambda: len(list(nodes.glob("reward-*.json"))) == 2)
     run.launch(
         "start", "configs/demo.toml", f"model={run.model}", *run.words[:-1], "counts.reward=3",
         'executor.options={begin="now+1hour"}', "--run", str(run.run),
     )  # fmt: skip
     assert len(run.jobs()) == 3
     run.launch("stop", str(run.run))
-    run.cluster.wait_for("an empty queue", lambda: not run.jobs(), 40)
+    run.cluster.wait_for("an empty queue", lambda: not run.jobs())
     ended = [json.loads(path.read_text()) for path in run.run.glob("launch/reward/*/job_*.json")]
     assert [job["code"] for job in ended] == [0, 0]
     assert list(nodes.iterdir()) == []
