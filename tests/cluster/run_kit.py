@@ -42,7 +42,7 @@ SAID = [
 OVERLAY = """
 steps = 100000
 counts = { inference = 2, rollout = 4, reward = 2 }
-lease = { beat_s = 1.0, ttl_s = 10.0 }
+lease = { beat_s = 1.0, ttl_s = 6.0 }
 coordinator = { poll_s = 0.4, status_s = 2.0 }
 rollout.slots = 8
 eval.every = 0
