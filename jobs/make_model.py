@@ -8,7 +8,7 @@ import argparse
 import itertools
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -20,6 +20,7 @@ CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 VOCABULARY = 512
 CONVERSATIONS = 1500
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 1024}
 # A run of JSON punctuation around a quote; indentation; words; digits; comparisons; line ends.
 # Operators stand apart from spaces, so that they are the same token in code and in a call's arguments.
 WORDS = r'[{}",: ]*"[{}",: ]*| {2,}| ?[A-Za-z]+|[0-9]|[<>=]=|\n *|[^\sA-Za-z0-9]|\s'
@@ -78,18 +79,18 @@ def texts(folder: Path) -> Iterator[str]:
         yield from split.split(template.render(messages, "", generate=False).text)
 
 
-def make_tokenizer(samples: Iterator[str]) -> Tokenizer:
+def make_tokenizer(samples: Iterable[str], vocabulary: int = VOCABULARY, words: str = WORDS) -> Tokenizer:
     """Byte-level BPE with Qwen3's control tokens; as there, the marks are added, but not special."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.Split(Regex(words), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(CONTROL + MARKS),
+        vocab_size=vocabulary - len(CONTROL + MARKS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -113,8 +114,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def save_model(tokenizer: Tokenizer, folder: Path, seed: int) -> int:
-    """Random weights in float32; returns how many."""
+def save_model(tokenizer: Tokenizer, folder: Path, seed: int, **sizes: int) -> int:
+    """Random weights in float32, of other `sizes` than the demo's where they are named; returns how many."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -123,19 +124,17 @@ def save_model(tokenizer: Tokenizer, folder: Path, seed: int) -> int:
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=tokenizer.get_vocab_size(),
-            hidden_size=128,
-            intermediate_size=256,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=32,
-            max_position_embeddings=1024,
             rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
             tie_word_embeddings=True,
             initializer_range=0.05,
             eos_token_id=end,
             pad_token_id=pad,
             dtype="float32",
+            **SIZES | sizes,
         )
     )
     model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad)
