@@ -27,6 +27,7 @@ from machine import check_machine, check_readable, fill, living, new_state, remo
 from hpc_swe.processes import start_time
 
 ROOT = Path(__file__).parents[2]
+UMASK = 0o022  # what is written here others read; tests beside these have one of their own
 JOB_FIELDS = "JobArrayID,Name,UserName,Partition,State,Reason,NodeList,RestartCnt"
 
 
@@ -74,6 +75,7 @@ class Cluster:
         lifeline: bool = True,
     ) -> "Cluster":
         """Ends with this process where there is a lifeline. What is exposed is seen on every host."""
+        os.umask(UMASK)
         check_machine()
         sweep()
         shown = tuple(map(str, (ROOT, *expose)))
@@ -152,7 +154,7 @@ class Cluster:
         entered = hosts.enter(
             self._first(node or LOGIN), list(map(str, command)), environment, str(cwd or home)
         )
-        return Inside(entered, **{"text": True, "umask": 0o022, "stdin": subprocess.DEVNULL, **options})
+        return Inside(entered, **{"text": True, "umask": UMASK, "stdin": subprocess.DEVNULL, **options})
 
     def jobs(self) -> list[Job]:
         """What squeue shows to root."""
@@ -210,7 +212,7 @@ class Cluster:
         environment = hosts.login_environment("root", "/")
         command = hosts.enter(self._first(host), ["setsid", "--fork", *daemon.command], environment)
         with (self.state / "log" / f"{name}.out").open("ab") as log:
-            subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True, umask=0o022)
+            subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True, umask=UMASK)
         with self._blamed_on(name):
             wait_for(f"{name} to serve", lambda: self._serves(name, daemon), every=0.02)
 
@@ -226,6 +228,7 @@ class Cluster:
 
     def repair(self) -> None:
         """Everything is up and idle again: no jobs, no processes of users, the settings of the start."""
+        os.umask(UMASK)
         self._end_users_of(LOGIN)
         self.daemon_kill("cron")
         for user in USERS:
