@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import Stage
 from forms import FORMS, NAMES, call, thought
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_episodes import episode
 
@@ -63,7 +63,7 @@ def converse(on: Stage, script: Sequence[dict]) -> list[Turn]:
 
 
 @pytest.mark.parametrize("kind", FORMS)
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(script=st.lists(replies(), min_size=1, max_size=5))
 def test_prompts_extend_and_every_sampled_token_is_trained_once(stage, kind: str, script: list[dict]) -> None:
     spoken = [reply for reply in script for _ in range(1 + reply["is_lost"])]

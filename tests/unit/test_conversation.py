@@ -73,7 +73,7 @@ WORDS = SPELLED.filter(bool)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(prompt=WORDS, file=WORDS, output=WORDS, said=WORDS, task=WORDS)
 def test_no_text_changes_the_control_tokens(
     builders: dict[str, TokenBuilder], kind: str, prompt: str, file: str, output: str, said: str, task: str
@@ -91,7 +91,7 @@ def test_no_text_changes_the_control_tokens(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(name=WORDS, said=WORDS, key=WORDS)
 @example(name="tool_call", said="x", key="think")
 def test_no_tool_changes_the_control_tokens(
@@ -111,7 +111,6 @@ def test_no_tool_changes_the_control_tokens(
         assert "<look>See. <path>string!\n" in text
 
 
-@settings(deadline=None)
 @given(text=st.one_of(SPELLED, st.text()))
 def test_text_survives_encoding(builders: dict[str, TokenBuilder], text: str) -> None:
     tokens = builders["hermes"].tokens

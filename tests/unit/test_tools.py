@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_swe.errors import ConfigError
@@ -110,8 +110,8 @@ def test_bash_shows_both_outputs_and_how_it_ended(sandbox: Sandbox):
     assert use(sandbox, "bash", command="echo out; echo err >&2; exit 3") == "out\nerr\n[exit code 3]"
     assert use(sandbox, "bash", command="true") == "[exit code 0]"
     assert use(sandbox, "bash", command="cat mod.py") == f"{SOURCE}[exit code 0]"
-    late = use(sandbox, "bash", command="echo early; sleep 60; echo late", timeout_s=1)
-    assert late == "early\n[stopped after 1 s]"
+    late = use(sandbox, "bash", command="echo early; sleep 60; echo late", timeout_s=5)
+    assert late == "early\n[stopped after 5 s]"
 
 
 def test_every_bash_is_a_fresh_one_and_says_so(sandbox: Sandbox):
@@ -163,14 +163,14 @@ def test_grep_numbers_lines_by_file_and_minds_nothing_that_lies_about(sandbox: S
 
 def test_grep_finds_only_so_much_and_searches_only_so_long(sandbox: Sandbox):
     sandbox.write("many", b"a\n" * 5000)
-    few = load("tools", {"type": "grep", "most_matches": 3, "timeout_s": 1.0})
+    few = load("tools", {"type": "grep", "most_matches": 3, "timeout_s": 5.0})
     answer = invoke(few, '{"pattern": "^a$"}', sandbox, TASK).split("\n")
     assert answer == ["many", "1:a", "2:a", "3:a", "... more than 3 matches; narrow pattern or path"]
     sandbox.write("many", b"a\n" * 3)
     sandbox.write("more", b"a\n")
     assert invoke(few, '{"pattern": "^a$"}', sandbox, TASK).split("\n") == answer
     sandbox.write("slow", b"a" * 40 + b"!")
-    with pytest.raises(ToolError, match="longer than 1 s"):
+    with pytest.raises(ToolError, match="longer than 5 s"):
         invoke(few, '{"pattern": "(a+)+$", "path": "slow"}', sandbox, TASK)
 
 
@@ -454,7 +454,7 @@ NUMBERS = st.sampled_from([0, 1, 2, -1, 2**62, 2**70, 0.5, "1", "nan", "inf", "1
 ODD = {"string": WORDS | st.text(max_size=20).filter(lambda text: "/" not in text)}
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100)
 @given(
     data=st.data(), name=st.sampled_from(["view", "replace", "rewrite", "edit", "grep", "listdir", "bash"])
 )
