@@ -1,5 +1,6 @@
 """The recorder inside a real sandbox: its agent reaches it, nobody else does, and nothing else is reached."""
 
+import os
 import shutil
 import socket
 import subprocess
@@ -37,7 +38,7 @@ request = urllib.request.Request(
     URL + "/chat/completions", json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode(),
     {"Authorization": "Bearer " + KEY})
 try:
-    print(json.load(urllib.request.urlopen(request, timeout=20))["choices"][0]["message"]["content"])
+    print(json.load(urllib.request.urlopen(request, timeout=120))["choices"][0]["message"]["content"])
 except OSError as error:
     print(error)
 """
@@ -65,6 +66,7 @@ for number in range(200):
         pass
 print(len(held))
 """
+NAMED = f"hpc_swe_test-{os.getpid()}"
 ESCAPES = {
     "a host server": "socket.create_connection(('127.0.0.1', HOST), 3)",
     "a host server by name": "socket.create_connection((socket.gethostname(), HOST), 3)",
@@ -75,7 +77,7 @@ ESCAPES = {
     "the same port, shared": "share(); s.bind(('127.0.0.1', PORT))",
     "all addresses": "share(); s.bind(('0.0.0.0', PORT))",
     "raw packets": "socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
-    "another's abstract socket": "socket.socket(socket.AF_UNIX).connect('\\0hpc_swe_test')",
+    "another's abstract socket": f"socket.socket(socket.AF_UNIX).connect('\\0{NAMED}')",
 }
 
 
@@ -104,7 +106,7 @@ def served(sandbox: Sandbox, run: RunDir, builder: TokenBuilder, said: str) -> I
 
 def asked(sandbox: Sandbox, address: Address) -> str:
     program = f"URL, KEY = {address.url!r}, {address.key!r}\n{ASK}"
-    return sandbox.python(program, 60).output.strip()
+    return sandbox.python(program, 180).output.strip()
 
 
 def test_each_sandbox_finds_its_own_recorder_at_the_same_port(
@@ -127,7 +129,7 @@ def test_nothing_else_is_reached_and_the_port_is_not_taken(apptainer: Apptainer,
         apptainer.open(TASK) as sandbox,
         closing(sandbox.listen(8765)),
     ):
-        named.bind("\0hpc_swe_test")
+        named.bind(f"\0{NAMED}")
         named.listen()
         program = TRY.format(host=host.getsockname()[1], way=ESCAPES[way])
         result = sandbox.python(program, 30)

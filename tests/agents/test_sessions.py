@@ -51,7 +51,7 @@ def trained(config, folder: Path, environment: pytest.MonkeyPatch) -> RunDir:
         environment.setenv(name, value)
     run = RunDir(folder)
     launch.start(run, config)
-    launch.wait(run, config, 400)
+    launch.wait(run, config, 900)
     return run
 
 

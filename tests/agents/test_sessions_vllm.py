@@ -59,7 +59,7 @@ def test_the_real_engine_agrees_on_every_recorded_token(
         made.means,
         tasks={task.task_id: task},
         builder=TokenBuilder(world.model),
-        sampler=Sampler(LONG, Endpoints(made.run, 0), TOKEN, 60.0),
+        sampler=Sampler(LONG, Endpoints(made.run, 0), TOKEN, 180.0),
         config=config.rollout,
     )
     request = RolloutRequest(

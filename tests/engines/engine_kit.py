@@ -113,7 +113,7 @@ def supervise(
         "run": str(run.root),
         "engine": dump(engine),
         "model": str(model),
-        "inference": {"max_restarts": 3, "poll_s": 0.1, "start_timeout_s": 120.0} | inference,
+        "inference": {"max_restarts": 3, "poll_s": 0.1, "start_timeout_s": 300.0} | inference,
     }
     return subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("supervise.py")), json.dumps(settings)],
@@ -134,7 +134,7 @@ def node(run: RunDir) -> Node | None:
     return None
 
 
-def await_node(run: RunDir, condition: Callable[[Node], bool], timeout_s: float = 20.0) -> Node:
+def await_node(run: RunDir, condition: Callable[[Node], bool], timeout_s: float = 180.0) -> Node:
     deadline = time.monotonic() + timeout_s
     while (found := node(run)) is None or not condition(found):
         assert time.monotonic() < deadline, f"after {timeout_s} s the node cell says {found}"

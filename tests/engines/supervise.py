@@ -17,7 +17,7 @@ from hpc_swe.store.lease import Lease
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 settings = json.loads(sys.argv[1])
 run = RunDir(Path(settings["run"]))
-leases = LeaseConfig(beat_s=0.1, ttl_s=0.5)
+leases = LeaseConfig(beat_s=0.1, ttl_s=60.0)  # nobody here dies by silence
 try:
     with Lease(run, "inference", "test", leases.beat_s) as lease:
         Supervisor(

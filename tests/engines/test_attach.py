@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from engine_kit import (
     publish,
     supervise,
 )
+from waiting import until
 
 from hpc_swe import config as configuration
 from hpc_swe import launch, reconcile
@@ -57,10 +57,7 @@ class Somebody:
         self.engine = msgspec.structs.replace(self.engine, **changes)
         command = self.engine.command(self.model, "127.0.0.1", self.port, "theirs")
         self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {VARIABLE: TOKEN})
-        deadline = time.monotonic() + 20
-        while not self.engine.is_healthy(self.url):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: self.engine.is_healthy(self.url), "health")
         return self
 
     def end(self) -> None:
@@ -69,7 +66,7 @@ class Somebody:
             self.process.wait()
 
     def stamps(self) -> list[WeightVersion]:
-        spans = self.engine.generate(self.url, TOKEN, PROMPT, Sampling(), 5.0).spans
+        spans = self.engine.generate(self.url, TOKEN, PROMPT, Sampling(), 60.0).spans
         return [version for _, _, version in spans or []]
 
 
@@ -123,7 +120,7 @@ def test_it_is_given_every_newer_version_and_goes_on_when_the_run_ends(attach, r
         await_node(run, is_serving(version))
         assert somebody.stamps() == [version]
     run.stop.touch()
-    assert process.wait(20) == 0
+    assert process.wait(180) == 0
     assert node(run) is None
     assert somebody.stamps() == [V2]
     assert not any(run.logs("inference").glob("*.engine.log"))
@@ -159,12 +156,11 @@ def test_one_that_dies_is_waited_for_and_given_its_weights_again(attach, run, so
     somebody.end()
     cell = await_node(run, lambda node: not node.url)
     assert (cell.state, cell.versions) == ("starting", [])
-    time.sleep(0.5)
     somebody.start()
     await_node(run, is_serving(V1))
     assert somebody.stamps() == [V1]
     run.stop.touch()
-    _, log = process.communicate(timeout=20)
+    _, log = process.communicate(timeout=180)
     assert re.search(rf"restart 1 of \d: .*{somebody.url}", log)
 
 
@@ -179,7 +175,7 @@ def test_one_that_comes_back_without_update_routes_serves_no_old_weights(
     somebody.end()
     somebody.start(plain=True)
     process.send_signal(signal.SIGCONT)
-    _, log = process.communicate(timeout=30)
+    _, log = process.communicate(timeout=180)
     assert process.returncode == EngineError.exit_code
     assert f"{somebody.url} stamps None, and was given {V1.name}" in log
 
@@ -193,15 +189,12 @@ def test_one_that_restarts_between_two_looks_is_given_its_weights_again(attach, 
     somebody.end()
     somebody.start()
     process.send_signal(signal.SIGCONT)
-    deadline = time.monotonic() + 20
-    while somebody.stamps() != [V1]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: somebody.stamps() == [V1], "the stamp of what it was given")
 
 
 def test_one_that_stays_away_is_one_clear_error_after_the_deadline(attach, somebody) -> None:
     process = attach(start_timeout_s=1.0, max_restarts=1)
-    _, log = process.communicate(timeout=30)
+    _, log = process.communicate(timeout=180)
     assert process.returncode == EngineError.exit_code
     assert f"EngineError: no health at {somebody.url} in 1 s; somebody else runs it" in log
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         CPU.command(models["a"], "127.0.0.1", port, "test"), CPU.environment(TOKEN), root / "engine.log"
     )
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not CPU.is_healthy(url):
             child.require_alive()
             assert time.monotonic() < deadline
@@ -80,7 +81,7 @@ def reference(model: Path, prompt: list[int], completion: list[int]) -> np.ndarr
 
 
 def sample(server: Server, prompt: list[int], sampling: Sampling = PLAIN, engine: Vllm = CPU) -> Completion:
-    return engine.generate(server.url, TOKEN, np.asarray(prompt, np.int32), sampling, 60.0)
+    return engine.generate(server.url, TOKEN, np.asarray(prompt, np.int32), sampling, 180.0)
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
@@ -127,26 +128,29 @@ def test_stop_tokens_of_the_configuration_end_a_turn(fresh: Server) -> None:
     assert 100 <= found.token_ids[-1] < VOCABULARY // 2
 
 
-def test_a_swap_in_mid_generation_is_stamped_token_by_token(fresh: Server) -> None:
-    found: list[tuple[list[int], Completion]] = []
+def generated(server: Server, pause_s: float) -> tuple[WeightVersion, list[tuple[list[int], Completion]]]:
+    """What came of some prompts while, after a pause, weights b took the place of weights a."""
+    prompts = [[i, *TEXT] for i in range(10, 16)]
+    server.reload("a")
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        found = [pool.submit(sample, server, prompt, Sampling(max_tokens=600)) for prompt in prompts]
+        time.sleep(pause_s)
+        version = server.reload("b")
+    return version, [(prompt, future.result()) for prompt, future in zip(prompts, found, strict=True)]
 
-    def generate(prompt: list[int]) -> None:
-        found.append((prompt, sample(fresh, prompt, Sampling(max_tokens=600))))
 
-    threads = [threading.Thread(target=generate, args=([i, *TEXT],)) for i in range(10, 16)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.5)
-    new = fresh.reload("b")
-    for thread in threads:
-        thread.join()
-    crossed = [(p, c) for p, c in found if c.spans is not None and len(c.spans) == 2]
+def test_a_swap_in_mid_generation_is_stamped_token_by_token(server: Server) -> None:
+    crossed: list[tuple[list[int], Completion]] = []
+    for pause_s in (0.5, 1.0, 2.0, 4.0, 8.0):  # the first that is neither before nor after it all
+        new, found = generated(server, pause_s)
+        if crossed := [(p, c) for p, c in found if c.spans is not None and len(c.spans) == 2]:
+            break
     assert crossed
     for prompt, completion in crossed:
         assert completion.spans is not None
         (start, middle, _), (again, end, version) = completion.spans
         assert (start, again, end, version) == (0, middle, len(completion.token_ids), new)
-        old, fresh_part = (reference(fresh.models[n], prompt, completion.token_ids) for n in "ab")
+        old, fresh_part = (reference(server.models[n], prompt, completion.token_ids) for n in "ab")
         logprobs = np.asarray(completion.logprobs)
         assert np.abs(old - logprobs)[:middle].max() < 1e-3
         assert np.abs(fresh_part - logprobs)[middle:].max() < 1e-3

@@ -47,7 +47,7 @@ def url() -> Iterator[str]:
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1)])
 def test_every_setting_that_shapes_a_token_is_sent_and_no_other(url: str, sampling: Sampling) -> None:
-    completion = Vllm().generate(url, "t", np.asarray([5, 6]), sampling, 5.0)
+    completion = Vllm().generate(url, "t", np.asarray([5, 6]), sampling, 60.0)
     assert (completion.token_ids, completion.logprobs, completion.spans) == ([3], [-0.5], None)
     sent = Listener.asked[-1]
     assert sent.keys() == {"token_ids", "sampling_params"}

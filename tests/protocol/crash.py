@@ -45,7 +45,7 @@ def in_child(target: Callable[..., object], *args: Any) -> int:
     """Exit status of a forked process."""
     child = FORK.Process(target=target, args=args)
     child.start()
-    child.join(30)
+    child.join(180)
     assert child.exitcode is not None, "hangs"
     return child.exitcode
 
@@ -77,9 +77,9 @@ def _report(root: Path, on_call: Callable[[str], None]) -> None:
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event not in EVENTS:
             return
+        if event in ("open", "os.listdir") and not str(args[0]).startswith(str(root)):
+            return  # an import's, say
         if event == "open":
-            if not str(args[0]).startswith(str(root)):
-                return
             writes = args[2] & (os.O_WRONLY | os.O_RDWR)
             event = "create" if writes else "open"
         on_call(event)

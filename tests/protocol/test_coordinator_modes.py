@@ -24,6 +24,7 @@ from coordinator_world import (
     training,
     work,
 )
+from waiting import DEADLINE_S
 
 from hpc_swe import records
 from hpc_swe.config import CoordinatorConfig, GroupsConfig
@@ -271,7 +272,7 @@ def test_a_coordinator_works_to_the_end_and_says_so(run):
     )
     others.start()
     made.work()
-    others.join(30)
+    others.join(DEADLINE_S)
     assert run.finished.exists()
     assert list(run.tensorboard.iterdir())
     assert atomic.get(run.status, StatusReport).step == STEPS

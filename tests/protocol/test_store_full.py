@@ -27,7 +27,7 @@ def small(tmp_path):
     if made.returncode:
         pytest.skip(f"needs the right to mount a small tmpfs: {made.stderr.strip()}")
     yield mount
-    subprocess.run(["umount", mount], check=True)
+    subprocess.run(["umount", "-l", mount], check=True)
 
 
 def leftovers(folder: Path) -> list[Path]:

@@ -5,6 +5,7 @@ import time
 
 import pytest
 from crash import FORK
+from waiting import DEADLINE_S, until
 
 from hpc_swe.records import Node
 from hpc_swe.store import atomic
@@ -213,42 +214,41 @@ def test_a_name_is_never_used_twice_even_by_a_requeued_job():
         child = FORK.Process(target=lambda: names.put(owner_name("rollout", "123_4")))
         child.start()
         child.join()
-    assert len({names.get(timeout=5), names.get(timeout=5), owner_name("rollout", "123_4")}) == 3
+    made = {names.get(timeout=DEADLINE_S) for _ in range(2)}
+    assert len(made | {owner_name("rollout", "123_4")}) == 3
 
 
 def test_a_process_beats_while_it_works_and_takes_its_cell_with_it(run):
     with Lease(run, "rollout", "1", beat_s=0.01) as lease:
         first = atomic.get(run.node(lease.owner), Node).beat
-        time.sleep(0.2)
+        until(lambda: atomic.get(run.node(lease.owner), Node).beat > first + 2, "a third beat")
         lease.show(claims=["x"], slots=8)
         node = atomic.get(run.node(lease.owner), Node)
-        assert node.beat > first + 2
         assert (node.claims, node.slots, node) == (["x"], 8, lease.node)
     assert atomic.names(run.nodes) == []
 
 
 def test_a_note_is_not_written_before_the_next_beat_says_it(run):
-    with Lease(run, "rollout", "1", beat_s=0.3) as lease:
+    with Lease(run, "rollout", "1", beat_s=600.0) as lease:
         before = atomic.get(run.node(lease.owner), Node)
         lease.note(claims=["x"])
         assert atomic.get(run.node(lease.owner), Node) == before
-        time.sleep(0.6)
+        lease.show()  # as a beat does
         assert atomic.get(run.node(lease.owner), Node).claims == ["x"]
 
 
-def test_a_holder_whose_beat_cannot_be_written_goes_on_and_beats_later(run):
+def test_a_holder_whose_beat_cannot_be_written_goes_on_and_beats_later(run, caplog):
     with Lease(run, "rollout", "1", beat_s=0.01) as lease:
         run.nodes.rename(run.root / "away")
-        time.sleep(0.1)
+        until(lambda: "beat failed" in caplog.text)
         (run.root / "away").rename(run.nodes)
         before = atomic.get(run.node(lease.owner), Node).beat
-        time.sleep(0.1)
-        assert atomic.get(run.node(lease.owner), Node).beat > before
+        until(lambda: atomic.get(run.node(lease.owner), Node).beat > before, "a beat")
 
 
 def hold_and_die(run, ready) -> None:
     with Lease(run, "rollout", "1", beat_s=0.05):
-        ready.wait(30)
+        ready.wait(DEADLINE_S)
         os._exit(1)
 
 
@@ -257,18 +257,15 @@ def test_a_killed_process_is_dead_by_the_clock_on_the_wall(run):
     holder = FORK.Process(target=hold_and_die, args=(run, ready))
     holder.start()
     watcher = Watcher(run, beat_s=0.1, ttl_s=0.5)
-    while not watcher.live():
+    until(lambda: watcher.look() or watcher.live(), "a lease")
+    (node,) = watcher.live()
+    for _ in range(10):
+        before = atomic.get(run.node(node.owner), Node).beat
+        until(lambda before=before: atomic.get(run.node(node.owner), Node).beat > before, "a beat")
         watcher.look()
-        time.sleep(0.01)
-    (owner,) = [node.owner for node in watcher.live()]
-    for _ in range(100):
-        watcher.look()
-        assert not watcher.is_dead(owner)
-        time.sleep(0.01)
+        assert not watcher.is_dead(node.owner)
     ready.set()
     holder.join()
     died = time.monotonic()
-    while not watcher.is_dead(owner):
-        watcher.look()
-        time.sleep(0.01)
-    assert 0.3 < time.monotonic() - died < 5
+    until(lambda: watcher.look() or watcher.is_dead(node.owner), "its death")
+    assert time.monotonic() - died > 0.3, "it had its grace"

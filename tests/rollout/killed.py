@@ -4,7 +4,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
+sys.path += [str(Path(__file__).parents[1] / beside) for beside in (".", "unit")]
 
 from stage import Doing, company
 

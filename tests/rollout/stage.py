@@ -1,7 +1,6 @@
 """A run folder with one task, and workers on a toy engine and unisolated sandboxes."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from toy_engine import ToyEngine
 from toy_model import HERMES, make_model
+from waiting import DEADLINE_S, until
 
 from hpc_swe.config import RolloutConfig
 from hpc_swe.conversation import TokenBuilder
@@ -115,10 +115,10 @@ class Company:
 
     def finish(self, worker: Worker[RolloutRequest, Episode]) -> None:
         def order() -> None:
-            until = time.monotonic() + 20
-            while any(self.shown()[s] for s in ("ready", "claimed")) and time.monotonic() < until:
-                time.sleep(0.02)
-            self.run.drain.touch()
+            try:
+                until(lambda: not any(self.shown()[s] for s in ("ready", "claimed")), "the work")
+            finally:
+                self.run.drain.touch()
 
         thread = threading.Thread(target=order)
         thread.start()
@@ -138,7 +138,7 @@ class Company:
                 yield worker
             finally:
                 self.run.stop.touch()
-                thread.join(30)
+                thread.join(DEADLINE_S)
                 assert not thread.is_alive()
 
 
@@ -148,8 +148,10 @@ def company(
     agent: Agent | None = None,
     sandboxes: Sandboxes | None = None,
     replies: list[str] = REPLIES,
+    wait_s: float = 60.0,
     **config: object,
 ) -> Company:
+    """Who is to see engines fail names a shorter `wait_s`: an engine that failed once rests for a second."""
     run = RunDir(root)
     run.make()
     endpoint = Endpoint(owner="a", url="http://a", versions=[V1], updating=False)
@@ -161,14 +163,7 @@ def company(
         sandboxes=sandboxes or Process(),
         agent=agent or ToolAgent(),
         builder=builder,
-        sampler=Sampler(engine, Endpoints(run, 0), "secret", 1.0),
+        sampler=Sampler(engine, Endpoints(run, 0), "secret", wait_s),
         config=RolloutConfig(slots=4, poll_s=0.1, **config),
     )
     return Company(run, engine, means)
-
-
-def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.01)

@@ -15,6 +15,7 @@ import pytest
 from test_recorder import REPLIES, Stage, stage
 from test_recorder import builder as builder
 from test_recorder import run as run
+from waiting import DEADLINE_S
 
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import EngineError
@@ -50,7 +51,8 @@ def free_port() -> socket.socket:
 
 def post(address: Address, **body: object) -> httpx.Response:
     headers = {"Authorization": f"Bearer {address.key}"}
-    return httpx.post(f"{address.url}/chat/completions", headers=headers, json=body, trust_env=False)
+    url = f"{address.url}/chat/completions"
+    return httpx.post(url, headers=headers, json=body, trust_env=False, timeout=DEADLINE_S)
 
 
 def observed(answer: dict) -> list[dict]:
@@ -144,7 +146,7 @@ def test_a_huge_request_is_refused(address: Address) -> None:
 
 def test_a_reply_that_nobody_took_is_undelivered(on: Stage, address: Address) -> None:
     gone = threading.Event()
-    on.engine.on_call = lambda call: gone.wait(5) and None
+    on.engine.on_call = lambda call: gone.wait(DEADLINE_S) and None
     host, port = address.url.split("/")[2].split(":")
     body = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {address.key}\r\n"
@@ -164,7 +166,7 @@ def test_a_client_that_has_no_more_to_ask_is_answered(on: Stage, address: Addres
     host, port = address.url.split("/")[2].split(":")
     body = json.dumps({"messages": START, "stream": stream}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {address.key}\r\n"
-    with socket.create_connection((host, int(port)), timeout=20) as client:
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as client:
         client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         client.shutdown(socket.SHUT_WR)
         with client.makefile("rb") as answer:
@@ -250,7 +252,7 @@ def test_the_policy_keeps_only_its_own_agent_waiting(on: Stage) -> None:
             with contextlib.suppress(OSError):
                 client.sendall(start)
         assert threading.active_count() <= before + 1 + front.MOST_CONNECTIONS
-        until = time.monotonic() + 20
+        until = time.monotonic() + DEADLINE_S
         status = 0
         while status != 200:
             assert time.monotonic() < until, "the front does not serve any more"
@@ -283,7 +285,8 @@ def test_the_policy_keeps_only_its_own_agent_waiting(on: Stage) -> None:
 )
 def test_no_body_breaks_the_front(on: Stage, address: Address, body: bytes) -> None:
     headers = {"Authorization": f"Bearer {address.key}"}
-    answer = httpx.post(f"{address.url}/chat/completions", headers=headers, content=body, trust_env=False)
+    url = f"{address.url}/chat/completions"
+    answer = httpx.post(url, headers=headers, content=body, trust_env=False, timeout=DEADLINE_S)
     assert answer.status_code in (200, 400)
     assert post(address, messages=START).status_code == 200
     assert on.recorder.failure is None

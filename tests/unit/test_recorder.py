@@ -85,7 +85,7 @@ def stage(
     *,
     replies: list[str] = REPLIES,
     sampling: Sampling | None = None,
-    wait_s: float = 5.0,
+    wait_s: float = 60.0,
     split: str = "train",
     **config: object,
 ) -> Stage:
@@ -457,11 +457,11 @@ def test_a_full_context_is_no_failure(run: RunDir, builder: TokenBuilder) -> Non
 
 
 def test_the_backstop_excludes_the_engine(run: RunDir, builder: TokenBuilder) -> None:
-    on = stage(run, builder, episode_timeout_s=0.2)
-    on.engine.on_call = lambda call: time.sleep(0.3)
+    on = stage(run, builder, episode_timeout_s=3.0)
+    on.engine.on_call = lambda call: time.sleep(2.0)
     history = [*START, answer(on.recorder(START)), tool("x")]
     on.recorder(history)
-    time.sleep(0.25)
+    time.sleep(3.1)
     with pytest.raises(SandboxError, match="episode_timeout_s"):
         on.recorder(history)
     assert isinstance(on.recorder.failure, SandboxError)
