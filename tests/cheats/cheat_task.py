@@ -40,6 +40,6 @@ TASK = Task(
         files={"test_mod.py": VISIBLE, "test_hidden.py": HIDDEN},
         fail_to_pass=["test_mod.py::test_0", *(f"test_hidden.py::test_{i}" for i in range(3))],
         pass_to_pass=["test_mod.py::test_1"],
-        timeout_s=10.0,
+        timeout_s=60.0,
     ),
 )

@@ -241,7 +241,7 @@ def test_sleeping_past_the_limit_is_unresolved_after_a_second_try(grade):
     score = grade(task, mod__py="import time\ndef add(a, b): time.sleep(60)\n")
     assert score.outcome == "unresolved"
     assert score.detail.startswith("timed out")
-    assert 2.0 < score.seconds < 20.0
+    assert 2.0 < score.seconds < 110.0
 
 
 def test_half_a_repair_is_unresolved_and_says_what_fails(grade):

@@ -52,7 +52,7 @@ COMMANDS = [
 SANDBOXES = Apptainer(images=sys.argv[1], local=os.environ.get("LOCAL", ""))
 IMAGES = sorted({path.name.removesuffix(".sif") for path in Path(sys.argv[1]).iterdir()})
 FATED_S = 5.0
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 FATED: set[int] = set()
 
 

@@ -20,7 +20,7 @@ def task() -> Task:
         image="python-pytest",
         workdir="/testbed/here",
         files={"mod.py": "x = 1\n", "deep/er/data.txt": "data\n"},
-        tests=TestPlan(command="python -m pytest", fail_to_pass=[], timeout_s=10.0),
+        tests=TestPlan(command="python -m pytest", fail_to_pass=[], timeout_s=60.0),
     )
 
 

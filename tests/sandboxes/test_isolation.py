@@ -109,9 +109,10 @@ def test_there_is_no_network_but_loopback(sandbox: Sandbox):
 
 def test_an_abstract_socket_of_the_host_cannot_be_reached(sandbox: Sandbox):
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind("\0hpc_swe_test")
+        name = f"hpc_swe_test-{os.getpid()}"
+        server.bind(f"\0{name}")
         server.listen()
-        connect = "import socket; s = socket.socket(socket.AF_UNIX); s.connect(chr(0) + 'hpc_swe_test')"
+        connect = f"import socket; s = socket.socket(socket.AF_UNIX); s.connect(chr(0) + {name!r})"
         assert sandbox.python(connect, 20).exit_code == 1
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import DEADLINE_S, until
 
 from hpc_swe.config import RewardConfig
 from hpc_swe.errors import SandboxError
@@ -30,8 +31,8 @@ class Judge:
             raise SandboxError("the disk is full")
         if submission == "bug":
             raise KeyError("bug")
-        if submission.startswith("sleep"):
-            time.sleep(float(submission.split()[1]))
+        if submission.startswith("await"):
+            until(Path(submission.split()[1]).exists)
         return Score(outcome="unresolved" if submission else "no_submission", reward=0.0)
 
 
@@ -50,10 +51,8 @@ class Trial(Judge):
         return self.tried(False)
 
     def tried(self, is_right: bool) -> Score:
-        deadline = time.monotonic() + 5
-        while not scores(self.run) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self.waited.append(bool(scores(self.run)))
+        until(lambda: scores(self.run), "the episode's result")
+        self.waited.append(True)
         return Score(outcome="resolved" if is_right or self.errs else "unresolved", reward=1.0)
 
 
@@ -90,7 +89,7 @@ def scores(run: RunDir) -> dict[int, Score]:
 
 
 def work(
-    run: RunDir, task: Task, until: Callable[[], bool], order: str = "DRAIN", trial: Trial | None = None
+    run: RunDir, task: Task, done: Callable[[], bool], order: str = "DRAIN", trial: Trial | None = None
 ) -> None:
     config = RewardConfig(slots=2, poll_s=0.05, sentinel_every=1 if trial else 100)
     with Lease(run, "reward", "test", 1.0) as lease:
@@ -106,11 +105,9 @@ def work(
 
         thread = threading.Thread(target=body)
         thread.start()
-        deadline = time.monotonic() + 10
-        while not until() and time.monotonic() < deadline and thread.is_alive():
-            time.sleep(0.01)
+        until(lambda: done() or not thread.is_alive())
         (run.control / order).touch()
-        thread.join(10)
+        thread.join(DEADLINE_S)
         assert not thread.is_alive()
     if failures:
         raise failures[0]
@@ -155,17 +152,16 @@ def test_a_corrupt_message_is_buried_and_work_goes_on(run, task):
 
 
 def test_drain_finishes_what_is_at_work_and_takes_no_more(run, task):
-    put(run, *(episode(number, "sleep 0.5") for number in range(4)))
+    put(run, *(episode(number, f"await {run.drain}") for number in range(4)))
     work(run, task, lambda: states(run)["claimed"] == 2)
     assert len(scores(run)) == 2
     assert states(run) == {"ready": 2, "claimed": 0, "dead": 0}
 
 
 def test_stop_gives_back_what_is_at_work(run, task):
-    put(run, *(episode(number, "sleep 3") for number in range(4)))
-    began = time.monotonic()
+    put(run, *(episode(number, f"await {run.finished}") for number in range(4)))
     work(run, task, lambda: states(run)["claimed"] == 2, order="STOP")
-    assert time.monotonic() - began < 2
+    run.finished.touch()
     assert states(run) == {"ready": 4, "claimed": 0, "dead": 0}
 
 
@@ -177,10 +173,10 @@ def test_a_bug_in_a_grader_ends_the_process_and_recovery_counts_the_loss(run, ta
     assert states(run)["claimed"] == 1
 
 
-def test_a_worker_that_is_told_to_end_gives_back_within_a_second(run):
+def test_a_worker_that_is_told_to_end_gives_back_and_waits_for_nothing(run):
     program = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}
 from pathlib import Path
 from test_reward_worker import *
 from hpc_swe.records import TestPlan
@@ -190,12 +186,11 @@ run = RunDir(Path({str(run.root)!r}))
 with Lease(run, "reward", "test", 1.0) as lease:
     worker(run, lease, Means({{"t": task}}, Process(), Judge(), RewardConfig())).work()
 """
-    put(run, episode(0, "sleep 30"))
+    put(run, episode(0, f"await {run.finished}"))
     process = subprocess.Popen([sys.executable, "-c", program])
-    while not states(run)["claimed"]:
-        time.sleep(0.05)
+    until(lambda: states(run)["claimed"])
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 0
+    assert process.wait(DEADLINE_S / 2) == 0
     assert states(run) == {"ready": 1, "claimed": 0, "dead": 0}
 
 
@@ -238,7 +233,7 @@ class Slow(Trial):
 
 def test_a_drain_waits_for_no_sentinel_and_begins_none(run, task):
     """Nobody is left to take along what they come to."""
-    put(run, episode(0, "text"), episode(1, "sleep 1"))
+    put(run, episode(0, "text"), episode(1, f"await {run.drain}"))
     work(run, task, lambda: len(scores(run)) == 1, trial=Slow(run))
     assert len(scores(run)) == 2
     assert states(run) == {"ready": 0, "claimed": 0, "dead": 0}

@@ -17,7 +17,7 @@ from hpc_swe.plugins.sandboxes._session import end_namespace
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 
 pytestmark = pytest.mark.slow
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
 @pytest.fixture

@@ -197,7 +197,7 @@ def test_the_tests_are_run_twice_and_no_more_when_time_is_out(toy_task, sandboxe
     score = GRADER.grade(one, core("import time\ntime.sleep(60)\n"), sandboxes)
     assert (score.outcome, score.reward) == ("unresolved", -1.0)
     assert score.detail.startswith("timed out")
-    assert 6.0 < score.seconds < 40.0
+    assert 6.0 < score.seconds < 110.0
 
 
 def test_an_image_without_the_base_commit_is_nobody_s_fault(toy_task, sandboxes):

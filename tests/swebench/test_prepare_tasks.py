@@ -40,7 +40,7 @@ def prepare(source: object, out: Path, *words: object, cache: Path | None = None
         | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cache or out.parent / "hf"), "COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout
