@@ -54,7 +54,7 @@ class Small:
             "configs/demo.toml",
             f"model={self.folder / 'model'}",
             f'taskset={{type="swebench", eval={{rows="{self.folder}/rows.jsonl"}}, recipes={{{recipes}}}, '
-            "timeout_s=60.0}",
+            "timeout_s=120.0}",
             f'sandbox={{type="toy:Checkout", repository="{self.folder}/calc"}}',
             f'engine={{type="scripted", replies="{self.folder}/replies.json", max_model_len=8192}}',
             'grader={type="swebench"}',
@@ -93,7 +93,7 @@ class Small:
         """Into files: a pipe would be held open by jobs that outlive the command."""
         line, streams = self.command(*words, out=out), [self.folder / name for name in ("stdout", "stderr")]
         with streams[0].open("w") as stdout, streams[1].open("w") as stderr:
-            settings = {"cwd": ROOT, "env": environment(), "timeout": 300}
+            settings = {"cwd": ROOT, "env": environment(), "timeout": 900}
             done = subprocess.run(line, stdout=stdout, stderr=stderr, **settings)
         return subprocess.CompletedProcess(line, done.returncode, *(path.read_text() for path in streams))
 
@@ -105,7 +105,7 @@ class Small:
         line = [sys.executable, "-m", "hpc_swe.plugins.engines.scripted", *map(str, words)]
         child = subprocess.Popen(line, cwd=ROOT, env={**os.environ, TOKEN: key})
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 180
             while not _listens(port):
                 assert time.monotonic() < deadline, "the engine does not listen"
                 time.sleep(0.1)
@@ -165,7 +165,7 @@ print("MADE", made)
 def official_report(folder: Path, label: str, rows: Path) -> dict[str, object]:
     """What swebench itself makes, in the folder, of the predictions and logs there."""
     line = [sys.executable, "-c", OFFICIAL, label, str(rows)]
-    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     made = folder / done.stdout.rpartition("MADE ")[2].strip()
     return json.loads(made.read_text())

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 from small_evaluation import FAILS, GIVES_UP, ROOT, SOLVES, Small, environment, make, official_report
+from waiting import until
 
 from hpc_swe import config as configuration
 from hpc_swe import evaluate, launch, results
@@ -203,7 +204,7 @@ def test_the_script_gives_its_variables_to_the_command(small, tmp_path):
     words += ['taskset.train={rows="", ids=""}', 'taskset.eval.ids=""']
     line = ["bash", "sbatch/evaluate.sbatch", *words]
     known = {name: value for name, value in environment().items() if not name.startswith(("SLURM", "VLLM"))}
-    subprocess.run(line, cwd=ROOT, env=known | variables, check=True, timeout=120)
+    subprocess.run(line, cwd=ROOT, env=known | variables, check=True, timeout=300)
     config = launch.load(RunDir(tmp_path / "of script"))
     assert (config.mode, config.eval.samples, config.model) == ("eval", 3, variables["MODEL"])
 
@@ -265,7 +266,7 @@ def test_tasks_beyond_the_last_are_refused_and_fewer_than_asked_for_are_said(beg
 def test_a_file_in_the_place_of_the_folder_is_one_error(begun, tmp_path):
     (tmp_path / "file").touch()
     line = [sys.executable, "-m", "hpc_swe.evaluate", "--out", str(tmp_path / "file")]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "no run here" in done.stderr
 
@@ -375,14 +376,11 @@ def names(table: list[Attempt]) -> set[str]:
 
 
 def await_done(run: RunDir, count: int) -> None:
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        if run.status.exists():
-            report = atomic.get(run.status, StatusReport)
-            if report.recent.get("evaluation/done", [0.0])[-1] >= count:
-                return
-        time.sleep(0.1)
-    raise AssertionError(f"not {count} episodes in 90 s")
+    def are_done() -> bool:
+        report = atomic.get(run.status, StatusReport) if run.status.exists() else None
+        return report is not None and report.recent.get("evaluation/done", [0.0])[-1] >= count
+
+    until(are_done, f"the end of {count} episodes")
 
 
 @pytest.mark.slow

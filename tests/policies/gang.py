@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
 
-def launch(size: int, script: str, *arguments: str, timeout_s: float = 240.0) -> list[str]:
+def launch(size: int, script: str, *arguments: str, timeout_s: float = 900.0) -> list[str]:
     """Run a script on `size` ranks; returns what each wrote. Fails when one fails."""
     children = start(size, script, *arguments)
     try:

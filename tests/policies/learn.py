@@ -1,13 +1,29 @@
-"""One rank of a learner on a run folder: python learn.py RUN MODEL STEPS DATA_PARALLEL."""
+"""One rank of a learner on a run folder: python learn.py RUN MODEL STEPS DATA_PARALLEL.
+
+With DIES_AT in its environment it is killed when it opens a file below a path that begins so.
+"""
 
 import json
+import os
 import signal
 import sys
 import threading
+import traceback
 from pathlib import Path
 
 
+def die_at(place: str) -> None:
+    rank = os.getpid()  # files may be written by a child of it
+
+    def look(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open" and str(arguments[0]).startswith(place):
+            os.kill(rank, signal.SIGKILL)
+
+    sys.addaudithook(look)
+
+
 def main() -> None:
+    from hpc_swe.errors import HpcSweError
     from hpc_swe.plugins.policies.base import LossConfig, OptimizerConfig
     from hpc_swe.plugins.policies.megatron import Megatron
     from hpc_swe.roles.learner.feed import Feed
@@ -16,6 +32,8 @@ def main() -> None:
     from hpc_swe.rundir import RunDir
 
     run, model, steps, data_parallel = RunDir(Path(sys.argv[1])), Path(sys.argv[2]), *map(int, sys.argv[3:5])
+    if place := os.environ.get("DIES_AT"):
+        die_at(place)
     interrupted = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: interrupted.set())
     policy = Megatron(tensor_parallel=2 // data_parallel, dtype="float32")
@@ -27,8 +45,13 @@ def main() -> None:
                 print(json.dumps({"step": step} | metrics), file=file)
 
     plan = Plan(steps, export_every=1, checkpoint_every=2, writer="learner-test")
-    feed = Feed(run, wait_s=60.0, poll_s=0.05, interrupted=interrupted.is_set)
-    learn(run, learner, PolicyObjective(LossConfig()), plan, feed, tell)
+    feed = Feed(run, wait_s=600.0, poll_s=0.05, interrupted=interrupted.is_set)
+    try:
+        learn(run, learner, PolicyObjective(LossConfig()), plan, feed, tell)
+    except HpcSweError as error:
+        traceback.print_exc()
+        learner.close()
+        sys.exit(error.exit_code)
     learner.close()
 
 

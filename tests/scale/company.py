@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-sys.path += [str(Path(__file__).parents[1] / beside) for beside in ("unit", "protocol", "rollout")]
+sys.path += [str(Path(__file__).parents[1] / beside) for beside in (".", "unit", "protocol", "rollout")]
 
 import coordinator_world as world
 from stage import TASK
@@ -64,7 +64,7 @@ LIMITS = GroupsConfig(group_size=8, groups_per_step=8, max_staleness=1, resample
 ROLLOUT, REWARD = RolloutConfig(slots=2), RewardConfig(slots=2)
 TURNS = 4
 EPISODES_PER_STEP = LIMITS.group_size * LIMITS.groups_per_step
-PATIENCE_S = 240.0
+PATIENCE_S = 900.0
 
 
 class Editor:

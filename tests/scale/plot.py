@@ -1,6 +1,6 @@
 """Draws docs/scale.png and prints its tables: python tests/scale/plot.py --out docs/scale.png.
 
-The simulation with more requests than slots and with fewer, each as it is and without `Pace` slowing down.
+The simulation with more requests than slots and with fewer, each as it is and without `Rests` slowing down.
 """
 
 import argparse

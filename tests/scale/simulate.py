@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[2]))
 
 from hpc_swe.store.spool import TRIES, in_turn
-from hpc_swe.store.worker import SLOWEST, Pace
+from hpc_swe.store.worker import SLOWEST, Rests
 
 PAGE = 500  # names that one getdents64 gives
 CHANGES_PER_PUT, AHEAD = 2, 4
@@ -138,7 +138,7 @@ class Worker:
         self._slots = settings.rollout_slots if rolls else settings.reward_slots
         self._work_s = settings.episode_s if rolls else settings.grading_s
         self._active, self._wait, self._woken = 0, 0, False
-        self._pace = Pace(settings.poll_s, settings.slowest)
+        self._rests = Rests(settings.poll_s, settings.slowest)
         world.after(random.uniform(0, settings.poll_s), self._round)
         world.after(random.uniform(0, settings.beat_s), self._beat)
 
@@ -177,7 +177,7 @@ class Worker:
                     lost += 1
                 if found == free or lost == TRIES:
                     break
-        self._pace.after(self._slots - self._active, found, lost)
+        self._rests.after(self._slots - self._active, found, lost)
         self._rest()
 
     def _begin(self, message: int) -> None:
@@ -198,7 +198,7 @@ class Worker:
 
     def _rest(self) -> None:
         self._wait = self._world._number + 1
-        pause = 0.0 if self._woken else random.uniform(0.5, 1.5) * self._pace.pause_s
+        pause = 0.0 if self._woken else random.uniform(0.5, 1.5) * self._rests.pause_s
         self._world.after(pause, partial(self._wake, self._wait))
 
     def _wake(self, wait: int) -> None:

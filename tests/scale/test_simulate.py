@@ -9,15 +9,15 @@ sys.path.append(str(Path(__file__).parent))
 
 from simulate import Settings, simulate
 
-from hpc_swe.store.worker import FIRST_PAUSE_S, SLOWEST, Pace
+from hpc_swe.store.worker import FIRST_PAUSE_S, SLOWEST, Rests
 
 
 def rests(*rounds: tuple[int, int, int], poll_s: float = 0.5) -> list[float]:
-    pace = Pace(poll_s)
+    worker = Rests(poll_s)
     found = []
     for free, claimed, lost in rounds:
-        pace.after(free, claimed, lost)
-        found.append(pace.pause_s)
+        worker.after(free, claimed, lost)
+        found.append(worker.pause_s)
     return found
 
 
