@@ -294,7 +294,7 @@ def dry(tmp_path, *words, path=None):
     line = [sys.executable, "-m", "hpc_swe.launch", "start", "configs/demo.toml", *map(str, words)]
     env = {**os.environ, **({"PATH": path} if path else {})}
     line += ["--run", str(tmp_path / "run"), "--dry-run"]
-    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=env, timeout=60)
+    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=env, timeout=180)
 
 
 def test_dry_run_makes_nothing_and_needs_no_slurm(tmp_path, read):

@@ -4,11 +4,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from waiting import DEADLINE_S, until
 
 from hpc_swe import config as configuration
 from hpc_swe import launch, reconcile
@@ -48,7 +48,7 @@ def read(model):
 def command(*words, **env):
     line = [sys.executable, "-m", "hpc_swe.launch", *map(str, words)]
     return subprocess.run(
-        line, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **env}, timeout=60
+        line, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **env}, timeout=DEADLINE_S
     )
 
 
@@ -206,10 +206,10 @@ def test_waiting_for_a_run_that_is_ordered_to_end_ends_with_it(tmp_path, read):
     run, config = RunDir(tmp_path / "run"), read("counts.reward=1")
     try:
         launch.start(run, config)
-        wait_until(lambda: any(run.nodes.iterdir()))
+        until(lambda: any(run.nodes.iterdir()))
         launch.stop(run, config, now=False)
         with pytest.raises(HpcSweError, match="ordered to end"):
-            launch.wait(run, config, timeout_s=30)
+            launch.wait(run, config, timeout_s=DEADLINE_S)
         assert not run.stop.exists()
     finally:
         launch.stop(run, config, now=True)
@@ -220,7 +220,7 @@ def test_script_for_a_role_by_hand_leaves_a_finished_run_alone(tmp_path, read):
     launch.start(run, read())
     run.finished.touch()
     script = ["bash", "sbatch/role.sbatch", "reward", str(run.root)]
-    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert not any(run.nodes.iterdir())
 
@@ -230,14 +230,14 @@ def test_foreground_jobs_end_with_the_launcher_whatever_kills_it(tmp_path, model
     line = ["start", "configs/demo.toml", *words, "counts.reward=1", "executor.foreground=true"]
     run = RunDir(tmp_path / "run")
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "hpc_swe.launch", *line, "--run", str(run.root), "--wait", "60"], cwd=ROOT
+        [sys.executable, "-m", "hpc_swe.launch", *line, "--run", str(run.root), "--wait", "600"], cwd=ROOT
     )
-    wait_until(lambda: run.config.exists() and any(run.nodes.iterdir()))
+    until(lambda: run.config.exists() and any(run.nodes.iterdir()))
     config = launch.load(run)
     assert launch.alive(run, config)
     launcher.kill()
     launcher.wait()
-    wait_until(lambda: not launch.alive(run, config))
+    until(lambda: not launch.alive(run, config))
 
 
 def test_job_of_a_voided_submission_ends_at_once(tmp_path, read):
@@ -246,7 +246,7 @@ def test_job_of_a_voided_submission_ends_at_once(tmp_path, read):
     ledger.take(run, "reward", 1)
     ledger.void(run, "reward", 1)
     line = [sys.executable, "-m", "jobs.run", "reward", str(run.root), "--submission=1"]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert "void" in done.stderr
     assert not any(run.nodes.iterdir())
@@ -259,7 +259,7 @@ def test_jobs_run_the_code_that_the_run_was_started_with(tmp_path, read):
     changed.write_text("print('the code of the run')")
     ledger.take(run, "reward", 1)
     submission = reconcile.submission(run, read(), "reward", 1, 1)
-    done = subprocess.run(submission.command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(submission.command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert "the code of the run" in done.stdout, done.stderr
 
 
@@ -278,10 +278,3 @@ def test_run_keeps_its_code_until_it_is_upgraded_which_no_job_may_see(tmp_path, 
         launch.stop(run, read(), now=True)
     launch.start(run, read(), upgrade=True)
     assert not old.exists()
-
-
-def wait_until(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
