@@ -19,6 +19,7 @@ from hpc_swe.store import atomic
 
 M = TypeVar("M", bound=Manifest)
 NAME = "MANIFEST.json"
+SMALL = 1 << 17
 
 
 def staging(final: Path) -> Path:
@@ -27,6 +28,13 @@ def staging(final: Path) -> Path:
     with atomic.storage(folder):
         folder.mkdir(parents=True)
     return folder
+
+
+def require_room(stage: Path) -> None:
+    """Raise StorageError where not even a small file finds room: what libraries raise there says less."""
+    probe = stage / "room"
+    atomic.write(probe, bytes(SMALL))
+    probe.unlink()
 
 
 def commit(stage: Path, final: Path, manifest: Manifest) -> None:

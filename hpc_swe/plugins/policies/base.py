@@ -128,10 +128,18 @@ class Learner(Protocol):
         """Log-probabilities of tokens 1 .. of one text."""
 
     def export(self, folder: Path) -> dict[str, TensorInfo]:
-        """Write Hugging Face files into an empty folder, every rank its share; returns its tensors."""
+        """Write Hugging Face files into an empty folder, every rank its share; returns its tensors.
+
+        Raises:
+            StorageError: On this rank alone; nothing that comes later in here waits for it.
+        """
 
     def save(self, folder: Path) -> None:
-        """Write a distributed checkpoint into an empty folder."""
+        """Write a distributed checkpoint into an empty folder.
+
+        Raises:
+            StorageError: On all ranks.
+        """
 
     def load(self, folder: Path) -> None:
         """Resume from a checkpoint, saved at any tensor-parallel size."""

@@ -40,6 +40,7 @@ def learn(
 
     Raises:
         DeadlineError: No batch came, although the coordinator lives.
+        StorageError: The file system refused; what was published before stands.
         LostRace: Another learner published the same version.
         FloatingPointError: A step was not finite.
     """

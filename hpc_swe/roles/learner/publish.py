@@ -19,7 +19,7 @@ from hpc_swe.records import (
     WeightManifest,
     WeightVersion,
 )
-from hpc_swe.roles.learner.accord import lead
+from hpc_swe.roles.learner.accord import lead, together
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, folders
 
@@ -55,7 +55,7 @@ class Publisher:
         version = WeightVersion(incarnation=self._incarnation, step=self._learner.step)
         with self._stage(self._run.weight(version)) as (stage, final):
             tensors: dict[str, TensorInfo] = {}
-            for part in self._ranks.gather(self._learner.export(stage)):
+            for part in self._ranks.gather(together(self._ranks, lambda: self._learner.export(stage))):
                 tensors |= part
             manifest = WeightManifest(
                 writer=self._writer,
@@ -90,6 +90,8 @@ class Publisher:
     def _stage(self, final: Path) -> Iterator[tuple[Path, Path]]:
         stage = lead(self._ranks, lambda: folders.staging(final))
         try:
+            # Small files come first, which one rank writes while the others wait for it.
+            lead(self._ranks, lambda: folders.require_room(stage))
             yield stage, final
         except BaseException:
             shutil.rmtree(stage, ignore_errors=True)

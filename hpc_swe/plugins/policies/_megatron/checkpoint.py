@@ -6,10 +6,13 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint import CheckpointException
 
+from hpc_swe.errors import StorageError
 from hpc_swe.plugins.policies._megatron import compat, cpu
 from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
 from hpc_swe.plugins.policies._megatron.spec import PolicyModel
+from hpc_swe.store import folders
 
 CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -36,7 +39,13 @@ class Checkpointer:
         with cpu.as_cuda():
             compat.prepare_state(self._optimizer)
             state = self._state(loading=False) | {"step": step, "random": torch.get_rng_state()}
-            dist_checkpointing.save(state, str(folder), content_metadata=CONTENT)
+            try:
+                dist_checkpointing.save(state, str(folder), content_metadata=CONTENT)
+            except CheckpointException as error:  # on all ranks, whichever could not write
+                refusal = self._ranks.broadcast(_refusal(folder) if self._ranks.rank == 0 else None)
+                if refusal is None:
+                    raise
+                raise refusal from error
 
     def load(self, folder: Path) -> int:
         """Resume; returns the step."""
@@ -56,3 +65,12 @@ class Checkpointer:
         model = self._model.sharded_state_dict(metadata=content)
         optimizer = self._optimizer.sharded_state_dict(model, is_loading=loading, metadata=content)
         return {"model": model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
+
+
+def _refusal(folder: Path) -> StorageError | None:
+    """What the file system says when it is asked itself."""
+    try:
+        folders.require_room(folder)
+    except StorageError as error:
+        return error
+    return None

@@ -4,14 +4,16 @@ A tensor that is split over ranks is gathered on the rank with the least to writ
 rank, data-parallel replicas included, ends with about the same number of bytes.
 """
 
+import errno
 import hashlib
 import json
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
 from hpc_swe.plugins.policies._megatron.shape import ModelShape
 from hpc_swe.plugins.policies._megatron.spec import PolicyModel
 from hpc_swe.records import TensorInfo
+from hpc_swe.store import atomic
 
 
 class Exporter:
@@ -30,18 +33,17 @@ class Exporter:
         self._layouts = convert.layouts(model, shape)
 
     def write(self, folder: Path) -> dict[str, TensorInfo]:
-        """Write this rank's file; returns when every rank has written."""
+        """Write this rank's file; from the first byte on no rank waits for another, which may have failed."""
         tensors = self._collect()
         file = f"model-{self._ranks.rank + 1:05d}-of-{self._ranks.size:05d}.safetensors"
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        with ThreadPoolExecutor(4) as pool:
-            found = dict(zip(tensors, pool.map(_describe, tensors.values()), strict=True))
         shares = self._ranks.gather((file, {name: tensor.nbytes for name, tensor in tensors.items()}))
-        if self._ranks.rank == 0:
-            self._write_index(folder, shares)
-            self._copy_companions(folder)
-        dist.barrier()
-        return found
+        with atomic.storage(folder):
+            _save(tensors, folder / file)
+            if self._ranks.rank == 0:
+                self._write_index(folder, shares)
+                self._copy_companions(folder)
+        with ThreadPoolExecutor(4) as pool:
+            return dict(zip(tensors, pool.map(_describe, tensors.values()), strict=True))
 
     def _collect(self) -> dict[str, Tensor]:
         group, booked = self._ranks.tensor_group, [0] * self._ranks.size
@@ -69,6 +71,14 @@ class Exporter:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         if config.get(key) != dtype:
             (folder / "config.json").write_text(json.dumps(config | {key: dtype}, indent=2))
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EINVAL, str(error)) from error
 
 
 def _describe(tensor: Tensor) -> TensorInfo:
