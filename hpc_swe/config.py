@@ -29,7 +29,7 @@ from hpc_swe.records import Record, Role, Sampling, Split, Task
 
 Positive = Annotated[int, Meta(gt=0)]
 Natural = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(gt=0)]
+Duration = Annotated[float, Meta(gt=0)]
 FAMILIES: dict[Any, str] = {
     Advantage: "advantages",
     Agent: "agents",
@@ -75,7 +75,7 @@ class GroupsConfig(Record, frozen=True, kw_only=True):
     """Groups with a token older than this are dropped and counted; 0 is never."""
     max_token_staleness: Natural = 0
     """Tokens older than this are masked one by one; 0 is never."""
-    straggler_s: Seconds = 7200.0
+    straggler_s: Duration = 7200.0
     """After this a group trains with the members it has, if two, else it is dropped."""
     max_attempts: Positive = 3
     """Infrastructure failures of one episode before its member is closed without reward."""
@@ -112,9 +112,9 @@ class RetentionConfig(Record, frozen=True, kw_only=True):
 class CoordinatorConfig(Record, frozen=True, kw_only=True):
     """The coordinator's rounds."""
 
-    poll_s: Seconds = 1.0
-    status_s: Seconds = 5.0
-    wait_s: Seconds = 3600.0
+    poll_s: Duration = 1.0
+    status_s: Duration = 5.0
+    wait_s: Duration = 3600.0
     """Longest wait without progress before the coordinator says so and fails."""
 
 
@@ -123,10 +123,10 @@ class RolloutConfig(Record, frozen=True, kw_only=True):
 
     slots: Positive = 8
     """Episodes that one worker runs at once."""
-    poll_s: Seconds = 0.5
-    episode_timeout_s: Seconds = 3600.0
+    poll_s: Duration = 0.5
+    episode_timeout_s: Duration = 3600.0
     """Backstop on one episode's wall clock, waiting for the engine apart; an infrastructure failure."""
-    engine_wait_s: Seconds = 600.0
+    engine_wait_s: Duration = 600.0
     """Longest wait for an engine that serves."""
     context: Positive = 4096
     """Most tokens of prompt and completion."""
@@ -143,7 +143,7 @@ class RewardConfig(Record, frozen=True, kw_only=True):
     """How episodes are graded."""
 
     slots: Positive = 2
-    poll_s: Seconds = 0.5
+    poll_s: Duration = 0.5
     sentinel_every: Natural = 100
     """After one in so many gradings the grader is tried, by the reference or by nothing; 0 is never."""
 
@@ -156,10 +156,10 @@ class InferenceConfig(Record, frozen=True, kw_only=True):
     the environment of `launch start`, as VLLM_API_KEY."""
     port: Natural = 0
     """0 is any free port."""
-    start_timeout_s: Seconds = 600.0
+    start_timeout_s: Duration = 600.0
     """Longest wait for an engine's health, at its start and when it was lost."""
     max_restarts: Natural = 5
-    poll_s: Seconds = 0.5
+    poll_s: Duration = 0.5
 
 
 class LearnerConfig(Record, frozen=True, kw_only=True):
@@ -168,9 +168,9 @@ class LearnerConfig(Record, frozen=True, kw_only=True):
     data_parallel: Positive = 1
     export_every: Positive = 1
     checkpoint_every: Positive = 10
-    batch_wait_s: Seconds = 3600.0
+    batch_wait_s: Duration = 3600.0
     """Longest wait for the next batch."""
-    poll_s: Seconds = 0.2
+    poll_s: Duration = 0.2
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
 
@@ -202,8 +202,8 @@ class SftConfig(Record, frozen=True, kw_only=True):
 class LeaseConfig(Record, frozen=True, kw_only=True):
     """How long the dead count as living."""
 
-    beat_s: Seconds = 30.0
-    ttl_s: Seconds = 120.0
+    beat_s: Duration = 30.0
+    ttl_s: Duration = 120.0
 
 
 class RunConfig(Record, frozen=True, kw_only=True):

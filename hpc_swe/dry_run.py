@@ -60,11 +60,10 @@ def _jobs(config: RunConfig) -> RenderableType:
         counts = ", ".join(f"{count} {role}" for role, count in reconcile.desired(config).items() if count)
         return f"local: {counts}, all on this machine; nothing is asked of a scheduler"
     requests = estimate.requests(config, config.executor)
-    table = _table("asked of Slurm at once, and used in one walltime", ["role"])
-    for name in ("jobs", "nodes", "cores", "mem GB", "GPUs", "hours", "node-h", "core-h", "GPU-h"):
-        table.add_column(name, justify="right")
+    columns = ["jobs", "nodes", "cores", "mem GB", "GPUs", "hours", "node-h", "core-h", "GPU-h"]
+    table = _table("asked of Slurm at once, and used in one walltime", ["role"], columns)
     for request in requests:
-        table.add_row(request.role, *_numbers([request]), style=None)
+        table.add_row(request.role, *_numbers([request]))
     table.add_row("all", *_numbers(requests), style="bold")
     table.caption = "nodes and node-h: if jobs share none. A run that lasts longer than a walltime asks again"
     return table
@@ -92,8 +91,9 @@ def _learner(config: RunConfig, shape: ModelShape) -> list[RenderableType]:
     policy, ranks = config.policy, config.learner.data_parallel
     if not isinstance(policy, Megatron):
         return [f"learner: {type(policy).__name__} is no policy whose memory is known here"]
+    count = estimate.parameters(shape).total
     memory = estimate.learner_memory(shape, policy, ranks, config.batches.microbatch_tokens)
-    title = f"memory of each learner GPU: P = {_count(shape)}, tp = {policy.tensor_parallel}, dp = {ranks}"
+    title = f"memory of each learner GPU: P = {count:,}, tp = {policy.tensor_parallel}, dp = {ranks}"
     table = _memory(title, memory.parts)
     table.add_row("peak", "leave 15 % for the allocator", f"{memory.peak / GIB:.2f}", style="bold")
     pinned = estimate.host_memory(shape, policy, reference=config.learner.loss.kl_coefficient > 0)
@@ -116,11 +116,8 @@ def _engine(config: RunConfig, shape: ModelShape) -> list[RenderableType]:
 
 
 def _disk(parts: Sequence[Part]) -> RenderableType:
-    table = _table(
-        "the run folder at its fullest, if every episode fills rollout.context", ["what", "formula"]
-    )
-    for name in ("bytes", "inodes"):
-        table.add_column(name, justify="right")
+    title = "the run folder at its fullest, if every episode fills rollout.context"
+    table = _table(title, ["what", "formula"], ["bytes", "inodes"])
     for part in parts:
         table.add_row(part.what, part.formula, _size(part.bytes), f"{part.inodes:,}")
     whole = estimate.total(parts)
@@ -129,19 +126,17 @@ def _disk(parts: Sequence[Part]) -> RenderableType:
 
 
 def _memory(title: str, parts: Iterable[Part]) -> Table:
-    table = _table(title, ["part", "formula"])
-    table.add_column("GiB", justify="right")
+    table = _table(title, ["part", "formula"], ["GiB"])
     for part in parts:
         table.add_row(part.what, part.formula, f"{part.bytes / GIB:.2f}")
     return table
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
-    return Table(*columns, title=title, box=None, title_justify="left", caption_justify="left")
-
-
-def _count(shape: ModelShape) -> str:
-    return f"{estimate.parameters(shape).total:,}"
+def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(*words, title=title, box=None, title_justify="left", caption_justify="left")
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
 
 
 def _size(number: float) -> str:

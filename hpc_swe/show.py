@@ -24,11 +24,9 @@ def readable(value: object, key: str = "") -> object:
     if isinstance(value, msgspec.Struct):
         return {name: readable(getattr(value, name), name) for name in value.__struct_fields__}
     if isinstance(value, bytes):
-        return (
-            list(value)
-            if key == "mask"
-            else (float_array(value) if key in FLOATS else id_array(value)).tolist()
-        )
+        if key == "mask":
+            return list(value)
+        return (float_array(value) if key in FLOATS else id_array(value)).tolist()
     if isinstance(value, list | tuple):
         return [readable(item, key) for item in value]
     if isinstance(value, dict):

@@ -8,9 +8,9 @@ import argparse
 import logging
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -159,12 +159,11 @@ def overview(rows: list[Prepared]) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("repository", "rows", "versions", "tests are called by"):
         shown.add_column(name, justify="right" if name == "rows" else "left")
-    for (repo, tests), members in groupby(
-        sorted(rows, key=lambda one: (one.row.repo, one.tests)), key=lambda one: (one.row.repo, one.tests)
-    ):
-        own = list(members)
-        versions = sorted({one.row.version for one in own}, key=_as_numbers)
-        shown.add_row(repo, str(len(own)), " ".join(versions), tests)
+    versions = defaultdict[tuple[str, str], list[str]](list)
+    for one in rows:
+        versions[one.row.repo, one.tests].append(one.row.version)
+    for (repo, tests), own in sorted(versions.items()):
+        shown.add_row(repo, str(len(own)), " ".join(sorted({*own}, key=_as_numbers)), tests)
     return shown
 
 

@@ -52,7 +52,7 @@ class Work(Generic[R]):
 
 
 @dataclass
-class Pace:
+class Rests:
     """How long a worker rests between rounds; thousands of them ask one metadata server.
 
     Twice as long after each round that found nothing, up to `poll_s`. A lost race says that too many ask: it
@@ -117,10 +117,10 @@ class Worker(Generic[M, R]):
     _drains: bool = field(default=False, init=False)
     _trouble: StorageError | None = field(default=None, init=False)
     _trouble_s: float = field(default=1.0, init=False)
-    _pace: Pace = field(init=False)
+    _rests: Rests = field(init=False)
 
     def __post_init__(self) -> None:
-        self._pace = Pace(self.poll_s)
+        self._rests = Rests(self.poll_s)
 
     def work(self) -> None:
         """Until STOP, SIGTERM, the run's end, or after DRAIN or SIGUSR2 until what is at work has ended."""
@@ -130,7 +130,7 @@ class Worker(Generic[M, R]):
         try:
             self.lease.show(state="ready", slots=self.slots)
             while self._round():
-                self._wake.wait(random.uniform(0.5, 1.5) * self._pace.pause_s)
+                self._wake.wait(random.uniform(0.5, 1.5) * self._rests.pause_s)
                 self._wake.clear()
         finally:
             self._give_back()
@@ -152,7 +152,7 @@ class Worker(Generic[M, R]):
             if self._told or {"STOP", "FINISHED"} & {*orders} or (drains and has_ended):
                 return False
             if drains:
-                self._pace.after(0, 0, 0)
+                self._rests.after(0, 0, 0)
             elif self._trouble is None:
                 self._claim()
             claims = [held.claim.name for held in self._active]
@@ -182,7 +182,7 @@ class Worker(Generic[M, R]):
             self._active.append(held)
             held.thread.start()
         now = len(self._active)
-        self._pace.after(self.slots - now, now - before, self.source.misses - misses)
+        self._rests.after(self.slots - now, now - before, self.source.misses - misses)
 
     def _play(self, held: _Held[M, R]) -> None:
         try:
@@ -213,7 +213,7 @@ class Worker(Generic[M, R]):
             self._trouble_s = 1.0
             return
         log.warning("storage refuses, waiting %g s: %s", self._trouble_s, self._trouble)
-        self._pace.pause_s, self._trouble = self._trouble_s, None
+        self._rests.pause_s, self._trouble = self._trouble_s, None
         self._trouble_s = min(2 * self._trouble_s, MOST_TROUBLE_S)
 
     def _give_back(self) -> None:

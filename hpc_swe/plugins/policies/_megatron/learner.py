@@ -4,7 +4,6 @@ The loss of a step is the sum over all tokens of all ranks of weight times term.
 add their gradients; nothing is divided, because the weights hold the step-wide denominator.
 """
 
-import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,8 +29,6 @@ from hpc_swe.plugins.policies.base import Objective, OptimizerConfig
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.records import Batch, TensorInfo, id_array
 
-log = logging.getLogger(__name__)
-
 
 class MegatronLearner:
     """The policy on this rank. See plugins/policies/base.py, Learner, for the contract."""
@@ -45,7 +42,7 @@ class MegatronLearner:
         self.tensor_parallel = settings.tensor_parallel
         self.vocabulary = shape.vocab
         self.tolerance = 1e-3 if settings.dtype == "float32" else 0.25
-        self._steps = 0
+        self.step = 0
         self._model = build_model(shape, settings)
         if reference is not None:
             convert.load(self._model, shape, Snapshot(reference), self.ranks.tensor_group)
@@ -60,17 +57,12 @@ class MegatronLearner:
         multiple = settings.tensor_parallel if settings.sequence_parallel else 1
         self._packer = packing.Packer(shape.head_dim, shape.theta, dtype, multiple)
 
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken."""
-        return self._steps
-
     def train(self, batch: Batch, objective: Objective) -> dict[str, float]:
         """One optimizer step over this data-parallel rank's microbatches."""
-        if (batch.step, batch.rank) != (self._steps, self.ranks.data_rank):
+        if (batch.step, batch.rank) != (self.step, self.ranks.data_rank):
             raise ProtocolError(
                 f"got the batch of step {batch.step}, rank {batch.rank}; "
-                f"due is step {self._steps}, rank {self.ranks.data_rank}"
+                f"due is step {self.step}, rank {self.ranks.data_rank}"
             )
         watch = Stopwatch()
         trained = [
@@ -84,7 +76,8 @@ class MegatronLearner:
         watch.lap("step_seconds/optimizer")
         metrics = self._report(losses, sums, maxima, objective)
         self._check_finite(metrics["policy/loss"], norm, losses)
-        metrics |= {"policy/grad_norm": norm, "policy/lr": self._lr()} | watch.read()
+        lr = float(self._optimizer.param_groups[0]["lr"])
+        metrics |= {"policy/grad_norm": norm, "policy/lr": lr} | watch.read()
         return self.ranks.broadcast(metrics)
 
     def logprobs(self, token_ids: list[int]) -> list[float]:
@@ -99,11 +92,11 @@ class MegatronLearner:
 
     def save(self, folder: Path) -> None:
         """Write a distributed checkpoint into an empty folder."""
-        self._checkpointer.save(folder, self._steps)
+        self._checkpointer.save(folder, self.step)
 
     def load(self, folder: Path) -> None:
         """Resume from a checkpoint."""
-        self._steps = self._checkpointer.load(folder)
+        self.step = self._checkpointer.load(folder)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -149,7 +142,7 @@ class MegatronLearner:
         self._schedule.step(1)
         with cpu.as_cuda():
             _, norm, _ = self._optimizer.step()
-        self._steps += 1
+        self.step += 1
         return float(norm)
 
     def _report(self, losses: Tensor, sums: Tensor, maxima: Tensor, objective: Objective) -> dict[str, float]:
@@ -164,15 +157,9 @@ class MegatronLearner:
         if math.isfinite(loss) and math.isfinite(norm):
             return
         bad = (~losses.isfinite()).nonzero()[:, 0].tolist()
-        where = (
-            f"microbatches {bad} of data-parallel rank {self.ranks.data_rank}"
-            if bad
-            else "no loss of this rank"
-        )
+        rank = self.ranks.data_rank
+        where = f"microbatches {bad} of data-parallel rank {rank}" if bad else "no loss of this rank"
         raise FloatingPointError(
-            f"step {self._steps - 1}: loss {loss}, gradient norm {norm}; not finite: {where}. "
+            f"step {self.step - 1}: loss {loss}, gradient norm {norm}; not finite: {where}. "
             "Nothing was published; a restart resumes from the last checkpoint"
         )
-
-    def _lr(self) -> float:
-        return float(self._optimizer.param_groups[0]["lr"])

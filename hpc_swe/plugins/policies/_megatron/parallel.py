@@ -57,11 +57,9 @@ class TorchRanks:
 
 def device() -> torch.device:
     """Where this process computes."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _join() -> None:

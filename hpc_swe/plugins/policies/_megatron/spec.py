@@ -4,8 +4,6 @@ Megatron's own modules for these need Transformer Engine, or refuse packed seque
 torch and the same on CPU and CUDA. The model answers with log-probabilities, never with logits.
 """
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
@@ -26,8 +24,6 @@ from hpc_swe.plugins.policies._megatron.logprobs import linear_logprobs
 from hpc_swe.plugins.policies._megatron.packing import Packing, rotate
 from hpc_swe.plugins.policies._megatron.shape import ModelShape
 from hpc_swe.plugins.policies.megatron import Megatron
-
-Recompute = Literal["none", "selective", "full"]
 
 
 class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
@@ -176,7 +172,7 @@ def _expert_settings(shape: ModelShape) -> dict[str, object]:
     }
 
 
-def _recompute(kind: Recompute, experts: bool) -> dict[str, object]:
+def _recompute(kind: str, experts: bool) -> dict[str, object]:
     if kind == "none":
         return {}
     if kind == "full":
