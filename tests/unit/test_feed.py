@@ -1,10 +1,11 @@
 """What the learner's rank 0 decides from the run folder, and how ranks share a verdict."""
 
+import subprocess
 import time
 
 import pytest
 
-from hpc_swe.errors import CorruptRecord, DeadlineError
+from hpc_swe.errors import CorruptRecord, DeadlineError, StorageError
 from hpc_swe.records import (
     BatchManifest,
     CheckpointManifest,
@@ -158,3 +159,14 @@ def test_a_learner_without_an_intact_checkpoint_starts_anew_only_if_the_first_ba
 
 def test_an_incarnation_is_never_taken_twice(run):
     assert [take_incarnation(run) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_learner_that_starts_on_a_full_disk_is_refused_in_words(run):
+    mount = ["mount", "-t", "tmpfs", "-o", "nr_inodes=1", "tmpfs", str(run.incarnations)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    try:
+        with pytest.raises(StorageError, match=rf"^{run.incarnations}: no space is left; free some"):
+            take_incarnation(run)
+    finally:
+        subprocess.run(["umount", "-l", run.incarnations], check=True)

@@ -118,7 +118,8 @@ def take_incarnation(run: RunDir) -> int:
     while True:
         number += 1
         try:
-            (run.incarnations / f"{number:02d}").mkdir()
+            with atomic.storage(run.incarnations):
+                (run.incarnations / f"{number:02d}").mkdir()
         except FileExistsError:
             continue
         return number
