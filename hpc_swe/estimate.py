@@ -105,9 +105,8 @@ def parameters(shape: ModelShape) -> Parameters:
     mlp = 3 * shape.hidden * shape.ffn * max(1, shape.experts)
     norms = 2 * shape.hidden + 2 * shape.head_dim * shape.qk_norm + shape.hidden * shape.experts
     tables = shape.vocab * shape.hidden * (1 if shape.tied else 2)
-    return Parameters(
-        split=shape.layers * (attention + mlp) + tables, whole=shape.layers * norms + shape.hidden
-    )
+    split = shape.layers * (attention + mlp) + tables
+    return Parameters(split, whole=shape.layers * norms + shape.hidden)
 
 
 def learner_memory(shape: ModelShape, policy: Megatron, data_parallel: int, tokens: int) -> Memory:
@@ -195,9 +194,8 @@ def gpus_per_node(resources: Resources, common: Options) -> int:
     """
     options = common | resources.options
     words = [options.get(key) for key in ("gpus-per-node", "gpus_per_node")]
-    words += [
-        item for item in str(options.get("gres", "")).split(",") if item.startswith(("gpu", "gres/gpu"))
-    ]
+    gres = str(options.get("gres", "")).split(",")
+    words += [item for item in gres if item.startswith(("gpu", "gres/gpu"))]
     counts = [str(word).rpartition(":")[2] for word in words if word is not None]
     numbers = [int(count) if count.isdecimal() else 1 for count in counts]
     return max([resources.gpus_per_node, *numbers])

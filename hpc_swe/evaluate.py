@@ -228,22 +228,17 @@ def finish(run: RunDir, config: RunConfig, console: Console) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hpc_swe.evaluate", description="What a model solves.")
-    parser.add_argument(
-        "config", nargs="*", help="TOML files, merged left to right, and overrides; none to go on"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="the evaluation's folder, a run folder")
-    parser.add_argument("--model", type=Path, help="Hugging Face folder, or a run's weights/v...")
-    parser.add_argument(
-        "--url", help="an engine that serves it already, http://host:port; its key in VLLM_API_KEY"
-    )
-    parser.add_argument("--samples", type=int, help="episodes a task and decoding")
-    parser.add_argument("--tasks", type=int, help="held-out tasks, the first so many")
-    parser.add_argument(
-        "--history", choices=("keep", "template"), help="how a conversation's past is rendered"
-    )
-    parser.add_argument("--detach", action="store_true", help="submit and return")
-    parser.add_argument("--compare", type=Path, help="folder of an earlier evaluation of the same tasks")
-    parser.add_argument("--common", action="store_true", help="compare on the tasks that are in both")
+    add = parser.add_argument
+    add("config", nargs="*", help="TOML files, merged left to right, and overrides; none to go on")
+    add("--out", type=Path, required=True, help="the evaluation's folder, a run folder")
+    add("--model", type=Path, help="Hugging Face folder, or a run's weights/v...")
+    add("--url", help="an engine that serves it already, http://host:port; its key in VLLM_API_KEY")
+    add("--samples", type=int, help="episodes a task and decoding")
+    add("--tasks", type=int, help="held-out tasks, the first so many")
+    add("--history", choices=("keep", "template"), help="how a conversation's past is rendered")
+    add("--detach", action="store_true", help="submit and return")
+    add("--compare", type=Path, help="folder of an earlier evaluation of the same tasks")
+    add("--common", action="store_true", help="compare on the tasks that are in both")
     return parser
 
 

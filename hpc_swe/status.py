@@ -224,16 +224,12 @@ def _roles(view: View, width: int) -> Table:
         known = [counts["running"], len(jobs) - counts["running"]]
         told = ["?", "?"] if view.queue.silence else [str(count) for count in known]
         since = view.queue.submitted_s.get(role)
-        leases = [_ago(since)]
+        leases = ["-" if since is None else f"{duration(since)} ago"]
         if view.report:
             status = reported.get(role, RoleStatus(role=role, desired=desired, alive=0))
             leases = [str(status.alive), str(status.silent)]
         _add(table, role, str(desired), *told, *leases, _reasons(jobs))
     return table
-
-
-def _ago(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{duration(seconds)} ago"
 
 
 def _reasons(jobs: Sequence[Job]) -> str:
@@ -266,9 +262,8 @@ def _curves(report: StatusReport) -> Table:
     names = [n for head in HEADLINES for n in sorted(report.recent) if n == head or n.startswith(head + "/")]
     for name in names[: len(HEADLINES)]:
         values = report.recent[name][-WIDE:]
-        _add(
-            table, name, *(f"{value:.4g}" for value in (values[-1], min(values), max(values))), spark(values)
-        )
+        numbers = (values[-1], min(values), max(values))
+        _add(table, name, *(f"{number:.4g}" for number in numbers), spark(values))
     return table
 
 

@@ -174,14 +174,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m jobs.demo", description="The whole loop on this machine."
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder (default: runs/demo-<seed>)")
-    parser.add_argument(
-        "--control", choices=sorted(CONTROLS), default="", help="run a control instead of GRPO"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", help="of every stage's configuration: TOML files, or words such as steps=10"
-    )
+    add = parser.add_argument
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, help="folder (default: runs/demo-<seed>)")
+    add("--control", choices=sorted(CONTROLS), default="", help="run a control instead of GRPO")
+    add("overrides", nargs="*", help="of every stage's configuration: TOML files, or words such as steps=10")
     arguments = parser.parse_args()
     root = arguments.out or Path(os.environ.get("HPC_SWE_RUNS", "runs")) / f"demo-{arguments.seed}"
     try:

@@ -176,14 +176,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m jobs.prepare_tasks", description="Rows of SWE-bench as one checked file."
     )
-    parser.add_argument("source", help="name on a hub, .jsonl, .parquet, or folder saved by datasets")
-    parser.add_argument("--out", type=Path, required=True, help="parquet file to write")
-    parser.add_argument("--split", default="test", help="of a dataset (default: test)")
-    parser.add_argument("--revision", help="of a dataset on a hub")
-    parser.add_argument(
-        "--ids", type=Path, help="file of instance ids, one a line: takes these, in this order"
-    )
-    parser.add_argument("--skip-bad", action="store_true", help="write the others when rows are bad")
+    add = parser.add_argument
+    add("source", help="name on a hub, .jsonl, .parquet, or folder saved by datasets")
+    add("--out", type=Path, required=True, help="parquet file to write")
+    add("--split", default="test", help="of a dataset (default: test)")
+    add("--revision", help="of a dataset on a hub")
+    add("--ids", type=Path, help="file of instance ids, one a line: takes these, in this order")
+    add("--skip-bad", action="store_true", help="write the others when rows are bad")
     arguments = parser.parse_args()
     try:
         if arguments.out.suffix != ".parquet":
