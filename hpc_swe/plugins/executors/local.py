@@ -1,10 +1,12 @@
 """Jobs as processes of this machine, started by submitit."""
 
 import contextlib
+import logging
 import os
 import shlex
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, get_args
 
@@ -15,6 +17,10 @@ from hpc_swe.processes import descendants, start_time
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import ledger
+
+ENDING_S = 60.0
+
+log = logging.getLogger(__name__)
 
 
 class Local(Plugin, frozen=True, kw_only=True):
@@ -62,12 +68,18 @@ class Local(Plugin, frozen=True, kw_only=True):
         return {}
 
     def cancel(self, jobs: Sequence[str]) -> None:
-        """Kill each job's process tree, children first, so that nothing starts again."""
-        for job in filter(_is_alive, jobs):
-            pid = _pid(job)
-            for each in [pid, *descendants(pid)]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(each, signal.SIGKILL)
+        """Kill each job's process tree, and wait for its end: on a busy machine a killed process lives on."""
+        roots = [_pid(job) for job in jobs if _is_alive(job)]
+        born = {pid: start_time(pid) for root in roots for pid in (root, *descendants(root))}
+        for pid in born:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + ENDING_S
+        while left := [pid for pid, since in born.items() if since and start_time(pid) == since]:
+            if time.monotonic() > deadline:
+                log.warning("stuck: processes %s do not end, though they were killed", left)
+                return
+            time.sleep(0.02)
 
     def requeue(self) -> None:
         """`tick` starts it again."""
