@@ -1,4 +1,4 @@
-"""The real cron keeps a run going, by the crontab that ships."""
+"""The real cron keeps runs going, by the crontab that ships."""
 
 import os
 
@@ -6,28 +6,39 @@ import pytest
 from bench import Bench
 from cluster import ROOT
 
+from hpc_swe.reconcile import run_id
+from hpc_swe.rundir import RunDir
+
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 
 @pytest.fixture
 def kept(bench):
-    """A healthy run of two workers, one that has finished, and cron over both."""
-    runs = [bench(2), bench(1)]
+    """A healthy run, one whose jobs were cancelled, and one that has finished."""
+    runs = [bench(2), bench(2), bench(1)]
     for run in runs:
         run.start()
-    whole, finished = runs
+    whole, lost, finished = runs
     (finished.run / "control/FINISHED").touch()
     os.chown(finished.run / "control/FINISHED", 2001, 2001)
-    cluster = whole.cluster
-    cluster.wait_for("live workers", lambda: len(live(whole)) == 2 and not live(finished))
+    cluster, lost_id = whole.cluster, run_id(RunDir(lost.run))
+    cluster.wait_for("live workers", lambda: [len(live(run)) for run in runs] == [2, 2, 0])
+    cluster.run("scancel", f"--name={lost_id}:reward")
+    cluster.wait_for("their end", lambda: not [job for job in cluster.jobs() if job.name.startswith(lost_id)])
+    return runs
+
+
+def start_cron(runs: list[Bench]) -> None:
+    """Returns when it has waked and ticked each of the runs."""
+    cluster, folders = runs[0].cluster, [run.run.parent for run in runs]
     shipped = (ROOT / "sbatch/crontab.example").read_text().splitlines()
     settings = [line for line in shipped if "=" in line and not line.startswith(("#", "*"))]
-    lines = [f"* * * * * {ROOT}/sbatch/tick.sh {run.run}; touch {run.run}.ticked" for run in runs]
+    lines = [f"* * * * * {ROOT}/sbatch/tick.sh {folder}/run; touch {folder}/ticked" for folder in folders]
     table = cluster.shared / "crontab"
     table.write_text("\n".join([*settings, *lines, ""]))
     cluster.run("crontab", str(table))
     cluster.daemon_start("cron")
-    return whole, finished
+    cluster.wait_for("cron's first ticks", lambda: all((folder / "ticked").exists() for folder in folders))
 
 
 def live(run: Bench) -> set[str]:
@@ -36,21 +47,14 @@ def live(run: Bench) -> set[str]:
 
 
 def test_cron_resubmits_what_was_cancelled_and_leaves_the_healthy_and_the_finished_alone(kept):
-    whole, finished = kept
-    before = live(whole)
-    ticked = [run.run.with_name("run.ticked") for run in kept]
-    whole.cluster.wait_for("cron's first ticks", lambda: all(path.exists() for path in ticked))
-    assert live(whole) == before, "a healthy run is left alone"
-    assert submissions(whole) == submissions(finished) == 1
-    whole.cluster.run("scancel", "--me")
-    whole.cluster.wait_for("an empty queue", lambda: not whole.jobs())
-    whole.cluster.wait_for("workers of a new submission", lambda: submissions(whole) == 2)
-    whole.cluster.wait_for("their leases", lambda: len(live(whole) - before) >= 2)
-    assert submissions(finished) == 1
+    whole, lost, finished = kept
+    before = live(whole), live(lost)
+    start_cron(kept)
+    assert [submissions(run) for run in kept] == [1, 2, 1]
+    assert "submitted 2 reward" in (lost.run / "logs/tick.log").read_text()
+    lost.cluster.wait_for("workers of the new submission", lambda: len(live(lost) - before[1]) >= 2)
+    assert live(whole) == before[0], "a healthy run is left alone"
     assert live(finished) == set()
-    told = whole.run / "logs/tick.log"
-    whole.cluster.wait_for("the tick's last words", told.exists)
-    assert "submitted 2 reward" in told.read_text()
 
 
 def submissions(run: Bench) -> int:
