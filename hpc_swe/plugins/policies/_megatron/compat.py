@@ -5,6 +5,7 @@ a newer version no longer needs.
 """
 
 import logging
+import os
 import queue
 
 import torch
@@ -21,6 +22,8 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
 
+from hpc_swe.processes import die_with_parent
+
 TESTED = "0.16.1"
 
 log = logging.getLogger(__name__)
@@ -35,6 +38,8 @@ def apply() -> None:
     # filesystem_async.py:55 starts a helper process for one answer: it imports the entry module again, takes
     # seconds, and outlives a rank that is killed. We save synchronously, so the answer stays in this process.
     filesystem_async._results_queue = queue.Queue()
+    # filesystem_async.py:266 forks a writer, which would wait for ever for a word of a rank that was killed.
+    os.register_at_fork(after_in_child=die_with_parent)
     DistributedOptimizer._set_main_param_and_optimizer_states = _set_states
 
 
