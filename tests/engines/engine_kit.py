@@ -1,5 +1,6 @@
 """Tiny models, published versions, and a supervisor in a process of its own."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -7,10 +8,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from hpc_swe.errors import CorruptRecord
 from hpc_swe.plugins import Plugin, dump
@@ -60,6 +62,15 @@ def make_model(folder: Path, seed: int, *, stops: bool = False, tied: bool = Fal
             model.lm_head.weight.zero_()
             model.lm_head.weight[EOS] = 2.0
     model.save_pretrained(folder)
+    return folder
+
+
+def make_weights(folder: Path) -> Path:
+    """Weights for who computes nothing."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    save_file({"w": np.zeros((2, 2), np.float32)}, folder / "model.safetensors")
     return folder
 
 
@@ -121,6 +132,21 @@ def supervise(
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+@contextlib.contextmanager
+def supervisors(run: RunDir, model: Path) -> "Iterator[Callable[..., subprocess.Popen[str]]]":
+    """`supervise`, whose processes end with the block."""
+    started = []
+
+    def begin(engine: Plugin, **inference: object) -> "subprocess.Popen[str]":
+        started.append(supervise(run, engine, model, **inference))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 def node(run: RunDir) -> Node | None:

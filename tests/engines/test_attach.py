@@ -18,9 +18,11 @@ from engine_kit import (
     is_serving,
     json_replies,
     make_run,
+    make_weights,
     node,
     publish,
     supervise,
+    supervisors,
 )
 from waiting import until
 
@@ -72,11 +74,7 @@ class Somebody:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    from safetensors.numpy import save_file
-
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_file({"w": np.zeros((2, 2), np.float32)}, folder / "model.safetensors")
+    folder = make_weights(tmp_path / "model")
     (folder / "config.json").write_text("{}")
     (folder / "tokenizer.json").write_text("{}")
     return folder
@@ -97,17 +95,8 @@ def somebody(tmp_path: Path, model: Path) -> Iterator[Somebody]:
 
 @pytest.fixture
 def attach(run: RunDir, somebody: Somebody, model: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
-    started = []
-
-    def begin(**inference: object) -> "subprocess.Popen[str]":
-        started.append(supervise(run, somebody.engine, model, url=somebody.url, **inference))
-        return started[-1]
-
-    yield begin
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+    with supervisors(run, model) as begin:
+        yield lambda **inference: begin(somebody.engine, url=somebody.url, **inference)
 
 
 def test_it_is_given_every_newer_version_and_goes_on_when_the_run_ends(attach, run, somebody, model) -> None:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,12 @@ from engine_kit import (
     is_serving,
     json_replies,
     make_run,
+    make_weights,
     node,
     processes,
     publish,
     supervise,
+    supervisors,
 )
 from waiting import until
 
@@ -54,27 +57,13 @@ def engine(tmp_path: Path) -> Scripted:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    from safetensors.numpy import save_file
-
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_file({"w": np.zeros((2, 2), np.float32)}, folder / "model.safetensors")
-    return folder
+    return make_weights(tmp_path / "model")
 
 
 @pytest.fixture
 def start(run: RunDir, engine: Scripted, model: Path, tmp_path: Path) -> Iterator[Start]:
-    started = []
-
-    def begin(**options: int) -> "subprocess.Popen[str]":
-        started.append(supervise(run, engine, model, **options))
-        return started[-1]
-
-    yield begin
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+    with supervisors(run, model) as begin:
+        yield partial(begin, engine)
     until(lambda: not processes(str(tmp_path)), "the end of all processes")
 
 

@@ -1,6 +1,4 @@
-"""Intervals that cover, gains that are paired, pass@k that is unbiased."""
-
-from itertools import combinations
+"""Intervals that cover, gains that are paired."""
 
 import numpy as np
 import pytest
@@ -31,13 +29,6 @@ def test_gain_is_paired_by_task():
     assert estimate.low == pytest.approx(0.01)
     with pytest.raises(ValueError, match="different tasks"):
         statistics.gain(before, {"other": [1.0]})
-
-
-def test_pass_at_k_is_the_share_of_subsets_with_a_resolved_episode():
-    outcomes = [1, 0, 0, 1, 0, 0]
-    for k in range(1, 7):
-        subsets = list(combinations(outcomes, k))
-        assert statistics.pass_at_k(6, 2, k) == pytest.approx(sum(any(s) for s in subsets) / len(subsets))
 
 
 def test_nothing_evaluated_is_an_error():
