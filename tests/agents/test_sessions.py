@@ -115,7 +115,7 @@ def test_a_full_context_ends_a_session_and_compression_is_a_chain_of_its_own(
     assert trained_turns(played.turns, "main") == [0]
     assert [turn.parent for turn in played.turns] == [None] * (2 if agent == "qwen_code" else 1)
     assert played.messages[1].role == "user"
-    assert played.timing.total_s < 100, "nothing is tried over and over"
+    assert played.counts["context_full"] == 1, "nothing is tried over and over"
 
 
 def test_a_session_is_recorded_graded_and_trained(
