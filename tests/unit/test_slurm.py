@@ -76,13 +76,16 @@ def test_ranks_that_do_not_divide_among_the_nodes_are_refused():
         executor.check(submission("learner", 1, 8))
 
 
-def test_sbatch_that_hangs_ends_at_a_deadline_as_a_scheduler_that_does_not_answer(tmp_path, monkeypatch):
-    for name in ("srun", "sbatch"):
-        (tmp_path / name).write_text("#!/bin/sh\necho 'sbatch: error: retrying' >&2; sleep 600\n")
+def test_commands_of_slurm_that_hang_end_at_the_deadline(tmp_path, monkeypatch):
+    for name in ("srun", "sbatch", "scancel"):
+        (tmp_path / name).write_text("#!/bin/sh\necho 'sbatch: error: retrying' >&2; exec sleep 600\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    slurm = Slurm(answer_s=0.5)
     with pytest.raises(SchedulerError, match=r"sbatch: no answer in \[executor\] answer_s = 0.5 s"):
-        Slurm(answer_s=0.5).submit(RunDir(tmp_path / "run"), submission())
+        slurm.submit(RunDir(tmp_path / "run"), submission())
+    with pytest.raises(SchedulerError, match=r"scancel: no answer in \[executor\] answer_s = 0.5 s"):
+        slurm.cancel(["7"])
 
 
 def test_machine_without_slurm_is_one_error_and_nothing_is_written(tmp_path, monkeypatch):

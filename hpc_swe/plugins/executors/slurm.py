@@ -127,7 +127,10 @@ class Slurm(Plugin, frozen=True, kw_only=True):
             with _outside_jobs():
                 job = executor._submit_command(self._command(submission))
         except FailedJobError as error:
-            raise _refusal(submission.role, error, self.answer_s) from None
+            cause = error.__cause__
+            if isinstance(cause, subprocess.CalledProcessError) and cause.returncode in LATE:
+                raise self._late("sbatch") from None
+            raise _refusal(submission.role, str(error)) from None
         return str(job.job_id)
 
     def queue(self, run: RunDir) -> list[Job]:
@@ -173,13 +176,18 @@ class Slurm(Plugin, frozen=True, kw_only=True):
             env = {name: value for name, value in os.environ.items() if not name.startswith(FILTERS)}
             options: Any = {"capture_output": True, "text": True, "errors": "replace", "env": env}
             done = subprocess.run(command, timeout=self.answer_s, check=False, **options)
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except subprocess.TimeoutExpired:
+            raise self._late(command[0]) from None
+        except OSError as error:
             raise SchedulerError(f"{command[0]}: {error}") from None
         if done.returncode:
             raise SchedulerError(
                 f"{command[0]}: {' '.join(done.stderr.split()) or f'exit {done.returncode}'}"
             )
         return str(done.stdout)
+
+    def _late(self, command: str) -> SchedulerError:
+        return SchedulerError(f"{command}: no answer in [executor] answer_s = {self.answer_s:g} s")
 
     def _resources(self, role: Role) -> Resources:
         return self.roles.get(role, Resources())
@@ -274,11 +282,7 @@ def _state(state: str, reason: str) -> Any:
     return "waiting" if state == "PENDING" else "running"
 
 
-def _refusal(role: Role, error: Exception, answer_s: float) -> ConfigError | SchedulerError:
-    said, cause = str(error), error.__cause__
-    if isinstance(cause, subprocess.CalledProcessError) and cause.returncode in LATE:
-        wait = f"sbatch: no answer in [executor] answer_s = {answer_s:g} s"
-        return SchedulerError(f"{wait}; the next tick looks for the jobs of {role}")
+def _refusal(role: Role, said: str) -> ConfigError | SchedulerError:
     lines = [line for line in said.splitlines() if "error" in line] or said.splitlines()[-1:]
     message = f"sbatch refuses a job of {role}: {'; '.join(lines)}"
     if "Unable to contact" in said or "timed out" in said:
