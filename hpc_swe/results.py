@@ -140,18 +140,12 @@ def _hand_in(run: RunDir, config: RunConfig, attempts: Sequence[Attempt], known:
             if (attempt.sampling, attempt.sample) == (label, sample)
         ]
         name = f"{quote(label, safe='')}-{sample}"
-        lines = [
-            msgspec.json.encode(
-                {
-                    "instance_id": verdict.task.task_id,
-                    "model_name_or_path": run.root.name,
-                    "model_patch": verdict.submission,
-                }
-            )
-            for verdict in verdicts
-            if verdict.is_prediction
+        rows = [
+            {"instance_id": v.task.task_id, "model_name_or_path": run.root.name, "model_patch": v.submission}
+            for v in verdicts
+            if v.is_prediction
         ]
-        atomic.write(run.predictions(name), b"".join(line + b"\n" for line in lines))
+        atomic.write(run.predictions(name), msgspec.json.Encoder().encode_lines(rows))
         if isinstance(config.grader, Official):
             config.grader.report(run.root, name, run.root.name, verdicts)
 

@@ -139,13 +139,8 @@ def _plot(demo: Demo, before: RunDir, after: RunDir, trained: RunDir) -> None:
     for decoding, marker in zip(DECODINGS, "os", strict=True):
         ends = [statistics.solve_rate(demo.outcomes(run, decoding)) for run in (before, after)]
         spread = [[end.mean - end.low for end in ends], [end.high - end.mean for end in ends]]
-        axes.errorbar(
-            [0, len(rewards) or 1],
-            [end.mean for end in ends],
-            spread,
-            fmt=marker,
-            label=f"held-out, {decoding}",
-        )
+        steps, means = [0, len(rewards) or 1], [end.mean for end in ends]
+        axes.errorbar(steps, means, spread, fmt=marker, label=f"held-out, {decoding}")
     axes.set(xlabel="optimizer step", ylabel="solve rate", ylim=(0, 1.02), title="GRPO on bug-fix tasks")
     axes.legend(loc="lower right")
     figure.tight_layout()

@@ -65,15 +65,8 @@ def restage(folder: Path, commit: str, scratch: Path, exact: Collection[str]) ->
         )
     others = _names(run(*here, "diff", "--name-only", "-z", "HEAD")) - changed
     if others:
-        paths = ["--pathspec-from-file=-", "--pathspec-file-nul"]
-        run(
-            *git(folder, "core.quotePath=false"),
-            "checkout",
-            "--quiet",
-            "HEAD",
-            *paths,
-            stdin="\0".join(others),
-        )
+        words = ("checkout", "--quiet", "HEAD", "--pathspec-from-file=-", "--pathspec-file-nul")
+        run(*git(folder, "core.quotePath=false"), *words, stdin="\0".join(others))
     tip = commit
     if changed:
         date = run(*here, "log", "-1", "--format=%cI").strip()

@@ -192,12 +192,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         self, url: str, token: str, ids: list[int], sampling: Sampling, timeout_s: float, **more: int
     ) -> Answer:
         # No seed: on a CPU with chunked prefill a seeded request ends the engine for everybody.
-        settings = {
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
+        settings = msgspec.structs.asdict(sampling) | {
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
