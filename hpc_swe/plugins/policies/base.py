@@ -107,14 +107,12 @@ class Learner(Protocol):
     vocabulary: int
     tolerance: float
     """Largest difference of a log-probability that rounding explains, for probes."""
+    step: int
+    """Optimizer steps taken."""
 
     @property
     def ranks(self) -> Ranks:
         """The processes that train together."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken."""
 
     def train(self, batch: Batch, objective: Objective) -> dict[str, float]:
         """One optimizer step; metrics are the same on every rank.
