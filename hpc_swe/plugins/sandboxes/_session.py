@@ -32,7 +32,7 @@ GRACE_S = 15.0
 """A command's time limit is kept inside the sandbox; this much later the host keeps it."""
 LOOK_S = 0.2
 """How often another clock than the wall's is looked at."""
-ENDING_S = 1.0
+ENDING_S = 3.0
 _OF_DAEMON = (errno.ENOTCONN, errno.ECONNABORTED, errno.ESTALE, errno.EIO)
 """What files answer whose FUSE daemon has ended, which they do a moment before it is seen to."""
 GONE = CommandResult(exit_code=137, output="The sandbox is gone.", broke_sandbox=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from hpc_swe.processes import die_with_parent
 
 GRACE_S = 8.0
+TRACKERS_S = 5.0
 
 
 def main(folder: str, command: Sequence[str]) -> None:
@@ -36,7 +37,7 @@ def main(folder: str, command: Sequence[str]) -> None:
         if b"resource_tracker" not in command_line:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    _await_end(child, 2.0)
+    _await_end(child, TRACKERS_S)
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
