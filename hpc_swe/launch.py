@@ -232,7 +232,7 @@ def making(run: RunDir, limit_s: float = MAKING_S) -> Iterator[RunDir | None]:
 
 
 def _publish(run: RunDir, place: RunDir, config: RunConfig, taken: Taken, model_sha256: str) -> None:
-    _copy_code(place)
+    _copy_code(run, place)
     atomic.write(place.token, _key(run, config).encode())
     tasks.write(place.tasks, taken)
     if isinstance(config.taskset, Referenced):
@@ -261,27 +261,29 @@ def _upgrade(run: RunDir, config: RunConfig) -> None:
     jobs = alive(run, config)
     if jobs:
         raise ConfigError(f"{run.root}: {len(jobs)} jobs still run the old code; `launch stop` it first")
-    _copy_code(run)
+    _copy_code(run, run)
     manifest = atomic.get(run.manifest, RunManifest)
     changes = {"commit": _commit(), "environment": reconcile.own_environment()}
     atomic.put(run.manifest, msgspec.structs.replace(manifest, **changes))
 
 
-def _copy_code(run: RunDir) -> None:
+def _copy_code(run: RunDir, place: RunDir) -> None:
     """Jobs of a run that lasts for weeks must not see what is changed in the checkout meanwhile."""
-    copy = atomic.temporary(run.code)
+    copy = atomic.temporary(run.code)  # not in `place`: copying would make it anew after it was taken away
     with atomic.storage(run.code):
         for package in ("hpc_swe", "jobs"):
             source = Path(__file__).parents[1] / package
             shutil.copytree(source, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
-        _replace(copy, run.code)
+        _replace(copy, place.code)
 
 
 def _replace(new: Path, final: Path) -> None:
     """Also a folder, which a rename alone would not."""
+    mine = atomic.temporary(final)
+    new.rename(mine)  # fails where another start has taken it away, and before anything is moved for it
     if final.is_dir():
         final.rename(atomic.temporary(final))
-    new.rename(final)
+    mine.rename(final)
 
 
 def _take_tasks(config: RunConfig) -> dict[Split, list[Task]]:

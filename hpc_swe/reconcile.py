@@ -89,16 +89,16 @@ def decide(wanted: int, jobs: Sequence[Job], newest: Entry) -> Decision:
 
 
 def failures(
-    histories: Sequence[History], endings: Mapping[str, str], living: Collection[int]
+    histories: Sequence[History], endings: Mapping[str, str] | None, living: Collection[int]
 ) -> list[History]:
     """The submissions that came to nothing, newest first, back to the last one that did not.
 
-    One that has left the queue without a trace is passed over: the scheduler's book lags behind its queue,
-    by minutes where much is submitted, and may tell later.
+    One that has left the queue without a trace is passed over while a book may still tell of it: it lags
+    behind the queue, by minutes where much is submitted. Where there is no book such a one has not failed.
 
     Args:
         histories: The last submissions, oldest first.
-        endings: What the book says of those that do not tell their end themselves.
+        endings: What the book says of those that do not tell their end themselves; None if there is none.
         living: Submissions of which the queue shows a job.
     """
     found: list[History] = []
@@ -197,10 +197,14 @@ def _needed(run: RunDir, config: RunConfig) -> dict[Role, int]:
     return wanted
 
 
-def _has_failed(submitted: Submitted, started: Sequence[Started], endings: Mapping[str, str]) -> bool | None:
-    """None while nobody knows."""
+def _has_failed(
+    submitted: Submitted, started: Sequence[Started], endings: Mapping[str, str] | None
+) -> bool | None:
+    """None while the book does not tell."""
     if started and all(job.seconds >= 0 for job in started):
         return all(job.code for job in started)  # jobs.run ends with an error only after it has tried in vain
+    if endings is None:
+        return False
     ending = endings.get(submitted.job, "RUNNING")
     return None if ending.startswith(OPEN) else ending.startswith(FAILED)
 
@@ -222,7 +226,7 @@ def _stuck(run: RunDir, config: RunConfig, roles: Sequence[Role], queue: Sequenc
         failed = failures(history, endings, {job.submission for job in queue if job.role == role})
         if len(failed) >= GENERATIONS:
             _, submitted, started = failed[0]
-            why = endings.get(submitted.job) or _codes(started)
+            why = (endings or {}).get(submitted.job) or _codes(started)
             stuck[role] = f"its last {GENERATIONS} submissions failed ({why}); see {run.logs(role)}"
     return stuck
 

@@ -162,7 +162,7 @@ def _ask(run: RunDir, config: RunConfig) -> Queue:
             submitted[role] = max(0.0, time.time() - history[-1][1].at)
         if running[role] < count and not silence:
             living = {job.submission for job in jobs if job.role == role}
-            failures += _failure(run, role, reconcile.failures(history, {}, living))
+            failures += _failure(run, role, reconcile.failures(history, None, living))
     return Queue(jobs, silence, submitted, failures)
 
 

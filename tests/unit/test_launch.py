@@ -13,8 +13,9 @@ from waiting import DEADLINE_S, until
 from hpc_swe import config as configuration
 from hpc_swe import launch, reconcile
 from hpc_swe.errors import ConfigError, HpcSweError, StaleRun, StorageError
+from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import ledger, tasks
+from hpc_swe.store import atomic, ledger, tasks
 
 ROOT = Path(__file__).parents[2]
 NOBODY = [f"counts.{role}=0" for role in ("coordinator", "inference", "learner", "rollout", "reward")]
@@ -118,22 +119,32 @@ def test_a_start_that_died_while_it_made_the_run_holds_up_the_next_one_for_a_whi
     assert list(run.root.iterdir()) == []
 
 
-def test_a_start_that_was_slow_and_taken_for_dead_can_write_nothing_and_says_so(tmp_path):
-    run = RunDir(tmp_path / "run")
+def test_a_start_that_was_slow_and_taken_for_dead_leaves_the_run_of_another_whole_and_says_so(tmp_path, read):
+    run, config = RunDir(tmp_path / "run"), read()
     run.root.mkdir()
+    nothing = {"train": [], "eval": []}
 
     def start():
         with launch.making(run) as place:
             yield
-            place.token.write_text("late")
+            launch._publish(run, place, config, nothing, "a" * 64)
 
     slow = start()
     next(slow)
     with launch.making(run, limit_s=0.3) as place:
-        with pytest.raises(StorageError, match="another start took this one for dead; start again"):
-            next(slow)
-        place.token.write_text("in time")
-    assert list(run.root.iterdir()) == []
+        launch._publish(run, place, config, nothing, "b" * 64)
+    before = {path: path.read_bytes() for path in run.code.rglob("*.py")}
+    with pytest.raises(StorageError, match="another start took this one for dead; start again"):
+        next(slow)
+    assert atomic.get(run.manifest, RunManifest).model_sha256 == "b" * 64
+    assert {path: path.read_bytes() for path in run.code.rglob("*.py")} == before != {}
+
+
+def test_what_another_start_took_away_replaces_nothing(tmp_path):
+    (tmp_path / "code").mkdir()
+    with pytest.raises(FileNotFoundError):
+        launch._replace(tmp_path / "gone", tmp_path / "code")
+    assert (tmp_path / "code").is_dir()
 
 
 def test_missing_model_is_one_error_that_names_key_and_folder(tmp_path, read):

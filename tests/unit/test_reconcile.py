@@ -94,6 +94,8 @@ def started(code=1, seconds=3.0, at=0.0):
         ([[started()], [], [started()], []], {"7": "RUNNING 0:0"}, 2),
         ([[started()], [started(code=0, seconds=-1)]], {}, 1),  # died without a word, and not in the book yet
         ([[started()], [started(code=0)], []], {}, 0),
+        ([[started()]] * 3, None, 3),
+        ([[started()]] * 3 + [[]], None, 0),  # no book will ever tell of the last
     ],
 )
 def test_failures_in_a_row(said, endings, count):
@@ -144,7 +146,6 @@ class Played:
 
     def endings(self, jobs):
         self.asked.append("endings")
-        return {}
 
     def cancel(self, jobs):
         self.running = [job for job in self.running if job.job not in jobs]

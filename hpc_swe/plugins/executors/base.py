@@ -76,8 +76,11 @@ class Executor(Protocol):
             SchedulerError: The scheduler does not answer.
         """
 
-    def endings(self, jobs: Sequence[str]) -> Mapping[str, str]:
-        """Id -> how a job ended, by one question to the scheduler's book; without what it does not know."""
+    def endings(self, jobs: Sequence[str]) -> Mapping[str, str] | None:
+        """Id -> how a job ended, by one question to the scheduler's book, without what it does not tell yet.
+
+        None where there is no book, or it cannot be read.
+        """
 
     def cancel(self, jobs: Sequence[str]) -> None:
         """End jobs at once, with all their processes.

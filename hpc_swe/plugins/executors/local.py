@@ -7,7 +7,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Literal, get_args
 
 from hpc_swe.errors import ConfigError
@@ -63,9 +63,8 @@ class Local(Plugin, frozen=True, kw_only=True):
             if _is_alive(job)
         ]
 
-    def endings(self, jobs: Sequence[str]) -> Mapping[str, str]:
+    def endings(self, jobs: Sequence[str]) -> None:
         """Nobody keeps a book here."""
-        return {}
 
     def cancel(self, jobs: Sequence[str]) -> None:
         """Kill each job's process tree, and wait for its end: on a busy machine a killed process lives on."""

@@ -139,8 +139,8 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         listing = self._ask("squeue", "--me", "--all", "--array", "--noheader", f"--format={FIELDS}")
         return parse_queue(listing, atomic.get(run.manifest, RunManifest).run_id)
 
-    def endings(self, jobs: Sequence[str]) -> Mapping[str, str]:
-        """One sacct; nothing when the cluster keeps no book or it does not answer."""
+    def endings(self, jobs: Sequence[str]) -> Mapping[str, str] | None:
+        """One sacct; None when the cluster keeps no book or it does not answer."""
         if not jobs:
             return {}
         words = ("--allocations", "--noheader", "--parsable2", "--format=JobID,State,ExitCode,NodeList")
@@ -148,7 +148,7 @@ class Slurm(Plugin, frozen=True, kw_only=True):
             listing = self._ask("sacct", *words, f"--jobs={','.join(jobs)}")
         except SchedulerError as error:
             log.warning("no endings: %s", error)
-            return {}
+            return None
         rows = [line.split("|") for line in listing.splitlines()]
         return {row[0].partition("_")[0]: " ".join(row[1:]) for row in rows}
 

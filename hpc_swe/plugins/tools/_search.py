@@ -48,16 +48,17 @@ def files(path: str) -> Iterator[str]:
 
 
 def lines_of(path: str) -> list[str]:
-    """None of a file that is not text, cannot be read, or would never end."""
+    """As view shows them; none of a file that is not text, cannot be read, or would never end."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError:
         return []
     with open(file, "rb") as handle:
         data = handle.read(MOST_BYTES) if stat.S_ISREG(os.fstat(file).st_mode) else b""
-    return [] if b"\0" in data else data.decode(errors="replace").split("\n")
+    *lines, last = data.decode(errors="replace").replace("\r\n", "\n").split("\n")
+    return [] if b"\0" in data else lines + ([last] if last else [])
 
 
 def shortened(line: str, most_chars: int) -> str:
     """The line, or its beginning."""
-    return line.removesuffix("\r") if len(line) <= most_chars else f"{line[:most_chars]} ..."
+    return line if len(line) <= most_chars else f"{line[:most_chars]} ..."

@@ -9,10 +9,13 @@ def cut(text: str, most: int) -> str:
     return f"{text[: most // 2]}\n[... at least {tail - most // 2} characters cut ...]\n{text[tail:]}"
 
 
-def with_ends(new: str, around: str) -> str:
-    """New text with the first line end of what it goes into; text that has a \\r itself stays as it is."""
-    line, end, _ = around.partition("\n")
-    return new.replace("\n", "\r\n") if end and line.endswith("\r") and "\r" not in new else new
+def with_ends(new: str, text: str, at: int) -> str:
+    """New text with the line end next to where it goes: that after it, or where none is, the one before it.
+
+    New text that has a \\r itself stays as it is.
+    """
+    end = max(text.find("\n", at), text.rfind("\n", 0, at)) + 1
+    return new.replace("\n", "\r\n") if text.endswith("\r\n", 0, end) and "\r" not in new else new
 
 
 def name(path: str) -> str:

@@ -36,8 +36,7 @@ class Edit(Plugin, frozen=True, kw_only=True):
             count, lines = max(seen.count(old), 2), _lines(seen, old)
             raise ToolError(f"old occurs {count} times in {name(path)}, first at lines {lines}; add to it.")
         start, end = (_place(text, seen, at) for at in (first, first + len(old)))
-        # All of it once more, since the last line may have no end.
-        new = new if "\r" in old else with_ends(new, text[start:] + text)
+        new = new if "\r" in old else with_ends(new, text, start)
         write_text(sandbox, task, path, text[:start] + new + text[end:])
         return "ok"
 

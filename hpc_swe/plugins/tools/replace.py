@@ -22,8 +22,7 @@ class Replace(Plugin, frozen=True, kw_only=True):
             raise ToolError(f"{path} has {len(lines)} lines.")
         if not old or old not in lines[line - 1]:
             raise ToolError(f"{old!r} is not in line {line}.")
-        # All lines once more, since the last may have no end.
-        new = new if "\r" in old else with_ends(new, "".join(lines[line - 1 :] + lines))
+        new = new if "\r" in old else with_ends(new, "".join(lines), len("".join(lines[: line - 1])))
         lines[line - 1] = lines[line - 1].replace(old, new, 1)
         write_text(sandbox, task, path, "".join(lines))
         return "ok"

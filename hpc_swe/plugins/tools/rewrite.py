@@ -23,12 +23,12 @@ class Rewrite(Plugin, frozen=True, kw_only=True):
         lines = [] if is_new else read_lines(sandbox, task, path)
         if not 1 <= start <= len(lines) + 1 or not start - 1 <= end <= len(lines):
             raise ToolError(f"{path} has {len(lines)} lines.")
-        # All lines once more, since there may be none from `start` on, and the last may have no end.
-        around = "".join(lines[start - 1 :] + lines)
-        line_end = with_ends("\n", around)
+        text, at = "".join(lines), len("".join(lines[: start - 1]))
+        line_end = with_ends("\n", text, at)
         if start > 1 and not lines[start - 2].endswith("\n"):
             lines[start - 2] += line_end
-        complete = not new_code or new_code.endswith("\n")
-        lines[start - 1 : end] = [with_ends(new_code, around) + ("" if complete else line_end)]
+        # A last line without an end stays one, unless the policy gives it one.
+        complete = not new_code or new_code.endswith("\n") or not "\n".join(lines[start - 1 : end] or ["\n"]).endswith("\n")
+        lines[start - 1 : end] = [with_ends(new_code, text, at) + ("" if complete else line_end)]
         write_text(sandbox, task, path, "".join(lines))
         return "ok"

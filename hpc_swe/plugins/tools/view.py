@@ -21,7 +21,7 @@ class View(Plugin, frozen=True, kw_only=True):
         if not 1 <= start <= max(len(lines), 1):
             raise ToolError(f"{path} has {len(lines)} lines.")
         last = min(end or len(lines), start + self.most_lines - 1, len(lines))
-        bare = [line.removesuffix("\n").removesuffix("\r") for line in lines[start - 1 : last]]
+        bare = [line.removesuffix("\r\n").removesuffix("\n") for line in lines[start - 1 : last]]
         shown = [f"{number}:{line}" for number, line in enumerate(bare, start)]
         rest = [f"... {len(lines)} lines in all"] if last < (end or len(lines)) and last < len(lines) else []
         return "\n".join(shown + rest) or "(empty)"
