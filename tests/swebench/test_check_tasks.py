@@ -248,6 +248,21 @@ def test_a_run_refuses_an_image_that_was_built_again_since_its_check(tmp_path):
     assert RunDir(tmp_path / "run").tasks.exists()
 
 
+def test_only_what_tells_of_another_image_is_another(tmp_path):
+    sif, manifest = tmp_path / "one.sif", tmp_path / "one.json"
+    sif.write_bytes(b"abc")
+    then = _checked.image_digest(tmp_path, "one")
+    os.utime(sif, (1, 1))  # as a copy from another file system has it
+    assert not _checked.is_another(_checked.image_digest(tmp_path, "one"), then)
+    sif.write_bytes(b"abcd")
+    assert _checked.is_another(_checked.image_digest(tmp_path, "one"), then)
+    manifest.write_text("{}")
+    assert not _checked.is_another(_checked.image_digest(tmp_path, "one"), then)
+    assert not _checked.is_another(_checked.image_digest(tmp_path, "one"), "")
+    assert not _checked.is_another(_checked.image_digest(tmp_path, "none"), then)
+    assert not _checked.is_another(_checked.image_digest(sif / "not a folder", "one"), then)
+
+
 def test_no_reference_is_where_a_rollout_worker_looks(tmp_path, caplog):
     """The agent is shown what its worker holds: the tasks of the run."""
     path = write_rows(tmp_path / "rows.jsonl", row("unittest", "b" * 40))

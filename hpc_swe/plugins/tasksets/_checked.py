@@ -12,6 +12,8 @@ from hpc_swe.errors import ConfigError, StorageError, boundary
 
 Kind = Literal["usable", "gold_fails", "empty_passes", "flaky", "broken"]
 
+BYTES = " bytes"
+
 log = logging.getLogger(__name__)
 
 
@@ -78,12 +80,19 @@ def digest(told: object) -> str:
 
 
 def image_digest(images: Path, name: str) -> str:
-    """Of an image's manifest; of an image from elsewhere, its size and age; empty when there is none."""
+    """Of an image's manifest; of a .sif from elsewhere its size, which a copy keeps; else empty."""
     try:
         return digest((images / f"{name}.json").read_bytes())
     except OSError:
-        found = [path.stat() for path in (images / f"{name}.sif", images / name) if path.exists()]
-        return digest([(stat.st_size, stat.st_mtime_ns) for stat in found]) if found else ""
+        try:
+            return f"{(images / f'{name}.sif').stat().st_size}{BYTES}"
+        except OSError:  # a folder, or not there
+            return ""
+
+
+def is_another(now: str, then: str) -> bool:
+    """Whether two digests of one name tell of two images; those of two kinds tell nothing."""
+    return bool(now and then) and now.endswith(BYTES) == then.endswith(BYTES) and now != then
 
 
 def create(path: Path) -> None:

@@ -91,7 +91,8 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         """Raise ConfigError for an image in the folder that is another than was checked."""
         verdicts = _checked.read(Path(self.checked))
         for task in tasks:
-            if _checked.image_digest(images, task.image) not in ("", verdicts[task.task_id].image_digest):
+            now = _checked.image_digest(images, task.image)
+            if _checked.is_another(now, verdicts[task.task_id].image_digest):
                 raise ConfigError(
                     f"{task.task_id}: {images / task.image} is another image than taskset.checked = "
                     f"{self.checked!r} speaks of: run python -m jobs.check_tasks CONFIG --out {self.checked}"
