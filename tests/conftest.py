@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ from hpc_swe.store import weights
 UNCHECKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=UNCHECKED)
 settings.load_profile("suite")
+# What a shell starts in the background ignores interrupts, and so would all programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).parents[1]
 SMALL = [
     "tasks.train=64",
