@@ -192,6 +192,8 @@ def test_edit_replaces_the_one_occurrence(sandbox: Sandbox):
         ("a\r\nb\r\n", "a\r\n", "a\n", "a\nb\r\n"),
         ("a\r\nb\r\n", "b", "c\r\nd\n", "a\r\nc\r\nd\n\r\n"),
         ("a\rb\n", "a\rb", "x\ny", "x\ny\n"),
+        ("a\r\nb\nc", "c", "x\ny", "a\r\nb\nx\ny"),
+        ("a\nb\r\nc", "c", "x\ny", "a\nb\r\nx\r\ny"),
     ],
 )
 def test_an_edit_keeps_line_ends_that_view_does_not_show(sandbox: Sandbox, text, old, new, result):
@@ -210,19 +212,22 @@ def test_replace_writes_the_line_ends_of_its_line(sandbox: Sandbox):
     sandbox.write("ends.txt", b"a\r\nb\nc")
     for line, old in ((1, "a"), (3, "b"), (5, "c")):
         assert use(sandbox, "replace", path="ends.txt", line=line, old=old, new="x\ny") == "ok"
-    assert sandbox.read("ends.txt") == b"x\r\ny\r\nx\ny\nx\r\ny"
+    assert sandbox.read("ends.txt") == b"x\r\ny\r\nx\ny\nx\ny"
 
 
-@pytest.mark.parametrize("text", ["a: \r\n\tb \r\n\r\nc\r\n", "a: \n\tb \n\x0c\nc\n", "a\rb\n c\n"])
+@pytest.mark.parametrize(
+    "text", ["a: \r\n\tb \r\n\r\nc\r\n", "a: \n\tb \n\x0c\nc\n", "a\rb\n c\n", "a\n b\r"]
+)
 def test_what_view_shows_is_rewritten_and_edited_as_it_stood(sandbox: Sandbox, text):
     sandbox.write("ends.txt", text.encode())
     seen = [line.partition(":")[2] for line in use(sandbox, "view", path="ends.txt").split("\n")]
     found = use(sandbox, "grep", pattern="", path="ends.txt").split("\n")[1:]
-    assert [line.partition(":")[2] for line in found] == [*seen, ""]
+    assert [line.partition(":")[2] for line in found] == seen
     for first in range(1, len(seen) + 1):
         for last in range(first, len(seen) + 1):
             piece = "\n".join(seen[first - 1 : last])
-            use(sandbox, "rewrite", path="ends.txt", start=first, end=last, new_code=f"{piece}\n")
+            ended = piece if last == len(seen) and not text.endswith("\n") else f"{piece}\n"
+            use(sandbox, "rewrite", path="ends.txt", start=first, end=last, new_code=ended)
             if piece.strip():
                 use(sandbox, "edit", path="ends.txt", old=piece, new=piece)
     assert sandbox.read("ends.txt").decode() == text
@@ -233,6 +238,45 @@ def test_rewrite_writes_the_line_ends_of_its_neighbours(sandbox: Sandbox):
     for line, new in ((3, "c\nd"), (1, "x"), (5, "y\r\nz"), (5, "\n")):
         assert use(sandbox, "rewrite", path="ends.txt", start=line, end=line - 1, new_code=new) == "ok"
     assert sandbox.read("ends.txt") == b"x\r\na\r\nb\r\nc\r\n\r\ny\r\nz\r\nd\r\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "start", "end", "new_code", "result"),
+    [
+        ("a\r\nb\n", 3, 2, "c", "a\r\nb\nc\n"),
+        ("a\nb\r\nc", 3, 3, "d\ne", "a\nb\r\nd\r\ne"),
+        ("a\nb\r\nc\n", 2, 1, "x", "a\nx\r\nb\r\nc\n"),
+        ("a\nb", 2, 2, "c", "a\nc"),
+        ("a\nb", 2, 2, "c\n", "a\nc\n"),
+        ("a\nb", 1, 1, "c", "c\nb"),
+        ("a\nb", 3, 2, "", "a\nb"),
+        ("a", 1, 1, "b", "b"),
+        ("a\rb", 1, 1, "c\nd", "c\nd"),
+    ],
+)
+def test_rewrite_ends_lines_as_their_neighbours_and_the_file_as_it_was(
+    sandbox: Sandbox, text, start, end, new_code, result
+):
+    sandbox.write("ends.txt", text.encode())
+    assert use(sandbox, "rewrite", path="ends.txt", start=start, end=end, new_code=new_code) == "ok"
+    assert sandbox.read("ends.txt").decode() == result
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern", "found"),
+    [
+        ("foo\r\nbar\r\n", "foo$", ["1:foo"]),
+        ("foo\r\nbar\r\n", "^$", []),
+        ("a\n\nb\n", "^$", ["2:"]),
+        ("", "^", []),
+        ("x" * 200 + "\r\n", "x", ["1:" + "x" * 200]),
+        ("a\r", "a", ["1:a\r"]),
+    ],
+)
+def test_grep_matches_what_it_shows(sandbox: Sandbox, text, pattern, found):
+    sandbox.write("ends.txt", text.encode())
+    answer = use(sandbox, "grep", pattern=pattern, path="ends.txt")
+    assert answer == ("\n".join(["ends.txt", *found]) if found else "no match")
 
 
 def test_listdir_draws_files_to_a_depth(sandbox: Sandbox):

@@ -23,12 +23,13 @@ class Rewrite(Plugin, frozen=True, kw_only=True):
         lines = [] if is_new else read_lines(sandbox, task, path)
         if not 1 <= start <= len(lines) + 1 or not start - 1 <= end <= len(lines):
             raise ToolError(f"{path} has {len(lines)} lines.")
-        text, at = "".join(lines), len("".join(lines[: start - 1]))
-        line_end = with_ends("\n", text, at)
-        if start > 1 and not lines[start - 2].endswith("\n"):
-            lines[start - 2] += line_end
-        # A last line without an end stays one, unless the policy gives it one.
-        complete = not new_code or new_code.endswith("\n") or not "\n".join(lines[start - 1 : end] or ["\n"]).endswith("\n")
-        lines[start - 1 : end] = [with_ends(new_code, text, at) + ("" if complete else line_end)]
-        write_text(sandbox, task, path, "".join(lines))
+        before, old, after = map("".join, (lines[: start - 1], lines[start - 1 : end], lines[end:]))
+        text = before + old + after
+        new, line_end = (with_ends(code, text, len(before)) for code in (new_code, "\n"))
+        if new and before and not before.endswith("\n"):
+            before += line_end
+        # A last line that has no end gets one only from the policy.
+        if new and not new.endswith("\n") and (not old or old.endswith("\n")):
+            new += line_end
+        write_text(sandbox, task, path, before + new + after)
         return "ok"
