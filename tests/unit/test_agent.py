@@ -1,6 +1,7 @@
 """The tool agent's endings, and submissions as exact differences."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -99,13 +100,29 @@ def test_a_full_context_and_spent_seconds_end_it():
     assert solve(Script(ContextFull()))[0].exit_status == "context"
 
 
-def test_a_call_ends_with_the_seconds_of_all_calls():
+@pytest.mark.parametrize(
+    "asked",
+    [
+        call("bash", command="sleep 100", timeout_s=100),
+        call("grep", pattern="(a+)+$", path="slow"),
+        call("evaluate"),
+    ],
+    ids=["bash", "grep", "evaluate"],
+)
+def test_a_call_ends_with_the_seconds_of_all_calls(asked: Reply):
     """One that outlasted them could outlast the episode too, and what idles would be the host's failure."""
-    result, _ = solve(
-        Script(call("bash", command="sleep 600", timeout_s=600)), tools=("bash",), tool_budget_s=1.0
+    files = {"slow": "a" * 40 + "!", "test_slow.py": "while True: pass\n"}
+    task = msgspec.structs.replace(TASK, files=files)
+    agent = ToolAgent(
+        tools=("bash", {"type": "grep", "timeout_s": 100.0}, {"type": "evaluate", "timeout_s": 100.0}),
+        tool_budget_s=1.0,
     )
+    with Process().open(task) as sandbox:
+        result = agent.solve(task, sandbox, Script(asked))
     assert result.exit_status == "tool_time"
-    assert result.tools_s < 500.0, "the call's own limit ended it"
+    told = re.search(r"(?:after|longer than) ([\d.]+) s", result.messages[-1].content)
+    assert told is not None
+    assert float(told[1]) <= 1.0, "that is what it was given"
 
 
 def test_errors_of_the_engine_and_the_host_pass_through():

@@ -7,7 +7,7 @@ fail otherwise, and those errors pass through.
 import json
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -113,10 +113,12 @@ class _Bounded(Sandbox):
     until: float
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
-        return self.sandbox.run(command, self._at_most(timeout_s), clock)
+        left_s = self._left_s
+        return replace(self.sandbox.run(command, min(timeout_s, left_s), clock), left_s=round(left_s, 1))
 
     def python(self, program: str, timeout_s: float) -> CommandResult:
-        return self.sandbox.python(program, self._at_most(timeout_s))
+        left_s = self._left_s
+        return replace(self.sandbox.python(program, min(timeout_s, left_s)), left_s=round(left_s, 1))
 
     def read(self, path: str) -> bytes:
         return self.sandbox.read(path)
@@ -130,8 +132,9 @@ class _Bounded(Sandbox):
     def paths(self) -> list[str]:
         return self.sandbox.paths()
 
-    def _at_most(self, timeout_s: float) -> float:
-        return max(0.0, min(timeout_s, self.until - time.monotonic()))
+    @property
+    def _left_s(self) -> float:
+        return max(0.0, self.until - time.monotonic())
 
 
 def _load(agent: ToolAgent) -> dict[str, Tool]:

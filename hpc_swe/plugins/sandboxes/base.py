@@ -1,5 +1,6 @@
 """The seam: a container that an episode acts in."""
 
+import math
 import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,6 +23,8 @@ class CommandResult:
     timed_out: bool = False
     broke_sandbox: bool = False
     """The command ended the sandbox itself; the policy's own doing once the agent has acted."""
+    left_s: float = math.inf
+    """Of a budget when it began: no more than that was it given, whatever was asked for."""
 
 
 class Sandbox(Protocol):

@@ -29,5 +29,6 @@ class Bash(Plugin, frozen=True, kw_only=True):
         result = sandbox.run(command, timeout_s)
         if result.broke_sandbox:
             raise SandboxBroken("The command ended the sandbox.")
-        ended = f"stopped after {timeout_s:g} s" if result.timed_out else f"exit code {result.exit_code}"
+        stopped = f"stopped after {min(timeout_s, result.left_s):g} s"
+        ended = stopped if result.timed_out else f"exit code {result.exit_code}"
         return f"{cut(result.output.rstrip(), self.most_chars)}\n[{ended}]".lstrip("\n")

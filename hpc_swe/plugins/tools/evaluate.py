@@ -24,5 +24,5 @@ class Evaluate(Plugin, frozen=True, kw_only=True):
         if result.broke_sandbox:
             raise SandboxBroken("The tests ended the sandbox.")
         if result.timed_out:
-            return f"The tests ran longer than {self.timeout_s:g} s."
+            return f"The tests ran longer than {min(self.timeout_s, result.left_s):g} s."
         return result.output.strip()[-self.most_chars :]

@@ -30,7 +30,7 @@ class Grep(Plugin, frozen=True, kw_only=True):
         if result.broke_sandbox:
             raise SandboxBroken("The search ended the sandbox.")
         if result.timed_out:
-            raise ToolError(f"The search took longer than {self.timeout_s:g} s.")
+            raise ToolError(f"The search took longer than {min(self.timeout_s, result.left_s):g} s.")
         answer = cut(result.output.strip("\n"), self.most_chars)
         if result.exit_code:
             raise ToolError(answer or f"The search ended with exit code {result.exit_code}.")
