@@ -16,7 +16,7 @@ from hpc_swe.plugins.agents.cli_agent import CliAgent, ended
 from hpc_swe.plugins.sandboxes.base import CommandResult
 from hpc_swe.records import Episode, ExitStatus, id_array
 
-# Does what its words say: "ask" goes on, "full" asks for too much, "bad" for nonsense, "side" apart.
+# Does what its words say: "ask" goes on, "full" asks for too much, "bad" nonsense, "side" and "sub" apart.
 CLIENT = """
 import json, os, sys, time, urllib.error, urllib.request
 history = [{"role": "user", "content": open(sys.argv[1]).read()}]
@@ -41,6 +41,9 @@ for word in sys.argv[2:]:
         ask("nonsense")
     elif word == "side":
         ask([{"role": "user", "content": "A title, please."}])
+    elif word == "sub":
+        task = [{"role": "user", "content": "Look around."}]
+        ask(task + [ask(task), {"role": "user", "content": "Go on."}])
     elif word == "compress":
         history = [{"role": "user", "content": "Summary: nothing was found."}]
     elif word == "drop":
@@ -101,6 +104,7 @@ ENDINGS = {
     "ask ask ask ask ask ask side 0": (ExitStatus.MAX_TURNS, 5),
     "ask ask ask ask ask drop ask 0": (ExitStatus.MAX_TURNS, 5),
     "ask ask drop full 0": (ExitStatus.CONTEXT, 2),
+    "ask ask sub drop full 0": (ExitStatus.CONTEXT, 4),
     "ask bad ask 0": (ExitStatus.SUBMITTED, 2),
     "ask hang": (ExitStatus.TOOL_TIME, 1),
     "0": (ExitStatus.INFRA_ERROR, 0),

@@ -9,12 +9,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 from test_recorder import REPLIES, Stage, stage
 from test_recorder import builder as builder
 from test_recorder import run as run
+from toy_model import HERMES, make_model
 from waiting import DEADLINE_S
 
 from hpc_swe.conversation import TokenBuilder
@@ -225,6 +227,24 @@ def test_a_program_may_ask_for_less_after_its_context_was_full(on: Stage, addres
     assert on.recorder.refusal is not None, "that may be a side call"
     assert post(address, messages=history).status_code == 200
     assert on.recorder.refusal is None
+
+
+def test_a_side_call_that_the_template_refuses_is_one_though_it_has_the_same_system_prompt(
+    run: RunDir, tmp_path: Path
+) -> None:
+    picky = (
+        "{%- if messages[1:] and messages[-1].role == 'system' %}{{ raise_exception('late') }}{%- endif %}"
+    )
+    on = stage(run, TokenBuilder(make_model(tmp_path / "picky", picky + HERMES)), context=2000)
+    with on.recorder.serve(free_port(), most_turns=40) as address:
+        history = [*START, *observed(post(address, messages=START).json()["choices"][0]["message"])]
+        assert post(address, messages=history).status_code == 200
+        late = {"role": "system", "content": "A title."}
+        for messages, is_aside in (([START[0], late], True), ([*history, late], False)):
+            assert post(address, messages=messages).status_code == 400
+            assert on.recorder.refusal is not None
+            assert on.recorder.refusal.status == ExitStatus.AGENT_ERROR
+            assert on.recorder.refusal.is_aside == is_aside
 
 
 def test_a_program_that_compressed_may_work_as_long_as_any_other(on: Stage, address: Address) -> None:

@@ -209,7 +209,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _end(self, status: ExitStatus, message: str, code: str) -> None:
         recorder = self.server.recorder
-        recorder.refuse(status, message, is_aside=recorder.is_aside(*self._asked))
+        recorder.refuse(status, message, is_aside=recorder.is_aside(status, *self._asked))
         self._refuse(400, message, code)
 
     def _refuse(self, status: int, message: str, code: str) -> None:

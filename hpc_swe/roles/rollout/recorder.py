@@ -72,6 +72,7 @@ class Recorder:
         self._refused_at = math.inf
         self.linger_s = LINGER_S
         self.counts: Counter[str] = Counter()
+        self._opened: list[list[Message]] = []
         self.messages: list[Message] = []
         """The history that the last delivered reply ended, side calls apart; for people."""
         self.failure: EpisodeError | None = None
@@ -126,16 +127,18 @@ class Recorder:
             self._refused_at = math.inf
             if exchange.goes_on:
                 self.refusal = None
+                self._opened.append(exchange.history[:1])
 
     def retract(self, exchange: Exchange) -> None:
         """The reply did not arrive after all."""
         with self._lock:
             self._chains.retract(exchange.index)
 
-    def is_aside(self, messages: Sequence[Message], tools: str) -> bool:
-        """Whether a request extends no conversation, nor begins like the last, as one rewritten would."""
+    def is_aside(self, status: ExitStatus, messages: Sequence[Message], tools: str) -> bool:
+        """Whether a refused request is of no conversation; a limit meets those that were rewritten, too."""
         with self._lock:
-            if not self.messages or self.messages[:1] == list(messages[:1]):
+            opened = [self.messages[:1], *self._opened]
+            if not self.messages or (status.is_truncated and list(messages[:1]) in opened):
                 return False
             return self._chains.place(messages, tools).parent is None
 
