@@ -1,8 +1,11 @@
 """Which defects of megatron-core that compat.py mends are still there: python defects.py MODEL."""
 
+import errno
 import inspect
 import json
 import sys
+import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 
@@ -36,6 +39,13 @@ def main() -> None:
     tensors = {"param": linear.detach().flatten(), "exp_avg": linear.detach().flatten()}
     with torch.no_grad():
         found["step not loaded"] = _raises(KeyError, lambda: original(inner, linear, tensors))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    filesystem_async.FileSystemWriterAsync.finish, compat.last_files = full, lambda: nullcontext([])
+    with tempfile.TemporaryDirectory() as folder:
+        found["last files fail on rank 0 alone"] = _raises(OSError, lambda: learner.save(Path(folder)))
     learner.close()
     print("FOUND", json.dumps(found))
 

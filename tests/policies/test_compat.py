@@ -17,6 +17,7 @@ DEFECTS = [
     "no state before a step",
     "one step count for all",
     "step not loaded",
+    "last files fail on rank 0 alone",
 ]
 
 

@@ -12,10 +12,12 @@ pytestmark = pytest.mark.slow
 import gang  # noqa: E402
 import tiny  # noqa: E402
 import torch  # noqa: E402
+from torch.distributed.checkpoint import CheckpointException  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from hpc_swe import plugins  # noqa: E402
 from hpc_swe.errors import ConfigError, ProtocolError  # noqa: E402
+from hpc_swe.plugins.policies._megatron import checkpoint  # noqa: E402
 from hpc_swe.plugins.policies._megatron.hf import Snapshot  # noqa: E402
 from hpc_swe.plugins.policies._megatron.packing import trained_positions  # noqa: E402
 from hpc_swe.plugins.policies._megatron.shape import ModelShape  # noqa: E402
@@ -92,6 +94,15 @@ def test_only_tokens_that_something_precedes_are_trained():
 def test_arrays_of_unequal_length_are_refused(wrong):
     with pytest.raises(ProtocolError, match="here: arrays"):
         trained_positions(micro(**wrong), "here")
+
+
+def test_a_refusal_is_one_even_when_there_is_room_again(tmp_path):
+    """As Megatron passes it on: in words."""
+    told = RuntimeError("Worker failure: [Errno 28] No space left on device")
+    refusal = checkpoint._refusal(tmp_path, CheckpointException("write", {1: (told, None)}))
+    assert "no space is left" in str(refusal)
+    told = RuntimeError("Worker failure: [Errno 22] Invalid argument")
+    assert checkpoint._refusal(tmp_path, CheckpointException("write", {1: (told, None)})) is None
 
 
 def test_a_loss_that_is_not_finite_names_its_microbatch_on_every_rank(models, tmp_path):

@@ -1,5 +1,6 @@
 """Distributed checkpoints that any number of tensor- or data-parallel ranks can resume from."""
 
+import re
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from hpc_swe.errors import StorageError
 from hpc_swe.plugins.policies._megatron import compat, cpu
 from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
 from hpc_swe.plugins.policies._megatron.spec import PolicyModel
-from hpc_swe.store import folders
+from hpc_swe.store import atomic, folders
 
 CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -40,12 +41,16 @@ class Checkpointer:
             compat.prepare_state(self._optimizer)
             state = self._state(loading=False) | {"step": step, "random": torch.get_rng_state()}
             try:
-                dist_checkpointing.save(state, str(folder), content_metadata=CONTENT)
+                with compat.last_files() as failures:
+                    dist_checkpointing.save(state, str(folder), content_metadata=CONTENT)
             except CheckpointException as error:  # on all ranks, whichever could not write
-                refusal = self._ranks.broadcast(_refusal(folder) if self._ranks.rank == 0 else None)
+                refusal = self._ranks.broadcast(_refusal(folder, error) if self._ranks.rank == 0 else None)
                 if refusal is None:
                     raise
                 raise refusal from error
+        for failure in self._ranks.broadcast(failures):
+            with atomic.storage(folder):
+                raise failure
 
     def load(self, folder: Path) -> int:
         """Resume; returns the step."""
@@ -67,8 +72,11 @@ class Checkpointer:
         return {"model": model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
 
 
-def _refusal(folder: Path) -> StorageError | None:
-    """What the file system says when it is asked itself."""
+def _refusal(folder: Path, error: CheckpointException) -> StorageError | None:
+    """What the file system said, or says when it is asked itself; only rank 0's error has the words."""
+    for number in map(int, re.findall(r"\[Errno (\d+)\]", str(error))):
+        if number in atomic.REFUSALS:  # though there may be room again
+            return StorageError(f"{folder}: {atomic.REFUSALS[number]}")
     try:
         folders.require_room(folder)
     except StorageError as error:

@@ -7,9 +7,12 @@ a newer version no longer needs.
 import logging
 import os
 import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from megatron.core import __version__
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -81,6 +84,33 @@ def separate_steps(optimizer: MegatronOptimizer) -> None:
         for state in inner.optimizer.state.values():
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].clone()
+
+
+@contextmanager
+def last_files() -> Iterator[list[OSError]]:
+    """Collect what keeps rank 0 from writing .metadata and metadata.json, and let the save go on.
+
+    state_dict_saver.py:243 and serialization.py:422 raise it there and then, on rank 0 alone, and the others
+    wait in the next collective.
+    """
+    failures: list[OSError] = []
+
+    def lenient(write: Callable[..., None]) -> Callable[..., None]:
+        def attempt(*words: object) -> None:
+            try:
+                write(*words)
+            except OSError as error:
+                failures.append(error)
+
+        return attempt
+
+    writer = filesystem_async.FileSystemWriterAsync
+    finish, save_config = writer.finish, serialization.save_config
+    writer.finish, serialization.save_config = lenient(finish), lenient(save_config)
+    try:
+        yield failures
+    finally:
+        writer.finish, serialization.save_config = finish, save_config
 
 
 def _set_states(self: DistributedOptimizer, model_param: nn.Parameter, tensors: dict[str, Tensor]) -> None:
