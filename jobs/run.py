@@ -31,8 +31,10 @@ from hpc_swe.store.ledger import Started
 from jobs import entry
 
 MISTAKES = (2, 3)  # exit codes of ConfigError and ProtocolError: starting again mends nothing
+REASONS = (*MISTAKES, StorageError.exit_code)  # all others may be those of a rank that lost another
 QUIET_S = 300.0  # a child that lived this long has earned its restarts back
 GRACE_S = 20.0
+LOST_S = 5.0  # for the ranks that are left when one has failed, which may be about to say why
 NOTICE_S = 3600.0  # how long a warned gang may take when nobody says
 WAIT_S = 30  # ranks end together; for one whose node was reset srun would wait for ever
 SHARE = 0.75  # of the notice; the rest is for giving back and for the scheduler
@@ -72,8 +74,9 @@ class Gang:
             codes = [child.poll() for child in self._children]
             failed = [code for code in codes if code]
             if failed or all(code == 0 for code in codes):
+                code = self._reason(failed[0]) if failed else 0
                 self._end()
-                return failed[0] if failed else 0
+                return code
             if codes[0] == 0:  # who is left has lost its leader
                 self._until = min(self._until, time.monotonic() + GRACE_S)
             if time.monotonic() > self._until:
@@ -101,6 +104,16 @@ class Gang:
     def _is_abandoned(self) -> bool:
         pid, _, started = self._bound_to.partition(":")
         return bool(pid) and start_time(int(pid)) != started
+
+    def _reason(self, code: int) -> int:
+        """Why the gang failed: ranks that only lost another may end before that one has said it."""
+        deadline = time.monotonic() + LOST_S
+        while True:
+            codes = [code, *(child.poll() for child in self._children)]
+            said = [each for each in codes if each in REASONS]
+            if said or None not in codes or time.monotonic() > deadline:
+                return said[0] if said else code
+            time.sleep(0.1)
 
     def _end(self) -> None:
         for child in self._children:

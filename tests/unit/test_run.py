@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from waiting import DEADLINE_S, until
 
+from hpc_swe.errors import StorageError
 from hpc_swe.rundir import RunDir
 from jobs.run import Gang, keep
 
@@ -99,6 +100,22 @@ def test_rank_that_dies_takes_its_gang_along_and_all_start_again(tmp_path, run):
     )
     assert keep(Gang([python(code, tmp_path)] * 2), run, max_restarts=3) == 0
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text() == "xx"
+
+
+def test_rank_that_was_refused_is_believed_before_one_that_only_lost_it(tmp_path):
+    """The other one's end is seen first."""
+    refused = python(
+        "import sys, time; open(sys.argv[1], 'w'); time.sleep(0.5); sys.exit(4)", tmp_path / "ready"
+    )
+    lost = python(
+        "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\nsys.exit(1)",
+        tmp_path / "ready",
+    )
+    for commands in ([refused, lost], [lost, refused]):
+        gang = Gang(commands)
+        gang.start()
+        assert gang.wait() == StorageError.exit_code
+        (tmp_path / "ready").unlink()
 
 
 def test_signal_of_the_scheduler_reaches_the_children_and_nothing_starts_again(tmp_path, run):
