@@ -88,6 +88,15 @@ def test_commands_of_slurm_that_hang_end_at_the_deadline(tmp_path, monkeypatch):
         slurm.cancel(["7"])
 
 
+def test_sbatch_that_somebody_kills_is_not_called_late_and_its_submission_stays_open(tmp_path, monkeypatch):
+    for name, does in (("srun", ""), ("sbatch", "kill -9 $PPID $$")):  # PPID is timeout
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(SchedulerError, match="sbatch: killed by signal 9"):  # a refusal would give it back
+        Slurm().submit(RunDir(tmp_path / "run"), submission())
+
+
 def test_machine_without_slurm_is_one_error_and_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="no srun on PATH; submit from a login node"):

@@ -10,6 +10,7 @@ import os
 import shlex
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, get_args
@@ -24,7 +25,7 @@ from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
 
-WITHIN, LATE = ("timeout", "--kill-after=5"), (124, -9)  # the codes say that time was over
+WITHIN, LATE = ("timeout", "--kill-after=5"), (124, -9)  # its codes when time was over
 ENDED = (
     *("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT"),
     *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE"),
@@ -123,13 +124,17 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         sbatch = executor._make_submission_command
         executor._make_submission_command = lambda script: [*WITHIN, f"{self.answer_s:g}", *sbatch(script)]
         executor.update_parameters(**self._parameters(run, submission))
+        began = time.monotonic()
         try:
             with _outside_jobs():
                 job = executor._submit_command(self._command(submission))
         except FailedJobError as error:
             cause = error.__cause__
-            if isinstance(cause, subprocess.CalledProcessError) and cause.returncode in LATE:
+            code = cause.returncode if isinstance(cause, subprocess.CalledProcessError) else 1
+            if code in LATE and time.monotonic() - began >= self.answer_s:
                 raise self._late("sbatch") from None
+            if code < 0:  # the job may have been taken all the same
+                raise SchedulerError(f"sbatch: killed by signal {-code}") from None
             raise _refusal(submission.role, str(error)) from None
         return str(job.job_id)
 
