@@ -7,7 +7,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal, get_args
 
 from hpc_swe.errors import ConfigError
@@ -69,10 +69,12 @@ class Local(Plugin, frozen=True, kw_only=True):
     def cancel(self, jobs: Sequence[str]) -> None:
         """Kill each job's process tree, and wait for its end: on a busy machine a killed process lives on."""
         roots = [_pid(job) for job in jobs if _is_alive(job)]
-        born = {pid: start_time(pid) for root in roots for pid in (root, *descendants(root))}
-        for pid in born:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        born: dict[int, str | None] = {}
+        # stopped first: between a look and a kill they could have more children, who then have no parent
+        while new := {pid for root in roots for pid in (root, *descendants(root))} - born.keys():
+            born |= {pid: start_time(pid) for pid in new}
+            _signal(new, signal.SIGSTOP)
+        _signal(born, signal.SIGKILL)
         deadline = time.monotonic() + ENDING_S
         while left := [pid for pid, since in born.items() if since and start_time(pid) == since]:
             if time.monotonic() > deadline:
@@ -86,6 +88,12 @@ class Local(Plugin, frozen=True, kw_only=True):
     def _command(self, submission: Submission) -> list[str]:
         bound = ["--while", f"{os.getpid()}:{start_time(os.getpid())}"] if self.foreground else []
         return [*submission.command, *bound]
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _pid(job: str) -> int:
