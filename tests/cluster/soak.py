@@ -28,6 +28,8 @@ LEARNER_S = 90.0
 """The learner takes half a minute to start; if it were hit more often, nothing would be trained."""
 LAST_STEPS = 8
 LEAST_KINDS = 4
+MOST_TIMES = 10
+"""The minutes asked for: by then so many kinds were met, or something is wrong with the faults."""
 
 
 @dataclass
@@ -246,6 +248,11 @@ def soak(minutes: float, seed: int) -> Report:
         chaos = Chaos(run, random.Random(seed))
         deadline = time.monotonic() + minutes * 60
         while time.monotonic() < deadline or len(chaos.told) < LEAST_KINDS:
+            if time.monotonic() > deadline + (MOST_TIMES - 1) * minutes * 60:
+                raise TimeoutError(
+                    f"{MOST_TIMES * minutes:g} minutes, and no {LEAST_KINDS} kinds of faults found anything "
+                    f"to hit: {dict(chaos.told)}\n{run.state()}"
+                )
             chaos.strike()
             run.watch(chaos.rng.uniform(*PAUSE_S))
             chaos.mend()

@@ -13,7 +13,7 @@ from cluster import ROOT, Cluster
 
 from hpc_swe.records import MetricLine
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import weights
+from hpc_swe.store import atomic, ledger, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 STEPS = 12
@@ -105,6 +105,17 @@ def test_learner_ran_on_two_nodes_and_engines_and_workers_where_they_were_asked(
     name = json.loads(run.manifest.read_text())["run_id"]
     asked = {"learner|2": 1, "inference|1": 2, "rollout|1": 4, "reward|1": 2}
     assert Counter({f"{name}:{job}": count for job, count in asked.items()}) <= Counter(rows)
+
+
+@pytest.mark.parametrize(("role", "jobs"), [("inference", 2), ("rollout", 4), ("reward", 2)])
+def test_role_that_nobody_interrupted_was_submitted_once(trained, role, jobs):
+    """All the ticks found it whole. What a slow sbatch let a tick void was to be submitted again."""
+    _, run = trained
+    taken = {int(name) for name in atomic.names(run.launches / role) if name.isdecimal()}
+    kept = {number for number in taken if not ledger.is_void(run, role, number)}
+    noted = [(number, submitted.count) for number, submitted, _ in ledger.history(run, role, len(taken))]
+    assert [(number, count) for number, count in noted if number in kept] == [(max(taken), jobs)]
+    assert len(kept) == 1
 
 
 def test_finished_run_is_left_alone(trained):
