@@ -11,7 +11,7 @@ import pytest
 from waiting import DEADLINE_S, until
 
 from hpc_swe import config as configuration
-from hpc_swe import launch, reconcile
+from hpc_swe import creation, launch, reconcile
 from hpc_swe.errors import ConfigError, HpcSweError, StaleRun, StorageError
 from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
@@ -114,7 +114,7 @@ def test_of_starts_at_once_one_makes_the_run_and_those_of_another_configuration_
 def test_a_start_that_died_while_it_made_the_run_holds_up_the_next_one_for_a_while_only(tmp_path):
     run = RunDir(tmp_path / "run")
     (run.root / ".making" / "half").mkdir(parents=True)
-    with launch.making(run, limit_s=0.3) as place:
+    with creation.making(run, limit_s=0.3) as place:
         assert place
     assert list(run.root.iterdir()) == []
 
@@ -125,14 +125,14 @@ def test_a_start_that_was_slow_and_taken_for_dead_leaves_the_run_of_another_whol
     nothing = {"train": [], "eval": []}
 
     def start():
-        with launch.making(run) as place:
+        with creation.making(run) as place:
             yield
-            launch._publish(run, place, config, nothing, "a" * 64)
+            creation.publish(run, place, config, nothing, "a" * 64)
 
     slow = start()
     next(slow)
-    with launch.making(run, limit_s=0.3) as place:
-        launch._publish(run, place, config, nothing, "b" * 64)
+    with creation.making(run, limit_s=0.3) as place:
+        creation.publish(run, place, config, nothing, "b" * 64)
     before = {path: path.read_bytes() for path in run.code.rglob("*.py")}
     with pytest.raises(StorageError, match="another start took this one for dead; start again"):
         next(slow)
@@ -143,7 +143,7 @@ def test_a_start_that_was_slow_and_taken_for_dead_leaves_the_run_of_another_whol
 def test_what_another_start_took_away_replaces_nothing(tmp_path):
     (tmp_path / "code").mkdir()
     with pytest.raises(FileNotFoundError):
-        launch._replace(tmp_path / "gone", tmp_path / "code")
+        creation.replace(tmp_path / "gone", tmp_path / "code")
     assert (tmp_path / "code").is_dir()
 
 
