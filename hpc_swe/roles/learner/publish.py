@@ -99,7 +99,8 @@ class Publisher:
 
     def _describe(self, stage: Path) -> dict[str, FileInfo]:
         names = lead(self._ranks, lambda: sorted(path.name for path in stage.iterdir()))
-        mine = {name: folders.describe(stage / name) for name in names[self._ranks.rank :: self._ranks.size]}
+        share = names[self._ranks.rank :: self._ranks.size]
+        mine = together(self._ranks, lambda: {name: folders.describe(stage / name) for name in share})
         return {name: info for part in self._ranks.gather(mine) for name, info in part.items()}
 
     def _probe(self) -> ProbeScore:
@@ -150,9 +151,8 @@ def _require_first_batch(run: RunDir) -> None:
 
 
 def _damaged(folder: Path, files: dict[str, FileInfo], ranks: Ranks) -> list[str]:
-    mine = [
-        name for name in sorted(files)[ranks.rank :: ranks.size] if not _is_intact(folder / name, files[name])
-    ]
+    share = sorted(files)[ranks.rank :: ranks.size]
+    mine = together(ranks, lambda: [name for name in share if not _is_intact(folder / name, files[name])])
     return [name for part in ranks.gather(mine) for name in part]
 
 
