@@ -20,7 +20,7 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from hpc_swe import config as configuration
-from hpc_swe import launch, statistics
+from hpc_swe import evaluate, launch, statistics
 from hpc_swe.config import RunConfig
 from hpc_swe.errors import HpcSweError
 from hpc_swe.plugins.executors.local import Local
@@ -96,8 +96,10 @@ def curve(run: RunDir, name: str) -> list[tuple[int, float]]:
 
 def _watch(name: str, run: RunDir, config: RunConfig) -> None:
     with bars() as progress:
-        bar = progress.add_task(f"{name:10}", total=config.steps if config.mode != "eval" else None)
+        total = evaluate.size(run, config) if config.mode == "eval" else config.steps
+        bar = progress.add_task(f"{name:10}", total=total)
         launch.wait(run, config, DEADLINE_S, lambda: _advance(progress, bar, name, run))
+        progress.update(bar, completed=total)
 
 
 def _advance(progress: Progress, bar: TaskID, name: str, run: RunDir) -> None:
@@ -107,7 +109,8 @@ def _advance(progress: Progress, bar: TaskID, name: str, run: RunDir) -> None:
         return
     rewards = report.recent.get("reward/mean", [])
     told = f"reward {rewards[-1]:.2f}" if rewards else report.waits_for[:40]
-    progress.update(bar, completed=report.step, description=f"{name:10} {told}")
+    done = report.recent.get("evaluation/done", [report.step])[-1]  # episodes; else steps
+    progress.update(bar, completed=done, description=f"{name:10} {told}")
 
 
 def _report(demo: Demo, before: RunDir, after: RunDir, trained: RunDir) -> None:
