@@ -15,7 +15,6 @@ import msgspec
 
 from hpc_swe import config as configuration
 from hpc_swe import reconcile
-from hpc_swe.config import RunConfig
 from hpc_swe.errors import ConfigError, StorageError
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.tasksets.base import Referenced
@@ -23,6 +22,7 @@ from hpc_swe.plugins.tasksets.swebench import Swebench
 from hpc_swe.records import RunManifest, Split, Task
 from hpc_swe.roles.inference import attach
 from hpc_swe.rundir import PROTOCOL, RunDir
+from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, folders, tasks
 
 MAKING_S, PAUSE_S = 120.0, 0.1  # a run folder is made in a second or two

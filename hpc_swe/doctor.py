@@ -26,9 +26,9 @@ from hpc_swe import config as configuration
 from hpc_swe.checkup import Ask, Finding, scheduler, visit
 from hpc_swe.checkup.scheduler import Cluster
 from hpc_swe.checkup.visit import ANSWER_S, Bench
-from hpc_swe.config import RunConfig
 from hpc_swe.errors import HpcSweError
 from hpc_swe.records import Role
+from hpc_swe.settings import RunConfig
 
 COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 OPTIONS = ("account", "qos", "reservation", "constraint")  # of sbatch, that srun needs too

@@ -7,13 +7,13 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from hpc_swe import estimate, reconcile
-from hpc_swe.config import RunConfig
 from hpc_swe.estimate import GIB, Part, Request
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.plugins.executors.slurm import Slurm
 from hpc_swe.plugins.policies._megatron.shape import ModelShape
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RunConfig
 from hpc_swe.store import ledger
 
 

@@ -25,9 +25,9 @@ from rich.progress import (
 
 from hpc_swe import config as configuration
 from hpc_swe import launch, results
-from hpc_swe.config import RunConfig
 from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RunConfig
 from hpc_swe.status import Reader, View, duration
 from hpc_swe.store import tasks
 

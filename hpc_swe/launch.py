@@ -11,12 +11,12 @@ from pathlib import Path
 
 from hpc_swe import config as configuration
 from hpc_swe import creation, reconcile
-from hpc_swe.config import RunConfig
 from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError, SchedulerError, StaleRun, StorageError
 from hpc_swe.reconcile import Plan
 from hpc_swe.records import RunManifest
 from hpc_swe.roles.inference import attach
 from hpc_swe.rundir import PROTOCOL, RunDir
+from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic
 
 GRACE_S = 10.0  # `stop --now` lets processes see the order before it ends them

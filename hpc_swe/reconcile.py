@@ -13,11 +13,11 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpc_swe.config import RunConfig
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.executors.base import SINGLE, Job, Submission
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, ledger, weights
 from hpc_swe.store.ledger import Entry, Started, Submitted
 

@@ -16,11 +16,11 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from hpc_swe import statistics
-from hpc_swe.config import RunConfig
 from hpc_swe.errors import ConfigError, boundary
 from hpc_swe.plugins.graders.base import Official, Verdict
 from hpc_swe.records import Outcome, Record, RunManifest, Sampling, Score, Task
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RunConfig
 from hpc_swe.statistics import Estimate
 from hpc_swe.store import atomic, evals, tasks
 from hpc_swe.store.evals import Attempt

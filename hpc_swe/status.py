@@ -19,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_swe import launch, reconcile
-from hpc_swe.config import RunConfig
 from hpc_swe.errors import HpcSweError, SchedulerError
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.records import Endpoint, EndpointTable, Role, RoleStatus, StatusReport
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, ledger
 
 BARS = " _.-=*#@"

@@ -16,12 +16,13 @@ from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, HpcSweError, StorageError
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.tasksets.swebench import Swebench
+from hpc_swe.settings import RunConfig
 from jobs.images.shelf import Problem, Shelf
 from jobs.images.sources import Built, ImageSource, Pulled
 from jobs.screen import bars, console, say
 
 
-def wanted(config: configuration.RunConfig) -> tuple[Apptainer, list[Problem]]:
+def wanted(config: RunConfig) -> tuple[Apptainer, list[Problem]]:
     """How sandboxes are opened, and what a run would take, one for each image."""
     if not isinstance(config.taskset, Swebench) or not isinstance(config.sandbox, Apptainer):
         raise ConfigError("images are built for taskset.type = 'swebench' with sandbox.type = 'apptainer'")

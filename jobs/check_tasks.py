@@ -37,6 +37,7 @@ from hpc_swe.plugins.tasksets._checked import Kind, Seconds, Verdict
 from hpc_swe.plugins.tasksets.base import Referenced
 from hpc_swe.plugins.tasksets.swebench import Swebench
 from hpc_swe.records import Score, Task
+from hpc_swe.settings import RunConfig
 from jobs.screen import bars, console, say
 
 COLUMNS = ("open", "apply", "tests", "judge", "bare", "overhead")
@@ -213,7 +214,7 @@ def _bare_s(task: Task, reference: str, sandboxes: Sandboxes) -> float:
         return time.monotonic() - began
 
 
-def wanted(config: configuration.RunConfig) -> tuple[list[Task], dict[str, str]]:
+def wanted(config: RunConfig) -> tuple[list[Task], dict[str, str]]:
     """The tasks that a run would take were all usable, and their references."""
     taskset = config.taskset
     if isinstance(taskset, Swebench):

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 from hpc_swe import reconcile
-from hpc_swe.config import RunConfig
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import ConfigError
 from hpc_swe.metrics import Log
@@ -19,6 +18,7 @@ from hpc_swe.roles.coordinator.housekeeping import Housekeeper
 from hpc_swe.roles.coordinator.loop import Coordinator, Duty
 from hpc_swe.roles.coordinator.training import Training
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, tasks
 from jobs import entry
 

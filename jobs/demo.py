@@ -21,11 +21,11 @@ from rich.table import Table
 
 from hpc_swe import config as configuration
 from hpc_swe import evaluate, launch, statistics
-from hpc_swe.config import RunConfig
 from hpc_swe.errors import HpcSweError
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.records import MetricLine, StatusReport
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, evals, weights
 from jobs.screen import bars, console, say
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from hpc_swe import config as configuration
-from hpc_swe.config import RunConfig
 from hpc_swe.errors import HpcSweError
 from hpc_swe.roles.inference.attach import KEY
+from hpc_swe.settings import RunConfig
 
 PORT = 8000
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpc_swe import launch
-from hpc_swe.config import RunConfig
 from hpc_swe.errors import HpcSweError, LostRace
 from hpc_swe.plugins.executors import slurm
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RunConfig
 from hpc_swe.store.lease import Lease
 
 log = logging.getLogger(__name__)

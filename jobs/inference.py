@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from hpc_swe.config import RunConfig
 from hpc_swe.roles.inference.supervisor import Supervisor
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RunConfig
 from jobs import entry
 
 

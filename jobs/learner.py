@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpc_swe.config import RunConfig
 from hpc_swe.errors import HpcSweError, StorageError
 from hpc_swe.metrics import Log
 from hpc_swe.roles.learner.feed import Feed
 from hpc_swe.roles.learner.loop import Plan, Tell, learn
 from hpc_swe.roles.learner.loss import PolicyObjective
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RunConfig
 from jobs import entry
 
 PLACES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}

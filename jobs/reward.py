@@ -2,11 +2,11 @@
 
 import logging
 
-from hpc_swe.config import RunConfig
 from hpc_swe.plugins.sandboxes._watched import Watched
 from hpc_swe.plugins.tasksets.base import Referenced
 from hpc_swe.roles.reward.worker import Means, worker
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RunConfig
 from hpc_swe.store import tasks
 from jobs import entry
 

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from hpc_swe.config import RunConfig
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.plugins.sandboxes._watched import Watched
 from hpc_swe.roles.rollout.endpoints import Endpoints
@@ -10,6 +9,7 @@ from hpc_swe.roles.rollout.episode import Means
 from hpc_swe.roles.rollout.sampler import Sampler
 from hpc_swe.roles.rollout.worker import worker
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RunConfig
 from hpc_swe.store import tasks
 from jobs import entry
 

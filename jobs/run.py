@@ -21,11 +21,11 @@ from pathlib import Path
 from types import FrameType
 
 from hpc_swe import launch, reconcile
-from hpc_swe.config import RunConfig
 from hpc_swe.errors import HpcSweError, StorageError
 from hpc_swe.processes import die_with_parent, start_time
 from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, ledger
 from hpc_swe.store.ledger import Started
 from jobs import entry

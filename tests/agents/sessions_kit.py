@@ -16,9 +16,9 @@ from long_model import CONTEXT, VOCABULARY
 from toy import RECIPES
 
 from hpc_swe import config as configuration
-from hpc_swe.config import RunConfig
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.plugins.engines.scripted import Reply
+from hpc_swe.settings import RunConfig
 
 ROOT = Path(__file__).parents[2]
 BASE_IMAGE = ROOT / ".cache" / "images" / "python-pytest"

@@ -12,7 +12,6 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from forms import FORMS, Part, form  # noqa: E402
 from toy_engine import Call, ToyEngine  # noqa: E402
 
-from hpc_swe.config import RolloutConfig  # noqa: E402
 from hpc_swe.conversation import TokenBuilder  # noqa: E402
 from hpc_swe.plugins.engines.base import Completion  # noqa: E402
 from hpc_swe.records import Endpoint, EndpointTable, RolloutRequest, Sampling, WeightVersion  # noqa: E402
@@ -20,6 +19,7 @@ from hpc_swe.roles.rollout.endpoints import Endpoints  # noqa: E402
 from hpc_swe.roles.rollout.recorder import Recorder  # noqa: E402
 from hpc_swe.roles.rollout.sampler import Sampler  # noqa: E402
 from hpc_swe.rundir import RunDir  # noqa: E402
+from hpc_swe.settings import RolloutConfig  # noqa: E402
 from hpc_swe.store import atomic  # noqa: E402
 
 V1 = WeightVersion(step=1)

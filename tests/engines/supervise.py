@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 
 from hpc_swe import plugins
-from hpc_swe.config import InferenceConfig, LeaseConfig
 from hpc_swe.errors import HpcSweError
 from hpc_swe.roles.inference.supervisor import Supervisor
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import InferenceConfig, LeaseConfig
 from hpc_swe.store.lease import Lease
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")

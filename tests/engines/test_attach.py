@@ -34,6 +34,7 @@ from hpc_swe.plugins.engines.vllm import TOKEN as VARIABLE
 from hpc_swe.records import ProbeScore, Sampling, WeightVersion
 from hpc_swe.roles.inference.supervisor import free_port
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic
 from jobs import run as jobs_run
 
@@ -191,7 +192,7 @@ def test_one_that_stays_away_is_one_clear_error_after_the_deadline(attach, someb
 NOBODY = [f"counts.{role}=0" for role in ("coordinator", "inference", "learner", "rollout", "reward")]
 
 
-def configured(somebody: Somebody, *words: str) -> configuration.RunConfig:
+def configured(somebody: Somebody, *words: str) -> RunConfig:
     """The demo with somebody's engine; no jobs are started."""
     engine = f'engine={{type="scripted", replies="{somebody.engine.replies}", max_model_len=4096}}'
     small = ["tasks.train=2", "tasks.eval=2", 'sandbox={type="process"}', f"model={somebody.model}"]

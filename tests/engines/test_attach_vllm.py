@@ -20,6 +20,7 @@ from hpc_swe.records import ScoredEpisode, Turn, WeightVersion
 from hpc_swe.roles.coordinator import archive
 from hpc_swe.roles.inference.supervisor import free_port
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, weights
 from jobs import engine
 
@@ -55,7 +56,7 @@ def key() -> Iterator[None]:
     del os.environ["VLLM_API_KEY"]
 
 
-def configured(model: Path, url: str, *words: str, files: tuple[str, ...] = ()) -> configuration.RunConfig:
+def configured(model: Path, url: str, *words: str, files: tuple[str, ...] = ()) -> RunConfig:
     paths = [ROOT / "configs" / name for name in ("demo.toml", *files)]
     return configuration.read(*paths, overrides=[*WORDS, f"model={model}", f"inference.url={url}", *words])
 
@@ -106,7 +107,7 @@ def turns(run: RunDir) -> list[Turn]:
     return [turn for found in episodes for turn in found.episode.turns]
 
 
-def finish(run: RunDir, config: configuration.RunConfig) -> None:
+def finish(run: RunDir, config: RunConfig) -> None:
     os.chdir(ROOT)
     os.umask(0o077)
     launch.start(run, config)

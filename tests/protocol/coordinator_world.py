@@ -3,7 +3,6 @@
 import hashlib
 
 from hpc_swe import records
-from hpc_swe.config import BatchesConfig, EvalConfig, GroupsConfig, LeaseConfig, RetentionConfig
 from hpc_swe.metrics import Log
 from hpc_swe.plugins.advantages.grpo import Grpo
 from hpc_swe.records import (
@@ -29,6 +28,7 @@ from hpc_swe.roles.coordinator.evaluation import Evaluator
 from hpc_swe.roles.coordinator.housekeeping import Housekeeper
 from hpc_swe.roles.coordinator.training import Training
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import BatchesConfig, EvalConfig, GroupsConfig, LeaseConfig, RetentionConfig
 from hpc_swe.store import folders, weights
 from hpc_swe.store.spool import Spool
 

@@ -20,11 +20,11 @@ from coordinator_world import (
     work,
 )
 
-from hpc_swe.config import RetentionConfig
 from hpc_swe.errors import LostRace
 from hpc_swe.metrics import meaning
 from hpc_swe.records import Batch, BatchManifest, RolloutRequest, ScoredEpisode, WeightVersion
 from hpc_swe.roles.coordinator import archive, batches
+from hpc_swe.settings import RetentionConfig
 from hpc_swe.store import atomic, folders, weights
 from hpc_swe.store.spool import Spool
 

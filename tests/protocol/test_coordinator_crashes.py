@@ -19,11 +19,11 @@ from coordinator_world import (
 )
 from crash import at_every_call
 
-from hpc_swe.config import RetentionConfig
 from hpc_swe.records import RolloutRequest, ScoredEpisode, WeightVersion
 from hpc_swe.roles.coordinator import archive, batches
 from hpc_swe.roles.coordinator.groups import locate
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RetentionConfig
 from hpc_swe.store import folders
 from hpc_swe.store.spool import Spool
 

@@ -5,7 +5,6 @@ import os
 import pytest
 from coordinator_world import Clock, export, housekeeper, rundir, save, training, work
 
-from hpc_swe.config import RetentionConfig
 from hpc_swe.records import (
     CoordinatorState,
     EndpointTable,
@@ -18,6 +17,7 @@ from hpc_swe.records import (
 from hpc_swe.roles.coordinator import batches
 from hpc_swe.roles.coordinator.housekeeping import ORPHAN_S, Standing
 from hpc_swe.roles.coordinator.retention import first_kept_batch, kept_checkpoints, superseded
+from hpc_swe.settings import RetentionConfig
 from hpc_swe.store import atomic
 from hpc_swe.store.spool import Spool
 

@@ -27,7 +27,6 @@ from coordinator_world import (
 from waiting import DEADLINE_S
 
 from hpc_swe import records
-from hpc_swe.config import CoordinatorConfig, GroupsConfig
 from hpc_swe.errors import ConfigError, DeadlineError, LostRace, StorageError
 from hpc_swe.metrics import Log
 from hpc_swe.records import Batch, Message, Node, RolloutRequest, Sampling, StatusReport
@@ -36,6 +35,7 @@ from hpc_swe.roles.coordinator.dispatch import Plan
 from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator, summary
 from hpc_swe.roles.coordinator.housekeeping import Standing
 from hpc_swe.roles.coordinator.loop import Coordinator
+from hpc_swe.settings import CoordinatorConfig, GroupsConfig
 from hpc_swe.store import atomic
 from hpc_swe.store.evals import Attempt
 from hpc_swe.store.spool import Spool

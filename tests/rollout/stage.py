@@ -10,7 +10,6 @@ from toy_engine import ToyEngine
 from toy_model import HERMES, make_model
 from waiting import DEADLINE_S, until
 
-from hpc_swe.config import RolloutConfig
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.plugins.agents.base import Agent, Chat, Result
 from hpc_swe.plugins.agents.tool_agent import ToolAgent
@@ -33,6 +32,7 @@ from hpc_swe.roles.rollout.episode import Means
 from hpc_swe.roles.rollout.sampler import Sampler
 from hpc_swe.roles.rollout.worker import worker
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RolloutConfig
 from hpc_swe.store import atomic
 from hpc_swe.store.lease import Lease
 from hpc_swe.store.spool import Spool

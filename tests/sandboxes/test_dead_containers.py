@@ -13,7 +13,6 @@ import msgspec
 import pytest
 from waiting import until
 
-from hpc_swe.config import RewardConfig
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins import submission
 from hpc_swe.plugins.graders.swebench import Swebench
@@ -23,6 +22,7 @@ from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
 from hpc_swe.processes import start_time
 from hpc_swe.records import Episode, RolloutRequest, Sampling, Task, Timing
 from hpc_swe.roles.reward.worker import Means, judge
+from hpc_swe.settings import RewardConfig
 
 pytestmark = pytest.mark.slow
 

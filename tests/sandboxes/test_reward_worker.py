@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from waiting import DEADLINE_S, until
 
-from hpc_swe.config import RewardConfig
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Episode, RolloutRequest, Sampling, Score, ScoredEpisode, Task, Timing
 from hpc_swe.roles.reward.worker import Means, sentinel, worker
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RewardConfig
 from hpc_swe.store.lease import Lease
 from hpc_swe.store.spool import Spool
 

@@ -25,16 +25,6 @@ from stage import TASK
 from toy_engine import ToyEngine
 from toy_model import HERMES, make_model
 
-from hpc_swe.config import (
-    BatchesConfig,
-    CoordinatorConfig,
-    EvalConfig,
-    GroupsConfig,
-    LeaseConfig,
-    RetentionConfig,
-    RewardConfig,
-    RolloutConfig,
-)
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.metrics import Log
 from hpc_swe.plugins.advantages.grpo import Grpo
@@ -55,6 +45,16 @@ from hpc_swe.roles.rollout.episode import Means as RolloutMeans
 from hpc_swe.roles.rollout.sampler import Sampler
 from hpc_swe.roles.rollout.worker import worker as rollout_worker
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import (
+    BatchesConfig,
+    CoordinatorConfig,
+    EvalConfig,
+    GroupsConfig,
+    LeaseConfig,
+    RetentionConfig,
+    RewardConfig,
+    RolloutConfig,
+)
 from hpc_swe.store import weights
 from hpc_swe.store.lease import Lease
 

@@ -16,11 +16,11 @@ import coordinator_world as world
 from crash import calls
 from simulate import Settings
 
-from hpc_swe.config import GroupsConfig
 from hpc_swe.records import Node
 from hpc_swe.roles.coordinator.housekeeping import Housekeeper
 from hpc_swe.roles.coordinator.training import Training
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import GroupsConfig
 from hpc_swe.store import atomic
 from hpc_swe.store.spool import Address
 

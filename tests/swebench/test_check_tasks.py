@@ -24,6 +24,7 @@ from hpc_swe.plugins.tasksets import _checked
 from hpc_swe.plugins.tasksets.bugs import Bugs
 from hpc_swe.records import Score
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RunConfig
 from hpc_swe.store import tasks
 from jobs.check_tasks import Checker, judged, run, wanted
 from jobs.reward import references
@@ -206,7 +207,7 @@ def test_a_run_takes_what_is_usable_and_says_what_it_left_out(tmp_path, caplog):
         list(taskset(path, checked=str(tmp_path / "nowhere")).load("train"))
 
 
-def configured(rows: Path, *words: str) -> configuration.RunConfig:
+def configured(rows: Path, *words: str) -> RunConfig:
     """A run of rows beside which a model lies, without processes."""
     for name in ("config.json", "tokenizer.json"):
         (rows.parent / name).write_text("{}")

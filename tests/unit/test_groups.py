@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_episodes import array, episode, scored, turn
 
-from hpc_swe.config import BatchesConfig, GroupsConfig
 from hpc_swe.plugins.advantages.grpo import Grpo
 from hpc_swe.plugins.advantages.shuffled import Shuffled
 from hpc_swe.records import CoordinatorState, ExitStatus, Sampling, Score, ScoredEpisode
@@ -12,6 +11,7 @@ from hpc_swe.roles.coordinator.batches import Recipe, Verdict, assemble, compose
 from hpc_swe.roles.coordinator.curves import of_batch
 from hpc_swe.roles.coordinator.dispatch import Plan
 from hpc_swe.roles.coordinator.groups import Group, Ledger, Member, locate
+from hpc_swe.settings import BatchesConfig, GroupsConfig
 from hpc_swe.store.spool import Address
 
 KEY = ("train", 0)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from hpc_swe import reconcile
-from hpc_swe.config import InferenceConfig
 from hpc_swe.errors import ConfigError, SchedulerError
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.plugins.executors.slurm import parse_queue
 from hpc_swe.reconcile import Decision, decide, failures
 from hpc_swe.records import WeightVersion
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import InferenceConfig
 from hpc_swe.store import ledger
 from hpc_swe.store.ledger import Entry, Started, Submitted
 

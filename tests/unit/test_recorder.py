@@ -14,7 +14,6 @@ import pytest
 from toy_engine import Call, ToyEngine, cut_at
 from toy_model import HERMES, THINKING, make_model
 
-from hpc_swe.config import RolloutConfig
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import ConfigError, EngineError, SandboxError
 from hpc_swe.plugins.agents.base import ContextFull, Reply
@@ -35,6 +34,7 @@ from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.recorder import Recorder
 from hpc_swe.roles.rollout.sampler import Sampler
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RolloutConfig
 from hpc_swe.store import atomic
 
 V1, V2, V3 = (WeightVersion(step=step) for step in (1, 2, 3))

@@ -12,7 +12,6 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
-from hpc_swe.config import BatchesConfig, GroupsConfig
 from hpc_swe.plugins.advantages.base import Advantage
 from hpc_swe.plugins.advantages.shuffled import Shuffled
 from hpc_swe.records import Batch, BatchManifest, CoordinatorState, ScoredEpisode
@@ -20,6 +19,7 @@ from hpc_swe.roles.coordinator.groups import Group
 from hpc_swe.roles.coordinator.packing import pack, weigh
 from hpc_swe.roles.coordinator.samples import Cut, cut
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import BatchesConfig, GroupsConfig
 from hpc_swe.store import atomic, folders
 
 NO_SIGNAL = 1e-9  # advantages below are rounding

@@ -13,7 +13,6 @@ from statistics import fmean
 import msgspec
 
 from hpc_swe import statistics
-from hpc_swe.config import EvalConfig
 from hpc_swe.metrics import Log
 from hpc_swe.records import Episode, Outcome, RolloutRequest
 from hpc_swe.roles.coordinator.collect import Intake
@@ -22,6 +21,7 @@ from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, Member, failure
 from hpc_swe.roles.coordinator.housekeeping import Standing, World
 from hpc_swe.roles.coordinator.samples import sampled_tokens
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import EvalConfig
 from hpc_swe.store import atomic, evals
 from hpc_swe.store.evals import Attempt
 

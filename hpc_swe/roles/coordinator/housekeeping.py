@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from hpc_swe.config import LeaseConfig, RetentionConfig
 from hpc_swe.records import (
     Endpoint,
     EndpointTable,
@@ -27,6 +26,7 @@ from hpc_swe.records import (
 )
 from hpc_swe.roles.coordinator import retention
 from hpc_swe.rundir import SPOOLS, RunDir
+from hpc_swe.settings import LeaseConfig, RetentionConfig
 from hpc_swe.store import atomic, folders, weights
 from hpc_swe.store.lease import Watcher
 from hpc_swe.store.spool import STATES, Address, Spool

@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from hpc_swe.config import CoordinatorConfig
 from hpc_swe.errors import DeadlineError, StorageError
 from hpc_swe.metrics import Drawing
 from hpc_swe.records import Role
 from hpc_swe.roles.coordinator.housekeeping import Housekeeper, Standing, World
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import CoordinatorConfig
 from hpc_swe.store import atomic
 
 BACK_OFF_S = 300.0  # longest pause after refusals of the file system

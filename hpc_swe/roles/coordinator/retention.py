@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from hpc_swe.config import RetentionConfig
 from hpc_swe.records import Node, WeightVersion
 from hpc_swe.roles.coordinator import batches
 from hpc_swe.rundir import SPOOLS, RunDir
+from hpc_swe.settings import RetentionConfig
 from hpc_swe.store import atomic, weights
 from hpc_swe.store.spool import STATES
 

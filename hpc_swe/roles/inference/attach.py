@@ -4,9 +4,9 @@ import ipaddress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from hpc_swe.config import RunConfig
 from hpc_swe.errors import ConfigError, EngineError
 from hpc_swe.plugins.engines.base import Offer
+from hpc_swe.settings import RunConfig
 
 KEY = "VLLM_API_KEY"
 """The environment variable of `launch start` that holds the engine's key."""

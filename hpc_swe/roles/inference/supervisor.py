@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from hpc_swe.config import InferenceConfig, LeaseConfig
 from hpc_swe.errors import ConfigError, CorruptRecord, EngineError, StorageError
 from hpc_swe.plugins.engines.base import Engine
 from hpc_swe.records import WeightVersion
 from hpc_swe.roles.inference.child import Child
 from hpc_swe.roles.inference.served import Ours, Served, Theirs, Weights
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import InferenceConfig, LeaseConfig
 from hpc_swe.store import weights
 from hpc_swe.store.lease import Lease, Watcher
 

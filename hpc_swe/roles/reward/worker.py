@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpc_swe.config import RewardConfig
 from hpc_swe.errors import EpisodeError
 from hpc_swe.plugins.graders.base import Examiner, Grader
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.records import Episode, ExitStatus, Score, ScoredEpisode, Task
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RewardConfig
 from hpc_swe.store.lease import Lease
 from hpc_swe.store.spool import Spool
 from hpc_swe.store.worker import Work, Worker

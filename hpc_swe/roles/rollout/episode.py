@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpc_swe.config import RolloutConfig
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import AgentError, EngineError, SandboxError
 from hpc_swe.plugins import submission
@@ -14,6 +13,7 @@ from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
 from hpc_swe.records import Episode, ExitStatus, RolloutRequest, Task, Timing
 from hpc_swe.roles.rollout.recorder import Recorder
 from hpc_swe.roles.rollout.sampler import Sampler
+from hpc_swe.settings import RolloutConfig
 
 log = logging.getLogger(__name__)
 

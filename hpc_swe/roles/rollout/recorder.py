@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from hpc_swe.config import RolloutConfig
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import ConfigError, EngineError, EpisodeError, SandboxError
 from hpc_swe.plugins.agents.base import Address, ContextFull, Refusal, Reply, TurnsSpent
@@ -23,6 +22,7 @@ from hpc_swe.records import ExitStatus, Message, RolloutRequest, Sampling, Turn,
 from hpc_swe.roles.rollout import front
 from hpc_swe.roles.rollout.chains import Chains, Place
 from hpc_swe.roles.rollout.sampler import Sampled, Sampler
+from hpc_swe.settings import RolloutConfig
 
 MOST_CHARS = 16
 """Of a token, on average; more is no text but a flood."""
