@@ -79,6 +79,7 @@ METRICS = {
     "ratio/effective_share": "effective sample size of pi / mu as a share of the tokens",
     "ratio/clipped_low": "share of tokens whose gradient the lower clip stops",
     "ratio/clipped_high": "share of tokens whose gradient the upper clip stops; 0 for ever is suspect",
+    "ratio/clipped_dual": "share of tokens of negative advantage whose gradient dual_clip stops",
     "ratio/capped_share": "decoupled: share of tokens over ratio_cap",
     "ratio/masked_share": "decoupled: share of tokens outside mask_low .. mask_high",
     "step_seconds/*": "seconds of the learner's step by part",

@@ -55,6 +55,45 @@ def test_sampler_ratio_keeps_the_slope_where_the_step_would_undo_too_large_a_cha
     assert slope == pytest.approx([-0.625, -0.1875, 0.45])
 
 
+FLIPPED = [math.log(2.9), math.log(3.1), math.log(8394)]  # of one token, when the router chooses otherwise
+
+
+def test_a_token_that_the_learner_sees_otherwise_than_the_engine_cannot_outweigh_the_batch():
+    gaps = [math.log(0.7), math.log(1.25), *FLIPPED]
+    tokens = make(pi=[1.0] * 5, mu=[math.exp(-gap) for gap in gaps], advantages=[-1.0] * 5, weights=[0.2] * 5)
+    loss, slope = loss_and_slope(tokens)
+    # below 0.8 the step would only add to the change; from 3 on the term is 3, without a slope
+    assert loss == pytest.approx(0.2 * (0.8 + 1.25 + 2.9 + 3 + 3), rel=1e-5)
+    assert slope == pytest.approx([0, 0.2 * 1.25, 0.2 * 2.9, 0, 0], rel=1e-5)
+    found = metrics(tokens)
+    assert found["ratio/clipped_dual"] == pytest.approx(2 / 5)
+    assert "ratio/clipped_dual" not in metrics(tokens, objective="decoupled")
+
+
+def test_the_bound_for_negative_advantages_can_be_moved_and_leaves_positive_ones_alone():
+    mu = [math.exp(-gap) for gap in FLIPPED]
+    _, slope = loss_and_slope(
+        make(pi=[1.0] * 3, mu=mu, advantages=[-1.0] * 3, weights=[1.0] * 3), dual_clip=10
+    )
+    assert slope == pytest.approx([2.9, 3.1, 0], rel=1e-5)
+    better = make(pi=[1.0] * 3, mu=mu, advantages=[1.0] * 3, weights=[1.0] * 3)
+    assert loss_and_slope(better) == (pytest.approx(-3 * 1.28), [0, 0, 0])
+    assert metrics(better)["ratio/clipped_dual"] == 0
+
+
+@pytest.mark.parametrize("objective", ["sampler_ratio", "decoupled"])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+@pytest.mark.parametrize("gap", [-90.0, -9.0, -0.3, 0.0, 0.3, 1.0, 1.2, 9.0, 90.0])
+def test_no_slope_is_steeper_than_the_documented_bound(objective, advantage, gap):
+    logprobs = torch.tensor([-95.0 if gap < 0 else -0.1], requires_grad=True)
+    one, reference = torch.ones(1), torch.tensor([-3.0])
+    tokens = Tokens(logprobs, one, (logprobs - gap).detach(), advantage * one, one, reference)
+    loss, slope = loss_and_slope(tokens, objective=objective, kl_coefficient=0.01)
+    bound = 3.0 if objective == "sampler_ratio" else 5.0  # dual_clip; ratio_cap
+    assert math.isfinite(loss)
+    assert abs(slope[0]) <= bound + 0.01 * 3.0 * 20
+
+
 def test_decoupled_weighs_by_the_capped_correction_and_never_clips():
     # corrections 1.25, 0.75 and min(1.8, 1.5); the ratio to the weights before the step is 1
     loss, slope = loss_and_slope(make(), objective="decoupled", ratio_cap=1.5)
@@ -85,6 +124,14 @@ def test_divergence_slopes_away_from_the_reference():
     assert slope == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
+def test_divergence_of_a_token_far_from_the_sampler_slopes_no_steeper_than_at_the_bound():
+    reference = [0.25, 0.3, 0.9]
+    tokens = make(mu=[1e-6] * 3, advantages=[0.0] * 3, reference=reference)
+    _, slope = loss_and_slope(tokens, kl_coefficient=0.1)
+    expected = [0.1 * w * 3.0 * math.log(p / r) for w, p, r in zip(WEIGHTS, PI, reference, strict=True)]
+    assert slope == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
 def test_expected_divergence_under_the_sampler_has_the_slope_of_the_true_one():
     torch.manual_seed(0)
     logits, mu, ref = (torch.randn(11, dtype=torch.float64) for _ in range(3))
@@ -92,18 +139,23 @@ def test_expected_divergence_under_the_sampler_has_the_slope_of_the_true_one():
     pi, mu, ref = (x.log_softmax(-1) for x in (logits, mu, ref))
     zeros = torch.zeros(11, dtype=torch.float64)
     tokens = Tokens(pi, zeros, mu, zeros, mu.exp(), ref)
-    estimate = PolicyObjective(LossConfig(kl_coefficient=1.0))(tokens)[0]
+    estimate = PolicyObjective(LossConfig(kl_coefficient=1.0, dual_clip=1e6))(tokens)[0]
     true = (pi.exp() * (pi - ref)).sum()
     assert estimate.item() == pytest.approx(true.item())
     slopes = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (estimate, true)]
     assert torch.allclose(*slopes)
 
 
-def test_a_hopeless_ratio_stays_finite():
-    tokens = make(pi=[0.999], mu=[1e-30], advantages=[-1.0], weights=[1.0])
-    loss, slope = loss_and_slope(tokens)
+@pytest.mark.parametrize("objective", ["sampler_ratio", "decoupled", "sft"])
+@pytest.mark.parametrize("gap", [200.0, -200.0])  # float32 ends at e^88
+def test_a_hopeless_ratio_stays_finite(objective, gap):
+    logprobs = torch.tensor([min(gap, 0.0) - 0.1] * 2, requires_grad=True)
+    sampler, advantages = (logprobs - gap).detach(), torch.tensor([-1.0, 1.0])
+    tokens = Tokens(logprobs, torch.ones(2), sampler, advantages, torch.ones(2), sampler - 100)
+    loss, slope = loss_and_slope(tokens, objective=objective, kl_coefficient=0.001)
     assert math.isfinite(loss)
     assert all(map(math.isfinite, slope))
+    assert all(map(math.isfinite, metrics(tokens, objective=objective).values()))
 
 
 def test_no_tokens_are_no_loss_but_a_graph():
@@ -135,6 +187,9 @@ def test_curves_say_what_they_are_named():
     assert found["ratio/effective_share"] == pytest.approx(3.8**2 / 3 / sum(r * r for r in ratios))
     assert (found["ratio/clipped_low"], found["ratio/clipped_high"]) == pytest.approx((1 / 3, 1 / 3))
     assert found["policy/entropy"] == pytest.approx(0.7)
+    # of what the sampler says: the learner's own numbers would hide a sampler that filters
+    surprise = sum(-math.log(p) for p in MU) / 3 - 0.7
+    assert found["policy/surprise_balance"] == pytest.approx(surprise, abs=1e-6)
 
 
 def test_decoupled_reports_no_clip_fraction_and_without_kl_there_is_no_kl_curve():

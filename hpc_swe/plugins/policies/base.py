@@ -25,6 +25,9 @@ class LossConfig(Record, frozen=True, kw_only=True):
     objective: Literal["sampler_ratio", "decoupled", "sft"] = "sampler_ratio"
     clip_low: Annotated[float, Meta(ge=0, le=1)] = 0.2
     clip_high: Annotated[float, Meta(ge=0)] = 0.28
+    dual_clip: Annotated[float, Meta(gt=1)] = 3.0
+    """Largest ratio at which a token of negative advantage, or the KL, still has its slope. Without such a
+    bound one token that the learner sees otherwise than the engine outweighs the rest of a batch."""
     ratio_cap: Annotated[float, Meta(gt=0)] = 5.0
     """decoupled: largest weight pi_prox / mu."""
     mask_low: Annotated[float, Meta(ge=0)] = 0.0

@@ -2,11 +2,17 @@
 
 With pi the weights being trained, mu those that sampled, ref the initial ones, A the advantage:
 
-    sampler_ratio   r = pi / mu         term = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
-    decoupled       r = pi / pi_prox    term = min(pi_prox / mu, ratio_cap) max(-A r, -A clip(r, ...))
+    ppo(r, A) = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))    but at most -A dual_clip, where A < 0
+
+    sampler_ratio   r = pi / mu         term = ppo(r, A)
+    decoupled       r = pi / pi_prox    term = min(pi_prox / mu, ratio_cap) ppo(r, A)
     sft                                 term = -log pi
 
-The first is PPO's (Schulman et al. 2017, eq. 7) with the clip on the sampler's own probabilities.
+The first is PPO's (Schulman et al. 2017, eq. 7) with the clip on the sampler's own probabilities. Where
+A < 0 that maximum has no upper bound: its slope is -A r, and r is in the thousands when a router sends a
+token to other experts here than in the engine. The bound is dual-clip PPO's (Ye et al. 2020, "Mastering
+Complex Control in MOBA Games with Deep Reinforcement Learning", c = 3): from r = dual_clip on the
+slope is 0. So the slope of a term is never steeper than |A| max(1 + clip_high, dual_clip).
 The second is decoupled PPO (Hilton et al. 2021); pi_prox is pi before the step, and with one step a
 batch that is pi itself without gradient, so its r is 1 and never clipped. Tokens whose pi_prox / mu
 lies outside mask_low .. mask_high have term 0.
@@ -14,7 +20,8 @@ lies outside mask_low .. mask_high have term 0.
     + kl_coefficient r_mu (e^d - 1 - d),  d = log ref - log pi,  r_mu = pi / mu
 
 is the k3 estimate of KL(pi, ref), times the importance ratio because mu drew the tokens; its
-expectation's gradient is that of the divergence (DeepSeek-V3.2 report, section 3.1).
+expectation's gradient is that of the divergence (DeepSeek-V3.2 report, section 3.1). The slope of one
+token is -r_mu d; for the same reason as above r_mu counts there as min(r_mu, dual_clip).
 """
 
 from collections.abc import Callable, Sequence
@@ -38,13 +45,14 @@ MEANS = (
     "ratio/square",
     "ratio/clipped_low",
     "ratio/clipped_high",
+    "ratio/clipped_dual",
     "ratio/capped_share",
     "ratio/masked_share",
     "policy/kl",
 )
 """Per trained token: -log pi; nats; -log mu - entropy, about 0 on fresh tokens. With d = log pi - log mu:
-d, e^d - 1 - d, |d| > 1, e^d, its square, left or right of the clip where that stops the gradient, over
-ratio_cap, outside mask_low .. mask_high. At last the divergence from the reference."""
+d, e^d - 1 - d, |d| > 1, e^d, its square, left or right of the clip or over dual_clip where these stop the
+gradient, over ratio_cap, outside mask_low .. mask_high. At last the divergence from the reference."""
 
 Term = Callable[[Tokens, LossConfig], Tensor]
 
@@ -60,7 +68,7 @@ class PolicyObjective:
         """Loss; number of tokens, sums of MEANS, histogram of |log pi - log mu|; the largest of these."""
         term = TERMS[self._config.objective](tokens, self._config)
         if self.needs_reference:
-            term = term + self._config.kl_coefficient * divergence(tokens)
+            term = term + self._config.kl_coefficient * divergence(tokens, self._config)
         with torch.no_grad():
             gap = (tokens.logprobs - tokens.sampler).abs()
             sums = torch.cat((_sums(tokens, self._config), _histogram(gap)))
@@ -113,12 +121,15 @@ def sft(tokens: Tokens, _config: LossConfig) -> Tensor:
 TERMS: dict[str, Term] = {"sampler_ratio": sampler_ratio, "decoupled": decoupled, "sft": sft}
 
 
-def divergence(tokens: Tokens) -> Tensor:
-    """[n] k3 estimates of the divergence from the reference, corrected for the sampler."""
+def divergence(tokens: Tokens, config: LossConfig) -> Tensor:
+    """[n] k3 estimates of the divergence from the reference, with the bounded slopes of above."""
     if tokens.reference is None:
         raise ValueError("no reference log-probabilities: the policy was asked for an objective without them")
-    difference = (tokens.reference - tokens.logprobs).clamp(-LARGEST, LARGEST)
-    return _ratio(tokens.logprobs, tokens.sampler) * (difference.exp() - 1 - difference)
+    now = tokens.logprobs.detach()
+    difference = (tokens.reference - now).clamp(-LARGEST, LARGEST)
+    ratio = _ratio(now, tokens.sampler)
+    slope = -ratio.clamp(max=config.dual_clip) * difference
+    return ratio * (difference.exp() - 1 - difference) + slope * (tokens.logprobs - now)
 
 
 def _ratio(logprobs: Tensor, base: Tensor) -> Tensor:
@@ -127,7 +138,8 @@ def _ratio(logprobs: Tensor, base: Tensor) -> Tensor:
 
 def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Tensor:
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    return torch.maximum(-advantages * ratio, -advantages * clipped)
+    term = torch.maximum(-advantages * ratio, -advantages * clipped)
+    return torch.where(advantages < 0, torch.minimum(term, -advantages * config.dual_clip), term)
 
 
 def _masked(correction: Tensor, config: LossConfig) -> Tensor:
@@ -151,9 +163,10 @@ def _sums(tokens: Tokens, config: LossConfig) -> Tensor:
         ratio.square(),
         (tokens.advantages < 0) & (ratio < 1 - config.clip_low),
         (tokens.advantages > 0) & (ratio > 1 + config.clip_high),
+        (tokens.advantages < 0) & (ratio > config.dual_clip),
         ratio > config.ratio_cap,
         _masked(ratio, config),
-        torch.zeros_like(gap) if tokens.reference is None else divergence(tokens),
+        torch.zeros_like(gap) if tokens.reference is None else divergence(tokens, config),
     )
     return torch.stack([column.double() for column in columns]).sum(1)
 
