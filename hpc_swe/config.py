@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from msgspec import ValidationError
+from msgspec.structs import replace
 
 from hpc_swe import plugins
 from hpc_swe.errors import ConfigError
@@ -73,7 +74,7 @@ def build(tree: dict[str, Any], source: str) -> RunConfig:
         raise ConfigError(f"{source}: {error}{_hint(str(error))}") from None
     for complaint in _complaints(config):
         raise ConfigError(f"{source}: {complaint}")
-    return config
+    return _with_schedule(config)
 
 
 def dump(config: RunConfig) -> dict[str, Any]:
@@ -94,8 +95,19 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
     ]
 
 
+def _with_schedule(config: RunConfig) -> RunConfig:
+    """A decay without a length of its own ends with the run's steps. It is written out, so that a run that
+    exists refuses other steps: they would bend the curve that its first half followed."""
+    optimizer = config.learner.optimizer
+    if config.mode == "eval" or optimizer.decay == "constant" or optimizer.decay_steps:
+        return config
+    optimizer = replace(optimizer, decay_steps=config.steps)
+    return replace(config, learner=replace(config.learner, optimizer=optimizer))
+
+
 def _complaints(config: RunConfig) -> list[str]:
     groups, learner, lease = config.groups, config.learner, config.lease
+    optimizer = learner.optimizer
     rules = [
         (
             config.mode == "grpo" and not config.sampling.is_plain,
@@ -121,6 +133,14 @@ def _complaints(config: RunConfig) -> list[str]:
             (config.mode == "sft") != (learner.loss.objective == "sft"),
             f"learner.loss.objective = {learner.loss.objective!r} does not go with mode = {config.mode!r}; "
             "the objective sft belongs to the mode sft, and only there",
+        ),
+        (
+            config.mode != "eval"
+            and optimizer.decay != "constant"
+            and 0 < optimizer.decay_steps < config.steps,
+            f"learner.optimizer.decay_steps = {optimizer.decay_steps} is under steps = {config.steps}: the "
+            "learning rate would be 0 from there on; 0 is as many as the run has steps. A run that exists "
+            "keeps its schedule: begin another one at its last weights",
         ),
         (
             config.rollout.context > config.batches.microbatch_tokens,

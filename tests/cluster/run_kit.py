@@ -69,6 +69,7 @@ max_model_len = 512
 
 [learner]
 checkpoint_every = 5
+optimizer = { decay = "constant", lr = 1e-6 } # a soak sets another end to a run that exists
 
 [executor]
 type = "slurm"

@@ -103,6 +103,34 @@ def test_differences_name_each_key_that_may_not_change(read):
     assert configuration.differences(old, new) == ["learner.optimizer.lr: 1e-06 -> 1.0", "seed: 0 -> 1"]
 
 
+LINEAR = 'learner.optimizer.decay="linear"'
+
+
+def test_a_decay_without_a_length_of_its_own_ends_with_the_run(read):
+    run = read(GOOD, LINEAR, "steps=30")
+    assert run.learner.optimizer.decay_steps == 30
+    assert configuration.build(configuration.dump(run), "run.json") == run
+    assert (
+        read(GOOD, LINEAR, "steps=30", "learner.optimizer.decay_steps=50").learner.optimizer.decay_steps == 50
+    )
+    assert read(GOOD, "steps=30").learner.optimizer.decay_steps == 0
+
+
+@pytest.mark.parametrize("objective", ["grpo", "sft"])
+def test_steps_with_a_learning_rate_of_0_are_refused(read, objective):
+    words = [f'mode="{objective}"', *(['learner.loss.objective="sft"'] if objective == "sft" else [])]
+    message = r"decay_steps = 48 is under steps = 49: the learning rate would be 0"
+    with pytest.raises(ConfigError, match=message):
+        read(GOOD, LINEAR, "learner.optimizer.decay_steps=48", "steps=49", *words)
+    assert read(GOOD, LINEAR, "learner.optimizer.decay_steps=48", "steps=48", *words).steps == 48
+
+
+def test_a_run_whose_rate_decays_keeps_its_steps_and_another_takes_more(read):
+    old, new = read(GOOD, LINEAR, "steps=30"), read(GOOD, LINEAR, "steps=40")
+    assert configuration.differences(old, new) == ["learner.optimizer.decay_steps: 30 -> 40"]
+    assert configuration.differences(read(GOOD, "steps=30"), read(GOOD, "steps=40")) == []
+
+
 def test_plugin_of_your_own(read, tmp_path, monkeypatch):
     (tmp_path / "my_lab.py").write_text(
         "from hpc_swe.plugins import Plugin\n"

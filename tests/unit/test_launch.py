@@ -38,6 +38,7 @@ def read(model):
             'sandbox={type="process"}',
             "tasks.train=3",
             "tasks.eval=2",
+            "learner.optimizer.decay=constant",  # so that steps may change
             *NOBODY,
             *overrides,
         ]

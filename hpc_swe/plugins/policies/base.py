@@ -47,6 +47,7 @@ class OptimizerConfig(Record, frozen=True, kw_only=True):
     decay: Literal["constant", "linear"] = "constant"
     """linear: towards 0 over the last `decay_share` of `decay_steps`."""
     decay_steps: Annotated[int, Meta(ge=0)] = 0
+    """0 is the run's `steps`; fewer than those are refused, since the rate is 0 after the last."""
     decay_share: Annotated[float, Meta(gt=0, le=1)] = 0.3
     weight_decay: Annotated[float, Meta(ge=0)] = 0.01
     beta1: float = 0.9
