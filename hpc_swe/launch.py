@@ -17,7 +17,7 @@ from hpc_swe.records import RunManifest
 from hpc_swe.roles.inference import attach
 from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic
+from hpc_swe.store import atomic, orders
 
 GRACE_S = 10.0  # `stop --now` lets processes see the order before it ends them
 
@@ -102,7 +102,7 @@ def wait(
     """
     deadline = time.monotonic() + timeout_s
     try:
-        while not atomic.names(run.control) or alive(run, config):
+        while not orders.standing(run) or alive(run, config):
             plan = _tick_patiently(run, config)
             if plan.lost or time.monotonic() > deadline:
                 why = "; ".join(f"{role}: {plan.stuck[role]}" for role in plan.lost)

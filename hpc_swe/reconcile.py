@@ -18,7 +18,7 @@ from hpc_swe.plugins.executors.base import SINGLE, Job, Submission
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, ledger, weights
+from hpc_swe.store import atomic, checkpoints, ledger, orders, weights
 from hpc_swe.store.ledger import Entry, Started, Submitted
 
 ROLES: dict[str, tuple[Role, ...]] = {
@@ -153,10 +153,10 @@ def tick(run: RunDir, config: RunConfig) -> Plan:
     Raises:
         SchedulerError: The scheduler does not answer; nothing was submitted.
     """
-    if atomic.names(run.control):
+    if orders.standing(run):
         return Plan()
     newest, queue, decided = _look(run, config)
-    if atomic.names(run.control):  # written before the queue ran empty because of it
+    if orders.standing(run):  # written before the queue ran empty because of it
         return Plan()
     for role, decision in decided.items():
         _settle(run, role, newest[role].number, decision)
@@ -191,8 +191,7 @@ def _look(run: RunDir, config: RunConfig) -> tuple[dict[Role, Entry], list[Job],
 def _needed(run: RunDir, config: RunConfig) -> dict[Role, int]:
     """The desired jobs, without a learner that has nothing more to learn while others finish."""
     wanted = desired(config)
-    version = weights.newest(run)
-    if "learner" in wanted and version is not None and version.step >= config.steps:
+    if "learner" in wanted and checkpoints.is_trained(run, weights.newest(run), config.steps):
         wanted["learner"] = 0
     return wanted
 

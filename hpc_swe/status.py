@@ -24,7 +24,7 @@ from hpc_swe.plugins.executors.base import Job
 from hpc_swe.records import Endpoint, EndpointTable, Role, RoleStatus, StatusReport
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, ledger
+from hpc_swe.store import atomic, ledger, orders
 
 BARS = " _.-=*#@"
 WIDE, BAR, NAME = 20, 16, 24
@@ -101,7 +101,7 @@ class Reader:
             name=run.root.name,
             steps=0 if config.mode == "eval" else config.steps,
             desired=reconcile.desired(config),
-            orders=atomic.names(run.control),
+            orders=orders.standing(run),
             queue=self._queue,
             report=report,
             silent_s=silent_s,

@@ -26,7 +26,7 @@ from hpc_swe.processes import die_with_parent, start_time
 from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, ledger
+from hpc_swe.store import atomic, ledger, orders
 from hpc_swe.store.ledger import Started
 from jobs import entry
 
@@ -196,7 +196,7 @@ def _work(arguments: argparse.Namespace, run: RunDir, config: RunConfig) -> int:
     _show(arguments, run, -1.0, 0)
     code = keep(gang, run, config.max_restarts)
     _show(arguments, run, time.monotonic() - began, code)
-    if gang.is_warned and not atomic.names(run.control):
+    if gang.is_warned and not orders.standing(run):
         config.executor.requeue()
     return code
 

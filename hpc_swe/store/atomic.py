@@ -26,6 +26,8 @@ REFUSALS = {
     errno.EACCES: "permission is denied; is the run yours? see `ls -ld`",
     errno.EPERM: "permission is denied; is the run yours? see `ls -ld`",
 }
+NO_FILE = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
+"""What opening says of a name under which somebody put something else than a file."""
 
 
 @lru_cache(maxsize=1)
@@ -116,8 +118,10 @@ def get(path: Path, kind: type[R]) -> R:
     try:
         with storage(path):
             data = path.read_bytes()
-    except IsADirectoryError:
-        raise CorruptRecord(f"{path}: a folder, not a {kind.__name__}; move it away to go on") from None
+    except OSError as error:
+        if error.errno not in NO_FILE:
+            raise
+        raise CorruptRecord(f"{path}: {error.strerror}, no {kind.__name__}; move it away to go on") from None
     return decode(path, data, kind)
 
 

@@ -2,11 +2,13 @@
 
 Files are written into a dot-named folder beside the final one; the manifest is written last; the
 rename onto the final name is the commit. A folder that exists is therefore complete, and of two
-writers one gets LostRace.
+writers one gets LostRace. What only has the name of such a folder, and no manifest that says the same, was
+put there by somebody else: it is passed over, and moved aside where it is in the way.
 """
 
 import errno
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -18,8 +20,16 @@ from hpc_swe.records import FileInfo, Manifest
 from hpc_swe.store import atomic
 
 M = TypeVar("M", bound=Manifest)
+K = TypeVar("K")
 NAME = "MANIFEST.json"
 SMALL = 1 << 17
+OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+_KEYS: dict[Path, object] = {}
+"""Of folders whose manifest was read: what is published never changes."""
+_FOREIGN: set[Path] = set()
+"""Paths that a warning was given about."""
+
+log = logging.getLogger(__name__)
 
 
 def staging(final: Path) -> Path:
@@ -48,9 +58,15 @@ def commit(stage: Path, final: Path, manifest: Manifest) -> None:
             for name in manifest.files:
                 _sync(stage / name)
             atomic.put(stage / NAME, manifest)
-            os.rename(stage, final)
+            try:
+                os.rename(stage, final)
+            except OSError as error:
+                if error.errno not in OCCUPIED:
+                    raise
+                _clear(final, type(manifest))
+                os.rename(stage, final)
     except OSError as error:
-        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+        if error.errno in OCCUPIED:
             raise LostRace(f"{final} was published by another process") from None
         raise
     finally:
@@ -82,6 +98,27 @@ def write(stage: Path, name: str, data: bytes) -> FileInfo:
 def manifest(folder: Path, kind: type[M]) -> M:
     """The manifest of a published folder."""
     return atomic.get(folder / NAME, kind)
+
+
+def published(
+    parent: Path, kind: type[M], parse: Callable[[str], K | None], key: Callable[[M], K]
+) -> list[K]:
+    """Keys of the whole folders below `parent`, in the order of their names.
+
+    A folder counts when `parse` reads the key in its name and its manifest has the same. A process reads each
+    manifest once. What else lies there costs a warning.
+    """
+    found: list[K] = []
+    for name in atomic.names(parent):
+        wanted, path = parse(name), parent / name
+        if wanted is not None and _KEYS.get(path) != wanted:
+            _note_key(path, kind, key)
+        if wanted is not None and _KEYS.get(path) == wanted:
+            found.append(wanted)
+        elif path not in _FOREIGN:
+            _FOREIGN.add(path)
+            log.warning("passed over %s: no folder that a process of the run published", path)
+    return found
 
 
 def read(folder: Path, name: str, listed: Manifest) -> bytes:
@@ -119,6 +156,33 @@ def remove(folder: Path) -> None:
     except FileNotFoundError:
         return  # another coordinator was faster
     shutil.rmtree(trash, ignore_errors=True)
+
+
+def _note_key(path: Path, kind: type[M], key: Callable[[M], K]) -> None:
+    try:
+        _KEYS[path] = key(manifest(path, kind))
+    except (FileNotFoundError, CorruptRecord) as error:
+        log.debug("no manifest: %s", error)
+
+
+def _clear(final: Path, kind: type[M]) -> None:
+    """Move what is in the way aside, for people to look at.
+
+    Raises:
+        LostRace: It is a folder that a process published.
+    """
+    aside = final.with_name(f"{final.name}.broken-{os.urandom(4).hex()}")
+    for path in (final, aside):  # another may have published between the look and the rename
+        try:
+            manifest(path, kind)
+        except (FileNotFoundError, CorruptRecord) as error:
+            if path == final:
+                log.error("moved to %s, since it was in the way: %s", aside, error)
+                os.rename(final, aside)
+            continue
+        if path == aside:
+            os.rename(aside, final)
+        raise LostRace(f"{final} was published by another process")
 
 
 def _sync(path: Path) -> None:

@@ -7,6 +7,7 @@ Only the newest submission of a role can be open: no other is taken before it is
 """
 
 import logging
+import re
 from dataclasses import dataclass
 
 from hpc_swe.errors import CorruptRecord
@@ -15,6 +16,8 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
 
 DOUBTED, VOID = "doubted", "void"
+NUMBER = re.compile("[0-9]{6}|[1-9][0-9]{6,8}")
+GAP = 1000  # submissions are counted one by one: a number so far beyond the one before it is no submission's
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +76,8 @@ def newest(run: RunDir, role: Role) -> Entry:
         return Entry()
     last = numbers[-1]
     is_open = f"{last:06d}.{VOID}" not in names and not run.submitted(role, last).exists()
-    voided = frozenset(int(name.removesuffix(f".{VOID}")) for name in names if name.endswith(f".{VOID}"))
+    void_of = {name.removesuffix(f".{VOID}") for name in names if name.endswith(f".{VOID}")}
+    voided = frozenset(int(name) for name in void_of if NUMBER.fullmatch(name))
     return Entry(last, is_open, is_open and f"{last:06d}.{DOUBTED}" in names, voided)
 
 
@@ -134,7 +138,14 @@ def history(run: RunDir, role: Role, last: int) -> list[tuple[int, Submitted, li
 
 
 def _numbers(names: set[str]) -> list[int]:
-    return sorted(int(name) for name in names if name.isdecimal())
+    found, last = [], 0
+    for number in sorted(int(name) for name in names if NUMBER.fullmatch(name)):
+        if number > last + GAP:
+            log.warning("passed over submission %d: the one before it is %d", number, last)
+            break
+        found.append(number)
+        last = number
+    return [number for number in found if number]
 
 
 def _mark(run: RunDir, role: Role, number: int, mark: str) -> None:
@@ -151,10 +162,14 @@ def _noted(run: RunDir, role: Role, number: int) -> Submitted | None:
 
 def _said(run: RunDir, role: Role, number: int) -> list[Started]:
     found = []
-    for name in atomic.names(run.submission(role, number)):
+    try:
+        names = atomic.names(run.submission(role, number))
+    except (FileNotFoundError, NotADirectoryError):  # given back meanwhile, or somebody else's
+        return []
+    for name in names:
         if name != run.submitted(role, number).name:
             try:
                 found.append(atomic.get(run.submission(role, number) / name, Started))
-            except CorruptRecord as error:  # of a node that died in the write
+            except (CorruptRecord, FileNotFoundError) as error:  # of a node that died in the write
                 log.warning("passed over: %s", error)
     return found

@@ -4,18 +4,12 @@ from collections.abc import Collection
 
 from hpc_swe.records import WeightManifest, WeightVersion
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, folders
+from hpc_swe.store import folders
 
 
 def published(run: RunDir) -> list[WeightVersion]:
     """All published versions, oldest first; those of the live incarnation come last."""
-    found = []
-    for name in atomic.names(run.weights):
-        try:
-            found.append(WeightVersion.parse(name))
-        except ValueError:
-            continue  # foreign
-    return sorted(found)
+    return sorted(folders.published(run.weights, WeightManifest, _version, lambda manifest: manifest.version))
 
 
 def newest(run: RunDir) -> WeightVersion | None:
@@ -30,6 +24,13 @@ def manifest(run: RunDir, version: WeightVersion) -> WeightManifest:
         FileNotFoundError: It is not, or no longer, published: take the newest.
     """
     return folders.manifest(run.weight(version), WeightManifest)
+
+
+def _version(name: str) -> WeightVersion | None:
+    try:
+        return WeightVersion.parse(name)
+    except ValueError:
+        return None
 
 
 def superseded(

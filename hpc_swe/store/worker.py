@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 from hpc_swe.errors import StorageError
 from hpc_swe.records import Record
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic
+from hpc_swe.store import orders
 from hpc_swe.store.lease import Lease
 from hpc_swe.store.spool import Claim, Spool
 
@@ -146,10 +146,10 @@ class Worker(Generic[M, R]):
         """Look at orders and work, claim what fits; False when all is over."""
         self._reap()
         try:
-            orders = atomic.names(self.run.control)
-            drains = self._drains = self._is_warned or "DRAIN" in orders
+            told = orders.standing(self.run)
+            drains = self._drains = self._is_warned or "DRAIN" in told
             has_ended = all(held.is_out for held in self._active)
-            if self._told or {"STOP", "FINISHED"} & {*orders} or (drains and has_ended):
+            if self._told or {"STOP", "FINISHED"} & {*told} or (drains and has_ended):
                 return False
             if drains:
                 self._rests.after(0, 0, 0)

@@ -3,6 +3,7 @@
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -10,11 +11,12 @@ from hpc_swe import reconcile
 from hpc_swe.errors import ConfigError, SchedulerError
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.plugins.executors.slurm import parse_queue
+from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.reconcile import Decision, decide, failures
-from hpc_swe.records import WeightVersion
+from hpc_swe.records import CheckpointManifest, WeightManifest, WeightVersion
 from hpc_swe.rundir import RunDir
-from hpc_swe.settings import InferenceConfig
-from hpc_swe.store import ledger
+from hpc_swe.settings import InferenceConfig, LearnerConfig
+from hpc_swe.store import folders, ledger
 from hpc_swe.store.ledger import Entry, Started, Submitted
 
 
@@ -159,8 +161,8 @@ class Config:
     counts: dict
     mode: str = "eval"
     steps: int = 5
-    policy: None = None
-    learner: None = None
+    policy: Megatron | None = None
+    learner: LearnerConfig | None = None
     inference: InferenceConfig = InferenceConfig()
 
 
@@ -282,10 +284,57 @@ def test_run_that_finishes_while_the_queue_is_read_is_left_alone(run, config):
     assert reconcile.tick(run, config).submit == {}
 
 
-def test_learner_that_has_taken_all_steps_is_not_submitted_again(run, config):
+def publish(run, weights=None, checkpoint=None):
+    if weights is not None:
+        version = WeightVersion(step=weights, incarnation=1)
+        made = WeightManifest(writer="l", files={}, version=version, tensors={})
+        folders.publish(run.weight(version), lambda _: made)
+    if checkpoint is not None:
+        saved = CheckpointManifest(writer="l", files={}, step=checkpoint, incarnation=1, tensor_parallel=1)
+        folders.publish(run.checkpoint(checkpoint, 1), lambda _: saved)
+
+
+def test_learner_that_has_written_its_last_checkpoint_is_not_submitted_again(run, config):
     config.mode, config.counts = "sft", {"coordinator": 0}
-    run.weight(WeightVersion(step=5, incarnation=1)).mkdir()
+    publish(run, weights=5, checkpoint=5)
     assert reconcile.tick(run, config).submit == {}
+
+
+@pytest.mark.parametrize("checkpoint", [None, 3])
+def test_learner_lost_between_its_last_weights_and_its_last_checkpoint_is_submitted_again(
+    run, config, checkpoint
+):
+    """The coordinator waits for that checkpoint, and a checkpoint that only has the name is none."""
+    config.mode, config.counts = "sft", {"coordinator": 0}
+    publish(run, weights=5, checkpoint=checkpoint)
+    run.checkpoint(5, 1).mkdir()
+    config.policy, config.learner = Megatron(), LearnerConfig()
+    assert reconcile.tick(run, config).submit == {"learner": 1}
+
+
+FOREIGN = (
+    "notes.txt",
+    "stop",
+    "DRAIN~",
+    "STOP.old",
+    "\udcff",
+    "999999",
+    "000007",
+    "x.void",
+    "\u0661.void",
+    "-1",
+)
+
+
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir], ids=["file", "folder"])
+def test_foreign_names_in_control_and_launch_stop_no_tick(run, config, make):
+    for folder in (run.control, run.launches, run.launches / "rollout"):
+        for name in FOREIGN:
+            make(folder / name)
+    for expected in ({}, {"rollout": 200}, {}):  # 000007 looks like a tick that died, which takes two looks
+        assert reconcile.tick(run, config).submit == expected
+    assert ledger.newest(run, "rollout").number == 8
+    assert ledger.jobs(run, "rollout")[-1][0] == 8
 
 
 def test_role_that_keeps_failing_is_left_alone_until_it_has_rested(run, config):

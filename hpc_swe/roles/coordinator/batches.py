@@ -23,7 +23,7 @@ from hpc_swe.settings import BatchesConfig, GroupsConfig
 from hpc_swe.store import atomic, folders
 
 NO_SIGNAL = 1e-9  # advantages below are rounding
-STEP = re.compile(r"step_(\d{6,})")
+STEP = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,8})")
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,18 @@ def commit(run: RunDir, composition: Composition, batches: list[Batch], stats: d
 
 def steps(run: RunDir) -> list[int]:
     """Published batches, oldest first."""
-    return sorted(int(m[1]) for name in atomic.names(run.batches) if (m := STEP.fullmatch(name)))
+    return sorted(folders.published(run.batches, BatchManifest, _step, lambda manifest: manifest.step))
 
 
 def newest(run: RunDir) -> BatchManifest | None:
     """The last commit; None in a new run."""
     published = steps(run)
     return folders.manifest(run.batch(published[-1]), BatchManifest) if published else None
+
+
+def _step(name: str) -> int | None:
+    parts = STEP.fullmatch(name)
+    return int(parts[1]) if parts else None
 
 
 def _is_truncated(scored: ScoredEpisode) -> bool:

@@ -4,46 +4,35 @@ The learner resumes from the newest checkpoint, or from the one before when that
 needs every batch from there on.
 """
 
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from hpc_swe.errors import CorruptRecord
 from hpc_swe.records import Node, WeightVersion
 from hpc_swe.roles.coordinator import batches
 from hpc_swe.rundir import SPOOLS, RunDir
 from hpc_swe.settings import RetentionConfig
-from hpc_swe.store import atomic, weights
+from hpc_swe.store import atomic, checkpoints, weights
+from hpc_swe.store.checkpoints import Checkpoint
 from hpc_swe.store.spool import STATES
 
-CHECKPOINT = re.compile(r"step_(\d{6,})-i(\d{2,})")
 TEMPORARY = re.compile(r"\..*-([0-9a-f]{8})")
 
-Checkpoint = tuple[int, int]
-"""Step and incarnation."""
-
-
-def is_trained(run: RunDir, newest: WeightVersion, steps: int) -> bool:
-    """Whether the learner has published its last weights, and the checkpoint that it writes after them."""
-    if newest.step < steps:
-        return False
-    return any(step >= steps for step, _ in checkpoints(run))
+log = logging.getLogger(__name__)
 
 
 def superseded(run: RunDir, retention: RetentionConfig, nodes: Iterable[Node]) -> list[Path]:
     """Published folders that nothing needs any more; the newest of a kind is always needed."""
     in_use = {Path(node.reading).name for node in nodes} | {v.name for node in nodes for v in node.versions}
-    found = checkpoints(run)
-    kept = kept_checkpoints(list(found), retention.keep_every)
-    old = [path for checkpoint, path in found.items() if checkpoint not in kept and path.name not in in_use]
-    first = first_kept_batch(list(found))
+    found = checkpoints.published(run)
+    kept = kept_checkpoints(found, retention.keep_every)
+    old = [run.checkpoint(*checkpoint) for checkpoint in found if checkpoint not in kept]
+    old = [path for path in old if path.name not in in_use]
+    first = first_kept_batch(found)
     old += [run.batch(step) for step in batches.steps(run)[:-1] if step < first]
     return old + [run.weight(version) for version in _superseded_weights(run, retention, in_use)]
-
-
-def checkpoints(run: RunDir) -> dict[Checkpoint, Path]:
-    """Published checkpoints."""
-    names = ((name, CHECKPOINT.fullmatch(name)) for name in atomic.names(run.checkpoints))
-    return {(int(m[1]), int(m[2])): run.checkpoints / name for name, m in names if m}
 
 
 def newest_checkpoints(published: Sequence[Checkpoint]) -> set[Checkpoint]:
@@ -83,8 +72,17 @@ def _superseded_weights(run: RunDir, retention: RetentionConfig, in_use: set[str
     if not gone:
         return []
     for version in sorted(set(published) - gone):
-        parent = weights.manifest(run, version).parent
+        parent = _parent(run, version)
         while parent in gone:
             gone.discard(parent)
-            parent = weights.manifest(run, parent).parent
+            parent = _parent(run, parent)
     return sorted(gone)
+
+
+def _parent(run: RunDir, version: WeightVersion) -> WeightVersion | None:
+    """Without its manifest nobody can load a version, so it needs no other."""
+    try:
+        return weights.manifest(run, version).parent
+    except (FileNotFoundError, CorruptRecord) as error:
+        log.warning("kept without its parents: %s", error)
+        return None

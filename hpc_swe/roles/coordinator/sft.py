@@ -25,9 +25,9 @@ from hpc_swe.roles.coordinator.dispatch import digest
 from hpc_swe.roles.coordinator.groups import failure
 from hpc_swe.roles.coordinator.housekeeping import Standing, World
 from hpc_swe.roles.coordinator.packing import pack, weigh
-from hpc_swe.roles.coordinator.retention import is_trained
 from hpc_swe.roles.coordinator.samples import Chains, cut
 from hpc_swe.rundir import RunDir
+from hpc_swe.store import checkpoints
 
 AHEAD = 32
 NUMBERS = ("token_ids", "logprobs", "advantages", "versions")
@@ -63,7 +63,7 @@ class WarmStart:
         while self.step < min(steps, world.learner_step + AHEAD) and world.has_room:
             self._publish(list(islice(self._stream, self._course.samples_per_step)))
         waits_for = f"the learner: step {world.learner_step} of {steps}"
-        done = is_trained(self._run, world.newest, steps)
+        done = checkpoints.is_trained(self._run, world.newest, steps)
         return Standing("" if done else waits_for, self.step, self._log.recent, [])
 
     def _publish(self, samples: list[Sample]) -> None:

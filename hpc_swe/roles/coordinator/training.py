@@ -22,9 +22,9 @@ from hpc_swe.roles.coordinator.dispatch import Pace, Plan, horizon
 from hpc_swe.roles.coordinator.evaluation import Evaluator
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, locate
 from hpc_swe.roles.coordinator.housekeeping import Standing, World
-from hpc_swe.roles.coordinator.retention import is_trained
 from hpc_swe.roles.coordinator.samples import sampled_tokens
 from hpc_swe.rundir import RunDir
+from hpc_swe.store import checkpoints
 from hpc_swe.store.spool import Spool
 
 AHEAD = 1  # batches that may lie published before the one the learner is at
@@ -141,7 +141,7 @@ class Training:
 
     def _waits_for(self, world: World) -> str:
         """The first thing in the way of the next batch; empty when there is none to come."""
-        if self.step >= self._steps and is_trained(self._run, world.newest, self._steps):
+        if self.step >= self._steps and checkpoints.is_trained(self._run, world.newest, self._steps):
             return ""
         if self.step >= min(self._steps, world.learner_step + AHEAD + 1):
             return f"the learner: step {world.learner_step} of {self._steps}"
