@@ -50,6 +50,7 @@ METRICS = {
     "infra/turns_*": "infrastructure failures per result read, by turns taken; each range ends at the next",
     "grader/sentinels": "references and empty patches that were graded to try the grader",
     "grader/sentinel_errors": "share of them that it misjudged",
+    "grader/broke": "share of results on which the grader itself failed; they are unresolved",
     "seconds/sandbox": "per episode, starting and stopping sandboxes",
     "seconds/engine": "per episode, waiting for completions",
     "seconds/tools": "per episode, tools",

@@ -178,6 +178,24 @@ CHEATS: dict[str, dict[str, str | None]] = {
     },
 }
 
+BREAKERS = {
+    "not UTF-8": """b'{"outcomes": {"\\xff": "passed"}}'""",
+    "nested deeply": """b'{"outcomes": ' + 100000 * b'[' + b'}'""",
+    "nested deeply in what is skipped": """b'{"x": ' + 100000 * b'{"a":' + b'}'""",
+    "a number too large": """b'{"answers": {"a": {"' + 9999 * b'9' + b'": "1"}}}'""",
+    "nothing but zeros": "b'\\0' * 9999",
+}
+WRITES = """
+import os, re
+for path in os.listdir():
+    if re.fullmatch(r"[.][0-9a-f]{32}", path):
+        open(path, "wb").write(REPORT)
+os._exit(0)
+"""
+CHEATS |= {
+    f"a report {name}": {"mod__py": WRITES.replace("REPORT", report)} for name, report in BREAKERS.items()
+}
+
 
 def values() -> st.SearchStrategy[object]:
     small = st.integers(-2, 2)

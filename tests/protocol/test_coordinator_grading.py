@@ -8,14 +8,21 @@ from hpc_swe.roles.coordinator.curves import of_intake, turns_from
 from hpc_swe.store.spool import Spool
 
 
-def answer(run, value_of, sentinels=()) -> list[str]:
-    """Every request gets a result; the first few carry what sentinels came to. Tasks that failed."""
+def answer(run, value_of, sentinels=(), broken=0) -> list[str]:
+    """Every request gets a result; the first few carry what sentinels came to, or broke their grader.
+
+    Returns the tasks that failed.
+    """
     told, failed = list(sentinels), []
     for claim in sorted(Spool(run.requests, RolloutRequest).claims("w-1-00000000"), key=lambda c: c.name):
         value = value_of(claim.message)
         failed += [claim.message.task_id] if value is None else []
         scored = msgspec.structs.replace(result(claim.message, value), sentinels=told[:2])
         del told[:2]
+        if broken:
+            broken -= 1
+            score = msgspec.structs.replace(scored.score, detail="the grader broke: KeyError: 'x'")
+            scored = msgspec.structs.replace(scored, score=score)
         Spool(run.scored, ScoredEpisode).put(claim.name, scored)
         claim.finish()
     return failed
@@ -33,6 +40,17 @@ def test_a_misjudged_sentinel_is_a_curve_and_stays_on_the_screen(run):
     assert standing.recent["grader/sentinel_errors"] == [1 / 3]
     assert standing.recent["outcome/cheated"] == [0.0]
     assert standing.errors == ["sentinel: the reference of t is unresolved"]
+
+
+def test_results_that_broke_their_grader_are_a_curve_and_stand_on_the_screen(run):
+    house = housekeeper(run)
+    duty = training(run)
+    duty.round(house.look())
+    answer(run, lambda request: float(request.index % 2), broken=1)
+    standing = duty.round(house.look())
+    (share,) = standing.recent["grader/broke"]
+    assert 0 < share < 1
+    assert [error for error in standing.errors if error.endswith("the grader broke: KeyError: 'x'")]
 
 
 def test_infrastructure_failures_are_told_by_task_and_by_turn(run):
@@ -63,6 +81,6 @@ def test_ranges_of_turns_have_no_gap():
         64,
         64,
     ]
-    assert of_intake({"grader/sentinels": 0} | {f"read/turns_{n}": 0 for n in (0, 1, 4, 16, 64)}) == {
-        "grader/sentinels": 0.0
-    }
+    assert of_intake(
+        {"grader/sentinels": 0, "grader/results": 0} | {f"read/turns_{n}": 0 for n in (0, 1, 4, 16, 64)}
+    ) == {"grader/sentinels": 0.0}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from waiting import DEADLINE_S, until
 
-from hpc_swe.errors import SandboxError
+from hpc_swe.errors import ConfigError, SandboxError
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Episode, RolloutRequest, Sampling, Score, ScoredEpisode, Task, Timing
@@ -26,11 +26,15 @@ from hpc_swe.store.spool import Spool
 class Judge:
     """A grader that says what the submission says."""
 
+    unresolved_reward = -0.5
+
     def grade(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
         if submission == "host":
             raise SandboxError("the disk is full")
         if submission == "bug":
             raise KeyError("bug")
+        if submission == "configuration":
+            raise ConfigError("no such row")
         if submission.startswith("await"):
             until(Path(submission.split()[1]).exists)
         return Score(outcome="unresolved" if submission else "no_submission", reward=0.0)
@@ -100,7 +104,7 @@ def work(
         def body() -> None:
             try:
                 grader.work()
-            except KeyError as error:
+            except ConfigError as error:
                 failures.append(error)
 
         thread = threading.Thread(target=body)
@@ -165,9 +169,19 @@ def test_stop_gives_back_what_is_at_work(run, task):
     assert states(run) == {"ready": 4, "claimed": 0, "dead": 0}
 
 
-def test_a_bug_in_a_grader_ends_the_process_and_recovery_counts_the_loss(run, task):
-    put(run, episode(0, "bug"))
-    with pytest.raises(KeyError, match="bug"):
+def test_an_exception_of_a_grader_costs_its_episode_and_the_worker_goes_on(run, task, caplog):
+    put(run, episode(0, "bug"), episode(1, "text"))
+    work(run, task, lambda: len(scores(run)) == 2)
+    found = scores(run)
+    assert (found[0].outcome, found[0].reward) == ("unresolved", -0.5)
+    assert found[0].detail == "the grader broke: KeyError: 'bug'"
+    assert found[1].reward == 0.0
+    assert "grader broke on train-000000-00" in caplog.text
+
+
+def test_a_wrong_configuration_of_a_grader_ends_the_worker(run, task):
+    put(run, episode(0, "configuration"))
+    with pytest.raises(ConfigError, match="no such row"):
         work(run, task, lambda: False)
     assert scores(run) == {}
     assert states(run)["claimed"] == 1

@@ -89,6 +89,8 @@ class Editor:
 class Coin:
     """A grader."""
 
+    unresolved_reward = 0.0
+
     def __init__(self, grading_s: float) -> None:
         self._grading_s = grading_s
 

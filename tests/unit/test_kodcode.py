@@ -11,7 +11,7 @@ from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.graders.pytest import Pytest
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.plugins.submission import difference
-from hpc_swe.plugins.tasksets.kodcode import COMMAND, Kodcode, ids_of_tests
+from hpc_swe.plugins.tasksets.kodcode import COMMAND, Kodcode, ids_of_tests, visible
 from hpc_swe.plugins.tools.evaluate import Evaluate
 
 STATEMENT = "Find the bug."
@@ -49,7 +49,7 @@ def test_a_row_becomes_a_task_in_the_order_of_the_file(taskset: Kodcode) -> None
     assert [task.task_id for task in taskset.load("eval")] == ["eval-0", "eval-1", "eval-2"]
     [task, *_] = found
     assert task.prompt == f"{STATEMENT}\n\nFiles: double_code.py, test.py"
-    assert task.files == {"test.py": TESTS, "double_code.py": WRONG}
+    assert set(task.files) == {"test.py", "double_code.py"}
     assert (task.tests.command, task.tests.files) == (COMMAND, {"test.py": TESTS})
     assert task.tests.fail_to_pass == ["test.py::test_small", "test.py::TestLarge::test_ten"]
 
@@ -92,12 +92,54 @@ def test_only_the_right_program_is_paid_and_its_own_tests_count_for_nothing(task
     assert reward(**{"double_code.py": RIGHT, "test.py": "def test_small():\n    assert False\n"}) == 1.0
 
 
-def test_the_agent_may_run_the_tests(taskset: Kodcode) -> None:
+def test_half_of_the_tests_are_hidden_and_always_the_same(tmp_path: Path, caplog) -> None:
+    tests = (f"@mark\ndef test_{n}():\n    x = (1,\n2)\n    assert {n}\n\n" for n in range(7))
+    many = "X = 1\n\n" + "".join(tests)
+    rows = [row("a", many), row("b", many), row("one", "def test_only():\n    assert f() == 1\n")]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    tasks, again, shown = (
+        list(Kodcode(train=str(tmp_path / "rows.parquet"), hidden=hidden).load("train"))
+        for hidden in (0.5, 0.5, 0.0)
+    )
+    assert tasks == again
+    seen = [ids_of_tests(task.files["test.py"]) for task in tasks]
+    assert [len(names) for names in seen] == [4, 4, 1]
+    assert seen[0] != seen[1]
+    assert all("X = 1" in task.files["test.py"] for task in tasks[:2])
+    assert [len(task.tests.fail_to_pass) for task in tasks] == [7, 7, 1]
+    assert all(task.files["test.py"] == task.tests.files["test.py"] for task in shown)
+    assert "1 tasks of train show all of their tests" in caplog.text
+
+
+def test_a_table_of_the_visible_answers_is_not_paid(taskset: Kodcode) -> None:
+    for task in taskset.load("train"):
+        seen = [(x, y) for x, y in ((3, 6), (10, 20)) if f"double({x})" in task.files["test.py"]]
+        assert len(seen) == 1
+        table = difference("double_code.py", WRONG, f"def double(x):\n    return dict({seen})[x]\n")
+        assert Pytest().grade(task, table, Process()).reward == 0.0
+
+
+A, C, D = "def test_a():\n    0\n", "    def test_c(self): pass\n", "    @x\n    def test_d(self): pass\n"
+
+
+@pytest.mark.parametrize(
+    ("hidden", "left"),
+    [
+        ({"test.py::test_a"}, f"class TestB:\n{C}{D}"),
+        ({"test.py::TestB::test_d"}, f"{A}class TestB:\n{C}"),
+        ({"test.py::TestB::test_c", "test.py::TestB::test_d"}, A),
+    ],
+)
+def test_hidden_tests_are_cut_out_of_the_text(hidden: set[str], left: str) -> None:
+    assert visible(f"{A}class TestB:\n{C}{D}", hidden) == left
+
+
+def test_the_agent_may_run_the_tests_that_it_sees(taskset: Kodcode) -> None:
     [task, *_] = taskset.load("eval")
     with Process().open(task) as sandbox:
-        assert "2 failed" in Evaluate()(sandbox, task)
+        assert "1 failed" in Evaluate()(sandbox, task)
         sandbox.write("double_code.py", RIGHT.encode())
-        assert "2 passed" in Evaluate()(sandbox, task)
+        assert "1 passed" in Evaluate()(sandbox, task)
 
 
 def test_what_is_no_file_of_rows_is_one_error_that_names_the_key(tmp_path: Path) -> None:

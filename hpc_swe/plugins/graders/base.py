@@ -3,15 +3,22 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.records import Score, Task
+
+GRADER_BROKE: Final = "the grader broke"
+"""How the detail of a score begins that stands for an exception of the grader."""
 
 
 @runtime_checkable
 class Grader(Protocol):
     """The plugin."""
+
+    @property
+    def unresolved_reward(self) -> float:
+        """What a submission gets that the grader cannot judge, since its own code fails on it."""
 
     def grade(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
         """Judge a submission in fresh sandboxes that no agent has touched.

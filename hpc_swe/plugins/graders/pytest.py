@@ -112,7 +112,7 @@ class _Exam:
             result = sandbox.python(program, self.task.tests.timeout_s)
             try:
                 report = msgspec.json.decode(sandbox.read(report_path), type=_Report, strict=False)
-            except (OSError, msgspec.MsgspecError):
+            except (OSError, msgspec.MsgspecError, ValueError, RecursionError):  # the submission wrote it
                 report = _Report()
         return result, report
 

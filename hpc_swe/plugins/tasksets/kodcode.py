@@ -1,10 +1,13 @@
 """Buggy programs in parquet rows, as KodCode and AceCode come: some files, of which one is test.py.
 
-The agent sees test.py and may run it. What it writes there counts for nothing: a grader lays the row's own
-test.py over every submission.
+The agent sees half of the tests of test.py and may run them; a solution must pass all of them, so that a
+table of the visible answers is not paid. Which half is visible is decided by the task's id alone. What the
+agent writes there counts for nothing: a grader lays the row's own test.py over every submission. A row with a
+single test shows it, since it is all that says what is asked; there, and only there, such a table is paid.
 """
 
 import ast
+import hashlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,16 +50,28 @@ class Kodcode(Plugin, frozen=True, kw_only=True):
     workdir: str = "/work"
     timeout_s: float = 30.0
     """Of all tests of a task together."""
+    hidden: float = 0.5
+    """Share of a task's tests that the agent does not see, rounded down; 0 shows all of them."""
+
+    def __post_init__(self) -> None:
+        """Some test must tell the agent what is asked."""
+        if not 0.0 <= self.hidden < 1.0:
+            raise ValueError(f"hidden = {self.hidden}: it must be at least 0 and below 1")
 
     def load(self, split: Split) -> Iterator[Task]:
         """Rows in the file's order, without those whose tests cannot be told from the text of test.py."""
-        passed_over = 0
+        passed_over = shown = 0
         for row in _rows(split, Path(self.train if split == "train" else self.eval)):
             task = self._task(row)
             if task is None:
                 passed_over += 1
             else:
+                shown += task.files[TESTS] == task.tests.files[TESTS]
                 yield task
+        if shown:
+            log.warning(
+                "%d tasks of %s show all of their tests: a table of the answers is paid", shown, split
+            )
         if passed_over:
             log.warning("passed over %d rows of %s: no test of theirs has a name", passed_over, split)
 
@@ -71,7 +86,7 @@ class Kodcode(Plugin, frozen=True, kw_only=True):
             prompt=f"{row.problem_statement}\n\nFiles: {', '.join(sorted(files))}",
             image=self.image,
             workdir=self.workdir,
-            files=files,
+            files=files | {TESTS: visible(files[TESTS], _hidden(names, row.task_id, self.hidden))},
             tests=TestPlan(
                 command=COMMAND, files={TESTS: files[TESTS]}, fail_to_pass=names, timeout_s=self.timeout_s
             ),
@@ -96,6 +111,33 @@ def ids_of_tests(text: str) -> list[str]:
         if isinstance(node, ast.ClassDef) and (node.name.startswith("Test") or _is_unittest(node)):
             found += [f"{TESTS}::{node.name}::{name}" for name in _functions(node.body)]
     return list(dict.fromkeys(found))  # a later function of the same name takes the place of an earlier one
+
+
+def _hidden(names: list[str], task_id: str, share: float) -> set[str]:
+    """The same tests of a task in every run, and others than those of another task with the same names."""
+    order = sorted(names, key=lambda name: hashlib.sha256(f"{task_id} {name}".encode()).digest())
+    return set(order[: int(share * len(names))])
+
+
+def visible(text: str, hidden: set[str]) -> str:
+    """The text of test.py without the hidden tests, and without classes of which no test is left."""
+    module = ast.parse(text)
+    gone: list[ast.stmt] = [node for node in module.body if f"{TESTS}::{_name(node)}" in hidden]
+    for node in module.body:
+        if isinstance(node, ast.ClassDef):
+            tests = [one for one in node.body if f"{TESTS}::{node.name}::{_name(one)}" in hidden]
+            gone += [node] if len(tests) == len(node.body) else tests
+    lines = text.splitlines(keepends=True)
+    for node in gone:
+        decorators = getattr(node, "decorator_list", [])
+        first = min([node.lineno, *(one.lineno for one in decorators)])
+        last = node.end_lineno or node.lineno
+        lines[first - 1 : last] = [""] * (last - first + 1)
+    return "".join(lines)
+
+
+def _name(node: ast.stmt) -> str:
+    return node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
 
 
 def _functions(body: list[ast.stmt]) -> list[str]:

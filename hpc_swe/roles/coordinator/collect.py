@@ -13,6 +13,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable
 
+from hpc_swe.plugins.graders.base import GRADER_BROKE
 from hpc_swe.records import RolloutRequest, ScoredEpisode
 from hpc_swe.roles.coordinator import curves
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, failure, locate
@@ -118,6 +119,10 @@ class Intake:
             counts[f"infra/{turns}"] += 1
         wrong = [told for told in scored.sentinels if told]
         self._wrong.extend(wrong)
+        counts["grader/results"] += 1
+        if scored.score.detail.startswith(GRADER_BROKE):
+            self._errors.append(f"{request.name} a{request.attempt}: {scored.score.detail}")
+            counts["grader/broke"] += 1
         counts["grader/sentinels"] += len(scored.sentinels)
         counts["grader/sentinel_errors"] += len(wrong)
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hpc_swe.errors import EpisodeError
-from hpc_swe.plugins.graders.base import Examiner, Grader
+from hpc_swe.errors import EpisodeError, HpcSweError
+from hpc_swe.plugins.graders.base import GRADER_BROKE, Examiner, Grader
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.records import Episode, ExitStatus, Score, ScoredEpisode, Task
 from hpc_swe.rundir import RunDir
@@ -76,6 +76,12 @@ def judge(means: Means, episode: Episode) -> Score:
         return means.grader.grade(task, submission, means.sandboxes)
     except EpisodeError as error:
         return Score(outcome="infra_error", reward=None, detail=str(error))
+    except HpcSweError:  # the run's configuration, not the submission, is wrong
+        raise
+    except Exception as error:  # noqa: BLE001 - what breaks a grader was chosen by the policy, and costs its episode alone
+        log.exception("grader broke on %s", episode.request.name)
+        detail = f"{GRADER_BROKE}: {type(error).__name__}: {error}"[:1000]
+        return Score(outcome="unresolved", reward=means.grader.unresolved_reward, detail=detail)
 
 
 def sentinel(request: str, every: int) -> Sentinel | None:
@@ -100,6 +106,11 @@ def stand(means: Means, task: Task, which: Sentinel) -> None:
     except EpisodeError as error:
         log.warning("sentinel of %s told nothing: %s", task.task_id, error)
         return
+    except HpcSweError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        log.exception("grader broke on a sentinel of %s", task.task_id)
+        score = Score(outcome="unresolved", reward=0.0, detail=f"{GRADER_BROKE}: {error!r}")
     what = "the reference" if submission else "nothing"
     wrong = f"sentinel: {what} of {task.task_id} is {score.outcome}: {score.detail[:300]}"
     means.told.append("" if score.outcome == expected else wrong)
