@@ -5,9 +5,9 @@ from functools import partial
 from pathlib import Path
 
 from hpc_swe import reconcile
-from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import ConfigError
 from hpc_swe.metrics import Log
+from hpc_swe.plugins.agents.base import Prefaced
 from hpc_swe.plugins.tasksets.base import Demonstrated
 from hpc_swe.records import Sample, ScoredEpisode
 from hpc_swe.roles.coordinator import archive, sft
@@ -58,10 +58,16 @@ def _samples(config: RunConfig, curves: Log) -> Iterator[Sample]:
         raise ConfigError(
             f"[taskset] {type(config.taskset).__name__} shows no demonstrations; set sft.source"
         )
-    rollout = config.rollout
-    builder = TokenBuilder(Path(config.model), rollout.tool_parser, rollout.template_arguments)
-    conversations = config.taskset.demonstrations(config.seed)
-    return sft.from_conversations(conversations, builder.demonstration, rollout.context, curves)
+    if not isinstance(config.agent, Prefaced):
+        raise ConfigError(
+            f"[agent] {type(config.agent).__name__} does not say what its policy is shown; warm-start with "
+            'sft.source = "episodes"'
+        )
+    rollout, preface = config.rollout, config.agent.preface
+    builder = entry.builder(config)
+    conversations = sft.as_shown(config.taskset.demonstrations(config.seed), preface)
+    encode = partial(builder.demonstration, tools=preface.tools)
+    return sft.from_conversations(conversations, encode, rollout.context, curves)
 
 
 def _archived(run: RunDir) -> Iterator[ScoredEpisode]:

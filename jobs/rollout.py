@@ -1,8 +1,5 @@
 """python -m jobs.rollout RUN: one rollout worker."""
 
-from pathlib import Path
-
-from hpc_swe.conversation import TokenBuilder
 from hpc_swe.plugins.sandboxes._watched import Watched
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.episode import Means
@@ -24,7 +21,7 @@ def work(run: RunDir, config: RunConfig) -> None:
         tasks={task.task_id: task for found in tasks.read(run.tasks).values() for task in found},
         sandboxes=Watched(config.sandbox),
         agent=config.agent,
-        builder=TokenBuilder(Path(config.model), table.tool_parser, table.template_arguments),
+        builder=entry.builder(config),
         sampler=sampler,
         config=table,
     )

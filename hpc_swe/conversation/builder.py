@@ -12,7 +12,7 @@ a fixed small conversation; the checks at load prove that it does not depend on 
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from hpc_swe.conversation.replies import Said, ToolFormat, parse
@@ -49,9 +49,14 @@ class TokenBuilder:
     """Reads tokenizer.json, tokenizer_config.json and the chat template of a Hugging Face model folder."""
 
     def __init__(
-        self, folder: Path, tool_format: ToolFormat = "hermes", arguments: Mapping[str, object] | None = None
+        self,
+        folder: Path,
+        tool_format: ToolFormat = "hermes",
+        arguments: Mapping[str, object] | None = None,
+        stops: Collection[int] = (),
     ) -> None:
-        """`arguments` go to the template as they are, for example ``enable_thinking``.
+        """`arguments` go to the template as they are, for example ``enable_thinking``. `stops` are ids at
+        which the engine stops beside those of the folder.
 
         Raises:
             ConfigError: A file is missing, or the template cannot be used append-only.
@@ -60,7 +65,7 @@ class TokenBuilder:
         self._template = ChatTemplate(folder, arguments or {})
         self._format: ToolFormat = tool_format
         try:
-            self.end_id = _end_of_turn(self.tokens, self._template, folder)
+            self.end_id = _end_of_turn(self.tokens, self._template, folder, stops)
             opening = self._template.render([_ASKED], "", generate=True).text
             self._thinks = opening.rfind("<think>") > opening.rfind("</think>")
             self._check()
@@ -153,30 +158,32 @@ class TokenBuilder:
                 raise ConfigError(f"it writes a tool call as {said.text!r}, which is not {self._format}")
 
 
-def _end_of_turn(tokens: Tokens, template: ChatTemplate, folder: Path) -> int:
+def _end_of_turn(tokens: Tokens, template: ChatTemplate, folder: Path, stops: Collection[int]) -> int:
     """The control token that the template writes after an answer, which must also stop the engine."""
     _, end = template.render(_BASE, "", generate=False).cut(1)
     ids = tokens.encode_parts(end.flagged)
     names = {number: name for name, number in tokens.control.items()}
     if not ids or ids[0] not in names:
         raise ConfigError(f"it ends an answer with {end.text!r}, which does not begin with a control token")
-    stops = _stop_ids(folder)
-    if stops and ids[0] not in stops:
+    source, known = _stop_ids(folder)
+    if source and ids[0] not in {*known, *stops}:
         raise ConfigError(
-            f"it ends an answer with {names[ids[0]]}, but the model stops at "
-            f"{[names.get(i, i) for i in stops]}; add {ids[0]} to eos_token_id in generation_config.json"
+            f"it ends an answer with {names[ids[0]]}, but the engine stops at "
+            f"{[names.get(i, i) for i in [*known, *stops]]}, by {source}; "
+            f"add {ids[0]} to eos_token_id in generation_config.json"
         )
     return ids[0]
 
 
-def _stop_ids(folder: Path) -> list[int]:
-    """What the model folder says ends a completion."""
-    found: list[int] = []
+def _stop_ids(folder: Path) -> tuple[str, list[int]]:
+    """The file that says where an engine ends a completion, and its ids; "" where there is none.
+
+    Engines read config.json only in a folder without generation_config.json, whether or not that has any.
+    """
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        with boundary(ConfigError, f"read {path}"):
-            value = (
-                json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.exists() else None
-            )
-        found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
-    return found
+        if path.exists():
+            with boundary(ConfigError, f"read {path}"):
+                value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            return name, value if isinstance(value, list) else [value] if isinstance(value, int) else []
+    return "", []

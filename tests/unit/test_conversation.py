@@ -366,11 +366,33 @@ def test_the_wrong_tool_parser_is_refused(tmp_path: Path) -> None:
         TokenBuilder(make_model(tmp_path, XML), "hermes")
 
 
-def test_a_model_that_never_stops_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("generation", "config"),
+    [
+        ({"eos_token_id": [0]}, None),
+        ({"eos_token_id": 0}, {"eos_token_id": "END"}),  # engines look no further than the first file
+        ({"temperature": 0.7}, {"eos_token_id": "END"}),
+        (None, {"eos_token_id": 0}),
+        (None, {}),
+    ],
+)
+def test_a_model_that_never_stops_is_refused(tmp_path: Path, generation: dict, config: dict) -> None:
     folder = make_model(tmp_path, HERMES)
-    (folder / "generation_config.json").write_text('{"eos_token_id": [0]}')
-    with pytest.raises(ConfigError, match="eos_token_id"):
+    end = TokenBuilder(folder).end_id
+    for name, value in (("generation_config.json", generation), ("config.json", config)):
+        if value is not None:
+            (folder / name).write_text(json.dumps(value).replace('"END"', str(end)))
+    with pytest.raises(ConfigError, match=f"add {end} to eos_token_id in generation_config.json"):
         TokenBuilder(folder)
+    assert TokenBuilder(folder, stops=[end]).end_id == end
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_a_model_stops_where_either_file_says_so(tmp_path: Path, name: str) -> None:
+    folder = make_model(tmp_path, HERMES)
+    end = TokenBuilder(folder).end_id
+    (folder / name).write_text(json.dumps({"eos_token_id": [0, end]}))
+    assert TokenBuilder(folder).end_id == end
 
 
 def test_a_tokenizer_that_makes_control_tokens_of_text_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_episodes import array, episode, scored, turn
 
+from hpc_swe.metrics import meaning
 from hpc_swe.plugins.advantages.grpo import Grpo
 from hpc_swe.plugins.advantages.shuffled import Shuffled
 from hpc_swe.records import CoordinatorState, ExitStatus, Sampling, Score, ScoredEpisode
@@ -288,3 +289,31 @@ def test_curves_count_every_finished_group_and_the_trained_apart():
     assert sum(curves[f"length/finished_d{d}"] for d in range(10)) == 6
     assert sum(curves[f"length/trained_d{d}"] for d in range(10)) == 4
     assert curves["exit/submitted"] == 1.0
+
+
+def told(*episodes, **batches):
+    """Curves of a batch of one group with these episodes."""
+    made = [
+        ScoredEpisode(episode=e, score=Score(outcome="resolved", reward=float(i)))
+        for i, e in enumerate(episodes)
+    ]
+    composed = compose(lambda _: judge(group(*made), 0, recipe(**batches)), CoordinatorState(), 0, 1)
+    return of_batch([group(*made)], composed)
+
+
+@pytest.mark.parametrize("chains", ["main", "all"])
+def test_a_history_that_is_rewritten_shows_whichever_chains_are_trained(chains):
+    whole = episode([turn(None, [1], [10]), turn(0, [2], [11])])
+    rewritten = episode([turn(None, [1], [10]), turn(None, [1, 10, 3], [11]), turn(None, [4], [12])], index=1)
+    assert told(whole, whole, train_chains=chains)["episodes/samples"] == 1
+    assert told(whole, rewritten, train_chains=chains)["episodes/samples"] == 2
+
+
+def test_the_recorder_s_tallies_are_curves():
+    counted = msgspec.structs.replace(
+        episode([turn(None, [1], [10])]), counts={"parse_errors": 3, "ignored_settings": 1}
+    )
+    curves = told(counted, episode([turn(None, [1], [10])], index=1))
+    assert (curves["recorder/parse_errors"], curves["recorder/ignored_settings"]) == (1.5, 0.5)
+    assert curves["recorder/context_full"] == 0
+    assert all(meaning(name) for name in curves)

@@ -96,3 +96,24 @@ class Agent(Protocol):
             SandboxError: The host failed.
             EngineError: No engine answered in time.
         """
+
+
+@dataclass(frozen=True)
+class Preface:
+    """What the policy is shown beside the conversation itself."""
+
+    system: str
+    """The system prompt; empty when there is none."""
+    tools: str
+    """The JSON list that the chat template shows, or empty."""
+    names: list[str]
+    """Tools that can be called."""
+
+
+@runtime_checkable
+class Prefaced(Protocol):
+    """An agent that can say so before any episode; demonstrations are rendered as its episodes will be."""
+
+    @property
+    def preface(self) -> Preface:
+        """The same in every episode."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from hpc_swe.plugins import Plugin, load
-from hpc_swe.plugins.agents.base import Chat, ContextFull, Result
+from hpc_swe.plugins.agents.base import Chat, ContextFull, Preface, Result
 from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Sandbox
 from hpc_swe.plugins.tools._text import cut
 from hpc_swe.plugins.tools.base import SandboxBroken, Tool, ToolError, invoke, schema
@@ -44,6 +44,13 @@ class ToolAgent(Plugin, frozen=True, kw_only=True):
         """Of all its tools."""
         return self.tool_budget_s
 
+    @property
+    def preface(self) -> Preface:
+        """The system prompt, and the tools if the template shows them."""
+        tools = _load(self)
+        shown = json.dumps([_shown(tool) for tool in tools.values()]) if self.show_tools else ""
+        return Preface(self.system_prompt, shown, list(tools))
+
     def solve(self, task: Task, sandbox: Sandbox, chat: Chat) -> Result:
         """Work on the task until the agent submits or a budget ends."""
         episode = _Episode(self, task, sandbox)
@@ -60,14 +67,13 @@ class _Episode:
     error: str = ""
 
     def run(self, chat: Chat) -> ExitStatus:
-        tools = _load(self.agent)
-        shown = json.dumps([_shown(tool) for tool in tools.values()]) if self.agent.show_tools else ""
-        if self.agent.system_prompt:
-            self.messages.append(Message(role="system", content=self.agent.system_prompt))
+        tools, preface = _load(self.agent), self.agent.preface
+        if preface.system:
+            self.messages.append(Message(role="system", content=preface.system))
         self.messages.append(Message(role="user", content=self.task.prompt))
         for _ in range(self.agent.max_turns):
             try:
-                reply = chat(list(self.messages), shown)
+                reply = chat(list(self.messages), preface.tools)
             except ContextFull:
                 return ExitStatus.CONTEXT
             said = Message(role="assistant", content=reply.content, tool_calls=reply.tool_calls)

@@ -90,3 +90,10 @@ class Engine(Protocol):
         Raises:
             EngineError: No answer, or one that cannot be trusted.
         """
+
+
+@runtime_checkable
+class Stopping(Protocol):
+    """An engine that is told of tokens at which it stops, beside those that the model's folder names."""
+
+    stop_token_ids: Sequence[int]

@@ -19,7 +19,7 @@ class Demonstrated(Protocol):
     """A taskset that can also show how an agent might act, for a warm start."""
 
     def demonstrations(self, seed: int) -> Iterable[list[Message]]:
-        """Endless conversations on training tasks."""
+        """Endless conversations on training tasks; a system prompt is replaced by the agent's."""
 
 
 @runtime_checkable

@@ -14,9 +14,11 @@ import numpy as np
 from hpc_swe.records import Batch, ScoredEpisode
 from hpc_swe.roles.coordinator.batches import Composition, Verdict, has_signal
 from hpc_swe.roles.coordinator.groups import Group
-from hpc_swe.roles.coordinator.samples import sampled_tokens
+from hpc_swe.roles.coordinator.samples import conversations, sampled_tokens
 
 Fates = list[tuple[Group, Verdict]]
+RECORDED = ("chains", "undelivered", "continued", "parse_errors", "context_full", "ignored_settings")
+"""The recorder's tallies, `Episode.counts`."""
 TURNS = (0, 1, 4, 16, 64)
 """Where the ranges begin by which infrastructure failures are told apart."""
 
@@ -95,7 +97,6 @@ def _staleness(fates: Fates) -> dict[str, float]:
         "staleness/mean": float(ages.mean()) if len(ages) else 0.0,
         "staleness/max": float(ages.max()) if len(ages) else 0.0,
         "staleness/masked_share": sum(c.stale for c in cuts) / max(1, len(ages)),
-        "episodes/samples": _mean([len(c.samples) for c in cuts]),
         "episodes/untrained_turns": _mean([c.untrained_turns for c in cuts]),
     }
 
@@ -107,6 +108,8 @@ def _episodes(results: Sequence[ScoredEpisode]) -> dict[str, float]:
     return {
         "outcome/cheated": 0.0,  # a curve from the start, so that the first one shows
         **{name: number / len(results) for name, number in sorted((exits + outcomes).items())},
+        "episodes/samples": _mean([conversations(episode.turns) for episode in episodes]),
+        **{f"recorder/{name}": _mean([e.counts.get(name, 0) for e in episodes]) for name in RECORDED},
         "episodes/turns": _mean([len(episode.turns) for episode in episodes]),
         "episodes/tokens": _mean([sampled_tokens(episode) for episode in episodes]),
         "seconds/sandbox": _mean([episode.timing.sandbox_s for episode in episodes]),

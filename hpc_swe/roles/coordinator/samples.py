@@ -96,6 +96,11 @@ def leaf_chains(turns: Sequence[Turn], trained: Sequence[int]) -> list[list[int]
     return paths[::-1]
 
 
+def conversations(turns: Sequence[Turn]) -> int:
+    """Token sequences of an episode, trained or not; 1 when each prompt extends the one before."""
+    return len(leaf_chains(turns, trained_turns(turns, "all")))
+
+
 def cut(episode: Episode, advantage: float, chains: Chains, step: int, max_staleness: int) -> Cut:
     """Cut an episode for batch `step`; tokens older than `max_staleness` (0 is off) are masked one by one."""
     trained = trained_turns(episode.turns, chains)

@@ -18,6 +18,7 @@ import numpy as np
 from hpc_swe import records
 from hpc_swe.errors import ConfigError, LostRace
 from hpc_swe.metrics import Log
+from hpc_swe.plugins.agents.base import Preface
 from hpc_swe.records import CoordinatorState, Message, Sample, ScoredEpisode
 from hpc_swe.roles.coordinator import batches, curves
 from hpc_swe.roles.coordinator.batches import Composition
@@ -75,6 +76,23 @@ class WarmStart:
         batches.commit(self._run, Composition(self.step, [], [], {}, CoordinatorState()), packed, values)
         self._log.write(self.step, values)
         self.step += 1
+
+
+def as_shown(conversations: Iterable[Sequence[Message]], preface: Preface) -> Iterator[list[Message]]:
+    """Demonstrations as the agent would have had them, with its system prompt.
+
+    Raises:
+        ConfigError: One calls a tool that the agent does not have.
+    """
+    system = [Message(role="system", content=preface.system)] if preface.system else []
+    for conversation in conversations:
+        called = {call.name for message in conversation for call in message.tool_calls}
+        if missing := called.difference(preface.names):
+            raise ConfigError(
+                f"[agent] tools lack {', '.join(sorted(missing))}, which the taskset's demonstrations call; "
+                f"the agent has {', '.join(preface.names)}"
+            )
+        yield [*system, *(message for message in conversation if message.role != "system")]
 
 
 def from_conversations(
