@@ -3,9 +3,12 @@
 import ctypes
 import os
 import signal
+import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+OF_KERNEL = 0x00200000  # PF_KTHREAD of linux/sched.h: no program, so no environment
+LOOKS = 100
 LIBC = ctypes.CDLL(None)  # loaded here, since a child between fork and exec must not
 
 
@@ -29,6 +32,46 @@ def descendants(pid: int) -> list[int]:
     for each in found:  # which grows meanwhile
         found += children.get(each, [])
     return found
+
+
+def leader(pid: int) -> int:
+    """The leader of its process group; 0 when there is no such process."""
+    fields = _stat(pid)
+    return int(fields[2]) if fields else 0
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether somebody has stopped it with a signal."""
+    return _stat(pid)[:1] in (["T"], ["t"])
+
+
+def variable(pid: int, name: str) -> str | None:
+    """An environment variable, as it was when the process began its program; None when it cannot be read."""
+    start = os.fsencode(f"{name}=")
+    words = _environ(pid).split(b"\0")
+    return next((os.fsdecode(word[len(start) :]) for word in words if word.startswith(start)), None)
+
+
+def with_variable(name: str) -> dict[int, str]:
+    """Its value for each living process that has it, as far as this user may look."""
+    pids = map(int, filter(str.isdigit, os.listdir("/proc")))
+    found = {pid: value for pid in pids if (value := variable(pid, name)) is not None}
+    return {pid: value for pid, value in found.items() if start_time(pid)}
+
+
+def _environ(pid: int) -> bytes:
+    """A process that is just beginning a program shows nothing for a moment, so it is looked at again."""
+    for _ in range(LOOKS):
+        try:
+            if found := Path(f"/proc/{pid}/environ").read_bytes():
+                return found
+        except OSError:
+            break
+        fields = _stat(pid) or ["X"]
+        if fields[0] in "ZX" or int(fields[6]) & OF_KERNEL:
+            break
+        time.sleep(0.001)
+    return b""
 
 
 def _stat(pid: int) -> list[str]:

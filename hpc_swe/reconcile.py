@@ -14,7 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins.executors.base import SINGLE, Job, Submission
+from hpc_swe.plugins.engines.vllm import Vllm
+from hpc_swe.plugins.executors.base import SINGLE, Job, Submission, is_secret
+from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
@@ -29,7 +31,12 @@ ROLES: dict[str, tuple[Role, ...]] = {
 GENERATIONS = 3  # submissions of a role that may fail one after another
 FAILED = ("FAILED", "OUT_OF_MEMORY", "BOOT_FAIL")
 OPEN = ("PENDING", "RUNNING", "REQUEUED", "COMPLETING")  # in the book of what the queue shows no more
-PATHS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+KEPT = (
+    *("PATH", "LD_", "PYTHONPATH", "TMPDIR", "XDG_CACHE_HOME", "LIBRARY_PATH", "CPATH", "CC", "CXX"),
+    *("MODULE", "LOADEDMODULES", "_LMFILES_", "LMOD_", "APPTAINER_", "SINGULARITY_", "HF_", "OMP_", "MKL_"),
+    *("CUDA_", "NVIDIA_", "NCCL_", "NVSHMEM_", "UCX_", "FI_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_"),
+)
+"""How the names of variables begin that a run keeps; a tick of cron has none of them."""
 REST_S = 600.0  # before it is left alone for so long
 
 History = tuple[int, Submitted, list[Started]]  # a submission's number, and what is noted of it
@@ -113,18 +120,32 @@ def failures(
 
 def submission(run: RunDir, config: RunConfig, role: Role, number: int, count: int) -> Submission:
     """Some jobs of a role, in the environment of the run's start: cron's own knows no module."""
-    environment = _environment(run)
-    known = environment.get("PYTHONPATH")
-    environment |= {"PYTHONPATH": f"{run.code}:{known}" if known else str(run.code)}
-    words = ["env", *(f"{name}={value}" for name, value in environment.items())]
-    words += [sys.executable, "-P"]  # not from the working folder
+    words = [sys.executable, "-P"]  # not from the working folder
     words += ["-m", "jobs.run", role, str(run.root), f"--submission={number}"]
-    return Submission(run_id(run), role, number, count, processes(role, config), words)
+    return Submission(
+        run_id=run_id(run),
+        role=role,
+        number=number,
+        count=count,
+        processes=processes(role, config),
+        command=words,
+        environment=_environment(run),
+        code=str(run.code),
+    )
 
 
 def processes(role: str, config: RunConfig) -> int:
     """Of one job of a role, over all its nodes."""
     return config.policy.tensor_parallel * config.learner.data_parallel if role == "learner" else 1
+
+
+def gpus(role: str, config: RunConfig) -> int | None:
+    """GPUs that one job of a role computes on; None where a plugin of your own does not tell."""
+    if role == "learner" and isinstance(config.policy, Megatron):
+        return processes(role, config) if config.policy.device == "gpu" else 0
+    if role == "inference" and isinstance(config.engine, Vllm):
+        return config.engine.tensor_parallel if config.engine.device == "gpu" else 0
+    return None
 
 
 def _environment(run: RunDir) -> dict[str, str]:
@@ -135,8 +156,12 @@ def _environment(run: RunDir) -> dict[str, str]:
 
 
 def own_environment() -> dict[str, str]:
-    """What this process finds programs by."""
-    return {name: os.environ[name] for name in PATHS if name in os.environ}
+    """What jobs need of this process's environment: how programs are found, and how they are set up."""
+    return {
+        name: text
+        for name, text in os.environ.items()
+        if name.startswith(KEPT) and "\n" not in text and not is_secret(name, text)
+    }
 
 
 def run_id(run: RunDir) -> str:

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -170,18 +169,19 @@ def _failure(run: RunDir, role: Role, failed: Sequence[reconcile.History]) -> li
     """Of the last submission that came to nothing: what its jobs and their log say."""
     if not failed:
         return []
-    _, submitted, started = failed[0]
+    number, submitted, started = failed[0]
     last = max(started, key=lambda job: job.seconds)
     rests = f", so tick rests {duration(reconcile.REST_S)}" if len(failed) >= reconcile.GENERATIONS else ""
     again = f"; {len(failed)} submissions running{rests}" if len(failed) > 1 else ""
     said = f"{role}: exit code {last.code} on {last.host} after {duration(last.seconds)}{again}"
-    return [said, *_last_words(run, role, submitted.job)]
+    # a cluster's logs are named by the job, those of this machine by the submission
+    names = [f"{submitted.job.partition(':')[0]}*", f"{number:06d}.log"]
+    return [said, *_last_words(run, [path for name in names for path in run.logs(role).glob(name)])]
 
 
-def _last_words(run: RunDir, role: Role, job: str) -> list[str]:
-    """The newest log of a job, and its last line."""
-    logs = islice(run.logs(role).glob(f"{job.partition(':')[0]}*"), 32)
-    found = [path for path in logs if path.stat().st_size]
+def _last_words(run: RunDir, logs: Sequence[Path]) -> list[str]:
+    """The newest of a job's logs, and its last line."""
+    found = [path for path in logs[:32] if path.stat().st_size]
     if not found:
         return []
     path = max(found, key=lambda path: path.stat().st_mtime)

@@ -11,7 +11,7 @@ from hpc_swe import launch
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import HpcSweError, LostRace
 from hpc_swe.plugins.engines.base import Stopping
-from hpc_swe.plugins.executors import slurm
+from hpc_swe.plugins.executors import local, slurm
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 
 
 def job_id() -> str:
-    """What people call this job: Slurm's or submitit's id, else the process id."""
+    """What people call this job: Slurm's id, on one machine the submission's number, else the process id."""
     if "SLURM_JOB_ID" in os.environ:
         return slurm.own_id()
-    if "SUBMITIT_LOCAL_JOB_ID" in os.environ:
-        return os.environ["SUBMITIT_LOCAL_JOB_ID"]
+    if local.MARK in os.environ:
+        return local.log_name(os.environ[local.MARK])
     return f"local-{os.getpid()}"
 
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from types import FrameType
 
 from hpc_swe import launch, reconcile
-from hpc_swe.errors import HpcSweError, StorageError
+from hpc_swe.errors import HpcSweError, NodeError, StorageError
+from hpc_swe.plugins.executors import _gpus
 from hpc_swe.processes import die_with_parent, start_time
 from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
@@ -194,11 +195,29 @@ def _work(arguments: argparse.Namespace, run: RunDir, config: RunConfig) -> int:
         signal.signal(signalled, gang.forward)
     began = time.monotonic()
     _show(arguments, run, -1.0, 0)
-    code = keep(gang, run, config.max_restarts)
+    try:
+        _require_gpus(role, config)
+        code = keep(gang, run, config.max_restarts)
+    except NodeError as error:
+        log.error("%s", error)
+        code = error.exit_code
     _show(arguments, run, time.monotonic() - began, code)
     if gang.is_warned and not orders.standing(run):
         config.executor.requeue()
     return code
+
+
+def _require_gpus(role: str, config: RunConfig) -> None:
+    """Neither train on the CPU where GPUs are meant, nor on a GPU where the CPU is.
+
+    Raises:
+        NodeError: This node has too few GPUs.
+    """
+    needed = reconcile.gpus(role, config)
+    if needed == 0:
+        os.environ[_gpus.VISIBLE] = ""
+    elif needed:
+        _gpus.require(role, needed // nodes(), os.environ)
 
 
 def _show(arguments: argparse.Namespace, run: RunDir, seconds: float, code: int) -> None:

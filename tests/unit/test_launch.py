@@ -271,7 +271,13 @@ def test_jobs_run_the_code_that_the_run_was_started_with(tmp_path, read):
     changed.write_text("print('the code of the run')")
     ledger.take(run, "reward", 1)
     submission = reconcile.submission(run, read(), "reward", 1, 1)
-    done = subprocess.run(submission.command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run(
+        ["bash", "-c", read().executor.script(run, submission)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
     assert "the code of the run" in done.stdout, done.stderr
 
 

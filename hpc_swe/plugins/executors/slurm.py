@@ -7,7 +7,6 @@ requeued; those that are warned of their end requeue themselves.
 
 import logging
 import os
-import shlex
 import signal
 import subprocess
 import time
@@ -20,7 +19,7 @@ from msgspec import Meta
 
 from hpc_swe.errors import ConfigError, SchedulerError
 from hpc_swe.plugins import Plugin
-from hpc_swe.plugins.executors.base import SINGLE, Job, Submission
+from hpc_swe.plugins.executors.base import OF_A_JOB, SINGLE, Job, Submission, require_environ, shell
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
@@ -42,10 +41,6 @@ HELD = (
 BROKEN = ("launch failed requeued held", "DependencyNeverSatisfied")
 FILTERS = ("SQUEUE_", "SACCT_", "SCANCEL_")
 FIELDS = "%i|%k|%T|%r|%j"
-OF_A_JOB = (
-    *("SLURM_", "SLURMD_", "SRUN_", "SBATCH_CPU_BIND", "SBATCH_MEM_BIND"),
-    *("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
-)
 Options = dict[str, str | int | bool]
 
 log = logging.getLogger(__name__)
@@ -82,9 +77,18 @@ class Slurm(Plugin, frozen=True, kw_only=True):
     array_size: Annotated[int, Meta(gt=0)] = 1000
     """Most jobs of one array; no more than the cluster's MaxArraySize - 1."""
     roles: dict[Role, Resources] = {}
+    """What the jobs of each role are given."""
+    setup: list[str] = []
+    """Lines of bash that each job runs first, for example "module load cuda"; one that fails ends the job."""
+    environ: dict[str, str] = {}
+    """Environment variables of each job. Never a secret: the run folder and the batch scripts keep them."""
     pause_s: float = 15.0
+    """Seconds between two looks of a command that waits for the run."""
     answer_s: Annotated[float, Meta(gt=0)] = 60.0
     """How long each of Slurm's commands may take."""
+
+    def __post_init__(self) -> None:
+        require_environ(self.environ)
 
     def check(self, submission: Submission) -> None:
         """Whether the walltime leaves room for the notice, and processes divide among nodes."""
@@ -200,7 +204,8 @@ class Slurm(Plugin, frozen=True, kw_only=True):
     def _command(self, submission: Submission) -> str:
         # exec: the batch shell gets the signals, and must be the one who understands them
         # a warning that comes while Python starts is lost, and must not kill
-        return f"trap '' USR2; exec {shlex.join([*submission.command, '--notice', str(self.notice_s)])}"
+        notice = ["--notice", str(self.notice_s)]
+        return "\n".join(["trap '' USR2", *shell(submission, self.setup, self.environ, notice)])
 
     def _parameters(self, run: RunDir, submission: Submission) -> dict[str, Any]:
         resources = self._resources(submission.role)

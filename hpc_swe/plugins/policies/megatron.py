@@ -11,10 +11,12 @@ from hpc_swe.plugins.policies.base import Learner, OptimizerConfig
 
 
 class Megatron(Plugin, frozen=True, kw_only=True):
-    """One process a device; ranks and addresses come from the environment, set by torchrun or submitit."""
+    """One process a device; ranks and addresses come from the environment, set by torchrun or jobs.run."""
 
     tensor_parallel: Annotated[int, Meta(gt=0)] = 1
     """Processes that share each layer; the others repeat it on other data."""
+    device: Literal["gpu", "cpu"] = "gpu"
+    """gpu: one for each process, and a learner that finds too few refuses. cpu: GPUs are not looked at."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of parameters and activations. Gradients are summed, and bfloat16 parameters updated, in float32."""
     distributed_optimizer: bool = True
