@@ -178,6 +178,15 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
     def shutdown(self) -> None:
         """Nothing is held."""
 
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Refuse: the learner writes a folder. vLLM 0.26 asks every back end for this method.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("the learner publishes weights as a folder and sends nothing")
+
 
 WeightTransferEngineFactory.register_engine(BACKEND, FolderTransfer)
 

@@ -54,7 +54,9 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     """Requests that one forward pass may serve."""
     kv_cache_bytes: int = 0
-    """0: what vLLM finds free. Say it on a CPU."""
+    """0: what vLLM finds free. Say it on a CPU, and where other processes use the same GPU."""
+    gpu_memory_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Share of each GPU's memory that must be free when the engine starts, and that bounds what it takes."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
     tensor_parallel: Annotated[int, Meta(ge=1)] = 1
     enforce_eager: bool = False
@@ -89,6 +91,8 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             "weight-transfer-config": f'{{"backend":"{BACKEND}"}}',
             "middleware": "hpc_swe.vllm_worker.BearerToken",
         }
+        if self.device == "gpu":
+            options["gpu-memory-utilization"] = self.gpu_memory_share
         if self.kv_cache_bytes:
             options["kv-cache-memory-bytes"] = self.kv_cache_bytes
         if self.tensor_parallel == 1:
