@@ -15,7 +15,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from hpc_swe.conversation.replies import Said, ToolFormat, parse
+from hpc_swe.conversation.marks import Said
+from hpc_swe.conversation.replies import ToolFormat, parse
 from hpc_swe.conversation.template import ChatTemplate, Rendering
 from hpc_swe.conversation.tokens import Tokens
 from hpc_swe.errors import AgentError, ConfigError, boundary

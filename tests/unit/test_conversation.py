@@ -302,14 +302,6 @@ def test_marks_in_a_call_are_text_however_they_were_sampled(builders: dict[str, 
         ]
 
 
-def test_xml_arguments_get_the_type_of_the_tool(builders: dict[str, TokenBuilder]) -> None:
-    builder = builders["xml"]
-    body = "<parameter=path>\n12\n</parameter><parameter=line>12</parameter>"
-    text = f"<tool_call><function=view>{body}</function></tool_call>"
-    reply = builder.reply(builder.tokens.encode(text), tools=TOOLS)
-    assert json.loads(reply.tool_calls[0].arguments) == {"path": "12", "line": 12}
-
-
 @pytest.mark.parametrize(
     "odd",
     [
