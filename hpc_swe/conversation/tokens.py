@@ -83,7 +83,7 @@ class Tokens:
         text = "".join(f"a {name} b{name}" for name in self.control)
         for token in {*self.control.values()} & {*self.encode(text)}:
             raise ConfigError(f"{self._path}: plain text can become control token {token}")
-        sample = "def f(x):\n\treturn  {'\u00e9': x}\n"
+        sample = "def f(X):\n\treturn  {'\u00e9 e\u0301 \ufb01': X}\n"
         if self.decode(self.encode(sample)) != sample:
             raise ConfigError(
                 f"{self._path}: text does not survive encoding; a byte-level tokenizer would do"
@@ -92,10 +92,19 @@ class Tokens:
 
 def _without_control(spec: dict[str, object]) -> dict[str, object]:
     plain = spec | {"added_tokens": [], "post_processor": None}
-    if plain.get("normalizer") == {"type": "NFC"}:
+    if _composes(plain.get("normalizer")):
         # A file's decomposed letters must reach the policy as they are, or its edits would not match.
         plain["normalizer"] = None
     return plain
+
+
+def _composes(normalizer: object) -> bool:
+    """Whether it does nothing but write letters in another of Unicode's forms."""
+    if not isinstance(normalizer, dict):
+        return False
+    if normalizer.get("type") == "Sequence":
+        return all(map(_composes, normalizer["normalizers"]))
+    return normalizer.get("type") in ("NFC", "NFD", "NFKC", "NFKD")
 
 
 def _encodable(text: str) -> str:

@@ -118,6 +118,34 @@ def test_text_survives_encoding(builders: dict[str, TokenBuilder], text: str) ->
     assert not control(builders["hermes"], tokens.encode(text))
 
 
+NFC, LOWER = {"type": "NFC"}, {"type": "Lowercase"}
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [NFC, {"type": "Sequence", "normalizers": [NFC]}, {"type": "NFKC"}, {"type": "NFD"}, None],
+    ids=["NFC", "sequence", "NFKC", "NFD", "none"],
+)
+def test_a_file_s_letters_reach_the_policy_as_they_are(tmp_path: Path, normalizer: object) -> None:
+    """An edit that quotes a composed letter does not match a file that has it in two parts."""
+    folder = make_model(tmp_path, HERMES)
+    spec = json.loads((folder / "tokenizer.json").read_text()) | {"normalizer": normalizer}
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    tokens = TokenBuilder(folder).tokens
+    for text in ("cafe\u0301", "caf\u00e9", "\ufb01 \u2460 \u1e9b\u0323"):
+        assert tokens.decode(tokens.encode(text)) == text
+        assert tokens.decode(tokens.encode_parts([(text, True)])) == text
+
+
+@pytest.mark.parametrize("normalizer", [LOWER, {"type": "Sequence", "normalizers": [NFC, LOWER]}])
+def test_a_tokenizer_that_changes_text_is_refused(tmp_path: Path, normalizer: object) -> None:
+    folder = make_model(tmp_path, HERMES)
+    spec = json.loads((folder / "tokenizer.json").read_text()) | {"normalizer": normalizer}
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(ConfigError, match="text does not survive encoding"):
+        TokenBuilder(folder)
+
+
 def test_undecodable_characters_do_not_break_a_prompt(builders: dict[str, TokenBuilder]) -> None:
     builder = builders["hermes"]
     assert "?" in builder.tokens.decode(builder.start([user("file \udcff name")]))

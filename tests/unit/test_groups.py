@@ -193,6 +193,18 @@ def test_an_old_token_drops_no_group_unless_hard_max_says_so():
     assert judge(members, 10, recipe(groups={"hard_max_staleness": 8})).fate == "too_old"
 
 
+def test_one_old_turn_among_new_ones_drops_the_group_and_a_masked_one_does_not():
+    mixed = episode([turn(None, [1], [10], step=1), turn(0, [2], [11, 12], step=9)])
+    members = group(
+        ScoredEpisode(episode=mixed, score=Score(outcome="resolved", reward=1.0)),
+        scored(0.0, index=1, step=9),
+    )
+    assert judge(members, 10, recipe(groups={"hard_max_staleness": 8})).fate == "too_old"
+    assert judge(members, 9, recipe(groups={"hard_max_staleness": 8})).fate == "trained"
+    verdict = judge(members, 10, recipe(groups={"max_token_staleness": 8}))
+    assert (verdict.fate, [c.stale for c in verdict.cuts]) == ("trained", [1, 0])
+
+
 def test_groups_without_signal_are_trained_when_resampling_is_off():
     members = group(scored(0.0), scored(0.0, index=1))
     verdict = judge(members, 0, recipe(groups={"resample": False}))

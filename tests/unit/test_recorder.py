@@ -335,6 +335,18 @@ def test_a_conversation_sticks_to_its_engine_while_it_serves(run: RunDir, builde
     assert urls[0] == urls[1] == urls[2] != urls[3]
 
 
+@pytest.mark.parametrize("versions", [[V1, V3], [V3, V1]])
+def test_an_engine_on_its_way_from_an_old_version_to_the_newest_is_asked_and_may_be_at_either(
+    run: RunDir, builder: TokenBuilder, versions: list[WeightVersion]
+) -> None:
+    serve(run, updating=True, newest=V3, a=versions)
+    on = stage(run, builder, wait_s=1.0)
+    on.engine.version = None
+    on.recorder(START)
+    ((span,),) = [turn.spans for turn in on.recorder.close("")]
+    assert (span.oldest, span.newest, span.fewest_steps) == (V1, V3, 1)
+
+
 def test_engines_that_lag_are_not_asked(run: RunDir, builder: TokenBuilder) -> None:
     serve(run, newest=V3, a=[V1], b=[V2])
     on = stage(run, builder)

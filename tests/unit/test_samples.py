@@ -88,6 +88,16 @@ def test_tokens_of_two_incarnations_are_as_old_as_the_one_with_fewer_steps():
     assert made.staleness.tolist() == [4, 4]
 
 
+def test_tokens_sampled_during_an_update_are_as_old_as_the_weights_before_it():
+    span = VersionSpan(start=0, end=2, oldest=WeightVersion(step=3), newest=WeightVersion(step=6))
+    turns = [msgspec.structs.replace(turn(None, [1], [10, 11]), spans=[span]), turn(0, [2], [12], step=6)]
+    made = cut_all(turns, step=8, max_staleness=4)
+    (sample,) = made.samples
+    assert made.staleness.tolist() == [5, 5, 2]
+    assert trained_ids(sample) == [12]
+    assert records.id_array(cut_all(turns, step=8).samples[0].versions).tolist() == [-1, 3, 3, -1, 6]
+
+
 @st.composite
 def trees(draw):
     turns, name = [], 100
