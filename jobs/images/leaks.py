@@ -1,47 +1,102 @@
-"""Whether an image shows its task's solution to who looks about: in an installed copy, or another clone.
+"""Whether an image shows its task's solution, or its hidden tests, to who looks about.
 
-Searched is every file of the image that is not, unchanged, one of the base commit. A copy is known by lines
-that the reference adds and the base commit has nowhere: three of one file anywhere; or, where the reference
-adds fewer, all of them in a file of the same name and folder, as an installed package has it.
+Searched is every file of the image that is not, unchanged, one of the base commit, with all that is packed
+in it (`contents`). A copy is known by lines that the reference or the tests add and that the base commit has
+nowhere, compared by their letters and digits: three of one file anywhere; or, where fewer are added, all of
+them in a file of that name and folder, or beside that path, as in a difference. The solved file as a whole
+tells as well; byte for byte where it has the same letters as before. A compiled file is known by the size of
+its source, or by code, names and texts that only the solved file has.
 """
 
+import ast
 import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import MAGIC_NUMBER, source_hash
 from pathlib import Path
+from types import CodeType
 
 from hpc_swe.plugins.tasksets._swebench_rows import added
 from jobs.images.commands import git, run
+from jobs.images.contents import LARGEST, contents, uncoloured, words_only
 from jobs.images.repository import unchanged
 
 _LEAST = 16
 """Characters of a line that is told from others; shorter ones are everywhere."""
+_LEAST_WORD = 6
+_LEAST_FILE = 32
+"""Letters and digits of a file that is told from others by being there as a whole."""
 _ENOUGH = 3
+_ENOUGH_SIGNS = 60
+"""Letters and digits of the lines that are enough."""
 _MOST = 12
-_LARGEST = 4_000_000
 
 
 @dataclass(frozen=True)
 class Gold:
-    """Lines that tell the solution of one file."""
+    """What tells one file of the solution, or of the tests."""
 
-    place: str
-    """The end of its path: folder and name."""
+    path: str
     lines: list[bytes]
+    """Letters and digits of lines that the base commit does not have."""
+    before: bytes
+    after: bytes
+    """The whole file; empty where the patch does not apply."""
+    signs: bytes
+    """Letters and digits of the whole file."""
+    is_marks_only: bool
+    """Whether the file before had the same ones."""
+    words: list[bytes]
+    """Names and texts that a compiled file would hold, and the base commit does not."""
+    codes: list[bytes]
+    """Instructions of the solved functions, for compiled files of this interpreter's release."""
 
-    def is_in(self, path: str, data: bytes) -> bool:
-        """Whether a file of the image is a copy."""
-        enough = min(_ENOUGH, len(self.lines))
-        if enough < _ENOUGH and not f"/{path}".endswith(f"/{self.place}"):
+    def is_in(self, path: str, data: bytes, signs: bytes) -> bool:
+        """Whether a file of the image is a copy; `signs` are its letters and digits."""
+        if self._is_whole(data, signs):
+            return True
+        if data[2:4] == b"\r\n":
+            return self._is_compiled(path, data)
+        found = [line for line in self.lines if line in signs]
+        if len(found) >= _ENOUGH and sum(map(len, found)) >= _ENOUGH_SIGNS:
+            return True
+        is_whole = bool(found) and len(found) >= min(_ENOUGH, len(self.lines))
+        return is_whole and (self._is_place(path) or self.path.encode() in data)
+
+    def _is_whole(self, data: bytes, signs: bytes) -> bool:
+        """Whether all of the solved file is there; where only its marks are others, byte for byte."""
+        if len(self.signs) < _LEAST_FILE:
             return False
-        return sum(line in data for line in self.lines) >= enough
+        return data == self.after != self.before if self.is_marks_only else self.signs in signs
+
+    def _is_compiled(self, path: str, data: bytes) -> bool:
+        found = [word for word in self.words if word in data]
+        if not self._is_place(path):
+            return len(found) >= _ENOUGH
+        if self.after != self.before and source_hash(self.after) == data[8:16]:
+            return True
+        size = len(self.after).to_bytes(4, "little")
+        if len(self.after) != len(self.before) and size in (data[12:16], data[8:12]):
+            return True
+        by_code = data.startswith(MAGIC_NUMBER) and any(code in data for code in self.codes)
+        return by_code or bool(found) and len(found) >= min(_ENOUGH, len(self.words))
+
+    def _is_place(self, path: str) -> bool:
+        """Whether a path ends in folder and name, whatever comes before or after the name's stem."""
+        *folders, name = [part for part in re.split(r"[/!]", path) if part not in ("__pycache__", "")]
+        *wanted, own = self.path.split("/")
+        if wanted[-1:] != folders[-1:] and wanted:
+            return False
+        return bool(re.fullmatch(rf"\W*{re.escape(own.partition('.')[0])}(\W.*)?", name))
 
 
-def search(tree: Path, workdir: str, commit: str, reference: str) -> list[str]:
-    """Paths below `tree` that show the solution, or another repository that holds the base commit."""
+def search(tree: Path, workdir: str, commit: str, *patches: str) -> list[str]:
+    """Paths below `tree` that show what a patch adds, or another repository that holds the base commit."""
     repository = tree / workdir.lstrip("/")
-    gold = _gold(repository, commit, reference)
-    known = unchanged(repository, commit)
-    suffixes = {Path(one.place).suffix for one in gold} | {".patch", ".diff", ".orig", ".rej"}
+    golds = list(_golds(repository, commit, patches))
+    known = {str(repository / name) for name in unchanged(repository, commit)}
     found = []
     for folder, folders, names in os.walk(tree):
         here = Path(folder)
@@ -49,38 +104,98 @@ def search(tree: Path, workdir: str, commit: str, reference: str) -> list[str]:
             folders.remove(".git")
         if {"HEAD", "objects", "refs"} <= {*folders, *names} and _holds(here, commit):
             found.append(str(here.relative_to(tree)))
-        for name in names:
-            path = here / name
-            if Path(name).suffix not in suffixes or not _is_searched(path):
-                continue
-            if here.is_relative_to(repository) and str(path.relative_to(repository)) in known:
-                continue
-            data = path.read_bytes()
-            if any(one.is_in(str(path.relative_to(tree)), data) for one in gold):
-                found.append(str(path.relative_to(tree)))
+        files = [here / name for name in names if f"{folder}/{name}" not in known]
+        found += [shown for file in files if (shown := _shown(file, str(file.relative_to(tree)), golds))]
     return sorted(found)
 
 
-def _gold(repository: Path, commit: str, reference: str) -> list[Gold]:
-    stripped = {path: [line.strip() for line in lines] for path, lines in added(reference)}
-    worth = {path: [line for line in lines if len(line) >= _LEAST] for path, lines in stripped.items()}
-    patterns = "\n".join(dict.fromkeys(line for lines in worth.values() for line in lines))
-    if not patterns:
-        return []
-    looking = ("grep", "-h", "-I", "--fixed-strings", "-f", "-", commit, "--")
-    hits = run(*git(repository), *looking, ok=(0, 1), stdin=patterns).splitlines()
-    found = []
-    for path, lines in worth.items():
-        own = [line for line in lines if not any(line in hit for hit in hits)]
-        longest = sorted(own, key=len, reverse=True)[:_MOST]
-        if longest:
-            place = "/".join(path.split("/")[-2:])
-            found.append(Gold(place, [line.encode() for line in longest]))
-    return found
+def _shown(file: Path, path: str, golds: list[Gold]) -> str:
+    """Where in a file the solution is; empty when it is not."""
+    if file.is_symlink() or not file.is_file():
+        return ""
+    with file.open("rb") as opened:
+        whole = opened.read(LARGEST)
+    for inner, data in contents(path, whole):
+        signs = words_only(uncoloured(data))
+        if any(gold.is_in(inner, data, signs) for gold in golds):
+            return inner
+    return ""
 
 
-def _is_searched(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink() and path.stat().st_size <= _LARGEST
+def _golds(repository: Path, commit: str, patches: Sequence[str]) -> Iterator[Gold]:
+    base = run(*git(repository), "grep", "-h", "-I", "-e", "", commit, ok=(0, 1)).encode()
+    signs = words_only(base)
+    for patch in patches:
+        versions = _versions(repository, commit, patch)
+        for path, lines in added(patch):
+            own = {words_only(line.strip().encode()) for line in lines if len(line.strip()) >= _LEAST}
+            telling = [line for line in own if len(line) >= _LEAST // 2 and line not in signs]
+            longest = sorted(telling, key=lambda line: (-len(line), line))[:_MOST]
+            before, after = versions.get(path, (b"", b""))
+            words = [word for word in _words(after) - _words(before) if word not in base]
+            own_signs, is_same = words_only(after), words_only(after) == words_only(before)
+            codes = list(_codes(after) - _codes(before))
+            yield Gold(path, longest, before, after, own_signs, is_same, words, codes)
+
+
+def _versions(repository: Path, commit: str, patch: str) -> dict[str, tuple[bytes, bytes]]:
+    """The files that a patch changes, before it and after; none where it does not apply.
+
+    They are made with an index and objects of their own: nothing of it may get into the repository.
+    """
+    with tempfile.TemporaryDirectory(prefix="hpc_swe-") as scratch:
+        objects, index = Path(scratch, "objects"), Path(scratch, "index")
+        objects.mkdir()
+        inside = run(*git(repository), "rev-parse", "--absolute-git-dir").strip()
+        settings = {
+            "GIT_INDEX_FILE": str(index),
+            "GIT_OBJECT_DIRECTORY": str(objects),
+            "GIT_ALTERNATE_OBJECT_DIRECTORIES": f"{inside}/objects",
+        }
+
+        def here(*words: str, stdin: str = "") -> str:
+            return run(*git(repository), *words, ok=(0, 1, 128), stdin=stdin, settings=settings)
+
+        here("read-tree", commit)
+        here("apply", "--cached", "--whitespace=nowarn", "-", stdin=patch)
+        names = here("diff", "--cached", "--name-only", "-z", "--no-renames", commit)
+        here("checkout-index", f"--prefix={scratch}/after/", "-z", "--stdin", stdin=names)
+        here("read-tree", commit)
+        here("checkout-index", f"--prefix={scratch}/before/", "-z", "--stdin", stdin=names)
+        places = {
+            name: [Path(scratch, when, name) for when in ("before", "after")] for name in names.split("\0")
+        }
+        return {
+            name: (_read(before), _read(after)) for name, (before, after) in places.items() if after.is_file()
+        }
+
+
+def _read(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
+
+
+def _words(source: bytes) -> set[bytes]:
+    """Names and texts of a program; none of what is no Python of this release."""
+    found: set[str] = set()
+    for node in ast.walk(_tree(source)):
+        names = (getattr(node, name, None) for name in ("id", "attr", "name", "arg", "value"))
+        found |= {name for name in names if isinstance(name, str)}
+    return {word.encode(errors="replace") for word in found if len(word) >= _LEAST_WORD}
+
+
+def _tree(source: bytes) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ast.Module(body=[], type_ignores=[])
+
+
+def _codes(source: bytes) -> set[bytes]:
+    """The instructions of all its functions and of itself."""
+    todo: list[CodeType] = [compile(_tree(source), "", "exec", dont_inherit=True)]
+    for code in todo:  # which grows meanwhile
+        todo += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return {code.co_code for code in todo}
 
 
 def _holds(folder: Path, commit: str) -> bool:

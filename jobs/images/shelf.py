@@ -71,12 +71,12 @@ class Shelf:
         with self._scratch() as work:
             tree, sif = work / "tree", work / "image.sif"
             set_up = source.lay_out(task, _exact(problem), work)
-            found = leaks.search(tree, task.workdir, task.base_commit, problem.reference)
+            found = leaks.search(tree, task.workdir, task.base_commit, *_secrets(problem))
             if found and not self.keep_leaks:
                 more = f" and {len(found) - 5} more" if len(found) > 5 else ""
                 raise HpcSweError(
-                    f"the image shows the solution in {', '.join(found[:5])}{more}: leave the instance out, "
-                    "or pass --keep-leaks"
+                    f"the image shows the solution or the hidden tests in {', '.join(found[:5])}{more}: "
+                    "leave the instance out, or pass --keep-leaks"
                 )
             # gzip, mksquashfs's default, takes twenty times the CPU of this for nearly the same size
             zstd = ("--mksquashfs-args", "-comp zstd -Xcompression-level 3")
@@ -172,6 +172,11 @@ def _exact(problem: Problem) -> set[str]:
     """Files in which nobody's change may stand: those of the reference, and those of the tests."""
     extra = problem.task.tests.extra
     return {*json.loads(extra["test_files"]), *extra["set_up"].split("\n")}
+
+
+def _secrets(problem: Problem) -> tuple[str, str]:
+    """The patches that the agent may not read: the solution and the hidden tests."""
+    return problem.reference, problem.task.tests.extra["test_patch"]
 
 
 def _sha256(path: Path) -> str:

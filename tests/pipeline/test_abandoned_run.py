@@ -1,6 +1,5 @@
 """A foreground run whose launcher is killed: nothing may be left."""
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from run_processes import processes_of
+from run_processes import processes_of, temporary
 from waiting import until
 
 from hpc_swe.processes import descendants, start_time
@@ -28,18 +27,6 @@ def adopted() -> Iterator[Callable[[], list[int]]]:
     assert libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     yield lambda: [pid for pid in descendants(os.getpid()) if pid not in before and start_time(pid)]
     libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-
-
-def temporary(pids: list[int]) -> set[Path]:
-    """Shared memory that processes have open, and their folders of temporary files."""
-    found = set()
-    for process in (Path("/proc", str(pid)) for pid in pids):
-        with contextlib.suppress(OSError):  # it has ended
-            words = (process / "maps").read_text().split()
-            found |= {Path(word) for word in words if word.startswith("/dev/shm/")}
-            variables = (process / "environ").read_bytes().decode(errors="replace").split("\0")
-            found |= {Path(word[7:]) for word in variables if word.startswith("TMPDIR=")}
-    return found
 
 
 def test_killed_launcher_leaves_no_process_mount_or_temporary_file(

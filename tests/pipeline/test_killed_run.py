@@ -4,19 +4,20 @@ import json
 import os
 import shutil
 import signal
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from run_processes import children_of, processes_of, role_pids
+from books import Books, torn
+from run_processes import command, processes_of, role_pids
 from waiting import until
 
+from hpc_swe import launch
 from hpc_swe.metrics import meaning
-from hpc_swe.records import Batch, BatchManifest, float_array, id_array
-from hpc_swe.roles.coordinator import archive
+from hpc_swe.processes import descendants
+from hpc_swe.records import float_array, id_array
 from hpc_swe.roles.coordinator.samples import cut
-from hpc_swe.store import atomic, folders, weights
+from hpc_swe.store import atomic, weights
 
 pytestmark = pytest.mark.slow
 STEPS = 6
@@ -25,14 +26,15 @@ STEPS = 6
 class Killer:
     """Copies batches before retention takes them, and kills one victim after another between steps."""
 
+    books: Books | None = None
+
     def __init__(self, keep: Path) -> None:
-        self.keep, self.killed, self.base = keep, [], 0
+        self.keep, self.killed = keep, []
         self.victims = ["rollout", "reward", "coordinator", "engine", "learner", "inference"]
 
     def __call__(self, run) -> None:
-        for name in atomic.names(run.batches):
-            if not (self.keep / name).exists():
-                shutil.copytree(run.batch(int(name[5:])), self.keep / name)
+        self.books = self.books or Books(run, self.keep)
+        self.books.keep()
         version = weights.newest(run)
         step = version.step if version else 0
         if step >= 1 + len(self.killed) // 2 and self.victims and step < STEPS:
@@ -41,7 +43,7 @@ class Killer:
     def _kill(self, run, victim: str) -> None:
         pids = role_pids(run, "inference" if victim == "engine" else victim)
         if victim == "engine":
-            pids = [pid for parent in pids for pid in children_of(parent) if "Engine" in _command(pid)]
+            pids = [pid for parent in pids for pid in descendants(parent) if "Engine" in command(pid)]
         if pids:
             os.kill(pids[-1], signal.SIGKILL)
             self.killed.append(self.victims.pop(0))
@@ -60,62 +62,41 @@ def killed(small_run, warm_model, tmp_path_factory):
     run = small_run("killed", *words, each=killer)
     killer(run)
     assert killer.killed == ["rollout", "reward", "coordinator", "engine", "learner", "inference"]
-    return run, keep
+    return run, killer.books
 
 
 @pytest.fixture(scope="module")
-def batches(killed):
+def books(killed):
+    return killed[1]
+
+
+@pytest.fixture(scope="module")
+def batches(books):
     """(manifest, batch) of every step."""
-    run, keep = killed
-    found = []
-    for step in range(STEPS):
-        manifest = folders.manifest(keep / f"step_{step:06d}", BatchManifest)
-        data = folders.read(keep / f"step_{step:06d}", run.rank_file(0), manifest)
-        found.append((manifest, atomic.decode(keep / run.rank_file(0), data, Batch)))
-    return found
+    assert len(books.batches) == STEPS
+    return [(manifest, share) for manifest, (share,) in books.batches]
 
 
 @pytest.fixture(scope="module")
-def episodes(killed):
+def episodes(books):
     """Identity -> scored episode of all archives."""
-    run, _ = killed
-    scored = [s for name in atomic.names(run.archives) for s in archive.read(run.archives / name)]
-    names = Counter(s.episode.request.name for s in scored)
-    assert max(names.values()) == 1, "an episode was archived twice"
-    return {s.episode.request.name: s for s in scored}
+    return books.episodes
 
 
-def test_every_group_is_closed_exactly_once(batches):
-    closed = [group for manifest, _ in batches for group in (*manifest.groups, *manifest.closed)]
-    assert sorted(closed) == list(range(len(closed)))
-    assert batches[-1][0].after.next_group == len(closed)
-
-
-def test_no_finished_episode_of_a_trained_group_is_lost(batches, episodes):
-    for manifest, _ in batches:
-        for group in manifest.groups:
-            members = [name for name in episodes if name.startswith(f"train-{group:06d}-")]
-            assert len(members) == 4, f"group {group} was trained with {members}"
-
-
-def test_every_trained_token_is_one_that_the_engine_sampled(batches, episodes):
-    for manifest, batch in batches:
-        expected = Counter()
-        for group in manifest.groups:
-            for index in range(4):
-                scored = episodes[f"train-{group:06d}-{index:02d}"]
-                for sample in cut(scored.episode, 1.0, "main", 0, 0).samples:
-                    expected[sample.token_ids, sample.mask, sample.logprobs] += 1
-        trained = Counter()
-        for micro in batch.microbatches:
-            at = 0
-            for length in micro.sequence_lengths:
-                words = slice(4 * at, 4 * (at + length))
-                mask = micro.mask[at : at + length]
-                if any(mask):
-                    trained[micro.token_ids[words], mask, micro.logprobs[words]] += 1
-                at += length
-        assert trained == expected
+@pytest.mark.parametrize(
+    "promise",
+    [
+        lambda books, config: books.unfinished(STEPS),
+        lambda books, config: books.misclosed(),
+        lambda books, config: books.misarchived(4),
+        lambda books, config: books.unsampled(config),
+        lambda books, config: books.disordered(),
+        lambda books, config: torn(books.run),
+    ],
+    ids=["finished", "closed once", "archived once", "trained as sampled", "in order", "metrics whole"],
+)
+def test_the_books_of_the_run_are_right(books, promise):
+    assert list(promise(books, launch.load(books.run))) == []
 
 
 def test_masked_tokens_are_exactly_the_completions_in_order(episodes):
@@ -152,7 +133,7 @@ def test_fresh_tokens_have_the_learners_own_log_probabilities(killed):
 
 
 def test_learner_alone_on_the_same_batches_gives_the_same_weights_to_the_bit(killed, small_run, warm_model):
-    run, keep = killed
+    run, keep = killed[0], killed[1].kept
     alone = {role: 0 for role in ("coordinator", "inference", "rollout", "reward")}
     words = [f"counts.{role}={count}" for role, count in alone.items()]
 
@@ -231,10 +212,3 @@ def _curves(run, role: str) -> list[dict[str, float]]:
         parsed = [json.loads(text) for text in path.read_bytes().splitlines()]
         lines += [{"step": line["step"], **line["values"]} for line in parsed]
     return lines
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""

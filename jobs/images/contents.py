@@ -1,0 +1,175 @@
+"""What a file of an image holds: itself, and what is packed in it. Each form is known by its first bytes."""
+
+import bz2
+import gzip
+import io
+import logging
+import lzma
+import re
+import subprocess
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+
+from hpc_swe.errors import HpcSweError
+from jobs.images.commands import run
+
+LARGEST = 256 << 20
+"""Bytes; of what is larger no more is read. An image has few such files, and they are no source."""
+DEEPEST = 5
+"""Layers: a wheel in a compressed archive is three, and its own members are the fourth."""
+_ZLIB = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
+_PACK = (b"PACK\0\0\0", b"# v2 git bundle", b"# v3 git bundle")
+_BROKEN = (
+    EOFError,
+    HpcSweError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    ValueError,
+    lzma.LZMAError,
+    pa.ArrowException,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+Inner = Iterator[tuple[str, bytes]]
+
+log = logging.getLogger(__name__)
+
+
+def contents(path: str, data: bytes, depth: int = DEEPEST) -> Inner:
+    """A file and all that is packed in it, each with its path: `!` stands between archive and member."""
+    yield path, data
+    if depth == 0:
+        return
+    for unpack in _forms(data):
+        try:
+            for name, inner in unpack(data):
+                yield from contents(f"{path}!{name}", inner, depth - 1)
+        except _BROKEN as error:  # a mark by chance, or what no tool could read either
+            log.debug("%s: not unpacked: %s", path, error)
+
+
+def _forms(data: bytes) -> Iterator[Callable[[bytes], Inner]]:
+    """By what the data starts with, or ends with: a zip may follow after a program."""
+    for marks, unpack in _BY_MARK.items():
+        if data.startswith(marks):
+            yield unpack
+    if data[257:262] == b"ustar":
+        yield _tar
+    if b"PK\5\6" in data[-(1 << 16) - 22 :]:
+        yield _zip
+
+
+def _zip(data: bytes) -> Inner:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        for info in archive.infolist():
+            if not info.is_dir() and info.file_size <= LARGEST:
+                yield info.filename, archive.read(info)
+
+
+def _tar(data: bytes) -> Inner:
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+        for member in archive:
+            file = archive.extractfile(member) if member.isfile() and member.size <= LARGEST else None
+            if file is not None:
+                yield member.name, file.read()
+
+
+def _ar(data: bytes) -> Inner:
+    """Debian's packages."""
+    at = 8
+    while at + 60 <= len(data):
+        size = int(data[at + 48 : at + 58])
+        yield data[at : at + 16].decode(errors="replace").strip(" /"), data[at + 60 : at + 60 + size]
+        at += 60 + size + size % 2
+
+
+def _gzip(data: bytes) -> Inner:
+    with gzip.open(io.BytesIO(data)) as file:
+        yield "", file.read(LARGEST)
+
+
+def _bz2(data: bytes) -> Inner:
+    with bz2.open(io.BytesIO(data)) as file:
+        yield "", file.read(LARGEST)
+
+
+def _xz(data: bytes) -> Inner:
+    with lzma.open(io.BytesIO(data)) as file:
+        yield "", file.read(LARGEST)
+
+
+def _zstd(data: bytes) -> Inner:
+    with pa.input_stream(io.BytesIO(data), compression="zstd") as stream:
+        yield "", stream.read(LARGEST)
+
+
+def _zlib(data: bytes) -> Inner:
+    """Also git's loose objects; their first words are left, and do no harm."""
+    yield "", zlib.decompressobj().decompress(data, LARGEST)
+
+
+def _pack(data: bytes) -> Inner:
+    """The blobs of git's packs and bundles."""
+    with tempfile.TemporaryDirectory(prefix="hpc_swe-") as folder:
+        run("git", "init", "--quiet", "--bare", "--template=", folder)
+        pack = data[data.index(b"PACK") :]
+        index = ["git", "-C", folder, "index-pack", "--stdin"]
+        subprocess.run(index, input=pack, check=False, capture_output=True)
+        listing = run("git", "-C", folder, "cat-file", "--batch-all-objects", "--batch-check")
+        blobs = [line.split()[0] for line in listing.splitlines() if line.split()[1] == "blob"]
+        yield from _blobs(Path(folder), blobs)
+
+
+def _blobs(folder: Path, names: list[str]) -> Inner:
+    asked = ["git", "-C", str(folder), "cat-file", "--batch"]
+    with tempfile.TemporaryFile() as wanted:
+        wanted.write("".join(f"{name}\n" for name in names).encode())
+        wanted.seek(0)
+        with subprocess.Popen(asked, stdin=wanted, stdout=subprocess.PIPE) as told:
+            assert told.stdout is not None
+            for _ in names:
+                name, _, size = told.stdout.readline().decode().split()
+                yield name, told.stdout.read(int(size))
+                told.stdout.read(1)
+
+
+_BY_MARK: dict[tuple[bytes, ...], Callable[[bytes], Inner]] = {
+    (b"\x1f\x8b",): _gzip,
+    (b"BZh",): _bz2,
+    (b"\xfd7zXZ\0", b"\x5d\0\0"): _xz,
+    (b"\x28\xb5\x2f\xfd",): _zstd,
+    _ZLIB: _zlib,
+    (b"!<arch>\n",): _ar,
+    _PACK: _pack,
+}
+
+
+def words_only(data: bytes) -> bytes:
+    """Letters, digits and underscores, so that marks, quotes, blanks and encodings make no difference."""
+    return data.replace(rb"\n", b"").translate(None, _OTHERS)  # the first is an end of line as JSON has it
+
+
+def uncoloured(data: bytes) -> bytes:
+    """A page that colours its program text, without the marks that do so; all else as it is."""
+    if b"<span" not in data[:_HEAD]:
+        return data
+    data = _TAG.sub(b"", data)
+    for sign in (b"&quot;", b"&#39;", b"&lt;", b"&gt;", b"&amp;"):
+        data = data.replace(sign, b"")
+    return data
+
+
+_HEAD = 1 << 16
+_TAG = re.compile(rb"<[^>]*>")
+_OTHERS = bytes(
+    each for each in range(256) if not (chr(each).isascii() and (chr(each).isalnum() or each == 95))
+)
