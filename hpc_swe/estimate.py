@@ -37,8 +37,6 @@ CURVES = 12e3
 """Bytes of metrics a step, coordinator's and learner's, drawn ones too."""
 LINE = 150
 """Bytes that an episode leaves in logs."""
-EVALUATED = 60
-"""Bytes of an evaluation's row."""
 AHEAD = {"grpo": training.AHEAD, "sft": sft.AHEAD}
 
 
@@ -335,4 +333,5 @@ def _evaluated(config: RunConfig) -> int:
 
 def _tables(config: RunConfig, rounds: int) -> Part:
     rows = _evaluated(config)
-    return Part("evals/", f"{rounds} x {rows} rows", float(rounds * rows * EVALUATED), rounds)
+    size = config.rollout.context * EPISODE_TOKEN
+    return Part("evals/", f"{rounds} x {rows} episodes, before zstd", float(rounds * rows * size), rounds)

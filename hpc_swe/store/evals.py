@@ -1,4 +1,7 @@
-"""One finished evaluation as a parquet file, one row an episode: written once, opened with any tool."""
+"""One finished evaluation as a parquet file, one row an episode: written once, opened with any tool.
+
+Columns for people, and the whole record beside them, as in the archive of training's episodes.
+"""
 
 import io
 from collections.abc import Sequence
@@ -14,7 +17,9 @@ from hpc_swe.errors import CorruptRecord
 from hpc_swe.records import Message, Outcome, Record
 from hpc_swe.store import atomic
 
-TEXTS = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+CALLS = pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.string())]))
+TEXTS = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", CALLS)]))
+"""A conversation: `Message`s with what they call."""
 
 
 class Attempt(Record, frozen=True, kw_only=True):
@@ -50,10 +55,13 @@ class Attempt(Record, frozen=True, kw_only=True):
     detail: str = ""
     """What the grader said, or what broke."""
     messages: list[Message] = []
+    record: bytes = b""
+    """The ScoredEpisode as MessagePack, tokens and all; empty when no episode came back."""
 
 
-WORDY = ("submission", "passed", "failed", "detail", "messages")
+WORDY = ("submission", "passed", "failed", "detail", "messages", "record")
 """Columns that are long."""
+LONGEST = ("messages", "record")
 _KINDS: dict[type | UnionType, pa.DataType] = {
     str: pa.string(),
     int: pa.int64(),
@@ -61,20 +69,21 @@ _KINDS: dict[type | UnionType, pa.DataType] = {
     float | None: pa.float64(),
     list[str]: pa.list_(pa.string()),
     list[Message]: TEXTS,
+    bytes: pa.binary(),
 }
 SCHEMA = pa.schema([(name, _KINDS.get(kind, pa.string())) for name, kind in get_type_hints(Attempt).items()])
 
 
 def write(path: Path, attempts: Sequence[Attempt], *, without: Sequence[str] = ()) -> None:
     """Publish the table."""
-    rows = [msgspec.to_builtins(attempt) for attempt in attempts]
+    rows = [msgspec.to_builtins(attempt, builtin_types=(bytes,)) for attempt in attempts]
     sink = io.BytesIO()
     table = pa.Table.from_pylist(rows, schema=SCHEMA).drop_columns(list(without))
     pq.write_table(table, sink, compression="zstd")
     atomic.write(path, sink.getvalue())
 
 
-def read(path: Path, *, without: Sequence[str] = ("messages",)) -> list[Attempt]:
+def read(path: Path, *, without: Sequence[str] = LONGEST) -> list[Attempt]:
     """Inverse of `write`, columns that are not asked for apart.
 
     Raises:

@@ -16,7 +16,7 @@ from hpc_swe import results, statistics
 from hpc_swe.errors import ConfigError, CorruptRecord
 from hpc_swe.plugins.graders.base import Official, Verdict
 from hpc_swe.plugins.graders.swebench import Swebench
-from hpc_swe.records import Message, RunManifest, Sampling, Score, Task
+from hpc_swe.records import Message, RunManifest, Sampling, Score, Task, ToolCall
 from hpc_swe.results import Finished
 from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.store import atomic, evals, tasks
@@ -151,10 +151,14 @@ def test_what_is_compared_is_read_from_the_folder_of_a_finished_evaluation(tmp_p
 
 
 def test_what_is_written_is_read_and_what_is_long_is_left_out_of_the_small_table(tmp_path):
-    said = [Message(role="user", content="d\u00f6ne")]
+    calls = [ToolCall(name="view", arguments='{"path": "m.py"}')]
+    said = [
+        Message(role="user", content="d\u00f6ne"),
+        Message(role="assistant", content="", tool_calls=calls),
+    ]
     (one,) = attempts({"a": [1]})
     one = msgspec.structs.replace(
-        one, submission="diff", passed=["t"], versions=["v000000-i00"], messages=said
+        one, submission="diff", passed=["t"], versions=["v000000-i00"], messages=said, record=b"\x00\xff"
     )
     evals.write(tmp_path / "all.parquet", [one])
     assert evals.read(tmp_path / "all.parquet", without=()) == [one]

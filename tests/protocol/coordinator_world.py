@@ -16,6 +16,7 @@ from hpc_swe.records import (
     Score,
     ScoredEpisode,
     Timing,
+    ToolCall,
     Turn,
     VersionSpan,
     WeightManifest,
@@ -33,6 +34,7 @@ from hpc_swe.store import folders, weights
 from hpc_swe.store.spool import Spool
 
 STEPS = 3
+CALL = ToolCall(name="view", arguments='{"path": "m.py"}')
 TASKS = ("ant", "bee", "cat", "dog")
 LIMITS = GroupsConfig(group_size=2, groups_per_step=2, max_staleness=1, straggler_s=100.0)
 HELD_OUT = EvalConfig(samples=2, decodings={"plain": Sampling(), "greedy": Sampling(temperature=0.0)})
@@ -91,7 +93,10 @@ def result(request: RolloutRequest, value: float | None = 0.0, version=0) -> Sco
     episode = Episode(
         request=request,
         turns=[turn],
-        messages=[Message(role="user", content="mend it"), Message(role="assistant", content="d\u00f6ne")],
+        messages=[
+            Message(role="user", content="mend it"),
+            Message(role="assistant", content="d\u00f6ne", tool_calls=[CALL]),
+        ],
         exit_status=ExitStatus.SUBMITTED,
         submission="diff",
         timing=Timing(total_s=3.0),

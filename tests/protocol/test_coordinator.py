@@ -190,6 +190,7 @@ def test_the_archive_opens_with_datasets_and_gives_the_very_records_back(run):
     trained = {row["group_id"] for row in table if row["trained"]}
     assert trained == {g for m in manifests for g in m.groups}
     assert table[0]["messages"][1]["content"] == "d\u00f6ne"
+    assert table[0]["messages"][1]["tool_calls"] == [{"name": "view", "arguments": '{"path": "m.py"}'}]
     assert table[0]["sampled_ids"] == rebuilt[0].episode.turns[0].completion.tolist()
 
 

@@ -29,7 +29,7 @@ from waiting import DEADLINE_S
 from hpc_swe import records
 from hpc_swe.errors import ConfigError, DeadlineError, LostRace, StorageError
 from hpc_swe.metrics import Log
-from hpc_swe.records import Batch, Message, Node, RolloutRequest, Sampling, StatusReport
+from hpc_swe.records import Batch, Message, Node, RolloutRequest, Sampling, ScoredEpisode, StatusReport
 from hpc_swe.roles.coordinator import archive, batches, sft
 from hpc_swe.roles.coordinator.dispatch import Plan
 from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator, summary
@@ -73,6 +73,9 @@ def test_an_evaluation_makes_one_table_of_all_samples_and_ends(run):
     ]
     assert [r["outcome"] for r in rows] == ["resolved", *["unresolved"] * 3] * 2
     assert rows[0]["versions"] == ["v000000-i00"]
+    assert rows[0]["messages"][1]["tool_calls"] == [{"name": "view", "arguments": '{"path": "m.py"}'}]
+    whole = msgspec.msgpack.decode(rows[0]["record"], type=ScoredEpisode)
+    assert whole == result(whole.episode.request, 1.0)
     assert not Spool(run.scored, RolloutRequest).addresses("ready")
 
 

@@ -19,8 +19,8 @@ from hpc_swe.records import Episode, IdArray, ScoredEpisode
 from hpc_swe.roles.coordinator.groups import dispatch_step
 from hpc_swe.roles.coordinator.samples import sampled_tokens
 from hpc_swe.store import atomic
+from hpc_swe.store.evals import TEXTS
 
-TEXTS = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 Columns = dict[str, tuple[pa.DataType, Callable[[ScoredEpisode], object]]]
 
 
@@ -61,7 +61,7 @@ def _columns(trained: set[int]) -> Columns:
         "turns": (pa.int64(), lambda s: len(s.episode.turns)),
         "sampled_tokens": (pa.int64(), lambda s: sampled_tokens(s.episode)),
         "sampled_ids": (pa.list_(pa.int32()), lambda s: _sampled_ids(s.episode)),
-        "messages": (TEXTS, lambda s: [{"role": m.role, "content": m.content} for m in s.episode.messages]),
+        "messages": (TEXTS, lambda s: msgspec.to_builtins(s.episode.messages)),
         "submission": (pa.string(), lambda s: s.episode.submission),
         "detail": (pa.string(), lambda s: s.score.detail),
         "record": (pa.binary(), msgspec.msgpack.encode),

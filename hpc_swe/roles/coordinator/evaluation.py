@@ -187,6 +187,7 @@ def _attempt(member: Member, label: str, sample: int) -> Attempt:
         failed=score.failed,
         detail=(failure(scored) if member.state == "failed" else "") or score.detail,
         messages=episode.messages,
+        record=msgspec.msgpack.encode(scored),
     )
 
 
