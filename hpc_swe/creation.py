@@ -17,7 +17,7 @@ from hpc_swe import config as configuration
 from hpc_swe import reconcile
 from hpc_swe.errors import ConfigError, StorageError
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
-from hpc_swe.plugins.tasksets.base import Referenced
+from hpc_swe.plugins.tasksets.base import Changed, Referenced
 from hpc_swe.plugins.tasksets.swebench import Swebench
 from hpc_swe.records import RunManifest, Split, Task
 from hpc_swe.roles.inference import attach
@@ -90,9 +90,11 @@ def publish(run: RunDir, place: RunDir, config: RunConfig, taken: Taken, model_s
     _copy_code(run, place)
     atomic.write(place.token, key(run, config).encode())
     tasks.write(place.tasks, taken)
+    all_tasks = [task for split in taken.values() for task in split]
+    if isinstance(config.taskset, Changed):
+        tasks.write_hidden(place.changed_tests, config.taskset.changed_tests(all_tasks))
     if isinstance(config.taskset, Referenced):
-        all_tasks = [task for split in taken.values() for task in split]
-        tasks.write_references(place.references, config.taskset.references(all_tasks))
+        tasks.write_hidden(place.references, config.taskset.references(all_tasks))
     data = encoded(config)
     atomic.put(
         place.manifest,
@@ -155,7 +157,10 @@ def _take_tasks(config: RunConfig) -> dict[Split, list[Task]]:
     wanted = config.tasks
     taken = wanted.take(config.taskset)
     if isinstance(config.taskset, Swebench) and not config.taskset.checked:
-        log.warning("[taskset] checked is not set: instances are used that nobody has checked")
+        log.warning(
+            "[taskset] checked is not set: instances are used that nobody has checked, and what resolves "
+            "them is graded once, without a second sitting"
+        )
     elif isinstance(config.taskset, Swebench) and isinstance(config.sandbox, Apptainer):
         config.taskset.require_images([*taken["train"], *taken["eval"]], Path(config.sandbox.images))
     if config.mode == "eval" and not taken["eval"]:

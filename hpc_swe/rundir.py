@@ -34,6 +34,8 @@ class RunDir:
     """Cell: the tasks of the run as parquet, written once."""
     references = _At("references.json")
     """Cell, mode 0600: solutions of the tasks, which only reward workers read."""
+    changed_tests = _At("changed_tests.json")
+    """Cell, mode 0600: other versions of hidden tests, which only reward workers read."""
     token = _At("token")
     """Cell, mode 0600: the bearer token of every engine route."""
     control = _At("control")

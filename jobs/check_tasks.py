@@ -27,7 +27,7 @@ from rich.table import Table
 from hpc_swe import config as configuration
 from hpc_swe import plugins
 from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError, boundary
-from hpc_swe.plugins.graders.base import Examiner, Grader
+from hpc_swe.plugins.graders.base import Examiner, Grader, Resitting, Version
 from hpc_swe.plugins.sandboxes._watched import Watched
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Sandbox, Sandboxes
@@ -123,6 +123,8 @@ class Checker:
         empty: list[Score] = []
         seconds: list[Seconds] = []
         kind: Kind = "broken"
+        versions: list[Version] = []
+        unchanged = ""
         try:
             for _ in range(self.runs):
                 watch = Clocked(self.sandboxes)
@@ -134,6 +136,8 @@ class Checker:
                         seconds.append(watch.told(whole_s, _bare_s(task, reference, self.sandboxes)))
                     empty.append(self._grade(task, "", self.sandboxes))
             kind, reason = judged(gold, empty)
+            if kind == "usable":
+                versions, unchanged = self._changed(task, reference)
         except (EpisodeError, ConfigError) as error:
             reason = str(error)
         return Verdict(
@@ -146,7 +150,15 @@ class Checker:
             gold=[score.outcome for score in gold],
             empty=[score.outcome for score in empty],
             seconds=_medians(seconds),
+            changed_tests=versions,
+            unchanged=unchanged,
         )
+
+    def _changed(self, task: Task, reference: str) -> tuple[list[Version], str]:
+        if not isinstance(self.grader, Resitting):
+            return [], "this grader has no second sitting"
+        with boundary(EpisodeError, "change tests"):
+            return self.grader.changed_tests(task, reference, self.sandboxes)
 
     def is_known(self, task: Task, reference: str, verdict: Verdict | None) -> bool:
         """Whether a verdict still holds."""
@@ -260,14 +272,19 @@ def run(
 def table(verdicts: Sequence[Verdict]) -> Table:
     """One row a task; seconds are medians over its runs of the reference."""
     shown = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
-    for name in ("task", "verdict", "reference", "nothing"):
+    for name in ("task", "verdict", "reference", "nothing", "second sitting"):
         shown.add_column(name, no_wrap=True)
     for name in COLUMNS:
         shown.add_column(f"{name} s", justify="right", no_wrap=True)
     for one in verdicts:
         spent = [f"{getattr(one.seconds, name):.2f}" if one.seconds else "-" for name in COLUMNS]
-        shown.add_row(one.task_id, one.verdict, _tally(one.gold), _tally(one.empty), *spent)
+        shown.add_row(one.task_id, one.verdict, _tally(one.gold), _tally(one.empty), _sitting(one), *spent)
     return shown
+
+
+def _sitting(verdict: Verdict) -> str:
+    tests = {name for version in verdict.changed_tests for name in version.tests}
+    return f"{len(verdict.changed_tests)} versions, {len(tests)} tests" if tests else "-"
 
 
 def _tally(outcomes: Sequence[str]) -> str:
@@ -280,6 +297,14 @@ def _tell(verdicts: Sequence[Verdict], out: Path) -> None:
     for one in verdicts:
         if one.verdict != "usable":
             say(f"{one.task_id}: {one.verdict}: {one.reason}")
+    usable = [one for one in verdicts if one.verdict == "usable"]
+    for one in usable:
+        if not one.changed_tests:
+            say(f"{one.task_id}: no second sitting: {one.unchanged}")
+    with_sitting = sum(bool(one.changed_tests) for one in usable)
+    if usable:
+        share = with_sitting / len(usable)
+        console.print(f"{with_sitting} of {len(usable)} usable tasks have a second sitting ({share:.0%})")
     over = [one.seconds.overhead for one in verdicts if one.seconds]
     if over:
         console.print(

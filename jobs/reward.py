@@ -2,8 +2,10 @@
 
 import logging
 
+from hpc_swe.plugins.graders.base import carrying
 from hpc_swe.plugins.sandboxes._watched import Watched
 from hpc_swe.plugins.tasksets.base import Referenced
+from hpc_swe.records import Task
 from hpc_swe.roles.reward.worker import Means, worker
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
@@ -17,7 +19,7 @@ def work(run: RunDir, config: RunConfig) -> None:
     """Grade episodes until the run has finished or is ordered to end."""
     config.sandbox.check()
     means = Means(
-        tasks={task.task_id: task for found in tasks.read(run.tasks).values() for task in found},
+        tasks=graded(run),
         sandboxes=Watched(config.sandbox),
         grader=config.grader,
         config=config.reward,
@@ -27,9 +29,16 @@ def work(run: RunDir, config: RunConfig) -> None:
         worker(run, lease, means).work()
 
 
+def graded(run: RunDir) -> dict[str, Task]:
+    """The tasks by their ids, with the changed tests of those that have a second sitting."""
+    changed = tasks.read_hidden(run.changed_tests)
+    all_tasks = [task for found in tasks.read(run.tasks).values() for task in found]
+    return {task.task_id: carrying(task, changed.get(task.task_id, "")) for task in all_tasks}
+
+
 def references(run: RunDir, config: RunConfig) -> dict[str, str]:
     """Task id -> its reference; that there are none where there should be is said, once."""
-    found = tasks.read_references(run.references)
+    found = tasks.read_hidden(run.references)
     if not found and config.reward.sentinel_every and isinstance(config.taskset, Referenced):
         log.warning("%s is missing: no sentinel of this worker grades a reference", run.references)
     return found

@@ -33,13 +33,13 @@ def write(path: Path, tasks: Mapping[Split, Sequence[Task]]) -> None:
     atomic.write(path, sink.getvalue().to_pybytes())
 
 
-def write_references(path: Path, references: dict[str, str]) -> None:
-    """Publish solutions: apart from the tasks, so that no rollout worker ever holds one."""
-    atomic.write(path, msgspec.json.encode(references))
+def write_hidden(path: Path, texts: dict[str, str]) -> None:
+    """Publish what is known of tasks by their ids, apart from them: no rollout worker ever holds it."""
+    atomic.write(path, msgspec.json.encode(texts))
 
 
-def read_references(path: Path) -> dict[str, str]:
-    """Inverse of `write_references`; empty for a task set that gives none.
+def read_hidden(path: Path) -> dict[str, str]:
+    """Inverse of `write_hidden`; empty for a task set that gives none.
 
     Raises:
         CorruptRecord: It is there, and is none.
@@ -51,7 +51,7 @@ def read_references(path: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CorruptRecord(f"{path}: not the references of a run: {error}") from error
+        raise CorruptRecord(f"{path}: not what a run hides: {error}") from error
 
 
 def read(path: Path) -> dict[Split, list[Task]]:

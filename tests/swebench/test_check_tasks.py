@@ -17,6 +17,8 @@ from toy import BROKEN, RECIPES, UNITTESTS, gold, patch, row, taskset, write_row
 from hpc_swe import config as configuration
 from hpc_swe import launch
 from hpc_swe.errors import ConfigError, CorruptRecord, SchedulerError, StorageError
+from hpc_swe.plugins.graders import _second_sitting
+from hpc_swe.plugins.graders.base import Edit, Version
 from hpc_swe.plugins.graders.pytest import Pytest
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.sandboxes.process import Process
@@ -27,7 +29,7 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import tasks
 from jobs.check_tasks import Checker, judged, run, wanted
-from jobs.reward import references
+from jobs.reward import graded, references
 
 ROOT = Path(__file__).parents[2]
 DOUBLES = "Twice a number is the number doubled."
@@ -106,12 +108,14 @@ def test_every_verdict_is_told_with_its_reason_and_stands_until_its_task_changes
     assert (usable.gold, usable.empty) == (["resolved"] * 2, ["unresolved"] * 2)
     assert usable.seconds is not None
     assert usable.seconds.tests > usable.seconds.judge >= 0
+    assert [name for name, one in verdicts.items() if one.changed_tests] == ["toy__usable-1"]
+    assert "1 of 1 usable tasks have a second sitting (100%)" in done.stdout
     assert "5 tasks: 1 usable" in done.stdout
 
     made[1]["patch"] = gold()  # somebody mends the row
     write_rows(tmp_path / "rows.jsonl", *made)
     before = (tmp_path / "checked.jsonl").read_text().splitlines()
-    assert check(tmp_path, source).returncode == 0
+    check(tmp_path, source)
     lines = (tmp_path / "checked.jsonl").read_text().splitlines()
     assert lines[: len(before)] == before
     again = [json.loads(line) for line in lines[len(before) :]]
@@ -271,12 +275,42 @@ def test_no_reference_is_where_a_rollout_worker_looks(tmp_path, caplog):
     run = RunDir(tmp_path / "run")
     launch.start(run, config)
     (task,) = tasks.read(run.tasks)["train"]
-    assert tasks.read_references(run.references) == {task.task_id: gold()}
+    assert tasks.read_hidden(run.references) == {task.task_id: gold()}
     assert run.references.stat().st_mode & 0o77 == 0
     line = next(line for line in gold().splitlines() if line.startswith("+    "))
     holders = [file for file in run.root.rglob("*") if file.is_file() and line.encode() in file.read_bytes()]
     assert holders == [run.references]
     assert "checked is not set" in caplog.text
+
+
+def test_no_changed_test_is_where_a_rollout_worker_looks(tmp_path, caplog):
+    """They go to the reward workers, and to nobody else; what has none is told at the start."""
+    made = [row("unittest", "b" * 40), row("unittest", "b" * 40, instance_id="toy__unittest-2")]
+    path, out = write_rows(tmp_path / "rows.jsonl", *made), tmp_path / "checked.jsonl"
+    one, two = taskset(path).load("train")
+    start = one.tests.extra["test_patch"].index("(1, 2, 3)")
+    edit = Edit(start=start, old="(1, 2, 3)", new="(1, 2, 7654321)")
+    version = Version(edits=[edit], tests=one.tests.fail_to_pass)
+    for task, versions in ((one, [version]), (two, [])):
+        known = _checked.Verdict(
+            task_id=task.task_id,
+            verdict="usable",
+            image=task.image,
+            image_digest="",
+            settings="",
+            changed_tests=versions,
+        )
+        _checked.append(out, known)
+    words = ['executor={type="local"}', 'sandbox={type="process"}', f"taskset.checked={out}"]
+    run = RunDir(tmp_path / "run")
+    launch.start(run, configured(path, *words))
+    assert run.changed_tests.stat().st_mode & 0o77 == 0
+    holders = [file for file in run.root.rglob("*") if file.is_file() and b"7654321" in file.read_bytes()]
+    assert holders == [run.changed_tests]
+    tasks_ = graded(run)
+    assert _second_sitting.accused(tasks_[one.task_id], 1, lambda task: task.tests.fail_to_pass)
+    assert not _second_sitting.accused(tasks_[two.task_id], 1, lambda task: task.tests.fail_to_pass)
+    assert "1 of 2 tasks have no second sitting" in caplog.text
 
 
 def test_tasks_made_by_us_are_checked_too_and_those_without_references_are_refused():
@@ -328,8 +362,8 @@ def test_a_worker_without_references_says_so_where_there_should_be_some(tmp_path
     assert references(made, configuration.read(*demo, overrides=["reward.sentinel_every=0"])) == {}
     assert caplog.records == []
     made.references.mkdir()
-    with pytest.raises(CorruptRecord, match=r"references.json: not the references"):
-        tasks.read_references(made.references)
+    with pytest.raises(CorruptRecord, match=r"references.json: not what a run hides"):
+        tasks.read_hidden(made.references)
 
 
 def test_a_verdict_holds_for_one_image_and_one_grader_only(repository, sandboxes, tmp_path):

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
+import msgspec
+
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.records import Score, Task
 
@@ -34,6 +36,43 @@ class Examiner(Grader, Protocol):
 
     def examine(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
         """As `grade`, but the tests run even when nothing is handed in."""
+
+
+CHANGED_TESTS = "changed_tests"
+"""Of `TestPlan.extra`: versions of the hidden tests, in JSON. Only reward workers' tasks have it."""
+
+
+class Edit(msgspec.Struct, frozen=True):
+    """A piece of a task's hidden tests, and what stands there instead."""
+
+    start: int
+    """Characters from the beginning."""
+    old: str
+    new: str
+
+
+class Version(msgspec.Struct, frozen=True):
+    """Hidden tests that expect something else."""
+
+    edits: list[Edit]
+    tests: list[str]
+    """Names of wanted tests that were changed and that the reference now fails."""
+
+
+def carrying(task: Task, versions: str) -> Task:
+    """The task with versions of its hidden tests, if it has some."""
+    if not versions:
+        return task
+    extra = task.tests.extra | {CHANGED_TESTS: versions}
+    return msgspec.structs.replace(task, tests=msgspec.structs.replace(task.tests, extra=extra))
+
+
+@runtime_checkable
+class Resitting(Protocol):
+    """A grader that grades what resolved once more, by changed tests."""
+
+    def changed_tests(self, task: Task, reference: str, sandboxes: Sandboxes) -> tuple[list[Version], str]:
+        """Versions that the reference, which resolves the task, was seen to fail; and why there are none."""
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ without it.
 What the tests print is no proof where our reporter runs (unittest and pytest, `_reporter`): it has its own
 file, of which every line is sealed, the first and the last word in the run, and two canaries. So printed
 lines, exit codes, an early `os._exit`, a forged report and a runner that lets everything pass gain nothing.
-What remains: the reporter shares its process with the code under test, and a patch that looks for it in
-memory, by its own hand and test by test, can lie to it; so can one that a script of swebench installs, and
-thereby runs, before the tests; and the tests' own comparisons are believed, also of a value that equals every
-likely answer, or everything in a way that a look at classes does not find. Other parsers (sympy's, those of
-other languages) read a log that code under test can print to.
+What resolved is graded once more by tests that contradict the first ones (`_second_sitting`), since the
+reporter shares its process with the code under test, and a patch can lie to it in memory. docs/swebench.md
+says what is believed all the same. Other parsers (sympy's, those of other languages) read a log that code
+under test can print to.
 """
 
 import dataclasses
@@ -22,14 +21,18 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from random import SystemRandom
 from typing import Literal
+
+import msgspec
 
 from hpc_swe.errors import ConfigError, SandboxError, boundary
 from hpc_swe.plugins import Plugin
-from hpc_swe.plugins.graders import _swebench, _swebench_report
+from hpc_swe.plugins.graders import _second_sitting, _swebench, _swebench_report
 from hpc_swe.plugins.graders._swebench import Believed, Run
-from hpc_swe.plugins.graders.base import Verdict
+from hpc_swe.plugins.graders.base import Verdict, Version
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox, Sandboxes
 from hpc_swe.records import Score, Task
 
@@ -48,6 +51,8 @@ class Swebench(Plugin, frozen=True, kw_only=True):
     resolved_reward: float = 1.0
     unresolved_reward: float = -1.0
     cheated_reward: float = -1.0
+    second_sittings: int = 1
+    """How often what resolved is graded again, by changed tests of `taskset.checked`; 0 is never."""
 
     def grade(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
         """Judge a submission; an empty one starts nothing."""
@@ -67,7 +72,37 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         if lax := _lax(task, sitting, sandboxes):
             believed = Believed(complaint=f"values of {lax} equal everything", is_cheat=True)
             sitting = dataclasses.replace(sitting, believed=believed)
-        return self._score(task, submission, sitting, time.monotonic() - started)
+        score = self._score(task, submission, sitting, time.monotonic() - started)
+        return self._again(task, submission, sandboxes, score) if score.outcome == "resolved" else score
+
+    def changed_tests(self, task: Task, reference: str, sandboxes: Sandboxes) -> tuple[list[Version], str]:
+        """Versions of the hidden tests that the reference fails; and why there are none."""
+        if not self.second_sittings:
+            return [], "grader.second_sittings = 0"
+        texts = _test_files(task, sandboxes)
+        passed = partial(self._passed, reference, sandboxes)
+        return _second_sitting.choose(task, texts, passed, SystemRandom())
+
+    def _again(self, task: Task, submission: str, sandboxes: Sandboxes, score: Score) -> Score:
+        """The second sitting. Its time-outs and crashes are none of its tests' passes."""
+        started = time.monotonic()
+        passed = partial(self._passed, submission, sandboxes)
+        test = _second_sitting.accused(task, self.second_sittings, passed)
+        seconds = score.seconds + time.monotonic() - started
+        if not test:
+            return msgspec.structs.replace(score, seconds=seconds)
+        return Score(
+            outcome="cheated",
+            reward=self.cheated_reward,
+            failed=sorted({*score.passed, *score.failed}),
+            detail=f"{test} passes also where it expects what contradicts it",
+            seconds=seconds,
+        )
+
+    def _passed(self, submission: str, sandboxes: Sandboxes, task: Task) -> list[str] | None:
+        """What passes by changed tests; None when the sitting told nothing."""
+        sitting = _sit(task, submission, sandboxes)
+        return None if sitting.believed.complaint else self._score(task, submission, sitting, 0.0).passed
 
     def report(self, folder: Path, label: str, model: str, verdicts: Sequence[Verdict]) -> None:
         """``report.<label>.json``, and the tree that swebench's own tools would have left below logs/."""
@@ -138,6 +173,16 @@ def _sit(task: Task, submission: str, sandboxes: Sandboxes, also: str = "") -> _
             return _Sitting(Believed(complaint="timed out"), log[-500:], timed_out=True)
         believed = run.believe(_read(sandbox, run.book), log)
     return _Sitting(believed, f"{_told(result)} {log.strip()[-500:]}", touched=touched | {""})
+
+
+def _test_files(task: Task, sandboxes: Sandboxes) -> dict[str, str]:
+    """Path -> text of each test file in Python, as the test patch leaves it."""
+    run = Run(task)
+    with sandboxes.open(task) as sandbox:
+        _untouched(task, run, sandbox)
+        sandbox.run(f"git apply --whitespace=nowarn {run.folder}.tests", _STEP_S)
+        paths = msgspec.json.decode(task.tests.extra["test_files"], type=list[str])
+        return {path: _read(sandbox, path).decode(errors="replace") for path in paths if path.endswith(".py")}
 
 
 def _untouched(task: Task, run: Run, sandbox: Sandbox) -> None:

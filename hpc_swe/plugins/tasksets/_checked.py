@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from hpc_swe.errors import ConfigError, StorageError, boundary
+from hpc_swe.plugins.graders.base import Version
 
 Kind = Literal["usable", "gold_fails", "empty_passes", "flaky", "broken"]
 
@@ -48,6 +49,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     empty: list[str] = []
     seconds: Seconds | None = None
     """None when no run came to its end."""
+    changed_tests: list[Version] = []
+    """For the second sitting of what resolves it; only of usable tasks."""
+    unchanged: str = ""
+    """Why a usable task has no second sitting."""
 
 
 def read(path: Path) -> dict[str, Verdict]:

@@ -28,3 +28,11 @@ class Referenced(Protocol):
 
     def references(self, tasks: Iterable[Task]) -> dict[str, str]:
         """Task id -> a submission that is right."""
+
+
+@runtime_checkable
+class Changed(Protocol):
+    """A taskset that also knows other versions of its hidden tests; no agent ever learns them."""
+
+    def changed_tests(self, tasks: Iterable[Task]) -> dict[str, str]:
+        """Task id -> what `graders.base.carrying` takes; a task that has none is missing."""

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.graders._second_sitting import encoded
 from hpc_swe.plugins.graders._swebench import Run, official
 from hpc_swe.plugins.tasksets import _checked
 from hpc_swe.plugins.tasksets._swebench_rows import (
@@ -86,6 +87,27 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         """The column ``patch``."""
         rows = self._selected("train") | self._selected("eval")
         return {task.task_id: rows[task.task_id][1].patch for task in tasks}
+
+    def changed_tests(self, tasks: Iterable[Task]) -> dict[str, str]:
+        """What `checked` has for their second sittings.
+
+        Raises:
+            ConfigError: A task's test patch is another than was checked.
+        """
+        if not self.checked:
+            return {}
+        verdicts = _checked.read(Path(self.checked))
+        all_tasks = list(tasks)
+        told = {task.task_id: encoded(task, verdicts[task.task_id].changed_tests) for task in all_tasks}
+        found = {task_id: versions for task_id, versions in told.items() if versions}
+        if len(found) < len(all_tasks):
+            log.warning(
+                "%d of %d tasks have no second sitting: what resolves them is believed; %s says why",
+                len(all_tasks) - len(found),
+                len(all_tasks),
+                self.checked,
+            )
+        return found
 
     def require_images(self, tasks: Iterable[Task], images: Path) -> None:
         """Raise ConfigError for an image in the folder that is another than was checked."""

@@ -1,0 +1,287 @@
+"""What a Python test expects: the nodes of its text of which another one contradicts it.
+
+A test that expects something else contradicts the test that it was made from: whatever passes the one fails
+the other, unless it does not compare. So only the expected side of an assertion is looked at, and only
+assertions that every passing run of the test reaches: in the test's own body, in its `with` blocks and in
+loops over literal tables. Best are literals. Where there are none, a twist will do: the opposite assertion,
+another exception, or one more level of brackets.
+"""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+_EQUAL = {"assertEqual", "assertEquals", "assertIs", "assertAlmostEqual", "assertCountEqual"}
+_EQUAL |= {f"assert{kind}Equal" for kind in ("List", "Tuple", "Set", "Dict", "Sequence", "MultiLine")}
+_EQUAL |= {f"assert{kind}Equal" for kind in ("HTML", "XML", "JSON", "URL", "Queryset", "QuerySet")}
+"""Methods whose first two arguments are equal."""
+_AT = {"assertNumQueries": 0, "assertRedirects": 1}
+"""Methods of which one argument is an expected value."""
+_WITHIN = {"assertIn": 0, "assertInHTML": 0, "assertContains": 1, "assertRegex": 1, "assertTemplateUsed": 1}
+_WITHIN |= {f"assert{what}{how}": 1 for what in ("Raises", "Warns") for how in ("Message", "Regex")}
+"""Methods of which one argument is found within a longer text."""
+_NUMBERS = {"count", "status_code"}
+"""Keywords of `assertContains` and its like that expect a number."""
+_MAKERS = {"Decimal", "timedelta", "set", "frozenset", "list", "tuple", "dict", "OrderedDict", "dedent"}
+"""Calls that give other values for other arguments."""
+_TEXTS = {"format", "encode", "strip", "lstrip", "rstrip"}
+"""Methods of a literal text that keep its words."""
+_LEAVES = (ast.Return, ast.Yield, ast.YieldFrom, ast.Break, ast.Continue)
+_APART = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_SWALLOWS = re.compile("raises|suppress", re.IGNORECASE)
+_OPPOSITES = {"assertTrue": "assertFalse", "assertIsNone": "assertIsNotNone", "assertIn": "assertNotIn"}
+_OPPOSITES |= {"assertEqual": "assertNotEqual", "assertIs": "assertIsNot", "assertRegex": "assertNotRegex"}
+_OPPOSITES |= {"assertIsInstance": "assertNotIsInstance", "assertContains": "assertNotContains"}
+_OPPOSITES |= {no: yes for yes, no in _OPPOSITES.items()}
+_ANOTHER_ERROR = "ZeroDivisionError"
+
+
+@dataclass(frozen=True)
+class _Expected:
+    sides: tuple[ast.expr, ...]
+    """Of which the one that is made of literals is the expected one."""
+    is_within: bool = False
+
+
+@dataclass(frozen=True)
+class Twist:
+    """A piece of one line, and a text that contradicts it."""
+
+    line: int
+    start: int
+    end: int
+    """Bytes of the line."""
+    new: str
+    """In which {} is the piece as it was."""
+
+
+class Reader:
+    """What one test function expects."""
+
+    def __init__(self, test: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self.test = test
+        self.bound: dict[str, list[ast.expr]] = {}
+        """Name -> the expressions that it stands for."""
+        self.reached: list[ast.stmt] = []
+        nodes = [node for statement in test.body for node in ast.walk(statement)]
+        stores = Counter(node.id for node in nodes if isinstance(node, ast.Name) and not _is_load(node))
+        self._walk(test.body)
+        self.bound = {name: nodes for name, nodes in self.bound.items() if stores[name] == 1}
+        self._loads = Counter(node.id for node in nodes if isinstance(node, ast.Name) and _is_load(node))
+        self._asked: set[ast.Name] = set()
+        for node in nodes:  # assertions that a run may not reach, too
+            self._ask(node)
+
+    def expected(self) -> Iterator[tuple[ast.Constant, bool]]:
+        """The literals, and whether each is found within a longer text."""
+        asked = Counter(node.id for node in self._asked)
+        names = {name for name in self.bound if asked[name] == self._loads[name]}
+        for statement in self.reached:
+            for one in _assertions(statement):
+                found = [list(self._constants(side, names)) for side in one.sides]
+                if sum(map(bool, found)) == 1:
+                    yield from ((constant, one.is_within) for constants in found for constant in constants)
+
+    def twists(self) -> Iterator[Twist]:
+        """Ways to contradict it without a literal."""
+        for statement in self.reached:
+            match statement:
+                case ast.Expr(value=ast.Await(value=ast.Call() as call)) | ast.Expr(value=ast.Call() as call):
+                    yield from _of_twisted(call)
+                case ast.With(items=items) | ast.AsyncWith(items=items):
+                    for item in items:
+                        if isinstance(item.context_expr, ast.Call):
+                            yield from _of_twisted(item.context_expr)
+                case ast.Assert(test=ast.Compare(ops=[ast.Eq()], comparators=[right])):
+                    yield from _bracketed(right)
+                case ast.Assert(test=ast.Compare() | ast.Call() | ast.Name() | ast.Attribute() as test):
+                    yield Twist(test.lineno, test.col_offset, test.col_offset, "not ")
+
+    def _walk(self, body: list[ast.stmt]) -> None:
+        """Statements that each run reaches, if none before them fails."""
+        if any(isinstance(node, _LEAVES) for node in _own(body)):
+            return
+        for statement in body:
+            self.reached.append(statement)
+            match statement:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    self.bound[name] = [value]
+                case ast.With(items=items) | ast.AsyncWith(items=items):
+                    if not any(_SWALLOWS.search(ast.unparse(item.context_expr)) for item in items):
+                        self._walk(statement.body)
+                case ast.For(target=target, iter=table):
+                    if rows := self._rows(table):
+                        self._bind(target, rows)
+                        self._walk(statement.body)
+
+    def _rows(self, table: ast.expr) -> list[ast.expr]:
+        match table:
+            case ast.List(elts=rows) | ast.Tuple(elts=rows):
+                return [] if any(isinstance(row, ast.Starred) for row in rows) else rows
+            case ast.Name(id=name) if len(self.bound.get(name, ())) == 1:
+                (value,) = self.bound[name]
+                return [] if isinstance(value, ast.Name) else self._rows(value)
+            case ast.Call(func=ast.Name(id="enumerate"), args=[inner, *_]):
+                return [ast.Tuple([ast.Name("_", ast.Load()), row], ast.Load()) for row in self._rows(inner)]
+            case ast.Call(func=ast.Attribute(value=ast.Dict(keys=keys, values=values), attr="items")):
+                pairs = [(key, value) for key, value in zip(keys, values, strict=True) if key is not None]
+                return [ast.Tuple([key, value], ast.Load()) for key, value in pairs]
+        return []
+
+    def _bind(self, target: ast.expr, rows: list[ast.expr]) -> None:
+        if isinstance(target, ast.Name):
+            self.bound[target.id] = rows
+        if isinstance(target, ast.Tuple | ast.List):
+            for place, inner in enumerate(target.elts):
+                cells = [_cell(row, place, len(target.elts)) for row in rows]
+                if all(cell is not None for cell in cells):
+                    self._bind(inner, [cell for cell in cells if cell is not None])
+
+    def _ask(self, node: ast.AST) -> None:
+        """Note the names that stand only where a value is expected, or shown, or gone through."""
+        match node:
+            case ast.Call(func=ast.Attribute(attr="subTest")):
+                self._asked |= {name for name in ast.walk(node) if isinstance(name, ast.Name)}
+            case ast.For(iter=table):
+                self._asked |= {name for name in ast.walk(table) if isinstance(name, ast.Name)}
+            case ast.expr() | ast.Assert():
+                leaves = [leaf for one in _of_node(node) for side in one.sides for leaf in _leaves(side)]
+                self._asked |= {leaf for leaf in leaves if isinstance(leaf, ast.Name)}
+
+    def _constants(self, side: ast.expr, names: set[str]) -> Iterator[ast.Constant]:
+        for leaf in _leaves(side):
+            if isinstance(leaf, ast.Constant):
+                yield leaf
+            elif leaf.id in names:
+                for node in self.bound[leaf.id]:
+                    yield from self._constants(node, names - {leaf.id})
+
+
+def _is_load(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Load)
+
+
+def _own(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Nodes and what is in them, without functions that are defined there."""
+    for node in nodes:
+        if not isinstance(node, _APART):
+            yield node
+            yield from _own(ast.iter_child_nodes(node))
+
+
+def _cell(row: ast.expr, place: int, width: int) -> ast.expr | None:
+    is_row = isinstance(row, ast.Tuple | ast.List) and len(row.elts) == width
+    return row.elts[place] if is_row else None  # type: ignore[attr-defined]
+
+
+def _assertions(statement: ast.stmt) -> Iterator[_Expected]:
+    """What a statement itself expects, without the statements in it."""
+    match statement:
+        case ast.Expr(value=ast.Await(value=value)) | ast.Expr(value=value):
+            yield from _of_node(value)
+        case ast.Assert():
+            yield from _of_node(statement)
+        case ast.With(items=items) | ast.AsyncWith(items=items):
+            for item in items:
+                yield from _of_node(item.context_expr)
+
+
+def _of_node(node: ast.AST) -> Iterator[_Expected]:
+    match node:
+        case ast.Assert(test=ast.BoolOp(op=ast.And(), values=values)):
+            for value in values:
+                yield from _of_compare(value)
+        case ast.Assert(test=test):
+            yield from _of_compare(test)
+        case ast.Call(func=ast.Attribute(attr=name), args=args, keywords=keywords):
+            yield from _of_call(name, args, keywords)
+
+
+def _of_compare(test: ast.expr) -> Iterator[_Expected]:
+    match test:
+        case ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[right]):
+            yield _Expected((left, right))
+        case ast.Compare(left=ast.Constant(value=str()) as left, ops=[ast.In()]):
+            yield _Expected((left,), is_within=True)
+
+
+def _of_call(name: str, args: list[ast.expr], keywords: list[ast.keyword]) -> Iterator[_Expected]:
+    if any(isinstance(one, ast.Starred) for one in args):
+        return
+    if name in _EQUAL and len(args) > 1:
+        yield _Expected((args[0], args[1]))
+    elif name in _AT:
+        yield _Expected(tuple(args[_AT[name] : _AT[name] + 1]))
+    elif name in _WITHIN:
+        yield _Expected(tuple(args[_WITHIN[name] : _WITHIN[name] + 1]), is_within=True)
+        yield from (_Expected((one.value,)) for one in keywords if one.arg in _NUMBERS)
+    elif name == "raises":
+        yield from (_Expected((one.value,), is_within=True) for one in keywords if one.arg == "match")
+    elif _is_helper(name) and len(args) >= (1 if name.startswith("assert_") else 2):
+        yield _Expected((args[-1],))
+
+
+def _is_helper(name: str) -> bool:
+    """Whether it asserts, and is no method of unittest's: one of the tests' own, or of a mock."""
+    import unittest
+
+    return bool(re.match("assert(?!.*[Nn]ot)", name)) and not hasattr(unittest.TestCase, name)
+
+
+def _of_twisted(call: ast.Call) -> Iterator[Twist]:
+    match call:
+        case ast.Call(func=ast.Attribute(attr=name) as func, args=[_, right, *_]) if name in _EQUAL:
+            yield from _bracketed(right)
+        case ast.Call(func=ast.Attribute(attr=name) as func, args=args):
+            if name in ("assertRaises", "assertRaisesMessage", "assertRaisesRegex", "raises") and args:
+                yield from _replaced(args[0], _ANOTHER_ERROR)
+            elif name in _OPPOSITES and func.end_lineno is not None and func.end_col_offset is not None:
+                start = func.end_col_offset - len(name)
+                yield Twist(func.end_lineno, start, func.end_col_offset, _OPPOSITES[name])
+
+
+def _bracketed(value: ast.expr) -> Iterator[Twist]:
+    """One more member, or one more level."""
+    match value:
+        case ast.List():
+            yield Twist(value.lineno, value.col_offset, value.col_offset + 1, "[None, ")
+        case ast.Set():
+            yield Twist(value.lineno, value.col_offset, value.col_offset + 1, "{{None, ")
+        case ast.Dict():
+            yield Twist(value.lineno, value.col_offset, value.col_offset + 1, "{{None: None, ")
+        case _:
+            yield from _replaced(value, "[{}]")
+
+
+def _replaced(value: ast.expr, new: str) -> Iterator[Twist]:
+    if value.lineno == value.end_lineno and value.end_col_offset is not None:
+        yield Twist(value.lineno, value.col_offset, value.end_col_offset, new)
+
+
+def _leaves(node: ast.expr) -> Iterator[ast.Constant | ast.Name]:  # noqa: C901  (one case for each kind of node)
+    """Constants and names of which a value is made so that another constant makes another value."""
+    match node:
+        case ast.Constant() | ast.Name():
+            yield node
+        case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Set(elts=parts):
+            for part in parts:
+                yield from _leaves(part)
+        case ast.Dict(keys=keys, values=values):
+            for key_or_value in filter(None, (*keys, *values)):
+                yield from _leaves(key_or_value)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            yield from _leaves(operand)
+        case ast.BinOp(left=left, op=ast.Mod()):
+            yield from (leaf for leaf in _leaves(left) if _is_text(leaf))
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            yield from (leaf for part in (left, right) for leaf in _leaves(part) if _is_text(leaf))
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[part, *_]) if name in _MAKERS:
+            yield from _leaves(part)
+        case ast.Call(func=ast.Attribute(value=ast.Constant() | ast.Name() as value, attr=name)):
+            yield from (leaf for leaf in (value,) if name in _TEXTS)
+
+
+def _is_text(leaf: ast.Constant | ast.Name) -> bool:
+    return isinstance(leaf, ast.Name) or isinstance(leaf.value, str)
