@@ -32,7 +32,7 @@ METRICS = {
     "groups/no_signal": "groups without signal before the last group of the batch",
     "groups/dropped_few": "groups with fewer than two usable members",
     "groups/dropped_old": "groups over hard_max_staleness",
-    "groups/straggled": "groups closed by straggler_s with members still open",
+    "groups/straggled": "groups closed by straggler_s, since workers were at each open member for longer",
     "groups/open": "groups dispatched and not consumed",
     "staleness/mean": "batch step minus version step, mean over sampled tokens",
     "staleness/max": "the largest",

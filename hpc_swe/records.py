@@ -100,11 +100,7 @@ class Sampling(Record, frozen=True, kw_only=True):
 
 
 class WeightVersion(Record, frozen=True, kw_only=True, order=True):
-    """Which weights: the learner's incarnation, then optimizer steps taken.
-
-    A learner that restarts from a checkpoint gets a new incarnation, so that its step 12 is never
-    mistaken for the step 12 of the process it replaces.
-    """
+    """Which weights: the learner's incarnation, which each of its starts takes anew, then its steps."""
 
     incarnation: int = 0
     step: int = 0
@@ -443,6 +439,8 @@ class Node(Record, frozen=True, kw_only=True):
     step: int = 0
     """Optimizer steps taken, of a learner."""
     claims: list[str] = []
+    worked_s: list[float] = []
+    """Seconds that each of the claims was worked on while what it needs, an engine, was there."""
     slots: int = 0
     """Episodes that a worker can run at once."""
 

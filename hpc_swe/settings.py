@@ -55,7 +55,8 @@ class GroupsConfig(Record, frozen=True, kw_only=True):
     max_token_staleness: Natural = 0
     """Tokens older than this are masked one by one; 0 is never."""
     straggler_s: Duration = 7200.0
-    """After this a group trains with the members it has, if two, else it is dropped."""
+    """When workers are at every open member of a group for longer than this, each from its claim on and while
+    an engine serves, the group trains with the members it has, if two, else it is dropped."""
     max_attempts: Positive = 3
     """Infrastructure failures of one episode before its member is closed without reward."""
     max_losses: Positive = 10

@@ -61,13 +61,33 @@ def storage(path: Path) -> Iterator[None]:
 
 
 def write(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Publish `data` at `path` so that no reader on any node sees part of it.
-
-    The fsync is not for power cuts: a Lustre client that dies with dirty pages would leave a renamed
-    but empty file behind, since the name lives on another server than the data. Beats do without.
+    """Publish `data` at `path` so that no reader on any node sees part of it; what was there is replaced.
 
     Raises:
         StorageError: Nothing was published, and no temporary is left.
+    """
+    with _written(path, data, durable) as name:
+        os.replace(name, path)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """The same, but what is there stays. A link can do that on every file system, a rename cannot.
+
+    Raises:
+        FileExistsError: Something lies there; nothing was published.
+    """
+    with _written(path, data, True) as name:
+        os.link(name, path)
+        with contextlib.suppress(OSError):  # it is published; the coordinator sweeps what is left
+            os.unlink(name)
+
+
+@contextlib.contextmanager
+def _written(path: Path, data: bytes, durable: bool) -> Iterator[Path]:
+    """A file of another name, which is removed on error.
+
+    The fsync is not for power cuts: a Lustre client that dies with dirty pages would leave a renamed
+    but empty file behind, since the name lives on another server than the data. Beats do without.
     """
     name = temporary(path)
     with storage(path):
@@ -77,7 +97,7 @@ def write(path: Path, data: bytes, *, durable: bool = True) -> None:
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
-            os.replace(name, path)
+            yield name
         except BaseException:  # also an order to exit
             with contextlib.suppress(OSError):
                 os.unlink(name)

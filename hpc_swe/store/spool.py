@@ -101,7 +101,18 @@ class Spool(Generic[R]):
         """Claims that others were faster at, so far."""
 
     def put(self, name: str, message: R) -> None:
-        """Publish a message under its identity. Putting the same twice is harmless: the last one wins."""
+        """Publish a result under its identity. One that lies there stays, and this one is dropped.
+
+        A process that was given up may come late, when the reader has counted the first already.
+        """
+        path = self.root / "ready" / Address(name, 0).ready
+        try:
+            atomic.write_new(path, atomic.encode(path, message))
+        except FileExistsError:
+            log.warning("dropped a second result of %s: the first lies in %s", name, path.parent)
+
+    def ask(self, name: str, message: R) -> None:
+        """Publish a request under its identity. What lies there is the same request, and is replaced."""
         atomic.put(self.root / "ready" / Address(name, 0).ready, message)
 
     def addresses(self, state: str) -> list[Address]:

@@ -29,15 +29,24 @@ R = TypeVar("R", bound=Record)
 FIRST_PAUSE_S = 0.05
 SLOWEST = 10.0  # times poll_s; by default orders are seen within 7.5 s, before `launch stop --now` kills
 MOST_TROUBLE_S = 300.0
+LONGEST_ROUND_S = 60.0  # adds a round to a claim's clock at most: a process that was frozen did no work
 
 log = logging.getLogger(__name__)
+
+
+class Undone(Exception):
+    """What the work needs went away before anything was done; the message goes back."""
 
 
 class Work(Generic[R]):
     """What is done about one message."""
 
     def run(self) -> R:
-        """In its own thread; an exception ends the process, and the claim counts as lost."""
+        """In its own thread; an exception ends the process, and the claim counts as lost.
+
+        Raises:
+            Undone: The message shall go back.
+        """
         raise NotImplementedError
 
     def after(self) -> None:
@@ -89,6 +98,8 @@ class _Held(Generic[M, R]):
     """Its result, that is; only what comes after may go on."""
     is_over: bool = False
     """Nothing more is to come of it; the thread of one that was overdue may go on."""
+    worked_s: float = 0.0
+    """Since the claim, without the time that what it needs was away."""
     _unsettled: threading.Lock = field(default_factory=threading.Lock)
 
     def settle(self) -> bool:
@@ -109,6 +120,8 @@ class Worker(Generic[M, R]):
     poll_s: float
     closing_s: float = 0.0
     """What threads get to clean up in when the process must end."""
+    is_served: Callable[[], bool] = lambda: True
+    """Whether what the work needs is there. Without it nothing is claimed, and the clocks of claims stand."""
     _active: list[_Held[M, R]] = field(default_factory=list, init=False)
     _wake: threading.Event = field(default_factory=threading.Event, init=False)
     _told: bool = field(default=False, init=False)
@@ -117,6 +130,7 @@ class Worker(Generic[M, R]):
     _drains: bool = field(default=False, init=False)
     _trouble: StorageError | None = field(default=None, init=False)
     _trouble_s: float = field(default=1.0, init=False)
+    _looked_at: float = field(default_factory=time.monotonic, init=False)
     _rests: Rests = field(init=False)
 
     def __post_init__(self) -> None:
@@ -151,12 +165,16 @@ class Worker(Generic[M, R]):
             has_ended = all(held.is_out for held in self._active)
             if self._told or {"STOP", "FINISHED"} & {*told} or (drains and has_ended):
                 return False
+            is_served = self._run_clocks()
             if drains:
                 self._rests.after(0, 0, 0)
             elif self._trouble is None:
-                self._claim()
-            claims = [held.claim.name for held in self._active]
-            self.lease.note(claims=claims, state="draining" if drains else "ready")
+                self._claim() if is_served else self._rests.after(self.slots, 0, 0)
+            self.lease.note(
+                claims=[held.claim.name for held in self._active],
+                worked_s=[held.worked_s for held in self._active],
+                state="draining" if drains else "ready",
+            )
         except StorageError as error:
             self._trouble = error
         self._rest()
@@ -172,6 +190,15 @@ class Worker(Generic[M, R]):
                 self._active.remove(held)
             if held.crash is not None:
                 raise held.crash
+
+    def _run_clocks(self) -> bool:
+        """Add the time since the last round to the claims' clocks, if what they need is there."""
+        is_served, now = self.is_served(), time.monotonic()
+        if is_served:
+            for held in self._active:
+                held.worked_s += min(now - self._looked_at, LONGEST_ROUND_S)
+        self._looked_at = now
+        return is_served
 
     def _claim(self) -> None:
         before, misses = len(self._active), self.source.misses
@@ -190,6 +217,8 @@ class Worker(Generic[M, R]):
             held.is_out = True
             if not self._drains:
                 held.work.after()
+        except Undone as reason:
+            self._undo(held, reason)
         except Exception as error:  # noqa: BLE001 - the main thread raises it
             held.crash = error
         held.is_over = True
@@ -206,6 +235,15 @@ class Worker(Generic[M, R]):
             self._trouble = error
             with contextlib.suppress(StorageError):  # its lease gives it back later
                 held.claim.give_back()
+
+    def _undo(self, held: _Held[M, R], reason: Undone) -> None:
+        if held.settle():
+            log.warning("given back %s: %s", held.claim.name, reason)
+            held.is_out = True
+            try:
+                held.claim.give_back()
+            except StorageError as error:  # its lease gives it back later
+                self._trouble = error
 
     def _rest(self) -> None:
         """After a refusal of the file system, wait up to five minutes before trying again."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 FORK = mp.get_context("fork")
-EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "os.scandir"}
+EVENTS = {"open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "os.scandir"}
 DIED = 77
 
 

@@ -22,7 +22,7 @@ from coordinator_world import (
 
 from hpc_swe.errors import LostRace
 from hpc_swe.metrics import meaning
-from hpc_swe.records import Batch, BatchManifest, RolloutRequest, ScoredEpisode, WeightVersion
+from hpc_swe.records import Batch, BatchManifest, Episode, Node, RolloutRequest, ScoredEpisode, WeightVersion
 from hpc_swe.roles.coordinator import archive, batches
 from hpc_swe.settings import RetentionConfig
 from hpc_swe.store import atomic, folders, weights
@@ -160,16 +160,61 @@ def test_a_buried_message_closes_its_member(run):
     assert names(run, state="dead") == ["train-000000-00", "train-000000-01"]
 
 
-def test_a_straggler_is_left_behind_and_its_late_result_is_a_duplicate(run):
-    clock = Clock()
+def show_worker(run, beat, **worked_s) -> None:
+    """A rollout worker's lease, by member: _1_01 = 5.0 is group 1, index 1."""
+    claims = [f"train-{int(group):06d}-{index}" for _, group, index in (k.split("_") for k in worked_s)]
+    node = Node(
+        owner="rollout-1-0000beef",
+        role="rollout",
+        beat=beat,
+        host="h",
+        pid=1,
+        claims=claims,
+        worked_s=list(worked_s.values()),
+    )
+    atomic.put(run.node(node.owner), node)
+
+
+def claim_for(run, owner, name) -> None:
+    (run.requests / "ready" / f"{name}~0").rename(run.requests / "claimed" / f"{name}~0~{owner}")
+
+
+def test_a_group_waits_days_for_a_worker_and_for_its_grade_and_not_for_a_straggler(run):
+    """And a coordinator that starts anew at every look knows as much: the clocks are the workers'."""
+    late, clock = "train-000001-01", Clock()
     house, duty = housekeeper(run, clock), training(run)
-    late = duty._plan.group(1)[1]
-    while not batches.steps(run):
-        clock.now += 10
-        duty.round(house.look())
-        work(run, keep=lambda name: name != late.name)
-    assert clock.now > LIMITS.straggler_s
+    duty.round(house.look())
+    work(run, keep=lambda name: name != late)
+    for _ in range(5):
+        clock.now += 100 * LIMITS.straggler_s
+        assert late in duty.round(house.look()).waits_for, "nobody has taken it"
+    claim_for(run, "rollout-1-0000beef", late)
+    for beat, worked_s in enumerate([0.0, 99.0, 100.0, 99.0]):
+        show_worker(run, beat, _1_01=worked_s)
+        assert late in training(run).round(housekeeper(run, clock).look()).waits_for
+    Spool(run.episodes, Episode).put(late, result(duty._plan.group(1)[1]).episode)
+    show_worker(run, 9, _1_01=1e6)
+    assert late in training(run).round(housekeeper(run, clock).look()).waits_for, "it is being graded"
+    (run.episodes / "ready" / f"{late}~0").unlink()
+    for _ in range(9):
+        training(run).round(housekeeper(run, clock).look())
+        work(run, keep=lambda name: name != late)
     assert 1 in folders.manifest(run.batch(0), BatchManifest).closed
+
+
+def test_the_late_result_of_a_straggler_is_a_duplicate(run):
+    house, duty = housekeeper(run), training(run)
+    late = duty._plan.group(1)[1]
+    duty.round(house.look())
+    claim_for(run, "rollout-1-0000beef", late.name)
+    show_worker(run, 1, _1_01=LIMITS.straggler_s + 1)
+    while not batches.steps(run):
+        house = housekeeper(run)
+        duty.round(house.look())
+        work(run)
+    assert 1 in folders.manifest(run.batch(0), BatchManifest).closed
+    show_worker(run, 2)
+    (run.requests / "claimed" / f"{late.name}~0~rollout-1-0000beef").unlink()
     Spool(run.scored, ScoredEpisode).put(late.name, result(late, 1.0))
     duty.round(house.look())
     assert late.name not in names(run, "scored") + names(run, "requests")

@@ -176,6 +176,20 @@ def test_a_death_anywhere_in_deleting_leaves_whole_folders_only(tmp_path, templa
         shutil.rmtree(root)
 
 
+def test_late_results_of_processes_that_were_given_up_are_in_no_batch_and_no_archive(tmp_path, undisturbed):
+    """They come when the coordinator has counted the first ones, and it dies before it has written them."""
+    ready_to_publish(tmp_path)
+    run = at(tmp_path)
+    lying = Spool(run.scored, ScoredEpisode)
+    for scored in [lying.read(address) for address in lying.addresses("ready")]:
+        request = scored.episode.request
+        lying.put(request.name, result(request, 1.0 - reward(request.name)))
+    finish(run, steps=DEEP)
+    assert published(run) == undisturbed
+    for step in batches.steps(run):
+        assert all(s.score.reward == reward(s.episode.request.name) for s in archive.read(run.archive(step)))
+
+
 def test_a_late_duplicate_in_place_of_a_result_changes_no_batch_that_was_published(tmp_path, undisturbed):
     run = rundir(tmp_path)
     duty = finish(run, steps=DEEP)

@@ -6,7 +6,7 @@ import signal
 import pytest
 from crash import FORK
 from store_samples import request, shown, spool
-from waiting import DEADLINE_S
+from waiting import DEADLINE_S, until
 
 from hpc_swe.records import RolloutRequest
 from hpc_swe.store.spool import Spool
@@ -125,12 +125,41 @@ def test_a_message_lost_too_often_is_kept_for_a_person(tmp_path):
     assert shown(tmp_path) == [f"dead/{request().name}~3"]
 
 
-def test_putting_a_message_twice_gives_one_and_the_last(tmp_path):
+def test_of_two_results_of_one_request_the_first_stays_and_leaves_no_temporary(tmp_path):
     made = spool(tmp_path)
     made.put("a", request(attempt=0))
     made.put("a", request(attempt=1))
+    assert os.listdir(tmp_path / "ready") == ["a~0"]
+    assert made.claim("w").message.attempt == 0
+
+
+def test_asking_again_replaces_the_request(tmp_path):
+    made = spool(tmp_path)
+    made.ask("a", request(attempt=0))
+    made.ask("a", request(attempt=1))
     assert shown(tmp_path) == ["ready/a~0"]
     assert made.claim("w").message.attempt == 1
+
+
+def put_when_told(root, start, index) -> None:
+    start.wait()
+    spool(root).put("a", request(attempt=index))
+
+
+def test_of_many_that_publish_one_result_at_once_one_wins_and_stays(tmp_path):
+    spool(tmp_path)
+    start = FORK.Event()
+    crowd = [FORK.Process(target=put_when_told, args=(tmp_path, start, index)) for index in range(8)]
+    for member in crowd:
+        member.start()
+    start.set()
+    until(lambda: (tmp_path / "ready" / "a~0").exists(), "a result")
+    first = (tmp_path / "ready" / "a~0").read_bytes()
+    for member in crowd:
+        member.join()
+        assert member.exitcode == 0
+    assert (tmp_path / "ready" / "a~0").read_bytes() == first
+    assert os.listdir(tmp_path / "ready") == ["a~0"]
 
 
 def test_the_oldest_message_is_taken_though_new_ones_keep_coming(tmp_path):

@@ -164,7 +164,7 @@ def test_what_the_policy_breaks_in_its_sandbox_is_its_own(tmp_path: Path) -> Non
 
 def test_an_engine_error_that_a_program_swallows_is_infrastructure_all_the_same(tmp_path: Path) -> None:
     made = company(tmp_path / "run", tmp_path / "model", Doing(swallow), wait_s=1.0)
-    made.run.endpoints.unlink()
+    made.engine.faults = deque([EngineError("gone")] * 1000)
     made.ask()
     made.drain()
     episode = made.episodes[NAME]

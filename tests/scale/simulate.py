@@ -25,7 +25,7 @@ from hpc_swe.store.spool import TRIES, in_turn
 from hpc_swe.store.worker import SLOWEST, Rests
 
 PAGE = 500  # names that one getdents64 gives
-CHANGES_PER_PUT, AHEAD = 2, 4
+CHANGES_PER_ASK, CHANGES_PER_PUT, CHANGES_PER_BEAT, AHEAD = 2, 3, 2, 4
 EMPTY = (
     7  # other folders that the coordinator lists each round: three dead/, scored/claimed, weights/, batches/
 )
@@ -143,7 +143,7 @@ class Worker:
         world.after(random.uniform(0, settings.beat_s), self._beat)
 
     def _beat(self) -> None:
-        self._world.count("beat", CHANGES_PER_PUT)
+        self._world.count("beat", CHANGES_PER_BEAT)
         self._world.after(self._world.settings.beat_s, self._beat)
 
     def _round(self) -> None:
@@ -261,7 +261,7 @@ class Coordinator:
         under_way += len(world.episodes.ready) + world.episodes.claimed
         for number in range(int(settings.load * settings.rollout * settings.rollout_slots) - under_way):
             yield (took := 2 * settings.op_s + settings.sync_s)
-            world.count("put", CHANGES_PER_PUT)
+            world.count("put", CHANGES_PER_ASK)
             world.after((number + 1) * took, partial(world.requests.ready.append, self._asked))
             self._asked += 1
 

@@ -13,7 +13,7 @@ import metadata
 from simulate import Settings, simulate
 
 pytestmark = pytest.mark.slow
-BUDGET = 12
+BUDGET = 14
 STEPS, EPISODE_S = 6, 2.0
 
 
@@ -26,11 +26,11 @@ def counted() -> metadata.Count:
     return metadata.count(rollout=48, reward=16, steps=STEPS, episode_s=EPISODE_S)
 
 
-def test_an_episode_changes_the_name_space_eleven_times_in_a_run_of_64_workers(counted):
+def test_an_episode_changes_the_name_space_thirteen_times_in_a_run_of_64_workers(counted):
     print(*metadata.table(counted), sep="\n")
     assert counted.episodes == STEPS * 64
     changes = counted.of(metadata.SPOOLS, metadata.CHANGES) - counted.of(metadata.SPOOLS, ["mkdir"])
-    assert 11 * counted.episodes <= changes <= 11.2 * counted.episodes
+    assert 13 * counted.episodes <= changes <= 13.2 * counted.episodes
     leases = counted.of(["nodes"], metadata.CHANGES)
     assert counted.of(kinds=metadata.CHANGES) - leases <= BUDGET * counted.episodes, "batches, cells, archive"
 
@@ -54,7 +54,7 @@ def test_the_simulation_of_64_workers_agrees_with_the_count(counted):
     )
     found = simulate(settings)
     print(found, counted.lost, counted.listings(["control"]))
-    assert found["changes/episode"] == pytest.approx(11, rel=0.05)
+    assert found["changes/episode"] == pytest.approx(13, rel=0.05)
     orders, ready = counted.listings(["control"]), counted.listings(["requests", "episodes"])
     assert 0.5 < found["orders/s"] / 64 / orders < 2
     assert 0.5 < found["listings of ready/s"] / 64 / ready < 2

@@ -60,7 +60,7 @@ class Intake:
         self.ledger.bury(world.dead)
         for request in self.ledger.absent(world.found):
             log.warning("lost %s, asked again", request.name)
-            self._requests.put(request.name, request)
+            self._requests.ask(request.name, request)
 
     def ask(self, key: Key, world: World) -> None:
         """Open a group and request the members that are not under way already."""
@@ -70,7 +70,7 @@ class Intake:
         self.ledger.open(key, requests, world.now)
         for request in requests:
             if request.name not in world.found:
-                self._requests.put(request.name, request)
+                self._requests.ask(request.name, request)
 
     def forget(self, groups: list[Group]) -> None:
         """Drop the messages of groups that were consumed."""
@@ -105,7 +105,7 @@ class Intake:
         member = self.ledger.member(address.identity)
         if verdict == "retry" and member is not None:
             log.info("retry %s: %s", address.identity, cause)
-            self._requests.put(member.request.name, member.request)
+            self._requests.ask(member.request.name, member.request)
         self._drop(address)
 
     def _count(self, scored: ScoredEpisode, cause: str) -> None:

@@ -7,7 +7,7 @@ first result that is no infrastructure failure, by its last failure, or by a bur
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -59,9 +59,8 @@ class Group:
 
     key: Key
     members: list[Member]
-    opened: float
     straggled: bool = False
-    """Closed by the clock while members were open."""
+    """Closed by the clocks of its open members."""
 
     @property
     def is_open(self) -> bool:
@@ -85,7 +84,7 @@ class Ledger:
 
     def open(self, key: Key, requests: Sequence[RolloutRequest], now: float) -> None:
         """Begin to expect a group."""
-        self.groups[key] = Group(key, [Member(request, now) for request in requests], now)
+        self.groups[key] = Group(key, [Member(request, now) for request in requests])
 
     def take(self, address: Address, scored: ScoredEpisode, now: float) -> Literal["keep", "drop", "retry"]:
         """Enter a result: keep its message, drop it, or drop it and ask again for the member."""
@@ -124,10 +123,15 @@ class Ledger:
                 lost.append(member.request)
         return lost
 
-    def close_stragglers(self, now: float, limit_s: float) -> None:
-        """Stop waiting for groups that were opened too long ago."""
+    def close_stragglers(self, worked_s: Mapping[str, float], limit_s: float) -> None:
+        """Stop waiting for groups of which every open member is worked on for longer than `limit_s`.
+
+        `worked_s` has only the members that a rollout worker has now. One that lies in a queue or is graded
+        is waited for: a queue's length is not up to the episode, and a policy could make its grading long.
+        """
         for group in self.groups.values():
-            if group.is_open and now - group.opened > limit_s:
+            waited = [worked_s.get(m.request.name, 0.0) for m in group.members if m.state == "open"]
+            if group.is_open and min(waited) > limit_s:
                 group.straggled = True
                 self.counts["groups/straggled"] += 1
 

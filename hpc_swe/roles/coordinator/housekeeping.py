@@ -63,6 +63,25 @@ class World:
         return {address.identity for spool in self.scan.values() for address in spool["dead"]}
 
     @property
+    def engines(self) -> list[Node]:
+        """Those that serve."""
+        serving = [n for n in self.nodes if n.role == "inference" and n.state in ("ready", "updating")]
+        return [node for node in serving if node.url]
+
+    @cached_property
+    def worked_s(self) -> dict[str, float]:
+        """Members that a rollout worker has, and no result of -> seconds that it has worked on them.
+
+        The workers' leases say so: their clocks stand while no engine serves, and end with the claim.
+        """
+        rollout = [node for node in self.nodes if node.role == "rollout"]
+        clocks = {(n.owner, c): s for n in rollout for c, s in zip(n.claims, n.worked_s, strict=False)}
+        states = (("episodes", "ready"), ("episodes", "claimed"), ("scored", "ready"))
+        beyond = {a.identity for spool, state in states for a in self.scan[spool][state]}
+        held = {(a.owner, a.identity) for a in self.scan["requests"]["claimed"]} & clocks.keys()
+        return {claim: clocks[owner, claim] for owner, claim in held if claim not in beyond}
+
+    @property
     def learner_step(self) -> int:
         """Optimizer steps that the learner has taken, as far as is known."""
         return max([self.newest.step, *(node.step for node in self.nodes if node.role == "learner")])
@@ -165,8 +184,7 @@ class Housekeeper:
         """The two cells that others read: engines, at once when they change, and how the run fares."""
         engines = [
             Endpoint(owner=n.owner, url=n.url, versions=n.versions, updating=n.state == "updating")
-            for n in world.nodes
-            if n.role == "inference" and n.url and n.state in ("ready", "updating")
+            for n in world.engines
         ]
         due = self._is_due("status", status_s, world.now)
         if not due and engines == self._endpoints:

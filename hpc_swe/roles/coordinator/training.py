@@ -3,7 +3,7 @@
 consumes      scored/, weights/ (only which is newest)
 produces      requests/, batches/step_n, archive/episodes/step_n.parquet
 waits for     results of open groups; the learner, when one batch lies ahead of its step
-unblocked by  rollout and reward workers; a new weight version; the straggler's clock
+unblocked by  rollout and reward workers; a new weight version; the clocks of stragglers
 
 Publishing a batch is three acts: commit the batch, write its archive, drop its messages. After the
 first, a crash leaves messages of consumed groups behind; whoever starts next makes the archive of them
@@ -64,7 +64,7 @@ class Training:
         if self.step in batches.steps(self._run):
             raise LostRace(f"{self._run.batch(self.step)} was published by another coordinator")
         self._intake.round(world)
-        self._ledger.close_stragglers(world.now, self._recipe.groups.straggler_s)
+        self._ledger.close_stragglers(world.worked_s, self._recipe.groups.straggler_s)
         self._advance(world)
         evaluating = self._evaluator.round(self._intake, world)
         if world.has_room:
@@ -151,7 +151,8 @@ class Training:
         if group is None:
             return f"leave to dispatch group {number}: newest weights are {world.newest.name}"
         names = [m.request.name for m in group.members if m.state == "open"]
-        return f"results of {', '.join(names[:3])}{' ..' if len(names) > 3 else ''}"
+        what = f"results of {', '.join(names[:3])}{' ..' if len(names) > 3 else ''}"
+        return what if world.engines else f"{what}; no engine serves"
 
 
 COUNTED = ("episodes/infra", "episodes/duplicates", "episodes/absent", "groups/straggled")

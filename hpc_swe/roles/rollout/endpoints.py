@@ -53,6 +53,12 @@ class Endpoints:
             with self._lock:
                 self._busy[endpoint.owner] -= 1
 
+    def serves(self) -> bool:
+        """Whether the coordinator lists an engine that may be asked; one that only rests counts."""
+        with self._lock:
+            table = self._read()
+            return table is not None and any(not self._is_behind(e, table.newest) for e in table.endpoints)
+
     def versions(self, endpoint: Endpoint) -> list[WeightVersion]:
         """Weights that the engine's own cell names at this moment.
 

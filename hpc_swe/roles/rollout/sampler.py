@@ -39,6 +39,10 @@ class Sampler:
         """`wait_s` bounds both the wait for an engine and one request to it."""
         self._engine, self._endpoints, self._token, self._wait_s = engine, endpoints, token, wait_s
 
+    def is_served(self) -> bool:
+        """Whether an engine is listed that may be asked."""
+        return self._endpoints.serves()
+
     def sample(self, prompt: IdArray, sampling: Sampling, prefer: str) -> Sampled:
         """Sample until the turn ends or `sampling.max_tokens` are there; `prefer` names the chain's engine.
 

@@ -1,19 +1,21 @@
 """The rollout worker: requests become episodes.
 
-Consumes requests/; produces episodes/. Waits for a ready request (the coordinator dispatches) and, in
-each episode, for an engine that serves (endpoints cell).
+Consumes requests/; produces episodes/. Waits for a ready request (the coordinator dispatches) and for an
+engine that serves (endpoints cell): without one it claims nothing, and a request of which nothing was sampled
+when the engines went away goes back.
 """
 
 import logging
 from functools import partial
 
+from hpc_swe.errors import EngineError
 from hpc_swe.records import Episode, RolloutRequest
 from hpc_swe.roles.rollout import episode
 from hpc_swe.roles.rollout.episode import Means, Outcome
 from hpc_swe.rundir import RunDir
 from hpc_swe.store.lease import Lease
 from hpc_swe.store.spool import Spool
-from hpc_swe.store.worker import Work, Worker
+from hpc_swe.store.worker import Undone, Work, Worker
 
 CLOSING_S = 15.0
 """What sandboxes get to close in when the process must end; Slurm kills 90 s after its signal."""
@@ -33,6 +35,9 @@ class Attempt(Work[Episode]):
         """Play, and record what came of it."""
         outcome = episode.play(self._means, self._request, self._recorder)
         made = episode.record(self._request, self._recorder, outcome, self._owner)
+        failure = self._recorder.failure
+        if isinstance(failure, EngineError) and not made.turns and not self._means.sampler.is_served():
+            raise Undone(f"no engine serves, and nothing was sampled yet: {failure}")
         log.info("finished %s: %s, %d turns", self._request.name, made.exit_status, len(made.turns))
         return made
 
@@ -60,4 +65,5 @@ def worker(run: RunDir, lease: Lease, means: Means, hung_s: float = 60.0) -> Wor
         means.config.slots,
         means.config.poll_s,
         CLOSING_S,
+        means.sampler.is_served,
     )
