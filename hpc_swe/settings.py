@@ -54,7 +54,7 @@ class GroupsConfig(Record, frozen=True, kw_only=True):
     """Groups with a token older than this are dropped and counted; 0 is never."""
     max_token_staleness: Natural = 0
     """Tokens older than this are masked one by one; 0 is never."""
-    straggler_s: Duration = 7200.0
+    straggler_s: Duration = 14400.0
     """When workers are at every open member of a group for longer than this, each from its claim on and while
     an engine serves, the group trains with the members it has, if two, else it is dropped."""
     max_attempts: Positive = 3
