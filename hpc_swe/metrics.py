@@ -169,7 +169,8 @@ class Drawing:
         for path in old:
             path.unlink(missing_ok=True)
         # TensorBoard reads the files of a folder by name, so the new name must be the last.
-        number = max([time.time_ns(), *(int(p.name.split(".")[3]) + 1 for p in old)])
+        stamps = [stamp for p in old if (stamp := p.name.split(".")[3]).isdecimal()]
+        number = max([time.time_ns(), *(int(stamp) + 1 for stamp in stamps)])
         self._path = self._run.tensorboard / f"events.out.tfevents.{number}.hpc_swe"
         self._last = {}
         return self._path

@@ -66,6 +66,8 @@ class RunDir:
     """Cell: EndpointTable, coordinator to rollout."""
     status = _At("state/status.json")
     """Cell: StatusReport, coordinator to people."""
+    watch = _At("state/watch.json")
+    """Cell: Memory, coordinator to coordinator."""
     evals = _At("evals")
     """Cells: evaluations."""
     results = _At("results.parquet")

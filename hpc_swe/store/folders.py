@@ -117,7 +117,7 @@ def published(
             found.append(wanted)
         elif path not in _FOREIGN:
             _FOREIGN.add(path)
-            log.warning("passed over %s: no folder that a process of the run published", path)
+            log.warning("passed over %r: no folder that a process of the run published", str(path))
     return found
 
 

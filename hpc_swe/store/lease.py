@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from hpc_swe.errors import CorruptRecord, StorageError
-from hpc_swe.records import Node, Role
+from hpc_swe.records import Node, Record, Role
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
 
@@ -98,29 +98,53 @@ class _Sighting:
     """Claim -> `grown` when it was first and last found unnamed."""
 
 
+class Memory(Record, frozen=True, kw_only=True):
+    """What a watcher has counted, for the next one: it may be started anew before it comes to an end."""
+
+    since_look_s: float = 0.0
+    """How long it had lived since its last look."""
+    stalls: int = 0
+    still: dict[str, tuple[int, int]] = {}
+    """Owner -> the beat at which it stands still, -1 where none was read, and the looks that found it so."""
+
+
 class Watcher:
     """The observer's side. An owner never seen before gets the full grace."""
 
     def __init__(
-        self, run: RunDir, beat_s: float, ttl_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        run: RunDir,
+        beat_s: float,
+        ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        memory: Memory | None = None,
     ) -> None:
         self._run, self._beat_s, self._clock = run, beat_s, clock
         self._limit = max(2, round(ttl_s / beat_s))
         self._seen: dict[str, _Sighting] = {}
         self._last = float("-inf")
-        self._stalls = 0
+        self._remembered = memory or Memory()
+        self._stalls = self._remembered.stalls
 
     def look(self, owners: Iterable[str] = ()) -> None:
         """Look at all cells, at most once a beat. `owners` hold claims and may never have shown a cell."""
         now = self._clock()
         if now - self._last < self._beat_s:
             return
-        self._last = now
+        is_first = self._last == float("-inf")
+        self._last = now - (min(self._remembered.since_look_s, self._beat_s) if is_first else 0.0)
         cells, unreadable = self._read()
         alive = {owner for owner in self._seen if not self.is_dead(owner)}
         for owner in {*cells, *self._seen, *owners} - unreadable:
             self._count(owner, cells.get(owner))
         self._forgive_stall(alive)
+
+    def memory(self) -> Memory:
+        """What the next watcher shall go on from."""
+        still = {
+            owner: (s.node.beat if s.node else -1, s.missed) for owner, s in self._seen.items() if s.missed
+        }
+        return Memory(since_look_s=self._clock() - self._last, stalls=self._stalls, still=still)
 
     def is_dead(self, owner: str) -> bool:
         """Whether the owner's beat stood still for the whole grace."""
@@ -168,7 +192,9 @@ class Watcher:
         for name in atomic.names(self._run.nodes):
             owner = name.removesuffix(".json")
             try:
-                found[owner] = atomic.get(self._run.node(owner), Node)
+                node = atomic.get(self._run.nodes / name, Node)
+                if node.owner == owner:
+                    found[owner] = node
             except FileNotFoundError:
                 continue
             except CorruptRecord as error:  # counts: beats are not synced, so a node that dies may leave it
@@ -181,7 +207,9 @@ class Watcher:
     def _count(self, owner: str, node: Node | None) -> None:
         sighting = self._seen.get(owner)
         if sighting is None:
-            self._seen[owner] = _Sighting(node, shown=node is not None)
+            beat, missed = self._remembered.still.get(owner, (-1, 0))
+            stands = node is None or node.beat == beat
+            self._seen[owner] = _Sighting(node, node is not None, missed if stands else 0)
             return
         sighting.shown = node is not None
         if node is not None and (sighting.node is None or node.beat != sighting.node.beat):

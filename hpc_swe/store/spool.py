@@ -26,7 +26,8 @@ from hpc_swe.store import atomic
 R = TypeVar("R", bound=Record)
 M = TypeVar("M")
 STATES = ("ready", "claimed", "dead")
-NAME = re.compile(r"([^~]+)~(0|[1-9][0-9]*)(?:~([^~]+))?")
+NAME = re.compile(r"([^~]+)~(0|[1-9][0-9]{0,3})(?:~([^~]+))?")
+LONGEST = 205  # bytes of a name in ready/; the rest of 255 is for an owner's, or for a temporary's
 WINDOW = 32  # a claim starts anywhere among the oldest, so that two workers seldom reach for the same
 TRIES = 3
 
@@ -45,7 +46,9 @@ class Address:
     def parse(cls, name: str) -> "Address | None":
         """None for a foreign file: not ours to touch."""
         parts = NAME.fullmatch(name)
-        return cls(parts[1], int(parts[2]), parts[3] or "") if parts else None
+        if parts is None or len(os.fsencode(f"{parts[1]}~{parts[2]}")) > LONGEST:
+            return None
+        return cls(parts[1], int(parts[2]), parts[3] or "")
 
     @property
     def ready(self) -> str:

@@ -77,6 +77,35 @@ def test_looking_often_is_looking_once_a_beat(watch):
     assert watch.dead() == set()
 
 
+@pytest.mark.parametrize("life_s", [7.0, BEAT - 1.0, BEAT, 2.5 * BEAT])
+def test_a_watcher_that_often_starts_anew_goes_on_counting(watch, life_s):
+    """Neither sooner nor never: the living beat on, and what the dead leave is seen after their grace."""
+    watch.look(["a", "b"], owners=["ghost"])
+    lived, beats = 0.0, 0
+    while watch.dead(["a", "b", "ghost"]) != {"a", "ghost"}:
+        assert watch.dead(["a", "b", "ghost"]) <= {"a", "ghost"}
+        watch.watcher = Watcher(watch.run, BEAT, TTL, lambda: watch.now, watch.watcher.memory())
+        for step in range(int(life_s)):
+            lived += 1.0
+            if lived // BEAT > beats:
+                beats += 1
+                beat(watch.run, "b", 1000 + beats)
+            watch.look(after=1.0, owners=["ghost"] if step % 2 else ["ghost", "b"])
+        assert lived <= TTL + 2 * BEAT + life_s, "never"
+    assert lived >= TTL - 2 * BEAT, "sooner"
+
+
+def test_a_foreign_cell_is_never_removed_and_a_copied_one_is_nobody(watch):
+    watch.look(["a"])
+    (watch.run.nodes / "a copy.json").write_bytes(watch.run.node("a").read_bytes())
+    (watch.run.nodes / "mine.json").write_text("my notes")
+    for _ in range(LIMIT + 1):
+        watch.look(["a"])
+        assert [node.owner for node in watch.watcher.live()] == ["a"]
+    watch.watcher.forget(keep=[])
+    assert atomic.names(watch.run.nodes) == ["a copy.json", "a.json", "mine.json"]
+
+
 def test_a_clock_that_differs_between_nodes_does_not_matter(watch):
     """No mtime is read: cells from the future and from 1970 live and die alike."""
     for count in range(LIMIT + 2):

@@ -96,6 +96,10 @@ class Intake:
         scored = self._scored.read(address)
         if scored is None:
             return
+        if scored.episode.request.name != address.identity:
+            log.error("dropped %s: a result of %s", address.identity, scored.episode.request.name)
+            self._drop(address)
+            return
         cause = failure(scored)
         self._count(scored, cause)
         verdict = self.ledger.take(address, scored, now)

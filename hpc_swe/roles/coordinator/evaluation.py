@@ -51,10 +51,15 @@ class Evaluator:
         """Name of a round's table."""
         return f"step_{number * self.every:06d}" if self.every else "eval"
 
+    def step(self, key: Key) -> int:
+        """Optimizer steps after which the round of a group is due."""
+        return key[1] // max(1, len(self.tasks)) * self.every
+
     def expects(self, key: Key) -> list[RolloutRequest] | None:
         """The requests of one task of a round; None when its table exists."""
         number, place = divmod(key[1], max(1, len(self.tasks)))
-        if not self.tasks or self.label(number) in self._done:
+        is_only = number == 0 or self.every
+        if not self.tasks or not is_only or self.label(number) in self._done:
             return None
         settings = [s for s in self.config.decodings.values() for _ in range(self.config.samples)]
         return [

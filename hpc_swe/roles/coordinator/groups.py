@@ -17,7 +17,7 @@ from hpc_swe.store.spool import Address
 
 Key = tuple[Split, int]
 """A group: its split and number."""
-NAME = re.compile(r"(eval|train)-(\d{6,})-(\d{2,})")
+NAME = re.compile(r"(eval|train)-([0-9]{6}|[1-9][0-9]{6,8})-([0-9]{2}|[1-9][0-9]{2,3})")
 SCANS = 2  # a message on its way back from a worker can escape one listing, not two
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from hpc_swe.errors import CorruptRecord
 from hpc_swe.records import (
     Endpoint,
     EndpointTable,
@@ -28,7 +29,7 @@ from hpc_swe.roles.coordinator import retention
 from hpc_swe.rundir import SPOOLS, RunDir
 from hpc_swe.settings import LeaseConfig, RetentionConfig
 from hpc_swe.store import atomic, folders, weights
-from hpc_swe.store.lease import Watcher
+from hpc_swe.store.lease import Memory, Watcher
 from hpc_swe.store.spool import STATES, Address, Spool
 
 ORPHAN_S = 3600.0  # a temporary whose process shows no lease is left alone for so long
@@ -146,7 +147,9 @@ class Housekeeper:
     ) -> None:
         self._run, self._kept, self._lease, self._clock = run, kept, lease, clock
         self._max_losses = max_losses
-        self._watcher = Watcher(run, lease.beat_s, lease.ttl_s, clock)
+        memory = _remembered(run)
+        self._watcher = Watcher(run, lease.beat_s, lease.ttl_s, clock, memory)
+        self._is_counting = bool(memory.still)
         self._spools = (Spool(run.requests, RolloutRequest), Spool(run.episodes, Episode))
         self._done: dict[str, float] = {}
         self._orphans: dict[Path, float] = {}
@@ -194,6 +197,10 @@ class Housekeeper:
         table = EndpointTable(beat=self._beat, endpoints=engines, newest=world.newest)
         atomic.put(self._run.endpoints, table, durable=False)
         atomic.put(self._run.status, self._report(world, standing, desired), durable=False)
+        memory = self._watcher.memory()
+        if memory.still or self._is_counting:  # else the cell says already that all is well
+            atomic.put(self._run.watch, memory, durable=False)
+        self._is_counting = bool(memory.still)
 
     def tidy(self, world: World) -> None:
         """Delete what retention lets go, once a beat, and what dead processes left, six times an hour."""
@@ -248,3 +255,11 @@ class Housekeeper:
             recent=standing.recent,
             errors=full + standing.errors,
         )
+
+
+def _remembered(run: RunDir) -> Memory:
+    try:
+        return atomic.get(run.watch, Memory)
+    except (FileNotFoundError, CorruptRecord) as error:
+        log.info("counting from zero: %s", error)
+        return Memory()

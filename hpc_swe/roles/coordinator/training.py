@@ -11,6 +11,7 @@ if it is missing, and then drops them as it would any duplicate.
 """
 
 import logging
+from math import ceil
 
 from hpc_swe.errors import LostRace
 from hpc_swe.metrics import Log
@@ -18,7 +19,7 @@ from hpc_swe.records import CoordinatorState, RolloutRequest, ScoredEpisode
 from hpc_swe.roles.coordinator import archive, batches, curves
 from hpc_swe.roles.coordinator.batches import Composition, Recipe, Verdict
 from hpc_swe.roles.coordinator.collect import Intake
-from hpc_swe.roles.coordinator.dispatch import Pace, Plan, horizon
+from hpc_swe.roles.coordinator.dispatch import RATE_FLOOR, Pace, Plan, horizon
 from hpc_swe.roles.coordinator.evaluation import Evaluator
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, locate
 from hpc_swe.roles.coordinator.housekeeping import Standing, World
@@ -42,6 +43,9 @@ class Training:
         self._evaluator, self._log = evaluator, curves_log
         self._verdicts: dict[int, tuple[int, Verdict]] = {}
         self._published_at: float | None = None
+        limits = recipe.groups
+        self._farthest = ceil((limits.max_staleness + AHEAD + 1) * limits.groups_per_step / RATE_FLOOR)
+        """Groups are dispatched in the order of their numbers: after a gap so wide, a message is nobody's."""
         last = batches.newest(run)
         self.step = last.step + 1 if last else 0
         self.state = last.after if last else CoordinatorState()
@@ -75,8 +79,10 @@ class Training:
     def _expects(self, key: Key) -> list[RolloutRequest] | None:
         split, group = key
         if split == "eval":
-            return self._evaluator.expects(key)
-        return self._plan.group(group) if group >= self.state.next_group else None
+            return self._evaluator.expects(key) if self._evaluator.step(key) <= self._steps else None
+        first = self.state.next_group
+        last = max((number for kind, number in self._ledger.groups if kind == "train"), default=first - 1)
+        return self._plan.group(group) if first <= group <= last + self._farthest else None
 
     def _advance(self, world: World) -> None:
         """Publish the next batch if it is complete and its time has come."""

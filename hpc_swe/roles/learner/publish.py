@@ -4,6 +4,7 @@ A checksum of a file is made by one rank, each rank taking an equal share of the
 """
 
 import logging
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from hpc_swe.records import (
 from hpc_swe.roles.learner.accord import lead, together
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, folders
+
+INCARNATION = re.compile("[0-9]{2}|[1-9][0-9]{2,3}")
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +118,8 @@ class Publisher:
 
 def take_incarnation(run: RunDir) -> int:
     """A number that no earlier start of this run's learner had."""
-    number = max((int(name) for name in atomic.names(run.incarnations) if name.isdigit()), default=0)
+    taken = (name for name in atomic.names(run.incarnations) if INCARNATION.fullmatch(name))
+    number = max(map(int, taken), default=0)
     while True:
         number += 1
         try:
@@ -142,7 +146,7 @@ def _checkpoints(run: RunDir) -> list[tuple[Path, CheckpointManifest]]:
 
 def _require_first_batch(run: RunDir) -> None:
     """A learner that starts at step 0 would wait for ever for a batch that retention took."""
-    left = atomic.names(run.batches)
+    left = [name for name in atomic.names(run.batches) if name.startswith("step_")]
     if left and not run.batch(0).exists():
         raise CorruptRecord(
             f"{run.checkpoints}: no checkpoint is intact, and the batches before {left[0]} are gone; "
