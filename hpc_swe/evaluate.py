@@ -54,6 +54,8 @@ class Headway:
     """Jobs wait for the scheduler, which may take its time."""
     moved: object
     """Equal as long as nothing moves."""
+    failed: int = 0
+    """Episodes that infrastructure failed to the last."""
 
 
 class Patience:
@@ -101,7 +103,8 @@ class Watch:
             self.headway = replace(self.headway, waits_for=waits_for, is_queued=False)
         self._first = self.headway.done if self._first < 0 else self._first
         minutes = max(time.monotonic() - self._began, 1.0) / 60
-        told = f"{self.headway.solved} solved, {(self.headway.done - self._first) / minutes:.1f}/min"
+        failed = f", {self.headway.failed} infra failures" if self.headway.failed else ""
+        told = f"{self.headway.solved} solved{failed}, {(self.headway.done - self._first) / minutes:.1f}/min"
         waits = f"; {self.headway.waits_for}"[:60]
         self.bar.update(self._row, completed=self.headway.done, description=told + waits)
         self._patience.look(self.headway)
@@ -121,7 +124,8 @@ def headway(view: View) -> Headway:
     report, queue = view.report, view.queue
     pending = [job for job in queue.jobs if job.state != "running"]
     recent = report.recent if report else {}
-    done, solved = (int(recent.get(f"evaluation/{name}", [0.0])[-1]) for name in ("done", "resolved"))
+    names = ("done", "resolved", "infra")
+    done, solved, failed = (int(recent.get(f"evaluation/{name}", [0.0])[-1]) for name in names)
     if queue.silence:
         waits_for = "the scheduler, which does not answer"
     elif queue.failures:
@@ -136,7 +140,7 @@ def headway(view: View) -> Headway:
     else:
         waits_for = "; ".join([report.waits_for, *report.errors[-1:]])
     moved = (done, report.spools if report else None, len(view.engines))
-    return Headway(done, solved, waits_for, bool(pending or queue.silence), moved)
+    return Headway(done, solved, waits_for, bool(pending or queue.silence), moved, failed)
 
 
 def size(run: RunDir, config: RunConfig) -> int:

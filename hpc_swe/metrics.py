@@ -28,6 +28,7 @@ METRICS = {
     "solve/eval_low/*": "lower end of its 95 % interval, bootstrapped over tasks",
     "solve/eval_high/*": "upper end",
     "solve/eval_any/*": "share of held-out tasks that at least one sample resolved",
+    "infra/eval/*": "share of held-out episodes that infrastructure failed; solve/eval counts them as failed",
     "groups/signal_rate": "share of finished groups whose advantages are not all 0",
     "groups/no_signal": "groups without signal before the last group of the batch",
     "groups/dropped_few": "groups with fewer than two usable members",

@@ -11,6 +11,7 @@ from typing import get_args
 from urllib.parse import quote
 
 import msgspec
+from msgspec.structs import replace
 from rich.box import ASCII
 from rich.console import RenderableType
 from rich.table import Table
@@ -37,6 +38,10 @@ class Decoding(Record, frozen=True, kw_only=True):
     """k -> share of tasks that one of k episodes resolves, unbiased; k = 1 is the solve rate."""
     detectable: float
     """Smallest gain of another evaluation on these tasks that would be seen."""
+    infra_failures: int
+    """Episodes that infrastructure failed to the last; `pass_at` counts them as unresolved."""
+    at_most: float
+    """The solve rate if each of those had been resolved."""
     outcomes: dict[str, int]
     exits: dict[str, int]
     retries: int
@@ -85,6 +90,8 @@ class Comparison(Record, frozen=True, kw_only=True):
     won: int
     """Tasks that are resolved more often than before."""
     lost: int
+    infra_failures: list[int]
+    """Episodes of these tasks that infrastructure failed to the last, before and after; unresolved here."""
     sampled_otherwise: list[str]
     """Settings that differ under the one name."""
 
@@ -93,6 +100,7 @@ def decoding(attempts: Sequence[Attempt], label: str, sampling: Sampling) -> Dec
     """The numbers of one decoding."""
     found = [attempt for attempt in attempts if attempt.sampling == label]
     outcomes = statistics.outcomes(found, label)
+    at_most = [a if a.outcome != "infra_error" else replace(a, outcome="resolved") for a in found]
     came = [attempt for attempt in found if attempt.exit_status] or found
     samples = min(len(values) for values in outcomes.values())
     return Decoding(
@@ -100,6 +108,8 @@ def decoding(attempts: Sequence[Attempt], label: str, sampling: Sampling) -> Dec
         episodes=len(found),
         pass_at={k: statistics.pass_rate(outcomes, k) for k in range(1, samples + 1)},
         detectable=statistics.detectable(outcomes),
+        infra_failures=sum(attempt.outcome == "infra_error" for attempt in found),
+        at_most=statistics.solve_rate(statistics.outcomes(at_most, label)).mean,
         outcomes=dict(Counter(attempt.outcome for attempt in found)),
         exits=dict(Counter(attempt.exit_status or "none" for attempt in found)),
         retries=sum(attempt.retries for attempt in found),
@@ -255,7 +265,15 @@ def _comparison(label: str, *both: Finished, shared: set[str]) -> Comparison:
         detectable=statistics.detectable_gain(before, after),
         won=sum(change > 0 for change in changes),
         lost=sum(change < 0 for change in changes),
+        infra_failures=[_infra_failures(one.attempts, label, shared) for one in both],
         sampled_otherwise=[f"{key} {was[key]} -> {now[key]}" for key in now if was[key] != now[key]],
+    )
+
+
+def _infra_failures(attempts: Sequence[Attempt], label: str, shared: set[str]) -> int:
+    return sum(
+        (attempt.sampling, attempt.outcome) == (label, "infra_error") and attempt.task_id in shared
+        for attempt in attempts
     )
 
 
@@ -264,14 +282,15 @@ def shown(summary: Summary) -> Iterator[RenderableType]:
     ways = summary.decodings
     told = (found.pass_at for found in ways.values())
     shares = sorted({k for pass_at in told for k in pass_at if k.bit_count() == 1 or k == max(pass_at)})
-    columns = [*(f"pass@{k}" for k in shares), "detectable gain"]
+    columns = [*(f"pass@{k}" for k in shares), "infra failures", "pass@1 at most", "detectable gain"]
     rates = _table(f"{summary.name}: {summary.tasks} tasks [95 % interval over tasks]", columns)
     kinds = [kind for kind in get_args(Outcome) if any(kind in found.outcomes for found in ways.values())]
     outcomes = _table("episodes, by outcome", [*kinds, "retried"])
     medians = _table("median of an episode: seconds by stage, tokens, turns", [*STAGES, "tokens", "turns"])
     for label, found in ways.items():
         solved = (str(found.pass_at[k]) if k in found.pass_at else "" for k in shares)
-        rates.add_row(label, *solved, f"{found.detectable:.3f}")
+        failed = (f"{found.infra_failures} of {found.episodes}", f"{found.at_most:.3f}")
+        rates.add_row(label, *solved, *failed, f"{found.detectable:.3f}")
         outcomes.add_row(label, *(str(found.outcomes.get(kind, 0)) for kind in kinds), str(found.retries))
         seconds = (f"{found.median_s[stage]:.1f}" for stage in STAGES)
         medians.add_row(label, *seconds, f"{found.median_tokens:.0f}", f"{found.median_turns:g}")
@@ -290,11 +309,12 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 def shown_beside(other: str, found: dict[str, Comparison]) -> Iterator[RenderableType]:
     """A comparison, for people."""
-    columns = ("tasks", "before", "after", "gain", "detectable gain", "won", "lost")
+    columns = ("tasks", "before", "after", "gain", "detectable gain", "won", "lost", "infra failures")
     table = _table(f"since {other} [95 % interval, paired by task]", columns)
     for label, one in found.items():
         rates = (f"{one.before.mean:.3f}", f"{one.after.mean:.3f}", str(one.gain), f"{one.detectable:.3f}")
-        table.add_row(label, str(one.tasks), *rates, str(one.won), str(one.lost))
+        failed = " and ".join(map(str, one.infra_failures))
+        table.add_row(label, str(one.tasks), *rates, str(one.won), str(one.lost), failed)
     yield table
     for label, one in found.items():
         if one.sampled_otherwise:

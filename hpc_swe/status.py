@@ -33,6 +33,7 @@ HEADLINES = (
     "reward/mean",
     "solve/train",
     "solve/eval",
+    "infra/eval",
     "evaluation",
     "groups/signal_rate",
     "staleness/mean",

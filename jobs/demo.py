@@ -74,6 +74,11 @@ class Demo:
         """Task id -> 1 or 0 per episode, of one finished evaluation."""
         return statistics.outcomes(evals.read(run.eval_table("eval")), decoding)
 
+    def infra_failures(self, run: RunDir, decoding: str) -> str:
+        """Episodes that infrastructure failed to the last: they count as unresolved."""
+        found = [a.outcome for a in evals.read(run.eval_table("eval")) if a.sampling == decoding]
+        return f"{found.count('infra_error')}/{len(found)}"
+
 
 def newest(run: RunDir) -> Path:
     """Folder of the last weights of a finished run."""
@@ -114,12 +119,13 @@ def _advance(progress: Progress, bar: TaskID, name: str, run: RunDir) -> None:
 
 
 def _report(demo: Demo, before: RunDir, after: RunDir, trained: RunDir) -> None:
-    columns = ("held-out solve rate", "before", "after", "gain", "detectable")
+    columns = ("held-out solve rate", "before", "after", "gain", "detectable", "infra failures")
     table = Table(*columns, title="mean over tasks [95 % interval over tasks]")
     for decoding in DECODINGS:
         first, last = demo.outcomes(before, decoding), demo.outcomes(after, decoding)
         rates = [statistics.solve_rate(first), statistics.solve_rate(last), statistics.gain(first, last)]
-        table.add_row(decoding, *map(str, rates), f"{statistics.detectable(first):.3f}")
+        failed = ", ".join(demo.infra_failures(run, decoding) for run in (before, after))
+        table.add_row(decoding, *map(str, rates), f"{statistics.detectable(first):.3f}", failed)
     console.print(table)
     _plot(demo, before, after, trained)
     console.print(f"reward curve: {demo.root / 'reward.png'}")

@@ -8,6 +8,7 @@ from itertools import combinations, product
 import msgspec
 import numpy as np
 import pytest
+from rich.console import Console
 from small_evaluation import ROOT, official_report
 from toy import gold, make_repository, row, taskset, write_rows
 
@@ -18,6 +19,7 @@ from hpc_swe.plugins.graders.base import Official, Verdict
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.records import Message, RunManifest, Sampling, Score, Task, ToolCall
 from hpc_swe.results import Finished
+from hpc_swe.roles.coordinator import evaluation
 from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.store import atomic, evals, tasks
 from hpc_swe.store.evals import Attempt
@@ -78,8 +80,41 @@ def test_an_episode_that_never_came_back_is_failed_and_told_apart():
     )
     found = results.decoding([*attempts({"a": [1]}), lost], "greedy", Sampling())
     assert found.pass_at[1].mean == 0.5
+    assert (found.infra_failures, found.at_most) == (1, 1.0), "said beside the number that they lower"
     assert (found.outcomes, found.retries) == ({"resolved": 1, "infra_error": 1}, 2)
     assert found.exits == {"submitted": 1, "none": 1}
+
+
+def test_every_table_with_a_solve_rate_says_how_many_episodes_infrastructure_failed():
+    lost = Attempt(task_id="a", index=1, sampling="greedy", sample=1, outcome="infra_error", reward=None)
+    some = Finished([*attempts({"a": [1]}), lost], {"a": _task("a")}, {"greedy": Sampling()})
+    whole = finished({"a": [1, 1]})
+    (table,) = results.shown_beside("base", results.compare(whole, some))
+    text = printed(table)
+    assert "infra failures" in text
+    assert "0 and 1" in text
+    ways = {"greedy": results.decoding(some.attempts, "greedy", Sampling())}
+    summary = results.Summary(
+        name="x",
+        model="m",
+        model_sha256="",
+        url="",
+        history="keep",
+        versions=[],
+        tasks=1,
+        trained_on=[],
+        decodings=ways,
+    )
+    text = printed(next(results.shown(summary)))
+    assert "1 of 2" in text
+    assert "1.000" in text
+    assert evaluation.summary("greedy", some.attempts)["infra/eval/greedy"] == 0.5
+
+
+def printed(table) -> str:
+    console = Console(width=200, record=True)
+    console.print(table)
+    return console.export_text()
 
 
 # comparisons

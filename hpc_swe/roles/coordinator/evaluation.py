@@ -74,6 +74,7 @@ class Evaluator:
         return {
             "evaluation/done": [float(len(closed))],
             "evaluation/resolved": [float(sum(_outcome(member) == "resolved" for member in closed))],
+            "evaluation/infra": [float(sum(_outcome(member) == "infra_error" for member in closed))],
         }
 
     def round(self, intake: Intake, world: World) -> str:
@@ -150,7 +151,7 @@ class Evaluating:
 
 
 def summary(label: str, rows: Sequence[Attempt]) -> dict[str, float]:
-    """Solve rate of one decoding, its 95 % interval over tasks, and the share that any sample solved."""
+    """Solve rate of one decoding with its 95 % interval over tasks, and what is to be seen beside it."""
     outcomes = statistics.outcomes(rows, label)
     rate = statistics.solve_rate(outcomes)
     return {
@@ -158,6 +159,7 @@ def summary(label: str, rows: Sequence[Attempt]) -> dict[str, float]:
         f"solve/eval_low/{label}": rate.low,
         f"solve/eval_high/{label}": rate.high,
         f"solve/eval_any/{label}": fmean(max(solved) for solved in outcomes.values()),
+        f"infra/eval/{label}": fmean(row.outcome == "infra_error" for row in rows if row.sampling == label),
     }
 
 
