@@ -40,6 +40,8 @@ FAMILIES: dict[Any, str] = {
 MAY_CHANGE = ("steps", "counts", "executor", "inference", "coordinator.poll_s", "rollout.slots", "reward")
 """Keys that a running run may see changed; all else would change what is trained."""
 
+_URL = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]+)?")
+
 
 def read(*paths: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Merge TOML files left to right, then one-line TOML overrides; the last wins.
@@ -51,6 +53,7 @@ def read(*paths: Path, overrides: Sequence[str] = ()) -> RunConfig:
     tree: dict[str, Any] = {}
     for part in (*map(_parse, paths), *map(_parse_override, overrides)):
         _merge(tree, part)
+    _drop_version(tree)
     return build(tree, " + ".join(map(str, paths)))
 
 
@@ -153,9 +156,9 @@ def _complaints(config: RunConfig) -> list[str]:
             f"{config.engine.max_model_len}: a full context would count as the engine's failure",
         ),
         (
-            bool(config.inference.url) and not re.fullmatch(r"http://[^/@\s]+", config.inference.url),
-            f"inference.url = {config.inference.url!r} must be http://host:port and nothing else; "
-            "an engine's key goes into the environment variable VLLM_API_KEY",
+            bool(config.inference.url) and not _URL.fullmatch(config.inference.url),
+            f"inference.url = {config.inference.url!r} must be http(s)://host:port, perhaps with a gateway's "
+            "path; an engine's key goes into the environment variable VLLM_API_KEY",
         ),
         (
             config.agent.budget_s >= config.rollout.episode_timeout_s,
@@ -190,6 +193,13 @@ def _merge(tree: dict[str, Any], update: dict[str, Any]) -> None:
             _merge(old, value)
         else:
             tree[key] = value
+
+
+def _drop_version(tree: dict[str, Any]) -> None:
+    """Clients of OpenAI's are told http://host:port/v1; the routes of a whole engine start before that."""
+    table = tree.get("inference")
+    if isinstance(table, dict) and isinstance(table.get("url"), str):
+        tree["inference"] = table | {"url": re.sub(r"(/v1)?/*$", "", table["url"])}
 
 
 def _plugin(kind: type, table: Any) -> Any:

@@ -132,8 +132,8 @@ class InferenceConfig(Record, frozen=True, kw_only=True):
     """How engines are kept alive."""
 
     url: str = ""
-    """An engine that somebody else runs, for example http://host:8000; empty starts our own. Its key is in
-    the environment of `launch start`, as VLLM_API_KEY."""
+    """An engine that somebody else runs, for example http://host:8000 or https://host/v1; empty starts our
+    own. Its key is in the environment of `launch start`, as VLLM_API_KEY."""
     port: Natural = 0
     """0 is any free port."""
     start_timeout_s: Duration = 600.0

@@ -4,15 +4,17 @@
 set -uo pipefail
 umask 077
 export PATH="$PATH:/usr/local/bin:/usr/bin:/bin:/opt/slurm/bin"
-folder=$(realpath "${1:?usage: sbatch/tick.sh FOLDER}") || exit 2
+folder=$(realpath -e "${1:?usage: sbatch/tick.sh FOLDER}") || exit 2
 cd "$(dirname "$(realpath "$0")")/.." || exit 2
+[ -e "$folder"/run.json ] || compgen -G "$folder/*/run.json" > /dev/null ||
+    { echo "$folder: no run here: neither it nor a folder in it has a run.json" >&2; exit 2; }
 worst=0
 output=$(mktemp) # not a pipe, which jobs on this machine would hold open
 trap 'rm -f "$output"' EXIT
 for config in "$folder"/run.json "$folder"/*/run.json; do
     run=${config%/run.json}
     [ -e "$config" ] && [ ! -e "$run/control/FINISHED" ] || continue
-    PYTHONPATH=$run/code timeout --kill-after=10 300 .venv/bin/python -P -m hpc_swe.launch tick "$run" > "$output" 2>&1
+    PYTHONPATH=$run/code timeout --kill-after=10 300 "${HPC_SWE_PYTHON:-.venv/bin/python}" -P -m hpc_swe.launch tick "$run" > "$output" 2>&1
     code=$? said=$(< "$output")
     [ "$code $said" != "0 $run: submitted nothing" ] || continue
     mkdir -p "$run/logs"

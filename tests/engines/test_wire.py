@@ -1,6 +1,8 @@
 """What goes over the wire to vLLM: what shapes a token is ours to say, whatever the model folder says."""
 
 import json
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -9,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpc_swe.errors import EngineError
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.records import Sampling
 
@@ -21,8 +24,10 @@ class Listener(BaseHTTPRequestHandler):
     """Keeps what it was asked, and answers with one token."""
 
     asked: list[dict] = []
+    paths: list[str] = []
 
     def do_POST(self) -> None:
+        self.paths.append(self.path)
         self.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         logprobs = {"content": [{"token_id": 3, "logprob": -0.5}]}
         choice = {"token_ids": [3], "finish_reason": "length", "logprobs": logprobs}
@@ -62,3 +67,38 @@ def test_the_model_s_own_generation_settings_are_not_taken(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text("{}")
     command = list(Vllm(program="vllm").command(tmp_path, "h", 1, "run"))
     assert command[command.index("--generation-config") + 1] == "vllm"
+
+
+def test_an_engine_behind_a_gateway_is_asked_by_tls_below_the_gateway_s_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=localhost",
+    ]
+    made += ["-addext", "subjectAltName=DNS:localhost", "-keyout", "key.pem", "-out", "cert.pem"]
+    subprocess.run(made, cwd=tmp_path, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    server = HTTPServer(("127.0.0.1", 0), Listener)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    url = f"https://localhost:{server.server_port}/models/ours"
+    try:
+        with pytest.raises(EngineError, match="certificate verify failed"):
+            Vllm().generate(url, "t", np.asarray([5, 6]), Sampling(), 60.0)
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+        completion = Vllm().generate(url, "t", np.asarray([5, 6]), Sampling(), 60.0)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert completion.token_ids == [3]
+    assert Listener.paths[-1].startswith("/models/ours/")

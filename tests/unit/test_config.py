@@ -143,3 +143,25 @@ def test_plugin_of_your_own(read, tmp_path, monkeypatch):
     run = read(GOOD.replace('"grpo"', '"my_lab:Best"'), "advantage.bonus=0.5")
     assert run.advantage([1.0, 0.0]) == [0.5, -0.5]
     assert configuration.dump(run)["advantage"] == {"type": "my_lab:Best", "bonus": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("http://host:8000", "http://host:8000"),
+        ("http://host:8000/", "http://host:8000"),
+        ("https://host/v1", "https://host"),
+        ("https://host:8443/v1/", "https://host:8443"),
+        ("https://gateway/models/ours/v1", "https://gateway/models/ours"),
+    ],
+)
+def test_the_address_of_an_engine_is_understood_as_clients_of_openai_s_write_it(read, given, kept):
+    assert read(GOOD, f'inference.url="{given}"').inference.url == kept
+
+
+@pytest.mark.parametrize(
+    "wrong", ["host:8000", "ftp://host", "http://me:secret@host", "http://host/?key=1", "https://"]
+)
+def test_an_address_that_is_none_or_holds_a_secret_is_refused(read, wrong):
+    with pytest.raises(ConfigError, match="inference.url"):
+        read(GOOD, f'inference.url="{wrong}"')

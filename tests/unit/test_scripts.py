@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -99,6 +100,29 @@ def test_an_engine_of_somebody_else_s_is_asked_for_by_its_address(tmp_path: Path
     assert done.returncode == 2
     assert f"inference.url = '{url}'" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in SCRIPTS if "python" in path.read_text()], ids=lambda p: p.name
+)
+def test_another_environment_than_venv_can_be_named(path: Path) -> None:
+    assert re.findall(r"\S*\.venv\S*", re.sub(r"\$\{HPC_SWE_PYTHON:-[^}]*\}", "", path.read_text())) == []
+
+
+def test_a_tick_by_another_interpreter_says_where_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.json").write_text("{}")
+    done = script("tick.sh", tmp_path, check=False, HPC_SWE_PYTHON="/nowhere/python")
+    assert done.returncode
+    assert "/nowhere/python" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["missing", "empty"])
+def test_a_tick_of_a_wrong_folder_says_so(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    done = script("tick.sh", tmp_path / name, check=False)
+    assert done.returncode == 2
+    assert f"{tmp_path / name}: " in done.stderr
 
 
 @pytest.mark.parametrize("size", SWEPDB)

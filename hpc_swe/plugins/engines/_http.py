@@ -13,14 +13,26 @@ KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPC
 _local = threading.local()
 
 
-class _Connection(http.client.HTTPConnection):
+class _Plain(http.client.HTTPConnection):
     """Fails within a minute when the engine's node is gone: a machine without power refuses nothing."""
 
     def connect(self) -> None:
         super().connect()
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE.items():
-            self.sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        _keep_alive(self.sock)
+
+
+class _Secure(http.client.HTTPSConnection):
+    """The same by TLS; the engine's certificate must be one that this machine trusts."""
+
+    def connect(self) -> None:
+        super().connect()
+        _keep_alive(self.sock)
+
+
+def _keep_alive(connected: socket.socket) -> None:
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Refused(EngineError):
@@ -58,8 +70,10 @@ def _connections() -> dict[str, http.client.HTTPConnection]:
 
 
 def _exchange(url: str, token: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
-    connection = _connections().setdefault(url, _Connection(urlsplit(url).netloc))
-    connection.timeout = timeout_s
+    parts = urlsplit(url)
+    kind = _Secure if parts.scheme == "https" else _Plain
+    connection = _connections().setdefault(url, kind(parts.netloc))
+    connection.timeout, path = timeout_s, parts.path + path
     is_reused = connection.sock is not None
     try:
         return _send(connection, token, path, body)
