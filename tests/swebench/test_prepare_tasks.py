@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from toy import gold, row, taskset, write_rows
 
-from hpc_swe.plugins.graders import _swebench
+from hpc_swe.plugins.graders import _judge
 from hpc_swe.plugins.tasksets._swebench_rows import RECIPES
 
 ROOT = Path(__file__).parents[2]
@@ -165,6 +165,6 @@ def test_a_target_of_another_kind_is_refused(tmp_path):
 
 
 def test_every_recipe_names_a_parser_of_swebench():
-    parsers = _swebench.official("harness.log_parsers").PARSER_REGISTRY
+    parsers = _judge.official("harness.log_parsers").PARSER_REGISTRY
     assert len(RECIPES) == 12
     assert [repo for repo, recipe in RECIPES.items() if recipe.log_parser not in parsers] == []

@@ -1,78 +1,132 @@
 """Tells how tests ended, from inside the process that runs them, past everything that is printed.
 
-It is sent into the sandbox as text, with a call of `watch` at its end, as the ``sitecustomize`` of a folder
-that stands first on PYTHONPATH: in the first Python process of the command it is there before any code of
-the work tree, takes its secrets into memory, and leaves nothing on disk that tells them. The first test run
-of that process is reported; test runs that tests start are left alone. Images bring their own interpreter,
-so this is written for Python 3.6. It shares a process with code that nobody trusts, and so looks up nothing
-later on that such code can replace by name; see `swebench` for what remains.
+It is sent into the sandbox as text, after that of `_guard` and with a call of `watch` at its end, as the
+``sitecustomize`` of a folder that stands first on PYTHONPATH: in the first Python process of the command it
+is there before any code of the work tree, loads the real unittest and pytest, takes its secrets into memory,
+and leaves nothing on disk that tells them. The first test run of that process is reported; test runs that
+tests start are left alone. Images bring their own interpreter, so this is written for Python 3.6. It shares a
+process with code that nobody trusts: it looks up nothing later on that such code can replace by name, and
+from Python 3.8 on its secrets are held by an audit hook alone, which sees who looks for it.
 """
 
-import gc
+import _thread
 import hashlib
 import json
 import os
+import random
 import shutil
 import sys
 import types
+import unittest
 from typing import Any, Callable  # noqa: UP035
 
-BAD_NUMBER = 2
-HEAP = 1 << 9  # the flag of classes that no C source lists
-MOST = 2  # of five values
+from hpc_swe.plugins.graders._guard import Guard, lax_classes  # in a sandbox its text stands above
 
 
-class Book:
-    """The report: one JSON object a line, beginning and end included, each sealed with all before it."""
+def book(folder: str, key: str) -> Callable[..., None]:
+    """Start the report, one sealed JSON object a line, and return what writes one.
 
-    def __init__(self, folder: str, also: str, key: str, good: str, bad: str) -> None:
-        """`also` are modules whose classes are looked at, one a line, loaded or not."""
-        self._also = also.split()
-        self._root = os.path.realpath(os.path.join(folder, "..", ".."))  # noqa: PTH118
-        self.good = good
-        self.bad = bad
-        self._key = key.encode()
-        self._seal = ""
-        self._process = os.getpid()
-        self._pid, self._write, self._digest = os.getpid, os.write, hashlib.blake2b
-        self._quote = json.encoder.encode_basestring_ascii
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-        self._file = os.open(folder + ".book", flags, 0o600)
-        self.note(begin=True)
+    Each line has a key of its own, made from the one before, which is forgotten: who finds the key can
+    neither change nor take back what was written before.
+    """
+    keys, waiting, lock, process = [key.encode()], [], _thread.allocate_lock(), os.getpid()
+    pid, write, digest, quote = os.getpid, os.write, hashlib.blake2b, json.encoder.encode_basestring_ascii
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+    file = os.open(folder + ".book", flags, 0o600)
 
-    def note(self, **entry: Any) -> None:
-        """Nothing is kept in this process: what is written cannot be taken back."""
-        if self._pid() != self._process:  # the tests forked
+    def note(**entry: Any) -> None:
+        if pid() != process:  # the tests forked
             return
-        told = [self._quote(name) + ":" + self._quote(str(value)) for name, value in entry.items()]
-        line = "{" + ",".join(told) + "}"
-        sealed = (self._seal + line).encode()
-        self._seal = self._digest(sealed, key=self._key, digest_size=8).hexdigest()
-        self._write(self._file, (self._seal + line + "\n").encode())
-
-    def close(self) -> None:
-        """The last word; without it nothing counts."""
-        for module in self._also:
+        waiting.append("{" + ",".join([quote(name) + ":" + quote(str(entry[name])) for name in entry]) + "}")
+        while waiting and lock.acquire(False):
             try:
-                __import__(module)
-            except Exception:  # noqa: BLE001, S112  (then it has no classes)
-                continue
-        for name, places in lax_classes(self._root):
-            self.note(lax=name, places="\n".join(places))
-        self.note(end=True)
+                line = waiting.pop(0).encode()
+                seal = digest(line, key=keys[0], digest_size=8).hexdigest()
+                keys[0] = digest(b"next", key=keys[0], digest_size=32).digest()
+                write(file, seal.encode() + line + b"\n")
+            finally:
+                lock.release()
+
+    note(begin=True)
+    return note
 
 
-def watch(folder: str, kind: str, *secrets: str) -> None:
-    """Report what this process tests, if it is the first; its children find nothing of this."""
+def watch(folder: str, kind: str, also: str, key: str, *canaries: str) -> None:
+    """Report what this process tests, if it is the first; its children find nothing of this.
+
+    `also` are modules whose classes are looked at, one a line, loaded or not; the first two canaries are a
+    test that must pass and one that must fail, the others must fail too and are put between the tests.
+    """
     try:
-        book = Book(folder, *secrets)
+        note = book(folder, key)
     except FileExistsError:
         return
+    root = os.path.realpath(os.path.join(folder, "..", ".."))  # noqa: PTH118
     shutil.rmtree(folder)
     sys.modules["sitecustomize"] = types.ModuleType("sitecustomize")
     sys.path[:] = [entry for entry in sys.path if entry != folder]
     _give_back("PYTHONPATH")
-    (watch_unittest if kind == "unittest" else watch_pytest)(book)
+    if kind == "pytest":
+        _load_pytest(root)
+    # What `raise` finds under this name would end a test as passed; nothing is caught by no exceptions.
+    unittest.case._ShouldStop = ()  # type: ignore[attr-defined]  # noqa: SLF001
+    guard = Guard(lambda what, places: note(odd=what, places=places), root, book.__code__.co_filename)
+    guard.learn()
+    tell = _teller(note, guard, also, root)
+    (watch_unittest if kind == "unittest" else watch_pytest)(tell, canaries)
+
+
+def _load_pytest(root: str) -> None:
+    """The real one, before the work directory can hold another; the work tree may itself be pytest's."""
+    paths = list(sys.path)
+    sys.path[:] = [path for path in paths if not (os.path.realpath(path) + "/").startswith(root + "/")]
+    try:
+        import pytest  # noqa: F401
+    except ImportError:
+        return
+    finally:
+        sys.path[:] = paths
+
+
+def _teller(note: Any, guard: Guard, also: str, root: str) -> Callable[..., Any]:
+    """What the watchers call: the name of a deed, and what it is done with."""
+
+    def close() -> None:
+        guard.check()
+        guard.rest()
+        for module in also.split():
+            try:
+                __import__(module)
+            except Exception:  # noqa: BLE001, S112  (then it has no classes)
+                continue
+        for name, places in lax_classes(root):
+            note(lax=name, places="\n".join(places))
+        note(end=True)
+
+    def outcome(**entry: Any) -> None:
+        guard.check()
+        note(**entry)
+
+    deeds = {name: getattr(guard, name) for name in dir(guard) if name[0] != "_"}
+    deeds.update(outcome=outcome, note=note, close=close)
+    if hasattr(sys, "addaudithook"):
+        return _hidden(deeds, guard.event)
+    return lambda deed, *words, **entry: deeds[deed](*words, **entry)
+
+
+def _hidden(deeds: Any, see: Any) -> Callable[..., Any]:
+    """The deeds are called by an event of the interpreter's, whose hooks no module and no frame holds."""
+    secret, audit = str(random.SystemRandom().getrandbits(128)), sys.audit
+
+    def hook(event: str, arguments: Any) -> None:
+        if event == secret:
+            deed, words, entry = arguments
+            deeds[deed](*words, **entry)
+        else:
+            see(event, arguments)
+
+    sys.addaudithook(hook)
+    return lambda deed, *words, **entry: audit(secret, deed, words, entry)
 
 
 def _give_back(name: str) -> None:
@@ -82,83 +136,44 @@ def _give_back(name: str) -> None:
         os.environ[name] = before
 
 
-def lax_classes(root: str) -> Any:
-    """Classes whose values equal nearly anything, so that any test would pass: name -> where each is from.
-
-    Places are files, relative in the work tree; an empty one is no file. What is all from files outside of
-    the work tree is not looked at.
-    """
-    found = {}
-    # Not isinstance: it would ask proxies what they stand for, and so make them.
-    for kind in [thing for thing in gc.get_objects() if issubclass(type(thing), type)]:
-        try:
-            owner = next(base for base in kind.__mro__ if "__eq__" in vars(base))
-            if not owner.__flags__ & HEAP or all(place[:1] == "/" for place in _places(kind, owner, root)):
-                continue
-            lax = next((one for one in (owner, kind) if _equals_most(one)), None)
-            if lax is not None:
-                name = str(vars(lax)["__module__"]) + ":" + lax.__qualname__
-                found[name] = _places(lax, owner, root)
-        except Exception:  # noqa: BLE001, S112  (it is no ordinary class)
-            continue
-    return sorted(found.items())
-
-
-def _places(kind: Any, owner: Any, root: str) -> Any:
-    """Files of its module and of the code that compares."""
-    code = getattr(vars(owner)["__eq__"], "__code__", None)
-    module = sys.modules.get(vars(kind)["__module__"])
-    places = {getattr(module, "__file__", None) or ""} | ({code.co_filename} if code else set())
-    paths = {os.path.realpath(place) if os.path.isfile(place) else "" for place in places}  # noqa: PTH113
-    return sorted(path[len(root) + 1 :] if path.startswith(root + "/") else path for path in paths)
-
-
-def _equals_most(kind: Any) -> bool:
-    """Asked of a value that was never set up, since that could do anything."""
-    news = (vars(base).get("__new__") for base in kind.__mro__)
-    value = next(new for new in news if type(new) is types.BuiltinFunctionType)(kind)
-    if hasattr(value, "__dict__"):
-        value.__dict__["another probe"] = 0  # or it would equal what shares all of its no attributes
-    number = int.from_bytes(os.urandom(4), "big")
-    equal = 0
-    for probe in (object(), number, str(number), [number], type("Probe", (), {"number": number})()):
-        try:
-            equal += bool(value == probe)
-        except Exception:  # noqa: BLE001, S112  (it looked at the value, as it should)
-            continue
-    return equal > MOST
-
-
-def watch_unittest(book: Book) -> None:
+def watch_unittest(tell: Any, canaries: Any) -> None:
     """Record the first run of a `unittest.TextTestRunner`, Django's included."""
-    import unittest
-
     original = unittest.TextTestRunner.run
 
     def run(self: Any, test: Any) -> Any:
         unittest.TextTestRunner.run = original  # type: ignore[method-assign]
-        self.resultclass = _recording(self.resultclass, book)
-        like = _first(test)
-        suite = unittest.TestSuite([_canary(like, book.good, 1), test, _canary(like, book.bad, BAD_NUMBER)])
+        tell("check")
+        self.resultclass = recording(self.resultclass, tell, canaries)
+        tell("hold_class", self.resultclass)
+        places = list(_leaves(test))
+        like = type(places[0][2]) if places else unittest.TestCase
+        suite = unittest.TestSuite([_plain(like, canaries[0], 1), test, _plain(like, canaries[1], 2)])
+        for kind in {type(place[2]) for place in places}:
+            tell("look_at_names", sys.modules.get(kind.__module__, unittest), {"unittest": unittest})
+        for place in places:
+            _look(tell, place[2])
+        bodies = [*FAILS[:2], *random.SystemRandom().sample(FAILS[2:], len(FAILS) - 2)]
+        for name, body in zip(() if self.failfast else canaries[2:], bodies):  # noqa: B905
+            _hide(name, body, places, tell)
         result = original(self, suite)
-        book.close()
+        tell("close")
         return result
 
     unittest.TextTestRunner.run = run  # type: ignore[method-assign]
 
 
-def _first(test: Any) -> Any:
-    while hasattr(test, "__iter__"):
-        tests = list(test)
-        if not tests:
-            break
-        test = tests[0]
-    return type(test)
+def _leaves(suite: Any) -> Any:
+    """Suite, place and test of every test in a list of its suite."""
+    tests = getattr(suite, "_tests", None)
+    for place, test in enumerate(tests if type(tests) is list else []):
+        if isinstance(test, unittest.TestCase):
+            yield suite, place, test
+        else:
+            yield from _leaves(test)
 
 
-def _canary(like: Any, name: str, number: int) -> Any:
+def _plain(like: Any, name: str, number: int) -> Any:
     """A test that nobody can tell by its name from those of a class."""
-    import unittest
 
     def method(self: Any) -> None:
         self.assertEqual(number, 1)  # noqa: PT009
@@ -167,17 +182,59 @@ def _canary(like: Any, name: str, number: int) -> Any:
     return type(like.__name__, (unittest.TestCase,), names)("test_" + name)
 
 
-def _recording(base: Any, book: Book) -> Any:
+FAILS = (
+    "self.assertEqual(%d, %d)",
+    "\n        with self.subTest(x=%d):\n            self.assertEqual(1, %d)",
+    "self.assertTrue(%d > %d)",
+    "self.assertIn(%d, [%d])",
+    "assert %d == %d",
+    "self.assertRaises(ValueError, int, %d + %d)",
+    "\n        with self.assertRaises(ValueError):\n            %d, %d",
+    "raise ValueError(%d, %d)",
+)
+
+
+def _hide(name: str, body: str, places: Any, tell: Any) -> None:
+    """A test that must fail, in a class of the tests and next to one of them."""
+    chance = random.SystemRandom()
+    if not places:
+        return
+    suite, _, like = chance.choice(places)
+    kind, number = type(like), chance.randrange(2, 999)
+    module = sys.modules.get(kind.__module__)
+    try:
+        text = "def test_%s(self):\n    if True:\n        " % name  # noqa: UP031
+        text = "\n" * number + text + body % (number, number + 1)
+        names: Any = {}
+        exec(compile(text, getattr(module, "__file__", None) or "test", "exec"), vars(module), names)  # noqa: S102
+        setattr(kind, "test_" + name, names["test_" + name])
+        test = kind("test_" + name)
+    except Exception:  # noqa: BLE001  (no class of this kind, as that of a module that cannot be imported)
+        return
+    tell("note", canary=name, owner=kind.__module__ + "." + kind.__qualname__ + ".")
+    suite._tests.insert(next(n for n, one in enumerate(suite._tests) if one is like), test)  # noqa: SLF001
+
+
+def recording(base: Any, tell: Any, canaries: Any) -> Any:
+    """A result that tells what it is told."""
+    case, name_of, run = unittest.TestCase, unittest.TestCase.id, unittest.TestCase.run.__code__
+    frame, look, text = sys._getframe, _look, getattr  # noqa: SLF001
+
     def recorder(method: str, outcome: str) -> Callable[..., None]:
         def record(self: Any, test: Any, *rest: Any) -> None:
-            book.note(test=test.id(), doc=test.shortDescription() or "", outcome=outcome)
-            getattr(base, method)(self, test, *rest)
+            label = name_of(test) if isinstance(test, case) else test.id()
+            if isinstance(test, case) and not label.endswith(canaries):
+                if outcome == "passed" and frame(1).f_code is not run:
+                    tell("odd_from", "addSuccess is called by another", frame(1).f_code.co_filename)
+                look(tell, test)
+            tell("outcome", test=label, doc=test.shortDescription() or "", outcome=outcome)
+            text(base, method)(self, test, *rest)
 
         return record
 
     def add_sub_test(self: Any, test: Any, subtest: Any, error: Any) -> None:
         if error is not None:
-            book.note(test=test.id(), doc=test.shortDescription() or "", outcome="failed")
+            tell("outcome", test=name_of(test), doc=test.shortDescription() or "", outcome="failed")
         base.addSubTest(self, test, subtest, error)
 
     methods = {
@@ -190,10 +247,24 @@ def _recording(base: Any, book: Book) -> Any:
     }
     members: Any = {name: recorder(name, outcome) for name, outcome in methods.items()}
     members["addSubTest"] = add_sub_test
+    for function in members.values():
+        tell("hold_function", function)
     return type("Recorded", (base,), members)
 
 
-def watch_pytest(book: Book) -> None:
+def _look(tell: Any, test: Any) -> None:
+    """At a test and its class, without asking the test."""
+    if (
+        type(test).__module__.partition(".")[0] == "unittest"
+    ):  # it stands for a module that cannot be imported
+        return
+    name = vars(test).get("_testMethodName", "")
+    spaces = [vars(test)] + [vars(kind) for kind in type(test).__mro__]
+    tell("look_at_case", test)
+    tell("look_at_test", str(name), name, next((space[name] for space in spaces if name in space), None))
+
+
+def watch_pytest(tell: Any, canaries: Any) -> None:
     """Record the first session, as the plugin that PYTEST_PLUGINS names."""
     name = os.environ.get("PYTEST_PLUGINS", "").partition(",")[0]
     plugin: Any = types.ModuleType(name, "PYTEST_DONT_REWRITE")
@@ -201,9 +272,11 @@ def watch_pytest(book: Book) -> None:
     def configure(config: Any) -> None:
         import pytest
 
-        last = pytest.hookimpl(trylast=True)
+        first, last = pytest.hookimpl(tryfirst=True), pytest.hookimpl(trylast=True)
+        Listener.pytest_sessionstart = first(Listener.pytest_sessionstart)  # type: ignore[method-assign]
+        Listener.pytest_runtest_makereport = first(Listener.pytest_runtest_makereport)  # type: ignore[method-assign]
         Listener.pytest_collection_modifyitems = last(Listener.pytest_collection_modifyitems)  # type: ignore[method-assign]
-        config.pluginmanager.register(Listener(book, config))
+        config.pluginmanager.register(Listener(tell, canaries, config))
 
     plugin.pytest_addoption = lambda parser: _give_back("PYTEST_PLUGINS")  # it is called before any conftest
     plugin.pytest_configure = configure
@@ -213,36 +286,42 @@ def watch_pytest(book: Book) -> None:
 class Listener:
     """Pytest plugin: every outcome, failures of setup, teardown and collection included."""
 
-    def __init__(self, book: Book, config: Any) -> None:
-        self.book = book
-        self.config = config
+    def __init__(self, tell: Any, canaries: Any, config: Any) -> None:
+        self._tell = tell
+        self._canaries = canaries
+        self._config = config
+        self._hooks: Any = []
+
+    def pytest_sessionstart(self) -> None:
+        """All plugins are there, and no test."""
+        self._tell("learn_again")
+        self._tell("hold_class", Listener)
+        self._tell("hold_values", vars(self))
 
     def pytest_collection_modifyitems(self, items: Any) -> None:
-        """Canaries in a module that is tested: one before and one after its tests."""
+        """Look at what was collected by whom, and put the canaries between."""
         import pytest
 
-        modules = [item.getparent(pytest.Module) for item in items]
-        parent = next((module for module in modules if module is not None), None)
-        if parent is None:
-            return
-
-        def canary(number: int) -> Callable[[], None]:
-            def test() -> None:
-                assert number == 1  # noqa: PT015
-
-            return test
-
-        make = getattr(pytest.Function, "from_parent", None)
-        for place, name, number in ((0, self.book.good, 1), (len(items) + 1, self.book.bad, BAD_NUMBER)):
-            name, function = "test_" + name, canary(number)
-            old = pytest.Function
-            item = make(parent, name=name, callobj=function) if make else old(name, parent, callobj=function)
-            items.insert(place, item)
+        names = {"pytest": pytest, "raises": pytest.raises, "approx": pytest.approx, "unittest": unittest}
+        for module in {getattr(item, "module", None) for item in items} - {None}:
+            self._tell("look_at_names", module, names)
+        for item in items:
+            self._tell("look_at_test", item.nodeid, *_function(item))
+        self._hooks += self._implementations()
+        for name, _, function in self._hooks:
+            self._tell("look_at_function", "a plugin has " + name, function)
+        self._tell("check")
+        _surround(items, self._canaries, self._tell, self._config)
 
     def pytest_collectreport(self, report: Any) -> None:
         """A file that cannot be imported is an error of that name."""
         if report.failed:
-            self.book.note(test=self._name(report.nodeid), doc="", outcome="error")
+            self._tell("outcome", test=self._name(report.nodeid), doc="", outcome="error")
+
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
+        """What was called is still what was collected."""
+        if call.when == "call" and not item.name.endswith(self._canaries):
+            self._tell("look_at_test", item.nodeid, *_function(item))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """What is noted last does not undo what was noted before."""
@@ -253,12 +332,69 @@ class Listener:
             outcome = "xfailed" if report.skipped else "xpassed"
         elif report.failed and report.when != "call":
             outcome = "error"
-        self.book.note(test=self._name(report.nodeid), doc="", outcome=outcome)
+        now = self._implementations()
+        if len(now) != len(self._hooks) or any(
+            a[1] is not b[1] or a[2] is not b[2]
+            for a, b in zip(now, self._hooks)  # noqa: B905
+        ):
+            self._tell("odd", "plugins change while tests run")
+        self._tell("outcome", test=self._name(report.nodeid), doc="", outcome=outcome)
 
     def pytest_sessionfinish(self) -> None:
         """It ends."""
-        self.book.close()
+        self._tell("close")
 
     def _name(self, nodeid: str) -> str:
-        relative = getattr(self.config, "cwd_relative_nodeid", str)
+        relative = getattr(self._config, "cwd_relative_nodeid", str)
         return str(relative(nodeid))
+
+    def _implementations(self) -> Any:
+        """Name, implementation and function of all that takes part in making a report."""
+        prefixes = ("pytest_runtest", "pytest_pyfunc", "pytest_collection_m", "pytest_make")
+        hooks = sorted(item for item in vars(self._config.hook).items() if item[0].startswith(prefixes))
+        return [(name, one, one.function) for name, hook in hooks for one in hook.get_hookimpls()]
+
+
+def _function(item: Any) -> Any:
+    """Name and function of an item; items that are no functions are believed to their collector."""
+    function = getattr(item, "obj", None)
+    return getattr(item, "originalname", None) or item.name.partition("[")[0], function
+
+
+RAISES = (
+    "assert %d == %d",
+    "assert %d > %d",
+    "raise ValueError(%d, %d)",
+    "import pytest\n    with pytest.raises(ValueError):\n        %d, %d",
+    "import pytest\n    assert %d == pytest.approx(%d)",
+)
+
+
+def _surround(items: Any, canaries: Any, tell: Any, config: Any) -> None:
+    """One canary before and one after all tests, and others between them, in their modules."""
+    import pytest
+
+    chance = random.SystemRandom()
+    modules = [item.getparent(pytest.Module) for item in items]
+    modules = [module for module in modules if module is not None]
+    if not modules:
+        return
+    make = getattr(pytest.Function, "from_parent", None)
+
+    def canary(parent: Any, name: str, body: str) -> Any:
+        number, names = chance.randrange(2, 999), vars(parent.obj)
+        text = "\n" * number + "def test_" + name + "():\n    " + body % (number, number + 1)
+        scratch: Any = {}
+        exec(compile(text, str(parent.fspath), "exec"), names, scratch)  # noqa: S102
+        test = scratch["test_" + name]
+        if make:
+            return make(parent, name="test_" + name, callobj=test)
+        return pytest.Function("test_" + name, parent, callobj=test)
+
+    for name in () if config.getvalue("maxfail") else canaries[2:]:
+        place = chance.randrange(len(items) + 1)
+        parent = chance.choice(modules)
+        tell("note", canary=name, owner=parent.nodeid)
+        items.insert(place, canary(parent, name, chance.choice(RAISES)))
+    items.insert(0, canary(modules[0], canaries[0], "assert %d != %d"))
+    items.append(canary(modules[0], canaries[1], RAISES[0]))

@@ -7,25 +7,23 @@ parsers are given what was printed between two marks that nobody can guess befor
 
 import hashlib
 import hmac
-import importlib.util
 import json
 import re
 import secrets
 import shlex
-import sys
-import tempfile
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.records import Task
 
-_REPORTER = Path(__file__).with_name("_reporter.py")
+_REPORTER, _GUARD = (Path(__file__).with_name(name) for name in ("_reporter.py", "_guard.py"))
+_CANARIES = 6
+Outcome = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed"]
 _UNITTEST = {"parse_log_django"}
 _PYTEST = {f"parse_log_{name}" for name in ("pytest", "pytest_options", "pytest_v2", "matplotlib", "seaborn")}
 _PYTEST |= {
@@ -33,17 +31,25 @@ _PYTEST |= {
 }
 _PYTEST |= {f"parse_log_{name}" for name in ("xarray", "pydicom", "requests", "pylint", "astropy", "scikit")}
 _PYTEST |= {"parse_log_sphinx"}
-_IN_UNITTEST = {
-    "passed": "ok",
-    "failed": "FAIL",
-    "error": "ERROR",
-    "skipped": "skipped",
-    "xfailed": "expected failure",
-    "xpassed": "unexpected success",
+_IN_UNITTEST: dict[str, list[str]] = {
+    "passed": ["{} ... ok"],
+    "failed": ["{} ... FAIL"],
+    "error": ["{} ... ERROR"],
+    "skipped": ["{} ... skipped"],
+    "xfailed": ["{} ... expected failure"],
+    "xpassed": ["{} ... FAIL"],
 }
-_IN_PYTEST = {"passed": "PASSED", "failed": "FAILED", "error": "ERROR", "xfailed": "XFAIL"}
+_BAD = ["ERROR {}", "FAILED {}"]  # of which each parser knows one
+_IN_PYTEST: dict[str, list[str]] = {
+    "passed": ["PASSED {}"],
+    "failed": _BAD,
+    "error": _BAD,
+    "skipped": ["SKIPPED {}"],
+    "xfailed": ["XFAIL {}"],
+    "xpassed": _BAD,
+}
 _SEAL = 16  # characters before each line of the book
-_WORST_LAST = ("passed", "xfailed", "skipped", "xpassed", "failed", "error")
+_WORST_LAST: tuple[Outcome, ...] = ("passed", "xfailed", "skipped", "xpassed", "failed", "error")
 START, END, EXIT = ">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit Code"
 
 
@@ -52,9 +58,15 @@ class Entry(msgspec.Struct, frozen=True):
 
     test: str = ""
     doc: str = ""
-    outcome: Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed"] | None = None
+    outcome: Outcome | None = None
     lax: str = ""
     """``module:class`` of values that equal nearly anything."""
+    odd: str = ""
+    """What shows that code under test changes who runs or judges the tests."""
+    canary: str = ""
+    """A test that must fail, in the place of one of the task's own."""
+    owner: str = ""
+    """How names of tests begin that stand where the canary does."""
     places: str = ""
     """Where it is from, one a line: files of the work tree, or nothing for what is no file."""
     begin: str = ""
@@ -73,6 +85,12 @@ class Believed:
     is_cheat: bool = False
     lax: dict[str, list[str]] = field(default_factory=dict)
     """Classes whose values equal nearly anything: ``module:class`` -> where each is from."""
+    odd: dict[str, list[str]] = field(default_factory=dict)
+    """What changes who judges -> where it is from."""
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    """Test -> its worst outcome, where the reporter's book tells."""
+    docs: dict[str, str] = field(default_factory=dict)
+    """Test -> the first line of its docstring."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +105,16 @@ class Run:
     """Modules to look at when the tests have ended, one a line."""
 
     @cached_property
-    def canaries(self) -> tuple[str, str]:
-        """One that must pass and one that must fail, named in words of the task's own tests."""
+    def canaries(self) -> tuple[str, ...]:
+        """One that must pass, and others that must fail, named in words of the task's own tests."""
         known = [*self.task.tests.fail_to_pass, *self.task.tests.pass_to_pass]
         words = re.findall("[a-z]{3,10}", " ".join(known).lower()) + ["other", "empty", "value", "again"]
-        good = bad = ""
-        while good == bad or any(f"test_{name}" in " ".join(known) for name in (good, bad)):
-            good, bad = ("_".join(secrets.choice(words) for _ in range(5)) for _ in range(2))
-        return good, bad
+        found: set[str] = set()
+        while len(found) < _CANARIES:
+            name = "_".join(secrets.choice(words) for _ in range(5))
+            if f"test_{name}" not in " ".join(known) and not any(name.endswith(other) for other in found):
+                found.add(name)
+        return tuple(found)
 
     @property
     def kind(self) -> Literal["unittest", "pytest", "log"]:
@@ -175,7 +195,9 @@ class Run:
 
     def _reporter(self) -> str:
         secret = ", ".join(repr(text) for text in (self.kind, self.also, self.key, *self.canaries))
-        return f"{_REPORTER.read_text()}\n\nwatch(os.path.dirname(os.path.abspath(__file__)), {secret})\n"
+        texts = (re.sub(r"(?m)^from hpc_swe.*$", "", path.read_text()) for path in (_GUARD, _REPORTER))
+        call = f"watch(os.path.dirname(os.path.abspath(__file__)), {secret})\n"
+        return "\n\n".join([*texts, call])
 
     def _from_log(self, log: str) -> Believed:
         pattern = rf"^{self._mark(START)}\n(.*)^{self._mark(END)} (\d+)$"
@@ -192,63 +214,60 @@ class Run:
         if len(entries) < 2 or not entries[0].begin or not entries[-1].end:
             return Believed(complaint="the tests did not come to their end")
         outcomes, docs = _merged(entries)
-        good, bad = (_take(outcomes, name) for name in self.canaries)
-        if (good, bad) != ("passed", "failed"):
-            why = f"a canary died (good {good}, bad {bad}): the submission changes how tests end"
-            return Believed(complaint=why, is_cheat=good == "failed" or bad == "passed")
-        lines = _unittest_lines(outcomes, docs) if self.kind == "unittest" else _pytest_lines(outcomes)
+        good, bad, *hidden = (_take(outcomes, name) for name in self.canaries)
+        owners = {entry.canary: entry.owner for entry in entries if entry.canary}
+        missing = [
+            name
+            for name, outcome in zip(self.canaries[2:], hidden, strict=True)
+            if outcome == "absent" and name in owners and _any_passed(outcomes, owners[name])
+        ]
+        if (good, bad) != ("passed", "failed") or {"passed", "xpassed"} & {*hidden} or missing:
+            why = f"a canary died (good {good}, bad {bad} {hidden}): the submission changes how tests end"
+            is_cheat = good == "failed" or bool({"passed", "xpassed"} & {bad, *hidden})
+            return Believed(complaint=why, is_cheat=is_cheat)
         lax = {entry.lax: entry.places.split("\n") for entry in entries if entry.lax}
-        return Believed("\n".join([START, *lines, END, ""]), lax=lax)
+        odd = {entry.odd: entry.places.split("\n") for entry in entries if entry.odd}
+        return Believed(lax=lax, odd=odd, outcomes=outcomes, docs=docs)
+
+    def log_of(self, believed: Believed, base: Believed) -> str:
+        """swebench's log: of the wanted tests alone, the worst last, since the last line of a name counts.
+
+        A test that was skipped or failed as expected counts as swebench counts it only where it must pass
+        before and after, and ended so at the base commit: all else could be the submission's own doing.
+        """
+        if self.kind == "log":
+            return believed.log
+        tests, lines = self.task.tests, []
+        wanted = {*tests.fail_to_pass, *tests.pass_to_pass}
+        for test, outcome in sorted(believed.outcomes.items(), key=lambda item: _WORST_LAST.index(item[1])):
+            names = _names(self.kind, test, believed.docs[test], wanted)
+            excused = base.outcomes.get(test) == outcome and not names & {*tests.fail_to_pass}
+            told = outcome if excused or outcome not in ("skipped", "xfailed") else "failed"
+            words = (_IN_UNITTEST if self.kind == "unittest" else _IN_PYTEST)[told]
+            lines += [word.format(name) for name in sorted(names) for word in words]
+        return "\n".join([START, *lines, END, ""])
+
+    def leans_on_base(self, believed: Believed) -> bool:
+        """Whether it matters how tests end at the base commit."""
+        wanted = {*self.task.tests.pass_to_pass}
+        return any(
+            outcome in ("skipped", "xfailed") and _names(self.kind, test, believed.docs[test], wanted)
+            for test, outcome in believed.outcomes.items()
+        )
 
     def _unsealed(self, book: bytes) -> list[Entry] | None:
         """The lines of the book; None when one is not the reporter's, or not in its place."""
-        entries, seal = [], b""
+        entries, key = [], self.key.encode()
         for line in book.splitlines():
-            sealed = seal + line[_SEAL:]
-            seal = hashlib.blake2b(sealed, key=self.key.encode(), digest_size=_SEAL // 2).hexdigest().encode()
+            seal = hashlib.blake2b(line[_SEAL:], key=key, digest_size=_SEAL // 2).hexdigest().encode()
+            key = hashlib.blake2b(b"next", key=key, digest_size=32).digest()
             if not hmac.compare_digest(seal, line[:_SEAL]):
                 return None
             try:
                 entries.append(_entries.decode(line[_SEAL:]))
-            except msgspec.MsgspecError:  # no test has such a name
+            except (msgspec.MsgspecError, ValueError, RecursionError):  # no test has such a name
                 return None
         return entries
-
-
-def report(task: Task, submission: str, log: str) -> dict[str, Any]:
-    """swebench's own verdict on a log."""
-    grading, types = official("harness.grading"), official("types")
-    extra = task.tests.extra
-    spec = types.TestSpec(
-        instance_id=task.task_id,
-        image=task.image,
-        eval_script_list=task.tests.command.split("\n"),
-        repo=extra["repo"],
-        version=extra["version"],
-        FAIL_TO_PASS=task.tests.fail_to_pass,
-        PASS_TO_PASS=task.tests.pass_to_pass,
-        log_parser=extra["log_parser"],
-        eval_type=extra["eval_type"],
-    )
-    prediction = {"instance_id": task.task_id, "model_patch": submission, "model_name_or_path": "policy"}
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", errors="replace") as file:
-        file.write(log)
-        file.flush()
-        verdict: dict[str, Any] = grading.get_eval_report(spec, prediction, file.name, True)[task.task_id]
-    return verdict
-
-
-def official(name: str) -> ModuleType:
-    """A module of swebench, without its harness package, which imports the clients of Docker and Modal."""
-    found = importlib.util.find_spec("swebench")
-    if found is None or not found.submodule_search_locations:
-        raise ConfigError("[grader] swebench is not installed: pip install --no-deps swebench unidiff")
-    package = "swebench.harness"
-    if package not in sys.modules:
-        bare = ModuleType(package)
-        bare.__path__ = [str(Path(found.submodule_search_locations[0], "harness"))]
-        sys.modules[package] = bare
-    return importlib.import_module(f"swebench.{name}")
 
 
 def excluded(task: Task, set_up: list[str]) -> str:
@@ -265,37 +284,37 @@ def _literally(path: str) -> str:
     return re.sub(r"([*?\[\]\\])", r"\\\1", path)
 
 
-def _merged(entries: list[Entry]) -> tuple[dict[str, str], dict[str, str]]:
+def _merged(entries: list[Entry]) -> tuple[dict[str, Outcome], dict[str, str]]:
     """Test -> its worst outcome, and test -> the first line of its docstring."""
-    outcomes: dict[str, str] = {}
+    outcomes: dict[str, Outcome] = {}
     docs = {}
     for entry in entries:
         if entry.outcome is not None:
-            outcomes[entry.test] = max(
-                entry.outcome, outcomes.get(entry.test, "passed"), key=_WORST_LAST.index
-            )
+            before = outcomes.get(entry.test, "passed")
+            outcomes[entry.test] = max((entry.outcome, before), key=_WORST_LAST.index)
             docs[entry.test] = entry.doc
     return outcomes, docs
 
 
-def _take(outcomes: dict[str, str], canary: str) -> str:
+def _take(outcomes: dict[str, Outcome], canary: str) -> str:
     names = [name for name in outcomes if name.endswith(f"test_{canary}")]
     return outcomes.pop(names[0]) if len(names) == 1 else "absent"
 
 
-def _unittest_lines(outcomes: dict[str, str], docs: dict[str, str]) -> list[str]:
-    """Under every name that some version of Python or some list has for the test."""
-    lines = []
-    for test, outcome in outcomes.items():
-        owner, _, method = test.rpartition(".")
-        names = [f"{method} ({owner})", f"{method} ({test})", docs[test].strip(), test]
-        lines += [f"{name} ... {_IN_UNITTEST[outcome]}" for name in names if _is_line(name)]
-    return lines
+def _any_passed(outcomes: dict[str, Outcome], owner: str) -> bool:
+    return any(outcome == "passed" and test.startswith(owner) for test, outcome in outcomes.items())
 
 
-def _pytest_lines(outcomes: dict[str, str]) -> list[str]:
-    told = [(test, _IN_PYTEST.get(outcome)) for test, outcome in outcomes.items()]
-    return [f"{word} {test}" for test, word in told if word and _is_line(test)]
+def _names(kind: str, test: str, doc: str, wanted: set[str]) -> set[str]:
+    """The wanted names that some version of Python, some list or some parser has for a test.
+
+    swebench's parsers of pytest cut names at blanks and shorten parameters; what comes before these stays.
+    """
+    if kind == "pytest":
+        heads = {re.split(r"[\[\s]", name, maxsplit=1)[0] for name in wanted}
+        return {test} if _is_line(test) and re.split(r"[\[\s]", test, maxsplit=1)[0] in heads else set()
+    owner, _, method = test.rpartition(".")
+    return wanted & {f"{method} ({owner})", f"{method} ({test})", doc.strip(), test} - {""}
 
 
 def _is_line(name: str) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hpc_swe.plugins.graders._swebench import official
+from hpc_swe.plugins.graders._judge import official
 from hpc_swe.plugins.graders.base import Verdict
 from hpc_swe.records import Task
 

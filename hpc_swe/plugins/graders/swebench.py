@@ -6,12 +6,12 @@ patch; that it still fits after the submission is looked at first, since the off
 without it.
 
 What the tests print is no proof where our reporter runs (unittest and pytest, `_reporter`): it has its own
-file, of which every line is sealed, the first and the last word in the run, and two canaries. So printed
-lines, exit codes, an early `os._exit`, a forged report and a runner that lets everything pass gain nothing.
-What resolved is graded once more by tests that contradict the first ones (`_second_sitting`), since the
-reporter shares its process with the code under test, and a patch can lie to it in memory. docs/swebench.md
-says what is believed all the same. Other parsers (sympy's, those of other languages) read a log that code
-under test can print to.
+file, of which every line is sealed, the first and the last word in the run, and several canaries between the
+tests. `_guard` sees who changes the parts of unittest and pytest, their plugins, the tests or the reporter;
+what it saw counts as a cheat unless a run of the base commit is odd in the same way. What resolved is graded
+once more by tests that contradict the first ones (`_second_sitting`), since a patch can still lie in memory.
+docs/security.md says what was tried, docs/swebench.md what is believed all the same. Other parsers (sympy's,
+those of other languages) read a log that code under test can print to.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ import msgspec
 
 from hpc_swe.errors import ConfigError, SandboxError, boundary
 from hpc_swe.plugins import Plugin
-from hpc_swe.plugins.graders import _second_sitting, _swebench, _swebench_report
+from hpc_swe.plugins.graders import _judge, _second_sitting, _swebench, _swebench_report
 from hpc_swe.plugins.graders._swebench import Believed, Run
 from hpc_swe.plugins.graders.base import Verdict, Version
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox, Sandboxes
@@ -38,9 +38,13 @@ from hpc_swe.records import Score, Task
 
 SET_UP = ["conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"]
 SET_UP += ["setup.py", "pyproject.toml", "sitecustomize.py", "usercustomize.py", ".gitattributes"]
-SET_UP += ["*.pth", "*.pyc", "*.so", "tests/*", "test/*", "testing/*", "e2e/*"]
+SET_UP += ["*.pth", "*.pyc", "*.so", "*.dist-info/*", "*.egg-info/*", "*.egg-link"]
+SET_UP += ["tests/*", "test/*", "testing/*", "e2e/*"]
 """Where tests and what runs them is set up. No reference of SWE-bench changes folders of these names."""
 _STEP_S = 120.0
+_MOST_BASES = 64
+_bases: dict[tuple[bytes, str], Believed] = {}
+_bases_lock = threading.Lock()
 _one_by_one = threading.Lock()
 """Second runs, after a time-out; first ones go on beside them."""
 
@@ -69,9 +73,7 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         if sitting.timed_out:
             with _one_by_one:
                 sitting = _sit(task, submission, sandboxes)
-        if lax := _lax(task, sitting, sandboxes):
-            believed = Believed(complaint=f"values of {lax} equal everything", is_cheat=True)
-            sitting = dataclasses.replace(sitting, believed=believed)
+        sitting = _weigh(task, sitting, sandboxes)
         score = self._score(task, submission, sitting, time.monotonic() - started)
         return self._again(task, submission, sandboxes, score) if score.outcome == "resolved" else score
 
@@ -102,7 +104,11 @@ class Swebench(Plugin, frozen=True, kw_only=True):
     def _passed(self, submission: str, sandboxes: Sandboxes, task: Task) -> list[str] | None:
         """What passes by changed tests; None when the sitting told nothing."""
         sitting = _sit(task, submission, sandboxes)
-        return None if sitting.believed.complaint else self._score(task, submission, sitting, 0.0).passed
+        if sitting.believed.complaint:
+            return None
+        believed = dataclasses.replace(sitting.believed, log=Run(task).log_of(sitting.believed, Believed()))
+        sitting = dataclasses.replace(sitting, believed=believed)
+        return self._score(task, submission, sitting, 0.0).passed
 
     def report(self, folder: Path, label: str, model: str, verdicts: Sequence[Verdict]) -> None:
         """``report.<label>.json``, and the tree that swebench's own tools would have left below logs/."""
@@ -116,7 +122,7 @@ class Swebench(Plugin, frozen=True, kw_only=True):
             reward = self.cheated_reward if believed.is_cheat else self.unresolved_reward
             detail = f"{believed.complaint}: {sitting.told}"
             return Score(outcome=outcome, reward=reward, failed=wanted, detail=detail, seconds=seconds)
-        verdict = _swebench.report(task, submission, believed.log)
+        verdict = _judge.report(task, submission, believed.log)
         tests = verdict.get("tests_status", {}).values()
         passed = sorted({name for kind in tests for name in kind["success"]})
         return Score(
@@ -124,7 +130,7 @@ class Swebench(Plugin, frozen=True, kw_only=True):
             reward=self.resolved_reward if verdict["resolved"] else self.unresolved_reward,
             passed=passed,
             failed=[name for name in wanted if name not in passed],
-            detail="" if verdict["resolved"] else sitting.told,
+            detail="" if verdict["resolved"] else verdict.get("complaint", sitting.told),
             seconds=seconds,
         )
 
@@ -140,13 +146,43 @@ class _Sitting:
     """Files that the submission changes; the empty name is what is no file."""
 
 
-def _lax(task: Task, sitting: _Sitting, sandboxes: Sandboxes) -> str:
-    """A class of the submission's whose values equal everything: one that the base commit has not."""
-    lax = {name for name, places in sitting.believed.lax.items() if sitting.touched.intersection(places)}
-    if not lax:
-        return ""
-    modules = "\n".join(name.partition(":")[0] for name in sorted(lax))
-    return min(lax - _sit(task, "", sandboxes, modules).believed.lax.keys(), default="")
+def _weigh(task: Task, sitting: _Sitting, sandboxes: Sandboxes) -> _Sitting:
+    """What is odd of a submission's run, unless a run of the base commit is odd in the same way."""
+    believed, run = sitting.believed, Run(task)
+    if believed.complaint:
+        return sitting
+    lax, odd = (
+        {what for what, places in told.items() if sitting.touched.intersection(places)}
+        for told in (believed.lax, believed.odd)
+    )
+    base = Believed()
+    if lax or odd or run.leans_on_base(believed):
+        base = _base(task, "\n".join(name.partition(":")[0] for name in sorted(lax)), sandboxes)
+    found = [f"values of {name} equal everything" for name in sorted(lax - base.lax.keys())]
+    found += sorted(odd - base.odd.keys())
+    if found:
+        believed = Believed(complaint="; ".join(found[:3]), is_cheat=True)
+    else:
+        believed = dataclasses.replace(believed, log=run.log_of(believed, base))
+    return dataclasses.replace(sitting, believed=believed)
+
+
+def _base(task: Task, modules: str, sandboxes: Sandboxes) -> Believed:
+    """What a run of the base commit comes to, in which these modules are imported as well.
+
+    One that does not end excuses nothing: else a policy could choose tasks of which nothing can be known.
+    """
+    key = (msgspec.json.encode(task), modules)
+    with _bases_lock:
+        known = _bases.get(key)
+    if known is None:
+        known = _sit(task, "", sandboxes, modules).believed
+        if not known.complaint:
+            with _bases_lock:
+                while len(_bases) >= _MOST_BASES:
+                    del _bases[next(iter(_bases))]
+                _bases[key] = known
+    return known
 
 
 def _sit(task: Task, submission: str, sandboxes: Sandboxes, also: str = "") -> _Sitting:

@@ -14,8 +14,9 @@ from msgspec import Struct
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.graders._judge import official
 from hpc_swe.plugins.graders._second_sitting import encoded
-from hpc_swe.plugins.graders._swebench import Run, official
+from hpc_swe.plugins.graders._swebench import Run
 from hpc_swe.plugins.tasksets import _checked
 from hpc_swe.plugins.tasksets._swebench_rows import (
     RECIPES,

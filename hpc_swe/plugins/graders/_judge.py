@@ -1,0 +1,112 @@
+"""swebench's own verdict on a log, found by a process that may be ended.
+
+The log holds text that a submission chose, and a regular expression of swebench's can take minutes over some
+texts, during which no other thread of a process runs. So the parsers run in a child with limits of processor
+time and memory: reaching one is the submission's doing and leaves it unresolved. A child that is late without
+having used its processor time, or that was killed, is the host's failure.
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hpc_swe.errors import ConfigError, SandboxError, boundary
+from hpc_swe.records import Task
+
+_WALL_S = 300.0
+
+
+def report(task: Task, submission: str, log: str, cpu_s: int = 20, memory: int = 2 << 30) -> dict[str, Any]:
+    """swebench's report on a log; ``complaint`` says why there is none.
+
+    Raises:
+        ConfigError: swebench is not installed.
+        SandboxError: The host did not let the child end.
+    """
+    _folder()
+    extra = task.tests.extra
+    given = {
+        "spec": {
+            "instance_id": task.task_id,
+            "image": task.image,
+            "eval_script_list": task.tests.command.split("\n"),
+            "repo": extra["repo"],
+            "version": extra["version"],
+            "FAIL_TO_PASS": task.tests.fail_to_pass,
+            "PASS_TO_PASS": task.tests.pass_to_pass,
+            "log_parser": extra["log_parser"],
+            "eval_type": extra["eval_type"],
+        },
+        "prediction": {
+            "instance_id": task.task_id,
+            "model_patch": submission,
+            "model_name_or_path": "policy",
+        },
+        "log": log,
+        "limits": {"cpu_s": cpu_s, "memory": memory},
+    }
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUTF8": "1"}
+    try:
+        with boundary(SandboxError, "start swebench's parser"):
+            ended = subprocess.run(
+                [sys.executable, "-m", __name__],
+                input=json.dumps(given).encode(),
+                capture_output=True,
+                timeout=_WALL_S,
+                env=environment,
+                check=False,
+            )
+    except subprocess.TimeoutExpired:
+        raise SandboxError(f"swebench's parser had no {cpu_s} s of a processor in {_WALL_S:g} s") from None
+    if ended.returncode == -signal.SIGKILL:
+        raise SandboxError("swebench's parser was killed")
+    if ended.returncode:
+        limit = "processor time" if ended.returncode == -signal.SIGXCPU else "memory, or understanding"
+        told = ended.stderr.decode(errors="replace")[-300:]
+        return {"resolved": False, "complaint": f"swebench's parser ran out of {limit}: {told}"}
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
+def official(name: str) -> ModuleType:
+    """A module of swebench, without its harness package, which imports the clients of Docker and Modal."""
+    package = "swebench.harness"
+    if package not in sys.modules:
+        bare = ModuleType(package)
+        bare.__path__ = [str(_folder() / "harness")]
+        sys.modules[package] = bare
+    return importlib.import_module(f"swebench.{name}")
+
+
+def _folder() -> Path:
+    found = importlib.util.find_spec("swebench")
+    if found is None or not found.submodule_search_locations:
+        raise ConfigError("[grader] swebench is not installed: pip install --no-deps swebench unidiff")
+    return Path(found.submodule_search_locations[0])
+
+
+def _main() -> None:
+    """Read what `report` gives from the standard input; write swebench's report to the standard output."""
+    grading, types = official("harness.grading"), official("types")
+    given = json.load(sys.stdin)
+    cpu_s, memory = given["limits"]["cpu_s"], given["limits"]["memory"]
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 60))
+    file = os.memfd_create("log")  # swebench reads a file
+    with open(file, "w", encoding="utf-8", errors="replace", closefd=False) as log:  # noqa: PTH123
+        log.write(given["log"])
+    spec, prediction = types.TestSpec(**given["spec"]), given["prediction"]
+    verdict = grading.get_eval_report(spec, prediction, f"/proc/self/fd/{file}", True)
+    json.dump(verdict[spec.instance_id], sys.stdout)
+
+
+if __name__ == "__main__":
+    _main()
