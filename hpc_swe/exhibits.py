@@ -1,0 +1,258 @@
+"""What each file and folder of a run has to say to a person."""
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hpc_swe.errors import CorruptRecord, HpcSweError
+from hpc_swe.metrics import meaning
+from hpc_swe.records import (
+    Batch,
+    Episode,
+    MetricLine,
+    Record,
+    RolloutRequest,
+    ScoredEpisode,
+    float_array,
+    id_array,
+)
+from hpc_swe.rundir import SPOOLS, RunDir
+from hpc_swe.store import atomic
+from hpc_swe.transcript import clean
+
+KINDS: dict[str, type[Record]] = {
+    "requests": RolloutRequest,
+    "episodes": Episode,
+    "scored": ScoredEpisode,
+    "batches": Batch,
+}
+FLOATS = ("logprobs", "advantages", "weights")
+MOST_ROWS, MOST_NAMES, MOST_TEXT, HEADER = 100, 20, 1 << 22, 1 << 24
+EPISODE = ("task_id", "outcome", "exit_status")
+"""Columns that every table of episodes has; archives and evaluations have their records, too."""
+
+
+def readable(value: object, key: str = "") -> object:
+    """Builtins of a record with packed arrays as lists."""
+    if isinstance(value, msgspec.Struct):
+        return {name: readable(getattr(value, name), name) for name in value.__struct_fields__}
+    if isinstance(value, bytes):
+        if key == "mask":
+            return list(value)
+        return (float_array(value) if key in FLOATS else id_array(value)).tolist()
+    if isinstance(value, list | tuple):
+        return [readable(item, key) for item in value]
+    if isinstance(value, dict):
+        return {name: readable(item) for name, item in value.items()}
+    return value
+
+
+def exhibit(path: Path) -> str:
+    """Any file or folder of a run as text.
+
+    Raises:
+        HpcSweError: It is damaged; the message says where.
+        OSError: It cannot be read.
+    """
+    if path.is_dir():
+        return _folder(path)
+    if path.name == RunDir.token.name:
+        return "the bearer token of every engine route: a secret, so it is not shown"
+    if path.parent.name == RunDir.control.name and not path.stat().st_size:
+        return f"the order {path.name} stands; remove the file, or `launch start` the run, to take it back"
+    return _OF_SUFFIX.get(path.suffix, _other)(path)
+
+
+def pretty(value: object) -> str:
+    """JSON text of several lines."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+
+
+def _json(path: Path) -> str:
+    try:
+        return clean(msgspec.json.format(path.read_bytes(), indent=2).decode())
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptRecord(f"{path}: no JSON: {error}") from None
+
+
+def _lines(path: Path) -> str:
+    """A metrics log as a table of its curves; any other JSON lines one by one."""
+    if path.parent.name != RunDir.metrics.name:
+        return "\n".join(clean(line) for line in path.read_text(errors="replace").splitlines())
+    last: dict[str, tuple[int, float, int]] = {}
+    torn = 0
+    for text in path.read_bytes().splitlines():
+        try:
+            line = msgspec.json.decode(text, type=MetricLine)
+        except msgspec.DecodeError:
+            torn += 1
+            continue
+        for name, value in line.values.items():
+            last[name] = (line.step, value, last.get(name, (0, 0.0, 0))[2] + 1)
+    rows = [(name, *last[name], meaning(name)) for name in sorted(last)]
+    found = [_table(("curve", "last step", "last", "points", "meaning"), rows)]
+    return "\n".join([*found, f"{torn} lines cannot be read"] if torn else found)
+
+
+def _parquet(path: Path) -> str:
+    try:
+        table = pq.ParquetFile(path)
+        names = table.schema_arrow.names
+        columns = [n for n in names if n not in ("record", "messages", "sampled_ids")]
+        if set(EPISODE) <= set(names):
+            wanted = ("group_id", "index", "task_id", "sampling", "outcome", "exit_status", "reward", "turns")
+            columns = [n for n in (*wanted, "sampled_tokens") if n in names]
+        rows = next(table.iter_batches(MOST_ROWS, columns=columns), None)
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptRecord(f"{path}: no parquet table: {error}") from None
+    found = [[_short(value) for value in row.values()] for row in (rows.to_pylist() if rows else [])]
+    count = table.metadata.num_rows
+    told = [
+        _table(columns, found),
+        f"{count} rows" + (f", the first {MOST_ROWS} of them" if count > MOST_ROWS else ""),
+    ]
+    if "record" in names and set(EPISODE) <= set(names):
+        told.append("conversations: the same command with --task, --outcome or --exit")
+    return "\n".join(told)
+
+
+def _tensors(path: Path) -> str:
+    """The header of a safetensors file: names, types and shapes."""
+    with path.open("rb") as file:
+        head = file.read(8)
+        size = struct.unpack("<Q", head)[0] if len(head) == 8 else HEADER + 1
+        text = file.read(size) if size <= HEADER else b""
+    try:
+        found = json.loads(text)
+        rows = [
+            (n, t["dtype"], "x".join(map(str, t["shape"]))) for n, t in found.items() if n != "__metadata__"
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CorruptRecord(f"{path}: no safetensors file: its header cannot be read") from None
+    return "\n".join([_table(("tensor", "dtype", "shape"), rows), f"{len(rows)} tensors, {_bytes(path)}"])
+
+
+def _other(path: Path) -> str:
+    """A message of a spool or a batch, a log, or what nothing here reads."""
+    kind = next((KINDS[part] for part in reversed(path.absolute().parts[:-1]) if part in KINDS), None)
+    if kind is not None and (path.suffix in ("", ".msgpack") or "~" in path.name):
+        return pretty(readable(atomic.get(path, kind)))
+    if ".tfevents." in path.name:
+        return f"{_bytes(path)} of curves and texts: tensorboard --logdir {path.parent}"
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - MOST_TEXT))  # of a long log, its end
+        data = file.read()
+    if b"\0" in data:
+        return f"{_bytes(path)}, which are no text and no record of a run"
+    return clean(data.decode(errors="replace"))
+
+
+def _folder(path: Path) -> str:
+    """A run, a published folder by its manifest, a spool by its states; else its entries."""
+    run = RunDir(path)
+    if run.config.exists():
+        return _run(run)
+    manifest = path / "MANIFEST.json"
+    if manifest.exists():
+        return _published(path, manifest)
+    states = [path / state for state in ("ready", "claimed", "dead")]
+    if path.name in SPOOLS and all(state.is_dir() for state in states):
+        return "\n\n".join(f"{path.name}/{state.name}: {_entries(state)}" for state in states)
+    return _entries(path)
+
+
+def _run(run: RunDir) -> str:
+    rows = []
+    for name, at in (
+        ("archived steps", run.archives),
+        ("evaluations", run.evals),
+        ("weight versions", run.weights),
+        ("checkpoints", run.checkpoints),
+        ("batches", run.batches),
+        ("metrics logs", run.metrics),
+    ):
+        names = sorted(atomic.names(at)) if at.is_dir() else []
+        rows.append((name, len(names), names[-1] if names else "", f"{at}"))
+    told = [_table(("what", "count", "newest", "folder"), rows)]
+    told.append(f"episodes: python -m hpc_swe.show {run.root} --task TASK, --outcome OUTCOME, --step N")
+    return "\n".join([*told, f"how it fares: python -m hpc_swe.status {run.root}"])
+
+
+def _published(path: Path, manifest: Path) -> str:
+    try:
+        found = json.loads(manifest.read_bytes())
+        files, tensors = found.pop("files", {}), found.pop("tensors", {})
+        rows = [(name, info["size"], info["sha256"][:16]) for name, info in files.items()]
+        missing = [f"missing: {name}" for name in files if not (path / name).exists()]
+        if isinstance(found.get("probe"), dict):
+            found["probe"] = f"{len(found['probe']['token_ids'])} tokens"
+        total = sum(info["size"] for info in files.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptRecord(f"{manifest}: no manifest: {error}") from None
+    told = [
+        f"{path.name}: {len(files)} files, {total:,} bytes" + (f", {len(tensors)} tensors" if tensors else "")
+    ]
+    return "\n".join([*told, clean(pretty(found)), _table(("file", "bytes", "sha256"), rows), *missing])
+
+
+def _entries(path: Path) -> str:
+    names = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
+    more = [f".. and {len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
+    shown = [f"  {clean(n)}{'/' if (path / n).is_dir() else ''}" for n in names[:MOST_NAMES]]
+    return "\n".join([f"{len(names)} entries", *shown, *more])
+
+
+def _bytes(path: Path) -> str:
+    return f"{path.stat().st_size:,} bytes"
+
+
+def _short(value: object) -> object:
+    if isinstance(value, list | dict):
+        value = json.dumps(value, default=str)
+    return value.partition("\n")[0][:60] if isinstance(value, str) else value
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns as wide as their longest cell, so that a pager may scroll sideways."""
+    cells = [[*head], *([_cell(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(_row(row, widths) for row in cells)
+
+
+def _row(row: list[str], widths: list[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _cell(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else "" if value is None else clean(str(value))
+
+
+def records(path: Path, wanted: Mapping[str, str]) -> Iterator[ScoredEpisode]:
+    """Episodes of a table whose columns are as wanted, in its order.
+
+    Raises:
+        CorruptRecord: It is no table of episodes.
+    """
+    try:
+        names = pq.read_schema(path).names
+        if "record" not in names:
+            raise HpcSweError(f"{path}: has no records of episodes")
+        filters = [(name, "=", value) for name, value in wanted.items()] or None
+        for data in pq.read_table(path, columns=["record"], filters=filters)["record"].to_pylist():
+            if data:
+                yield msgspec.msgpack.decode(data, type=ScoredEpisode)
+    except (pa.ArrowException, OSError, msgspec.DecodeError) as error:
+        raise CorruptRecord(f"{path}: not a table of episodes: {error}") from error
+
+
+_OF_SUFFIX: dict[str, Callable[[Path], str]] = {
+    ".json": _json,
+    ".jsonl": _lines,
+    ".parquet": _parquet,
+    ".safetensors": _tensors,
+}

@@ -1,0 +1,68 @@
+"""An episode as text for people: what was said and called, what tools answered, and what came of it.
+
+Policies and tools write what they like, so nothing of theirs reaches a terminal as a control character.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+
+from hpc_swe.records import Message, ScoredEpisode, ToolCall
+
+RULE = "=" * 100
+MOST_TESTS = 50
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def clean(text: str) -> str:
+    """Text in which control characters are written out, but for tabs and ends of lines."""
+    text = text.replace("\r\n", "\n")
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def title(scored: ScoredEpisode) -> str:
+    """One line: which episode, and how it ended."""
+    episode, score = scored.episode, scored.score
+    reward = "no reward" if score.reward is None else f"reward {score.reward:g}"
+    tokens = sum(len(turn.completion) for turn in episode.turns)
+    found = [episode.request.name, episode.request.task_id, score.outcome, reward, episode.exit_status.value]
+    found += [f"{len(episode.turns)} turns", f"{tokens} tokens", f"{episode.timing.total_s:.1f} s"]
+    return clean(" | ".join(found))
+
+
+def told(scored: ScoredEpisode) -> str:
+    """The whole conversation, the submission and the tests."""
+    episode, score = scored.episode, scored.score
+    parts = [RULE, title(scored), RULE, *map(_message, episode.messages)]
+    if episode.error:
+        parts += ["--- error", clean(episode.error)]
+    parts += ["--- submission", clean(episode.submission.rstrip("\n")) or "(nothing was changed)"]
+    parts += [f"--- tests: {len(score.passed)} passed, {len(score.failed)} failed", *_tests(score.failed)]
+    return "\n".join([*parts, clean(score.detail)] if score.detail else parts) + "\n"
+
+
+def _message(message: Message) -> str:
+    calls = [line for call in message.tool_calls for line in _call(call)]
+    content = [clean(message.content.rstrip("\n"))] if message.content.strip() else []
+    return "\n".join([f"--- {message.role}", *content, *calls])
+
+
+def _call(call: ToolCall) -> Iterator[str]:
+    """Name and arguments; text of several lines as it is, not escaped."""
+    yield f">>> {clean(call.name)}"
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = call.arguments
+    if not isinstance(arguments, dict):
+        yield f"    {clean(call.arguments)}"
+        return
+    for key, value in arguments.items():
+        text = clean(value if isinstance(value, str) else json.dumps(value))
+        indented = "\n        ".join(text.split("\n")) if "\n" in text else ""
+        yield f"    {clean(key)}:" + (f"\n        {indented}" if indented else f" {text}")
+
+
+def _tests(failed: Sequence[str]) -> list[str]:
+    more = [f"  .. and {len(failed) - MOST_TESTS} more"] if len(failed) > MOST_TESTS else []
+    return [*(f"  failed: {clean(name)}" for name in failed[:MOST_TESTS]), *more]
