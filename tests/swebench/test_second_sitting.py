@@ -68,7 +68,11 @@ def body(*lines: str) -> str:
         (["assert f(1) in (2, 3)", "assert f(2) > 4", "assert f(3) != 5"], ""),
         (["self.assertEqual(f(1), g(20))"], ""),
         (["self.assertEqual(f(1), Decimal('1.50'))"], "1 50"),
-        (["self.assertSQL(f(1), 'SELECT 20')"], "SELECT 20"),
+        (["self.assertSQL(f(1), 'SELECT 20')"], "SELECT"),
+        (["self.assertIn(20, f(1))", "self.assertOneOf(f(1), 20)", "m.assert_any_call(20)"], ""),
+        (["self.assertRegex(f(1), 'like this|like that')"], ""),
+        (["with pytest.raises(Oh, match='like this?'):", "    f(1)"], ""),
+        (["self.assertAlmostEqual(f(1), 20.5, delta=9)"], ""),
     ],
 )
 def test_only_what_each_passing_run_must_expect_is_a_place(lines, pieces):
@@ -76,6 +80,14 @@ def test_only_what_each_passing_run_must_expect_is_a_place(lines, pieces):
     assert [place.old for place in test.literals] == pieces.split()
     source = body(*lines).split("\n")
     assert all(source[place.line - 1][place.start : place.end] == place.old for place in test.literals)
+
+
+@pytest.mark.parametrize(
+    "line", ["assert f(1) < 2", "self.assertTrue(seconds < a)", "self.assertLess(f(1), a)"]
+)
+def test_what_two_runs_need_not_agree_on_is_left_alone(line):
+    (test,) = _places.tests(body(line))
+    assert test.literals == test.twists == ()
 
 
 @pytest.mark.parametrize(

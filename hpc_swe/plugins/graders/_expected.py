@@ -88,16 +88,13 @@ class Reader:
         """Ways to contradict it without a literal."""
         for statement in self.reached:
             match statement:
-                case ast.Expr(value=ast.Await(value=ast.Call() as call)) | ast.Expr(value=ast.Call() as call):
+                case ast.Assert(test=test):
+                    yield from _of_condition(test)
+                case ast.Expr(value=ast.Await(value=call)) | ast.Expr(value=call):
                     yield from _of_twisted(call)
                 case ast.With(items=items) | ast.AsyncWith(items=items):
                     for item in items:
-                        if isinstance(item.context_expr, ast.Call):
-                            yield from _of_twisted(item.context_expr)
-                case ast.Assert(test=ast.Compare(ops=[ast.Eq()], comparators=[right])):
-                    yield from _bracketed(right)
-                case ast.Assert(test=ast.Compare() | ast.Call() | ast.Name() | ast.Attribute() as test):
-                    yield Twist(test.lineno, test.col_offset, test.col_offset, "not ")
+                        yield from _of_twisted(item.context_expr)
 
     def _walk(self, body: list[ast.stmt]) -> None:
         """Statements that each run reaches, if none before them fails."""
@@ -210,7 +207,7 @@ def _of_compare(test: ast.expr) -> Iterator[_Expected]:
 def _of_call(name: str, args: list[ast.expr], keywords: list[ast.keyword]) -> Iterator[_Expected]:
     if any(isinstance(one, ast.Starred) for one in args):
         return
-    if name in _EQUAL and len(args) > 1:
+    if name in _EQUAL and len(args) > 1 and not _is_rough(name, args, keywords):
         yield _Expected((args[0], args[1]))
     elif name in _AT:
         yield _Expected(tuple(args[_AT[name] : _AT[name] + 1]))
@@ -220,7 +217,12 @@ def _of_call(name: str, args: list[ast.expr], keywords: list[ast.keyword]) -> It
     elif name == "raises":
         yield from (_Expected((one.value,), is_within=True) for one in keywords if one.arg == "match")
     elif _is_helper(name) and len(args) >= (1 if name.startswith("assert_") else 2):
-        yield _Expected((args[-1],))
+        yield _Expected((args[-1],), is_within=True)  # for all that is known
+
+
+def _is_rough(name: str, args: list[ast.expr], keywords: list[ast.keyword]) -> bool:
+    """Whether one value could be near enough to two."""
+    return name == "assertAlmostEqual" and (len(args) > 2 or bool(keywords))  # noqa: PLR2004
 
 
 def _is_helper(name: str) -> bool:
@@ -230,16 +232,30 @@ def _is_helper(name: str) -> bool:
     return bool(re.match("assert(?!.*[Nn]ot)", name)) and not hasattr(unittest.TestCase, name)
 
 
-def _of_twisted(call: ast.Call) -> Iterator[Twist]:
+def _of_condition(test: ast.expr) -> Iterator[Twist]:
+    match test:
+        case ast.Compare(ops=[ast.Eq()], comparators=[right]):
+            yield from _bracketed(right)
+        case ast.Compare() | ast.Call() | ast.Name() | ast.Attribute() if not _is_measured(test):
+            yield Twist(test.lineno, test.col_offset, test.col_offset, "not ")
+
+
+def _of_twisted(call: ast.expr) -> Iterator[Twist]:
     match call:
         case ast.Call(func=ast.Attribute(attr=name) as func, args=[_, right, *_]) if name in _EQUAL:
             yield from _bracketed(right)
         case ast.Call(func=ast.Attribute(attr=name) as func, args=args):
             if name in ("assertRaises", "assertRaisesMessage", "assertRaisesRegex", "raises") and args:
                 yield from _replaced(args[0], _ANOTHER_ERROR)
-            elif name in _OPPOSITES and func.end_lineno is not None and func.end_col_offset is not None:
-                start = func.end_col_offset - len(name)
-                yield Twist(func.end_lineno, start, func.end_col_offset, _OPPOSITES[name])
+            elif name in _OPPOSITES and not any(map(_is_measured, args)):
+                line, end = func.end_lineno or 0, func.end_col_offset or 0
+                yield Twist(line, end - len(name), end, _OPPOSITES[name])
+
+
+def _is_measured(value: ast.expr) -> bool:
+    """Whether it compares sizes, of times perhaps, that two runs need not agree on."""
+    sizes = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+    return any(isinstance(node, sizes) for node in ast.walk(value))
 
 
 def _bracketed(value: ast.expr) -> Iterator[Twist]:

@@ -20,6 +20,8 @@ _FIXED = re.compile(
 )
 """Parts of a text that mean more than their letters."""
 _PIECE = re.compile(r"[A-Za-z]+|[0-9]+")
+_CHOICE = re.compile(r"[|?*\[]")
+"""What lets a pattern match several texts."""
 _VOWELS, _CONSONANTS = "aeiou", "bcdfghklmnprstvw"
 _LONG = 8  # characters that no text contains by chance
 
@@ -163,6 +165,8 @@ class _Spots:
 
 def _of_token(token: tokenize.TokenInfo, is_within: bool) -> Iterator[Place]:
     line, start = token.start
+    if is_within and token.type != tokenize.STRING:  # what holds one value may well hold another
+        return
     whole = Place(line, start, start + len(token.string), token.string, is_within)
     if token.type == tokenize.NAME:
         if token.string in ("True", "False", "None"):
@@ -177,7 +181,9 @@ def _of_token(token: tokenize.TokenInfo, is_within: bool) -> Iterator[Place]:
 def _of_text(token: tokenize.TokenInfo, is_within: bool) -> Iterator[Place]:
     """Words and digits of a text token, apart from escapes, fields and tags."""
     prefix = re.match(r"[a-zA-Z]*(\"\"\"|'''|\"|')", token.string)
-    if prefix is None or "f" in prefix[0].lower() or (is_within and len(token.string) < _LONG):
+    if prefix is None or "f" in prefix[0].lower():
+        return
+    if is_within and (len(token.string) < _LONG or _CHOICE.search(token.string)):
         return
     inner = token.string[prefix.end() : -len(prefix[1])]
     plain = _FIXED.sub(lambda found: "\0" * len(found[0]), inner)
