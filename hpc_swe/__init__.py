@@ -1,3 +1,17 @@
 """hpc_swe trains software-engineering agents with GRPO on a Slurm cluster."""
 
+import sys
+from types import TracebackType
+
 __version__ = "0.1.0"
+
+
+def _say_interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+if sys.argv[:1] == ["-m"]:  # a command that still imports; later its frame in `cli` sees to interrupts
+    sys.excepthook = _say_interrupted

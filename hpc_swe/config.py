@@ -4,6 +4,7 @@ People write TOML; `dump` writes the merged tree, defaults filled in, as the run
 read only that.
 """
 
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -86,6 +87,30 @@ def dump(config: RunConfig) -> dict[str, Any]:
         name: msgspec.to_builtins(plugins.dump(value) if isinstance(value, plugins.Plugin) else value)
         for name, value in msgspec.structs.asdict(config).items()
     }
+
+
+def toml(tree: dict[str, Any], prefix: str = "") -> list[str]:
+    """A merged tree as the lines of a TOML file, tables last."""
+    tables = {name: value for name, value in tree.items() if isinstance(value, dict) and value}
+    lines = [f"{_word(name)} = {_value(value)}" for name, value in tree.items() if name not in tables]
+    for name, table in tables.items():
+        path = f"{prefix}{_word(name)}"
+        inside = toml(table, f"{path}.")
+        lines += ["", *([f"[{path}]"] if inside[:1] != [""] else []), *inside[inside[:1] == [""] :]]
+    return lines
+
+
+def _word(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else _value(key)
+
+
+def _value(value: Any) -> str:
+    """As TOML writes it: JSON does the same but for tables; texts of it are TOML's too."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_word(name)} = {_value(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    return json.dumps(value)
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:

@@ -15,7 +15,7 @@ import msgspec
 
 from hpc_swe import config as configuration
 from hpc_swe import reconcile
-from hpc_swe.errors import ConfigError, StorageError
+from hpc_swe.errors import ConfigError, CorruptRecord, StorageError
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.tasksets.base import Changed, Referenced
 from hpc_swe.plugins.tasksets.swebench import Swebench
@@ -25,18 +25,19 @@ from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, folders, tasks
 
-MAKING_S, PAUSE_S = 120.0, 0.1  # a run folder is made in a second or two
+MAKING, MAKING_S, PAUSE_S = ".making", 120.0, 0.1  # a run folder is made in a second or two
+LOOKS = 5  # a start that takes the place of a dead one is not there for a moment
+PACKAGES = ("hpc_swe", "jobs")
 Taken = Mapping[Split, Sequence[Task]]
 
 log = logging.getLogger(__name__)
 
 
-def create(run: RunDir, config: RunConfig) -> bool:
-    """Make the run; False when another start has made it meanwhile."""
-    taken = _take_tasks(config)
+def create(run: RunDir, config: RunConfig, taken: Taken) -> bool:
+    """Make the run with the tasks of `take_tasks`; False when another start has made it meanwhile."""
     try:
         with atomic.storage(run.root):
-            run.make()
+            run.root.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise StorageError(
             f"{run.root}: cannot be made: {error.strerror}; choose a folder you own with {option(config)}"
@@ -48,6 +49,45 @@ def create(run: RunDir, config: RunConfig) -> bool:
     return place is not None
 
 
+def require_free(run: RunDir, config: RunConfig) -> None:
+    """Refuse a folder that is something else than a run, before anything in it is touched.
+
+    Raises:
+        ConfigError: The message says what is there.
+    """
+    root, real, code = run.root, run.root.resolve(), Path(__file__).resolve().parents[1]
+    remedy = f"name a folder of its own with {option(config)}"
+    if _is_ours(run):
+        return
+    if root.is_symlink() and not root.exists():
+        raise ConfigError(f"{root}: a link to {real}, which is not there; {remedy}")
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"{root}: a file and no folder; {remedy}")
+    for what, place in (("your home", Path("~").expanduser()), ("this checkout", code)):
+        if place.resolve().is_relative_to(real):
+            raise ConfigError(f"{root}: {what} {'is' if place.resolve() == real else 'lies in'} it; {remedy}")
+    if any(real.is_relative_to(code / package) for package in PACKAGES):
+        raise ConfigError(f"{root}: among the packages that a run copies; {remedy}")
+    found = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise ConfigError(f"{root}: no run, but it holds {', '.join(found[:3])}{more}; {remedy}")
+
+
+def _is_ours(run: RunDir) -> bool:
+    """Whether a run is there, or what a start has begun to make; another start may be about to remove it."""
+    for _ in range(LOOKS):
+        if run.config.exists() or (run.root / MAKING).exists():
+            return True
+        with contextlib.suppress(OSError, CorruptRecord):
+            atomic.get(run.manifest, RunManifest)
+            return True
+        if not run.root.is_dir() or not any(run.root.iterdir()):
+            return False
+        time.sleep(PAUSE_S)
+    return False
+
+
 @contextlib.contextmanager
 def making(run: RunDir, limit_s: float = MAKING_S) -> Iterator[RunDir | None]:
     """Where this start makes the run's files; others wait, and get None once the run is made.
@@ -57,7 +97,7 @@ def making(run: RunDir, limit_s: float = MAKING_S) -> Iterator[RunDir | None]:
     Raises:
         StorageError: This start was taken for dead.
     """
-    taken, seen, since = run.root / ".making", 0, 0.0
+    taken, seen, since = run.root / MAKING, 0, 0.0
     place = RunDir(taken / secrets.token_hex(4))
     while not run.config.exists():
         try:
@@ -108,6 +148,8 @@ def publish(run: RunDir, place: RunDir, config: RunConfig, taken: Taken, model_s
             environment=reconcile.own_environment(),
         ),
     )
+    replace(place.manifest, run.manifest)  # first: a folder that has it is a run's, also when this start dies
+    run.make()
     for path in list(place.root.iterdir()):
         replace(path, run.root / path.name)
     atomic.write(place.config, data)
@@ -138,7 +180,7 @@ def _copy_code(run: RunDir, place: RunDir) -> None:
     """Jobs of a run that lasts for weeks must not see what is changed in the checkout meanwhile."""
     copy = atomic.temporary(run.code)  # not in `place`: copying would make it anew after it was taken away
     with atomic.storage(run.code):
-        for package in ("hpc_swe", "jobs"):
+        for package in PACKAGES:
             source = Path(__file__).parents[1] / package
             shutil.copytree(source, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
         replace(copy, place.code)
@@ -153,7 +195,12 @@ def replace(new: Path, final: Path) -> None:
     mine.rename(final)
 
 
-def _take_tasks(config: RunConfig) -> dict[Split, list[Task]]:
+def take_tasks(config: RunConfig) -> Taken:
+    """The run's tasks; that there are fewer than asked for is said.
+
+    Raises:
+        ConfigError: There are none, or their images are missing.
+    """
     wanted = config.tasks
     taken = wanted.take(config.taskset)
     if isinstance(config.taskset, Swebench) and not config.taskset.checked:
@@ -167,6 +214,13 @@ def _take_tasks(config: RunConfig) -> dict[Split, list[Task]]:
         raise ConfigError(
             f"tasks.eval = {wanted.eval} (--tasks), tasks.eval_from = {wanted.eval_from}: [taskset] has no "
             "held-out task there; ask for one at least, of those that it has"
+        )
+    if config.mode == "grpo" and not taken["train"]:
+        raise ConfigError(f"tasks.train = {wanted.train}: [taskset] has no task to train on; ask for some")
+    if config.mode == "grpo" and config.eval.every and not taken["eval"]:
+        raise ConfigError(
+            f"tasks.eval = {wanted.eval}, tasks.eval_from = {wanted.eval_from}: [taskset] has no held-out "
+            f"task there, but eval.every = {config.eval.every}; ask for some, or set eval.every = 0"
         )
     for key, asked, found in (("train", wanted.train, taken["train"]), ("eval", wanted.eval, taken["eval"])):
         if len(found) < asked:

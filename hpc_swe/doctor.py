@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hpc_swe import cli
 from hpc_swe import config as configuration
 from hpc_swe.checkup import Ask, Finding, scheduler, visit
 from hpc_swe.checkup.scheduler import Cluster
@@ -145,25 +146,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
+@cli.command
+def main() -> int:
     """The command line."""
     os.umask(0o077)
     begun = time.monotonic()
-    arguments = _parser().parse_args()
-    try:
-        findings = diagnose(arguments)
-    except HpcSweError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    arguments = cli.parse(_parser())
+    findings = diagnose(arguments)
     verdicts = [finding.verdict for finding in findings]
     if arguments.json:
         print(msgspec.json.encode(findings).decode())
-        sys.exit("fault" in verdicts)
+        return "fault" in verdicts
     console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH)
     console.print(table(findings))
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("ok", "warning", "fault"))
     console.print(f"{counts}, in {time.monotonic() - begun:.0f} s")
-    sys.exit("fault" in verdicts)
+    return "fault" in verdicts
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from hpc_swe import config as configuration
 from hpc_swe import estimate, reconcile
 from hpc_swe.estimate import GIB, Part, Request
 from hpc_swe.plugins.engines.vllm import Vllm
@@ -18,11 +19,13 @@ from hpc_swe.store import ledger
 
 
 def show(run: RunDir, config: RunConfig) -> None:
-    """Print all.
+    """Print the merged configuration, the batch scripts and the costs.
 
     Raises:
         ConfigError: The model's config.json is missing, or describes what is not built here.
     """
+    print("### the merged configuration, with all defaults")
+    print("\n".join(configuration.toml(configuration.dump(config))), end="\n\n")
     for script in scripts(run, config):
         print(script)
     console = Console(highlight=False)

@@ -7,7 +7,6 @@ side of it: the words that make one, the bar while it lasts, and the results whe
 import argparse
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +22,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from hpc_swe import cli, launch, results
 from hpc_swe import config as configuration
-from hpc_swe import launch, results
 from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
@@ -194,8 +193,6 @@ def evaluate(run: RunDir, config: RunConfig, *, detach: bool, console: Console) 
         return True
     is_new = not run.config.exists()
     plan = launch.start(run, config)
-    if plan.stuck and config.executor.is_here:
-        launch.stop(run, config, now=True)  # what was submitted beside it would wait for it forever
     launch.tell(run, plan)
     watch = Watch(run, config, console)
     done = headway(Reader(run, config).look()).done
@@ -219,8 +216,7 @@ def evaluate(run: RunDir, config: RunConfig, *, detach: bool, console: Console) 
 def _left(run: RunDir, config: RunConfig) -> str:
     if config.executor.is_here:
         return "stopped; the same command goes on from here"
-    status, stop = (f"`python -m hpc_swe.{verb} {run.root}`" for verb in ("status", "launch stop"))
-    return f"left; its jobs go on. The same command shows how, and so does {status}; {stop} ends them"
+    return f"{launch.left(run, config)}; the same command goes on watching"
 
 
 def finish(run: RunDir, config: RunConfig, console: Console) -> None:
@@ -234,14 +230,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hpc_swe.evaluate", description="What a model solves.")
     add = parser.add_argument
     add("config", nargs="*", help="TOML files, merged left to right, and overrides; none to go on")
-    add("--out", type=Path, required=True, help="the evaluation's folder, a run folder")
-    add("--model", type=Path, help="Hugging Face folder, or a run's weights/v...")
+    add("--out", type=cli.folder, required=True, help="the evaluation's folder, a run folder")
+    add("--model", type=cli.folder, help="Hugging Face folder, or a run's weights/v...")
     add("--url", help="an engine that serves it already, http://host:port; its key in VLLM_API_KEY")
     add("--samples", type=int, help="episodes a task and decoding")
     add("--tasks", type=int, help="held-out tasks, the first so many")
     add("--history", choices=("keep", "template"), help="how a conversation's past is rendered")
     add("--detach", action="store_true", help="submit and return")
-    add("--compare", type=Path, help="folder of an earlier evaluation of the same tasks")
+    add("--dry-run", action="store_true", help="print configuration, batch scripts and costs; make nothing")
+    add("--compare", type=cli.folder, help="folder of an earlier evaluation of the same tasks")
     add("--common", action="store_true", help="compare on the tasks that are in both")
     return parser
 
@@ -257,6 +254,9 @@ def _run(run: RunDir, arguments: argparse.Namespace, console: Console) -> None:
     other = RunDir(arguments.compare) if arguments.compare else None
     before = results.read(other) if other else None  # now, not after hours
     config = configured(run, _words(arguments))
+    if arguments.dry_run:
+        launch.preview(run, config)
+        return
     if not evaluate(run, config, detach=arguments.detach, console=console):
         console.print("the same command shows how it goes, and writes the results when it has finished")
         return
@@ -267,19 +267,13 @@ def _run(run: RunDir, arguments: argparse.Namespace, console: Console) -> None:
             console.print(told)
 
 
+@cli.command
 def main() -> None:
     """The command line."""
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
-    arguments, console = _parser().parse_intermixed_args(), Console(highlight=False)
-    run = RunDir(arguments.out.absolute())
-    try:
-        _run(run, arguments, console)
-    except HpcSweError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    arguments = cli.parse(_parser())
+    _run(RunDir(arguments.out), arguments, Console(highlight=False))
 
 
 if __name__ == "__main__":

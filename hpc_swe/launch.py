@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hpc_swe import checks, cli, creation, reconcile
 from hpc_swe import config as configuration
-from hpc_swe import creation, reconcile
 from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError, SchedulerError, StaleRun, StorageError
+from hpc_swe.plugins.executors.local import Local
 from hpc_swe.reconcile import Plan
 from hpc_swe.records import RunManifest
-from hpc_swe.roles.inference import attach
 from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, orders
@@ -32,14 +32,25 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> Plan:
     Raises:
         ConfigError: The run exists with another configuration, or this machine cannot run it.
     """
-    _preflight(run, config)
-    if run.config.exists() or not creation.create(run, config):
+    taken = checks.require(run, config)
+    if run.config.exists() or not creation.create(run, config, taken):
         _must_agree(run, config)
         if upgrade:
             _upgrade(run, config)
     for order in (run.drain, run.stop):
         order.unlink(missing_ok=True)
-    return reconcile.tick(run, config)
+    return _submit(run, config)
+
+
+def _submit(run: RunDir, config: RunConfig) -> Plan:
+    """Tick; where a role is refused and nothing ran before, take back what was submitted beside it."""
+    had_jobs = bool(alive(run, config))
+    plan = reconcile.tick(run, config)
+    if not plan.refused or had_jobs:
+        return plan
+    config.executor.cancel([job.job for job in config.executor.queue(run)])
+    said = "; ".join(f"{role}: {plan.stuck[role]}" for role in plan.refused)
+    raise ConfigError(f"{run.root}: {said}; nothing was left in the queue. Mend it and start again")
 
 
 def load(run: RunDir) -> RunConfig:
@@ -76,12 +87,12 @@ def stop(run: RunDir, config: RunConfig, *, now: bool) -> None:
     deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline and config.executor.queue(run):
         time.sleep(min(config.executor.pause_s, 2.0))
-    config.executor.cancel(alive(run, config))
+    config.executor.cancel([job.job for job in config.executor.queue(run)])
 
 
 def alive(run: RunDir, config: RunConfig) -> list[str]:
-    """Ids of the run's jobs that run or wait."""
-    return [job.job for job in config.executor.queue(run)]
+    """Ids of the run's jobs that run or may run."""
+    return [job.job for job in config.executor.queue(run) if job.state != "broken"]
 
 
 def wait(
@@ -92,28 +103,45 @@ def wait(
     *,
     detaches: bool = False,
 ) -> None:
-    """Tick, and call `each`, until the run has finished and its processes are gone.
+    """As `watch`, calling `each` at each look; but what ends the wait ends the run.
 
-    What ends the wait ends the run; with `detaches` only a deadline ends the jobs of a cluster.
+    With `detaches` only a deadline ends the jobs of a cluster.
 
     Raises:
-        HpcSweError: It was ordered to end before it had finished.
-        DeadlineError: It takes longer than `timeout_s`, or a role cannot be kept alive; the run is ended.
+        HpcSweError: As `watch`; the run is ended.
     """
-    deadline = time.monotonic() + timeout_s
     try:
-        while not orders.standing(run) or alive(run, config):
-            plan = _tick_patiently(run, config)
-            if plan.lost or time.monotonic() > deadline:
-                why = "; ".join(f"{role}: {plan.stuck[role]}" for role in plan.lost)
-                why = why or f"not finished after {timeout_s:.0f} s; see its logs/"
-                raise DeadlineError(f"{run.root}: {why}")
-            each()
-            time.sleep(config.executor.pause_s)
+        _watch(run, config, timeout_s, each)
     except BaseException as error:
         if not detaches or isinstance(error, DeadlineError) or config.executor.is_here:
             stop(run, config, now=True)
         raise
+    _require_finished(run)
+
+
+def watch(run: RunDir, config: RunConfig, timeout_s: float) -> None:
+    """Tick until the run has finished and its processes are gone; whatever ends the watch, they go on.
+
+    Raises:
+        HpcSweError: It was ordered to end before it had finished.
+        DeadlineError: It takes longer than `timeout_s`, or a role cannot be kept alive.
+    """
+    _watch(run, config, timeout_s, lambda: None)
+    _require_finished(run)
+
+
+def _watch(run: RunDir, config: RunConfig, timeout_s: float, each: Callable[[], None]) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not orders.standing(run) or alive(run, config):
+        plan = _tick_patiently(run, config)
+        if plan.lost or time.monotonic() > deadline:
+            why = "; ".join(f"{role}: {plan.stuck[role]}" for role in plan.lost)
+            raise DeadlineError(f"{run.root}: {why or f'not finished after {timeout_s:g} s; see its logs/'}")
+        each()
+        time.sleep(config.executor.pause_s)
+
+
+def _require_finished(run: RunDir) -> None:
     if not run.finished.exists():
         raise HpcSweError(f"{run.root}: ordered to end before it had finished; `launch start` goes on")
 
@@ -124,20 +152,6 @@ def _tick_patiently(run: RunDir, config: RunConfig) -> Plan:
     except (SchedulerError, StorageError) as error:
         log.warning("waiting for the scheduler or the file system: %s", error)
         return Plan()
-
-
-def _preflight(run: RunDir, config: RunConfig) -> None:
-    known = [("model", config.model, "config.json"), ("model", config.model, "tokenizer.json")]
-    for key, folder, name in (*known, ("reference", config.reference or config.model, "config.json")):
-        if not (Path(folder) / name).is_file():
-            raise ConfigError(f"{key} = {folder!r}: no {name} there; give the folder of a Hugging Face model")
-    for role, count in reconcile.desired(config).items():
-        if count:
-            config.executor.check(reconcile.submission(run, config, role, 1, count))
-    if config.mode != "sft" and config.executor.is_here:  # on a cluster the workers check, on their nodes
-        config.sandbox.check()
-    if config.inference.url and "inference" in reconcile.desired(config):
-        attach.require_usable(config, creation.key(run, config))
 
 
 def _must_agree(run: RunDir, config: RunConfig) -> None:
@@ -161,47 +175,68 @@ def _upgrade(run: RunDir, config: RunConfig) -> None:
     creation.renew_code(run)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     parser = argparse.ArgumentParser(
         prog="python -m hpc_swe.launch", description="Start, keep and end a run."
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
     begin = verbs.add_parser("start", help="make the run folder and submit its jobs")
-    begin.add_argument(
-        "config", nargs="+", help="TOML files, merged left to right, and overrides such as steps=10"
+    add = begin.add_argument
+    add("config", nargs="+", help="TOML files, merged left to right, and overrides such as steps=10")
+    add(
+        "--run", type=cli.folder, help="run folder (default: $HPC_SWE_RUNS or runs/, named by the first file)"
     )
-    begin.add_argument(
-        "--run", type=Path, help="run folder (default: $HPC_SWE_RUNS or runs/, named by the first file)"
-    )
-    begin.add_argument(
-        "--wait", type=float, metavar="SECONDS", help="stay and tick until the run has finished"
-    )
-    begin.add_argument("--dry-run", action="store_true", help="print batch scripts and costs; make nothing")
-    begin.add_argument(
-        "--upgrade", action="store_true", help="go on with this code, not with the one of the run's start"
-    )
+    add("--wait", type=float, metavar="SECONDS", help="stay and tick until the run has finished")
+    add("--dry-run", action="store_true", help="print configuration, batch scripts and costs; make nothing")
+    add("--upgrade", action="store_true", help="go on with this code, not with the one of the run's start")
     again = verbs.add_parser("tick", help="submit what is missing; cron calls this")
-    again.add_argument("run", type=Path)
+    again.add_argument("run", type=cli.folder)
     end = verbs.add_parser("stop", help="let the run drain")
-    end.add_argument("run", type=Path)
+    end.add_argument("run", type=cli.folder)
     end.add_argument("--now", action="store_true", help="exit at once, then end what is left")
-    return parser
+    return parser, dict(verbs.choices)
 
 
 def _start(arguments: argparse.Namespace) -> None:
     files = [Path(word) for word in arguments.config if "=" not in word]
+    if not files:
+        raise ConfigError("no CONFIG.toml; give the files that say what is run, as configs/demo.toml")
     config = configuration.of_words(arguments.config)
-    runs = Path(os.environ.get("HPC_SWE_RUNS", "runs"))
-    run = RunDir((arguments.run or runs / files[0].stem).absolute())
+    runs = Path(os.environ.get("HPC_SWE_RUNS") or "runs").absolute()
+    run = RunDir(arguments.run or runs / files[0].stem)
     if arguments.dry_run:
-        from hpc_swe import dry_run  # jobs import this module, and print no tables
-
-        dry_run.show(run, config)
-        _preflight(run, config)
+        preview(run, config)
         return
     tell(run, start(run, config, upgrade=arguments.upgrade))
-    if arguments.wait:
-        wait(run, config, arguments.wait)
+    if arguments.wait is None:
+        return
+    try:
+        watch(run, config, arguments.wait)
+    except (DeadlineError, KeyboardInterrupt):
+        print(left(run, config), file=sys.stderr)
+        raise
+
+
+def preview(run: RunDir, config: RunConfig) -> None:
+    """Show what `start` would make and submit.
+
+    Raises:
+        ConfigError: `start` would refuse it.
+    """
+    from hpc_swe import dry_run  # jobs import this module, and print no tables
+
+    try:
+        dry_run.show(run, config)
+    finally:
+        checks.require(run, config)
+
+
+def left(run: RunDir, config: RunConfig) -> str:
+    """What becomes of a run that nobody watches any more."""
+    if isinstance(config.executor, Local) and config.executor.foreground:
+        return "left; its jobs end with this command, as [executor] foreground says"
+    status, end = (f"`python -m hpc_swe.{verb} {run.root}`" for verb in ("status", "launch stop"))
+    return f"left; its jobs go on. {status} shows how, {end} ends them"
 
 
 def tell(run: RunDir, plan: Plan) -> None:
@@ -217,24 +252,22 @@ def tell(run: RunDir, plan: Plan) -> None:
         raise HpcSweError("; ".join(f"{role}: {why}" for role, why in plan.stuck.items()))
 
 
+@cli.command
 def main() -> None:
     """The command line."""
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    arguments = _parser().parse_args()
-    try:
-        if arguments.verb == "start":
-            _start(arguments)
-            return
-        run = RunDir(arguments.run.absolute())
-        config = load(run)
-        if arguments.verb == "tick":
-            tell(run, reconcile.tick(run, config))
-        else:
-            stop(run, config, now=arguments.now)
-    except HpcSweError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    parser, verbs = _parser()
+    verb, arguments = cli.parse_verb(verbs, sys.argv[1:], parser)
+    if verb == "start":
+        _start(arguments)
+        return
+    run = RunDir(arguments.run)
+    config = load(run)
+    if verb == "tick":
+        tell(run, reconcile.tick(run, config))
+    else:
+        stop(run, config, now=arguments.now)
 
 
 if __name__ == "__main__":

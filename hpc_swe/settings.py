@@ -199,6 +199,8 @@ class RunConfig(Record, frozen=True, kw_only=True):
     """Optimizer steps in all."""
     counts: dict[Role, Natural] = {}
     """Jobs of each role; one where not named."""
+    by_hand: list[Role] = []
+    """Roles whose count may be 0 while others run: a person starts them, by `sbatch sbatch/role.sbatch`."""
     max_restarts: Natural = 5
     """Times that a job starts its process again."""
     tasks: TasksConfig = TasksConfig()

@@ -17,8 +17,8 @@ from typing import get_args
 
 import msgspec
 
-from hpc_swe import exhibits, transcript
-from hpc_swe.errors import CorruptRecord, HpcSweError
+from hpc_swe import cli, exhibits, transcript
+from hpc_swe.errors import CorruptRecord, HpcSweError, boundary
 from hpc_swe.records import ExitStatus, Outcome, ScoredEpisode
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
@@ -94,19 +94,13 @@ def shown(arguments: argparse.Namespace) -> Iterator[str]:
         yield f"the first {count} only; --limit 0 shows all"
 
 
+@cli.command
 def main() -> None:
     """The command line."""
-    arguments = _parser().parse_args()
-    try:
+    arguments = cli.parse(_parser())
+    with boundary(HpcSweError, f"show {arguments.path}"):
         for part in shown(arguments):
             print(part, flush=True)
-    except BrokenPipeError:  # a pager that was left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (HpcSweError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(getattr(error, "exit_code", 1))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ tells. When the scheduler is silent, the screen says so and shows the rest.
 """
 
 import argparse
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hpc_swe import launch, reconcile
-from hpc_swe.errors import HpcSweError, SchedulerError
+from hpc_swe import cli, launch, reconcile
+from hpc_swe.errors import HpcSweError, SchedulerError, StorageError, boundary
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.records import Endpoint, EndpointTable, Role, RoleStatus, StatusReport
 from hpc_swe.rundir import RunDir
@@ -301,24 +300,22 @@ def _screen(reader: Reader, console: Console) -> RenderableType:
         return Text(f"error: {error}; looking again")
 
 
+@cli.command
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m hpc_swe.status", description="Show what a run is doing.")
-    parser.add_argument("run", type=Path)
+    parser.add_argument("run", type=cli.folder)
     parser.add_argument(
         "--watch", action="store_true", help="redraw every two seconds until the run has finished"
     )
-    arguments = parser.parse_args()
-    run, console = RunDir(arguments.run.absolute()), Console(highlight=False)
-    try:
+    arguments = cli.parse(parser)
+    run, console = RunDir(arguments.run), Console(highlight=False)
+    with boundary(StorageError, f"look at {run.root}"):
         reader = Reader(run, launch.load(run))
         if arguments.watch:
             _watch(reader, run, console)
         else:
             console.print(render(reader.look(), console.width))
-    except (HpcSweError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(getattr(error, "exit_code", 1))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from hpc_swe import cli
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, HpcSweError, StorageError
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
@@ -71,6 +72,7 @@ def _source(arguments: argparse.Namespace, sandbox: Apptainer) -> ImageSource:
     return Built(images, base, arguments.repository, arguments.requirements, arguments.wheels)
 
 
+@cli.command
 def main() -> None:
     """The command line."""
     os.umask(0o022)
@@ -91,7 +93,7 @@ def main() -> None:
     recipe.add_argument("--requirements", type=Path, help="packages of the environment")
     recipe.add_argument("--wheels", type=Path, help="folder of wheels; without it pip looks where it does")
     recipe.add_argument("--base", type=Path, help="unpacked base image (default: python-pytest beside them)")
-    arguments = parser.parse_intermixed_args()
+    arguments = cli.parse(parser)
     try:
         sandbox, problems = wanted(configuration.of_words(arguments.words))
         shelf = Shelf(Path(sandbox.images), arguments.keep_leaks)

@@ -24,8 +24,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from hpc_swe import cli, plugins
 from hpc_swe import config as configuration
-from hpc_swe import plugins
 from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError, boundary
 from hpc_swe.plugins.graders.base import Examiner, Grader, Resitting, Version
 from hpc_swe.plugins.sandboxes._watched import Watched
@@ -315,6 +315,7 @@ def _tell(verdicts: Sequence[Verdict], out: Path) -> None:
     console.print(f"{len(verdicts)} tasks: {counts}; {out}")
 
 
+@cli.command
 def main() -> None:
     """The command line."""
     os.umask(0o077)
@@ -326,7 +327,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("tasks/checked.jsonl"), help="file of verdicts")
     parser.add_argument("--runs", type=int, default=3, help="gradings of the reference, and of nothing")
     parser.add_argument("--jobs", type=int, default=1, help="tasks at a time")
-    arguments = parser.parse_intermixed_args()
+    arguments = cli.parse(parser)
     try:
         config = configuration.of_words(arguments.words)
         tasks, references = wanted(config)

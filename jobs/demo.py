@@ -19,8 +19,8 @@ import msgspec
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
+from hpc_swe import cli, evaluate, launch, statistics
 from hpc_swe import config as configuration
-from hpc_swe import evaluate, launch, statistics
 from hpc_swe.errors import HpcSweError
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.records import MetricLine, StatusReport
@@ -171,6 +171,7 @@ def run(demo: Demo, control: str) -> None:
     console.print(f"{time.monotonic() - began:.0f} s in all")
 
 
+@cli.command
 def main() -> None:
     """The command line."""
     os.umask(0o077)
@@ -183,7 +184,7 @@ def main() -> None:
     add("--out", type=Path, help="folder (default: runs/demo-<seed>)")
     add("--control", choices=sorted(CONTROLS), default="", help="run a control instead of GRPO")
     add("overrides", nargs="*", help="of every stage's configuration: TOML files, or words such as steps=10")
-    arguments = parser.parse_args()
+    arguments = cli.parse(parser)
     root = arguments.out or Path(os.environ.get("HPC_SWE_RUNS", "runs")) / f"demo-{arguments.seed}"
     try:
         run(Demo(root, arguments.seed, arguments.overrides), arguments.control)

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from hpc_swe import cli
 from hpc_swe import config as configuration
-from hpc_swe.errors import HpcSweError
 from hpc_swe.roles.inference.attach import KEY
 from hpc_swe.settings import RunConfig
 
@@ -29,15 +29,11 @@ def line(config: RunConfig) -> str:
     return f"env {' '.join(settings)} {shlex.join(words)}"
 
 
-def main() -> int:
+@cli.command
+def main() -> None:
     """The command line."""
-    try:
-        print(line(configuration.of_words(sys.argv[1:])))
-    except HpcSweError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    print(line(configuration.of_words(sys.argv[1:])))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

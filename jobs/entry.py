@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hpc_swe import launch
+from hpc_swe import cli, launch
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import HpcSweError, LostRace
 from hpc_swe.plugins.engines.base import Stopping
@@ -60,3 +60,6 @@ def enter(work: Callable[[RunDir, RunConfig], None]) -> None:
     except HpcSweError as error:
         log.error("%s", error)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        log.error("interrupted")
+        sys.exit(cli.INTERRUPTED)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from hpc_swe import cli
 from hpc_swe.conversation.template import ChatTemplate
 from hpc_swe.plugins.tasksets.bugs import Bugs
 
@@ -142,6 +143,7 @@ def save_model(tokenizer: Tokenizer, folder: Path, seed: int, **sizes: int) -> i
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+@cli.command
 def main() -> None:
     """The folder appears whole or not at all."""
     parser = argparse.ArgumentParser(
@@ -149,7 +151,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = cli.parse(parser)
     folder = options.out.with_name(f"{options.out.name}.tmp")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

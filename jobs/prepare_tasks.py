@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
+from hpc_swe import cli
 from hpc_swe.errors import ConfigError, HpcSweError, StorageError, boundary
 from hpc_swe.plugins.tasksets._swebench_rows import (
     RECIPES,
@@ -171,6 +172,7 @@ def _as_numbers(version: str) -> list[tuple[int, str]]:
     return [(int(part) if part.isdigit() else 0, part) for part in version.split(".")]
 
 
+@cli.command
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -183,7 +185,7 @@ def main() -> None:
     add("--revision", help="of a dataset on a hub")
     add("--ids", type=Path, help="file of instance ids, one a line: takes these, in this order")
     add("--skip-bad", action="store_true", help="write the others when rows are bad")
-    arguments = parser.parse_args()
+    arguments = cli.parse(parser)
     try:
         if arguments.out.suffix != ".parquet":
             raise ConfigError(f"--out {arguments.out}: the file's name must end in .parquet")

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from hpc_swe import launch, reconcile
+from hpc_swe import cli, launch, reconcile
 from hpc_swe.errors import HpcSweError, NodeError, StorageError
 from hpc_swe.plugins.executors import _gpus
 from hpc_swe.processes import die_with_parent, start_time
@@ -170,11 +170,12 @@ def keep(gang: Gang, run: RunDir, max_restarts: int, refused_s: float = 60.0) ->
     return max(code, 0)
 
 
+@cli.command
 def main() -> int:
     """The command line."""
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    arguments = _parser().parse_args()
+    arguments = cli.parse(_parser())
     run = RunDir(arguments.run.absolute())
     try:
         config = launch.load(run)
@@ -266,4 +267,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -23,7 +23,8 @@ class Bench:
 
     def __init__(self, cluster: Cluster, folder: Path, reward: int, *words: str) -> None:
         self.cluster, self.run, self.calls = cluster, folder / "run", folder / "calls"
-        self.words = [*SLURM, *(f"counts.{role}=0" for role in ROLES[:-1]), f"counts.reward={reward}", *words]
+        nobody = [f"by_hand={list(ROLES)}", *(f"counts.{role}=0" for role in ROLES[:-1])]
+        self.words = [*SLURM, *nobody, f"counts.reward={reward}", *words]
         self.model, self.bin = folder / "model", folder / "bin"
         for made in (folder, self.model, self.bin):
             made.mkdir(exist_ok=True)

@@ -13,7 +13,8 @@ from cluster import ROOT
 from hpc_swe.rundir import RunDir
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
-NOBODY = [f"counts.{role}=0" for role in ("coordinator", "inference", "learner", "rollout")]
+ROLES = ["coordinator", "inference", "learner", "rollout"]
+NOBODY = [f"by_hand={ROLES}", *(f"counts.{role}=0" for role in ROLES)]
 EXECUTOR = (
     'executor={type="slurm", notice_s=20, roles={reward={cpus_per_task=1, mem_gb=0.2, timeout_min=10}}}'
 )

@@ -189,7 +189,8 @@ def test_one_that_stays_away_is_one_clear_error_after_the_deadline(attach, someb
     assert f"EngineError: no health at {somebody.url} in 1 s; somebody else runs it" in log
 
 
-NOBODY = [f"counts.{role}=0" for role in ("coordinator", "inference", "learner", "rollout", "reward")]
+ROLES = ["coordinator", "inference", "learner", "rollout", "reward"]
+NOBODY = [f"by_hand={ROLES}", *(f"counts.{role}=0" for role in ROLES)]
 
 
 def configured(somebody: Somebody, *words: str) -> RunConfig:

@@ -33,7 +33,8 @@ from hpc_swe.store import atomic, evals, ledger, tasks
 from hpc_swe.store.evals import Attempt
 from hpc_swe.store.ledger import Started, Submitted
 
-NOBODY = [f"counts.{role}=0" for role in ("coordinator", "inference", "rollout", "reward")]
+ROLES = ["coordinator", "inference", "rollout", "reward"]
+NOBODY = [f"by_hand={ROLES}", *(f"counts.{role}=0" for role in ROLES)]
 
 
 # what it waits for
@@ -145,7 +146,7 @@ def test_a_look_that_fails_is_told_and_taken_again_until_patience_ends(begun):
 def test_a_role_that_is_stuck_at_the_start_leaves_no_job_of_another_on_this_machine(small):
     """Three submissions of a role have failed; the next start submits the others beside it."""
     words = [*evaluate.OWN, *(word for word in small.words if "=" in word), "counts.coordinator=0"]
-    words += ["counts.reward=0", "executor={type='local'}"]
+    words += ["counts.reward=0", "by_hand=['coordinator', 'reward']", "executor={type='local'}"]
     config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
     nobody = configuration.read(ROOT / "configs/demo.toml", overrides=[*words, *NOBODY])
     launch.start(small.out, nobody)

@@ -221,6 +221,7 @@ def configured(rows: Path, *words: str) -> RunConfig:
         f"model={rows.parent}",
         f'taskset.train={{rows="{rows}", ids=""}}',
         'taskset.eval={rows="", ids=""}',
+        "eval.every=0",
         f'taskset.recipes={{"toy/unittest"={recipe}}}',
     ]
     return configuration.read(ROOT / "configs/swebench.toml", overrides=[*overrides, *words])

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from toy_model import HERMES, make_model
 
 from hpc_swe import config as configuration
 from hpc_swe import dry_run, estimate
@@ -80,9 +81,10 @@ def shape(tmp_path):
 
 @pytest.fixture
 def read(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(MODELS["8B"]))
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    model = make_model(tmp_path / "model", HERMES)
+    (model / "config.json").write_text(json.dumps(MODELS["8B"]))
+    (model / "generation_config.json").write_text('{"eos_token_id": 322}')
+    (model / "model.safetensors").touch()
 
     def config(*overrides, executor=SLURM):
         (tmp_path / "executor.toml").write_text(executor)

@@ -18,7 +18,8 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, ledger, tasks
 
 ROOT = Path(__file__).parents[2]
-NOBODY = [f"counts.{role}=0" for role in ("coordinator", "inference", "learner", "rollout", "reward")]
+ROLES = ["coordinator", "inference", "learner", "rollout", "reward"]
+NOBODY = [f"by_hand={ROLES}", *(f"counts.{role}=0" for role in ROLES)]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import cycle
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 from msgspec import Struct
@@ -46,6 +46,7 @@ class Reply(Record, frozen=True, kw_only=True):
 class Scripted(Vllm, frozen=True, kw_only=True):
     """An engine that has learnt its answers by heart."""
 
+    loads_weights: ClassVar[bool] = False
     device: Literal["gpu", "cpu"] = "cpu"
     replies: str
     """Path of a JSON list of `Reply`."""

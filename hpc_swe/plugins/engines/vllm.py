@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -49,6 +49,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=1)
 class Vllm(Plugin, frozen=True, kw_only=True):
     """`vllm serve` as a child process."""
 
+    loads_weights: ClassVar[bool] = True
     max_model_len: int = 32768
     """Tokens of prompt and completion together."""
     max_num_seqs: int = 64

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, get_args
 
 from msgspec import Meta
@@ -59,13 +59,17 @@ class Local(Plugin, frozen=True, kw_only=True):
     def check(self, submission: Submission) -> None:
         """Refuse more GPUs than this machine has."""
         asked = self.gpus.get(submission.role, 0)
-        here = _gpus.usable(submission.environment) if asked else []
+        here = self.here(submission.environment) if asked else []
         each = asked if self.share_gpus else asked * submission.count
         if each > len(here):
             raise ConfigError(
                 f"[executor] gpus.{submission.role} = {asked} for {submission.count} jobs, but this machine "
                 f"has {len(here)} GPUs; lower it or counts.{submission.role}, or set share_gpus = true"
             )
+
+    def here(self, environment: Mapping[str, str]) -> list[str]:
+        """The GPUs that jobs may be given, for the environment of the start."""
+        return _gpus.usable(environment)
 
     def script(self, run: RunDir, submission: Submission) -> str:
         """What bash is given."""
@@ -142,7 +146,7 @@ class Local(Plugin, frozen=True, kw_only=True):
         return ["--while", _id(os.getpid())] if self.foreground else []
 
     def _hand_out(self, submission: Submission, asked: int) -> str:
-        here = _gpus.usable(submission.environment)
+        here = self.here(submission.environment)
         taken = [gpu for gpus in _handed_out().values() for gpu in gpus.split(",")]
         chosen = _gpus.choose(here, taken, asked, share=self.share_gpus)
         if chosen is None:

@@ -1,0 +1,206 @@
+"""Everything that refuses a run before a job is submitted: one list for `start`, `--dry-run` and `evaluate`.
+
+Each check is a function that yields complaints. Those of all checks are shown together, a line each, so that
+nobody mends one to be told the next.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hpc_swe import creation, estimate, reconcile
+from hpc_swe.conversation import TokenBuilder
+from hpc_swe.creation import Taken
+from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.engines.vllm import Vllm
+from hpc_swe.plugins.executors.local import Local
+from hpc_swe.plugins.executors.slurm import Resources, Slurm
+from hpc_swe.plugins.policies._megatron.shape import ModelShape
+from hpc_swe.plugins.policies.megatron import Megatron
+from hpc_swe.records import Role
+from hpc_swe.roles.inference import attach
+from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RunConfig
+
+UNTOLD = (
+    "gpus",
+    "gpus-per-task",
+    "gpus_per_task",
+    "constraint",
+    "exclusive",
+    "tres-per-node",
+    "tres-per-task",
+)
+"""Options of sbatch that may give GPUs without saying how many a node."""
+
+
+def require(run: RunDir, config: RunConfig) -> Taken:
+    """The tasks of the run, when nothing speaks against it; none of a run that exists, which has them.
+
+    Raises:
+        ConfigError: One line for each complaint.
+    """
+    found = [complaint for check in CHECKS for complaint in check(run, config)]
+    taken: Taken = {}
+    if not run.config.exists():
+        try:
+            taken = creation.take_tasks(config)
+        except ConfigError as error:
+            found.append(str(error))
+    if found:
+        raise ConfigError("\n".join(dict.fromkeys(found)))
+    return taken
+
+
+def _folder(run: RunDir, config: RunConfig) -> Iterator[str]:
+    yield from _said(lambda: creation.require_free(run, config))
+
+
+def _counts(_: RunDir, config: RunConfig) -> Iterator[str]:
+    counts = [config.counts.get(role, 1) for role in reconcile.ROLES[config.mode]]
+    if not any(counts):  # a run that is only made: all of its jobs are started by hand
+        return
+    for role in reconcile.ROLES[config.mode]:
+        somebody_else = role == "inference" and config.inference.url
+        if config.counts.get(role, 1) == 0 and role not in config.by_hand and not somebody_else:
+            yield (
+                f"counts.{role} = 0: a run of mode {config.mode} waits for ever without; ask for one, or add "
+                f"{role!r} to by_hand if you start it yourself"
+            )
+    if config.mode != "eval" and config.steps == 0:
+        yield "steps = 0: there is nothing to do; ask for one step at least"
+
+
+def _model(_: RunDir, config: RunConfig) -> Iterator[str]:
+    """Its files; of the weights only those roles ask that load them."""
+    model, wanted, engine = Path(config.model), _wanted(config), config.engine
+    served = "inference" in wanted and isinstance(engine, Vllm) and engine.loads_weights
+    for name in ("config.json", "tokenizer.json"):
+        if not (model / name).is_file():
+            yield f"model = {config.model!r}: no {name} there; give the folder of a Hugging Face model"
+            return
+    if served or "learner" in wanted:
+        yield from _weights("model", model)
+    if "learner" in wanted and config.learner.loss.kl_coefficient > 0 and config.reference:
+        yield from _weights("reference", Path(config.reference))
+    if "rollout" in wanted:
+        table = config.rollout
+        yield from _said(lambda: TokenBuilder(model, table.tool_parser, table.template_arguments))
+
+
+def _weights(key: str, folder: Path) -> Iterator[str]:
+    index = folder / "model.safetensors.index.json"
+    if not (folder / "config.json").is_file():
+        yield f"{key} = '{folder}': no config.json there; give the folder of a Hugging Face model"
+        return
+    names = {path.name for path in folder.glob("*.safetensors")}
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except FileNotFoundError:
+        shards = set()
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        yield f"{key} = '{folder}': {index.name} cannot be read: {error}; copy the model again"
+        return
+    missing = sorted(shards - names)
+    if missing:
+        yield f"{key} = '{folder}': {len(missing)} weight files are missing, {missing[0]} first; copy them"
+    elif not names:
+        yield f"{key} = '{folder}': no weights (*.safetensors) there; copy the whole model"
+
+
+def _parallel(_: RunDir, config: RunConfig) -> Iterator[str]:
+    """Whether the model can be divided as the configuration says."""
+    wanted, engine, policy = _wanted(config), config.engine, config.policy
+    if not (Path(config.model) / "config.json").is_file():
+        return
+    if "learner" in wanted and isinstance(policy, Megatron):
+        yield from _said(
+            lambda: ModelShape.read(Path(config.model)).check_parallel(
+                policy.tensor_parallel, policy.sequence_parallel
+            )
+        )
+    if "inference" in wanted and isinstance(engine, Vllm):
+        known = json.loads((Path(config.model) / "config.json").read_text(encoding="utf-8"))
+        heads, longest = known.get("num_attention_heads", 0), known.get("max_position_embeddings", 0)
+        if heads % engine.tensor_parallel:
+            yield (
+                f"engine.tensor_parallel = {engine.tensor_parallel} does not divide the model's {heads} "
+                "attention heads; choose a number that does"
+            )
+        if longest and engine.max_model_len > longest:
+            yield (
+                f"engine.max_model_len = {engine.max_model_len} is over the model's max_position_embeddings "
+                f"= {longest}; lower it"
+            )
+
+
+def _jobs(run: RunDir, config: RunConfig) -> Iterator[str]:
+    """What the executor says of each role."""
+    for role, count in reconcile.desired(config).items():
+        if count:
+            order = reconcile.submission(run, config, role, 1, count)
+            yield from _said(lambda order=order: config.executor.check(order))  # type: ignore[misc]
+
+
+def _gpus(_: RunDir, config: RunConfig) -> Iterator[str]:
+    """Whether the executor is asked for as many GPUs as a role divides its work among."""
+    for role, count in reconcile.desired(config).items():
+        needed = reconcile.gpus(role, config) if count else None
+        given, key = _given(role, config)
+        if not needed or given is None or given >= needed:
+            continue
+        sizes = "policy.tensor_parallel * learner.data_parallel"
+        why, device = (sizes, "policy") if role == "learner" else ("engine.tensor_parallel", "engine")
+        yield (
+            f"[executor] {key} gives a job of {role} {given} GPUs, but it needs {needed} ({why}); ask for "
+            f"{needed}, or set {device}.device = 'cpu'"
+        )
+
+
+def _given(role: Role, config: RunConfig) -> tuple[int | None, str]:
+    """GPUs of one job, and by which key; None where that is not told."""
+    executor = config.executor
+    if isinstance(executor, Local):
+        return executor.gpus.get(role, 0), f"gpus.{role} = {executor.gpus.get(role, 0)}"
+    if not isinstance(executor, Slurm):
+        return None, ""
+    resources = executor.roles.get(role, Resources())
+    each = estimate.gpus_per_node(resources, executor.options)
+    if not each and any(option in executor.options | resources.options for option in UNTOLD):
+        return None, ""
+    nodes = f", on {resources.nodes} nodes," if resources.nodes > 1 else ""
+    return each * resources.nodes, f"roles.{role}.gpus_per_node = {each}{nodes}"
+
+
+def _machine(_: RunDir, config: RunConfig) -> Iterator[str]:
+    """What this machine must have, where jobs run here; on a cluster the workers look, on their nodes."""
+    wanted, executor = reconcile.desired(config), config.executor
+    if config.mode != "sft" and executor.is_here:
+        yield from _said(config.sandbox.check)
+    if isinstance(executor, Local) and not executor.share_gpus:
+        asked = sum(executor.gpus.get(role, 0) * count for role, count in wanted.items())
+        here = len(executor.here(reconcile.own_environment())) if asked else 0
+        if asked > here:
+            yield (
+                f"[executor] gpus asks for {asked} GPUs in all, this machine has {here}; ask for fewer, or "
+                "set share_gpus = true"
+            )
+
+
+def _engine(run: RunDir, config: RunConfig) -> Iterator[str]:
+    if config.inference.url and "inference" in reconcile.desired(config):
+        yield from _said(lambda: attach.require_usable(config, creation.key(run, config)))
+
+
+def _wanted(config: RunConfig) -> set[Role]:
+    return {role for role, count in reconcile.desired(config).items() if count}
+
+
+def _said(check: Callable[[], object]) -> Iterator[str]:
+    try:
+        check()
+    except ConfigError as error:
+        yield from str(error).splitlines()
+
+
+CHECKS = (_folder, _counts, _model, _parallel, _jobs, _gpus, _machine, _engine)
