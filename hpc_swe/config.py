@@ -38,8 +38,26 @@ FAMILIES: dict[Any, str] = {
     Sandboxes: "sandboxes",
     Taskset: "tasksets",
 }
-MAY_CHANGE = ("steps", "counts", "executor", "inference", "coordinator.poll_s", "rollout.slots", "reward")
-"""Keys that a running run may see changed; all else would change what is trained."""
+MAY_CHANGE = (
+    *(
+        "steps",
+        "counts",
+        "by_hand",
+        "max_restarts",
+        "executor",
+        "inference",
+        "reward",
+        "coordinator",
+        "lease",
+    ),
+    *("retention", "eval.every", "batches.microbatch_tokens", "policy.recompute", "policy.logprob_chunk"),
+    *("learner.checkpoint_every", "learner.batch_wait_s", "learner.poll_s"),
+    *("rollout.slots", "rollout.poll_s", "rollout.engine_wait_s", "rollout.episode_timeout_s"),
+    *("engine.extra", "engine.environ", "engine.program", "engine.threads", "engine.enforce_eager"),
+    *("engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_share", "engine.update_timeout_s"),
+)
+"""Keys, and tables of keys, by which a run is operated: they may change in a run that exists, for the jobs
+that start from then on. All else would change what is trained."""
 
 _URL = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]+)?")
 
@@ -113,14 +131,51 @@ def _value(value: Any) -> str:
     return json.dumps(value)
 
 
-def differences(old: RunConfig, new: RunConfig) -> list[str]:
-    """Keys that differ and may not change in a run that exists, as ``key: old -> new``."""
+def changes(old: RunConfig, new: RunConfig, folder: Path) -> dict[str, str]:
+    """Key -> what changed, as ``key: old -> new``; another spelling of the same file's path is no change.
+
+    Args:
+        old: What the run was made with.
+        new: What it shall go on with.
+        folder: Where relative paths of `old` begin; those of `new` begin here.
+    """
     left, right = dict(_leaves(dump(old))), dict(_leaves(dump(new)))
-    return [
-        f"{key}: {left.get(key)!r} -> {right.get(key)!r}"
+    return {
+        key: f"{key}: {left.get(key)!r} -> {right.get(key)!r}"
         for key in sorted(left.keys() | right.keys())
-        if left.get(key) != right.get(key) and not key.startswith(MAY_CHANGE)
-    ]
+        if left.get(key) != right.get(key) and not _is_same_file(left.get(key), right.get(key), folder)
+    }
+
+
+def differences(old: RunConfig, new: RunConfig, folder: Path = Path()) -> list[str]:
+    """The changes that a run which exists may not see: they would change what is trained."""
+    return [change for key, change in changes(old, new, folder).items() if not may_change(key)]
+
+
+def may_change(key: str) -> bool:
+    """Whether a run that exists may see it changed."""
+    return any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
+
+
+def respelled(old: RunConfig, new: RunConfig, folder: Path) -> RunConfig:
+    """The new one, but with the old one's spelling of each path of the same file, which jobs resolve."""
+    tree, left = dump(new), dict(_leaves(dump(old)))
+    for key, value in _leaves(dump(new)):
+        if left.get(key) != value and _is_same_file(left.get(key), value, folder):
+            table: Any = tree
+            *tables, name = key.split(".")
+            for part in tables:
+                table = table[part]
+            table[name] = left[key]
+    return build(tree, "")
+
+
+def _is_same_file(old: Any, new: Any, folder: Path) -> bool:
+    if not (isinstance(old, str) and isinstance(new, str) and old and new):
+        return False
+    with suppress(OSError, ValueError):
+        return (folder / old).exists() and (folder / old).samefile(new)
+    return False
 
 
 def _with_schedule(config: RunConfig) -> RunConfig:

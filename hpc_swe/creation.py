@@ -42,7 +42,7 @@ def create(run: RunDir, config: RunConfig, taken: Taken) -> bool:
         raise StorageError(
             f"{run.root}: cannot be made: {error.strerror}; choose a folder you own with {option(config)}"
         ) from None
-    model_sha256 = _digest(Path(config.model))  # minutes, so not while others wait
+    model_sha256 = digest(Path(config.model))  # minutes, so not while others wait
     with making(run) as place:
         if place:
             publish(run, place, config, taken, model_sha256)
@@ -239,7 +239,8 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def _digest(model: Path) -> str:
+def digest(model: Path) -> str:
+    """Of the names and contents of a model folder's files; minutes for a large one."""
     total = hashlib.sha256()
     for path in sorted(path for path in model.iterdir() if path.is_file()):
         with path.open("rb") as file:

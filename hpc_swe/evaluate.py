@@ -162,7 +162,7 @@ def configured(run: RunDir, words: Sequence[str]) -> RunConfig:
     if all("=" in word for word in words):
         raise ConfigError("no CONFIG.toml; give the files that say which tasks, agent and jobs are meant")
     config = configuration.of_words([*words, *OWN])
-    changed = configuration.differences(launch.load(run), config) if run.config.exists() else []
+    changed = launch.differences(run, config) if run.config.exists() else []
     if changed:
         raise ConfigError(
             f"{run.root} is another evaluation: {'; '.join(changed)}. Name another folder with --out, or say "

@@ -154,14 +154,28 @@ def _tick_patiently(run: RunDir, config: RunConfig) -> Plan:
         return Plan()
 
 
+def differences(run: RunDir, config: RunConfig) -> list[str]:
+    """What differs from the run's own configuration and may not change, as ``key: old -> new``."""
+    manifest = atomic.get(run.manifest, RunManifest)
+    found = configuration.differences(load(run), config, Path(manifest.folder))
+    models = [change for change in found if change.startswith("model:")]
+    if models and creation.digest(Path(config.model)) == manifest.model_sha256:
+        found.remove(models[0])  # a copy of it, or its folder has moved
+    return found
+
+
 def _must_agree(run: RunDir, config: RunConfig) -> None:
-    old = load(run)
-    changed = configuration.differences(old, config)
-    if changed:
+    old, folder = load(run), Path(atomic.get(run.manifest, RunManifest).folder)
+    refused = differences(run, config)
+    if refused:
         raise ConfigError(
-            f"{run.root} exists with another configuration: {'; '.join(changed)}. "
-            f"Go on with the old one (`launch tick`), or name another folder with {creation.option(config)}"
+            f"{run.root} exists with another configuration, and these keys decide what it trains: "
+            f"{'; '.join(refused)}. Go on with the old values (`launch tick`), or name another folder with "
+            f"{creation.option(config)}"
         )
+    config = configuration.respelled(old, config, folder)
+    for change in configuration.changes(old, config, folder).values():
+        log.info("changed %s, for jobs that start from now on", change)
     if config.steps > old.steps:
         run.finished.unlink(missing_ok=True)
     atomic.write(run.token, creation.key(run, config).encode())

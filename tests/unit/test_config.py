@@ -1,6 +1,7 @@
 """What a person sees who writes a TOML file wrongly."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,19 @@ type = "megatron"
 [executor]
 type = "local"
 """
+
+OPERATE = [
+    "retention.keep_last=5",
+    "learner.checkpoint_every=7",
+    "lease.beat_s=1",
+    "max_restarts=1",
+    "eval.every=3",
+    "batches.microbatch_tokens=8192",
+    'policy.recompute="full"',
+    'engine.extra=["--x"]',
+    "rollout.episode_timeout_s=9999",
+    "engine.update_timeout_s=77",
+]
 
 
 @pytest.fixture
@@ -101,6 +115,31 @@ def test_dumped_tree_builds_the_same_configuration(read):
 def test_differences_name_each_key_that_may_not_change(read):
     old, new = read(GOOD), read(GOOD, "seed=1", "steps=7", "counts.rollout=4", "learner.optimizer.lr=1.0")
     assert configuration.differences(old, new) == ["learner.optimizer.lr: 1e-06 -> 1.0", "seed: 0 -> 1"]
+
+
+def test_keys_that_only_operate_a_run_may_change_and_no_other(read):
+    old, new = read(GOOD), read(GOOD, *OPERATE, "groups.straggler_s=60", "rollout.context=128")
+    found = configuration.changes(old, new, Path())
+    assert [key for key in found if not configuration.may_change(key)] == [
+        "groups.straggler_s",
+        "rollout.context",
+    ]
+    assert {word.partition("=")[0] for word in OPERATE} <= found.keys()
+
+
+def test_another_spelling_of_a_path_is_no_change_and_keeps_the_spelling_that_jobs_resolve(
+    read, tmp_path, monkeypatch
+):
+    for name in ("models/one", "models/two", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to("models/one")
+    old, folder = read(GOOD, "model=models/one"), tmp_path
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for spelled in ("../models/one", "../link", str(tmp_path / "models/one"), "../models/../models/one/"):
+        new = read(GOOD, f"model={spelled}")
+        assert configuration.changes(old, new, folder) == {}
+        assert configuration.respelled(old, new, folder).model == "models/one"
+    assert "model" in configuration.changes(old, read(GOOD, "model=../models/two"), folder)
 
 
 LINEAR = 'learner.optimizer.decay="linear"'

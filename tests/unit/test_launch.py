@@ -71,8 +71,26 @@ def test_start_again_goes_on_but_refuses_what_would_change_the_training(tmp_path
     launch.start(run, read("steps=99"))
     assert launch.load(run).steps == 99
     assert run.token.read_bytes() == token
-    with pytest.raises(ConfigError, match=r"groups.group_size: 8 -> 4.*launch tick.*--run"):
+    with pytest.raises(ConfigError, match=r"decide what it trains: groups.group_size: 8 -> 4.*tick.*--run"):
         launch.start(run, read("groups.group_size=4"))
+
+
+def test_a_run_goes_on_with_a_model_that_was_moved_but_not_with_another(tmp_path, read, model):
+    run = RunDir(tmp_path / "run")
+    launch.start(run, read())
+    moved = model.rename(tmp_path / "moved")
+    launch.start(run, read(f"model={moved}", "retention.keep_last=9"))
+    assert (launch.load(run).model, launch.load(run).retention.keep_last) == (str(moved), 9)
+    (moved / "config.json").write_text("{ }")
+    (tmp_path / "link").symlink_to(moved)
+    launch.start(run, read(f"model={tmp_path / 'link'}"))  # the same folder is not read again
+    assert launch.load(run).model == str(moved)
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (other / name).write_text("[]")
+    with pytest.raises(ConfigError, match=r"model: .*moved' -> .*other'"):
+        launch.start(run, read(f"model={other}"))
 
 
 def test_start_with_more_steps_takes_a_finished_run_up_again(tmp_path, read):
