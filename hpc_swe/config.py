@@ -4,6 +4,7 @@ People write TOML; `dump` writes the merged tree, defaults filled in, as the run
 read only that.
 """
 
+import copy
 import json
 import re
 import tomllib
@@ -17,6 +18,7 @@ from msgspec import ValidationError
 from msgspec.structs import replace
 
 from hpc_swe import plugins
+from hpc_swe.cli import like
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.advantages.base import Advantage
 from hpc_swe.plugins.agents.base import Agent
@@ -69,11 +71,12 @@ def read(*paths: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: A file is missing or no TOML, a key is unknown, a value is out of bounds, or two
             values do not go together; the message names the file and the key.
     """
+    parts = [*((str(path), _parse(path)) for path in paths), *map(_parse_override, overrides)]
     tree: dict[str, Any] = {}
-    for part in (*map(_parse, paths), *map(_parse_override, overrides)):
+    for _, part in parts:
         _merge(tree, part)
     _drop_version(tree)
-    return build(tree, " + ".join(map(str, paths)))
+    return build(tree, " + ".join(map(str, paths)), parts)
 
 
 def of_words(words: Sequence[str]) -> RunConfig:
@@ -82,20 +85,24 @@ def of_words(words: Sequence[str]) -> RunConfig:
     return read(*files, overrides=[word for word in words if "=" in word])
 
 
-def build(tree: dict[str, Any], source: str) -> RunConfig:
+def build(tree: dict[str, Any], source: str, parts: Sequence[tuple[str, dict[str, Any]]] = ()) -> RunConfig:
     """The configuration that a merged tree describes, checked.
 
+    Args:
+        tree: The merged tree.
+        source: Where it comes from, for messages.
+        parts: What was merged, with the name of each, so that a message names the file that says the key.
+
     Raises:
-        ConfigError: As `read`.
+        ConfigError: As `read`; a line for each fault.
     """
-    try:
-        config = msgspec.convert(tree, RunConfig, dec_hook=_plugin)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from None
-    except ValidationError as error:
-        raise ConfigError(f"{source}: {error}{_hint(str(error))}") from None
-    for complaint in _complaints(config):
-        raise ConfigError(f"{source}: {complaint}")
+    lines = [f"{_said_by(key, parts) or source}: {fault}" for key, fault in _faults(tree)]
+    if lines:
+        raise ConfigError("\n".join(lines))
+    config = msgspec.convert(tree, RunConfig, dec_hook=_plugin)
+    complaints = _complaints(config)
+    if complaints:
+        raise ConfigError("\n".join(f"{source}: {complaint}" for complaint in complaints))
     return _with_schedule(config)
 
 
@@ -257,11 +264,11 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _parse_override(line: str) -> dict[str, Any]:
+def _parse_override(line: str) -> tuple[str, dict[str, Any]]:
     key, _, value = line.partition("=")
     for text in (line, f'{key}="{value}"'):  # `model=runs/x` needs no quotes
         with suppress(tomllib.TOMLDecodeError):
-            return tomllib.loads(text)
+            return f"override {line}", tomllib.loads(text)
     raise ConfigError(f"override {line!r}: write key=value, for example groups.group_size=8")
 
 
@@ -283,8 +290,6 @@ def _drop_version(tree: dict[str, Any]) -> None:
 
 
 def _plugin(kind: type, table: Any) -> Any:
-    if not isinstance(table, dict):
-        raise ConfigError(f"[{FAMILIES[kind]}] must be a table with a type")
     return plugins.load(FAMILIES[kind], table)
 
 
@@ -296,11 +301,65 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-def _hint(message: str) -> str:
-    """The keys that would be right, when one is unknown."""
-    if "unknown field" not in message:
-        return ""
-    table: Any = RunConfig
-    for name in message.rpartition("`$")[2].rstrip("`").split("."):
-        table = table.__annotations__.get(name, table) if name else table
-    return f"; known: {', '.join(table.__struct_fields__)}" if hasattr(table, "__struct_fields__") else ""
+def _faults(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys and what is wrong with them, table by table."""
+    known = {field.name: field for field in msgspec.structs.fields(RunConfig)}
+    for name in tree.keys() - known.keys():
+        yield name, f"{name} is no key{like(name, known)}; known: {', '.join(known)}"
+    for name, field in known.items():
+        if name in tree:
+            yield from _faults_of(name, copy.deepcopy(tree[name]), field.type)
+        elif field.required:
+            yield name, f"{name if field.type is str else f'[{name}]'} is missing, and has no default"
+
+
+def _faults_of(name: str, value: Any, kind: Any) -> Iterator[tuple[str, str]]:
+    """One fault after another: what is wrong is taken out, and the rest is looked at again."""
+    while True:
+        try:
+            msgspec.convert(value, kind, dec_hook=_plugin)
+        except ConfigError as error:
+            field = re.search(r"unknown field `(\w+)`| - at `\$\.(\w+)", str(error))
+            yield f"{name}.{field[1] or field[2] if field else 'type'}", str(error)
+            return
+        except ValidationError as error:
+            text, _, place = str(error).partition(" - at `$")
+            path = [name, *filter(None, place.rstrip("`").split("."))]
+            unknown = re.fullmatch(r"Object contains unknown field `(.+)`", text)
+            if unknown:
+                fields = _fields(kind, path[1:])
+                key = ".".join([*path, unknown[1]])
+                yield key, f"{key} is no key{like(unknown[1], fields)}; known: {', '.join(fields)}"
+                path.append(unknown[1])
+            else:
+                yield ".".join(path), f"{'.'.join(path)}: {text}"
+            if not _taken_out(value, path[1:]):
+                return
+        else:
+            return
+
+
+def _taken_out(table: Any, path: Sequence[str]) -> bool:
+    for name in path[:-1]:
+        table = table.get(name) if isinstance(table, dict) else None
+    return bool(path) and isinstance(table, dict) and table.pop(path[-1], None) is not None
+
+
+def _fields(kind: Any, path: Sequence[str]) -> list[str]:
+    """The keys of a table, which may be one within another."""
+    for name in path:
+        kind = kind.__annotations__.get(name, kind)
+    return list(getattr(kind, "__struct_fields__", ()))
+
+
+def _said_by(key: str, parts: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """The last part that says a key, or the table that it is in."""
+    path = key.split(".")
+    for length in range(len(path), 0, -1):
+        for source, tree in reversed(parts):
+            table: Any = tree
+            for name in path[:length]:
+                table = table.get(name) if isinstance(table, dict) else None
+            if table is not None:
+                return str(source)
+    return ""

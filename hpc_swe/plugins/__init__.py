@@ -12,11 +12,16 @@ plugin file is cheap; what is heavy is imported in the method that needs it.
 
 import importlib
 import pkgutil
+import re
 from typing import Any
 
 from msgspec import Struct, ValidationError, convert
 
+from hpc_swe.cli import like
 from hpc_swe.errors import ConfigError
+
+TABLES = {"policies": "policy", "sandboxes": "sandbox", "tools": "agent.tools"}
+"""Family -> its table in TOML, where that is more than a letter shorter."""
 
 
 class Plugin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,6 +34,9 @@ def load(family: str, table: dict[str, Any]) -> Any:
     Raises:
         ConfigError: The type is unknown, or a field is missing, misspelt or of the wrong type.
     """
+    name_of_table = TABLES.get(family, family.removesuffix("s"))
+    if not isinstance(table, dict) or not isinstance(table.get("type"), str):
+        raise ConfigError(f"[{name_of_table}] must be a table with a type; known: {', '.join(known(family))}")
     fields = dict(table)
     kind = fields.pop("type", "")
     module, _, name = kind.partition(":") if ":" in kind else (f"hpc_swe.plugins.{family}.{kind}", "", "")
@@ -43,8 +51,12 @@ def load(family: str, table: dict[str, Any]) -> Any:
     try:
         return convert(fields, plugin)
     except ValidationError as error:
-        known_fields = ", ".join(plugin.__struct_fields__) or "none"
-        raise ConfigError(f"[{family}] type = {kind!r}: {error}; its fields: {known_fields}") from None
+        names = plugin.__struct_fields__
+        unknown = re.search(r"unknown field `(\w+)`", str(error))
+        raise ConfigError(
+            f"[{name_of_table}] type = {kind!r}: {error}{like(unknown[1], names) if unknown else ''}; "
+            f"its fields: {', '.join(names) or 'none'}"
+        ) from None
 
 
 def dump(plugin: Plugin) -> dict[str, Any]:
@@ -67,6 +79,7 @@ def known(family: str) -> list[str]:
 
 def _unknown(family: str, kind: str) -> ConfigError:
     return ConfigError(
-        f"[{family}] has no type {kind!r}; known: {', '.join(known(family))}; "
+        f"[{TABLES.get(family, family.removesuffix('s'))}] has no type {kind!r}{like(kind, known(family))}; "
+        f"known: {', '.join(known(family))}; "
         f"for your own write type = 'package.module:Class'"
     )

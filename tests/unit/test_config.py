@@ -63,14 +63,17 @@ def test_plugin_is_built_from_its_table(read):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("groups.group_size=0", r"run.toml: .*>= 1.*group_size"),
+        ("groups.group_size=0", r"override groups.group_size=0: groups.group_size: Expected .* >= 1"),
         (
             "groups.grup_size=4",
-            r"unknown field `grup_size` - at `\$.groups`; known: group_size, groups_per_step",
+            r"groups.grup_size is no key; did you mean 'group_size'\?; known: group_size, groups_per_step",
         ),
-        ("stepz=4", r"unknown field `stepz`; known: mode, model"),
-        ('advantage.type="gropo"', r"has no type 'gropo'; known: grpo"),
-        ("advantage.scale=true", r"unknown field `scale`; its fields: scale_by_std"),
+        ("stepz=4", r"stepz is no key; did you mean 'steps'\?; known: mode, model"),
+        ('advantage.type="gropo"', r"\[advantage\] has no type 'gropo'; did you mean 'grpo'\?; known: grpo"),
+        (
+            "advantage.scale=true",
+            r"\[advantage\] type = 'grpo': .*unknown field `scale`.*its fields: scale_by_std",
+        ),
         ("sampling.top_p=0.9", r"\[sampling\] training samples the plain distribution"),
         ("sampling.temperature=0.7", r"\[sampling\] training samples the plain distribution"),
         ("learner.export_every=5", r"groups.max_staleness = 1 .* at least export_every - 1"),
@@ -88,6 +91,28 @@ def test_plugin_is_built_from_its_table(read):
 def test_error_names_the_file_the_key_and_what_would_be_right(read, override, message):
     with pytest.raises(ConfigError, match=message):
         read(GOOD, override)
+
+
+def test_each_fault_is_a_line_that_names_the_file_which_says_it(tmp_path, read):
+    base, more = tmp_path / "base.toml", tmp_path / "more.toml"
+    base.write_text(GOOD.replace("group_size = 4", "grop_size = 4\nmax_losses = 0"))
+    more.write_text('stepz = 1\n[rollout]\nslots = "many"\n[policy]\ntype = "megatrn"\n')
+    with pytest.raises(ConfigError) as raised:
+        configuration.read(base, more, overrides=["engine.max_model_ln=3"])
+    lines = str(raised.value).splitlines()
+    sources = sorted(line.split(": ")[0] for line in lines)
+    assert sources == [str(base)] * 2 + [str(more)] * 3 + ["override engine.max_model_ln=3"]
+    for word in ("stepz is no key", "did you mean 'max_model_len'", "[policy] has no type 'megatrn'"):
+        assert sum(word in line for line in lines) == 1
+    assert any("groups.max_losses: Expected `int` >= 1" in line for line in lines)
+    assert any("rollout.slots: Expected `int`, got `str`" in line for line in lines)
+
+
+def test_a_table_that_is_missing_or_has_no_type_is_named_as_toml_does(tmp_path, read):
+    with pytest.raises(ConfigError, match=r"\[policy\] must be a table with a type; known: megatron"):
+        read("policy = 1\n" + GOOD.replace('[policy]\ntype = "megatron"', ""))
+    with pytest.raises(ConfigError, match=r"\[sandbox\] is missing"):
+        read(GOOD.replace('[sandbox]\ntype = "process"', ""))
 
 
 def test_file_that_is_missing_or_no_toml_is_named(tmp_path):
