@@ -13,5 +13,5 @@ def _say_interrupted(kind: type[BaseException], error: BaseException, trace: Tra
         sys.__excepthook__(kind, error, trace)
 
 
-if sys.argv[:1] == ["-m"]:  # a command that still imports; later its frame in `cli` sees to interrupts
+if sys.argv[:1] == ["-m"] or sys.argv[0].endswith("/hpc-swe"):  # a command; once imported, `cli` frames it
     sys.excepthook = _say_interrupted

@@ -7,8 +7,6 @@ show RUN/archive/episodes/step_000012.parquet --exit context --json
 """
 
 import argparse
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice

@@ -135,7 +135,7 @@ def test_fresh_tokens_have_the_learners_own_log_probabilities(killed):
 def test_learner_alone_on_the_same_batches_gives_the_same_weights_to_the_bit(killed, small_run, warm_model):
     run, keep = killed[0], killed[1].kept
     alone = {role: 0 for role in ("coordinator", "inference", "rollout", "reward")}
-    words = [f"counts.{role}={count}" for role, count in alone.items()]
+    words = [f"by_hand={list(alone)}", *(f"counts.{role}={count}" for role, count in alone.items())]
 
     def feed(replay) -> None:
         for name in atomic.names(keep):
