@@ -1,8 +1,4 @@
-"""Numbers: one JSONL log per writer, and a TensorBoard view drawn from all of them.
-
-The logs are the truth and the view may be deleted. A step that is written twice, because a role was
-restarted from a checkpoint, is one point of one curve: the later line wins.
-"""
+"""Numbers: one JSONL log per writer, and what every curve means. `drawing` shows them in TensorBoard."""
 
 import logging
 import math
@@ -15,7 +11,6 @@ from pathlib import Path
 import msgspec
 
 from hpc_swe.records import MetricLine
-from hpc_swe.rundir import RunDir
 
 RECENT = 20  # values of a curve that `status` shows
 METRICS = {
@@ -128,81 +123,3 @@ class Log:
             os.write(self._file, msgspec.json.encode(line) + b"\n")
         except OSError as error:
             log.warning("not logged: step %d: %s", step, error)  # no number is worth a process
-
-
-class Drawing:
-    """The view in tensorboard/, drawn anew at the start and kept up by `update`."""
-
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
-        self._offsets: dict[Path, int] = {}
-        self._points: dict[str, dict[int, MetricLine]] = {}
-        self._last: dict[str, int] = {}
-        """Newest step drawn, by curve."""
-        self._path: Path | None = None
-        """None when all is to be drawn anew."""
-
-    def update(self) -> None:
-        """Draw what was logged since. A line about a step already drawn draws everything anew."""
-        try:
-            for line in sorted(self._new_lines(), key=lambda line: line.time):
-                for name in line.values:
-                    self._points.setdefault(name, {})[line.step] = line
-                    if line.step <= self._last.get(name, -1):
-                        self._path = None
-            self._append(self._path or self._restart())
-        except OSError as error:
-            self._path = None  # half a record may have been written
-            log.warning("not drawn: %s", error)
-
-    def _new_lines(self) -> list[MetricLine]:
-        lines = []
-        for path in sorted(self._run.metrics.glob("*.jsonl")):
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                whole = file.read().rpartition(b"\n")[0]
-            self._offsets[path] = self._offsets.get(path, 0) + len(whole) + bool(whole)
-            lines += [line for text in whole.splitlines() if (line := _parse(path, text))]
-        return lines
-
-    def _restart(self) -> Path:
-        old = list(self._run.tensorboard.glob("events.out.tfevents.*"))
-        for path in old:
-            path.unlink(missing_ok=True)
-        # TensorBoard reads the files of a folder by name, so the new name must be the last.
-        stamps = [stamp for p in old if (stamp := p.name.split(".")[3]).isdecimal()]
-        number = max([time.time_ns(), *(int(stamp) + 1 for stamp in stamps)])
-        self._path = self._run.tensorboard / f"events.out.tfevents.{number}.hpc_swe"
-        self._last = {}
-        return self._path
-
-    def _append(self, path: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        todo = {
-            name: [step for step in sorted(points) if step > self._last.get(name, -1)]
-            for name, points in self._points.items()
-        }
-        steps = sorted({step for missing in todo.values() for step in missing})
-        with path.open("ab") as file:
-            writer = RecordWriter(file)
-            if file.tell() == 0:
-                writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
-            for step in steps:
-                for name in sorted(name for name, missing in todo.items() if step in missing):
-                    line = self._points[name][step]
-                    value = Summary.Value(tag=name, simple_value=line.values[name])
-                    event = Event(wall_time=line.time, step=step, summary=Summary(value=[value]))
-                    writer.write(event.SerializeToString())
-                    self._last[name] = step
-            writer.flush()
-
-
-def _parse(path: Path, text: bytes) -> MetricLine | None:
-    try:
-        return msgspec.json.decode(text, type=MetricLine)
-    except msgspec.DecodeError as error:
-        log.warning("%s: skipped a line: %s", path, error)
-        return None

@@ -1,7 +1,8 @@
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hpc_swe.metrics import METRICS, Drawing, Log, meaning
+from hpc_swe.drawing import FIRST, Drawing
+from hpc_swe.metrics import METRICS, Log, meaning
 from hpc_swe.rundir import RunDir
 
 
@@ -15,7 +16,8 @@ def run(tmp_path):
 def curves(run):
     view = EventAccumulator(str(run.tensorboard))
     view.Reload()
-    return {tag: [(e.step, e.value) for e in view.Scalars(tag)] for tag in view.Tags()["scalars"]}
+    tags = [tag for tag in view.Tags()["scalars"] if not tag.startswith(FIRST)]
+    return {tag: [(e.step, e.value) for e in view.Scalars(tag)] for tag in tags}
 
 
 def test_lines_of_all_writers_become_curves(run):

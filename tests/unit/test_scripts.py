@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from hpc_swe import config as configuration
-from hpc_swe.metrics import Drawing, Log
+from hpc_swe.drawing import Drawing
+from hpc_swe.metrics import Log
 from hpc_swe.roles.inference.supervisor import free_port
 from hpc_swe.rundir import RunDir
 

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from hpc_swe.drawing import Drawing
 from hpc_swe.errors import DeadlineError, StorageError
-from hpc_swe.metrics import Drawing
 from hpc_swe.records import Role
 from hpc_swe.roles.coordinator.housekeeping import Housekeeper, Standing, World
 from hpc_swe.rundir import RunDir
