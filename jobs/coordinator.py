@@ -72,7 +72,8 @@ def _samples(config: RunConfig, curves: Log) -> Iterator[Sample]:
 
 def _archived(run: RunDir) -> Iterator[ScoredEpisode]:
     for name in atomic.names(run.archives):
-        yield from archive.read(run.archives / name)
+        if archive.NAME.fullmatch(name):
+            yield from archive.read(run.archives / name)
 
 
 def work(run: RunDir, config: RunConfig) -> None:

@@ -75,6 +75,12 @@ CROSSING = Rule(
     "put the whole run folder on one file system, under one project id",
     "works",
 )
+LINKING = Rule(
+    "hard link",
+    lambda probe: probe.shared.linking,
+    "results are published by link(2): put the run folder on Lustre, NFS or another file system that has it",
+    "the first name stays",
+)
 FLOCK = Rule(
     "flock",
     lambda probe: probe.shared.flock or next((peer.lock for peer in probe.peers if peer.lock), ""),
@@ -133,6 +139,7 @@ def _all(ask: Ask, probes: Sequence[Probe], images: str) -> Iterator[Finding]:
 def folder(probes: Sequence[Probe]) -> Iterator[Finding]:
     """What the shared folder can do on each node."""
     yield CROSSING.judge(probes)
+    yield LINKING.judge(probes)
     yield FLOCK.judge(probes)
     yield SOCKETS.judge(probes)
     slowest = max(probe.shared.rename_ms for probe in probes)

@@ -47,6 +47,8 @@ class Shared(Record, frozen=True, kw_only=True):
     """Why it cannot be read and written."""
     crossing: str = ""
     """Why a file cannot be renamed from one folder to another."""
+    linking: str = ""
+    """Why a link cannot publish a file and leave one that lies there."""
     flock: str = ""
     sockets: str = ""
     rename_ms: float = 0.0
@@ -120,6 +122,7 @@ def share(folder: Path, token: str, rank: int) -> Shared:
     return Shared(
         kind=kind_of(str(folder), Path("/proc/self/mountinfo").read_text()),
         crossing=_reason(lambda: _cross(folder, mine)),
+        linking=_reason(lambda: _link_twice(mine)),
         flock=_reason(lambda: _lock_twice(mine / "lock")),
         sockets=_reason(lambda: _bind(mine)),
         rename_ms=rename_ms,
@@ -148,6 +151,22 @@ def _reason(act: Callable[[], None]) -> str:
 def _cross(folder: Path, mine: Path) -> None:
     (mine / "crosses").touch()
     os.rename(mine / "crosses", folder / f"crossed-{mine.name}")
+
+
+def _link_twice(mine: Path) -> None:
+    """The second must be refused.
+
+    Raises:
+        OSError: It is not, or the file system knows no links.
+    """
+    for name in ("first", "second"):
+        (mine / name).touch()
+    os.link(mine / "first", mine / "linked")
+    try:
+        os.link(mine / "second", mine / "linked")
+    except FileExistsError:
+        return
+    raise OSError(errno.EINVAL, "a second link replaces the first")
 
 
 def _lock_twice(path: Path) -> None:

@@ -66,6 +66,7 @@ def test_what_a_good_node_measures_is_well():
         ("GPUs", "warning", {"gpu_files": 8}),
         ("TensorBoard", "fault", {"tensorboard": False}),
         ("rename between folders", "fault", {"crossing": "Invalid cross-device link"}),
+        ("hard link", "fault", {"linking": "Operation not permitted"}),
         ("flock", "warning", {"flock": "does nothing: two of one node held it at once"}),
         ("flock", "warning", {"lock": "does nothing: two nodes held it at once"}),
         ("Unix sockets", "warning", {"sockets": "Operation not supported"}),

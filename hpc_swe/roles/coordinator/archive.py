@@ -6,6 +6,7 @@ and the messages still there.
 """
 
 import io
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from hpc_swe.roles.coordinator.samples import sampled_tokens
 from hpc_swe.store import atomic
 from hpc_swe.store.evals import TEXTS
 
+NAME = re.compile(r"step_[0-9]{6,}\.parquet")
 Columns = dict[str, tuple[pa.DataType, Callable[[ScoredEpisode], object]]]
 
 
