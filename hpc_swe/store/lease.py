@@ -89,6 +89,8 @@ class Lease:
 @dataclass
 class _Sighting:
     node: Node | None
+    beat: int
+    """At the last look that counted; -1 where none was read."""
     shown: bool = True
     """Whether the last look found the cell; a process that ends in order removes it."""
     missed: int = 0
@@ -105,7 +107,7 @@ class Memory(Record, frozen=True, kw_only=True):
     """How long it had lived since its last look."""
     stalls: int = 0
     still: dict[str, tuple[int, int]] = {}
-    """Owner -> the beat at which it stands still, -1 where none was read, and the looks that found it so."""
+    """Owner -> its beat at the last look, -1 where none was read, and the looks that found it so."""
 
 
 class Watcher:
@@ -140,10 +142,8 @@ class Watcher:
         self._forgive_stall(alive)
 
     def memory(self) -> Memory:
-        """What the next watcher shall go on from."""
-        still = {
-            owner: (s.node.beat if s.node else -1, s.missed) for owner, s in self._seen.items() if s.missed
-        }
+        """What the next watcher shall go on from; who grew at the last look needs nobody's memory."""
+        still = {owner: (s.beat, s.missed) for owner, s in self._seen.items() if s.missed or not s.grown}
         return Memory(since_look_s=self._clock() - self._last, stalls=self._stalls, still=still)
 
     def is_dead(self, owner: str) -> bool:
@@ -207,13 +207,14 @@ class Watcher:
     def _count(self, owner: str, node: Node | None) -> None:
         sighting = self._seen.get(owner)
         if sighting is None:
-            beat, missed = self._remembered.still.get(owner, (-1, 0))
-            stands = node is None or node.beat == beat
-            self._seen[owner] = _Sighting(node, node is not None, missed if stands else 0)
+            late = -1 if self._remembered.since_look_s else 0  # part of the time to the next look has gone by
+            beat, missed = self._remembered.still.get(owner, (node.beat if node else -1, late))
+            self._seen[owner] = _Sighting(node, beat, node is not None, missed)
             return
         sighting.shown = node is not None
-        if node is not None and (sighting.node is None or node.beat != sighting.node.beat):
+        if node is not None and node.beat != sighting.beat:
             sighting.node, sighting.missed, sighting.grown = node, 0, sighting.grown + 1
+            sighting.beat = node.beat
         else:
             sighting.missed += 1
 

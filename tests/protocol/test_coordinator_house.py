@@ -54,6 +54,25 @@ def old_batch(run, step):
 # recovery
 
 
+@pytest.mark.parametrize("life_s", [0.8, 1.2, 1.6])
+def test_a_coordinator_that_often_starts_anew_recovers_the_claims_of_the_dead(run, clock, life_s):
+    """Looks are a second apart, and three without growth are death: these lives see one or two."""
+    training(run).round(housekeeper(run).look())
+    show(run, "rollout-1-deadbeef", claims=["train-000000-00"])
+    for name in ("train-000000-00~0", "train-000000-01~0"):
+        owner = "rollout-1-deadbeef" if name.endswith("00~0") else "rollout-1-0000cafe"
+        (run.requests / "ready" / name).rename(run.requests / "claimed" / f"{name}~{owner}")
+    while "train-000000-00~1" not in atomic.names(run.requests / "ready"):
+        house, until = housekeeper(run, clock), clock.now + life_s
+        while clock.now < until:
+            clock.now += 0.4
+            show(run, "rollout-1-0000cafe", beat=int(clock.now) + 1, claims=["train-000000-01"])
+            house.publish(house.look(), STANDING, {}, 0.0)
+        assert clock.now < 20.0, "never"
+    assert clock.now > 2.0, "too soon"
+    assert atomic.names(run.requests / "claimed") == ["train-000000-01~0~rollout-1-0000cafe"]
+
+
 def test_a_dead_worker_s_claim_comes_back_after_the_grace_and_not_before(run, clock):
     training(run).round(housekeeper(run).look())
     house, owner = housekeeper(run, clock), "rollout-1-deadbeef"

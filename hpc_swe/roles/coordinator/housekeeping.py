@@ -147,9 +147,7 @@ class Housekeeper:
     ) -> None:
         self._run, self._kept, self._lease, self._clock = run, kept, lease, clock
         self._max_losses = max_losses
-        memory = _remembered(run)
-        self._watcher = Watcher(run, lease.beat_s, lease.ttl_s, clock, memory)
-        self._is_counting = bool(memory.still)
+        self._watcher = Watcher(run, lease.beat_s, lease.ttl_s, clock, _remembered(run))
         self._spools = (Spool(run.requests, RolloutRequest), Spool(run.episodes, Episode))
         self._done: dict[str, float] = {}
         self._orphans: dict[Path, float] = {}
@@ -197,10 +195,7 @@ class Housekeeper:
         table = EndpointTable(beat=self._beat, endpoints=engines, newest=world.newest)
         atomic.put(self._run.endpoints, table, durable=False)
         atomic.put(self._run.status, self._report(world, standing, desired), durable=False)
-        memory = self._watcher.memory()
-        if memory.still or self._is_counting:  # else the cell says already that all is well
-            atomic.put(self._run.watch, memory, durable=False)
-        self._is_counting = bool(memory.still)
+        atomic.put(self._run.watch, self._watcher.memory(), durable=False)
 
     def tidy(self, world: World) -> None:
         """Delete what retention lets go, once a beat, and what dead processes left, six times an hour."""
