@@ -1,0 +1,23 @@
+"""README.md and docs/*.md: what they tell people to type is there, and is understood."""
+
+import pytest
+from commands import PAGES, commands, judge
+
+pytestmark = pytest.mark.slow  # it asks each program for its help
+
+
+def test_every_command_of_the_pages_works_as_far_as_it_can_be_tried_here(tmp_path):
+    told = [(command, judge(command, tmp_path)) for page in PAGES for command in commands(page)]
+    assert [f"{c.page}:{c.number}: {c.text}: {complaint}" for c, (_, complaint) in told if complaint] == []
+    assert sum(how in ("planned", "options looked up", "looked up") for _, (how, _) in told) > 25
+
+
+def test_what_is_wrong_on_a_page_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```\npython -m hpc_swe.launch start configs/demo.toml --bogus\nmake nothing-of-the-kind\n```\n\n"
+        "    python -m hpc_swe.status RUN --wach\n    sbatch/none.sh RUN\n"
+    )
+    complaints = [judge(command, tmp_path)[1] for command in commands(page)]
+    assert len(complaints) == 4
+    assert all(complaints)
