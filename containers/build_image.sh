@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 umask 022
 
 images=$PWD/.cache/images
-packages="python3 python3-pytest procps git"
+packages="python3 python3-pytest procps git libstdc++6" # the last for wheels such as numpy
 
 main() {
     local wanted

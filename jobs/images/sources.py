@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError, boundary
+from hpc_swe.plugins.sandboxes._local import SQUASHFS
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.records import Task
 from jobs.images.commands import remove, run
@@ -28,6 +29,7 @@ _CONDA = """conda() { case "$1" in activate) . "/opt/miniconda3/envs/$2/bin/acti
 """
 _FILES = ("docker-archive:", "oci-archive:", "oci:")
 _TRIAL_S = 120.0
+_NOT_ALL = 2  # of unsquashfs: devices, which only root can make, and no sandbox takes from its image
 _FIT = "import sys; sys.exit(sys.version_info < (3, 10))"
 _making = threading.Lock()
 
@@ -162,14 +164,26 @@ class Pulled:
     def lay_out(self, task: Task, exact: Collection[str], work: Path) -> list[str]:
         """Unpack, stage, try."""
         tree = work / "tree"
-        cache = ["--disable-cache"] if self._file(task) else []
-        apptainer("build", "--fix-perms", *cache, "--sandbox", str(tree), self.origin(task), work=work)
+        self._unpack(task, tree, work)
         repository = tree / task.workdir.lstrip("/")
         if not (repository / ".git").exists():
             raise HpcSweError(f"{self.origin(task)} holds no git repository in {task.workdir}")
         set_up = restage(repository, task.base_commit, work, exact)
         self._try(msgspec.structs.replace(task, image=tree.name), work)
         return set_up
+
+    def _unpack(self, task: Task, tree: Path, work: Path) -> None:
+        """Apptainer would unpack a .sif in a container with all capabilities, which not every root has."""
+        file = self._file(task)
+        if file is not None and file.suffix == ".sif":
+            place = SQUASHFS.search(run("apptainer", "sif", "list", str(file)))
+            if place:
+                options = ("-quiet", "-no-progress", "-no-xattrs", "-offset", place[1], "-dest", str(tree))
+                run("unsquashfs", *options, str(file), ok=(0, _NOT_ALL))
+                run("chmod", "-R", "u+rwX", str(tree))
+                return
+        cache = ["--disable-cache"] if file else []
+        apptainer("build", "--fix-perms", *cache, "--sandbox", str(tree), self.origin(task), work=work)
 
     def _file(self, task: Task) -> Path | None:
         origin = self.origin(task)

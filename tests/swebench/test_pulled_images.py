@@ -136,7 +136,13 @@ def test_an_oci_image_becomes_one(layer, repository, tmp_path, form, monkeypatch
     manifest = json.loads(made)
     assert manifest.keys() == set(ImageManifest.__struct_fields__)
     assert (manifest["set_up"], manifest["source"]) == (["README.md"], source.origin(toy))
-    assert manifest["sif_sha256"] == archives.sha256(tmp_path / "images" / f"{toy.image}.sif")
+    sif = tmp_path / "images" / f"{toy.image}.sif"
+    assert manifest["sif_sha256"] == archives.sha256(sif)
+    if form == "oci":  # a .sif is a source like any other, for root too
+        again = Shelf(tmp_path / "again")
+        with again.alone():
+            assert again.build(Pulled(str(sif), Apptainer()), Problem(toy, gold())) is True
+        examine(tmp_path, again.images, repository[1])
 
 
 @slow

@@ -27,7 +27,8 @@ from hpc_swe.processes import die_with_parent
 
 log = logging.getLogger(__name__)
 
-_SQUASHFS = re.compile(r"\|(\d+)-\d+ *\|FS \(Squashfs/\*System")
+SQUASHFS = re.compile(r"\|(\d+)-\d+ *\|FS \(Squashfs/\*System")
+"""Where a .sif holds its files, in what `apptainer sif list` prints."""
 # What only root can make, and no image is asked for: a sandbox has a /dev of its own.
 _DEVICE = re.compile(r"create_inode: could not create \w+ device .*because you're not superuser")
 _NOT_ALL = 2
@@ -111,7 +112,7 @@ class Local:
 
     def _offset(self, sif: Path) -> int:
         listing = _run([self.executable, "sif", "list", str(sif)], self.timeout_s)
-        found = _SQUASHFS.search(listing)
+        found = SQUASHFS.search(listing)
         if not found:
             raise _Unfit(f"{sif.name} holds no plain squashfs")
         return int(found[1])
