@@ -205,6 +205,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add("--upgrade", action="store_true", help="go on with this code, not with the one of the run's start")
     again = verbs.add_parser("tick", help="submit what is missing; cron calls this")
     again.add_argument("run", type=cli.folder)
+    listed = verbs.add_parser("keys", help="list the keys of a configuration, with type, default and meaning")
+    listed.add_argument("prefix", nargs="?", default="", help="only those that begin so, for example groups")
+    listed.add_argument("--markdown", action="store_true", help="as docs/configuration.md")
     end = verbs.add_parser("stop", help="let the run drain")
     end.add_argument("run", type=cli.folder)
     end.add_argument("--now", action="store_true", help="exit at once, then end what is left")
@@ -229,6 +232,16 @@ def _start(arguments: argparse.Namespace) -> None:
     except (DeadlineError, KeyboardInterrupt):
         print(left(run, config), file=sys.stderr)
         raise
+
+
+def _list_keys(arguments: argparse.Namespace) -> None:
+    from hpc_swe import keys  # which reads the source of every plugin
+
+    found = keys.listed(arguments.prefix)
+    if not found:
+        names = [key.name for key in keys.listed()]
+        raise ConfigError(f"no key begins with {arguments.prefix!r}{cli.like(arguments.prefix, names)}")
+    print("\n".join(keys.markdown(found) if arguments.markdown else keys.told(found)))
 
 
 def preview(run: RunDir, config: RunConfig) -> None:
@@ -275,6 +288,9 @@ def main() -> None:
     verb, arguments = cli.parse_verb(verbs, sys.argv[1:], parser)
     if verb == "start":
         _start(arguments)
+        return
+    if verb == "keys":
+        _list_keys(arguments)
         return
     run = RunDir(arguments.run)
     config = load(run)

@@ -87,9 +87,11 @@ class Sampling(Record, frozen=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     """0 is greedy."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Least share of probability that the likeliest tokens keep; 1 is all."""
     top_k: Annotated[int, Meta(ge=0)] = 0
     """0 is off."""
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Tokens below this share of the likeliest one's probability are left out; 0 is none."""
     max_tokens: Annotated[int, Meta(gt=0)] = 1024
     """Most tokens of one turn."""
 

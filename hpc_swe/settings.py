@@ -69,6 +69,8 @@ class BatchesConfig(Record, frozen=True, kw_only=True):
     """How episodes become microbatches."""
 
     aggregate: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
+    """How the losses of tokens are averaged: over all tokens of the batch, over each episode first, by
+    its sum, or by `constant_length`."""
     constant_length: Positive = 1024
     """The denominator per episode of ``constant``, in tokens."""
     overlong: Literal["train", "mask_loss", "drop_from_baseline"] = "train"
@@ -83,6 +85,7 @@ class RetentionConfig(Record, frozen=True, kw_only=True):
     """What is kept on disk."""
 
     keep_last: Annotated[int, Meta(ge=2)] = 3
+    """Newest versions of the weights that stay."""
     keep_every: Natural = 0
     """Versions and checkpoints at multiples of this many steps stay; 0 is none."""
     free_space_floor_gb: Annotated[float, Meta(ge=0)] = 0.2
@@ -93,7 +96,9 @@ class CoordinatorConfig(Record, frozen=True, kw_only=True):
     """The coordinator's rounds."""
 
     poll_s: Duration = 1.0
+    """Seconds between two rounds."""
     status_s: Duration = 5.0
+    """Seconds between two reports for `status`."""
     wait_s: Duration = 3600.0
     """Longest wait without progress before the coordinator says so and fails."""
 
@@ -104,6 +109,7 @@ class RolloutConfig(Record, frozen=True, kw_only=True):
     slots: Positive = 8
     """Episodes that one worker runs at once."""
     poll_s: Duration = 0.5
+    """Seconds between two looks for requests."""
     episode_timeout_s: Duration = 3600.0
     """Backstop on one episode's wall clock, waiting for the engine apart; an infrastructure failure."""
     engine_wait_s: Duration = 600.0
@@ -113,6 +119,7 @@ class RolloutConfig(Record, frozen=True, kw_only=True):
     min_tokens: Positive = 16
     """With less room than this left, the episode ends as ``context``."""
     tool_parser: Literal["hermes", "qwen3_coder"] = "hermes"
+    """The form in which the model writes tool calls."""
     template_arguments: dict[str, bool] = {}
     """Passed to the chat template, for example enable_thinking."""
     history: Literal["keep", "template"] = "keep"
@@ -123,7 +130,9 @@ class RewardConfig(Record, frozen=True, kw_only=True):
     """How episodes are graded."""
 
     slots: Positive = 2
+    """Episodes that one worker grades at once."""
     poll_s: Duration = 0.5
+    """Seconds between two looks for episodes."""
     sentinel_every: Natural = 100
     """After one in so many gradings the grader is tried, by the reference or by nothing; 0 is never."""
 
@@ -139,18 +148,24 @@ class InferenceConfig(Record, frozen=True, kw_only=True):
     start_timeout_s: Duration = 600.0
     """Longest wait for an engine's health, at its start and when it was lost."""
     max_restarts: Natural = 5
+    """Times that a supervisor starts its engine again."""
     poll_s: Duration = 0.5
+    """Seconds between two looks for new weights."""
 
 
 class LearnerConfig(Record, frozen=True, kw_only=True):
     """The learner's rhythm."""
 
     data_parallel: Positive = 1
+    """Groups of `policy.tensor_parallel` processes that share each batch."""
     export_every: Positive = 1
+    """Steps between two versions of the weights for the engines."""
     checkpoint_every: Positive = 10
+    """Steps between two checkpoints."""
     batch_wait_s: Duration = 3600.0
     """Longest wait for the next batch."""
     poll_s: Duration = 0.2
+    """Seconds between two looks for the next batch."""
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
 
@@ -172,29 +187,35 @@ class SftConfig(Record, frozen=True, kw_only=True):
     """Where a warm start's samples come from."""
 
     source: Literal["demonstrations", "episodes"] = "demonstrations"
+    """The taskset's demonstrations, or archived episodes of another run."""
     episodes: str = ""
     """Run folder whose archived episodes are trained, when the source is episodes."""
     min_reward: float = 1.0
     """Least reward of an episode that is trained."""
     samples_per_step: Positive = 32
+    """Samples that one optimizer step trains."""
 
 
 class LeaseConfig(Record, frozen=True, kw_only=True):
     """How long the dead count as living."""
 
     beat_s: Duration = 30.0
+    """Seconds between two signs of life of a process."""
     ttl_s: Duration = 120.0
+    """Seconds without one after which a process counts as dead."""
 
 
 class RunConfig(Record, frozen=True, kw_only=True):
     """The whole of one run."""
 
     mode: Literal["grpo", "sft", "eval"] = "grpo"
+    """grpo trains by rewards, sft warm-starts on demonstrations or episodes, eval only evaluates."""
     model: str
     """Hugging Face folder of the initial weights."""
     reference: str = ""
     """Folder of the reference model of the KL; empty is `model`."""
     seed: Natural = 0
+    """Of the order of tasks, of demonstrations and of evaluations."""
     steps: Natural = 100
     """Optimizer steps in all."""
     counts: dict[Role, Natural] = {}

@@ -17,6 +17,7 @@ class Shuffled(Plugin, frozen=True, kw_only=True):
     """The coordinator asks `for_group` first: one fixed permutation would be a relabelling, no control."""
 
     seed: int = 0
+    """Of the shuffling."""
     of: dict[str, str | bool | int | float] = msgspec.field(default_factory=lambda: {"type": "grpo"})
     """Table of the estimator that is shuffled."""
 

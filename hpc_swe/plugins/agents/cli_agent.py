@@ -39,6 +39,7 @@ class CliAgent(Plugin, frozen=True, kw_only=True):
     command: str
     """Shell line, run in the task's work directory."""
     prompt: str = "{task}"
+    """What the program is told; {task} and {workdir} are filled in."""
     environ: dict[str, str] = {}
     """Added to HOME, OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL."""
     files: dict[str, str] = {}

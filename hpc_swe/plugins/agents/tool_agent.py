@@ -25,11 +25,13 @@ class ToolAgent(Plugin, frozen=True, kw_only=True):
     tools: tuple[str | dict[str, object], ...] = ("view", "replace", "rewrite", "evaluate", "submit")
     """Names of plugins/tools/, or tables with a type and its fields."""
     max_turns: int = 10
+    """Answers of the model after which an episode ends."""
     tool_budget_s: float = 300.0
     """Seconds that all tool calls of an episode may take together; the last one's commands end with them."""
     most_chars: int = 10_000
     """Of one tool's answer."""
     system_prompt: str = "Fix the bug."
+    """The system's message."""
     nudge: str = "Call a tool."
     """What answers a reply without a tool call; one that cannot be read is told why."""
     show_tools: bool = False

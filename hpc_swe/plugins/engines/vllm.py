@@ -59,9 +59,13 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     gpu_memory_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of each GPU's memory that must be free when the engine starts, and that bounds what it takes."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
+    """Of weights and activations; auto is what the model's config.json says."""
     tensor_parallel: Annotated[int, Meta(ge=1)] = 1
+    """GPUs, or CPU workers, that share each layer."""
     enforce_eager: bool = False
+    """Without CUDA graphs: slower, but ready sooner."""
     device: Literal["gpu", "cpu"] = "gpu"
+    """gpu needs `tensor_parallel` of them, and an engine that finds fewer refuses."""
     threads: int = 1
     """Of each CPU worker."""
     stop_token_ids: list[int] = []
@@ -69,9 +73,11 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """Whether running requests go on with the key-value cache of the old weights."""
     update_timeout_s: float = 600.0
+    """Longest change of weights."""
     program: str = ""
     """Path of vllm; empty finds it beside this interpreter, then on PATH."""
     environ: dict[str, str] = {}
+    """Environment variables of the engine's process."""
     extra: list[str] = []
     """More arguments of vllm serve."""
 

@@ -70,6 +70,7 @@ class Slurm(Plugin, frozen=True, kw_only=True):
     partition: str = ""
     """Empty is the cluster's default."""
     account: str = ""
+    """Empty is the cluster's default."""
     options: Options = {}
     """Further options of sbatch for all jobs, for example qos = "long"."""
     notice_s: Annotated[int, Meta(ge=0)] = 120

@@ -32,8 +32,11 @@ class Pytest(Plugin, frozen=True, kw_only=True):
     """All fail-to-pass and pass-to-pass tests must pass."""
 
     resolved_reward: float = 1.0
+    """Reward of an episode that passes all tests."""
     unresolved_reward: float = 0.0
+    """Reward of one that does not."""
     cheated_reward: float = 0.0
+    """Reward of one that cheated."""
     sealed: bool = True
     """Off where tests compare literals with values that are neither built in nor numpy's."""
 

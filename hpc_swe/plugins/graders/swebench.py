@@ -53,8 +53,11 @@ class Swebench(Plugin, frozen=True, kw_only=True):
     """Resolved when all fail-to-pass and pass-to-pass tests pass."""
 
     resolved_reward: float = 1.0
+    """Reward of an episode that passes all tests."""
     unresolved_reward: float = -1.0
+    """Reward of one that does not."""
     cheated_reward: float = -1.0
+    """Reward of one that cheated."""
     second_sittings: int = 1
     """How often what resolved is graded again, by changed tests of `taskset.checked`; 0 is never."""
 

@@ -23,8 +23,11 @@ class LossConfig(Record, frozen=True, kw_only=True):
     """The objective; roles/learner/loss.py has the formulas."""
 
     objective: Literal["sampler_ratio", "decoupled", "sft"] = "sampler_ratio"
+    """sampler_ratio and decoupled are policy gradients, sft is cross-entropy."""
     clip_low: Annotated[float, Meta(ge=0, le=1)] = 0.2
+    """The ratio is clipped below 1 less this."""
     clip_high: Annotated[float, Meta(ge=0)] = 0.28
+    """The ratio is clipped above 1 plus this."""
     dual_clip: Annotated[float, Meta(gt=1)] = 3.0
     """Largest ratio at which a token of negative advantage, or the KL, still has its slope. Without such a
     bound one token that the learner sees otherwise than the engine outweighs the rest of a batch."""
@@ -42,6 +45,7 @@ class OptimizerConfig(Record, frozen=True, kw_only=True):
     """AdamW as Megatron runs it; vectors such as norms and biases do not decay."""
 
     lr: Annotated[float, Meta(ge=0)] = 1e-6
+    """Learning rate after the warm-up."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
     """Step n of the warm-up runs at n / warmup_steps of `lr`."""
     decay: Literal["constant", "linear"] = "constant"
@@ -49,10 +53,15 @@ class OptimizerConfig(Record, frozen=True, kw_only=True):
     decay_steps: Annotated[int, Meta(ge=0)] = 0
     """0 is the run's `steps`; fewer than those are refused, since the rate is 0 after the last."""
     decay_share: Annotated[float, Meta(gt=0, le=1)] = 0.3
+    """Share of `decay_steps` over which the rate falls."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.01
+    """Of matrices, decoupled from the gradient."""
     beta1: float = 0.9
+    """Decay of the mean of gradients."""
     beta2: float = 0.95
+    """Decay of the mean of squared gradients."""
     eps: float = 1e-8
+    """Added to the root of the second mean."""
     clip_grad: Annotated[float, Meta(ge=0)] = 1.0
     """Largest gradient norm; 0 is off."""
 

@@ -42,6 +42,7 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one sandbox may use."""
 
     processes: int = 256
+    """Processes and threads of one sandbox."""
     file_mb: int = 64
     """Largest single file, command output included."""
     address_space_mb: int = 4096

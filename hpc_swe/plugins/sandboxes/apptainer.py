@@ -47,6 +47,7 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
     """Folder of ``<image>.sif`` files; a folder ``<image>`` of ours beside one, unpacked, is preferred."""
     limits: Limits = Limits()
     start_timeout_s: float = 120.0
+    """Seconds that a container may take to start."""
     shared_container: bool = True
     """False: one container per sandbox, at ten times the cost."""
     warm_containers: int = 8
@@ -62,6 +63,7 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
     warm_up: str = _WARM_UP
     """Program run once per container; every sandbox starts with its imports done."""
     executable: str = "apptainer"
+    """Name or path of Apptainer."""
 
     def check(self) -> None:
         """Raise ConfigError, with the remedy, when this machine cannot open sandboxes."""

@@ -37,7 +37,9 @@ class Process(Plugin, frozen=True, kw_only=True):
     scratch: str = ""
     """Folder for work directories; empty means the system's."""
     output_bytes: int = 64_000
+    """Bytes of a command's output that are kept."""
     read_bytes: int = 1_000_000
+    """Bytes of a file that are read."""
 
     def check(self) -> None:
         """Every machine can do this."""

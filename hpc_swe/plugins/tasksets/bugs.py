@@ -49,9 +49,13 @@ class Bugs(Plugin, frozen=True, kw_only=True):
     """Mutated functions of our own; needs no data set."""
 
     seed: int = 0
+    """Of the programs and their faults."""
     image: str = "python-pytest"
+    """Image of the sandbox."""
     workdir: str = "/work"
+    """Folder of the task's files in the sandbox."""
     timeout_s: float = 30.0
+    """Seconds that a task's tests may take."""
 
     def load(self, split: Split) -> Iterator[Task]:
         """Endless tasks."""

@@ -47,7 +47,9 @@ class Kodcode(Plugin, frozen=True, kw_only=True):
     eval: str = ""
     """Parquet file of the held-out rows."""
     image: str = "python-pytest"
+    """Image of the sandbox."""
     workdir: str = "/work"
+    """Folder of the task's files in the sandbox."""
     timeout_s: float = 30.0
     """Of all tests of a task together."""
     hidden: float = 0.5

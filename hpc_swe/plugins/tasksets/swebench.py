@@ -65,7 +65,9 @@ class Swebench(Plugin, frozen=True, kw_only=True):
     recipes: dict[str, Recipe] = {}
     """Repository -> how its tests are called, for rows without an eval script; Verified's are known."""
     prompt: str = PROMPT
+    """What the agent is told; {problem_statement} and {workdir} are filled in."""
     workdir: str = "/testbed"
+    """Folder of the repository in the sandbox."""
     timeout_s: float = 900.0
     """Of the eval script."""
 

@@ -1,0 +1,129 @@
+"""Every key of a configuration with its type, its default and its meaning, read from the tables' source."""
+
+import ast
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import msgspec
+
+from hpc_swe import config as configuration
+from hpc_swe import plugins
+from hpc_swe.settings import RunConfig
+
+SHORT = {"Positive": "int > 0", "Natural": "int >= 0", "Duration": "float > 0"}
+BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key."""
+
+    table: str
+    """As TOML writes it, for example [policy] type = "megatron"; empty is the top of the file."""
+    name: str
+    """With all tables, for example policy.device."""
+    kind: str
+    default: str
+    meaning: str
+    may_change: bool
+    """In a run that exists."""
+
+
+def listed(prefix: str = "") -> list[Key]:
+    """All whose names begin so."""
+    return [key for key in _of_table(RunConfig, "", "") if key.name.startswith(prefix)]
+
+
+def told(found: Iterable[Key]) -> Iterator[str]:
+    """Lines for a terminal."""
+    for key in found:
+        yield f"{key.name}: {key.kind}, {key.default}{', may change in a run' if key.may_change else ''}"
+        where = f" ({key.table})" if "type =" in key.table else ""
+        yield from textwrap.wrap(f"{key.meaning}{where}", 96, initial_indent="    ", subsequent_indent="    ")
+
+
+def markdown(found: Iterable[Key]) -> Iterator[str]:
+    """Lines of docs/configuration.md."""
+    yield from HEAD.splitlines()
+    table = None
+    for key in found:
+        if key.table != table:
+            table = key.table
+            yield from ("", f"## {f'`{table}`' if table else 'Keys outside tables'}", "")
+            yield from ("| key | type | default | may change | meaning |", "|---|---|---|---|---|")
+        cells = (key.name, _cell(key.kind), _cell(key.default), "yes" if key.may_change else "no")
+        yield f"| `{cells[0]}` | {' | '.join(cells[1:])} | {key.meaning.replace('|', chr(92) + '|')} |"
+
+
+HEAD = """# Every key of a configuration
+
+`python -m hpc_swe.launch keys --markdown > docs/configuration.md` writes this page, and a test compares it.
+Without the option the command lists the keys on the terminal, and `keys groups` those that begin so. A run
+that exists may go on with other values of the keys that say yes under *may change*, and with no others."""
+
+
+def _cell(text: str) -> str:
+    return f"`{text}`".replace("|", "\\|")
+
+
+def _of_table(kind: type, table: str, prefix: str) -> Iterator[Key]:
+    sources, inner = _sources(kind), []
+    for field in msgspec.structs.fields(kind):
+        family = configuration.FAMILIES.get(field.type)
+        if family or (isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)):
+            inner.append((field, family))
+            continue
+        name, (annotation, default, meaning) = f"{prefix}{field.name}", sources[field.name]
+        yield Key(table, name, annotation, default, meaning, configuration.may_change(name))
+    for field, family in inner:
+        path = f"{prefix}{field.name}"
+        for type_name in plugins.known(family) if family else []:
+            module = importlib.import_module(f"hpc_swe.plugins.{family}.{type_name}")
+            plugin = getattr(module, type_name.title().replace("_", ""))
+            yield from _of_table(plugin, f'[{path}] type = "{type_name}"', f"{path}.")
+        if not family:
+            yield from _of_table(field.type, f"[{path}]", f"{path}.")
+
+
+@cache
+def _sources(kind: type) -> dict[str, tuple[str, str, str]]:
+    """Field -> its type, its default and what is said below it, as the class and its bases write them."""
+    found: dict[str, tuple[str, str, str]] = {}
+    for base in reversed(kind.__mro__):
+        if base in (object, msgspec.Struct) or not issubclass(base, msgspec.Struct):
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(tree, ast.ClassDef)
+        for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                default = f"default {ast.unparse(node.value)}" if node.value else "required"
+                said = found.get(node.target.id, ("", "", ""))[2]
+                found[node.target.id] = (_kind(node.annotation), default, _docstring(after) or said)
+    return found
+
+
+def _docstring(node: ast.stmt | None) -> str:
+    value = node.value if isinstance(node, ast.Expr) else None
+    text = value.value if isinstance(value, ast.Constant) else ""
+    return " ".join(text.split()) if isinstance(text, str) else ""
+
+
+def _kind(annotation: ast.expr) -> str:
+    text = re.sub(
+        r"Annotated\[(\w+), Meta\(([^)]*)\)\]",
+        lambda found: _bounded(*found.groups()),
+        ast.unparse(annotation),
+    )
+    for short, long in SHORT.items():
+        text = re.sub(rf"\b{short}\b", long, text)
+    return text
+
+
+def _bounded(kind: str, bounds: str) -> str:
+    parts = [bound.partition("=") for bound in bounds.split(", ")]
+    return " ".join([kind, *(f"{BOUNDS[name]} {value}" for name, _, value in parts if name in BOUNDS)])
