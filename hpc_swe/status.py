@@ -8,9 +8,10 @@ import argparse
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -96,7 +97,7 @@ class Reader:
             engines = atomic.get(run.endpoints, EndpointTable).endpoints
         except FileNotFoundError:
             report, silent_s, engines = None, 0.0, []
-        return View(
+        view = View(
             name=run.root.name,
             steps=0 if config.mode == "eval" else config.steps,
             desired=reconcile.desired(config),
@@ -106,6 +107,14 @@ class Reader:
             silent_s=silent_s,
             engines=engines,
         )
+        return _ended(view) if run.finished.exists() and not self._queue.jobs else view
+
+
+def _ended(view: View) -> View:
+    """A finished run of which no job is left: its last report was written while they lived."""
+    nobody = dict.fromkeys(view.desired, 0)
+    report = view.report and msgspec.structs.replace(view.report, roles=[], waits_for="", step_s=0.0)
+    return replace(view, desired=nobody, report=report, engines=[])
 
 
 def render(view: View, width: int = 80) -> RenderableType:

@@ -39,7 +39,7 @@ TICK_S = 5.0
 LOOK_S = 0.5
 LAST_STEPS = 4
 """Steps that the run has to take after the last fault."""
-SPARED_S = {"learner": 75.0, "inference": 75.0, "coordinator": 20.0, "": 0.0}
+SPARED_S = {"learner": 75.0, "inference": 75.0, "coordinator": 20.0, "": 20.0}
 """These take long to start: if they were hit more often, nothing would ever be trained. Other roles are
 spared for 5 s."""
 FROZEN_S = (1.0, 60.0)

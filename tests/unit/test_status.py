@@ -261,6 +261,19 @@ def test_failures_before_a_submission_that_waits_are_no_error(run, read):
     assert len(Reader(run, read()).look().queue.failures) == 1
 
 
+def test_finished_run_has_nobody_at_work_and_waits_for_nothing(run, read):
+    publish(run)
+    before = screen(Reader(run, read()).look(), 120)
+    run.finished.touch()
+    after = screen(Reader(run, read()).look(), 120)
+    assert "waits for results" in before
+    assert "1 at v000012-i01" in before
+    assert "waits for" not in after
+    assert "none serves" in after
+    assert rows(after)["rollout"][1:4] == ["0", "0", "0"]
+    assert "v000012-i01" in after, "what it came to stays"
+
+
 def test_submission_that_drained_is_no_failure(run, read):
     publish(run)
     submitted(run, "reward", 1, "77:1", 0)
