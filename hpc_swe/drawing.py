@@ -170,7 +170,7 @@ class Drawing:
                 file.seek(self._offsets.get(path, 0))
                 whole = file.read().rpartition(b"\n")[0]
             self._offsets[path] = self._offsets.get(path, 0) + len(whole) + bool(whole)
-            lines += [line for text in whole.splitlines() if (line := _parse(path, text))]
+            lines += [line for text in whole.splitlines() if text and (line := _parse(path, text))]
         return lines
 
     def _restart(self) -> Path:

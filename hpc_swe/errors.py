@@ -13,6 +13,8 @@
   x EpisodeError      one episode failed; recorded on it, never past the worker's loop
     + SandboxError      the container, not the model, is to blame  -> infra_error, retried
     + EngineError       no engine answered, or answered wrongly    -> infra_error, retried
+      - NoAnswer          the engine is dead, or hangs: this says nothing of what it was asked
+      - Overdue           the engine works, but one completion did not come in a very long time
     + AgentError        the agent program broke                    -> exit status error, unresolved
 
 Anything else that escapes is a bug and ends the process; the protocol makes that cheap.
@@ -86,6 +88,14 @@ class SandboxError(EpisodeError):
 
 class EngineError(EpisodeError):
     """The inference engine did not answer, or its answer cannot be trusted."""
+
+
+class NoAnswer(EngineError):
+    """The engine gave no answer: it is dead, unreachable, or hangs."""
+
+
+class Overdue(EngineError):
+    """The engine works, but did not answer one request in the time that its tokens may take."""
 
 
 class AgentError(EpisodeError):

@@ -70,11 +70,25 @@ def load(run: RunDir) -> RunConfig:
         ) from None
     if owner != os.getuid():
         raise ConfigError(f"{run.root}: belongs to user {owner}; a run is acted on by its owner only")
+    require_closed(run.root)
     if manifest.protocol != PROTOCOL:
         raise StaleRun(
             f"{run.root}: protocol {manifest.protocol}, this code reads {PROTOCOL}; use {manifest.commit}"
         )
     return configuration.build(tree, str(run.config))
+
+
+def require_closed(root: Path) -> None:
+    """A run holds keys, and what its jobs believe: nobody else may read or write in it.
+
+    Raises:
+        ConfigError: Its folder belongs to another user, or is open to group or others.
+    """
+    found = root.stat()
+    if found.st_uid != os.getuid():
+        raise ConfigError(f"{root}: belongs to user {found.st_uid}; a run is acted on by its owner only")
+    if found.st_mode & 0o077:
+        raise ConfigError(f"{root}: mode {found.st_mode & 0o777:o} lets others in; run chmod 700 {root}")
 
 
 def stop(run: RunDir, config: RunConfig, *, now: bool) -> None:

@@ -109,7 +109,10 @@ class Log:
     def __init__(self, path: Path) -> None:
         self.recent: dict[str, list[float]] = {}
         """Last values by curve, oldest first."""
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        size = os.fstat(self._file).st_size
+        self._is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+        """Whether the file ends within a line, as a full disk leaves it."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line; numbers that are not finite are left out, and said."""
@@ -119,7 +122,9 @@ class Log:
         for name, value in finite.items():
             self.recent[name] = [*self.recent.get(name, []), value][-RECENT:]
         line = MetricLine(step=step, time=time.time(), values=finite)
+        data = b"\n" * self._is_torn + msgspec.json.encode(line) + b"\n"
+        self._is_torn = True
         try:
-            os.write(self._file, msgspec.json.encode(line) + b"\n")
+            self._is_torn = os.write(self._file, data) < len(data)
         except OSError as error:
             log.warning("not logged: step %d: %s", step, error)  # no number is worth a process

@@ -9,6 +9,8 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 OF_KERNEL = 0x00200000  # PF_KTHREAD of linux/sched.h: no program, so no environment
 LOOKS = 100
+MEETING = "HPC_SWE_MEETING"
+"""The environment variable that names the folder in which the processes of a job meet."""
 LIBC = ctypes.CDLL(None)  # loaded here, since a child between fork and exec must not
 
 

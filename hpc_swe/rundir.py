@@ -62,6 +62,8 @@ class RunDir:
     """Folders of Megatron distributed checkpoints, learner to learner."""
     incarnations = _At("state/incarnations")
     """One folder per start of the learner, taken by mkdir."""
+    meetings = _At("state/meetings")
+    """One folder per start of a job on several nodes, in which its ranks show that they are alive."""
     endpoints = _At("state/endpoints.json")
     """Cell: EndpointTable, coordinator to rollout."""
     status = _At("state/status.json")
@@ -149,6 +151,7 @@ class RunDir:
     def make(self) -> None:
         """Make the folders of an empty run, private to the user."""
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.root.chmod(0o700)  # it may have been there, and empty
         for folder in (
             self.control,
             self.nodes,

@@ -113,7 +113,7 @@ class RolloutConfig(Record, frozen=True, kw_only=True):
     episode_timeout_s: Duration = 3600.0
     """Backstop on one episode's wall clock, waiting for the engine apart; an infrastructure failure."""
     engine_wait_s: Duration = 600.0
-    """Longest wait for an engine that serves."""
+    """Longest time without an engine that serves. A completion may take longer, while its engine is alive."""
     context: Positive = 4096
     """Most tokens of prompt and completion."""
     min_tokens: Positive = 16
@@ -147,6 +147,8 @@ class InferenceConfig(Record, frozen=True, kw_only=True):
     """0 is any free port."""
     start_timeout_s: Duration = 600.0
     """Longest wait for an engine's health, at its start and when it was lost."""
+    hang_s: Duration = 60.0
+    """An engine that gives no sign of life for so long is ended and started again."""
     max_restarts: Natural = 5
     """Times that a supervisor starts its engine again."""
     poll_s: Duration = 0.5

@@ -1,18 +1,17 @@
 """What vLLM's own processes load of us: weights from a folder, and a token before every route.
 
-`FolderTransfer` is a back end of vLLM's weight-transfer API. It verifies a version while the model goes
-on serving, and touches the model only when nothing is left to go wrong: vLLM's own reload empties the
-layers first, so a bad file would leave an engine that dies at its next forward pass.
+`FolderTransfer` is a back end of vLLM's weight-transfer API. It touches the model only when nothing is left
+to go wrong: vLLM's own reload empties the layers first, so a bad file would leave an engine that dies at
+its next forward pass. It reads no more than headers before that: all requests wait while it reads, so
+whoever asks for the update has verified the files before, and says which ones these were.
 """
 
 import ctypes
-import hashlib
 import hmac
 import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, MutableMapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,8 +52,8 @@ class Folder(WeightTransferUpdateInfo):  # type: ignore[misc]
 
     path: str
     """Empty goes back to the one before."""
-    sha256: dict[str, str] | None = None
-    """File name -> hexadecimal digest; None trusts the folder, as for one that served already."""
+    files: dict[str, list[int]] | None = None
+    """Weight file -> size, time of change in ns and inode; None trusts the folder, as one that served."""
     dtypes: dict[str, str] | None = None
     """Tensor name -> type, for example float32."""
 
@@ -71,54 +70,69 @@ def shards(folder: Path) -> list[Path]:
     return found
 
 
-def shapes(folder: Path) -> dict[str, list[int]]:
-    """Tensor name -> shape, of headers only."""
+def shapes(folder: Path, is_tied: bool) -> dict[str, list[int]]:
+    """Tensor name -> shape, of headers only and of what a model takes from a checkpoint."""
     found: dict[str, list[int]] = {}
     for file in shards(folder):
         with safe_open(file, framework="pt") as shard:
-            found |= {name: shard.get_slice(name).get_shape() for name in shard.keys()}  # noqa: SIM118
+            found |= {
+                name: shard.get_slice(name).get_shape()
+                for name in shard.keys()  # noqa: SIM118 (not a dict)
+                if not _is_unused(name, is_tied)
+            }
     return found
 
 
-def check_digests(folder: Path, sha256: dict[str, str]) -> None:
-    """Compare every shard with its digest.
+def _is_unused(name: str, is_tied: bool) -> bool:
+    """A head that is tied to the embedding is stored in vain, and so are the angles of older checkpoints."""
+    return (is_tied and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
+
+
+def check_files(folder: Path, files: dict[str, list[int]]) -> None:
+    """Compare every weight file with what was verified.
 
     Raises:
         ValueError: Names the file.
     """
-
-    def check(file: Path) -> None:
-        with file.open("rb") as stream:
-            if hashlib.file_digest(stream, "sha256").hexdigest() != sha256.get(file.name):
-                raise ValueError(f"{file.name}: its sha256 is not the manifest's")
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(check, shards(folder)))
+    if names := {path.name for path in shards(folder)} ^ files.keys():
+        raise ValueError(f"{min(names)}: it was not verified, or is missing")
+    for name, seen in files.items():
+        found = (folder / name).stat()
+        if [found.st_size, found.st_mtime_ns, found.st_ino] != list(seen):
+            raise ValueError(f"{name}: it is no longer the file that was verified")
 
 
 def read(
-    folder: Path, wanted: dict[str, list[int]], dtypes: dict[str, str] | None
+    folder: Path, wanted: dict[str, list[int]], dtypes: dict[str, str] | None, is_tied: bool
 ) -> dict[str, torch.Tensor]:
-    """All tensors, mapped rather than copied. A missing one would silently keep its old value.
+    """All tensors, mapped: what a worker does not copy is not read. A missing one would keep its old value.
 
     Raises:
-        ValueError: A tensor is missing, unknown, of another shape or type, or not finite; names it.
+        ValueError: A tensor is missing, unknown, or of another shape or type; names it.
     """
     tensors = {}
     for file in shards(folder):
         with safe_open(file, framework="pt", device="cpu") as shard:
             for name in shard.keys():  # noqa: SIM118 (not a dict)
+                if _is_unused(name, is_tied):
+                    continue
                 tensors[name] = tensor = shard.get_tensor(name)
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 if list(tensor.shape) != wanted.get(name):
                     raise ValueError(f"{file.name}: {name} is {list(tensor.shape)}, not {wanted.get(name)}")
                 if dtypes is not None and dtype != dtypes.get(name):
                     raise ValueError(f"{file.name}: {name} is {dtype}, not {dtypes.get(name)}")
-                if not torch.isfinite(tensor).all():
-                    raise ValueError(f"{file.name}: {name} is not finite")
     if missing := sorted(wanted.keys() - tensors.keys()):
         raise ValueError(f"{folder.name}: {missing[0]} is missing ({len(missing)} tensors in all)")
     return tensors
+
+
+def _forget_packed_experts(model: torch.nn.Module) -> None:
+    """A CPU packs experts once, with their kernel; vLLM would copy later weights in as they are, unpacked."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
 
 
 def _repack_head(model: torch.nn.Module) -> None:
@@ -129,7 +143,7 @@ def _repack_head(model: torch.nn.Module) -> None:
 
 
 class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc]
-    """One worker's side of an update: start, update (verify), finish (swap)."""
+    """One worker's side of an update: start, update (look), finish (swap)."""
 
     init_info_cls = NoInit
     update_info_cls = Folder
@@ -137,8 +151,11 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self._staging = self._serving = self._previous = Path(vllm_config.model_config.model)
-        self._wanted = shapes(self._serving)
+        self._is_tied = bool(getattr(vllm_config.model_config.hf_text_config, "tie_word_embeddings", False))
+        self._wanted = shapes(self._serving, self._is_tied)
         self._tensors: dict[str, torch.Tensor] = {}
+        self._files: dict[str, list[int]] | None = None
+        self._is_cpu = device.type == "cpu"
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to do."""
@@ -148,27 +165,32 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         self._tensors = {}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Verify. The base class would synchronize an accelerator, which a CPU worker has not."""
+        """Look. The base class would synchronize an accelerator, which a CPU worker has not."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Folder) -> None:
-        """Verify a folder and keep its tensors at hand.
+        """Hold a folder against what is wanted, and keep its tensors at hand.
 
         Raises:
-            ValueError: The folder is not what its manifest says; the model is as it was.
+            ValueError: The folder is not what it should be; the model is as it was.
         """
         folder = Path(update_info.path) if update_info.path else self._previous
-        if update_info.sha256 is not None:
-            check_digests(folder, update_info.sha256)
-        self._tensors, self._staging = read(folder, self._wanted, update_info.dtypes), folder
+        self._tensors = read(folder, self._wanted, update_info.dtypes, self._is_tied)
+        self._staging, self._files = folder, update_info.files
+        if self._files is not None:
+            check_files(folder, self._files)
 
     def finish_weight_update(self) -> None:
         """Swap. A failure here leaves half a model, which must never answer: the process ends."""
         try:
+            if self._is_cpu:
+                _forget_packed_experts(self.model)
             initialize_layerwise_reload(self.model)
             self.model.load_weights(iter(self._tensors.items()))
             finalize_layerwise_reload(self.model, self.model_config)
             _repack_head(self.model)
+            if self._files is not None:
+                check_files(self._staging, self._files)  # nor did they change while they were read
         except BaseException:
             log.exception("swap failed half-way; ending this engine")
             os._exit(1)

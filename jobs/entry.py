@@ -16,6 +16,7 @@ from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
 from hpc_swe.store.lease import Lease
+from jobs import heart
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ def enter(work: Callable[[RunDir, RunConfig], None]) -> None:
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("megatron").setLevel(logging.WARNING)  # it prints its whole configuration
+    heart.beat()
     run = RunDir(Path(sys.argv[1]).absolute())
     try:
         work(run, launch.load(run))

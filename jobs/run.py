@@ -2,7 +2,8 @@
 
 Exit ends the process, not the job: a child that dies is started again, with back-off, at most
 `max_restarts` times without a quiet spell. The learner's ranks are one gang: when one dies all are ended
-and started again, since a collective cannot go on with a hole. A child never outlives this process.
+and started again, since a collective cannot go on with a hole. A child that is stopped, or shows no sign of
+life, counts as dead. A child never outlives this process.
 
 USR2 is the scheduler's warning that the job is about to end: the children drain, and the job asks to be
 queued again. TERM is somebody's wish that it end: the children give back what they hold, and that is all.
@@ -11,28 +12,31 @@ queued again. TERM is somebody's wish that it end: the children give back what t
 import argparse
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from hpc_swe import cli, launch, reconcile
+from hpc_swe import cli, launch, reconcile, scratch
 from hpc_swe.errors import HpcSweError, NodeError, StorageError
 from hpc_swe.plugins.executors import _gpus
-from hpc_swe.processes import die_with_parent, start_time
+from hpc_swe.processes import MEETING, die_with_parent, start_time
 from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, ledger, orders
 from hpc_swe.store.ledger import Started
-from jobs import entry
+from jobs import entry, heart
 
 MISTAKES = (2, 3)  # exit codes of ConfigError and ProtocolError: starting again mends nothing
 REASONS = (*MISTAKES, StorageError.exit_code)  # all others may be those of a rank that lost another
+FROZEN = 8  # exit code of a gang with a frozen rank
 QUIET_S = 300.0  # a child that lived this long has earned its restarts back
 GRACE_S = 20.0
 LOST_S = 5.0  # for the ranks that are left when one has failed, which may be about to say why
@@ -47,20 +51,43 @@ class Gang:
     """The processes of one job: a command for each, or one srun that spreads the same over several nodes."""
 
     def __init__(
-        self, commands: Sequence[Sequence[str]], bound_to: str = "", notice_s: float = NOTICE_S
+        self,
+        commands: Sequence[Sequence[str]],
+        bound_to: str = "",
+        notice_s: float = NOTICE_S,
+        shared: Path | None = None,
     ) -> None:
-        """`bound_to` names a process, as pid:start time, with which the gang ends; empty is none."""
+        """`bound_to` names a process, as pid:start time, with which the gang ends; empty is none.
+
+        Ranks of several nodes show below `shared` that they are alive, those of one node in a folder there.
+        """
         self._commands, self._bound_to, self._notice_s = commands, bound_to, notice_s
+        self._shared = shared
         self._children: list[subprocess.Popen[bytes]] = []
         self._until = float("inf")
-        self.stopping = False
+        self._stopping = threading.Event()
         self.is_warned = False
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it was told to end."""
+        return self._stopping.is_set()
+
+    def rest(self, seconds: float) -> None:
+        """Wait, but no longer than until it is told to end."""
+        self._stopping.wait(seconds)
 
     def start(self) -> None:
         """Start all ranks; they find one another at a fresh port of this host, a job's first node."""
         if not self.stopping:
             self._until = float("inf")  # of the start before
-        meeting = {"MASTER_ADDR": entry.address(), "MASTER_PORT": str(_free_port())}
+        self._place = self._meeting()
+        self._hearts = heart.Watch(self._place)
+        meeting = {
+            "MASTER_ADDR": entry.address(),
+            "MASTER_PORT": str(_free_port()),
+            MEETING: str(self._place),
+        }
         if nodes() > 1:
             self._spawn(_srun(len(self._commands), self._commands[0]), meeting)
             return
@@ -78,6 +105,10 @@ class Gang:
                 code = self._reason(failed[0]) if failed else 0
                 self._end()
                 return code
+            if frozen := self._hearts.frozen([c.pid for c in self._children if c.poll() is None]):
+                log.error("%s; ending all", frozen)
+                self._end()
+                return FROZEN
             if codes[0] == 0:  # who is left has lost its leader
                 self._until = min(self._until, time.monotonic() + GRACE_S)
             if time.monotonic() > self._until:
@@ -92,12 +123,20 @@ class Gang:
 
     def forward(self, number: int, _: FrameType | None) -> None:
         """Pass a signal of the scheduler on; the children drain."""
-        self.stopping = True
+        self._stopping.set()
         if number == signal.SIGUSR2:
             self.is_warned = True
             self._until = min(self._until, time.monotonic() + SHARE * self._notice_s)
         for child in self._children:
             child.send_signal(number)
+
+    def _meeting(self) -> Path:
+        if nodes() == 1 or self._shared is None:
+            return scratch.make()
+        place = self._shared / f"{entry.job_id()}-{os.urandom(4).hex()}"
+        with atomic.storage(place):
+            place.mkdir(parents=True, mode=0o700)
+        return place
 
     def _spawn(self, command: Sequence[str], env: dict[str, str]) -> None:
         self._children.append(subprocess.Popen(command, env=os.environ | env, preexec_fn=die_with_parent))
@@ -127,6 +166,7 @@ class Gang:
                 child.kill()
                 child.wait()
         self._children.clear()
+        shutil.rmtree(self._place, ignore_errors=True)
 
 
 def nodes() -> int:
@@ -159,14 +199,14 @@ def keep(gang: Gang, run: RunDir, max_restarts: int, refused_s: float = 60.0) ->
             break
         if code == StorageError.exit_code:
             log.warning("the file system refused; start again in %g s", refused_s)
-            time.sleep(refused_s)
+            gang.rest(refused_s)
             continue
         restarts = 0 if time.monotonic() - began > QUIET_S else restarts + 1
         if restarts > max_restarts:
             log.error("gave up after %d restarts; last exit code %d", max_restarts, code)
             return 1
         log.warning("exit code %d; start again, %d of %d", code, restarts, max_restarts)
-        time.sleep(min(2.0 ** (restarts - 1), 60.0))
+        gang.rest(min(2.0 ** (restarts - 1), 60.0))
     return max(code, 0)
 
 
@@ -191,7 +231,7 @@ def _work(arguments: argparse.Namespace, run: RunDir, config: RunConfig) -> int:
     if number and ledger.is_void(run, role, number):
         log.info("void: another submission has taken the place of %s %d", role, number)
         return 0
-    gang = Gang(commands(run, role, config), arguments.bound_to, arguments.notice)
+    gang = Gang(commands(run, role, config), arguments.bound_to, arguments.notice, run.meetings)
     for signalled in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(signalled, gang.forward)
     began = time.monotonic()

@@ -8,10 +8,14 @@ put there by somebody else: it is passed over, and moved aside where it is in th
 
 import errno
 import hashlib
+import io
 import logging
 import os
 import shutil
+import stat
+import threading
 from collections.abc import Callable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +28,11 @@ K = TypeVar("K")
 NAME = "MANIFEST.json"
 SMALL = 1 << 17
 OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+PIECE = 1 << 22
+NICE = 10
+"""Who verifies gives way to those who serve on the same node."""
+Identity = tuple[int, int, int]
+"""Size, time of the last change in nanoseconds, inode: another file or content differs in one of them."""
 _KEYS: dict[Path, object] = {}
 """Of folders whose manifest was read: what is published never changes."""
 _FOREIGN: set[Path] = set()
@@ -147,6 +156,43 @@ def read(folder: Path, name: str, listed: Manifest) -> bytes:
     return data
 
 
+def verify(folder: Path, listed: Manifest, is_cancelled: Callable[[], bool]) -> dict[str, Identity]:
+    """Hold all files of a published folder against its manifest; returns which ones these were.
+
+    Raises:
+        CorruptRecord: A file is missing, or differs from what was published.
+        FileNotFoundError: The whole folder is gone: retention let it go.
+        CancelledError: `is_cancelled` was true.
+    """
+
+    def check(name: str) -> Identity:
+        try:
+            with atomic.storage(folder / name), _open(folder / name) as file:
+                seen = identity(file.fileno())
+                digest = hashlib.sha256()
+                while piece := file.read(PIECE):
+                    digest.update(piece)
+                    if is_cancelled():
+                        raise CancelledError
+                is_same = seen == identity(file.fileno())
+        except FileNotFoundError:
+            if not folder.exists():
+                raise
+            raise CorruptRecord(f"{folder / name}: listed in the manifest, but missing") from None
+        if not is_same or digest.hexdigest() != listed.files[name].sha256:
+            raise CorruptRecord(f"{folder / name}: its sha256 is not the manifest's")
+        return seen
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), initializer=_give_way) as pool:
+        return dict(zip(listed.files, pool.map(check, listed.files), strict=True))
+
+
+def identity(file: int) -> Identity:
+    """Of an open file."""
+    found = os.fstat(file)
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
 def remove(folder: Path) -> None:
     """Delete a published folder: out of sight first, so that no reader finds half of it."""
     trash = atomic.temporary(folder, "trash-")
@@ -188,3 +234,16 @@ def _clear(final: Path, kind: type[M]) -> None:
 def _sync(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def _open(path: Path) -> io.BufferedReader:
+    """Only what is a plain file: another kind might never end."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise CorruptRecord(f"{path}: not a plain file")
+    return os.fdopen(file, "rb")
+
+
+def _give_way() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

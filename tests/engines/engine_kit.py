@@ -35,9 +35,12 @@ CPU = Vllm(
 ROOT = Path(__file__).parents[2]
 
 
-def make_model(folder: Path, seed: int, *, stops: bool = False, tied: bool = False) -> Path:
+def make_model(
+    folder: Path, seed: int, *, stops: bool = False, tied: bool = False, stores_head: bool = False
+) -> Path:
     """A random float32 Qwen3; one that `stops` ends its turn after a few tokens."""
     import torch
+    from safetensors.torch import load_file, save_file
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -62,6 +65,11 @@ def make_model(folder: Path, seed: int, *, stops: bool = False, tied: bool = Fal
             model.lm_head.weight.zero_()
             model.lm_head.weight[EOS] = 2.0
     model.save_pretrained(folder)
+    if stores_head:
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        save_file(tensors | head, file, metadata={"format": "pt"})
     return folder
 
 
@@ -101,8 +109,8 @@ def tensors(model: Path) -> dict[str, TensorInfo]:
     names = {"F32": "float32", "BF16": "bfloat16"}
     found = {}
     for path in model.glob("*.safetensors"):
-        data = path.read_bytes()
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         header.pop("__metadata__", None)
         for name, info in header.items():
             digest = hashlib.sha256(name.encode()).hexdigest()

@@ -7,9 +7,9 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from engine_kit import (
@@ -30,11 +30,14 @@ from waiting import until
 from hpc_swe.errors import EngineError
 from hpc_swe.plugins.engines.scripted import SCORE, Reply, Scripted
 from hpc_swe.records import ProbeScore, Sampling, WeightVersion
+from hpc_swe.roles.inference.supervisor import REFUSALS
 from hpc_swe.rundir import RunDir
+from hpc_swe.store import atomic, weights
 from hpc_swe.store.lease import Lease
 
 PROBE = ProbeScore(token_ids=[5, 6, 7], logprobs=[SCORE, SCORE], tolerance=0.01)
 WRONG = ProbeScore(token_ids=[5, 6, 7], logprobs=[SCORE, SCORE - 1], tolerance=0.01)
+HANG_S = 3.0
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -63,7 +66,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def start(run: RunDir, engine: Scripted, model: Path, tmp_path: Path) -> Iterator[Start]:
     with supervisors(run, model) as begin:
-        yield partial(begin, engine)
+        yield lambda changed=engine, **inference: begin(changed, **inference)
     until(lambda: not processes(str(tmp_path)), "the end of all processes")
 
 
@@ -178,20 +181,88 @@ def test_a_killed_engine_is_started_again(start: Start, run: RunDir, model: Path
 
 
 def test_an_engine_that_dies_while_loading_does_not_condemn_the_version(
+    start: Start, run: RunDir, model: Path, engine: Scripted, tmp_path: Path
+) -> None:
+    process = start(changed=msgspec.structs.replace(engine, update_s=3.0))
+    await_node(run, is_serving(version(0)))
+    engines = [pid for pid in processes(str(tmp_path)) if pid != process.pid]
+    publish(run, model, version(1), probe=PROBE)
+    await_node(run, lambda node: node.state == "updating")
+    time.sleep(0.2)
+    end(engines)
+    await_node(run, is_serving(version(1)))
+
+
+def serving_process(mark: str) -> int:
+    [pid] = [
+        pid
+        for pid in processes(mark)
+        if b"engines.scripted" in (line := Path(f"/proc/{pid}/cmdline").read_bytes()) and b"guard" not in line
+    ]
+    return pid
+
+
+@pytest.mark.parametrize("part", ["engine", "guard and engine"])
+def test_a_stopped_engine_is_replaced(
+    start: Start, run: RunDir, tmp_path: Path, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = start(hang_s=HANG_S)
+    await_node(run, is_serving(version(0)))
+    stopped = serving_process(str(tmp_path))
+    everything = [pid for pid in processes(str(tmp_path)) if pid != process.pid]
+    began = time.monotonic()
+    for pid in [stopped] if part == "engine" else everything:
+        os.kill(pid, signal.SIGSTOP)
+    await_node(run, lambda node: node.state == "starting")
+    await_node(run, is_serving(version(0)))
+    with capsys.disabled():
+        print(f"\n{part} stopped: another serves after {time.monotonic() - began:.1f} s, hang_s = {HANG_S:g}")
+    assert not set(everything) & set(processes(str(tmp_path)))
+
+
+def test_an_engine_that_hangs_in_an_update_is_replaced_and_the_version_is_taken(
+    start: Start, run: RunDir, model: Path, engine: Scripted, tmp_path: Path
+) -> None:
+    process = start(changed=msgspec.structs.replace(engine, update_s=2.0, update_timeout_s=4.0))
+    await_node(run, is_serving(version(0)))
+    publish(run, model, version(1), probe=PROBE)
+    await_node(run, lambda node: node.state == "updating")
+    os.kill(serving_process(str(tmp_path)), signal.SIGSTOP)
+    await_node(run, is_serving(version(1)))
+    run.stop.touch()
+    _, log = process.communicate(timeout=180)
+    assert "refused" not in log
+
+
+def test_many_refusals_in_a_row_start_the_engine_anew_and_are_said(
+    start: Start, run: RunDir, model: Path, engine: Scripted
+) -> None:
+    process = start(changed=msgspec.structs.replace(engine, update_s=0.3))
+    await_node(run, is_serving(version(0)))
+    for step in range(1, REFUSALS + 1):
+        publish(run, model, version(step), probe=WRONG)
+        await_node(run, lambda node: node.state == "updating")
+        await_node(run, lambda node: node.state != "updating")
+    await_node(run, lambda node: node.state == "starting")
+    run.stop.touch()
+    _, log = process.communicate(timeout=180)
+    assert f"{REFUSALS} versions in a row were refused" in log
+
+
+def test_verifying_a_version_is_cut_short_by_an_order_to_end(
     start: Start, run: RunDir, model: Path, tmp_path: Path
 ) -> None:
     process = start()
     await_node(run, is_serving(version(0)))
-    engines = [pid for pid in processes(str(tmp_path)) if pid != process.pid]
-    elsewhere = publish(make_run(tmp_path / "elsewhere"), model, version(1), probe=PROBE)
-    (elsewhere / "model.safetensors").rename(elsewhere / "whole")
-    os.mkfifo(elsewhere / "model.safetensors")  # whoever reads it waits
-    folder = elsewhere.rename(run.weight(version(1)))
-    await_node(run, lambda node: node.state == "updating")
-    time.sleep(0.2)
-    end(engines)
-    (folder / "whole").rename(folder / "model.safetensors")
-    await_node(run, is_serving(version(1)))
+    folder = publish(make_run(tmp_path / "elsewhere"), make_weights(tmp_path / "small"), version(1))
+    manifest = weights.manifest(RunDir(tmp_path / "elsewhere"), version(1))
+    os.truncate(folder / "model.safetensors", 64 << 30)
+    info = msgspec.structs.replace(manifest.files["model.safetensors"], size=64 << 30)
+    atomic.put(folder / "MANIFEST.json", msgspec.structs.replace(manifest, files={"model.safetensors": info}))
+    folder.rename(run.weight(version(1)))
+    await_node(run, lambda node: node.reading == version(1).name)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
 
 
 def test_a_killed_supervisor_leaves_no_engine(start: Start, run: RunDir, tmp_path: Path) -> None:

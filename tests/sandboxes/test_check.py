@@ -39,6 +39,42 @@ def test_an_apptainer_that_fails_tells_why(tmp_path: Path, task):
         pass
 
 
+@pytest.mark.parametrize(("place", "mode"), [("file", 0o664), ("file", 0o646), ("folder", 0o777)])
+def test_an_image_that_others_may_write_is_refused(tmp_path: Path, place: str, mode: int):
+    images = tmp_path / "images"
+    images.mkdir(mode=0o755)
+    file = images / "x.sif"
+    file.write_text("no image")
+    file.chmod(0o755)
+    assert Apptainer(images=str(images)).image("x") == file
+    (file if place == "file" else images).chmod(mode)
+    with pytest.raises(ConfigError, match=r"others may write .*: run chmod go-w"):
+        Apptainer(images=str(images)).image("x")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_an_image_of_another_user_is_refused(tmp_path: Path):
+    file = tmp_path / "x.sif"
+    file.write_text("no image")
+    os.chown(file, 12345, -1)
+    with pytest.raises(ConfigError, match="belongs to user 12345; copy it"):
+        Apptainer(images=str(tmp_path)).image("x")
+
+
+def test_a_container_that_somebody_kills_at_the_check_says_nothing_of_the_configuration(
+    tmp_path: Path, apptainer: Apptainer
+):
+    """The first start dies; the second is Apptainer's own."""
+    dies_once = tmp_path / "apptainer"
+    mark = tmp_path / "died"
+    dies_once.write_text(
+        f'#!/bin/sh\n[ -e {mark} ] || {{ touch {mark}; kill -9 $$; }}\nexec apptainer "$@"\n'
+    )
+    dies_once.chmod(0o755)
+    Apptainer(images=apptainer.images, executable=str(dies_once)).check()
+    assert mark.exists()
+
+
 @pytest.mark.slow
 def test_a_good_machine_passes_and_keeps_nothing_running(apptainer: Apptainer):
     before = set(descendants(os.getpid()))

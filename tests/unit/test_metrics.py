@@ -1,3 +1,6 @@
+import resource
+import signal
+
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -101,3 +104,32 @@ def test_every_meaning_is_one_line_and_patterns_are_understood():
     assert all(text and "\n" not in text for text in METRICS.values())
     assert meaning("exit/submitted") == METRICS["exit/*"]
     assert meaning("no/such") == ""
+
+
+def test_a_torn_line_takes_no_other_along(run):
+    """As a full disk leaves it: by this process, or by one before it with the same file."""
+    log = Log(run.metric_log("a"))
+    log.write(0, {"reward/mean": 0.0})
+    with run.metric_log("a").open("ab") as file:
+        file.write(b'{"step":1,"ti')
+    log = Log(run.metric_log("a"))
+    log.write(2, {"reward/mean": 2.0})
+    log.write(3, {"reward/mean": 3.0})
+    Drawing(run).update()
+    assert curves(run) == {"reward/mean": [(0, 0), (2, 2), (3, 3)]}
+
+
+def test_a_line_that_a_limit_cut_short_takes_no_other_along(run):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    log = Log(run.metric_log("a"))
+    log.write(0, {"reward/mean": 0.0})
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (run.metric_log("a").stat().st_size + 10, hard))
+        log.write(1, {"reward/mean": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    log.write(2, {"reward/mean": 2.0})
+    Drawing(run).update()
+    assert curves(run) == {"reward/mean": [(0, 0), (2, 2)]}

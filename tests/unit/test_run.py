@@ -12,7 +12,9 @@ import pytest
 from waiting import DEADLINE_S, until
 
 from hpc_swe.errors import StorageError
+from hpc_swe.processes import MEETING
 from hpc_swe.rundir import RunDir
+from jobs import heart
 from jobs.run import Gang, keep
 
 COUNT = "import os, sys; f = open(sys.argv[1], 'a'); n = f.tell(); f.write('x'); f.flush();"
@@ -156,3 +158,74 @@ def test_children_of_a_killed_keeper_die_with_it(tmp_path):
     os.kill(keeper.pid, signal.SIGKILL)
     keeper.wait()
     until(lambda: not is_alive(int(pid_file.read_text())))
+
+
+BEATING = "import sys, time; from jobs import heart; heart.beat();"
+
+
+def test_stopped_rank_ends_the_gang_which_starts_again(tmp_path, run, capsys):
+    """Each rank notes its pid; the second start of all of them ends well."""
+    code = (
+        BEATING
+        + "import os; f = open(sys.argv[1], 'a'); n = f.tell(); print(os.getpid(), file=f, flush=True);"
+    )
+    code += "time.sleep(600 if n < int(sys.argv[2]) else 0)"
+    notes = [tmp_path / "0", tmp_path / "1"]
+    gang = Gang([python(code, note, 1) for note in notes])
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(keep(gang, run, max_restarts=3)))
+    thread.start()
+    until(lambda: all(note.exists() and note.read_text() for note in notes))
+    began = time.monotonic()
+    os.kill(int(notes[1].read_text()), signal.SIGSTOP)
+    thread.join(DEADLINE_S)
+    with capsys.disabled():
+        print(f"\nrank stopped: all ranks started again and done after {time.monotonic() - began:.1f} s")
+    assert codes == [0]
+    assert [len(note.read_text().split()) for note in notes] == [2, 2]
+    assert not any(is_alive(int(pid)) for note in notes for pid in note.read_text().split())
+
+
+def test_silent_rank_is_frozen_and_one_that_ended_is_not(tmp_path):
+    """As a rank of another node, of which the keeper sees the beats alone."""
+    environ = {**os.environ, MEETING: str(tmp_path)}
+    code = BEATING.replace("heart.beat()", "heart.BEAT_S = 0.01; heart.beat()")
+    with (
+        subprocess.Popen(python(code + "time.sleep(600)"), env=environ | {"RANK": "3"}) as rank,
+        subprocess.Popen(python(code + "sys.stdin.read()"), env=environ | {"RANK": "4"}, stdin=-1) as other,
+    ):
+        until(lambda: len(list(tmp_path.glob(f"{heart.BEATS}*"))) == 2)
+        other.communicate()
+        assert [path.name for path in tmp_path.glob(f"{heart.BEATS}*")] == [f"{heart.BEATS}3"]
+        os.kill(rank.pid, signal.SIGSTOP)
+        watch = heart.Watch(tmp_path, silent=5, look_s=0.05)
+        until(lambda: "rank 3 gave no sign of life" in watch.frozen([]))
+        rank.kill()
+
+
+def test_keeper_that_slept_finds_its_children_alive(tmp_path):
+    (tmp_path / f"{heart.BEATS}0").write_text("1")
+    watch = heart.Watch(tmp_path, silent=3)
+    assert not watch.frozen([])
+    watch._due = 0.0  # an hour later
+    assert not watch.frozen([])
+
+
+def test_keeper_that_waits_between_two_starts_ends_when_it_is_told(tmp_path, run):
+    """As after a refusal of the file system, which is waited out for a minute."""
+    tally = tmp_path / "tally"
+    gang = Gang([python(COUNT + "sys.exit(4)", tally)])
+    thread = threading.Thread(target=lambda: keep(gang, run, max_restarts=3, refused_s=600.0))
+    thread.start()
+    until(lambda: tally.exists() and not any(map(is_alive, [c.pid for c in gang._children])))
+    gang.forward(signal.SIGTERM, None)
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_meeting_folder_goes_with_the_gang(tmp_path, run):
+    out = tmp_path / "place"
+    gang = Gang([python(f"import os, sys; open(sys.argv[1], 'w').write(os.environ['{MEETING}'])", out)])
+    assert keep(gang, run, max_restarts=0) == 0
+    assert out.read_text()
+    assert not Path(out.read_text()).exists()

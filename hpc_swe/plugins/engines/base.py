@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from hpc_swe.records import IdArray, ProbeScore, Sampling, WeightManifest, WeightVersion
+from hpc_swe.store.folders import Identity
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class Engine(Protocol):
     def is_healthy(self, url: str) -> bool:
         """Whether the engine can answer now."""
 
+    def is_alive(self, url: str, token: str, timeout_s: float) -> bool:
+        """Whether each process of it that samples answers in time: one that hangs may still look healthy."""
+
     def inspect(self, url: str, token: str) -> Offer:
         """Ask an engine that somebody else started, and change nothing.
 
@@ -73,22 +77,33 @@ class Engine(Protocol):
             EngineError: No answer, or the probe's log-probabilities are not the learner's.
         """
 
-    def reload(self, url: str, token: str, folder: Path, manifest: WeightManifest | None) -> None:
+    def reload(
+        self,
+        url: str,
+        token: str,
+        folder: Path,
+        manifest: WeightManifest | None,
+        files: dict[str, Identity] | None = None,
+    ) -> None:
         """Swap in a published version, or without a manifest the model that the run starts from.
 
-        On any error the old weights go on serving, or the engine ends.
+        With `files` it loads only what still is the file that somebody verified.
+        On any other error than NoAnswer the old weights go on serving, or the engine ends.
 
         Raises:
+            NoAnswer: The engine is dead or hangs; this says nothing of the version.
             EngineError: The engine refused; the message names the file or tensor.
         """
 
     def generate(
         self, url: str, token: str, prompt: IdArray, sampling: Sampling, timeout_s: float
     ) -> Completion:
-        """Sample one completion.
+        """Sample one completion; after each `timeout_s` of silence the engine is asked whether it is alive.
 
         Raises:
-            EngineError: No answer, or one that cannot be trusted.
+            NoAnswer: It is not.
+            Overdue: It is, but the completion took far longer than its tokens may.
+            EngineError: An answer that cannot be trusted.
         """
 
 

@@ -4,7 +4,6 @@ All but the sampling is the real thing: the client, the token before every route
 update, the stamps. `python -m hpc_swe.plugins.engines.scripted HOST PORT REPLIES` is the server.
 """
 
-import hashlib
 import os
 import sys
 import threading
@@ -23,6 +22,7 @@ from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.engines._answers import UNTOUCHED, Card
 from hpc_swe.plugins.engines.vllm import BACKEND, TOKEN, Vllm
 from hpc_swe.records import Record
+from hpc_swe.store import folders
 
 SCORE = -1.0
 """Log-probability of every token that is scored."""
@@ -52,12 +52,15 @@ class Scripted(Vllm, frozen=True, kw_only=True):
     """Path of a JSON list of `Reply`."""
     plain: bool = False
     """Without routes for updates, as somebody else's engine may be."""
+    update_s: float = 0.0
+    """Seconds that a swap of weights takes."""
 
     def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
         """Argument vector of this module's server."""
         if not Path(self.replies).is_file():
             raise ConfigError(f"[engine] replies = {self.replies!r}: no such file")
-        words = [host, str(port), self.replies, str(model), str(self.max_model_len), *["plain"] * self.plain]
+        words = [host, str(port), self.replies, str(model), str(self.max_model_len)]
+        words += ["plain"] * self.plain + [f"{self.update_s:g}"] * bool(self.update_s)
         return [sys.executable, "-m", "hpc_swe.plugins.engines.scripted", *words]
 
 
@@ -73,7 +76,7 @@ class _Question(Struct, frozen=True):
 
 class _Update(Struct, frozen=True):
     path: str = ""
-    sha256: dict[str, str] = {}
+    files: dict[str, tuple[int, int, int]] = {}
 
 
 class _Order(Struct, frozen=True):
@@ -87,8 +90,11 @@ class _Order(Struct, frozen=True):
 class _Stage:
     """What the server's threads share."""
 
-    def __init__(self, replies: list[Reply], token: str, card: Card, plain: bool) -> None:
+    def __init__(
+        self, replies: list[Reply], token: str, card: Card, plain: bool, update_s: float = 0.0
+    ) -> None:
         self.token, self.version, self.card, self.is_plain = token, UNTOUCHED, card, plain
+        self._update_s = update_s
         self.running = threading.Event()
         self.running.set()
         self._replies = cycle(replies)
@@ -99,12 +105,14 @@ class _Stage:
             return next(self._replies, Reply(status=404))
 
     def control(self, path: str, order: _Order) -> None:
-        """Raises ValueError for a folder whose files are not as listed."""
+        """Raises ValueError for a folder whose files are not those that were verified."""
         if path == "/update_weights":
-            for name, digest in order.update_info.sha256.items():
-                data = (Path(order.update_info.path) / name).read_bytes()
-                if hashlib.sha256(data).hexdigest() != digest:
-                    raise ValueError(f"{name}: its sha256 is not the manifest's")
+            for name, seen in order.update_info.files.items():
+                with (Path(order.update_info.path) / name).open("rb") as file:
+                    if folders.identity(file.fileno()) != seen:
+                        raise ValueError(f"{name}: it is no longer the file that was verified")
+        elif path == "/finish_weight_update":
+            time.sleep(self._update_s)
         elif path in ("/pause", "/resume"):
             self.running.clear() if path == "/pause" else self.running.set()
         self.version = order.weight_version or order.new_version or self.version
@@ -181,10 +189,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-def main(host: str, port: str, replies: str, model: str, max_model_len: str, *plain: str) -> None:
+def main(host: str, port: str, replies: str, model: str, *rest: str) -> None:
     """Serve until killed."""
+    max_model_len, *options = rest
+    update_s = sum(float(word) for word in options if word != "plain")
     found = msgspec.json.decode(Path(replies).read_bytes(), type=list[Reply])
-    stage = _Stage(found, os.environ[TOKEN], Card(model, int(max_model_len)), bool(plain))
+    stage = _Stage(found, os.environ[TOKEN], Card(model, int(max_model_len)), "plain" in options, update_s)
     ThreadingHTTPServer((host, int(port)), partial(_Handler, stage)).serve_forever()
 
 

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from hpc_swe.errors import ConfigError, EngineError, boundary
+from hpc_swe.errors import ConfigError, EngineError, NoAnswer, Overdue, boundary
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.engines import _http
 from hpc_swe.plugins.engines._answers import (
@@ -39,10 +39,13 @@ from hpc_swe.plugins.engines._answers import (
 )
 from hpc_swe.plugins.engines.base import Completion, Offer
 from hpc_swe.records import IdArray, ProbeScore, Sampling, WeightManifest, WeightVersion
+from hpc_swe.store.folders import Identity
 
 TOKEN = "HPC_SWE_ENGINE_TOKEN"
 BACKEND = "hpc_swe_folder"
 ANSWER_S = 60.0
+SLOWEST = 0.5
+"""Tokens a second of one completion, queueing included; an engine that is slower has lost the request."""
 GREEDY = Sampling(temperature=0.0, max_tokens=1)
 
 
@@ -70,10 +73,8 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     """Of each CPU worker."""
     stop_token_ids: list[int] = []
     """Beside those of the model's generation_config.json; the chat template's end of turn, if it is none."""
-    kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """Whether running requests go on with the key-value cache of the old weights."""
-    update_timeout_s: float = 600.0
-    """Longest change of weights."""
+    update_timeout_s: float = 300.0
+    """Longest wait for an answer while weights are changed or probed; an engine without one is replaced."""
     program: str = ""
     """Path of vllm; empty finds it beside this interpreter, then on PATH."""
     environ: dict[str, str] = {}
@@ -133,6 +134,17 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             return False
         return True
 
+    def is_alive(self, url: str, token: str, timeout_s: float) -> bool:
+        """By a call that every worker answers between two forward passes."""
+        body = msgspec.json.encode({"method": "check_health"})
+        try:
+            _http.ask_apart(url, token, "/collective_rpc", body, timeout_s)
+        except _http.Refused as error:
+            return error.status == 404 and self.is_healthy(url)  # an engine that offers no control
+        except NoAnswer:
+            return False
+        return True
+
     def inspect(self, url: str, token: str) -> Offer:
         """By two routes; the second is there only in development mode, without which there is no update."""
         [card, *_] = decode(Cards, url, self._get(url, token, "/v1/models")).data
@@ -152,8 +164,15 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         if self.stamp(url, token) is not None:
             self._control(url, token, "/update_weight_version", {"new_version": version.name})
 
-    def reload(self, url: str, token: str, folder: Path, manifest: WeightManifest | None) -> None:
-        """Verify, pause, swap, resume, probe; a version that fails its probe is swapped out again.
+    def reload(
+        self,
+        url: str,
+        token: str,
+        folder: Path,
+        manifest: WeightManifest | None,
+        files: dict[str, Identity] | None = None,
+    ) -> None:
+        """Pause, swap, resume, probe; a version that fails its probe is swapped out again.
 
         Between resume and verdict tokens bear the version with a question mark; `generate` waits for the
         verdict before it hands such tokens on.
@@ -162,14 +181,19 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         version, probe = (manifest.version, manifest.probe) if manifest else (WeightVersion(), None)
         update: dict[str, object] = {"path": str(folder)}
         if manifest:
-            shards = {n: info.sha256 for n, info in manifest.files.items() if n.endswith(".safetensors")}
-            update |= {"sha256": shards, "dtypes": {n: i.dtype for n, i in manifest.tensors.items()}}
+            update |= {"dtypes": {n: i.dtype for n, i in manifest.tensors.items()}}
+        if files is not None:
+            update |= {"files": {n: seen for n, seen in files.items() if n.endswith(".safetensors")}}
         try:
             self._swap(url, token, update, None if before is None else version.name + PENDING)
+        except (NoAnswer, Overdue):
+            raise
         except EngineError as error:
             raise EngineError(f"{folder}: not loaded: {error}") from error
         try:
             self.adopt(url, token, version, probe)
+        except (NoAnswer, Overdue):
+            raise
         except EngineError:
             self._swap(url, token, {"path": ""}, before)
             raise
@@ -178,7 +202,8 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         self, url: str, token: str, prompt: IdArray, sampling: Sampling, timeout_s: float
     ) -> Completion:
         """Sample one completion; every setting that shapes the distribution is sent."""
-        choice = self._ask(url, token, prompt.tolist(), sampling, timeout_s).choices[0]
+        wait = (timeout_s, timeout_s + sampling.max_tokens / SLOWEST)
+        choice = self._ask(url, token, prompt.tolist(), sampling, wait).choices[0]
         ids = choice.token_ids
         logprobs = sampled_logprobs(choice)
         if choice.finish_reason not in ("stop", "length", "abort"):
@@ -190,7 +215,8 @@ class Vllm(Plugin, frozen=True, kw_only=True):
 
     def score(self, url: str, token: str, token_ids: Sequence[int]) -> list[float]:
         """Prompt log-probabilities; vLLM recomputes them without its prefix cache."""
-        answer = self._ask(url, token, list(token_ids), GREEDY, self.update_timeout_s, prompt_logprobs=0)
+        wait = (min(ANSWER_S, self.update_timeout_s), self.update_timeout_s)
+        answer = self._ask(url, token, list(token_ids), GREEDY, wait, prompt_logprobs=0)
         rows = answer.prompt_logprobs or []
         if len(rows) != len(token_ids):
             raise EngineError(f"{url}: {len(rows)} prompt log-probabilities of {len(token_ids)} tokens")
@@ -200,8 +226,15 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         return values
 
     def _ask(
-        self, url: str, token: str, ids: list[int], sampling: Sampling, timeout_s: float, **more: int
+        self,
+        url: str,
+        token: str,
+        ids: list[int],
+        sampling: Sampling,
+        wait: tuple[float, float],
+        **more: int,
     ) -> Answer:
+        """`wait`: seconds of silence after which to look whether the engine is alive, and seconds in all."""
         # No seed: on a CPU with chunked prefill a seeded request ends the engine for everybody.
         settings = msgspec.structs.asdict(sampling) | {
             "repetition_penalty": 1.0,
@@ -213,26 +246,37 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             **more,
         }
         body = msgspec.json.encode({"token_ids": ids, "sampling_params": settings})
+        silence_s, due = wait[0], time.monotonic() + wait[1]
+
+        def patience() -> bool:
+            if time.monotonic() > due:
+                raise Overdue(f"{url}: no completion of {sampling.max_tokens} tokens in {wait[1]:g} s")
+            return self.is_alive(url, token, silence_s)
+
         try:
-            return decode(Answer, url, _http.call(url, token, "/inference/v1/generate", body, timeout_s))
+            path = "/inference/v1/generate"
+            return decode(Answer, url, _http.call(url, token, path, body, silence_s, patience))
         except _http.Refused as error:
             if error.status not in (403, 404):
                 raise
         del settings["detokenize"]  # the route that every vLLM has does not know it
         body = msgspec.json.encode({"prompt": ids, "return_token_ids": True, **settings})
-        return from_completions(url, _http.call(url, token, "/v1/completions", body, timeout_s))
+        return from_completions(url, _http.call(url, token, "/v1/completions", body, silence_s, patience))
 
     def _swap(self, url: str, token: str, update: dict[str, object], stamp: str | None) -> None:
-        drop = self.kv_on_update == "recompute"
         self._begin(url, token)
-        self._control(url, token, "/update_weights", {"update_info": update})  # verifies; nothing is paused
+        self._control(url, token, "/update_weights", {"update_info": update})  # looks; nothing is paused
         try:
-            self._control(url, token, f"/pause?mode=keep&clear_cache={str(drop).lower()}", {})
+            # What was computed with the old weights goes: a prompt must not be half of one, half of another.
+            self._control(url, token, "/pause?mode=keep&clear_cache=true", {})
             self._control(url, token, "/finish_weight_update", {"weight_version": stamp} if stamp else {})
-            if drop:
-                self._control(url, token, "/reset_prefix_cache?reset_running_requests=true", {})
-        finally:
+            self._control(url, token, "/reset_prefix_cache?reset_running_requests=true", {})
+        except NoAnswer:
+            raise  # one that hangs must not go on with what it has, should it wake up
+        except EngineError:
             self._control(url, token, "/resume", {})
+            raise
+        self._control(url, token, "/resume", {})
 
     def _begin(self, url: str, token: str) -> None:
         try:

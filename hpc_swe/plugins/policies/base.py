@@ -143,6 +143,7 @@ class Learner(Protocol):
 
         Raises:
             StorageError: On this rank alone; nothing that comes later in here waits for it.
+            FloatingPointError: On this rank alone: a tensor is not finite; names it.
         """
 
     def save(self, folder: Path) -> None:

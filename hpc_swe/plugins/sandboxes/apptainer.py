@@ -6,8 +6,10 @@ process namespace, so there is nothing to sweep up: when this process ends, by w
 container reads the end of its socket and exits, and the kernel takes the rest.
 """
 
+import logging
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -38,6 +40,9 @@ except ImportError:
 
 _warm: dict[tuple[int, "Apptainer"], Warm] = {}
 _warming = threading.Lock()
+TRIALS = 3
+
+log = logging.getLogger(__name__)
 
 
 class Apptainer(Plugin, frozen=True, kw_only=True):
@@ -76,14 +81,17 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
             raise ConfigError(
                 f"[sandbox] images: no .sif file in {self.images}: run containers/build_image.sh"
             )
-        try:
-            with self._running(images[0].stem) as container, container.open("/trial"):
-                return
-        except SandboxError as error:
-            raise ConfigError(
-                f"[sandbox] {images[0].name} cannot be run here: {error}; "
-                f"try 'apptainer exec {images[0]} true': user namespaces and /dev/fuse must be allowed"
-            ) from error
+        for trial in range(TRIALS):  # a container that somebody kills says nothing about the configuration
+            try:
+                with self._running(images[0].stem) as container, container.open("/trial"):
+                    return
+            except SandboxError as error:
+                log.warning("trial %d of %d failed: %s", trial + 1, TRIALS, error)
+                last = error
+        raise ConfigError(
+            f"[sandbox] {images[0].name} cannot be run here: {last}; "
+            f"try 'apptainer exec {images[0]} true': user namespaces and /dev/fuse must be allowed"
+        ) from last
 
     @contextmanager
     def open(self, task: Task) -> Iterator[Sandbox]:
@@ -102,6 +110,7 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
         if folder.is_dir() and folder.stat().st_uid == os.geteuid():
             return folder
         if file.exists():
+            _require_ours(file)
             return file
         raise ConfigError(
             f"[sandbox] images: no {name}.sif in {self.images}: run containers/build_image.sh, "
@@ -154,3 +163,16 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
                 "containers/build_agents.sh makes those of the agents that ship"
             )
         return f"{path}:{target}:ro" if path.is_dir() else f"{path}:{target}:image-src=/,ro", target
+
+
+def _require_ours(file: Path) -> None:
+    """Refuse an image that somebody else may change: what runs in it is what rewards are made of."""
+    for path in (file.resolve(), file.resolve().parent):
+        found = path.stat()
+        is_shared = path.is_dir() and found.st_mode & stat.S_ISVTX  # where nobody renames another's files
+        if found.st_uid not in (0, os.geteuid()):
+            raise ConfigError(
+                f"[sandbox] images: {path} belongs to user {found.st_uid}; copy it to a folder of yours"
+            )
+        if found.st_mode & 0o022 and not is_shared:
+            raise ConfigError(f"[sandbox] images: others may write {path}: run chmod go-w {path}")

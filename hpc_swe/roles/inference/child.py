@@ -2,19 +2,17 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpc_swe import scratch
 from hpc_swe.errors import EngineError
 
 STOP_S = 15.0
 """More than the guard takes."""
-LONGEST_TMPDIR = 40  # characters
 
 
 class Child:
@@ -22,15 +20,13 @@ class Child:
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], output: Path) -> None:
         self.output = output
-        # For sockets too, whose paths hold 107 characters: an engine needs about 50 of its own.
-        short = len(tempfile.gettempdir()) <= LONGEST_TMPDIR
-        self._folder = tempfile.mkdtemp(prefix="hpc_swe-", dir=None if short else "/tmp")
-        guard = [sys.executable, "-m", "hpc_swe.roles.inference.guard", self._folder, *command]
+        self._folder = scratch.make()  # after those of engines that were killed together with their guard
+        guard = [sys.executable, "-m", "hpc_swe.roles.inference.guard", str(self._folder), *command]
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("ab") as out:
             self._guard = subprocess.Popen(
                 guard,
-                env=environment | {"TMPDIR": self._folder},
+                env=environment | {"TMPDIR": str(self._folder)},
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=out,
@@ -55,4 +51,4 @@ class Child:
         with contextlib.suppress(ProcessLookupError):  # a guard that was itself killed cleaned nothing up
             os.killpg(self._guard.pid, signal.SIGKILL)
         self._guard.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        scratch.remove(self._folder)

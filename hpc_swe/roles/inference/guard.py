@@ -8,7 +8,6 @@ its own, ends whatever is left in it, and removes FOLDER, the engine's temporary
 import contextlib
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,17 +15,23 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpc_swe import scratch
 from hpc_swe.processes import die_with_parent
 
 GRACE_S = 8.0
 TRACKERS_S = 5.0
+NOTE_S = 5.0  # between looks at the shared memory that the engine has
 
 
 def main(folder: str, command: Sequence[str]) -> None:
     """Until the engine ends, or standard input does."""
+    scratch.own(Path(folder))
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+    due = 0.0
     while child.poll() is None and not select.select([sys.stdin], [], [], 0.25)[0]:
-        pass
+        if time.monotonic() >= due:
+            due = time.monotonic() + NOTE_S
+            scratch.note_memory(Path(folder), _others())
     print(
         "guard: engine", "told to end" if child.poll() is None else f"ended with {child.poll()}", flush=True
     )
@@ -38,7 +43,7 @@ def main(folder: str, command: Sequence[str]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     _await_end(child, TRACKERS_S)
-    shutil.rmtree(folder, ignore_errors=True)
+    scratch.remove(Path(folder))
     os.killpg(0, signal.SIGKILL)
 
 

@@ -8,6 +8,7 @@ from hpc_swe.errors import EngineError
 from hpc_swe.plugins.engines.base import Engine
 from hpc_swe.records import WeightManifest, WeightVersion
 from hpc_swe.roles.inference.child import Child
+from hpc_swe.store.folders import Identity
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Weights:
     folder: Path
     manifest: WeightManifest | None
     """None of the model that the run starts from."""
+    files: dict[str, Identity] | None
+    """The files as they were when they were verified against the manifest; None without one."""
 
 
 class Served(Protocol):
@@ -65,7 +68,7 @@ class Ours:
 
     def update(self, weights: Weights) -> None:
         """By its routes."""
-        self._engine.reload(self.url, self._token, weights.folder, weights.manifest)
+        self._engine.reload(self.url, self._token, weights.folder, weights.manifest, weights.files)
 
     def leave(self) -> None:
         """No process of it is left."""
@@ -99,14 +102,16 @@ class Theirs:
     def take(self, weights: Weights) -> None:
         """By an update, where it offers that."""
         if self._engine.inspect(self.url, self._token).can_update:
-            self._engine.reload(self.url, self._token, weights.folder.absolute(), weights.manifest)
+            self._engine.reload(
+                self.url, self._token, weights.folder.absolute(), weights.manifest, weights.files
+            )
         elif weights.manifest is not None:
             raise EngineError(f"{self.url} cannot be given {weights.version.name}: it offers no updates")
         self._stamp = self._engine.stamp(self.url, self._token)
 
     def update(self, weights: Weights) -> None:
         """By its routes."""
-        self._engine.reload(self.url, self._token, weights.folder, weights.manifest)
+        self._engine.reload(self.url, self._token, weights.folder, weights.manifest, weights.files)
         self._stamp = self._engine.stamp(self.url, self._token)
 
     def leave(self) -> None:

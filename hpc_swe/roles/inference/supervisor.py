@@ -4,6 +4,9 @@ Consumes weights/; produces its node cell (address, versions, state). Waits for 
 live incarnation, which the learner publishes, and for the health of an engine that somebody else runs,
 which is up to them. Whatever it reads it names in its cell first, so that retention leaves it alone, and
 before weights change the cell names both versions.
+
+A version is verified here, while the engine serves, and once however many workers the engine has. A version
+is refused for what an engine says of it; an engine that says nothing is hung or dead, and is replaced.
 """
 
 import logging
@@ -12,21 +15,26 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from hpc_swe.errors import ConfigError, CorruptRecord, EngineError, StorageError
+from hpc_swe.errors import ConfigError, CorruptRecord, EngineError, NoAnswer, Overdue, StorageError
 from hpc_swe.plugins.engines.base import Engine
 from hpc_swe.records import WeightVersion
 from hpc_swe.roles.inference.child import Child
+from hpc_swe.roles.inference.pulse import Pulse
 from hpc_swe.roles.inference.served import Ours, Served, Theirs, Weights
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import InferenceConfig, LeaseConfig
-from hpc_swe.store import weights
+from hpc_swe.store import folders, weights
 from hpc_swe.store.lease import Lease, Watcher
 
 QUIET_S = 300.0  # an engine that lived this long has earned its restarts back
+LOOK_S = 0.5  # between looks at an engine that serves while a version is verified
+REFUSALS = 3  # versions in a row; then the engine is more likely at fault than all of them
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +56,8 @@ class Supervisor:
     _since: float = field(default=float("inf"), init=False)
     """When it began to serve."""
     _refused: set[WeightVersion] = field(default_factory=set, init=False)
+    _row: int = field(default=0, init=False)
+    """Refusals since the last version that was taken."""
     _told: threading.Event = field(default_factory=threading.Event, init=False)
 
     def __post_init__(self) -> None:
@@ -79,13 +89,17 @@ class Supervisor:
         wanted = self._choose()
         self._version = wanted.version
         served = self._meet(token, wanted.folder)
+        alive = partial(self.engine.is_alive, served.url, token)
         try:
             if self._is_healthy_in_time(served):
                 self._give(served, wanted)
                 self.lease.show(state="ready", url=served.url, versions=[self._version], reading="")
                 log.info("serving %s at %s", self._version.name, served.url)
                 self._since = time.monotonic()
-                self._follow(served)
+                with Pulse(alive, self.config.hang_s) as pulse:
+                    self._follow(served, pulse)
+        except NoAnswer as error:
+            raise EngineError(f"{error}; {served.remedy}") from error
         finally:
             state = "draining" if self._told.is_set() else "starting"
             self.lease.show(state=state, url="", versions=[], reading="")
@@ -112,10 +126,17 @@ class Supervisor:
                 continue
             self.lease.show(reading=version.name)
             try:
-                return Weights(version, self.run.weight(version), weights.manifest(self.run, version))
+                return self._verify(version)
             except (FileNotFoundError, CorruptRecord) as error:
                 log.warning("skipped %s: %s", version.name, error)
-        return Weights(WeightVersion(), self.model, None)
+            except CancelledError:
+                break
+        return Weights(WeightVersion(), self.model, None, None)
+
+    def _verify(self, version: WeightVersion) -> Weights:
+        manifest = weights.manifest(self.run, version)
+        folder = self.run.weight(version)
+        return Weights(version, folder, manifest, folders.verify(folder, manifest, self._told.is_set))
 
     def _is_healthy_in_time(self, served: Served) -> bool:
         """False when we are told to end meanwhile."""
@@ -133,39 +154,80 @@ class Supervisor:
     def _give(self, served: Served, wanted: Weights) -> None:
         try:
             served.take(wanted)
+        except (NoAnswer, Overdue):
+            raise
         except EngineError:
             if self.engine.is_healthy(served.url):  # one that died says nothing about the version
                 self._refused.add(wanted.version)  # the next start takes the one before
             raise
 
-    def _follow(self, served: Served) -> None:
+    def _follow(self, served: Served, pulse: Pulse) -> None:
         while not self._must_end():
             served.require_serving()
+            pulse.require()
             try:
                 newest = weights.newest(self.run)
                 if newest is not None and newest > self._version and newest not in self._refused:
-                    self._update(served, newest)
+                    self._update(served, newest, pulse)
             except StorageError as error:
                 log.warning("looking again: %s", error)
             self._told.wait(self.config.poll_s * random.uniform(0.5, 1.5))
 
-    def _update(self, served: Served, newest: WeightVersion) -> None:
+    def _update(self, served: Served, newest: WeightVersion, pulse: Pulse) -> None:
         began = time.monotonic()
-        self.lease.show(state="updating", reading=newest.name, versions=[self._version, newest])
+        self.lease.show(reading=newest.name)
         try:
-            manifest = weights.manifest(self.run, newest)
-            served.update(Weights(newest, self.run.weight(newest), manifest))
+            wanted = self._verify_beside(newest, served, pulse)
+            verified = time.monotonic()
+            self.lease.show(state="updating", versions=[self._version, newest])
+            served.update(wanted)
+            pulse.renew()
         except FileNotFoundError:
             log.warning("%s is gone; the next look takes the newest", newest.name)
+        except CancelledError:
+            return
+        except (NoAnswer, Overdue):
+            raise  # it says nothing of the version
         except (EngineError, CorruptRecord) as error:
-            if not self.engine.is_healthy(served.url):  # it died, and says nothing about the version
-                raise EngineError(f"the engine died while {newest.name} was loaded: {error}") from error
-            self._refused.add(newest)
-            log.error("refused %s, serving %s: %s", newest.name, self._version.name, error)
+            self._refuse(served, newest, error)
         else:
-            self._version = newest
-            log.info("updated to %s in %.2f s", newest.name, time.monotonic() - began)
+            self._version, self._row = newest, 0
+            now = time.monotonic()
+            log.info(
+                "updated to %s: verified in %.2f s, swapped in %.2f s",
+                newest.name,
+                verified - began,
+                now - verified,
+            )
         self.lease.show(state="ready", reading="", versions=[self._version])
+
+    def _verify_beside(self, version: WeightVersion, served: Served, pulse: Pulse) -> Weights:
+        """In a thread, so that an engine that dies meanwhile is seen, and an order to end heard."""
+        pool = ThreadPoolExecutor(1, "verify")
+        done = pool.submit(self._verify, version)
+        pool.shutdown(wait=False)
+        while not wait([done], LOOK_S).done:
+            served.require_serving()
+            pulse.require()
+            if self._told.is_set():
+                raise CancelledError
+        return done.result()
+
+    def _refuse(self, served: Served, version: WeightVersion, error: Exception) -> None:
+        """Go on with the weights before, but not for ever.
+
+        Raises:
+            EngineError: The engine died meanwhile, or refused so many in a row that it is started anew.
+        """
+        if not self.engine.is_healthy(served.url):  # it died, and says nothing about the version
+            raise EngineError(f"the engine died while {version.name} was loaded: {error}") from error
+        self._refused.add(version)
+        self._row += 1
+        log.error("refused %s, serving %s: %s", version.name, self._version.name, error)
+        if self._row >= REFUSALS:
+            self._refused.clear()
+            self._row = 0
+            raise EngineError(f"{REFUSALS} versions in a row were refused, the last since {error}") from error
 
     def _must_end(self) -> bool:
         if self._told.is_set() or self.run.stop.exists() or self.run.finished.exists():

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hpc_swe.errors import CorruptRecord, EngineError, StorageError
+from hpc_swe.errors import CorruptRecord, EngineError, Overdue, StorageError
 from hpc_swe.records import Endpoint, EndpointTable, Node, WeightVersion
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
@@ -36,7 +36,8 @@ class Endpoints:
     def take(self, prefer: str, wait_s: float) -> Iterator[Endpoint]:
         """An engine for one request: `prefer` while it serves, else the least loaded.
 
-        An EngineError of the block rests the engine, since all threads would run into it.
+        An EngineError of the block rests the engine, since all threads would run into it; one of a single
+        request (Overdue) does not.
 
         Raises:
             EngineError: None came to serve within `wait_s`.
@@ -44,6 +45,8 @@ class Endpoints:
         endpoint = self._wait(prefer, wait_s)
         try:
             yield endpoint
+        except Overdue:
+            raise
         except EngineError as error:
             self._rest(endpoint.owner, error)
             raise

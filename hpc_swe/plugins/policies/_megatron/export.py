@@ -35,8 +35,13 @@ class Exporter:
     def write(self, folder: Path) -> dict[str, TensorInfo]:
         """Write this rank's file; from the first byte on no rank waits for another, which may have failed."""
         tensors = self._collect()
+        with ThreadPoolExecutor(4) as pool:
+            finite = pool.map(torch.Tensor.isfinite, tensors.values())
+            bad = [name for name, each in zip(tensors, finite, strict=True) if not each.all()]
         file = f"model-{self._ranks.rank + 1:05d}-of-{self._ranks.size:05d}.safetensors"
         shares = self._ranks.gather((file, {name: tensor.nbytes for name, tensor in tensors.items()}))
+        if bad:  # engines serve what is published: nobody behind us looks at every number
+            raise FloatingPointError(f"{bad[0]} is not finite ({len(bad)} tensors in all); not published")
         with atomic.storage(folder):
             _save(tensors, folder / file)
             if self._ranks.rank == 0:
