@@ -12,6 +12,7 @@ from hpc_swe import creation, estimate, reconcile
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.creation import Taken
 from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.engines.base import Stopping
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.plugins.executors.slurm import Resources, Slurm
@@ -52,6 +53,17 @@ def require(run: RunDir, config: RunConfig) -> Taken:
     return taken
 
 
+def builder(config: RunConfig) -> TokenBuilder:
+    """What turns the run's messages into token ids; demonstrations and rollouts share it.
+
+    Raises:
+        ConfigError: The tokenizer or the chat template cannot be used.
+    """
+    engine, rollout = config.engine, config.rollout
+    stops = engine.stop_token_ids if isinstance(engine, Stopping) else ()
+    return TokenBuilder(Path(config.model), rollout.tool_parser, rollout.template_arguments, stops)
+
+
 def _folder(run: RunDir, config: RunConfig) -> Iterator[str]:
     yield from _said(lambda: creation.require_free(run, config))
 
@@ -84,8 +96,7 @@ def _model(_: RunDir, config: RunConfig) -> Iterator[str]:
     if "learner" in wanted and config.learner.loss.kl_coefficient > 0 and config.reference:
         yield from _weights("reference", Path(config.reference))
     if "rollout" in wanted:
-        table = config.rollout
-        yield from _said(lambda: TokenBuilder(model, table.tool_parser, table.template_arguments))
+        yield from _said(lambda: builder(config))
 
 
 def _weights(key: str, folder: Path) -> Iterator[str]:

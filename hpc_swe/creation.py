@@ -215,9 +215,10 @@ def take_tasks(config: RunConfig) -> Taken:
             f"tasks.eval = {wanted.eval} (--tasks), tasks.eval_from = {wanted.eval_from}: [taskset] has no "
             "held-out task there; ask for one at least, of those that it has"
         )
-    if config.mode == "grpo" and not taken["train"]:
+    is_run = config.mode == "grpo" and config.counts.get("coordinator", 1)
+    if is_run and not taken["train"]:
         raise ConfigError(f"tasks.train = {wanted.train}: [taskset] has no task to train on; ask for some")
-    if config.mode == "grpo" and config.eval.every and not taken["eval"]:
+    if is_run and config.eval.every and not taken["eval"]:
         raise ConfigError(
             f"tasks.eval = {wanted.eval}, tasks.eval_from = {wanted.eval_from}: [taskset] has no held-out "
             f"task there, but eval.every = {config.eval.every}; ask for some, or set eval.every = 0"

@@ -43,13 +43,13 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> Plan:
 
 
 def _submit(run: RunDir, config: RunConfig) -> Plan:
-    """Tick; where a role is refused and nothing ran before, take back what was submitted beside it."""
+    """Tick; where a role cannot be had and nothing ran before, take back what was submitted beside it."""
     had_jobs = bool(alive(run, config))
     plan = reconcile.tick(run, config)
-    if not plan.refused or had_jobs:
+    if not plan.lost or had_jobs:
         return plan
     config.executor.cancel([job.job for job in config.executor.queue(run)])
-    said = "; ".join(f"{role}: {plan.stuck[role]}" for role in plan.refused)
+    said = "; ".join(f"{role}: {plan.stuck[role]}" for role in plan.lost)
     raise ConfigError(f"{run.root}: {said}; nothing was left in the queue. Mend it and start again")
 
 

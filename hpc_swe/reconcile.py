@@ -68,8 +68,6 @@ class Plan:
     """Role -> why nothing is submitted, or why its jobs wait for a person."""
     lost: list[Role] = field(default_factory=list)
     """Stuck roles of which no job lives."""
-    refused: list[Role] = field(default_factory=list)
-    """Stuck roles that the executor did not take."""
 
 
 def desired(config: RunConfig) -> dict[Role, int]:
@@ -192,19 +190,17 @@ def tick(run: RunDir, config: RunConfig) -> Plan:
     missing = {role: decision.missing for role, decision in decided.items() if decision.missing}
     stuck = _stuck(run, config, list(missing), queue)
     submit: dict[Role, int] = {}
-    refused: list[Role] = []
     for role in (role for role in missing if role not in stuck):
         try:
             submit[role] = _submit(run, config, role, newest[role].number, missing[role])
         except ConfigError as error:
             stuck[role] = str(error)
-            refused.append(role)
     stuck |= {job.role: f"job {job.job} is held: {job.reason}" for job in queue if job.state == "held"}
     for role, why in stuck.items():
         log.error("stuck %s: %s", role, why)
     lost = [role for role in stuck if all(job.role != role for job in queue)]
     submitted = {role: submit[role] for role in decided if submit.get(role)}
-    return Plan(submitted, cancel, stuck, lost, refused)
+    return Plan(submitted, cancel, stuck, lost)
 
 
 def _look(run: RunDir, config: RunConfig) -> tuple[dict[Role, Entry], list[Job], dict[Role, Decision]]:

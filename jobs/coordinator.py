@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from hpc_swe import reconcile
+from hpc_swe import checks, reconcile
 from hpc_swe.errors import ConfigError
 from hpc_swe.metrics import Log
 from hpc_swe.plugins.agents.base import Prefaced
@@ -64,7 +64,7 @@ def _samples(config: RunConfig, curves: Log) -> Iterator[Sample]:
             'sft.source = "episodes"'
         )
     rollout, preface = config.rollout, config.agent.preface
-    builder = entry.builder(config)
+    builder = checks.builder(config)
     conversations = sft.as_shown(config.taskset.demonstrations(config.seed), preface)
     encode = partial(builder.demonstration, tools=preface.tools)
     return sft.from_conversations(conversations, encode, rollout.context, curves)

@@ -8,9 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpc_swe import cli, launch
-from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import HpcSweError, LostRace
-from hpc_swe.plugins.engines.base import Stopping
 from hpc_swe.plugins.executors import local, slurm
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
@@ -38,13 +36,6 @@ def address() -> str:
 def lease(run: RunDir, config: RunConfig, role: Role) -> Lease:
     """This process's lease."""
     return Lease(run, role, job_id(), config.lease.beat_s)
-
-
-def builder(config: RunConfig) -> TokenBuilder:
-    """What turns the run's messages into token ids; demonstrations and rollouts share it."""
-    engine, rollout = config.engine, config.rollout
-    stops = engine.stop_token_ids if isinstance(engine, Stopping) else ()
-    return TokenBuilder(Path(config.model), rollout.tool_parser, rollout.template_arguments, stops)
 
 
 def enter(work: Callable[[RunDir, RunConfig], None]) -> None:

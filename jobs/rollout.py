@@ -1,5 +1,6 @@
 """python -m jobs.rollout RUN: one rollout worker."""
 
+from hpc_swe import checks
 from hpc_swe.plugins.sandboxes._watched import Watched
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.episode import Means
@@ -21,7 +22,7 @@ def work(run: RunDir, config: RunConfig) -> None:
         tasks={task.task_id: task for found in tasks.read(run.tasks).values() for task in found},
         sandboxes=Watched(config.sandbox),
         agent=config.agent,
-        builder=entry.builder(config),
+        builder=checks.builder(config),
         sampler=sampler,
         config=table,
     )

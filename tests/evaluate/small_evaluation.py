@@ -130,6 +130,7 @@ def make(folder: Path) -> Small:
     make_repository(folder / "calc")
     make_model(folder / "model", HERMES)
     (folder / "model" / "config.json").write_text("{}")
+    (folder / "model" / "generation_config.json").write_text('{"eos_token_id": 322}')
     small.rows(4)
     small.replies(SOLVES, FAILS, GIVES_UP)
     return small

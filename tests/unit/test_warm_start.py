@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from toy_model import HERMES, make_model
 
+from hpc_swe import checks
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError
 from hpc_swe.metrics import Log
@@ -13,7 +14,7 @@ from hpc_swe.plugins.agents.base import Reply
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Sample, id_array
 from hpc_swe.rundir import RunDir
-from jobs import coordinator, entry
+from jobs import coordinator
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +45,7 @@ def warm_start(config: configuration.RunConfig, folder: Path) -> Sample:
 @pytest.mark.parametrize("prompt", ["Fix the bug.", "Mend it with your tools.", ""])
 def test_a_demonstration_begins_with_the_prompt_of_an_episode(read, tmp_path, shown, prompt):
     config = read(f"agent.show_tools={shown}", f'agent.system_prompt="{prompt}"', "agent.max_turns=1")
-    builder, asked = entry.builder(config), []
+    builder, asked = checks.builder(config), []
 
     def chat(messages, tools=""):
         asked.extend(builder.start(messages, tools))
