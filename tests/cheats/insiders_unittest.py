@@ -222,4 +222,39 @@ REACHING = {  # who finds the test, the result or the reporter
         "    if event == 'call' and frame.f_code.co_name == 'test_add' and 'self' in frame.f_locals:\n"
         "        frame.f_locals['self'].assertEqual = lambda *args: None\nsys.setprofile(profile)\n"
     ),
+    "the guard, by its class": core(
+        f"{OURS}import unittest\nfor kind in object.__subclasses__():\n    if kind.__name__ == 'Guard':\n"
+        "        for name in ('odd', 'check', 'place', '_added', 'look_at_test', 'look_at_case'):\n"
+        "            setattr(kind, name, lambda *args: None)\n"
+        "real = unittest.TestCase.assertEqual\ndef lie(self, *args, **kwargs):\n"
+        "    return None if ours() else real(self, *args, **kwargs)\nunittest.TestCase.assertEqual = lie\n"
+        "unittest.TestCase.subTest = lie\nunittest.TestCase.subTest = real_sub = __import__('contextlib').contextmanager("
+        "lambda self, *a, **k: (yield))\n"
+    ),
+    "what the guard calls, by its globals": core(
+        f"{OURS}import unittest\nfor kind in object.__subclasses__():\n    if kind.__name__ == 'Guard':\n"
+        "        space = kind.odd.__globals__\n        for name in ('REACHES', 'GROWS', 'TUNES'):\n"
+        "            space[name] = set()\n        inner = space['__builtins__']\n"
+        "        inner = inner if isinstance(inner, dict) else vars(inner)\n"
+        "        for name, lie in (('zip', lambda *a: []), ('any', lambda a: False)): inner[name] = lie\n"
+        "unittest.TestCase.assertEqual.__defaults__ = (None,)\n"
+        "real = unittest.TestCase.assertEqual\ndef lie(self, *args, **kwargs):\n"
+        "    return None if ours() else real(self, *args, **kwargs)\nunittest.TestCase.assertEqual = lie\n"
+    ),
+    "built-in functions that the guard needs": core(
+        f"{OURS}import builtins, unittest\nreal = unittest.TestCase.assertEqual\n"
+        "def lie(self, *args, **kwargs):\n    return None if ours() else real(self, *args, **kwargs)\n"
+        "unittest.TestCase.assertEqual = lie\nkeep = builtins.str\n"
+        "class Text(str):\n    def __new__(cls, value=''):\n"
+        "        value = keep(value)\n        return '' if value.startswith('replaced') else value\n"
+        "builtins.str = Text\n"
+    ),
+    "the tests' file is written anew": core(
+        f"{HERE}import unittest\nsource = open(here().__file__).read()\n"
+        "source = source.replace('self.assertEqual(add(a, b), c)', 'pass')\n"
+        "open(here().__file__, 'w').write(source)\n"
+        "def load(loader, tests, pattern):\n    import types\n    fake = types.ModuleType('tests.test_core')\n"
+        "    fake.__file__ = here().__file__\n    exec(compile(source, here().__file__, 'exec'), vars(fake))\n"
+        "    return loader.loadTestsFromTestCase(fake.TestCore)\nhere().load_tests = load\n"
+    ),
 }

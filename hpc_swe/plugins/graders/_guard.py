@@ -18,24 +18,17 @@ JUDGES = ("unittest", "_pytest", "pytest", "pluggy")
 LOADERS = ("builtins", "_frozen_importlib", "_frozen_importlib_external")
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 WRAPPED = (classmethod, staticmethod)
-GROWS = {"__slotnames__", "__annotations__", "__annotations_cache__", "__annotate__", "__abstractmethods__"}
-GROWS |= {"_abc_impl", "_abc_registry", "_abc_cache", "_abc_negative_cache", "_abc_negative_cache_version"}
-GROWS.add("_pytest_diamond_inheritance_warning_shown")
-TUNES = {"longMessage", "maxDiff", "_diffThreshold", "_testMethodDoc", "_testMethodName", "_classSetupFailed"}
-ASKED = {"__getattribute__", "__getattr__", "__setattr__", "__new__"}
-OWN = {
-    "setUp",
-    "tearDown",
-    "setUpClass",
-    "tearDownClass",
-    "debug",
-    "__module__",
-    "__doc__",
-    "__str__",
-    "__repr__",
-}
-REACHES = {"gc.get_objects", "gc.get_referrers", "gc.get_referents", "sys.settrace", "sys.setprofile"}
-REACHES |= {"sys.addaudithook", "ctypes.cdata", "ctypes.PyObj_FromPtr", "sys.monitoring.register_callback"}
+GROWS = frozenset({"__slotnames__", "__annotations__", "__annotations_cache__", "__annotate__", "_abc_cache"})
+GROWS |= {"__abstractmethods__", "_abc_impl", "_abc_registry", "_abc_negative_cache"}
+GROWS |= {"_abc_negative_cache_version", "_pytest_diamond_inheritance_warning_shown"}
+TUNES = frozenset({"longMessage", "maxDiff", "_diffThreshold", "_testMethodDoc", "_testMethodName"})
+TUNES |= {"_classSetupFailed", "setUp", "tearDown", "setUpClass", "tearDownClass", "debug"}
+TUNES |= {"__module__", "__doc__", "__str__", "__repr__"}
+ASKED = frozenset({"__getattribute__", "__getattr__", "__setattr__", "__new__"})
+REACHES = frozenset({"gc.get_objects", "gc.get_referrers", "gc.get_referents", "sys.settrace"})
+REACHES |= {"sys.setprofile", "sys.addaudithook", "ctypes.cdata", "ctypes.PyObj_FromPtr"}
+REACHES |= {"sys.monitoring.register_callback"}
+WRITES = os.O_WRONLY | os.O_RDWR
 MOST_STEPS = 60
 HEAP = 1 << 9  # the flag of classes that no C source lists
 MOST = 2  # of five values
@@ -44,8 +37,8 @@ MOST = 2  # of five values
 class Guard:
     """What was there before any code of the work tree, and whether it still is."""
 
-    def __init__(self, tell: Any, root: str, own: str) -> None:
-        """`tell` takes an oddity and its places; `own` is the file name of this text."""
+    def __init__(self, tell: Any, root: str, own: str, files: Any = ()) -> None:
+        """`tell` takes an oddity and its places; `own` is this text's file name; `files` are the tests'."""
         self._tell, self._root, self._own = tell, root, own
         self._rests = False
         self._told: Any = set()
@@ -58,10 +51,16 @@ class Guard:
         self._compile, self._open, self._frame = builtins.compile, builtins.open, sys._getframe  # noqa: SLF001
         self._is_file, self._real = os.path.isfile, os.path.realpath  # noqa: PTH113
         self._case, self._namespace = unittest.TestCase, unittest.TestCase.__mro__[0].__dict__
-        self._run = unittest.TestCase.run.__code__
+        for name in dir(self):  # whoever finds the class cannot change what the object does
+            if name[:2] != "__" and isinstance(getattr(self, name), types.MethodType):
+                setattr(self, name, getattr(self, name))
+        for file in files:
+            self._is_written(None, os.path.join(root, file))  # noqa: PTH118
 
     def learn(self) -> None:
         """Hold what is loaded now of those who judge; what was held before stays as it is."""
+        self.hold_values(globals())
+        self.hold_values(vars(builtins) if __builtins__ is builtins else __builtins__)
         for name, module in list(sys.modules.items()):
             if (name.partition(".")[0] in JUDGES or name in LOADERS) and name not in self._seen:
                 self._seen.add(name)
@@ -155,12 +154,23 @@ class Guard:
             self.odd("calls " + event)
         elif event == "import" and arguments[0] in ("ctypes", "_ctypes"):
             self.odd("imports ctypes", self._caller())
-        elif event == "open" and os.path.basename(str(arguments[0])) == "mem":  # noqa: PTH119
-            self.odd("opens the memory of a process")
+        elif event == "open":
+            self._opens(*arguments)
+        elif event in ("os.rename", "os.link", "os.symlink"):
+            self._opens(arguments[1], "", WRITES)
         elif event == "object.__setattr__" and arguments[1] in ("__code__", "__class__", "__bases__"):
             kind = type(arguments[0])
             if kind is types.FunctionType or issubclass(kind, (type, self._case, types.ModuleType)):
                 self.odd("sets " + arguments[1], self._caller())
+
+    def _opens(self, path: Any, _: Any, flags: int) -> None:
+        path = path if isinstance(path, str) else ""
+        if path.endswith("/mem") or path == "mem":
+            self.odd("opens the memory of a process")
+        elif path.endswith(".py") and flags & WRITES:
+            place = self.place(path)
+            if place and place[0] != "/":
+                self.odd("writes " + place)
 
     def _caller(self) -> str:
         """The file of who does it."""
@@ -188,7 +198,7 @@ class Guard:
     def look_at_test(self, label: str, name: str, function: Any) -> None:
         """Whether it is what its file says, under the name that it has there."""
         for code in self._reachable(function):
-            if code.co_name == name and self._is_written(code):
+            if code.co_name == name and self._is_written(code, code.co_filename):
                 place = self.place(code.co_filename)
                 if place[:1] != "/":
                     self.odd("a test is from " + place, place)
@@ -222,9 +232,9 @@ class Guard:
                 continue
         return found
 
-    def _is_written(self, code: Any) -> bool:
+    def _is_written(self, code: Any, path: str) -> bool:
         """Rewritten assertions add to a code; they take nothing away, and leave it at its line."""
-        path = code.co_filename
+        path = self._real(path)
         if path not in self._codes:
             self._codes[path] = {}
             try:
@@ -236,7 +246,7 @@ class Guard:
                 one = queue.pop()
                 self._codes[path][one.co_name, one.co_firstlineno] = one
                 queue += [const for const in one.co_consts if type(const) is types.CodeType]
-        plain = self._codes[path].get((code.co_name, code.co_firstlineno))
+        plain = self._codes[path].get((code.co_name, code.co_firstlineno)) if code else None
         if plain is None:
             return False
         return (
@@ -265,14 +275,18 @@ class Guard:
             if kind in self._seen:
                 continue
             self._seen.add(kind)
-            for name in set(vars(kind)) & (set(self._namespace) | ASKED) - TUNES - OWN:
+            for name in set(vars(kind)) & (set(self._namespace) | ASKED) - TUNES:
                 self._overrides(kind, name, vars(kind)[name])
 
     def _overrides(self, kind: Any, name: str, value: Any) -> None:
         codes = self._reachable(value)
         digest = hashlib.blake2b(b"".join(map(text_of, codes[:3])), digest_size=4).hexdigest()
         module = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-        places = {self.place(path) for path in [module, *(code.co_filename for code in codes[:3])]}
+        files = [
+            module,
+            *(code.co_filename if self._is_written(code, code.co_filename) else "" for code in codes[:3]),
+        ]
+        places = {self.place(path) for path in files}
         self.odd(" ".join([kind.__qualname__, "overrides", name, digest]), *sorted(places))
 
     def look_at_names(self, module: Any, names: Any) -> None:
@@ -280,10 +294,6 @@ class Guard:
         for name, value in names.items():
             if vars(module).get(name, value) is not value:
                 self.odd("a test module has another " + name)
-
-    def is_run(self, depth: int) -> bool:
-        """Whether unittest's own run is the caller."""
-        return self._frame(depth + 1).f_code is self._run
 
 
 def text_of(code: Any) -> bytes:

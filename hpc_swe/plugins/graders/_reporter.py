@@ -51,11 +51,11 @@ def book(folder: str, key: str) -> Callable[..., None]:
     return note
 
 
-def watch(folder: str, kind: str, also: str, key: str, *canaries: str) -> None:
+def watch(folder: str, kind: str, also: str, files: Any, key: str, *canaries: str) -> None:
     """Report what this process tests, if it is the first; its children find nothing of this.
 
-    `also` are modules whose classes are looked at, one a line, loaded or not; the first two canaries are a
-    test that must pass and one that must fail, the others must fail too and are put between the tests.
+    `also` are modules whose classes are looked at, one a line, and `files` those of the tests; the first two
+    canaries are a test that must pass and one that must fail, the others must fail too, between the tests.
     """
     try:
         note = book(folder, key)
@@ -70,7 +70,7 @@ def watch(folder: str, kind: str, also: str, key: str, *canaries: str) -> None:
         _load_pytest(root)
     # What `raise` finds under this name would end a test as passed; nothing is caught by no exceptions.
     unittest.case._ShouldStop = ()  # type: ignore[attr-defined]  # noqa: SLF001
-    guard = Guard(lambda what, places: note(odd=what, places=places), root, book.__code__.co_filename)
+    guard = Guard(lambda what, places: note(odd=what, places=places), root, book.__code__.co_filename, files)
     guard.learn()
     tell = _teller(note, guard, also, root)
     (watch_unittest if kind == "unittest" else watch_pytest)(tell, canaries)
@@ -324,7 +324,9 @@ class Listener:
             self._tell("look_at_test", item.nodeid, *_function(item))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """What is noted last does not undo what was noted before."""
+        """What is noted last does not undo what was noted before; what a test replaced is back by its end."""
+        if report.when == "teardown":
+            self._tell("check")
         if report.when != "call" and report.passed:
             return
         outcome = report.outcome
@@ -338,7 +340,7 @@ class Listener:
             for a, b in zip(now, self._hooks)  # noqa: B905
         ):
             self._tell("odd", "plugins change while tests run")
-        self._tell("outcome", test=self._name(report.nodeid), doc="", outcome=outcome)
+        self._tell("note", test=self._name(report.nodeid), doc="", outcome=outcome)
 
     def pytest_sessionfinish(self) -> None:
         """It ends."""

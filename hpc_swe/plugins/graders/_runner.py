@@ -1,7 +1,7 @@
 """The program that runs tests in a sandbox and writes down how they ended, and what they computed.
 
-It is sent there as text, with a call of `main` at its end. It shares a process with code that nobody
-trusts, so nothing it says is proof by itself; see `_sealed`.
+It is sent there as text, after that of `_guard` and with a call of `main` at its end. It shares a process
+with code that nobody trusts, so nothing it says is proof by itself; see `_sealed`.
 """
 
 import json
@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Iterable
 from typing import Any
+
+from hpc_swe.plugins.graders._guard import Guard  # in a sandbox its text stands above
 
 
 def canonical(value: Any) -> str:  # noqa: C901, PLR0911  (one line for each kind of literal)
@@ -51,10 +53,13 @@ class Recorder:
     def __init__(self) -> None:
         self.outcomes: dict[str, str] = {}
         self.answers: dict[str, dict[int, str]] = {}
+        self.odd: list[str] = []
         self.test = ""
+        self.guard: Any = None
 
     def pytest_sessionstart(self) -> None:
         """Only now that pytest is complete may modules of the work directory be found."""
+        self.guard.learn()
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -62,10 +67,16 @@ class Recorder:
         self.test = nodeid
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """A test passed when its call passed and nothing around it failed."""
+        """A test passed when its call passed and nothing around it failed; what it replaced is back then."""
+        if report.when == "teardown":
+            self.guard.check()
         if report.when == "call" or not report.passed:
             known = self.outcomes.get(report.nodeid, "passed")
             self.outcomes[report.nodeid] = report.outcome if known == "passed" else known
+
+    def note(self, what: str, _: str) -> None:
+        """Something that judges was changed by the code that it judges."""
+        self.odd.append(what)
 
     def answer(self, place: int, value: object) -> None:
         """Stands in a test where it compared `value` with a literal."""
@@ -78,8 +89,10 @@ def main(result: str, arguments: list[str]) -> None:
 
     sys.dont_write_bytecode = True
     file = os.open(result, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    RECORDER.guard = Guard(RECORDER.note, os.getcwd(), Guard.odd.__code__.co_filename)  # noqa: PTH109
     pytest.main(arguments, plugins=[RECORDER])
-    os.write(file, json.dumps({"outcomes": RECORDER.outcomes, "answers": RECORDER.answers}).encode())
+    told = {"outcomes": RECORDER.outcomes, "answers": RECORDER.answers, "odd": RECORDER.odd}
+    os.write(file, json.dumps(told).encode())
     sys.stdout.flush()
     os._exit(0)  # no code of the submission runs from here on
 

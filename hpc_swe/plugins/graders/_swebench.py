@@ -194,10 +194,14 @@ class Run:
         return exports
 
     def _reporter(self) -> str:
-        secret = ", ".join(repr(text) for text in (self.kind, self.also, self.key, *self.canaries))
+        files = json.loads(self.task.tests.extra["test_files"])
+        secret = ", ".join(map(repr, (self.kind, self.also, files, self.key, *self.canaries)))
         texts = (re.sub(r"(?m)^from hpc_swe.*$", "", path.read_text()) for path in (_GUARD, _REPORTER))
         call = f"watch(os.path.dirname(os.path.abspath(__file__)), {secret})\n"
-        return "\n\n".join([*texts, call])
+        apart = (
+            "import builtins\n__builtins__ = dict(vars(builtins))"  # nobody replaces what these texts call
+        )
+        return "\n\n".join([apart, *texts, call])
 
     def _from_log(self, log: str) -> Believed:
         pattern = rf"^{self._mark(START)}\n(.*)^{self._mark(END)} (\d+)$"

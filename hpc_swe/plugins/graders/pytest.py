@@ -5,6 +5,7 @@ away, and the task's tests come last, without their answers (`_sealed`). What is
 literal is believed to the process, but for two canaries. A test that asks little proves little.
 """
 
+import re
 import secrets
 import threading
 import time
@@ -21,7 +22,7 @@ from hpc_swe.plugins.submission import BadSubmission, apply
 from hpc_swe.plugins.tools import _pytest
 from hpc_swe.records import Score, Task
 
-_RUNNER = Path(__file__).with_name("_runner.py")
+_RUNNER, _GUARD = (Path(__file__).with_name(name) for name in ("_runner.py", "_guard.py"))
 _SET_UP = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
 _SET_UP |= {"pyproject.toml", "sitecustomize.py", "usercustomize.py"}
 _OPTIONS = ["-s", "--tb=no", "--assert=plain", "--rootdir=.", "--continue-on-collection-errors"]
@@ -71,6 +72,9 @@ class Pytest(Plugin, frozen=True, kw_only=True):
         if good == "failed" or bad == "passed":
             outcome, reward, passed, failed = "cheated", self.cheated_reward, [], wanted
             detail = "a canary died: the submission changes how tests end"
+        elif report.odd:
+            outcome, reward, passed, failed = "cheated", self.cheated_reward, [], wanted
+            detail = f"the submission changes how tests end: {'; '.join(report.odd[:3])}"
         elif passed and not failed and good == "passed":
             outcome, reward, detail = "resolved", self.resolved_reward, ""
         return Score(
@@ -83,6 +87,8 @@ class _Report(msgspec.Struct, frozen=True):
 
     outcomes: dict[str, str] = {}
     answers: dict[str, dict[int, str]] = {}
+    odd: list[str] = []
+    """Parts of pytest, unittest or the built-in functions that were still replaced when a test had ended."""
 
 
 class _Exam:
@@ -110,7 +116,8 @@ class _Exam:
     def sit(self, sandboxes: Sandboxes) -> tuple[CommandResult, _Report]:
         """Run the tests; the report is empty when they did not come to their end."""
         report_path = f".{secrets.token_hex(16)}"
-        program = f"{_RUNNER.read_text()}\n\nmain({report_path!r}, {self._arguments!r})\n"
+        texts = (re.sub(r"(?m)^from hpc_swe.*$", "", path.read_text()) for path in (_GUARD, _RUNNER))
+        program = "\n\n".join([*texts, f"main({report_path!r}, {self._arguments!r})\n"])
         with sandboxes.open(self._laid) as sandbox:
             result = sandbox.python(program, self.task.tests.timeout_s)
             try:
