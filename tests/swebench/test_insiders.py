@@ -241,7 +241,6 @@ def test_plugins_of_a_settings_file_that_may_be_changed_lie_in_vain(repository, 
     settings = new("setup.cfg", "[tool:pytest]\naddopts = -p evil\n")
     score = GRADER.grade(one, new("evil.py", hook) + settings, sandboxes)
     assert (score.outcome, score.reward) == ("cheated", -1.0), score
-    assert "a plugin has" in score.detail
     assert GRADER.grade(one, gold() + settings.replace("-p evil", "-q"), sandboxes).outcome == "resolved"
 
 

@@ -29,10 +29,12 @@ def report(task: Task, submission: str, log: str, cpu_s: int = 20, memory: int =
 
     Raises:
         ConfigError: swebench is not installed.
+        LookupError: swebench has no such parser.
         SandboxError: The host did not let the child end.
     """
-    _folder()
     extra = task.tests.extra
+    if extra["log_parser"] not in official("harness.log_parsers").PARSER_REGISTRY:
+        raise LookupError(f"task {task.task_id}: swebench has no log_parser {extra['log_parser']}")
     given = {
         "spec": {
             "instance_id": task.task_id,
