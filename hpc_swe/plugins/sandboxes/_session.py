@@ -21,7 +21,7 @@ from msgspec import Struct
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.sandboxes._output import collected
 from hpc_swe.plugins.sandboxes._tree import Tree
-from hpc_swe.plugins.sandboxes.base import Clock, CommandResult
+from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Entry
 from hpc_swe.processes import descendants, start_time
 
 log = logging.getLogger(__name__)
@@ -35,18 +35,25 @@ LOOK_S = 0.2
 ENDING_S = 3.0
 _OF_DAEMON = (errno.ENOTCONN, errno.ECONNABORTED, errno.ESTALE, errno.EIO)
 """What files answer whose FUSE daemon has ended, which they do a moment before it is seen to."""
+_PASSED_ON = ("APPTAINERENV_", "SINGULARITYENV_")
+"""Variables of the host that Apptainer would set inside."""
 GONE = CommandResult(exit_code=137, output="The sandbox is gone.", broke_sandbox=True)
 
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one sandbox may use."""
 
-    processes: int = 256
-    """Processes and threads of one sandbox."""
+    processes: int = 128
+    """Threads count, too. A quarter less would break pools of a thread a core on large nodes; each process that
+    spins slows its neighbours."""
     file_mb: int = 64
     """Largest single file, command output included."""
     address_space_mb: int = 4096
     """Of one process."""
+    memory_mb: int = 8192
+    """Of all processes together, looked at four times a second; a command that uses more is killed."""
+    nice: int = 10
+    """Added to that of every process, so that hosts of sandboxes, engines and learners come first."""
     disk_mb: int = 512
     """Everything written; it is memory of the job."""
     output_bytes: int = 64_000
@@ -76,6 +83,7 @@ class Container:
         with theirs:
             self._process = subprocess.Popen(
                 [*command, "-I", "-c", BOOTSTRAP],
+                env={name: value for name, value in os.environ.items() if not name.startswith(_PASSED_ON)},
                 stdin=theirs.fileno(),
                 stdout=self._errors,
                 stderr=self._errors,
@@ -181,6 +189,16 @@ class Session:
         """Every regular file, sorted."""
         with self._attributed():
             return self._tree.paths()
+
+    def entries(self, folder: str) -> dict[str, Entry]:
+        """What a folder holds."""
+        with self._attributed():
+            return self._tree.entries(folder)
+
+    def target(self, path: str) -> str:
+        """What a link points to."""
+        with self._attributed():
+            return self._tree.target(path)
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
         """Run a shell line in the work directory."""
