@@ -2,9 +2,9 @@
 """The program inside a container. It is sent there as text: standard library only, no imports of ours.
 
 A warm interpreter serves the host: for each sandbox it forks, and the child goes into user, process,
-mount, network, IPC, control group and host-name namespaces of its own, over a root whose writable layer is a tmpfs
-of limited size. That child is process 1 of the sandbox: nothing inside can kill, trace or outlive it,
-and when its socket closes it exits and the kernel ends all the rest.
+mount, network, IPC, control group and host-name namespaces of its own, over a root whose writable layer
+is a tmpfs of limited size. That child is process 1 of the sandbox: nothing inside can kill, trace or
+outlive it, and when its socket closes it exits and the kernel ends all the rest.
 
     container  <- settings, then one socket per sandbox
     sandbox    -> b"process" + pidfd, b"ready" + work directory  <- {"kind", "timeout_s"} + program, output
@@ -325,13 +325,6 @@ def limit(which: int, value: int) -> None:
     resource.setrlimit(which, (value, value))
 
 
-def environment() -> dict[str, str]:
-    """The image's own, without what Apptainer adds or lets through from the host."""
-    ours = ("APPTAINER", "SINGULARITY", "PROMPT_COMMAND", "LD_LIBRARY_PATH", "PS1", "PWD", "OLDPWD", "USER_PATH")
-    proxies = ("_proxy", "_PROXY")
-    return {n: v for n, v in os.environ.items() if not n.startswith(ours) and not n.endswith(proxies)}
-
-
 if __name__ == "__main__":
-    INITIAL = environment()
+    INITIAL = dict(os.environ)
     serve(socket.socket(fileno=os.dup(0)))

@@ -27,7 +27,15 @@ from hpc_swe.processes import descendants, start_time
 log = logging.getLogger(__name__)
 
 PROGRAM = Path(__file__).with_name("_container.py")
-BOOTSTRAP = "import socket; s = socket.socket(fileno=0); p = s.recv(1 << 17).decode(); s.detach(); exec(p)"
+# The interpreter begins anew with the image's own environment, without what Apptainer adds or lets through
+# from the host: what a process began with stays to be read below /proc, whatever it deletes.
+BOOTSTRAP = """
+import os, sys
+ours = ("APPTAINER", "SINGULARITY", "PROMPT_COMMAND", "LD_LIBRARY_PATH", "PS1", "PWD", "OLDPWD", "USER_PATH")
+kept = {n: v for n, v in os.environ.items() if not n.startswith(ours) and not n.lower().endswith("_proxy")}
+serve = "import socket; s = socket.socket(fileno=0); p = s.recv(1 << 17).decode(); s.detach(); exec(p)"
+os.execve(sys.executable, [sys.executable, "-I", "-c", serve], kept)
+"""
 GRACE_S = 15.0
 """A command's time limit is kept inside the sandbox; this much later the host keeps it."""
 LOOK_S = 0.2
@@ -44,8 +52,8 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one sandbox may use."""
 
     processes: int = 128
-    """Threads count, too. A quarter less would break pools of a thread a core on large nodes; each process that
-    spins slows its neighbours."""
+    """Threads count, too: libraries that start one for each core of a large node need about that many. All of
+    them may spin, so no more than is needed."""
     file_mb: int = 64
     """Largest single file, command output included."""
     address_space_mb: int = 4096
