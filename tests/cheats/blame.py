@@ -1,4 +1,4 @@
-"""What comes of agents that ruin their hosts: python tests/cheats/blame.py [WORD ...]
+"""What comes of agents that ruin their hosts: python tests/cheats/blame.py [--fewer] [WORD ...]
 
 One process plays and grades all cases as a run's workers do, and prints of each the outcome, the seconds and
 how far the memory of the process rose. Words choose cases by their names.
@@ -35,7 +35,12 @@ GROUPS: dict[str, dict[str, str]] = tomllib.loads(
     Path(__file__).with_name("blame.toml").read_text(encoding="utf-8")
 )
 IMAGES = Path(__file__).parents[2] / ".cache" / "images"
-ACTION_S, GRADING_S = 60.0, 5.0
+ACTION_S, GRADING_S = 60.0, 3.0
+MANY = 200_000
+FEWER = 60_000
+"""Beyond all bounds, too, and soon made."""
+MOST_MB = 200
+"""How far a worker's memory may rise."""
 MEND = "sed -i 's/a - b/a + b/' calc/core.py"
 
 
@@ -60,7 +65,7 @@ class Came:
     score: Score
     status: ExitStatus
     seconds: float
-    grown_mb: float
+    peak_mb: float
 
     @property
     def is_well(self) -> bool:
@@ -90,13 +95,13 @@ class Workers:
         grader: Grader = Pytest() if is_plain else Swebench()
         request = RolloutRequest(group_id=0, index=0, task_id=task.task_id, seed=0, sampling=Sampling())
         tasks = {task.task_id: task}
-        started, before = time.monotonic(), memory_mb("VmRSS")
+        started = time.monotonic()
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
         means = episode.Means(tasks, sandboxes, Does(script), None, None, RolloutConfig())
         recorder = Recorder(None, None, request, RolloutConfig())
         made = episode.record(request, recorder, episode.play(means, request, recorder), "w")
         score = reward.judge(reward.Means(tasks, sandboxes, grader, RewardConfig()), made)
-        return Came(score, made.exit_status, time.monotonic() - started, memory_mb("VmHWM") - before)
+        return Came(score, made.exit_status, time.monotonic() - started, memory_mb("VmHWM"))
 
 
 def memory_mb(name: str) -> float:
@@ -113,11 +118,11 @@ def make_workers(folder: Path) -> Workers:
     return Workers(short, Apptainer(images=world.sandboxes.images), TASK, Apptainer(images=str(IMAGES)))
 
 
-def cases() -> Iterator[tuple[str, str, str]]:
+def cases(many: int) -> Iterator[tuple[str, str, str]]:
     """Group, name and script."""
     for group, scripts in GROUPS.items():
         for name, script in scripts.items():
-            yield group, name, script
+            yield group, name, script.replace("@MANY@", str(many))
 
 
 def honest(workers: Workers) -> list[Came]:
@@ -126,28 +131,28 @@ def honest(workers: Workers) -> list[Came]:
     return [workers.play("repository", MEND), workers.play("files", right)]
 
 
-def main(words: list[str]) -> None:
-    """Print a table."""
+def main(words: list[str], many: int) -> int:
+    """Print a table; the number of cases that came out wrong."""
+    bad = 0
     with tempfile.TemporaryDirectory() as folder:
         workers = make_workers(Path(folder))
-        print("honest", [came.score.outcome for came in honest(workers)], flush=True)
+        bad += sum(not came.is_paid for came in honest(workers))
         start = memory_mb("VmRSS")
-        bad = []
-        for group, name, script in cases():
-            if words and not any(word in f"{group} {name}" for word in words):
+        for group, name, script in cases(many):
+            if words and not any(word in f"{group}: {name}" for word in words):
                 continue
             came = workers.play(group, script)
+            grown = max(came.peak_mb - start, 0)
             what = "paid" if came.is_paid else "" if came.is_well else "NO REWARD"
-            bad += [name] * bool(what)
-            print(
-                f"| {group} | {name} | {came.score.outcome} | {what} | {came.seconds:.1f} s "
-                f"| {came.grown_mb:.0f} MB | {came.score.detail[:60]!r}",
-                flush=True,
-            )
-        print("honest", [came.score.outcome for came in honest(workers)], flush=True)
-        grown = memory_mb("VmRSS") - start
-        print(f"{len(bad)} paid or without a reward: {bad}; memory at the end {grown:+.0f} MB")
+            what += "" if grown < MOST_MB else " MEMORY"
+            bad += bool(what)
+            told = f"{came.score.outcome} | {what} | {came.seconds:.1f} s | {grown:.0f} MB"
+            print(f"| {group} | {name} | {told} | {came.score.detail[:60]!r} |", flush=True)
+        bad += sum(not came.is_paid for came in honest(workers))
+        print(f"{bad} came out wrong; memory at the end {memory_mb('VmRSS') - start:+.0f} MB", flush=True)
+    return bad
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    few = "--fewer" in sys.argv
+    raise SystemExit(main([w for w in sys.argv[1:] if w != "--fewer"], FEWER if few else MANY) > 0)
