@@ -62,6 +62,9 @@ def _from_files(task: Task, sandbox: Sandbox) -> str:
             new = data if data is None else data.decode()
         except UnicodeDecodeError:
             new = task.files.get(path)  # not text: no part of it either
+        lines = (new or "").count("\n")
+        if lines > MOST_LINES and len(new or "") + lines > MOST_BYTES and new != task.files.get(path):
+            raise TooMuch(f"{path} has {lines} lines")
         parts.append(difference(path, task.files.get(path), new))
         made += len(parts[-1].encode())
         if read > MOST_READ or made > MOST_BYTES:
