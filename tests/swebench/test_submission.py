@@ -6,10 +6,9 @@ import pytest
 from toy import GONE, LATE, MENDED, Checkout, FailingCheckout, gold, make_repository, task
 
 from hpc_swe.errors import SandboxError
-from hpc_swe.plugins import submission
+from hpc_swe.plugins import _repository, submission
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.sandboxes.process import Process
-from hpc_swe.plugins.submission import _repository
 from hpc_swe.records import Task
 
 

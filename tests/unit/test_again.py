@@ -4,15 +4,15 @@ import threading
 
 from waiting import DEADLINE_S
 
-from hpc_swe.plugins.graders import _again
 from hpc_swe.plugins.graders._again import kills, settled
 
 
-def test_only_a_run_that_is_late_or_lost_a_process_is_repeated(monkeypatch):
+def test_only_a_run_that_is_late_or_lost_a_process_is_repeated():
     for late, counts, runs in ((False, [3, 3], 1), (True, [3, 3], 2), (False, [3, 4], 2), (True, [3, 4], 2)):
         made: list[int] = []
-        monkeypatch.setattr(_again, "kills", iter(counts).__next__)
-        assert settled(lambda made=made: made.append(1) or len(made), lambda _, late=late: late, 9.0) == runs
+        count = iter(counts).__next__
+        ended = settled(lambda made=made: made.append(1) or len(made), lambda _, late=late: late, 9.0, count)
+        assert ended == runs
 
 
 def test_kills_are_those_of_the_job_and_else_of_the_node(tmp_path):

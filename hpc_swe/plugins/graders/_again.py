@@ -18,23 +18,6 @@ _one_by_one = threading.Lock()
 log = logging.getLogger(__name__)
 
 
-def settled(run: Callable[[], T], is_late: Callable[[T], bool], wait_s: float) -> T:
-    """The outcome of a run, or of the second one when the first is not to be trusted."""
-    before = kills()
-    first = run()
-    late, killed = is_late(first), kills() > before
-    if not late and not killed:
-        return first
-    if not _one_by_one.acquire(timeout=wait_s):
-        log.warning("judged by a first run: second runs of others took longer than %g s", wait_s)
-        return first
-    try:
-        log.info("second run: the first %s", "was late" if late else "may have lost a process to the kernel")
-        return run()
-    finally:
-        _one_by_one.release()
-
-
 def kills(groups: Path = GROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
     """Processes that the kernel killed for memory: of this job, or where nobody counts that, of the node."""
     places = [Path("/proc/vmstat")]
@@ -52,3 +35,22 @@ def kills(groups: Path = GROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
         if "oom_kill" in words:
             return int(words[words.index("oom_kill") + 1])
     return 0
+
+
+def settled(
+    run: Callable[[], T], is_late: Callable[[T], bool], wait_s: float, count: Callable[[], int] = kills
+) -> T:
+    """The outcome of a run, or of the second one when the first is not to be trusted."""
+    before = count()
+    first = run()
+    late, killed = is_late(first), count() > before
+    if not late and not killed:
+        return first
+    if not _one_by_one.acquire(timeout=wait_s):
+        log.warning("judged by a first run: second runs of others took longer than %g s", wait_s)
+        return first
+    try:
+        log.info("second run: the first %s", "was late" if late else "may have lost a process to the kernel")
+        return run()
+    finally:
+        _one_by_one.release()

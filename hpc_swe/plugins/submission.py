@@ -11,9 +11,9 @@ import logging
 import re
 from typing import NoReturn
 
+from hpc_swe.plugins import _repository
+from hpc_swe.plugins._repository import IGNORED, MOST_READ, TooMuch
 from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
-from hpc_swe.plugins.submission import _repository
-from hpc_swe.plugins.submission._repository import IGNORED, MOST_READ, TooMuch
 from hpc_swe.records import Task
 
 log = logging.getLogger(__name__)
