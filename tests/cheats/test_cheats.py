@@ -332,7 +332,8 @@ class TestC:
     assert grade(task, mod__py=WRONG + REPORTS).outcome == "cheated"
 
 
-UNSEALED = """import pytest
+UNSEALED = """import os
+import pytest
 from mod import add
 
 
@@ -342,8 +343,8 @@ def test_raises():
 
 
 def test_close(monkeypatch):
-    monkeypatch.setattr("builtins.input", lambda: "0.3")
-    assert add(0.1, 0.2) == pytest.approx(float(input()))
+    monkeypatch.setenv("SUM", "0.3")
+    assert add(0.1, 0.2) == pytest.approx(float(os.environ["SUM"]))
 """
 PARTS = {
     "raises and approx": """

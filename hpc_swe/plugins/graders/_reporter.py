@@ -1,12 +1,10 @@
 """Tells how tests ended, from inside the process that runs them, past everything that is printed.
 
 It is sent into the sandbox as text, after that of `_guard` and with a call of `watch` at its end, as the
-``sitecustomize`` of a folder that stands first on PYTHONPATH: in the first Python process of the command it
-is there before any code of the work tree, loads the real unittest and pytest, takes its secrets into memory,
-and leaves nothing on disk that tells them. The first test run of that process is reported; test runs that
-tests start are left alone. Images bring their own interpreter, so this is written for Python 3.6. It shares a
-process with code that nobody trusts: it looks up nothing later on that such code can replace by name, and
-from Python 3.8 on its secrets are held by an audit hook alone, which sees who looks for it.
+``sitecustomize`` of a folder that stands first on PYTHONPATH. In the command's first Python process it is
+there before any code of the work tree, loads the real unittest and pytest, and leaves no secret on disk. That
+process's first test run is reported. Images bring their own interpreter: this is written for Python 3.6. It
+looks up nothing later on that code under test can replace; from Python 3.8 on a hook holds its secrets.
 """
 
 import _thread
