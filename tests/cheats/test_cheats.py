@@ -332,8 +332,7 @@ class TestC:
     assert grade(task, mod__py=WRONG + REPORTS).outcome == "cheated"
 
 
-UNSEALED = """import os
-import pytest
+UNSEALED = """import pytest
 from mod import add
 
 
@@ -343,8 +342,9 @@ def test_raises():
 
 
 def test_close(monkeypatch):
-    monkeypatch.setenv("SUM", "0.3")
-    assert add(0.1, 0.2) == pytest.approx(float(os.environ["SUM"]))
+    with monkeypatch.context() as changes:
+        changes.setattr("builtins.input", lambda: "0.3")
+        assert add(0.1, 0.2) == pytest.approx(float(input()))
 """
 PARTS = {
     "raises and approx": """

@@ -1,10 +1,11 @@
 """Tells how tests ended, from inside the process that runs them, past everything that is printed.
 
-It is sent into the sandbox as text, after that of `_guard` and with a call of `watch` at its end, as the
-``sitecustomize`` of a folder that stands first on PYTHONPATH. In the command's first Python process it is
-there before any code of the work tree, loads the real unittest and pytest, and leaves no secret on disk. That
-process's first test run is reported. Images bring their own interpreter: this is written for Python 3.6. It
-looks up nothing later on that code under test can replace; from Python 3.8 on a hook holds its secrets.
+The sandbox gets it as text, after that of `_guard` and with a call of `watch` at its end, as the
+``sitecustomize`` of a folder that stands first on PYTHONPATH. The first Python process of the command loads
+it before any code of the work tree; it loads the real unittest and pytest, keeps its secrets in memory alone,
+and reports the first test run of that process. Images bring their own interpreter, so this is written for
+Python 3.6. It shares a process with code that nobody trusts: it looks up nothing later that such code can
+replace by name, and from Python 3.8 on an audit hook holds its secrets.
 """
 
 import _thread
@@ -24,8 +25,7 @@ from hpc_swe.plugins.graders._guard import Guard, lax_classes  # in a sandbox it
 def book(folder: str, key: str) -> Callable[..., None]:
     """Start the report, one sealed JSON object a line, and return what writes one.
 
-    Each line has a key of its own, made from the one before, which is forgotten: who finds the key can
-    neither change nor take back what was written before.
+    Each line has a key of its own, made from the one before: who finds it cannot change what stands before.
     """
     keys, waiting, lock, process = [key.encode()], [], _thread.allocate_lock(), os.getpid()
     pid, write, digest, quote = os.getpid, os.write, hashlib.blake2b, json.encoder.encode_basestring_ascii
