@@ -88,6 +88,17 @@ def _is_unused(name: str, is_tied: bool) -> bool:
     return (is_tied and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
 
 
+def _is_tied(config: Any) -> bool:
+    """Whether the model's configuration ties the head to the embedding.
+
+    vLLM notes the contrary while it loads a checkpoint that stores the head all the same.
+    """
+    return bool(
+        getattr(config.hf_text_config, "tie_word_embeddings", False)
+        or getattr(config, "word_embeddings_untied_by_checkpoint", False)
+    )
+
+
 def check_files(folder: Path, files: dict[str, list[int]]) -> None:
     """Compare every weight file with what was verified.
 
@@ -151,7 +162,7 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self._staging = self._serving = self._previous = Path(vllm_config.model_config.model)
-        self._is_tied = bool(getattr(vllm_config.model_config.hf_text_config, "tie_word_embeddings", False))
+        self._is_tied = _is_tied(vllm_config.model_config)
         self._wanted = shapes(self._serving, self._is_tied)
         self._tensors: dict[str, torch.Tensor] = {}
         self._files: dict[str, list[int]] | None = None
