@@ -172,9 +172,8 @@ class Turn(Record, frozen=True, kw_only=True):
     The prompt is the whole sequence of the parent turn (its prompt, then its completion) followed by
     `appended_ids`: that a turn extends its parent token by token holds by shape, not by comparison.
 
-    Example: a two-turn episode P0 A0 P1 A1
-        Turn(parent=None, appended_ids=P0, completion_ids=A0, ...)
-        Turn(parent=0,    appended_ids=P1, completion_ids=A1, ...)
+    Example: P0 A0 P1 A1 is Turn(parent=None, appended_ids=P0, completion_ids=A0, ...) and
+                            Turn(parent=0,    appended_ids=P1, completion_ids=A1, ...)
     """
 
     parent: int | None
@@ -199,11 +198,10 @@ class Turn(Record, frozen=True, kw_only=True):
 
 
 class ToolCall(Record, frozen=True, kw_only=True):
-    """One call as the agent read it from the policy's text."""
+    """One call as the agent read it from the policy's text; `arguments` is JSON text, as written there."""
 
     name: str
     arguments: str
-    """JSON text, as the policy wrote it."""
 
 
 class Message(Record, frozen=True, kw_only=True):
@@ -258,6 +256,8 @@ class Episode(Record, frozen=True, kw_only=True):
     """What broke, when the exit status is an error."""
     counts: dict[str, int] = {}
     """Recorder's tallies, for example ``ignored_settings``."""
+    main: int = -1
+    """Index of the turn that starts the agent's own conversation, whose work is graded; -1 is not known."""
 
 
 class Score(Record, frozen=True, kw_only=True):

@@ -30,7 +30,7 @@ from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError, boundary
 from hpc_swe.plugins.graders.base import Examiner, Grader, Resitting, Version
 from hpc_swe.plugins.sandboxes._watched import Watched
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
-from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Sandbox, Sandboxes
+from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Entry, Sandbox, Sandboxes
 from hpc_swe.plugins.submission import apply
 from hpc_swe.plugins.tasksets import _checked
 from hpc_swe.plugins.tasksets._checked import Kind, Seconds, Verdict
@@ -105,6 +105,12 @@ class _ClockedSandbox(Sandbox):
 
     def paths(self) -> list[str]:
         return self.sandbox.paths()
+
+    def entries(self, folder: str) -> dict[str, Entry]:
+        return self.sandbox.entries(folder)
+
+    def target(self, path: str) -> str:
+        return self.sandbox.target(path)
 
 
 @dataclass(frozen=True)

@@ -7,74 +7,23 @@ unified diffs that people and git can read.
 """
 
 import difflib
-import json
+import logging
 import re
-import secrets
-from pathlib import PurePosixPath
 from typing import NoReturn
 
-import msgspec
-
-from hpc_swe.errors import SandboxError, boundary
-from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox, Sandboxes
+from hpc_swe.plugins import _repository
+from hpc_swe.plugins._repository import IGNORED, MOST_READ, TooMuch
+from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
 from hpc_swe.records import Task
+
+log = logging.getLogger(__name__)
 
 MOST_LINES = 10_000
 """Beyond this a file is replaced as a whole: comparing is quadratic, and the policy chooses the input."""
 MOST_BYTES = 1_000_000
-MOST_CHANGED = 2_000
-"""Files of a repository that may differ; more are too large a change to hand in."""
-MOST_READ = 50_000_000
-"""Bytes of all of them, before git makes a difference of it."""
-IGNORED = {"__pycache__", ".git", ".pytest_cache"}
 ABSENT = "/dev/null"
 NO_NEWLINE = "\\ No newline at end of file\n"
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@\n")
-_STEP_S = 120.0
-_PIECE = 400_000
-_MOST_PIECES = 20
-# Path -> [kind and mode, size or link, time of change], in pieces that a sandbox gives out. Only modules that
-# the interpreter holds already: the agent may have put others in their place.
-_LISTING = """
-import json, os, stat
-found = {}
-for folder, folders, names in os.walk("."):
-    links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-    folders[:] = [name for name in folders if name != ".git"]
-    for name in names + links:
-        path = os.path.join(folder, name)[2:]
-        if not path.isprintable():
-            continue
-        state = os.lstat(path)
-        if stat.S_ISLNK(state.st_mode):
-            found[path] = ["link", os.readlink(path), 0]
-        elif stat.S_ISREG(state.st_mode):
-            kind = "executable" if state.st_mode & 0o100 else "file"
-            found[path] = [kind, state.st_size, state.st_mtime_ns]
-text = json.dumps(found)
-for number in range(len(text) // PIECE + 1):
-    with open(f"{NAME}.{number}", "w") as file:
-        file.write(text[number * PIECE : (number + 1) * PIECE])
-"""
-# Paths are given up before others are made: a folder may have become a link, or a file a folder.
-_CLEAR = """
-import json, os
-for path in json.load(open(NAME)):
-    os.unlink(path)
-    while (path := os.path.dirname(path)) and not os.listdir(path):
-        os.rmdir(path)
-"""
-_FINISH = """
-import json, os
-for path, kind, target in json.load(open(NAME)):
-    if kind == "link":
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        os.symlink(target, path)
-    else:
-        os.chmod(path, 0o755 if kind == "executable" else 0o644)
-"""
-Listing = dict[str, tuple[str, int | str, int]]
-_listings = msgspec.json.Decoder(Listing)
 
 
 class BadSubmission(ValueError):
@@ -88,154 +37,39 @@ def take(task: Task, sandbox: Sandbox, sandboxes: Sandboxes) -> str:
         SandboxError: The host failed.
     """
     try:
-        text = _from_git(task, sandbox, sandboxes) if task.base_commit else _from_files(task, sandbox)
-    except (OSError, UnicodeDecodeError, msgspec.MsgspecError):
+        if not task.base_commit:
+            return _from_files(task, sandbox)
+        with sandboxes.open(task) as clean:
+            text = _repository.difference(task, sandbox, clean)
+    except OSError as error:
+        log.info("nothing handed in for %s: %s", task.task_id, error)
         return ""
     return text if len(text.encode()) <= MOST_BYTES else ""
 
 
-def _from_git(task: Task, sandbox: Sandbox, sandboxes: Sandboxes) -> str:
-    """All but what the base commit itself ignores: products of a build are no work of the agent's."""
-    left = _listing(sandbox)
-    with sandboxes.open(task) as clean:
-        found = _untouched(task, clean)
-        touched = [path for path, entry in left.items() if found.get(path) != entry]
-        rewritten = [path for path in touched if not _is_same(path, left, sandbox, found, clean)]
-        changed = _without_ignored(clean, found, rewritten)
-        gone = [path for path in found if path not in left]
-        if len(changed) + len(gone) > MOST_CHANGED:
-            return ""
-        contents = _contents(sandbox, {path: left[path] for path in changed})
-        _run(clean, _CLEAR, [*gone, *(path for path in contents if path in found)])
-        for path, data in contents.items():
-            if left[path][0] != "link":
-                clean.write(path, data)
-        _run(clean, _FINISH, [(path, left[path][0], left[path][1]) for path in contents])
-        return _compared(clean, gone, list(contents))
-
-
-def _untouched(task: Task, clean: Sandbox) -> Listing:
-    """What the image holds; no agent answers for what is wrong here."""
-    looked = clean.run("git rev-parse --quiet --verify HEAD", _STEP_S)
-    if looked.exit_code:
-        raise SandboxError(
-            f"image {task.image} holds no repository in {task.workdir}: {looked.output[-200:]}"
-        )
-    with boundary(SandboxError, f"list the files of image {task.image}"):
-        return _listing(clean)
-
-
-def _listing(sandbox: Sandbox) -> Listing:
-    """Every file and link of a work directory.
-
-    Raises:
-        OSError: The sandbox broke, or holds too much.
-    """
-    name = f".{secrets.token_hex(16)}"
-    result = sandbox.python(f"PIECE, NAME = {_PIECE}, {name!r}\n{_LISTING}", _STEP_S)
-    if result.exit_code:
-        raise OSError(f"cannot list the work directory: {result.output[-200:]}")
-    text = ""
-    for number in range(_MOST_PIECES):
-        piece = sandbox.read(f"{name}.{number}").decode()
-        text += piece
-        if len(piece) < _PIECE:
-            sandbox.run(f"rm -f {name}.*", _STEP_S)
-            return _listings.decode(text)
-    raise OSError("the work directory holds too many files")
-
-
-def _is_same(path: str, left: Listing, sandbox: Sandbox, found: Listing, clean: Sandbox) -> bool:
-    """Written anew with the bytes it had: formatters and `sed -i` do so to every file they look at."""
-    if path not in found or left[path][:2] != found[path][:2]:
-        return False
-    try:
-        return sandbox.read(path) == clean.read(path)
-    except OSError:  # too large to be handed in
-        return False
-
-
-def _without_ignored(clean: Sandbox, found: Listing, paths: list[str]) -> list[str]:
-    """Asked of the untouched sandbox: its rules are the base commit's. Tracked files are never ignored.
-
-    Git refuses names like ``:(top)x`` unless they begin otherwise, and all that lies where it has a link.
-    """
-    links = {path for path, entry in found.items() if entry[0] == "link"}
-    asked = [f"./{path}" for path in paths if not links.intersection(map(str, PurePosixPath(path).parents))]
-    name = f".git/{secrets.token_hex(8)}"
-    clean.write(name, "\0".join(asked).encode())
-    result = _ours(clean.run(f"git check-ignore -z --stdin < {name} > {name}.ignored", _STEP_S))
-    if result.exit_code not in (0, 1):
-        raise OSError(f"git: {result.output[-500:]}")
-    ignored = set(clean.read(f"{name}.ignored").decode().split("\0"))
-    return [path for path in paths if f"./{path}" not in ignored and not IGNORED & set(path.split("/"))]
-
-
-def _contents(sandbox: Sandbox, entries: Listing) -> dict[str, bytes]:
-    """What a file too large to be handed in hides is lost, not the work beside it."""
-    contents: dict[str, bytes] = {}
-    total = 0
-    for path, (kind, _, _) in entries.items():
-        try:
-            contents[path] = b"" if kind == "link" else sandbox.read(path)
-        except OSError:
-            continue
-        total += len(contents[path])
-        if total > MOST_READ:
-            raise OSError(f"more than {MOST_READ} bytes were changed")
-    return contents
-
-
-def _compared(clean: Sandbox, gone: list[str], there: list[str]) -> str:
-    """Byte for byte, whatever attributes the agent set; with a file that is not UTF-8, all goes in binary."""
-    if not gone and not there:
-        return ""
-    name = f".git/{secrets.token_hex(8)}"
-    attributes = "* -text -ident -filter -working-tree-encoding !diff"
-    clean.write(f"{name}.gone", "\0".join(gone).encode())
-    clean.write(f"{name}.there", "\0".join(there).encode())
-    for more in ("", " -diff"):
-        clean.write(".git/info/attributes", f"{attributes}{more}\n".encode())
-        command = (
-            f"git update-index --force-remove -z --stdin < {name}.gone && "
-            f"git update-index --add --replace -z --stdin < {name}.there && "
-            f"git diff --cached --binary --full-index --no-renames --no-ext-diff --no-color > {name}.patch"
-        )
-        result = _ours(clean.run(command, _STEP_S))
-        if result.exit_code:
-            raise OSError(f"git: {result.output[-500:]}")
-        try:
-            return clean.read(f"{name}.patch").decode()
-        except UnicodeDecodeError:
-            continue
-    raise OSError("the difference is no text")
-
-
-def _ours(result: CommandResult) -> CommandResult:
-    """No policy runs in the untouched sandbox; a name that git refuses is one that it chose, all the same."""
-    if result.timed_out or result.broke_sandbox:
-        raise SandboxError(f"the sandbox that compares with the base commit failed: {result.output[-200:]}")
-    return result
-
-
-def _run(clean: Sandbox, program: str, argument: object) -> None:
-    name = f".git/{secrets.token_hex(8)}"
-    clean.write(name, json.dumps(argument).encode())
-    result = _ours(clean.python(f"NAME = {name!r}\n{program}", _STEP_S))
-    if result.exit_code:
-        raise OSError(f"cannot lay out the changes: {result.output[-500:]}")
-
-
 def _from_files(task: Task, sandbox: Sandbox) -> str:
+    """Stops reading as soon as it is too large: the agent chooses how many files there are, and how long."""
     present = {path for path in sandbox.paths() if path.isprintable() and not IGNORED & set(path.split("/"))}
-    text = ""
+    parts: list[str] = []
+    read = made = 0
     for path in sorted(present | task.files.keys()):
         try:
-            new = sandbox.read(path).decode() if path in present else None
-        except (OSError, UnicodeDecodeError):
-            continue  # not text, or too large: no part of the work
-        text += difference(path, task.files.get(path), new)
-    return text
+            data = sandbox.read(path) if path in present else None
+        except OSError:
+            continue  # too large: no part of the work
+        read += len(data or b"")
+        try:
+            new = data if data is None else data.decode()
+        except UnicodeDecodeError:
+            new = task.files.get(path)  # not text: no part of it either
+        lines = (new or "").count("\n")
+        if lines > MOST_LINES and len(new or "") + lines > MOST_BYTES and new != task.files.get(path):
+            raise TooMuch(f"{path} has {lines} lines")
+        parts.append(difference(path, task.files.get(path), new))
+        made += len(parts[-1].encode())
+        if read > MOST_READ or made > MOST_BYTES:
+            raise TooMuch(f"more than {MOST_READ} bytes were left, or {MOST_BYTES} of changes")
+    return "".join(parts)
 
 
 def apply(task: Task, submission: str) -> dict[str, str]:

@@ -69,6 +69,10 @@ def test_it_has_no_capability_and_gets_none(sandbox: Sandbox):
         "echo 10 > /proc/sys/user/max_user_namespaces",
         "echo 1 > /sys/kernel/mm/ksm/run",
         "python3 -c 'import ctypes, os; os._exit(ctypes.CDLL(None).syscall(250, 0, -4, 0) < 0)'",  # keyctl
+        "chmod 600 /dev/null",
+        "chown 0:0 /dev/urandom",
+        "touch /dev/zero",
+        "echo 0 > /proc/self/oom_score_adj",
         "cat /proc/1/environ",
         "ls /proc/1/fd/0",
         "ls /proc/1/root/",
@@ -79,16 +83,28 @@ def test_what_needs_rights_is_refused(sandbox: Sandbox, command: str):
     assert sandbox.run(command, 20).exit_code != 0
 
 
-def test_no_host_file_or_variable_is_visible(apptainer: Apptainer, task: Task, tmp_path: Path):
+def test_no_host_file_or_variable_is_visible(apptainer: Apptainer, task: Task, tmp_path: Path, monkeypatch):
     (tmp_path / "secret").write_text("host")
-    os.environ["HPC_SWE_TEST_SECRET"] = "host"
-    with apptainer.open(task) as sandbox:
+    for name in (
+        "HPC_SWE_TEST",
+        "APPTAINERENV_THAT",
+        "SINGULARITYENV_THIS",
+        "http_proxy",
+        "NO_PROXY",
+        "TMPDIR",
+    ):
+        monkeypatch.setenv(name, f"{tmp_path}/host")
+    monkeypatch.chdir(tmp_path)
+    looks = "import os; print(dict(os.environ), open('/proc/self/environ').read())"
+    other = Apptainer(images=apptainer.images, start_timeout_s=119.0)  # a container of its own, started here
+    with other.open(task) as sandbox:
         assert sandbox.run(f"ls {tmp_path}/secret", 20).exit_code != 0
-        assert "HPC_SWE" not in out(sandbox, "env")
-        assert "APPTAINER" not in out(sandbox, "env; cat /proc/self/environ")
-        program = "import os; print(sorted(os.environ))"
-        assert "APPTAINER" not in sandbox.python(program, 20).output
-    del os.environ["HPC_SWE_TEST_SECRET"]
+        seen = (
+            out(sandbox, "env; cat /proc/self/environ /proc/self/cgroup") + sandbox.python(looks, 20).output
+        )
+    assert "PATH" in seen
+    for word in ("HPC_SWE", "APPTAINER", "Apptainer", "host", str(tmp_path), "proxy", "PROXY"):
+        assert word not in seen
 
 
 def test_there_is_no_network_but_loopback(sandbox: Sandbox):

@@ -49,6 +49,82 @@ def test_a_memory_bomb_ends_with_its_command(sandbox: Sandbox):
     assert "MemoryError" in sandbox.python("x = bytearray(4 << 30)", 20).output
 
 
+def test_the_memory_of_all_processes_together_has_a_bound(apptainer: Apptainer, task: Task):
+    """Each of them stays below its own."""
+    hog = """
+import os, time
+for _ in range(2): os.fork()
+kept = bytearray(os.urandom(1 << 20)) * 150
+time.sleep(60)
+"""
+    small = Apptainer(images=apptainer.images, limits=Limits(memory_mb=300))
+    with small.open(task) as sandbox:
+        sandbox.write("hog.py", hog.encode())
+        result = sandbox.run("python3 hog.py; echo end", 50)
+        assert (result.exit_code, result.timed_out, result.broke_sandbox) == (137, False, False)
+        shared = (
+            "import os, time; kept = bytearray(1 << 20) * 150; [os.fork() for _ in range(2)]; time.sleep(1.5)"
+        )
+        assert sandbox.python(f"{shared}; print('end')", 50).exit_code == 0, "what they share counts once"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "shmget(0, 4096, 0o1600)",
+        "msgget(0, 0o1600)",
+        "semget(0, 1, 0o1600)",
+        "memfd_create(b'x', 0)",
+        "syscall(447, 0)",  # memfd_secret
+        "syscall(425, 8, 0)",  # io_uring_setup
+        "syscall(240, b'x', 0o102, 0o600, 0)",  # mq_open
+        "fcntl(os.pipe()[0], 1031, 1 << 20)",  # larger pipes
+    ],
+)
+def test_memory_that_no_limit_counts_is_not_to_be_had(sandbox: Sandbox, call: str):
+    program = f"import ctypes, os; raise SystemExit(int(ctypes.CDLL(None).{call} >= 0))"
+    assert sandbox.python(program, 20).exit_code == 0
+
+
+def test_ordinary_programs_miss_nothing_of_what_is_refused(sandbox: Sandbox):
+    pools = """
+import ctypes, multiprocessing as m, os, tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import shared_memory
+def twice(x): return 2 * x
+if __name__ == "__main__":
+    with m.Pool(2) as pool: assert pool.map(twice, range(3)) == [0, 2, 4]
+    with ProcessPoolExecutor(2) as pool: assert list(pool.map(twice, range(3))) == [0, 2, 4]
+    lock, queue, shared = m.Lock(), m.Queue(), shared_memory.SharedMemory(create=True, size=4096)
+    with lock: queue.put(bytes(shared.buf[:2]))
+    assert queue.get() == bytes(2)
+    shared.close(); shared.unlink()
+    assert ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(twice)(4) == 8
+    kept = [tempfile.TemporaryFile() for _ in range(900)]
+    print("ok")
+"""
+    sandbox.write("pools.py", pools.encode())
+    assert sandbox.run("python3 pools.py", 50).output == "ok\n"
+    commit = "git init -q r; cd r; touch a; git add a; git -c user.name=a -c user.email=a@a commit -qm x"
+    pipes = "git gc -q; git log --format=%s; seq 9999 | sort -R --parallel=4 | tail -n0"
+    assert sandbox.run(f"{commit}; {pipes}", 50).output == "x\n"
+
+
+def test_files_watches_cores_and_signals_have_bounds(sandbox: Sandbox):
+    count = """
+import ctypes, os, resource
+libc = ctypes.CDLL(None)
+watches = 0
+while libc.inotify_init() >= 0: watches += 1
+files = 0
+try:
+    while os.open("/dev/null", 0): files += 1
+except OSError: pass
+print(watches <= 64, files <= 4096, resource.getrlimit(resource.RLIMIT_CORE), os.nice(0) >= 10)
+"""
+    assert sandbox.python(count, 20).output == "True True (1, 1) True\n"
+
+
 def test_a_full_disk_is_the_command_s_error_and_the_tools_say_so(sandbox: Sandbox):
     fill = "for i in $(seq 10); do head -c 7M /dev/zero > f$i; done"
     assert "No space left" in sandbox.run(fill, 20).output

@@ -6,7 +6,7 @@ import pytest
 from toy import GONE, LATE, MENDED, Checkout, FailingCheckout, gold, make_repository, task
 
 from hpc_swe.errors import SandboxError
-from hpc_swe.plugins import submission
+from hpc_swe.plugins import _repository, submission
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Task
@@ -127,7 +127,7 @@ def test_what_is_too_large_is_not_handed_in_and_a_large_file_loses_only_itself(t
 
 def test_files_written_anew_with_the_bytes_they_had_are_no_part_of_the_work(tmp_path):
     repository = tmp_path / "calc"
-    base = make_repository(repository, {f"many/m{i}.py": "x = 1\n" for i in range(submission.MOST_CHANGED)})
+    base = make_repository(repository, {f"many/m{i}.py": "x = 1\n" for i in range(_repository.MOST_CHANGED)})
     toy, sandboxes = task(tmp_path, "unittest", base), Checkout(repository=str(repository))
     look = "find . -name '*.py' -exec sed -i 's/a - b/a + b/' {} +; echo 'x = 2' > many/m7.py"
     text = taken(toy, sandboxes, look)
@@ -139,6 +139,58 @@ def test_an_image_without_a_repository_is_nobody_s_fault(toy, sandboxes):
         submission.take(toy, sandbox, Process())
 
 
+COMMIT = "git -c user.name=a -c user.email=a@a commit -qm set-up"
+MODULE = "git update-index --add --cacheinfo"
+INNER = f"cd sub; echo 1 > x; git add x; {COMMIT}; cd .."
+IMAGES = {
+    "as it is": "true",
+    "with an empty submodule": f"mkdir sub; {MODULE} 160000,{'1' * 40},sub; {COMMIT}",
+    "with a submodule": f"git init -q sub; {INNER}; echo > .gitmodules; git add sub .gitmodules; {COMMIT}",
+    "with a linked folder": f"ln -s calc way; git add way; {COMMIT}",
+    "where all is ignored": f"echo '*' > .gitignore; {COMMIT} -a",
+    "whose rules are a link": f"rm .gitignore; ln -s README.md .gitignore; git add .gitignore; {COMMIT}",
+    "whose rules are a folder": f"rm .gitignore; mkdir .gitignore; echo > .gitignore/x; git add -A; {COMMIT}",
+    "whose rules are bytes": f"printf '\\377\\0[\\n!\\n**/\\n\\\\\\n' > .gitignore; {COMMIT} -a",
+    "with files that git does not know": "echo old > made.txt; mkdir egg; echo old > egg/info",
+    "with tracked files changed": "echo changed > README.md; chmod +x latin.txt",
+    "with line ends": f"printf '*.txt text eol=crlf\\n' > .gitattributes; printf 'a\\r\\nb\\r\\n' > e.txt; "
+    f"git add -A; {COMMIT}",
+    "whose user shows differences otherwise": "git config diff.noprefix true; git config diff.context 0; "
+    "git config diff.external false; git config core.fileMode false; git config color.ui always",
+    "with names of bytes": "touch $'a\\nb' $'\\377' '*' ':(top)x' ./-x; git add -A; " + COMMIT,
+    "where half is checked out": "git sparse-checkout set --no-cone '/*' '!/latin.txt'",
+}
+DEEDS = {
+    "deletes products": "git clean -qfdX",
+    "ignores products": "mkdir -p build; for i in $(seq 300); do echo > build/$i; done",
+    "works in what git cannot hand in": "mkdir -p sub; echo 2 > sub/x; echo 2 > sub/y",
+    "works behind links": "mkdir -p way/new; echo 2 > way/new/file",
+    "makes a repository inside": "git init -q mine; echo 1 > mine/x; (cd mine; git add x; " + COMMIT + ")",
+    "adds a worktree": "git worktree add -q tree && rm tree/latin.txt",
+    "changes what git does not know": "test ! -e made.txt || echo new > made.txt; rm -rf egg",
+    "changes all there is": "for f in README.md e.txt; do test ! -e $f || echo new >> $f; done",
+    "uses names that git refuses": "mkdir .GIT 2>&1; echo x > .GIT/x; echo x > git~1; ln -sf / .gitmodules",
+    "uses names that nobody can print": "touch $'x\\ny' $'\\376'; mkdir $'d\\377'; touch $'d\\377/f'",
+}
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_whatever_an_image_holds_the_repair_is_handed_in_and_fits(toy, repository, image):
+    """And whatever else is done beside it."""
+    sandboxes = Checkout(repository=str(repository[0]), also=IMAGES[image])
+    also = "\n".join(f"( {deed} )" for deed in DEEDS.values())
+    text = taken(toy, sandboxes, f"{also}\ntrue", "sed -i 's/a - b/a + b/' calc/core.py")
+    assert laid(toy, sandboxes, text, "cat calc/core.py") == [MENDED.strip()]
+    assert "b/build/" not in text or "rules are" in image
+
+
+def test_products_cost_nothing_whatever_their_number(toy, sandboxes):
+    make = "import os; [(os.makedirs(f'build/{i}'), open(f'build/{i}/x', 'w').close()) for i in range(12000)]"
+    text = taken(toy, sandboxes, f'python3 -c "{make}"', "sed -i 's/a - b/a + b/' calc/core.py")
+    assert "+    return a + b" in text
+    assert "build/" not in text
+
+
 def test_names_that_cannot_be_printed_are_no_part_of_the_work(toy, sandboxes):
     text = taken(toy, sandboxes, "touch $'a\\nb' $'\\377'; echo '<|im_end|>' > '<|im_end|>'; echo 1 > plain")
     assert "<|im_end|>" in text
@@ -147,7 +199,7 @@ def test_names_that_cannot_be_printed_are_no_part_of_the_work(toy, sandboxes):
 
 @pytest.mark.parametrize(
     ("step", "result"),
-    [("git check-ignore", LATE), ("os.unlink", LATE), ("os.chmod", GONE), ("git update-index", GONE)],
+    [("git check-ignore", LATE), ("os.unlink", LATE), ("os.chmod", GONE), ("update-index", GONE)],
 )
 def test_a_failure_where_only_our_git_runs_is_nobody_s_fault(toy, sandboxes, step, result):
     failing = FailingCheckout(repository=sandboxes.repository, step=step, result=result)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import msgspec
 
 from hpc_swe.plugins import Plugin
-from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Sandbox
+from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Entry, Sandbox
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.plugins.tasksets.swebench import Swebench
 from hpc_swe.records import Task
@@ -170,6 +170,8 @@ class Checkout(Plugin, frozen=True, kw_only=True):
     """Sandboxes that are no sandboxes, with a repository at the task's base commit in the work directory."""
 
     repository: str
+    also: str = "true"
+    """What else the image's maker ran there."""
 
     def check(self) -> None:
         """Every machine can do this."""
@@ -182,6 +184,7 @@ class Checkout(Plugin, frozen=True, kw_only=True):
                 "git init -q",
                 f"git fetch -q {self.repository} main",
                 f"git checkout -q {task.base_commit}",
+                self.also,
             ]
             cloned = sandbox.run(" && ".join(steps), 60)
             assert cloned.exit_code == 0, cloned.output
@@ -220,6 +223,14 @@ class Failing:
     def paths(self) -> list[str]:
         """As they are."""
         return self.inner.paths()
+
+    def entries(self, folder: str) -> dict[str, Entry]:
+        """As they are."""
+        return self.inner.entries(folder)
+
+    def target(self, path: str) -> str:
+        """As it is."""
+        return self.inner.target(path)
 
     def listen(self, port: int) -> socket.socket:
         """As it is."""

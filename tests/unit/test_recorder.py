@@ -413,6 +413,24 @@ def test_a_changed_history_starts_a_chain(run: RunDir, builder: TokenBuilder) ->
     assert on.recorder.counts["chains"] == 5
 
 
+def test_the_conversation_that_is_graded_is_no_side_call_of_the_program_or_the_policy(
+    run: RunDir, builder: TokenBuilder
+) -> None:
+    on = stage(run, builder)
+    assert on.recorder.main == -1
+    on.recorder([Message(role="user", content="A title, please.")])
+    assert on.recorder.main == 0
+    talk(on.recorder, [tool("x")])  # which shows no tools either
+    assert on.recorder.main == 0
+    shown = [*START, Message(role="user", content="With tools.")]
+    on.recorder(shown, tools="[]")
+    of_the_policy = [Message(role="user", content="Hello?")]
+    for _ in range(4):
+        reply = on.recorder(of_the_policy, tools="[]")
+        of_the_policy += [answer(reply), Message(role="user", content="More.")]
+    assert on.recorder.main == 3
+
+
 def test_what_clients_do_to_text_does_not_break_a_chain(run: RunDir, tmp_path: Path) -> None:
     on = stage(
         run,

@@ -64,6 +64,14 @@ def test_side_conversations_are_trained_only_when_asked():
     assert [trained_ids(s) for s in cut_all(turns, "all").samples] == [[90], [10, 11]]
 
 
+def test_the_conversation_that_is_graded_is_trained_however_long_another_is():
+    turns = [turn(None, [9], [90]), turn(None, [1], [10]), turn(None, [5], [50]), turn(2, [6], [51])]
+    turns += [turn(3, [7], [52]), turn(1, [2], [11])]
+    known = msgspec.structs.replace(episode(turns), main=1)
+    assert [trained_ids(s) for s in cut(known, 1.0, "main", 0, 0).samples] == [[10, 11]]
+    assert [trained_ids(s) for s in cut(episode(turns), 1.0, "main", 0, 0).samples] == [[10, 11]]
+
+
 def test_an_episode_without_turns_has_no_samples():
     made = cut_all([], "main")
     assert (made.samples, made.tokens, len(made.staleness)) == ([], 0, 0)

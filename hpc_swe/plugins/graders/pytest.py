@@ -7,7 +7,6 @@ literal is believed to the process, but for two canaries. A test that asks littl
 
 import re
 import secrets
-import threading
 import time
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -16,6 +15,7 @@ import msgspec
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.graders._again import settled
 from hpc_swe.plugins.graders._sealed import seal
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandboxes
 from hpc_swe.plugins.submission import BadSubmission, apply
@@ -26,7 +26,6 @@ _RUNNER, _GUARD = (Path(__file__).with_name(name) for name in ("_runner.py", "_g
 _SET_UP = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
 _SET_UP |= {"pyproject.toml", "sitecustomize.py", "usercustomize.py"}
 _OPTIONS = ["-s", "--tb=no", "--assert=plain", "--rootdir=.", "--continue-on-collection-errors"]
-_one_by_one = threading.Lock()
 
 
 class Pytest(Plugin, frozen=True, kw_only=True):
@@ -56,10 +55,9 @@ class Pytest(Plugin, frozen=True, kw_only=True):
             exam = _Exam(task, apply(task, submission), self.sealed)
         except BadSubmission as error:
             return Score(outcome="unresolved", reward=self.unresolved_reward, detail=str(error))
-        result, report = exam.sit(sandboxes)
-        if result.timed_out:
-            with _one_by_one:
-                result, report = exam.sit(sandboxes)
+        result, report = settled(
+            lambda: exam.sit(sandboxes), lambda sat: sat[0].timed_out, task.tests.timeout_s
+        )
         return self._score(exam, report, _told(result), time.monotonic() - started)
 
     def _score(self, exam: "_Exam", report: "_Report", detail: str, seconds: float) -> Score:

@@ -31,6 +31,7 @@ import msgspec
 from hpc_swe.errors import ConfigError, SandboxError, boundary
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.graders import _judge, _second_sitting, _swebench, _swebench_report
+from hpc_swe.plugins.graders._again import settled
 from hpc_swe.plugins.graders._swebench import Believed, Run
 from hpc_swe.plugins.graders.base import Verdict, Version
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox, Sandboxes
@@ -45,8 +46,6 @@ _STEP_S = 120.0
 _MOST_BASES = 64
 _bases: dict[tuple[bytes, str], Believed] = {}
 _bases_lock = threading.Lock()
-_one_by_one = threading.Lock()
-"""Second runs, after a time-out; first ones go on beside them."""
 
 
 class Swebench(Plugin, frozen=True, kw_only=True):
@@ -72,10 +71,9 @@ class Swebench(Plugin, frozen=True, kw_only=True):
     def examine(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
         """Run the tests whatever the submission is: the empty one shows that a task can be failed."""
         started = time.monotonic()
-        sitting = _sit(task, submission, sandboxes)
-        if sitting.timed_out:
-            with _one_by_one:
-                sitting = _sit(task, submission, sandboxes)
+        sitting = settled(
+            lambda: _sit(task, submission, sandboxes), lambda sat: sat.timed_out, task.tests.timeout_s
+        )
         sitting = _weigh(task, sitting, sandboxes)
         score = self._score(task, submission, sitting, time.monotonic() - started)
         return self._again(task, submission, sandboxes, score) if score.outcome == "resolved" else score

@@ -2,9 +2,9 @@
 """The program inside a container. It is sent there as text: standard library only, no imports of ours.
 
 A warm interpreter serves the host: for each sandbox it forks, and the child goes into user, process,
-mount, network, IPC and host-name namespaces of its own, over a root whose writable layer is a tmpfs
-of limited size. That child is process 1 of the sandbox: nothing inside can kill, trace or outlive it,
-and when its socket closes it exits and the kernel ends all the rest.
+mount, network, IPC, control group and host-name namespaces of its own, over a root whose writable layer
+is a tmpfs of limited size. That child is process 1 of the sandbox: nothing inside can kill, trace or
+outlive it, and when its socket closes it exits and the kernel ends all the rest.
 
     container  <- settings, then one socket per sandbox
     sandbox    -> b"process" + pidfd, b"ready" + work directory  <- {"kind", "timeout_s"} + program, output
@@ -22,13 +22,15 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 import types
 from typing import Any, NoReturn
 
-NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000
-MS_RDONLY, MS_NOSUID_NODEV_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
+NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
+MS_RDONLY, MS_NOSUID_NOEXEC, MS_NOSUID_NODEV_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
     1,
+    10,
     14,
     32,
     0x1000,
@@ -40,6 +42,10 @@ PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 
 SIOCSIFFLAGS, IFF_UP_RUNNING = 0x8914, 0x41
 CAPABILITY_V3 = 0x20080522
 BASE, SCRATCH = "/mnt", "/tmp"
+LOOK_S = 0.25
+PAGE = resource.getpagesize()
+# Counted for the host's user over all sandboxes, unless they have a bound of their own.
+OF_A_USER = {"max_user_namespaces": 0, "max_inotify_instances": 32, "max_inotify_watches": 16384}
 LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -121,6 +127,9 @@ def set_up_files(disk_mb: int, workdir: str, mounts: list[str]) -> None:
         if os.path.exists(f"/dev/{name}"):
             put(f"{dev}/{name}", "")
             call("mount", f"/dev/{name}", f"{dev}/{name}", None, MS_BIND, None)
+            # A host user who is root owns the node itself, and could change its mode for the whole host.
+            flags = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID_NOEXEC
+            call("mount", None, f"{dev}/{name}", None, flags, None)
     mount("devpts", f"{dev}/pts", 0, "newinstance,ptmxmode=0666,mode=620")
     for name, target in LINKS.items():
         os.symlink(target, f"{dev}/{name}")
@@ -144,7 +153,8 @@ def give_up_rights(processes: int) -> None:
     call("sethostname", "sandbox", 7)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP_RUNNING))
-    put("/proc/sys/user/max_user_namespaces", "0")
+    for name, most in OF_A_USER.items():
+        put(f"/proc/sys/user/{name}", str(most))
     limit_processes(processes)
     put("/proc/self/oom_score_adj", "1000")  # when memory runs out, it is this sandbox's doing
     # Where the host user is root, /proc/sys and sysrq-trigger would open to us without a capability.
@@ -187,7 +197,7 @@ def obey(host: socket.socket, workdir: str, settings: dict[str, Any]) -> None:
         if child == 0:
             run(request["kind"], files, workdir, settings)
         handle = os.pidfd_open(child)
-        in_time = handle in select.select([handle, host.fileno()], [], [], request["timeout_s"])[0]
+        in_time = await_end(handle, host.fileno(), request["timeout_s"], settings["memory_mb"])
         if not in_time:
             os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
@@ -198,6 +208,41 @@ def obey(host: socket.socket, workdir: str, settings: dict[str, Any]) -> None:
         host.send(
             json.dumps({"exit_code": code if code >= 0 else 128 - code, "timed_out": not in_time}).encode()
         )
+
+
+def await_end(child: int, host: int, timeout_s: float | None, memory_mb: int) -> bool:
+    """Wait for a command's end, and cause it when memory is used up; False when its time is."""
+    until = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
+    while True:
+        left_s = max(until - time.monotonic(), 0.0)
+        ready = select.select([child, host], [], [], min(left_s, LOOK_S))[0]
+        if ready or not left_s:
+            return child in ready
+        if used_mb("statm") > memory_mb and used_mb("smaps_rollup") > memory_mb:
+            os.kill(-1, signal.SIGKILL)
+
+
+def used_mb(source: str) -> float:
+    """Memory of all processes of this namespace but this one; what several share counts once in the second.
+
+    A process that hides how much it shares is taken to share nothing.
+    """
+    total = 0
+    for pid in os.listdir("/proc"):
+        if not pid.isdigit() or pid == "1":
+            continue
+        for name in dict.fromkeys((source, "statm")):
+            try:
+                with open(f"/proc/{pid}/{name}") as file:
+                    text = file.read()
+            except OSError:
+                continue  # it ended meanwhile
+            if name == "statm":
+                total += int(text.split()[1]) * PAGE
+            else:
+                total += 1024 * sum(int(line.split()[1]) for line in text.splitlines() if line[:4] == "Pss:")
+            break
+    return total / (1 << 20)
 
 
 def listen(host: socket.socket, port: int) -> None:
@@ -232,7 +277,13 @@ def run(kind: str, files: list[int], workdir: str, settings: dict[str, Any]) -> 
         limit(resource.RLIMIT_NPROC, settings["processes"])
         limit(resource.RLIMIT_FSIZE, settings["file_mb"] << 20)
         limit(resource.RLIMIT_AS, settings["address_space_mb"] << 20)
-        limit(resource.RLIMIT_CORE, 0)
+        limit(resource.RLIMIT_NOFILE, 4096)
+        limit(resource.RLIMIT_MSGQUEUE, 0)
+        limit(resource.RLIMIT_SIGPENDING, 1024)
+        limit(resource.RLIMIT_MEMLOCK, 1 << 16)
+        # Not 0: a core_pattern that is a program of the host's is called all the same; for 1 it is not.
+        limit(resource.RLIMIT_CORE, 1)
+        os.nice(settings["nice"])
         if kind == "shell":
             for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and exec would keep so
                 signal.signal(number, signal.SIG_DFL)
@@ -269,15 +320,11 @@ def read(file: int) -> str:
 
 
 def limit(which: int, value: int) -> None:
+    most = resource.getrlimit(which)[1]
+    value = value if most == resource.RLIM_INFINITY else min(value, most)
     resource.setrlimit(which, (value, value))
 
 
-def environment() -> dict[str, str]:
-    """The image's own, without what Apptainer adds."""
-    ours = ("APPTAINER", "SINGULARITY", "PROMPT_COMMAND", "LD_LIBRARY_PATH")
-    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-
-
 if __name__ == "__main__":
-    INITIAL = environment()
+    INITIAL = dict(os.environ)
     serve(socket.socket(fileno=os.dup(0)))

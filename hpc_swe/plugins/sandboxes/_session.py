@@ -21,13 +21,21 @@ from msgspec import Struct
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.sandboxes._output import collected
 from hpc_swe.plugins.sandboxes._tree import Tree
-from hpc_swe.plugins.sandboxes.base import Clock, CommandResult
+from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Entry
 from hpc_swe.processes import descendants, start_time
 
 log = logging.getLogger(__name__)
 
 PROGRAM = Path(__file__).with_name("_container.py")
-BOOTSTRAP = "import socket; s = socket.socket(fileno=0); p = s.recv(1 << 17).decode(); s.detach(); exec(p)"
+# The interpreter begins anew with the image's own environment, without what Apptainer adds or lets through
+# from the host: what a process began with stays to be read below /proc, whatever it deletes.
+BOOTSTRAP = """
+import os, sys
+ours = ("APPTAINER", "SINGULARITY", "PROMPT_COMMAND", "LD_LIBRARY_PATH", "PS1", "PWD", "OLDPWD", "USER_PATH")
+kept = {n: v for n, v in os.environ.items() if not n.startswith(ours) and not n.lower().endswith("_proxy")}
+serve = "import socket; s = socket.socket(fileno=0); p = s.recv(1 << 17).decode(); s.detach(); exec(p)"
+os.execve(sys.executable, [sys.executable, "-I", "-c", serve], kept)
+"""
 GRACE_S = 15.0
 """A command's time limit is kept inside the sandbox; this much later the host keeps it."""
 LOOK_S = 0.2
@@ -35,18 +43,25 @@ LOOK_S = 0.2
 ENDING_S = 3.0
 _OF_DAEMON = (errno.ENOTCONN, errno.ECONNABORTED, errno.ESTALE, errno.EIO)
 """What files answer whose FUSE daemon has ended, which they do a moment before it is seen to."""
+_PASSED_ON = ("APPTAINERENV_", "SINGULARITYENV_")
+"""Variables of the host that Apptainer would set inside."""
 GONE = CommandResult(exit_code=137, output="The sandbox is gone.", broke_sandbox=True)
 
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one sandbox may use."""
 
-    processes: int = 256
-    """Processes and threads of one sandbox."""
+    processes: int = 128
+    """Threads count, too: libraries that start one for each core of a large node need about that many. All of
+    them may spin, so no more than is needed."""
     file_mb: int = 64
     """Largest single file, command output included."""
     address_space_mb: int = 4096
     """Of one process."""
+    memory_mb: int = 8192
+    """Of all processes together, looked at four times a second; a command that uses more is killed."""
+    nice: int = 10
+    """Added to that of every process, so that hosts of sandboxes, engines and learners come first."""
     disk_mb: int = 512
     """Everything written; it is memory of the job."""
     output_bytes: int = 64_000
@@ -76,6 +91,7 @@ class Container:
         with theirs:
             self._process = subprocess.Popen(
                 [*command, "-I", "-c", BOOTSTRAP],
+                env={name: value for name, value in os.environ.items() if not name.startswith(_PASSED_ON)},
                 stdin=theirs.fileno(),
                 stdout=self._errors,
                 stderr=self._errors,
@@ -181,6 +197,16 @@ class Session:
         """Every regular file, sorted."""
         with self._attributed():
             return self._tree.paths()
+
+    def entries(self, folder: str) -> dict[str, Entry]:
+        """What a folder holds."""
+        with self._attributed():
+            return self._tree.entries(folder)
+
+    def target(self, path: str) -> str:
+        """What a link points to."""
+        with self._attributed():
+            return self._tree.target(path)
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
         """Run a shell line in the work directory."""

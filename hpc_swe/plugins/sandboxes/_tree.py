@@ -10,12 +10,17 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
+
+from hpc_swe.plugins.sandboxes.base import Entry
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Opening a pipe must not wait for its other end, nor a terminal become ours.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MOST_FILES = 20_000
+_MOST_ENTRIES = 50_000
+"""Names that are looked at in one call, of whatever kind."""
 _DEEPEST = 64
 
 
@@ -33,8 +38,10 @@ class Tree:
             with os.fdopen(file, "rb") as handle:
                 if not stat.S_ISREG(os.fstat(file).st_mode):
                     raise _error(errno.EINVAL, path, "not a regular file")
+                if os.fstat(file).st_size > self._most_bytes:
+                    raise _error(errno.EFBIG, path, f"larger than {self._most_bytes} bytes")
                 data = handle.read(self._most_bytes + 1)
-        if len(data) > self._most_bytes:
+        if len(data) > self._most_bytes:  # it grows
             raise _error(errno.EFBIG, path, f"larger than {self._most_bytes} bytes")
         return data
 
@@ -52,24 +59,41 @@ class Tree:
                 os.unlink(temporary, dir_fd=folder)
                 raise
 
+    def entries(self, folder: str) -> dict[str, Entry]:
+        """What a folder holds."""
+        found: dict[str, Entry] = {}
+        with self._folder(folder, folder.split("/")) as here, os.scandir(here) as names:
+            for name in names:
+                found[name.name] = _entry(name.stat(follow_symlinks=False))
+                if len(found) > _MOST_ENTRIES:
+                    raise _error(errno.EFBIG, folder, f"more than {_MOST_ENTRIES} names")
+        return found
+
+    def target(self, path: str) -> str:
+        """What a link points to."""
+        with self._parent(path) as (folder, name):
+            return os.readlink(name, dir_fd=folder)
+
     def paths(self) -> list[str]:
         """Every regular file, sorted."""
-        found = []
-        for path in self._walk(self._root, "", _DEEPEST):
-            found.append(path)
-            if len(found) > _MOST_FILES:
-                raise _error(errno.EFBIG, ".", f"more than {_MOST_FILES} files")
+        found: list[str] = []
+        for looked, path in enumerate(self._walk(self._root, "", _DEEPEST)):
+            if path is not None:
+                found.append(path)
+            if len(found) > _MOST_FILES or looked > _MOST_ENTRIES:
+                raise _error(errno.EFBIG, ".", f"more than {_MOST_FILES} files or {_MOST_ENTRIES} names")
         return sorted(found)
 
     def close(self) -> None:
         """Let go of the folder."""
         os.close(self._root)
 
-    def _walk(self, folder: int, prefix: str, depth: int) -> Iterator[str]:
+    def _walk(self, folder: int, prefix: str, depth: int) -> Iterator[str | None]:
+        """Files; None for all else that is met, so that the caller can count it."""
         for entry in os.scandir(folder):
-            if entry.is_file(follow_symlinks=False):
-                yield prefix + entry.name
-            elif entry.is_dir(follow_symlinks=False) and depth:
+            is_file = entry.is_file(follow_symlinks=False)
+            yield prefix + entry.name if is_file else None
+            if entry.is_dir(follow_symlinks=False) and depth:
                 child = os.open(entry.name, _FOLDER, dir_fd=folder)
                 try:
                     yield from self._walk(child, f"{prefix}{entry.name}/", depth - 1)
@@ -79,7 +103,14 @@ class Tree:
     @contextmanager
     def _parent(self, path: str, make: bool = False) -> Iterator[tuple[int, str]]:
         *folders, name = [part for part in path.split("/") if part != "."] or [""]
-        if path.startswith("/") or "\0" in path or not name or ".." in (*folders, name):
+        if path.startswith("/") or not name or name == "..":
+            raise _error(errno.EINVAL, path, "not a path below the work directory")
+        with self._folder(path, folders, make) as here:
+            yield here, name
+
+    @contextmanager
+    def _folder(self, path: str, folders: list[str], make: bool = False) -> Iterator[int]:
+        if "\0" in path or ".." in folders:
             raise _error(errno.EINVAL, path, "not a path below the work directory")
         here = os.dup(self._root)
         try:
@@ -88,7 +119,7 @@ class Tree:
                     _make(here, part)
                 here, above = os.open(part, _FOLDER, dir_fd=here), here
                 os.close(above)
-            yield here, name
+            yield here
         finally:
             os.close(here)
 
@@ -98,6 +129,15 @@ def _make(folder: int, name: str) -> None:
         os.mkdir(name, dir_fd=folder)
     except FileExistsError:
         return
+
+
+def _entry(state: os.stat_result) -> Entry:
+    if stat.S_ISDIR(state.st_mode):
+        return Entry("folder", 0, 0)
+    if stat.S_ISREG(state.st_mode):
+        kind: Literal["file", "executable"] = "executable" if state.st_mode & 0o100 else "file"
+        return Entry(kind, state.st_size, state.st_mtime_ns)
+    return Entry("link" if stat.S_ISLNK(state.st_mode) else "other", state.st_size, state.st_mtime_ns)
 
 
 def _mode(folder: int, name: str) -> int:

@@ -5,12 +5,30 @@ import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from hpc_swe.records import Task
 
 Clock = Callable[[], float]
 """Seconds that count; they may stand still, and infinity ends what is timed."""
+
+
+class Entry(NamedTuple):
+    """One name in a folder of a sandbox."""
+
+    kind: Literal["file", "executable", "link", "folder", "other"]
+    size: int
+    changed_ns: int
+
+    @property
+    def is_folder(self) -> bool:
+        """A folder, and no link to one."""
+        return self.kind == "folder"
+
+    @property
+    def is_file_or_link(self) -> bool:
+        """What a difference can hold."""
+        return self.kind in ("file", "executable", "link")
 
 
 @dataclass(frozen=True)
@@ -68,6 +86,20 @@ class Sandbox(Protocol):
 
         Raises:
             SandboxError: It could not be made. Ask before the agent acts, or the policy holds the port.
+        """
+
+    def entries(self, folder: str) -> dict[str, Entry]:
+        """What a folder below the work directory holds; the empty name is the work directory's.
+
+        Raises:
+            OSError: No such folder, closed, behind a link or ``..``, or more than a sandbox gives out.
+        """
+
+    def target(self, path: str) -> str:
+        """What a link points to, as it is written in it.
+
+        Raises:
+            OSError: No such link, or reached through another one or ``..``.
         """
 
     def paths(self) -> list[str]:

@@ -70,6 +70,8 @@ class _Folder:
         self.read = tree.read
         self.write = tree.write
         self.paths = tree.paths
+        self.entries = tree.entries
+        self.target = tree.target
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
         return self._run(

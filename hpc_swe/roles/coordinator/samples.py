@@ -59,15 +59,20 @@ def flaw(episode: Episode) -> str:
     return ""
 
 
-def trained_turns(turns: Sequence[Turn], chains: Chains) -> list[int]:
-    """Turns with a loss; ``main`` is the chain with most turns, the first of equals."""
+def trained_turns(turns: Sequence[Turn], chains: Chains, main: int = -1) -> list[int]:
+    """Turns with a loss; `main` starts the chain that ``main`` trains.
+
+    Where it is not known, that is the first chain that went on, or else the first.
+    """
     root: list[int] = []
     for index, turn in enumerate(turns):
         root.append(index if turn.parent is None else root[turn.parent])
     delivered = [index for index, turn in enumerate(turns) if turn.delivered]
     last = {root[index]: index for index in delivered}
     extended = {turn.parent for turn in turns}
-    main = max(sizes, key=lambda chain: (sizes[chain], -chain)) if (sizes := Counter(root)) else None
+    sizes = Counter(root[index] for index in delivered)
+    if main < 0:
+        main = min(sizes, key=lambda chain: (sizes[chain] == 1, chain), default=-1)
     return [
         index
         for index in delivered
@@ -103,7 +108,7 @@ def conversations(turns: Sequence[Turn]) -> int:
 
 def cut(episode: Episode, advantage: float, chains: Chains, step: int, max_staleness: int) -> Cut:
     """Cut an episode for batch `step`; tokens older than `max_staleness` (0 is off) are masked one by one."""
-    trained = trained_turns(episode.turns, chains)
+    trained = trained_turns(episode.turns, chains, episode.main)
     todo = set(trained)
     samples, ages, stale = [], [], 0
     for path in leaf_chains(episode.turns, trained):

@@ -24,6 +24,7 @@ class Place:
     """Messages that no turn's prompt holds yet: all of them when a chain starts."""
     key: bytes
     """Of the whole history asked."""
+    shows_tools: bool = False
 
 
 class Chains:
@@ -33,6 +34,7 @@ class Chains:
         self.turns: list[Turn] = []
         self._ends: dict[bytes, int] = {}
         self._digests: dict[int, tuple[Message, bytes]] = {}
+        self._with_tools: set[int] = set()
 
     def place(self, messages: Sequence[Message], tools: str) -> Place:
         """The turn that the messages extend, if any. Other tools make another chain: prompts show them."""
@@ -42,7 +44,7 @@ class Chains:
         known = _fold(blake2b(tools.encode(), digest_size=16).digest(), digests[:start])
         key = _fold(known, digests[start:])
         parent = self._ends.get(known) if start < len(messages) else None
-        return Place(parent, list(messages if parent is None else messages[start:]), key)
+        return Place(parent, list(messages if parent is None else messages[start:]), key, bool(tools))
 
     def prefix(self, parent: int | None) -> list[Ids]:
         """All ids up to the end of a turn, in order, in pieces."""
@@ -58,10 +60,20 @@ class Chains:
         self.turns.append(turn)
         return len(self.turns) - 1
 
+    def main(self) -> int:
+        """Where the agent's own conversation starts, whose work is graded; -1 when nothing was delivered.
+
+        The first that shows tools, or where none does, the first of all. Before it only the program speaks;
+        what the policy starts from the sandbox, however long it grows, comes after its first reply.
+        """
+        starts = [index for index, turn in enumerate(self.turns) if turn.parent is None and turn.delivered]
+        return min(starts, key=lambda index: (index not in self._with_tools, index), default=-1)
+
     def deliver(self, index: int, place: Place, reply: Message) -> None:
         """The reply arrived: from now on requests may extend it."""
         self.turns[index] = msgspec.structs.replace(self.turns[index], delivered=True)
         self._ends[_fold(place.key, [_digest(reply)])] = index
+        self._with_tools |= {index} if place.shows_tools else set()
 
     def retract(self, index: int) -> None:
         """The reply did not arrive; nothing extends its turn."""

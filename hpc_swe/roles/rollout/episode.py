@@ -97,6 +97,7 @@ def record(request: RolloutRequest, recorder: Recorder, outcome: Outcome, worker
         worker=worker,
         error=result.error,
         counts=dict(recorder.counts),
+        main=recorder.main,
     )
 
 

@@ -169,6 +169,12 @@ class Recorder:
         is_over = self._closed or self.failure is not None or spent_s > self._refused_at + self.linger_s
         return math.inf if is_over else spent_s
 
+    @property
+    def main(self) -> int:
+        """Index of the turn that starts the agent's own conversation."""
+        with self._lock:
+            return self._chains.main()
+
     def close(self, why: str) -> list[Turn]:
         """All turns; what is still asked from now on is refused."""
         with self._lock:
