@@ -140,7 +140,13 @@ reward = {{ slots = 1 }}
 learner = {{ optimizer = {{ lr = 1e-3 }} }}
 sampling = {{ max_tokens = 2000 }}
 sandbox = {{ images = "{images}" }}
-policy = {{ tensor_parallel = 1, sequence_parallel = false, recompute = "none", dtype = "float32" }}
+
+[policy]
+device = "cpu"
+tensor_parallel = 1
+sequence_parallel = false
+recompute = "none"
+dtype = "float32"
 
 [engine]
 max_model_len = {context}
