@@ -8,16 +8,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 from hpc_swe import checks, cli, creation, reconcile
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError, SchedulerError, StaleRun, StorageError
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.reconcile import Plan
-from hpc_swe.records import RunManifest
+from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, orders
+from hpc_swe.store import atomic, ledger, orders
 
 GRACE_S = 10.0  # `stop --now` lets processes see the order before it ends them
 
@@ -44,11 +45,14 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> Plan:
 
 def _submit(run: RunDir, config: RunConfig) -> Plan:
     """Tick; where a role cannot be had and nothing ran before, take back what was submitted beside it."""
-    had_jobs = bool(alive(run, config))
+    before = {role: ledger.newest(run, role).number for role in get_args(Role)}
     plan = reconcile.tick(run, config)
-    if not plan.lost or had_jobs:
+    if not plan.lost:
         return plan
-    config.executor.cancel([job.job for job in config.executor.queue(run)])
+    queue = config.executor.queue(run)
+    if any(job.submission <= before[job.role] for job in queue if job.state != "broken"):
+        return plan
+    config.executor.cancel([job.job for job in queue])
     said = "; ".join(f"{role}: {plan.stuck[role]}" for role in plan.lost)
     raise ConfigError(f"{run.root}: {said}; nothing was left in the queue. Mend it and start again")
 
