@@ -79,7 +79,7 @@ def stage(builders: dict[str, TokenBuilder], tmp_path_factory: pytest.TempPathFa
         request = RolloutRequest(
             group_id=0, index=0, task_id="t", seed=0, sampling=Sampling(max_tokens=100_000)
         )
-        sampler = Sampler(engine, endpoints, "secret", 5.0)
+        sampler = Sampler(engine, endpoints, "secret", 5.0, part=100_000)  # one answer a call
         return Stage(builder, engine, Recorder(builder, sampler, request, RolloutConfig(context=10**6)))
 
     return make
