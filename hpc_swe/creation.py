@@ -57,7 +57,7 @@ def require_free(run: RunDir, config: RunConfig) -> None:
     """
     root, real, code = run.root, run.root.resolve(), Path(__file__).resolve().parents[1]
     remedy = f"name a folder of its own with {option(config)}"
-    if _is_ours(run):
+    if run.config.exists():
         return
     if root.is_symlink() and not root.exists():
         raise ConfigError(f"{root}: a link to {real}, which is not there; {remedy}")
@@ -68,24 +68,24 @@ def require_free(run: RunDir, config: RunConfig) -> None:
             raise ConfigError(f"{root}: {what} {'is' if place.resolve() == real else 'lies in'} it; {remedy}")
     if any(real.is_relative_to(code / package) for package in PACKAGES):
         raise ConfigError(f"{root}: among the packages that a run copies; {remedy}")
-    found = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+    found = _foreign(run)
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise ConfigError(f"{root}: no run, but it holds {', '.join(found[:3])}{more}; {remedy}")
 
 
-def _is_ours(run: RunDir) -> bool:
-    """Whether a run is there, or what a start has begun to make; another start may be about to remove it."""
+def _foreign(run: RunDir) -> list[str]:
+    """Names in a folder that is no run, and that no start is making one of; each look judges one listing."""
+    found: list[str] = []
     for _ in range(LOOKS):
-        if run.config.exists() or (run.root / MAKING).exists():
-            return True
+        found = sorted(os.listdir(run.root)) if run.root.is_dir() else []
+        if not found or {MAKING, run.config.name} & set(found):
+            return []
         with contextlib.suppress(OSError, CorruptRecord):
             atomic.get(run.manifest, RunManifest)
-            return True
-        if not run.root.is_dir() or not any(run.root.iterdir()):
-            return False
+            return []
         time.sleep(PAUSE_S)
-    return False
+    return found
 
 
 @contextlib.contextmanager

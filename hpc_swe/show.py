@@ -96,9 +96,13 @@ def shown(arguments: argparse.Namespace) -> Iterator[str]:
 def main() -> None:
     """The command line."""
     arguments = cli.parse(_parser())
-    with boundary(HpcSweError, f"show {arguments.path}"):
-        for part in shown(arguments):
-            print(part, flush=True)
+    parts = shown(arguments)
+    while True:
+        with boundary(HpcSweError, f"show {arguments.path}"):
+            part = next(parts, None)
+        if part is None:
+            return
+        print(part, flush=True)  # outside: a pager that is left is no error of the run
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from waiting import DEADLINE_S
 
 from hpc_swe import transcript
+from hpc_swe.cli import BROKEN_PIPE
 from hpc_swe.errors import CorruptRecord
 from hpc_swe.exhibits import exhibit
 from hpc_swe.metrics import Log
@@ -99,12 +100,12 @@ def test_records_of_json_hold_all_tokens(run):
     assert all(json.loads(line)["episode"]["turns"][0]["completion_ids"] for line in lines)
 
 
-def test_a_pager_that_is_left_is_no_error(run):
-    line = f"{sys.executable} -m hpc_swe.show {run.root} --exit submitted --limit 0 | head -n 1"
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, timeout=DEADLINE_S
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+def test_a_pager_that_is_left_ends_the_command_without_a_word(run):
+    line = [sys.executable, "-m", "hpc_swe.show", run.root, "--exit", "submitted", "--limit", "0"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as shown:
+        shown.stdout.close()
+        said = shown.stderr.read()
+    assert (shown.returncode, said) == (BROKEN_PIPE, "")
 
 
 def test_damage_is_one_error(run, tmp_path):
