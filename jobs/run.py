@@ -78,17 +78,14 @@ class Gang:
         self._stopping.wait(seconds)
 
     def start(self) -> None:
-        """Start all ranks; they find one another at a fresh port of this host, a job's first node."""
+        """Start all ranks; those of one node meet in a folder, others at a port of a job's first node."""
         if not self.stopping:
             self._until = float("inf")  # of the start before
         self._place = self._meeting()
         self._hearts = heart.Watch(self._place)
-        meeting = {
-            "MASTER_ADDR": entry.address(),
-            "MASTER_PORT": str(_free_port()),
-            MEETING: str(self._place),
-        }
+        meeting = {MEETING: str(self._place)}
         if nodes() > 1:
+            meeting |= {"MASTER_ADDR": entry.address(), "MASTER_PORT": str(_free_port())}
             self._spawn(_srun(len(self._commands), self._commands[0]), meeting)
             return
         for rank, command in enumerate(self._commands):

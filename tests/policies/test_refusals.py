@@ -122,3 +122,16 @@ def test_a_loss_that_is_not_finite_names_its_microbatch_on_every_rank(models, tm
     assert "step 0: loss nan" in first["error"]
     assert "microbatches [1] of data-parallel rank 1" in second["error"]
     assert first["metrics"] == second["metrics"] == []
+
+
+def test_a_weight_that_is_not_finite_on_one_rank_is_published_by_none(models, tmp_path):
+    case = {
+        "name": "spoilt",
+        "model": str(models["dense"]),
+        "policy": {"dtype": "float32", "tensor_parallel": 2},
+        "do": [("spoil", 1), ("export", "weights")],
+    }
+    first, second = gang.run_cases(2, [case], tmp_path / "out")["spoilt"]
+    assert "not finite (1 tensors in all); not published" in first["error"]
+    assert first["error"] == second["error"]
+    assert list((tmp_path / "out/spoilt/weights").iterdir()) == []

@@ -56,7 +56,16 @@ def _score(learner, token_ids: list[int], case: dict, found: dict) -> None:
 def _export(learner, name: str, case: dict, found: dict) -> None:
     import msgspec
 
-    found["tensors"] = msgspec.to_builtins(learner.export(_fresh(learner, Path(case["out"]) / name)))
+    try:
+        found["tensors"] = msgspec.to_builtins(learner.export(_fresh(learner, Path(case["out"]) / name)))
+    except FloatingPointError as error:
+        found["error"] = str(error)
+
+
+def _spoil(learner, rank: int, case: dict, found: dict) -> None:
+    """One number of one rank alone is none any more."""
+    if learner.ranks.rank == rank:
+        next(iter(learner._model.parameters())).data.view(-1)[0] = float("nan")
 
 
 def _save(learner, folder: str, case: dict, found: dict) -> None:
@@ -82,7 +91,15 @@ def _grads(learner, name: str, case: dict, found: dict) -> None:
         save_file(grads, folder / "grads.safetensors")
 
 
-VERBS = {"train": _train, "score": _score, "export": _export, "save": _save, "load": _load, "grads": _grads}
+VERBS = {
+    "train": _train,
+    "score": _score,
+    "spoil": _spoil,
+    "export": _export,
+    "save": _save,
+    "load": _load,
+    "grads": _grads,
+}
 
 
 def _fresh(learner, folder: Path) -> Path:

@@ -33,13 +33,15 @@ class Exporter:
         self._layouts = convert.layouts(model, shape)
 
     def write(self, folder: Path) -> dict[str, TensorInfo]:
-        """Write this rank's file; from the first byte on no rank waits for another, which may have failed."""
+        """Write this rank's file; from the first byte on no rank waits for another, which may have failed.
+
+        Raises:
+            FloatingPointError: On every rank, when a tensor of any is not finite.
+        """
         tensors = self._collect()
-        with ThreadPoolExecutor(4) as pool:
-            finite = pool.map(torch.Tensor.isfinite, tensors.values())
-            bad = [name for name, each in zip(tensors, finite, strict=True) if not each.all()]
         file = f"model-{self._ranks.rank + 1:05d}-of-{self._ranks.size:05d}.safetensors"
         shares = self._ranks.gather((file, {name: tensor.nbytes for name, tensor in tensors.items()}))
+        bad = [name for part in self._ranks.gather(_not_finite(tensors)) for name in part]
         if bad:  # engines serve what is published: nobody behind us looks at every number
             raise FloatingPointError(f"{bad[0]} is not finite ({len(bad)} tensors in all); not published")
         with atomic.storage(folder):
@@ -76,6 +78,12 @@ class Exporter:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         if config.get(key) != dtype:
             (folder / "config.json").write_text(json.dumps(config | {key: dtype}, indent=2))
+
+
+def _not_finite(tensors: dict[str, Tensor]) -> list[str]:
+    with ThreadPoolExecutor(4) as pool:
+        finite = pool.map(lambda tensor: bool(tensor.isfinite().all()), tensors.values())
+        return [name for name, each in zip(tensors, finite, strict=True) if not each]
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

@@ -6,6 +6,7 @@ nor run into NCCL's watchdog.
 
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -14,8 +15,10 @@ from megatron.core import parallel_state, tensor_parallel
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.policies._megatron import compat, cpu
+from hpc_swe.processes import MEETING
 
 T = TypeVar("T")
+TIMEOUT = timedelta(hours=1)
 
 
 class TorchRanks:
@@ -69,11 +72,26 @@ def _join() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     else:
         cpu.apply()
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    timeout = timedelta(hours=1)
     if dist.is_initialized():
         return  # by a program around us
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:  # started by hand, alone: no port is needed
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=_store(size), rank=rank, world_size=size, timeout=TIMEOUT)
+
+
+def _store(size: int) -> dist.Store | None:
+    """Return where ranks find one another; None is torch's own store at MASTER_ADDR, for several nodes.
+
+    Ranks of one node use a file that only their user can read, and sockets of the loopback: no other machine
+    can reach them. A file on a shared file system would need locks that hold across nodes.
+    """
+    if size == 1:
+        return dist.HashStore()
+    place = os.environ.get(MEETING)
+    if not place or os.environ.get("LOCAL_WORLD_SIZE") != str(size):
+        return None
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(str(Path(place) / "store"), size)
+    store.set_timeout(TIMEOUT)
+    return store
