@@ -167,6 +167,32 @@ def test_what_another_start_took_away_replaces_nothing(tmp_path):
     assert (tmp_path / "code").is_dir()
 
 
+@pytest.mark.parametrize("mode", [0o750, 0o701, 0o722])
+def test_a_run_that_others_can_enter_is_refused_by_every_command(tmp_path, read, mode):
+    run = RunDir(tmp_path / "run")
+    launch.start(run, read())
+    run.root.chmod(mode)
+    for verb in ("tick", "stop"):
+        done = command(verb, run.root)
+        assert done.returncode == ConfigError.exit_code
+        assert done.stderr == f"error: {run.root}: mode {mode:o} lets others in; run chmod 700 {run.root}\n"
+    with pytest.raises(ConfigError, match="lets others in"):
+        launch.start(run, read())
+    run.root.chmod(0o700)
+    assert command("tick", run.root).returncode == 0
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to give a folder to another user")
+@pytest.mark.parametrize("path", [".", "run.json"])
+def test_a_run_of_another_user_is_refused(tmp_path, read, path):
+    run = RunDir(tmp_path / "run")
+    launch.start(run, read())
+    os.chown(run.root / path, 12345, -1)
+    done = command("tick", run.root)
+    assert done.returncode == ConfigError.exit_code
+    assert "belongs to user 12345; a run is acted on by its owner only" in done.stderr
+
+
 def test_missing_model_is_one_error_that_names_key_and_folder(tmp_path, read):
     with pytest.raises(ConfigError, match=r"model = '/nowhere/model': no config.json there"):
         launch.start(RunDir(tmp_path / "run"), read("model=/nowhere/model"))
