@@ -255,8 +255,11 @@ def words(model: Path, steps: int) -> list[str]:
     return ["configs/demo.toml", f"model={model}", f"steps={steps}", "learner.optimizer.decay=constant"]
 
 
-def warm(model: Path) -> None:
-    """Make a model that calls the tools, as the demo does."""
+def supply(model: Path, given: Path | None) -> None:
+    """Copy the model that is given, or make one that calls the tools, as the demo does."""
+    if given:
+        shutil.copytree(given, model)
+        return
     folder = model.parent
     start = [sys.executable, "-m", "jobs.make_model", "--out", str(folder / "cold")]
     subprocess.run(start, check=True, cwd=ROOT)
@@ -283,10 +286,7 @@ def table(chaos: Chaos) -> str:
 
 def suffer(folder: Path, arguments: argparse.Namespace) -> int:
     """The whole course in a folder; the exit code."""
-    if arguments.model:
-        shutil.copytree(arguments.model, folder / "model")
-    else:
-        warm(folder / "model")
+    supply(folder / "model", arguments.model)
     run = RunDir(folder / "run")
     chaos = Chaos(run, Books(run, folder / "batches"), random.Random(arguments.seed))
     began = time.monotonic()
