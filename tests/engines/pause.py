@@ -2,7 +2,7 @@
 
 Started by hand; CI has no room for it. The version holds a small model and one large file that the engine
 need not load, so that what is measured is the verifying, without the swap. Prints the longest time between
-two answers of one-token requests, before and while the version is verified.
+two answers of one-token requests, before the version comes and until it is served.
 """
 
 import json
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from engine_kit import CPU, TOKEN, await_node, is_serving, make_model, make_run, node, publish, supervise
+from engine_kit import CPU, TOKEN, await_node, is_serving, make_model, make_run, publish, supervise
 
 from hpc_swe.records import Sampling, WeightVersion
 from hpc_swe.rundir import RunDir
@@ -58,15 +58,14 @@ def measure(run: RunDir, folder: Path, gigabytes: float) -> None:
     time.sleep(10.0)
     print(f"nothing verified: longest gap {asking.lap():.2f} s", flush=True)
     began = time.monotonic()
-    published = publish(run, folder, WeightVersion(step=1), listed=folder)
+    version = WeightVersion(step=1)
+    publish(run, folder, version, listed=folder)
     print(f"published {gigabytes:g} GB in {time.monotonic() - began:.0f} s", flush=True)
-    await_node(run, lambda cell: bool(cell.reading), 60.0)
     began = time.monotonic()
     asking.lap()
-    while (cell := node(run)) is None or cell.reading:
-        time.sleep(0.05)
+    await_node(run, is_serving(version), 600.0)
     seconds = time.monotonic() - began
-    print(f"{published.name}: {seconds:.1f} s; longest gap between answers {asking.lap():.2f} s", flush=True)
+    print(f"served after {seconds:.1f} s; longest gap between answers {asking.lap():.2f} s", flush=True)
     asking.over.set()
 
 
