@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hpc_swe import cli
+from hpc_swe import cli, tables
 from hpc_swe import config as configuration
 from hpc_swe.checkup import Ask, Finding, scheduler, visit
 from hpc_swe.checkup.scheduler import Cluster
@@ -33,7 +32,6 @@ from hpc_swe.settings import RunConfig
 
 COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 OPTIONS = ("account", "qos", "reservation", "constraint")  # of sbatch, that srun needs too
-WIDTH = 150  # where the output is no terminal
 
 
 def wanted(executor: dict[str, Any]) -> list[Ask]:
@@ -157,8 +155,8 @@ def main() -> int:
     if arguments.json:
         print(msgspec.json.encode(findings).decode())
         return "fault" in verdicts
-    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH)
-    console.print(table(findings))
+    console = tables.screen()
+    tables.show(console, table(findings))
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("ok", "warning", "fault"))
     console.print(f"{counts}, in {time.monotonic() - begun:.0f} s")
     return "fault" in verdicts

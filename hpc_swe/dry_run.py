@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 
 from hpc_swe import config as configuration
 from hpc_swe import estimate, reconcile
+from hpc_swe import tables as drawn
 from hpc_swe.estimate import GIB, Part, Request
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.plugins.executors.slurm import Slurm
@@ -28,10 +29,9 @@ def show(run: RunDir, config: RunConfig) -> None:
     print("\n".join(configuration.toml(configuration.dump(config))), end="\n\n")
     for script in scripts(run, config):
         print(script)
-    console = Console(highlight=False)
+    console = drawn.screen()
     for table in tables(config):
-        console.print(table)
-        console.print()
+        drawn.show(console, table, "")
 
 
 def scripts(run: RunDir, config: RunConfig) -> list[str]:

@@ -22,7 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from hpc_swe import cli, launch, results
+from hpc_swe import cli, launch, results, tables
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError
 from hpc_swe.rundir import RunDir
@@ -221,8 +221,7 @@ def _left(run: RunDir, config: RunConfig) -> str:
 
 def finish(run: RunDir, config: RunConfig, console: Console) -> None:
     """Write the results and show them."""
-    for table in results.shown(results.write(run, config)):
-        console.print(table)
+    tables.show(console, *results.shown(results.write(run, config)))
     console.print(f"results: {run.summary}, {run.results}, {run.predictions('*')}", soft_wrap=True)
 
 
@@ -263,8 +262,7 @@ def _run(run: RunDir, arguments: argparse.Namespace, console: Console) -> None:
     finish(run, config, console)
     if before:
         found = results.compare(before, results.read(run), common=arguments.common)
-        for told in results.shown_beside(str(arguments.compare), found):
-            console.print(told)
+        tables.show(console, *results.shown_beside(str(arguments.compare), found))
 
 
 @cli.command
@@ -273,7 +271,7 @@ def main() -> None:
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     arguments = cli.parse(_parser())
-    _run(RunDir(arguments.out), arguments, Console(highlight=False))
+    _run(RunDir(arguments.out), arguments, tables.screen())
 
 
 if __name__ == "__main__":

@@ -182,8 +182,7 @@ def differences(run: RunDir, config: RunConfig) -> list[str]:
     return found
 
 
-def _must_agree(run: RunDir, config: RunConfig) -> None:
-    old, folder = load(run), Path(atomic.get(run.manifest, RunManifest).folder)
+def _require_alike(run: RunDir, config: RunConfig) -> None:
     refused = differences(run, config)
     if refused:
         raise ConfigError(
@@ -191,6 +190,11 @@ def _must_agree(run: RunDir, config: RunConfig) -> None:
             f"{'; '.join(refused)}. Go on with the old values (`launch tick`), or name another folder with "
             f"{creation.option(config)}"
         )
+
+
+def _must_agree(run: RunDir, config: RunConfig) -> None:
+    _require_alike(run, config)
+    old, folder = load(run), Path(atomic.get(run.manifest, RunManifest).folder)
     config = configuration.respelled(old, config, folder)
     for change in configuration.changes(old, config, folder).values():
         log.info("changed %s, for jobs that start from now on", change)
@@ -274,6 +278,8 @@ def preview(run: RunDir, config: RunConfig) -> None:
         dry_run.show(run, config)
     finally:
         checks.require(run, config)
+        if run.config.exists():
+            _require_alike(run, config)
 
 
 def left(run: RunDir, config: RunConfig) -> str:

@@ -225,7 +225,7 @@ def _progress(view: View, report: StatusReport) -> str:
 def _roles(view: View, width: int) -> Table:
     columns = ("desired", "running", "waiting")
     table = _table("role", *columns, *(("alive", "silent") if view.report else ("submitted",)))
-    table.add_column("why not running", max_width=max(10, width - 58), no_wrap=True, overflow="crop")
+    table.add_column(_cell("why not running"), max_width=max(10, width - 58))
     reported = {status.role: status for status in view.report.roles} if view.report else {}
     for role, desired in view.desired.items():
         jobs = [job for job in view.queue.jobs if job.role == role]
@@ -267,7 +267,7 @@ def _spools(report: StatusReport) -> Table:
 
 def _curves(report: StatusReport) -> Table:
     table = _table("curve", "last", "lowest", "highest")
-    table.add_column("last steps", no_wrap=True, overflow="crop")
+    table.add_column(_cell("last steps"))
     names = [n for head in HEADLINES for n in sorted(report.recent) if n == head or n.startswith(head + "/")]
     for name in names[: len(HEADLINES)]:
         values = report.recent[name][-WIDE:]
@@ -277,6 +277,7 @@ def _curves(report: StatusReport) -> Table:
 
 
 def _table(first: str, *columns: str) -> Table:
+    """Names and numbers stay whole at any width; what a screen has no room for is cut at its right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold underline")
     table.add_column(first, no_wrap=True, overflow="crop")
     for column in columns:
@@ -285,7 +286,14 @@ def _table(first: str, *columns: str) -> Table:
 
 
 def _add(table: Table, *cells: str) -> None:
-    table.add_row(*(Text(cell, overflow="crop") for cell in cells))
+    table.add_row(*map(_cell, cells))
+    for column, cell in zip(table.columns, cells, strict=True):
+        if column.no_wrap:
+            column.min_width = max(column.min_width or len(str(column.header)), len(cell))
+
+
+def _cell(text: str) -> Text:
+    return Text(text, overflow="crop", no_wrap=True)
 
 
 def _folded(lines: Sequence[str], width: int) -> list[str]:

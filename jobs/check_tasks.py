@@ -21,10 +21,9 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
-from hpc_swe import cli, plugins
+from hpc_swe import cli, plugins, tables
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError, boundary
 from hpc_swe.plugins.graders.base import Examiner, Grader, Resitting, Version
@@ -298,8 +297,7 @@ def _tally(outcomes: Sequence[str]) -> str:
 
 
 def _tell(verdicts: Sequence[Verdict], out: Path) -> None:
-    wide = Console(width=max(console.width, 160)) if not console.is_terminal else console
-    wide.print(table(verdicts))
+    tables.show(console, table(verdicts))
     for one in verdicts:
         if one.verdict != "usable":
             say(f"{one.task_id}: {one.verdict}: {one.reason}")

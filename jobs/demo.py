@@ -19,7 +19,7 @@ import msgspec
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from hpc_swe import cli, evaluate, launch, statistics
+from hpc_swe import cli, evaluate, launch, statistics, tables
 from hpc_swe import config as configuration
 from hpc_swe.errors import HpcSweError
 from hpc_swe.plugins.executors.local import Local
@@ -118,7 +118,8 @@ def _advance(progress: Progress, bar: TaskID, name: str, run: RunDir) -> None:
     progress.update(bar, completed=done, description=f"{name:10} {told}")
 
 
-def _report(demo: Demo, before: RunDir, after: RunDir, trained: RunDir) -> None:
+def rates(demo: Demo, before: RunDir, after: RunDir) -> Table:
+    """What is solved of the held-out tasks by each decoding, before and after."""
     columns = ("held-out solve rate", "before", "after", "gain", "detectable", "infra failures")
     table = Table(*columns, title="mean over tasks [95 % interval over tasks]")
     for decoding in DECODINGS:
@@ -126,10 +127,7 @@ def _report(demo: Demo, before: RunDir, after: RunDir, trained: RunDir) -> None:
         rates = [statistics.solve_rate(first), statistics.solve_rate(last), statistics.gain(first, last)]
         failed = ", ".join(demo.infra_failures(run, decoding) for run in (before, after))
         table.add_row(decoding, *map(str, rates), f"{statistics.detectable(first):.3f}", failed)
-    console.print(table)
-    _plot(demo, before, after, trained)
-    console.print(f"reward curve: {demo.root / 'reward.png'}")
-    console.print(f"all curves:   {Path(sys.executable).parent / 'tensorboard'} --logdir {demo.root}")
+    return table
 
 
 def _plot(demo: Demo, before: RunDir, after: RunDir, trained: RunDir) -> None:
@@ -167,7 +165,10 @@ def run(demo: Demo, control: str) -> None:
         source = f'sft.episodes="{trained.root}"'
         trained = demo.stage("rejection-sft", start, "demo_sft", "demo_rejection", source)
     after = demo.stage(f"after-{control or 'grpo'}", newest(trained), "demo_eval")
-    _report(demo, before, after, trained)
+    tables.show(console, rates(demo, before, after))
+    _plot(demo, before, after, trained)
+    say(f"reward curve: {demo.root / 'reward.png'}")
+    say(f"all curves:   {Path(sys.executable).parent / 'tensorboard'} --logdir {demo.root}")
     console.print(f"{time.monotonic() - began:.0f} s in all")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hpc_swe import cli
+from hpc_swe import cli, tables
 from hpc_swe.errors import ConfigError, HpcSweError, StorageError, boundary
 from hpc_swe.plugins.tasksets._swebench_rows import (
     RECIPES,
@@ -202,7 +202,7 @@ def main() -> None:
     except HpcSweError as error:
         say(f"error: {error}")
         sys.exit(error.exit_code)
-    console.print(overview(rows))
+    tables.show(console, overview(rows))
     console.print(f"{len(rows)} rows in {arguments.out} ({arguments.out.stat().st_size / 1e6:.1f} MB)")
 
 

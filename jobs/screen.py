@@ -1,9 +1,10 @@
 """What the jobs that a person starts show: lines as they are, and bars."""
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-console = Console()
+from hpc_swe import tables
+
+console = tables.screen()
 
 
 def say(line: str) -> None:

@@ -86,6 +86,7 @@ class Cluster:
             expose=shown,
             controllers=configuration.controllers(Path("/proc/mounts").read_text()),
             gpu_major=configuration.unused_major(Path("/proc/devices").read_text()),
+            machine_gpus=tuple(map(str, Path("/dev").glob("nvidia[0-9]*"))),
         )
         cluster = cls(Saved(layout=layout, settings=dict(settings or {})))
         try:

@@ -37,6 +37,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Mount points of the machine's cgroup v1 controllers; empty where it has none."""
     gpu_major: int = 0
     """Number of a device driver that does not exist; opening such a device says ENXIO."""
+    machine_gpus: tuple[str, ...] = ()
+    """Device files of the machine's own GPUs, which no job can open: they are not the cluster's."""
 
     @property
     def name(self) -> str:
@@ -76,11 +78,12 @@ def has_gpus(node: str) -> bool:
 
 def login_host(layout: Layout) -> Host:
     files = {name: f"/etc/{name}" for name in ("passwd", "group", "shadow", "hosts", "slurm", "crontab")}
+    closed = dict.fromkeys(layout.machine_gpus, f"{layout.state}/etc/closed")
     return Host(
         name=LOGIN,
         private={**PRIVATE, "/run": "mode=755"},
         expose=hidden(layout.expose),
-        bind={target: f"{layout.state}/etc/{name}" for name, target in files.items()},
+        bind={target: f"{layout.state}/etc/{name}" for name, target in files.items()} | closed,
         controllers=layout.controllers,
         group=layout.name,
         interface="lo",

@@ -26,6 +26,7 @@ MODES = {
     "munge/key": ("root", 0o400),
     "mysql": ("mysql", 0o700),
     "mysql/init.sql": ("mysql", 0o400),
+    "etc/closed": ("root", 0o000),
     "etc/shadow": ("root", 0o600),
     "etc/slurm/slurmdbd.conf": ("slurm", 0o600),
 }
@@ -92,6 +93,7 @@ def fill(layout: Layout, settings: Mapping[str, str]) -> None:
     texts["etc/passwd"] = configuration.passwd(accounts, layout.state)
     texts["etc/group"] = configuration.group(Path("/etc/group").read_text())
     texts["etc/shadow"] = configuration.shadow(texts["etc/passwd"])
+    texts["etc/closed"] = ""
     for name, text in texts.items():
         (state / name).write_text(text)
     (state / "munge/key").write_bytes(os.urandom(128))

@@ -1,6 +1,7 @@
 """The command: what it refuses, what it waits for, and how an evaluation fares that is interrupted."""
 
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import ClassVar
@@ -34,6 +36,19 @@ from hpc_swe.store.evals import Attempt
 from hpc_swe.store.ledger import Started, Submitted
 
 ROLES = ["coordinator", "inference", "rollout", "reward"]
+SHAPE = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 8192,
+}
 NOBODY = [f"by_hand={ROLES}", *(f"counts.{role}=0" for role in ROLES)]
 
 
@@ -208,6 +223,49 @@ def test_the_script_gives_its_variables_to_the_command(small, tmp_path):
     subprocess.run(line, cwd=ROOT, env=known | variables, check=True, timeout=300)
     config = launch.load(RunDir(tmp_path / "of script"))
     assert (config.mode, config.eval.samples, config.model) == ("eval", 3, variables["MODEL"])
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(str(path) for path in folder.rglob("*"))
+
+
+def test_a_dry_run_shows_configuration_scripts_and_costs_and_makes_nothing(small):
+    (small.folder / "model/config.json").write_text(json.dumps(SHAPE))
+    before = listing(small.folder / "model"), sorted(os.listdir(small.folder))
+    done = small.evaluate("--dry-run", "--samples", 3, "configs/slurm.toml", "counts.rollout=12")
+    assert done.returncode == 0, done.stderr
+    shown = tomllib.loads(done.stdout[: done.stdout.index("### coordinator")])
+    assert (shown["mode"], shown["eval"]["samples"], shown["tasks"]["train"]) == ("eval", 3, 0)
+    heads = re.findall(r"^### (\w+): submission .*", done.stdout, re.MULTILINE)
+    assert heads == ["coordinator", "inference", "rollout", "reward"], "an evaluation has no learner"
+    assert "#SBATCH --array=0-11" in done.stdout
+    assert re.search(r"^ *rollout +12 ", done.stdout, re.MULTILINE), done.stdout
+    assert "the run folder at its fullest" in done.stdout
+    made = {"stdout", "stderr"}
+    assert (listing(small.folder / "model"), sorted({*os.listdir(small.folder)} - made)) == before
+
+
+def test_a_dry_run_ends_with_all_that_an_evaluation_would_be_refused_for(small):
+    (small.folder / "model/config.json").write_text(json.dumps(SHAPE))
+    words = ("counts.reward=0", "counts.rollout=0", "engine.max_model_len=900000")
+    plan = small.evaluate("--dry-run", *words)
+    real = small.evaluate(*words)
+    assert (plan.returncode, real.returncode) == (2, 2)
+    refused = [[line for line in one.stderr.splitlines() if line[:6] == "error:"] for one in (plan, real)]
+    assert len(refused[0]) == 3, plan.stderr
+    assert refused[0] == refused[1]
+    assert not small.out.root.exists()
+
+
+def test_a_dry_run_of_an_evaluation_that_is_there_is_of_its_own_words_and_changes_none(begun):
+    (begun.folder / "model/config.json").write_text(json.dumps(SHAPE))
+    before = listing(begun.out.root)
+    line = [sys.executable, "-m", "hpc_swe.evaluate", "--out", begun.out.root, "--dry-run"]
+    done = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    (begun.folder / "model/config.json").write_text("{}")
+    assert done.returncode == 0, done.stderr
+    assert "samples = 3\n" in done.stdout
+    assert listing(begun.out.root) == before
 
 
 def test_to_compare_with_what_has_not_finished_is_refused_before_anything_starts(begun, tmp_path):

@@ -154,7 +154,10 @@ def test_an_empty_name_is_no_folder(tmp_path, words):
         ),
     ],
 )
-def test_each_thing_that_cannot_work_is_a_line_before_there_is_a_folder(tmp_path, read, words, expected):
+def test_each_thing_that_cannot_work_is_a_line_before_there_is_a_folder(
+    tmp_path, monkeypatch, read, words, expected
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # whatever GPUs the machine has
     run = RunDir(tmp_path / "run")
     found = complaints(run, read(*words))
     assert len(found) == len(expected), found
@@ -194,6 +197,21 @@ def test_a_dry_run_refuses_what_a_start_refuses_shows_the_configuration_and_make
     ]
     assert "[learner.optimizer]\nlr = 0.0006\n" in done.stdout
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_in_the_folder_of_a_run_refuses_what_a_start_refuses_there(tmp_path, model):
+    nobody = [f"counts.{role}=0" for role in reconcile.ROLES["grpo"]]
+    words = ["configs/demo.toml", *nobody, f"model={model}", 'sandbox={type="process"}', "tasks.train=1"]
+    words += ["tasks.eval=1", "--run", tmp_path / "run"]
+    assert command("hpc_swe.launch", "start", *words).returncode == 0
+    before = listing(tmp_path / "run")
+    plan, real = (command("hpc_swe.launch", "start", *words, "seed=7", *dry) for dry in (["--dry-run"], []))
+    refused = [one.stderr.splitlines()[-1] for one in (plan, real)]
+    assert (plan.returncode, real.returncode) == (2, 2)
+    assert "seed: 0 -> 7" in refused[0]
+    assert refused[0] == refused[1]
+    assert command("hpc_swe.launch", "start", *words, "coordinator.poll_s=3", "--dry-run").returncode == 0
+    assert listing(tmp_path / "run") == before
 
 
 class Picky(Local, frozen=True, kw_only=True):

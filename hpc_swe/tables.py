@@ -1,0 +1,86 @@
+"""Tables for people. What stands first in a row names it, so it is neither cut nor wrapped.
+
+Columns for which the screen has no room follow below, in a table that repeats the first column. Where the
+output is no terminal there is no screen to end, and lines are longer.
+"""
+
+import copy
+import os
+import sys
+from collections.abc import Sequence
+
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
+WIDE = 160  # where the output is no terminal
+FOLDED = 24  # columns of text may be made as narrow as this
+
+
+def screen() -> Console:
+    """Standard output, as wide as the terminal or COLUMNS says."""
+    is_told = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, width=None if is_told else WIDE)
+
+
+def show(console: Console, *parts: RenderableType) -> None:
+    """Print tables, and lines as they are: no markup, and a long one goes on where the screen ends."""
+    for part in parts:
+        if isinstance(part, Table):
+            for band in bands(part, console.width):
+                console.print(band, crop=False)
+        else:
+            console.print(part, markup=False, soft_wrap=True)
+
+
+def bands(table: Table, width: int) -> list[Table]:
+    """The same table as one or more, none wider than `width` unless two columns alone are.
+
+    The cells of the first column are taken as they are, without markup.
+    """
+    groups = _groups([_least(table, column) for column in table.columns], width)
+    found = [_part(table, group) for group in groups]
+    for group, band in zip(groups, found, strict=True):
+        needed = sum(_least(table, table.columns[number]) for number in group) + 1
+        band.width = needed if needed > width else None
+        band.title = Text(str(table.title), "table.title") if table.title and band is found[0] else None
+        band.caption = table.caption if band is found[-1] else None
+    return found
+
+
+def _groups(least: Sequence[int], width: int) -> list[list[int]]:
+    """Numbers of the columns of each band, the first column in all of them."""
+    groups = [[0]]
+    for number in range(1, len(least)):
+        used = sum(least[each] for each in groups[-1]) + 1
+        if len(groups[-1]) > 1 and used + least[number] > width:
+            groups.append([0])
+        groups[-1].append(number)
+    return groups
+
+
+def _least(table: Table, column: Column) -> int:
+    """Fewest characters of a column, with what lies between it and the next."""
+    cells = [column.header, *column.cells]
+    longest = max(cell_len(line) for cell in cells for line in str(cell).splitlines() or [""])
+    is_whole = column is table.columns[0] or column.no_wrap
+    return (longest if is_whole else min(longest, FOLDED)) + table.padding[1] + table.padding[3] + 1
+
+
+def _part(table: Table, numbers: Sequence[int]) -> Table:
+    part = copy.copy(table)
+    part.columns, part.rows = [], []
+    chosen = [table.columns[number] for number in numbers]
+    for column in chosen:
+        is_first = column is table.columns[0]
+        part.add_column(
+            column.header,
+            justify=column.justify,
+            overflow=column.overflow,
+            no_wrap=is_first or column.no_wrap,
+        )
+    first, *others = ([*column.cells] for column in chosen)
+    for row, name, *cells in zip(table.rows, first, *others, strict=True):
+        part.add_row(Text(name) if isinstance(name, str) else name, *cells, style=row.style)
+    return part
