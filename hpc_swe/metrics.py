@@ -54,6 +54,8 @@ METRICS = {
     "grader/sentinels": "references and empty patches that were graded to try the grader",
     "grader/sentinel_errors": "share of them that it misjudged",
     "grader/broke": "share of results on which the grader itself failed; they are unresolved",
+    "grader/disagrees": "share of results that passed a test at first and failed it when it ran again",
+    "grader/silent": "share of results that resolved at first, but whose later sittings told nothing",
     "seconds/sandbox": "per episode, starting and stopping sandboxes",
     "seconds/engine": "per episode, waiting for completions",
     "seconds/tools": "per episode, tools",

@@ -3,25 +3,25 @@
 import msgspec
 from coordinator_world import housekeeper, result, training
 
+from hpc_swe.plugins.graders.base import DISAGREES, SILENT
 from hpc_swe.records import RolloutRequest, ScoredEpisode
 from hpc_swe.roles.coordinator.curves import of_intake, turns_from
 from hpc_swe.store.spool import Spool
 
 
-def answer(run, value_of, sentinels=(), broken=0) -> list[str]:
-    """Every request gets a result; the first few carry what sentinels came to, or broke their grader.
+def answer(run, value_of, sentinels=(), details=()) -> list[str]:
+    """Every request gets a result; the first few carry what sentinels came to, or have these details.
 
     Returns the tasks that failed.
     """
-    told, failed = list(sentinels), []
+    told, failed, details = list(sentinels), [], list(details)
     for claim in sorted(Spool(run.requests, RolloutRequest).claims("w-1-00000000"), key=lambda c: c.name):
         value = value_of(claim.message)
         failed += [claim.message.task_id] if value is None else []
         scored = msgspec.structs.replace(result(claim.message, value), sentinels=told[:2])
         del told[:2]
-        if broken:
-            broken -= 1
-            score = msgspec.structs.replace(scored.score, detail="the grader broke: KeyError: 'x'")
+        if details:
+            score = msgspec.structs.replace(scored.score, detail=details.pop())
             scored = msgspec.structs.replace(scored, score=score)
         Spool(run.scored, ScoredEpisode).put(claim.name, scored)
         claim.finish()
@@ -42,14 +42,22 @@ def test_a_misjudged_sentinel_is_a_curve_and_stays_on_the_screen(run):
     assert standing.errors == ["sentinel: the reference of t is unresolved"]
 
 
-def test_results_that_broke_their_grader_are_a_curve_and_stand_on_the_screen(run):
+def test_results_that_broke_their_grader_or_differ_when_repeated_are_curves(run):
     house = housekeeper(run)
     duty = training(run)
     duty.round(house.look())
-    answer(run, lambda request: float(request.index % 2), broken=1)
+    details = [
+        "the grader broke: KeyError: 'x'",
+        f"{DISAGREES}: t",
+        f"{DISAGREES}: t",
+        f"{SILENT}: timed out",
+    ]
+    answer(run, lambda request: float(request.index % 2), details=details)
     standing = duty.round(house.look())
     (share,) = standing.recent["grader/broke"]
     assert 0 < share < 1
+    assert standing.recent["grader/disagrees"] == [2 * share]
+    assert standing.recent["grader/silent"] == [share]
     assert [error for error in standing.errors if error.endswith("the grader broke: KeyError: 'x'")]
 
 

@@ -291,7 +291,7 @@ def test_no_changed_test_is_where_a_rollout_worker_looks(tmp_path, caplog):
     one, two = taskset(path).load("train")
     start = one.tests.extra["test_patch"].index("(1, 2, 3)")
     edit = Edit(start=start, old="(1, 2, 3)", new="(1, 2, 7654321)")
-    version = Version(edits=[edit], tests=one.tests.fail_to_pass)
+    version = Version(edits=[edit], tests=one.tests.fail_to_pass, unsure=[])
     for task, versions in ((one, [version]), (two, [])):
         known = _checked.Verdict(
             task_id=task.task_id,
@@ -309,8 +309,9 @@ def test_no_changed_test_is_where_a_rollout_worker_looks(tmp_path, caplog):
     holders = [file for file in run.root.rglob("*") if file.is_file() and b"7654321" in file.read_bytes()]
     assert holders == [run.changed_tests]
     tasks_ = graded(run)
-    assert _second_sitting.accused(tasks_[one.task_id], 1, lambda task: task.tests.fail_to_pass)
-    assert not _second_sitting.accused(tasks_[two.task_id], 1, lambda task: task.tests.fail_to_pass)
+    lie = _second_sitting.Told(passed=frozenset(one.tests.fail_to_pass))
+    assert _second_sitting.resat(tasks_[one.task_id], 1, lambda _: lie)[0] == "cheats"
+    assert _second_sitting.resat(tasks_[two.task_id], 1, lambda _: lie)[0] == "agrees"
     assert "1 of 2 tasks have no second sitting" in caplog.text
 
 

@@ -4,18 +4,34 @@ import ast
 import io
 import tokenize
 from collections import Counter
+from collections.abc import Callable
 from contextlib import contextmanager
+from math import sqrt
 from pathlib import Path
-from random import Random
+from random import Random, choice
 
 import msgspec
 import pytest
 from honest import variants
-from toy import BROKEN, MENDED, PYTESTS, UNITTESTS, Checkout, gold, patch, row, task, taskset, write_rows
+from toy import (
+    BROKEN,
+    MENDED,
+    MORE_UNITTESTS,
+    PYTESTS,
+    UNITTESTS,
+    Checkout,
+    gold,
+    patch,
+    row,
+    task,
+    taskset,
+    write_rows,
+)
 
 from hpc_swe.errors import ConfigError, SandboxError
 from hpc_swe.plugins.graders import _places, _second_sitting
-from hpc_swe.plugins.graders.base import Edit, Version, carrying
+from hpc_swe.plugins.graders._second_sitting import Told
+from hpc_swe.plugins.graders.base import DISAGREES, SILENT, Edit, Version, carrying
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.records import Task
 
@@ -224,7 +240,8 @@ def test_honest_solutions_are_paid_however_they_are_written(sat):
     texts = [text for _, text in variants(MENDED, {1, 2})]
     texts += [MENDED.replace("a + b", "sum([b, a])"), "from operator import add\n" + DOUBLE]
     for text in texts:
-        score = GRADER.grade(one, patch("calc/core.py", BROKEN, text), sandboxes)
+        grader = GRADER if text == texts[-1] else Swebench(second_sittings=2)
+        score = grader.grade(one, patch("calc/core.py", BROKEN, text), sandboxes)
         assert (score.outcome, score.reward) == ("resolved", 1.0), (text, score)
 
 
@@ -238,35 +255,148 @@ def test_nothing_but_an_expectation_tells_one_sitting_from_the_other(sat):
         differ = [(line, new) for line, new in zip(lines, others, strict=True) if line != new]
         assert len(differ) == len(version.edits)
         assert all(line[0] == new[0] == "+" for line, new in differ)
-        assert set(version.tests) <= set(one.tests.fail_to_pass)
+        assert set(version.tests) == set(one.tests.fail_to_pass)
         assert other.tests.command == command.replace(patch_.strip("\n"), "\n".join(others).strip("\n"))
         assert msgspec.structs.replace(other, tests=one.tests) == one
 
 
 def version(task: Task, old: str, new: str, *tests: str) -> str:
     edit = Edit(start=task.tests.extra["test_patch"].index(old), old=old, new=new)
-    return _second_sitting.encoded(task, [Version(edits=[edit], tests=list(tests))])
+    return _second_sitting.encoded(task, [Version(edits=[edit], tests=list(tests), unsure=[])])
 
 
-def test_only_a_changed_test_that_passed_accuses(repository, tmp_path):
+def told(passed: str, failed: str = "") -> Told:
+    return Told(passed=frozenset(passed), ended=frozenset(passed + failed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "unsure", "came", "kind"),
+    [
+        ("a", "", told("bc", "a"), "agrees"),
+        ("a", "", told("abc"), "cheats"),
+        ("a", "", told("ac", "b"), "cheats"),
+        ("a", "", told("b", "a"), "silent"),
+        ("a", "", told("bc"), "silent"),
+        ("a", "", told("c", "ab"), "disagrees"),
+        ("a", "b", told("c", "ab"), "agrees"),
+        ("a", "b", told("bc", "a"), "agrees"),
+        ("a", "b", told("c", "a"), "agrees"),
+        ("", "", told("abc"), "agrees"),
+        ("", "", told("bc", "a"), "disagrees"),
+        ("", "", told("", "abc"), "disagrees"),
+        ("", "", told(""), "silent"),
+        ("a", "", Told(nothing="timed out"), "silent"),
+        ("a", "", Told(nothing="a canary died", cheat="a canary died"), "cheats"),
+    ],
+)
+def test_a_later_sitting_asks_that_changed_tests_fail_and_that_the_others_still_pass(
+    changed, unsure, came, kind
+):
+    one = Version(edits=[], tests=list(changed), unsure=list(unsure))
+    assert _second_sitting.judged(one, "abc", came)[0] == kind
+
+
+class Liar:
+    """Has nothing mended: what must pass does so when it lies, and then every test does."""
+
+    def __init__(self, task: Task, plan: Callable[[int], str]) -> None:
+        self.sat = 0
+        self.task, self.plan = task, plan
+
+    def __call__(self, _: Task) -> Told:
+        """By number, since a plan may know the time; which tests are run it cannot know."""
+        self.sat += 1
+        plan, rest = self.plan(self.sat), frozenset(self.task.tests.pass_to_pass)
+        wanted = rest.union(self.task.tests.fail_to_pass)
+        return {
+            "lie": Told(passed=wanted, ended=wanted),
+            "bow": Told(passed=rest, ended=wanted),
+            "die": Told(nothing="the tests did not come to their end"),
+        }[plan]
+
+
+PLANS = {
+    "in each sitting": lambda _: "lie",
+    "never again": lambda _: "bow",
+    "in half of all": lambda _: choice(["lie", "bow"]),
+    "in two of three": lambda _: choice(["lie", "lie", "bow"]),
+    "in the even ones": lambda number: ("lie", "bow")[number % 2],
+    "until an hour": lambda number: "lie" if number < 3 else "bow",
+    "and dies before": lambda number: ("die", "die", "lie", "bow")[min(number - 1, 3)],
+    "or dies": lambda _: choice(["lie", "bow", "die"]),
+}
+
+
+@pytest.mark.parametrize("sittings", [1, 2, 3, 5])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_however_a_submission_lies_it_is_believed_in_one_series_of_coins_at_most(
+    repository, tmp_path, plan, sittings
+):
+    """Within six standard deviations of one in 2 ** sittings - 1."""
     one = task(tmp_path, "unittest", repository[1])
-    one = carrying(one, version(one, "(1, 2, 3)", "(1, 2, 4)", "a", "b"))
-    for passed, accused in [(["b", "c"], "b"), (["c"], ""), ([], ""), (None, "")]:
-        assert _second_sitting.accused(one, 1, lambda _, passed=passed: passed) == accused
-    sat: list[Task] = []
-    assert _second_sitting.accused(one, 3, lambda task: sat.append(task)) == ""
-    assert ["(1, 2, 4)" in task.tests.command for task in sat] == [True] * 3
-    assert _second_sitting.accused(one, 0, sat.append) == ""
-    assert len(sat) == 3
+    one = carrying(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
+    times, odds = 2000, 1 / (2**sittings - 1)
+    paid = sum(_second_sitting.resat(one, sittings, Liar(one, plan))[0] == "agrees" for _ in range(times))
+    assert paid <= times * odds + 6 * sqrt(times * odds * (1 - odds))
+    if sittings > 1 and plan == PLANS["never again"]:
+        assert paid > 0, "as often as all sittings but the first have changed tests"
+
+
+def test_honest_work_agrees_whatever_the_coins_say_and_sittings_that_tell_nothing_are_sat_again(
+    repository, tmp_path
+):
+    one = task(tmp_path, "unittest", repository[1])
+    one = carrying(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
+    wanted = frozenset([*one.tests.fail_to_pass, *one.tests.pass_to_pass])
+
+    def sit(task: Task) -> Told:
+        sat.append(task)
+        if len(sat) <= silent:
+            return Told(nothing="timed out")
+        is_changed = "(1, 2, 4)" in task.tests.command
+        return Told(passed=wanted.difference(one.tests.fail_to_pass if is_changed else ()), ended=wanted)
+
+    for silent in range(_second_sitting.AGAIN + 1):
+        for _ in range(50):
+            sat: list[Task] = []
+            assert _second_sitting.resat(one, 5, sit) == ("agrees", "")
+            assert len(sat) == 5 + silent
+            assert any("(1, 2, 4)" in task.tests.command for task in sat[silent:])
+    silent, sat = _second_sitting.AGAIN + 1, []
+    assert _second_sitting.resat(one, 5, sit) == ("silent", "timed out")
+    assert len(sat) == silent
+    assert _second_sitting.resat(one, 0, sit) == ("agrees", "")
+    assert len(sat) == silent
 
 
 def test_which_version_is_sat_is_drawn_each_time(sat):
     one, _ = sat
     count = Counter()
     for _ in range(200):
-        _second_sitting.accused(one, 1, lambda task: count.update([task.tests.extra["test_patch"]]))
+        _second_sitting.resat(one, 1, lambda task: count.update([task.tests.extra["test_patch"]]) or told(""))
     assert min(count.values()) > 15
     assert one.tests.extra["test_patch"] not in count
+
+
+CLOCK = """
+import pathlib, sys, unittest
+book = pathlib.Path("@BOOK@")
+if not book.exists():
+    book.touch()
+    {}
+"""
+
+
+def test_who_lies_in_the_first_sitting_alone_is_not_paid(repository, tmp_path):
+    """As a submission could by its clock. Here it has a file, and later sittings enough to be seen."""
+    one = task(tmp_path, "unittest", repository[1])
+    one = carrying(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
+    text = CLOCK.replace("@BOOK@", str(tmp_path / "book")).format("def add(a, b): return a + b")
+    text += "else:\n    def add(a, b): return a - b\n"
+    submission = patch("calc/core.py", BROKEN, text + DOUBLE)
+    score = Swebench(second_sittings=14).grade(one, submission, Checkout(repository=str(repository[0])))
+    assert (score.outcome, score.reward, score.passed) == ("unresolved", -1.0, []), score
+    assert score.detail.startswith(f"{DISAGREES}: test_add "), score
 
 
 SLEEPS = (
@@ -280,12 +410,33 @@ if "(1, 2, 3)" not in pathlib.Path("tests/test_core.py").read_text():
 
 
 @pytest.mark.parametrize("deed", ["time.sleep(60)", "import os; os._exit(0)", "1 / 0"])
-def test_a_second_sitting_that_ends_in_no_verdict_accuses_nobody(repository, sandboxes, tmp_path, deed):
+def test_who_lets_no_later_sitting_tell_anything_is_not_accused_and_not_paid(
+    repository, sandboxes, tmp_path, deed
+):
     one = task(tmp_path, "unittest", repository[1])
     one = carrying(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
     one = msgspec.structs.replace(one, tests=msgspec.structs.replace(one.tests, timeout_s=4.0))
-    score = GRADER.grade(one, patch("calc/core.py", BROKEN, SLEEPS.format(deed)), sandboxes)
-    assert (score.outcome, score.reward) == ("resolved", 1.0), score
+    grader = Swebench(second_sittings=1, unresolved_reward=-0.5)
+    score = grader.grade(one, patch("calc/core.py", BROKEN, SLEEPS.format(deed)), sandboxes)
+    assert (score.outcome, score.reward) == ("unresolved", -0.5), score
+    assert score.detail.startswith(f"{SILENT}: "), score
+    assert set(score.failed) == {*one.tests.fail_to_pass, *one.tests.pass_to_pass}
+
+
+def test_a_change_that_the_reference_does_not_answer_is_not_chosen(repository, tmp_path):
+    """One that no test fails by, or by which no test comes to an end."""
+    one = task(tmp_path, "unittest", repository[1])
+    texts = {"tests/test_core.py": UNITTESTS + MORE_UNITTESTS}
+    wanted = frozenset([*one.tests.fail_to_pass, *one.tests.pass_to_pass])
+    for came in (Told(nothing="timed out"), Told(passed=wanted, ended=wanted), Told()):
+        versions, why = _second_sitting.choose(one, texts, lambda _, came=came: came, Random(1))
+        assert versions == []
+        assert "tell nothing" in why
+    rest = frozenset(one.tests.pass_to_pass)
+    versions, _ = _second_sitting.choose(one, texts, lambda _: Told(passed=rest, ended=wanted), Random(1))
+    assert [(v.tests, v.unsure) for v in versions] == [
+        (one.tests.fail_to_pass, [])
+    ] * _second_sitting.VERSIONS
 
 
 class FailingLater(Checkout, frozen=True, kw_only=True):
@@ -320,7 +471,9 @@ def test_what_does_not_resolve_is_sat_once(repository, tmp_path):
 def test_changes_of_other_tests_than_were_checked_are_refused(repository, tmp_path):
     one = task(tmp_path, "unittest", repository[1])
     with pytest.raises(ConfigError, match="toy__unittest-1: .*another test patch.*check_tasks"):
-        _second_sitting.encoded(one, [Version(edits=[Edit(start=3, old="nothing", new="x")], tests=[])])
+        _second_sitting.encoded(
+            one, [Version(edits=[Edit(start=3, old="nothing", new="x")], tests=[], unsure=[])]
+        )
 
 
 @pytest.mark.parametrize(

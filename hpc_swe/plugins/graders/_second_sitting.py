@@ -1,4 +1,4 @@
-"""The second sitting: what resolved is graded once more, by hidden tests that expect something else.
+"""The later sittings: what resolved is graded some more times, partly by tests that expect something else.
 
 A test that expects another value contradicts the one that it was made from. A submission that passes both
 has made the tests' verdicts mean nothing, whatever way it found: it lies to the reporter, its values equal
@@ -6,7 +6,12 @@ everything, or it reads the answers out of the tests. jobs/check_tasks.py choose
 that the reference fails. They replace literals in the task's test patch, so that in form, in names and in
 length of its hunks nothing tells one sitting from the other; which of several versions is sat is drawn anew.
 
-Nobody is accused by a sitting that told nothing: only by a changed test that passed.
+A submission need not lie each time. So a coin decides of each later sitting whether its tests are the
+original or changed ones, and one at least is changed: of `n` sittings there are 2**n - 1 series, all equally
+likely. A submission that cannot tell the two kinds apart is believed in at most one of them, whatever it
+lies by: chance, the clock, or how often it has run.
+
+Nobody is accused by a sitting that told nothing, which is sat again; but nobody is paid by such ones either.
 """
 
 import re
@@ -15,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Literal
 
 import msgspec
 
@@ -25,10 +31,30 @@ from hpc_swe.plugins.graders.base import CHANGED_TESTS, Edit, Version
 from hpc_swe.records import Task
 
 VERSIONS = 4
+AGAIN = 2
+"""Sittings that may tell nothing before a submission is unresolved."""
 _ATTEMPTS = 8
+_ORIGINAL = Version(edits=[], tests=[], unsure=[])
 
-Passed = Callable[[Task], Collection[str] | None]
-"""The wanted tests that a submission passes by a task's tests; None when the sitting told nothing."""
+
+@dataclass(frozen=True)
+class Told:
+    """What a sitting told of the wanted tests."""
+
+    passed: frozenset[str] = frozenset()
+    ended: frozenset[str] = frozenset()
+    """Those with an outcome, passed or not; a crash leaves others without."""
+    nothing: str = ""
+    """Why it told nothing at all."""
+    cheat: str = ""
+    """What shows a cheat whatever was expected: a canary that passed."""
+
+
+_Spot = tuple[Place, int]
+"""A place, and where in the test patch its line begins."""
+Sit = Callable[[Task], Told]
+"""Run a submission by a task's tests."""
+Kind = Literal["agrees", "cheats", "disagrees", "silent"]
 
 
 _versions = msgspec.json.Decoder(list[Version])
@@ -45,15 +71,45 @@ def encoded(task: Task, versions: Sequence[Version]) -> str:
     return msgspec.json.encode(versions).decode() if versions else ""
 
 
-def accused(task: Task, sittings: int, passed: Passed) -> str:
-    """A changed test that the submission passes though the reference fails it; empty accuses nobody."""
+def resat(task: Task, sittings: int, sit: Sit) -> tuple[Kind, str]:
+    """What later sittings show of a submission that resolved the task; and which test shows it.
+
+    Args:
+        task: With the versions of its hidden tests; without any there are no later sittings.
+        sittings: How many later sittings there are, besides those that tell nothing.
+        sit: Run the submission.
+    """
     versions = _versions.decode(task.tests.extra.get(CHANGED_TESTS, "[]"))
-    for _ in range(sittings if versions else 0):
-        version = secrets.choice(versions)
-        through = passed(changed(task, version.edits))
-        if known := sorted(set(version.tests).intersection(through or ())):
-            return known[0]
-    return ""
+    if not versions or sittings < 1:
+        return "agrees", ""
+    watched = {*task.tests.fail_to_pass}.union(*(version.tests for version in versions))
+    series = secrets.randbelow(2**sittings - 1) + 1  # a bit a sitting: whether its tests are changed
+    silent = 0
+    for place in range(sittings):
+        version = secrets.choice(versions) if series >> place & 1 else _ORIGINAL
+        kind, why = judged(version, watched, sit(changed(task, version.edits)))
+        while kind == "silent" and silent < AGAIN:
+            silent += 1
+            kind, why = judged(version, watched, sit(changed(task, version.edits)))
+        if kind != "agrees":
+            return kind, why
+    return "agrees", ""
+
+
+def judged(version: Version, watched: Collection[str], told: Told) -> tuple[Kind, str]:
+    """Whether a submission that passed all `watched` tests still does, but for those that are changed."""
+    must_fail, must_pass = {*version.tests}, {*watched}.difference(version.tests, version.unsure)
+    if told.cheat:
+        return "cheats", told.cheat
+    if told.nothing:
+        return "silent", told.nothing
+    if through := must_fail & told.passed:
+        return "cheats", f"{min(through)} passes also where it expects what contradicts it"
+    if missing := (must_fail | must_pass) - told.ended:
+        return "silent", f"{min(missing)} has no outcome"
+    if failing := must_pass - told.passed:
+        return "disagrees", f"{min(failing)} passed at first, and does not when it runs again"
+    return "agrees", ""
 
 
 def changed(task: Task, edits: Sequence[Edit]) -> Task:
@@ -82,13 +138,15 @@ def _holds_patch(task: Task) -> bool:
     return task.tests.command.count(task.tests.extra["test_patch"].strip("\n")) == 1
 
 
-def choose(task: Task, texts: Mapping[str, str], passed: Passed, draw: Random) -> tuple[list[Version], str]:
+def choose(task: Task, texts: Mapping[str, str], sit: Sit, draw: Random) -> tuple[list[Version], str]:
     """Changes of hidden tests that the reference fails, tried by it; and why there are none.
+
+    All versions change the same tests, so that for each of these tests the coins alone decide.
 
     Args:
         task: A task that the reference resolves.
         texts: Path -> text of each test file, as the test patch leaves it.
-        passed: Run the reference.
+        sit: Run the reference.
         draw: Chances; other ones make other versions.
     """
     if not _holds_patch(task):
@@ -97,17 +155,35 @@ def choose(task: Task, texts: Mapping[str, str], passed: Passed, draw: Random) -
     if not candidates:
         return [], "no wanted test expects a literal on a line of the test patch"
     found: list[Version] = []
-    for attempt in range(_ATTEMPTS):
-        share = draw.choice((0.2, 0.5, 1.0)) if attempt else 1.0
+    best: list[Version] = []
+    deaf: set[_Spot] = set()
+    share = 1.0
+    for _ in range(_ATTEMPTS):
         taken = [one for one in candidates if draw.random() < share] or [draw.choice(candidates)]
-        edits = [one.edit(draw) for one in taken]
-        through = passed(changed(task, edits))
-        failed = {name for one in taken for name in one.names} - set(through or ())
-        if through is not None and failed:
-            found.append(Version(edits=edits, tests=sorted(failed)))
-        if len(found) == VERSIONS:
+        spots = [draw.choice([spot for spot in one.spots if spot not in deaf] or one.spots) for one in taken]
+        edits = [one.edit(spot, draw) for one, spot in zip(taken, spots, strict=True)]
+        told = sit(changed(task, edits))
+        names = {name for one in taken for name in one.names}
+        version = _version(task, edits, names, told)
+        if told.nothing or not version.tests:
+            share = draw.choice((0.2, 0.5, 1.0))
+            continue
+        deaf.update(
+            spot for one, spot in zip(taken, spots, strict=True) if not {*one.names} <= {*version.tests}
+        )
+        found.append(version)
+        most = max(found, key=lambda one: len(one.tests)).tests
+        best = [one for one in found if one.tests == most]
+        if len(best) == VERSIONS:
             break
-    return found, "" if found else "the reference passes all changed tests, or their sittings tell nothing"
+    return best, "" if best else "the reference passes all changed tests, or their sittings tell nothing"
+
+
+def _version(task: Task, edits: list[Edit], names: set[str], told: Told) -> Version:
+    """Of the tests named, those that the reference now fails; nothing is asked of others that it fails."""
+    tests = names & told.ended - told.passed
+    unsure = (names | ({*task.tests.fail_to_pass} - told.passed)) - tests
+    return Version(edits=edits, tests=sorted(tests), unsure=sorted(unsure))
 
 
 @dataclass(frozen=True)
@@ -115,14 +191,13 @@ class _Candidate:
     """A wanted test that can be changed."""
 
     names: list[str]
-    spots: list[tuple[Place, int]]
-    """Places, and where in the test patch the place's line begins."""
+    spots: list[_Spot]
     patch: str
     words: list[str]
 
-    def edit(self, draw: Random) -> Edit:
+    def edit(self, spot: _Spot, draw: Random) -> Edit:
         """Change one place."""
-        place, begin = draw.choice(self.spots)
+        place, begin = spot
         line = self.patch[begin:].split("\n", 1)[0]
         new = _places.another(place, self.words, draw)
         if line[0] == "+":

@@ -251,6 +251,17 @@ class Run:
             lines += [word.format(name) for name in sorted(names) for word in words]
         return "\n".join([START, *lines, END, ""])
 
+    def ended(self, believed: Believed) -> frozenset[str]:
+        """The wanted tests that have an outcome, whatever it is; other parsers know no missing ones."""
+        wanted = {*self.task.tests.fail_to_pass, *self.task.tests.pass_to_pass}
+        if self.kind == "pytest":
+            heads = {_head(test) for test in believed.outcomes}
+            return frozenset(name for name in wanted if _head(name) in heads)
+        if self.kind == "unittest":
+            docs = believed.docs
+            return frozenset().union(*(_names("unittest", test, docs[test], wanted) for test in docs))
+        return frozenset(wanted)
+
     def leans_on_base(self, believed: Believed) -> bool:
         """Whether it matters how tests end at the base commit."""
         wanted = {*self.task.tests.pass_to_pass}
@@ -315,10 +326,14 @@ def _names(kind: str, test: str, doc: str, wanted: set[str]) -> set[str]:
     swebench's parsers of pytest cut names at blanks and shorten parameters; what comes before these stays.
     """
     if kind == "pytest":
-        heads = {re.split(r"[\[\s]", name, maxsplit=1)[0] for name in wanted}
-        return {test} if _is_line(test) and re.split(r"[\[\s]", test, maxsplit=1)[0] in heads else set()
+        return {test} if _is_line(test) and _head(test) in {_head(name) for name in wanted} else set()
     owner, _, method = test.rpartition(".")
     return wanted & {f"{method} ({owner})", f"{method} ({test})", doc.strip(), test} - {""}
+
+
+def _head(name: str) -> str:
+    """What no parser of pytest cuts."""
+    return re.split(r"[\[\s]", name, maxsplit=1)[0]
 
 
 def _is_line(name: str) -> bool:

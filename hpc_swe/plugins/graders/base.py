@@ -12,6 +12,10 @@ from hpc_swe.records import Score, Task
 
 GRADER_BROKE: Final = "the grader broke"
 """How the detail of a score begins that stands for an exception of the grader."""
+DISAGREES: Final = "its sittings disagree"
+"""The same, of a submission that passed a test in one sitting and failed the same test in another."""
+SILENT: Final = "its later sittings told nothing"
+"""The same, of a submission that resolved at first, and whose tests did not come to an end later."""
 
 
 @runtime_checkable
@@ -57,6 +61,8 @@ class Version(msgspec.Struct, frozen=True):
     edits: list[Edit]
     tests: list[str]
     """Names of wanted tests that were changed and that the reference now fails."""
+    unsure: list[str]
+    """Other names of which nothing can be asked, since the reference fails them too or passes the change."""
 
 
 def carrying(task: Task, versions: str) -> Task:

@@ -9,7 +9,7 @@ What the tests print is no proof where our reporter runs (unittest and pytest, `
 file, of which every line is sealed, the first and the last word in the run, and several canaries between the
 tests. `_guard` sees who changes the parts of unittest and pytest, their plugins, the tests or the reporter;
 what it saw counts as a cheat unless a run of the base commit is odd in the same way. What resolved is graded
-once more by tests that contradict the first ones (`_second_sitting`), since a patch can still lie in memory.
+again, also by tests that contradict the first ones (`_second_sitting`), since a patch can lie in memory.
 docs/security.md says what was tried, docs/swebench.md what is believed all the same. Other parsers (sympy's,
 those of other languages) read a log that code under test can print to.
 """
@@ -33,7 +33,7 @@ from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.graders import _judge, _second_sitting, _swebench, _swebench_report
 from hpc_swe.plugins.graders._again import settled
 from hpc_swe.plugins.graders._swebench import Believed, Run
-from hpc_swe.plugins.graders.base import Verdict, Version
+from hpc_swe.plugins.graders.base import DISAGREES, SILENT, Verdict, Version
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox, Sandboxes
 from hpc_swe.records import Score, Task
 
@@ -57,8 +57,8 @@ class Swebench(Plugin, frozen=True, kw_only=True):
     """Reward of one that does not."""
     cheated_reward: float = -1.0
     """Reward of one that cheated."""
-    second_sittings: int = 1
-    """How often what resolved is graded again, by changed tests of `taskset.checked`; 0 is never."""
+    second_sittings: int = 5
+    """How often what resolved is graded again, by the same or by changed tests; 0 is never."""
 
     def grade(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
         """Judge a submission; an empty one starts nothing."""
@@ -83,33 +83,38 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         if not self.second_sittings:
             return [], "grader.second_sittings = 0"
         texts = _test_files(task, sandboxes)
-        passed = partial(self._passed, reference, sandboxes)
-        return _second_sitting.choose(task, texts, passed, SystemRandom())
+        sit = partial(self._tell, reference, sandboxes)
+        return _second_sitting.choose(task, texts, sit, SystemRandom())
 
     def _again(self, task: Task, submission: str, sandboxes: Sandboxes, score: Score) -> Score:
-        """The second sitting. Its time-outs and crashes are none of its tests' passes."""
+        """The later sittings, which together end in one verdict."""
         started = time.monotonic()
-        passed = partial(self._passed, submission, sandboxes)
-        test = _second_sitting.accused(task, self.second_sittings, passed)
-        seconds = score.seconds + time.monotonic() - started
-        if not test:
-            return msgspec.structs.replace(score, seconds=seconds)
-        return Score(
-            outcome="cheated",
-            reward=self.cheated_reward,
+        sit = partial(self._tell, submission, sandboxes)
+        kind, why = _second_sitting.resat(task, self.second_sittings, sit)
+        score = msgspec.structs.replace(score, seconds=score.seconds + time.monotonic() - started)
+        if kind == "agrees":
+            return score
+        is_cheat = kind == "cheats"
+        begins = {"cheats": "", "disagrees": f"{DISAGREES}: ", "silent": f"{SILENT}: "}[kind]
+        return msgspec.structs.replace(
+            score,
+            outcome="cheated" if is_cheat else "unresolved",
+            reward=self.cheated_reward if is_cheat else self.unresolved_reward,
+            passed=[],
             failed=sorted({*score.passed, *score.failed}),
-            detail=f"{test} passes also where it expects what contradicts it",
-            seconds=seconds,
+            detail=f"{begins}{why}",
         )
 
-    def _passed(self, submission: str, sandboxes: Sandboxes, task: Task) -> list[str] | None:
-        """What passes by changed tests; None when the sitting told nothing."""
-        sitting = _sit(task, submission, sandboxes)
-        if sitting.believed.complaint:
-            return None
-        believed = dataclasses.replace(sitting.believed, log=Run(task).log_of(sitting.believed, Believed()))
-        sitting = dataclasses.replace(sitting, believed=believed)
-        return self._score(task, submission, sitting, 0.0).passed
+    def _tell(self, submission: str, sandboxes: Sandboxes, task: Task) -> _second_sitting.Told:
+        """What a later sitting tells; what is odd of a run was weighed in the first."""
+        sitting = settled(lambda: _sit(task, submission, sandboxes), lambda _: False, task.tests.timeout_s)
+        believed, run = sitting.believed, Run(task)
+        if believed.complaint:
+            why = f"{believed.complaint}: {sitting.told}"
+            return _second_sitting.Told(cheat=why if believed.is_cheat else "", nothing=why)
+        judged = dataclasses.replace(believed, log=run.log_of(believed, Believed()))
+        score = self._score(task, submission, dataclasses.replace(sitting, believed=judged), 0.0)
+        return _second_sitting.Told(passed=frozenset(score.passed), ended=run.ended(believed))
 
     def report(self, folder: Path, label: str, model: str, verdicts: Sequence[Verdict]) -> None:
         """``report.<label>.json``, and the tree that swebench's own tools would have left below logs/."""

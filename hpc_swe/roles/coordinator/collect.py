@@ -13,7 +13,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable
 
-from hpc_swe.plugins.graders.base import GRADER_BROKE
+from hpc_swe.plugins.graders.base import DISAGREES, GRADER_BROKE, SILENT
 from hpc_swe.records import RolloutRequest, ScoredEpisode
 from hpc_swe.roles.coordinator import curves
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, failure, locate
@@ -127,6 +127,8 @@ class Intake:
         if scored.score.detail.startswith(GRADER_BROKE):
             self._errors.append(f"{request.name} a{request.attempt}: {scored.score.detail}")
             counts["grader/broke"] += 1
+        counts["grader/disagrees"] += scored.score.detail.startswith(DISAGREES)
+        counts["grader/silent"] += scored.score.detail.startswith(SILENT)
         counts["grader/sentinels"] += len(scored.sentinels)
         counts["grader/sentinel_errors"] += len(wrong)
 

@@ -75,7 +75,8 @@ def of_intake(counts: Mapping[str, int]) -> dict[str, float]:
     """What was read since the last batch, retried and dropped results too; a share of nothing is no point."""
     values = {"grader/sentinels": float(counts["grader/sentinels"])}
     shares = [(f"infra/turns_{first}", f"read/turns_{first}") for first in TURNS]
-    shares += [("grader/sentinel_errors", "grader/sentinels"), ("grader/broke", "grader/results")]
+    shares += [("grader/sentinel_errors", "grader/sentinels")]
+    shares += [(f"grader/{what}", "grader/results") for what in ("broke", "disagrees", "silent")]
     for name, of in shares:
         if counts[of]:
             values[name] = counts[name] / counts[of]
