@@ -206,10 +206,21 @@ def _head(view: View) -> list[str]:
     orders = [f"order: {name} stands: {MEANINGS.get(name, 'unknown')}" for name in view.orders]
     if report is None:
         return [view.name, *orders, "waits for the coordinator, which has not reported yet"]
-    silence = f"the coordinator is silent for {duration(view.silent_s)}: what follows is old"
     waits = [f"waits for {report.waits_for}"] if report.waits_for else []
-    is_silent = view.silent_s > 60 and "FINISHED" not in view.orders
-    return [_progress(view, report), *orders, *waits, *([silence] if is_silent else [])]
+    return [_progress(view, report), *orders, *waits, *_age(view)]
+
+
+def _age(view: View) -> list[str]:
+    """What to think of a report that nobody renews."""
+    if "FINISHED" in view.orders or view.silent_s <= ASK_S:
+        return []
+    is_ours = (
+        view.desired.get("coordinator", 0) > 0 and not view.queue.silence
+    )  # by hand, none is in the queue
+    if is_ours and not any((job.role, job.state) == ("coordinator", "running") for job in view.queue.jobs):
+        return [f"no coordinator runs: what follows is {duration(view.silent_s)} old"]
+    silence = f"the coordinator is silent for {duration(view.silent_s)}: what follows is old"
+    return [silence] if view.silent_s > 60 else []
 
 
 def _progress(view: View, report: StatusReport) -> str:

@@ -108,8 +108,28 @@ def test_orders_that_stand_are_shown_with_what_they_mean():
 
 
 def test_report_that_grows_old_is_called_old_unless_the_run_has_finished():
-    assert "the coordinator is silent for 2 min: what follows is old" in screen(view(silent_s=120.0))
+    queue = Queue([Job("coordinator", "7", 1, "running")])
+    told = screen(view(silent_s=120.0, queue=queue))
+    assert "the coordinator is silent for 2 min: what follows is old" in told
+    assert "is old" not in screen(view(silent_s=30.0, queue=queue))
     assert "is silent" not in screen(view(silent_s=120.0, orders=["FINISHED"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_told"),
+    [
+        ({}, True),
+        ({"queue": Queue([Job("coordinator", "7", 1, "waiting", "Priority")])}, True),
+        ({"silent_s": 3.0}, False),
+        ({"queue": Queue([Job("coordinator", "7", 1, "running")])}, False),
+        ({"queue": Queue(silence="timed out")}, False),
+        ({"desired": {**DESIRED, "coordinator": 0}}, False),
+        ({"orders": ["FINISHED"]}, False),
+    ],
+)
+def test_counts_of_a_run_that_was_stopped_are_not_told_as_those_of_now(changes, is_told):
+    text = screen(view(**({"silent_s": 30.0} | changes)))
+    assert ("no coordinator runs: what follows is 30 s old" in text) == is_told
 
 
 def test_run_without_steps_shows_no_bar():
