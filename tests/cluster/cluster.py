@@ -22,7 +22,17 @@ import hosts
 import msgspec
 from configuration import LOGIN, NODES, ORDINARY, USERS, Layout
 from hosts import PATIENCE_S, Inside, Process, wait_for
-from machine import check_machine, check_readable, fill, living, new_state, remove, sweep
+from machine import (
+    check_machine,
+    closed_above,
+    environment,
+    fill,
+    living,
+    new_state,
+    readable,
+    remove,
+    sweep,
+)
 
 from hpc_swe.processes import start_time
 
@@ -78,12 +88,13 @@ class Cluster:
         os.umask(UMASK)
         check_machine()
         sweep()
-        shown = tuple(map(str, (ROOT, *expose)))
-        check_readable((*shown, sys.executable, str(Path(sys.executable).resolve())))
+        state, others = new_state(), [*environment(), *map(Path, expose)]
+        shown = {str(each): str(each) for each in others} | readable(ROOT, state / "checkout")
         layout = Layout(
-            state=str(new_state()),
+            state=str(state),
             nodes=tuple(nodes),
             expose=shown,
+            closed=tuple({folder for path in shown for folder in closed_above(Path(path))}),
             controllers=configuration.controllers(Path("/proc/mounts").read_text()),
             gpu_major=configuration.unused_major(Path("/proc/devices").read_text()),
             machine_gpus=tuple(map(str, Path("/dev").glob("nvidia[0-9]*"))),

@@ -32,7 +32,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """Its folder, outside of every private folder."""
     nodes: tuple[str, ...] = NODES
-    expose: tuple[str, ...] = ()
+    expose: dict[str, str] = {}
+    """What all hosts see at a path: target to source. Most are themselves."""
+    closed: tuple[str, ...] = ()
+    """Folders which others than root cannot enter, and in which something that is exposed lies."""
     controllers: tuple[str, ...] = ()
     """Mount points of the machine's cgroup v1 controllers; empty where it has none."""
     gpu_major: int = 0
@@ -52,7 +55,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     private: dict[str, str]
     """Folder to options of the tmpfs over it."""
-    expose: list[str]
+    expose: dict[str, str]
+    """Target to source."""
     bind: dict[str, str]
     """Target to source."""
     controllers: tuple[str, ...]
@@ -81,8 +85,8 @@ def login_host(layout: Layout) -> Host:
     closed = dict.fromkeys(layout.machine_gpus, f"{layout.state}/etc/closed")
     return Host(
         name=LOGIN,
-        private={**PRIVATE, "/run": "mode=755"},
-        expose=hidden(layout.expose),
+        private={**PRIVATE, "/run": "mode=755", **dict.fromkeys(layout.closed, "mode=755")},
+        expose=hidden(layout),
         bind={target: f"{layout.state}/etc/{name}" for name, target in files.items()} | closed,
         controllers=layout.controllers,
         group=layout.name,
@@ -96,8 +100,8 @@ def node_host(layout: Layout, node: str) -> Host:
     """It is nested in the login host, and sees what that sees."""
     return Host(
         name=node,
-        private=PRIVATE,
-        expose=hidden(layout.expose),
+        private={**PRIVATE, **dict.fromkeys(layout.closed, "mode=755")},
+        expose=hidden(layout),
         bind={},
         controllers=layout.controllers,
         group=node,
@@ -107,13 +111,15 @@ def node_host(layout: Layout, node: str) -> Host:
     )
 
 
-def hidden(paths: Iterable[str]) -> list[str]:
-    """Those which a private folder would hide, without those that lie below another of them."""
-    found: list[str] = []
-    for path in sorted(set(paths)):
-        below = any(Path(path).is_relative_to(folder) for folder in found)
-        if not below and any(Path(path).is_relative_to(folder) for folder in [*PRIVATE, "/run"]):
-            found.append(path)
+def hidden(layout: Layout) -> dict[str, str]:
+    """What a private folder would hide, without what comes along with another."""
+    found: dict[str, str] = {}
+    for path, source in sorted(layout.expose.items()):
+        whole = [each for each, origin in found.items() if each == origin]
+        comes_along = path == source and any(Path(path).is_relative_to(each) for each in whole)
+        above = [*PRIVATE, "/run", *layout.closed]
+        if not comes_along and any(Path(path).is_relative_to(folder) for folder in above):
+            found[path] = source
     return found
 
 

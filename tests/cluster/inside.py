@@ -13,7 +13,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,12 @@ def mount(*words: str) -> None:
     subprocess.run(["mount", *words], check=True)
 
 
-def make_private(folders: dict[str, str], exposed: Sequence[str]) -> None:
-    """Empty folders over the machine's own; what is exposed shows through at its old path."""
+def make_private(folders: dict[str, str], exposed: dict[str, str]) -> None:
+    """Empty folders over the machine's own; what is exposed shows through, target to source."""
     mount("-t", "tmpfs", "-o", "mode=700", "aside", ASIDE)
-    for number, path in enumerate(exposed):
+    for number, source in enumerate(exposed.values()):
         Path(f"{ASIDE}/{number}").mkdir()
-        mount("--bind", path, f"{ASIDE}/{number}")
+        mount("--bind", source, f"{ASIDE}/{number}")
     for folder, options in folders.items():
         mount("-t", "tmpfs", "-o", options, "private", folder)
     for number, path in enumerate(exposed):

@@ -4,9 +4,10 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import configuration
@@ -16,6 +17,7 @@ from hosts import NAMESPACES, PATH, PATIENCE_S
 from hpc_swe.processes import start_time
 
 UNAVAILABLE = Path(__file__).parents[2] / ".cache" / "cluster-unavailable"  # written by install.sh
+KEPT = (".venv", ".cache")  # of a checkout; `make setup` leaves them readable for all
 STATES, STATE = Path("/var/tmp"), "hpc_swe-cluster-"
 FOLDERS = ("dev", "etc/slurm", "home", "log", "munge", "mysql", "pids", "shared", "spool", "ctld")
 MODES = {
@@ -51,7 +53,7 @@ def why_not() -> str | None:
     A package that merely is not installed is no such reason, since `make test` installs them.
     """
     if os.geteuid() != 0:
-        return "needs root, for namespaces and for jobs of several users"
+        return "run the tests as root: it needs namespaces, and has jobs of several users"
     namespaces = ["unshare", *NAMESPACES, "--fork", "--mount-proc", "mount", "-t", "tmpfs", "none", "/mnt"]
     if (tried := subprocess.run(namespaces, capture_output=True, text=True, check=False)).returncode:
         return f"this machine forbids namespaces to root: {tried.stderr.strip()}"
@@ -65,15 +67,38 @@ def missing_programs() -> list[str]:
     return [program for program in PROGRAMS.split() if shutil.which(program, path=PATH) is None]
 
 
-def check_readable(paths: Iterable[str]) -> None:
-    """Jobs are ordinary users'."""
-    for path in paths:
-        for folder in Path(path).parents:
-            if not folder.stat().st_mode & stat.S_IXOTH:
-                raise PermissionError(
-                    f"{folder} has mode {stat.S_IMODE(folder.stat().st_mode):04o}, so the users of the test "
-                    f"cluster's jobs cannot reach {path}; chmod o+x it, or put the checkout elsewhere"
-                )
+def environment() -> list[Path]:
+    """Folders of this interpreter and of its packages."""
+    packages = [Path(entry) for entry in sys.path if entry.endswith("-packages")]
+    return [Path(sys.prefix), Path(sys.base_prefix), *packages]
+
+
+def closed_above(path: Path) -> list[str]:
+    """The uppermost folder over it that only its owner enters; jobs are ordinary users'."""
+    found = [each for each in reversed(path.parents) if not each.stat().st_mode & stat.S_IXOTH]
+    return [str(each) for each in found[:1]]
+
+
+def readable(checkout: Path, copy: Path) -> dict[str, str]:
+    """Target to source: the checkout, or a copy that all can read where a umask keeps others out of it."""
+    folders = [Path(folder) for folder, *_ in _walk(checkout)]
+    if all(folder.stat().st_mode & 0o5 == 0o5 for folder in folders):
+        return {str(checkout): str(checkout)}
+    for folder in folders:
+        (copy / folder.relative_to(checkout)).mkdir()
+        for each in folder.iterdir():
+            if each.is_file() and not each.is_symlink():
+                made = shutil.copy2(each, copy / each.relative_to(checkout))
+                Path(made).chmod(each.stat().st_mode | (0o555 if os.access(each, os.X_OK) else 0o444))
+    kept = [checkout / name for name in KEPT if (checkout / name).is_dir()]
+    return {str(checkout): str(copy)} | {str(each): str(each.resolve()) for each in kept}
+
+
+def _walk(checkout: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    for folder, names, files in os.walk(checkout):
+        if Path(folder) == checkout:
+            names[:] = [name for name in names if name not in (*KEPT, ".git", "runs")]
+        yield folder, names, files
 
 
 def new_state() -> Path:

@@ -1,9 +1,11 @@
 """The test cluster itself: it behaves as a cluster does, breaks as one does, and leaves no trace."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -185,6 +187,28 @@ def wait_for_cron(cluster: Cluster) -> None:
     wait_for("cron's job", lambda: made.exists() and "preemptible" in made.read_text())
 
 
+WHERE_JOBS_FIND_THE_CODE = """
+import sys
+from cluster import ROOT, Cluster
+with Cluster.start(nodes=["c1"]) as cluster:
+    line = [sys.executable, "-c", "import hpc_swe; print(open('README.md').readline(), hpc_swe.__file__)"]
+    print(cluster.run("srun", *line, cwd=ROOT).stdout)
+"""
+
+
+@pytest.mark.parametrize("others", ["rX", ""], ids=["open files", "a umask of 077"])
+def test_jobs_reach_a_checkout_in_a_home_that_others_cannot_enter(cluster, others):
+    with tempfile.TemporaryDirectory(prefix="closed-", dir=Path.home()) as home:
+        checkout = Path(home) / "hpc_swe"
+        shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".venv", ".cache", ".git", "runs"))
+        subprocess.run(["chmod", "--recursive", f"u=rwX,go={others}", checkout], check=True)
+        code = [sys.executable, "-c", WHERE_JOBS_FIND_THE_CODE]
+        env = {**os.environ, "PYTHONPATH": f"{checkout}/tests/cluster"}
+        done = subprocess.run(code, cwd=checkout, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert done.stdout.split() == ["#", "hpc_swe", f"{checkout}/hpc_swe/__init__.py"], done.stderr
+        assert Path(home).stat().st_mode & 0o777 == 0o700, "it stays closed to all others"
+
+
 START_AND_SLEEP = """
 import sys, time
 sys.path.append(sys.argv[1])
@@ -194,7 +218,7 @@ time.sleep(600)
 """
 
 
-def test_a_cluster_dies_with_who_started_it_and_its_folder_is_swept():
+def test_a_cluster_dies_with_who_started_it_and_its_folder_is_swept(cluster):
     command = [sys.executable, "-c", START_AND_SLEEP, str(Path(__file__).parent)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         state = Path(owner.stdout.readline().strip())
