@@ -39,6 +39,7 @@ PROGRAMS = {
 }
 """Programs of others, and why they are not run here."""
 PLACES = re.compile(r"(?:configs|containers|docs|hpc_swe|jobs|sbatch|tests)/[\w./-]+")
+OWN = re.compile(r"(?:make|hpc-swe|python -m (?:hpc_swe|jobs)\.\S+|(?:python )?(?:sbatch|tests)/\S+) \S")
 SETTING = re.compile(r"[A-Z_][A-Z0-9_]*=")
 LIMIT_S = 300
 
@@ -61,13 +62,15 @@ class Command:
 
 
 def commands(page: Path) -> Iterator[Command]:
-    """Of all blocks, fenced or indented."""
+    """Of all blocks, fenced or indented, and of what stands between backticks in the text."""
     fenced, held, first = False, "", 0
     for number, line in enumerate(page.read_text().splitlines(), 1):
         if line.startswith("```"):
             fenced = not fenced
             continue
         if not (fenced or line.startswith("    ")):
+            spans = re.findall(r"`([^`]+)`", line)
+            yield from (Command(page.name, number, span) for span in spans if OWN.match(span))
             continue
         first = first or number
         held += line.strip().removesuffix("\\")

@@ -2,6 +2,7 @@
 
 import pytest
 from commands import PAGES, commands, judge
+from fresh import plan
 
 pytestmark = pytest.mark.slow  # it asks each program for its help
 
@@ -21,3 +22,20 @@ def test_what_is_wrong_on_a_page_is_found(tmp_path):
     complaints = [judge(command, tmp_path)[1] for command in commands(page)]
     assert len(complaints) == 4
     assert all(complaints)
+
+
+def test_every_command_of_the_pages_has_a_rule_by_which_it_is_typed_in_a_fresh_clone():
+    found = [command for page in PAGES for command in commands(page)]
+    assert [f"{c.page}:{c.number}: {c.text}" for c in found if plan(c) is None] == []
+    assert sum((plan(c) or ("", ""))[0] == "run" for c in found) >= 30
+
+
+def test_commands_between_backticks_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Type `make demo` or `python -m hpc_swe.launch stop RUN --now`; `reward` is no command.\n"
+    )
+    assert [command.text for command in commands(page)] == [
+        "make demo",
+        "python -m hpc_swe.launch stop RUN --now",
+    ]
