@@ -169,9 +169,17 @@ def _for_template(message: Message, slots: _Slots, served: bool) -> dict[str, ob
 
 
 def _hide_thought(content: str, slots: _Slots) -> str:
-    """An answer with its thought; the marks stay, and the line ends beside them, which templates strip."""
-    parts = re.split(r"(\n*<think>\n*|\n*</think>\n*)", content)
-    return "".join(part if number % 2 else slots.hide(part) for number, part in enumerate(parts))
+    """An answer with its thought; the marks stay, and the line ends beside them, which templates strip.
+
+    The expression holds no line ends: beside a mark that is missing it would take hours over many.
+    """
+    parts = re.split(r"(</?think>)", content)
+    for number in range(0, len(parts), 2):
+        text = parts[number].lstrip("\n") if number else parts[number]
+        kept = text if number == len(parts) - 1 else text.rstrip("\n")
+        ends = "\n" * (len(text) - len(kept))
+        parts[number] = "\n" * (len(parts[number]) - len(text)) + slots.hide(kept) + ends
+    return "".join(parts)
 
 
 def _call_for_template(call: ToolCall, slots: _Slots) -> dict[str, object]:

@@ -89,7 +89,7 @@ class Workers:
 
     def play(self, group: str, script: str) -> Came:
         """One episode and its grading."""
-        is_plain = group == "files"
+        is_plain = group in ("files", "report")
         task = self.plain if is_plain else self.repository
         sandboxes = self.plain_sandboxes if is_plain else self.sandboxes
         grader: Grader = Pytest() if is_plain else Swebench()

@@ -19,7 +19,7 @@ def bounded() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", ["repository:", "files:", "tests:"])
+@pytest.mark.parametrize("group", ["repository:", "files:", "tests:", "report:"])
 def test_no_choice_of_a_policy_is_paid_left_without_a_reward_or_kept_in_memory(group, capsys):
     if shutil.which("apptainer") is None or not IMAGE.exists():
         pytest.skip("Apptainer or its unpacked task image is missing: containers/build_image.sh")

@@ -1,6 +1,7 @@
 """The reference resolves, nothing does not, and what looks like a solution is none."""
 
 import json
+import time
 
 import msgspec
 import pytest
@@ -26,6 +27,7 @@ from toy import (
 )
 
 from hpc_swe.errors import ConfigError, SandboxError
+from hpc_swe.plugins.graders._swebench import END, START, Run
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Task, TestPlan
@@ -238,6 +240,21 @@ def test_other_parsers_read_what_is_printed_between_marks(repository, sandboxes,
     (one,) = taskset(rows).load("train")
     assert GRADER.grade(one, gold(), sandboxes).outcome == "resolved"
     assert GRADER.examine(one, "", sandboxes).outcome == "unresolved"
+
+
+def test_a_log_full_of_marks_keeps_no_other_thread_waiting(repository, tmp_path):
+    """An expression that tries each beginning holds the interpreter for minutes, and its lease is lost."""
+    one = task(tmp_path, "unittest", repository[1])
+    extra = one.tests.extra | {"log_parser": "parse_log_gotest"}
+    run = Run(msgspec.structs.replace(one, tests=msgspec.structs.replace(one.tests, extra=extra)))
+    begin, end = run._mark(START), run._mark(END)
+    started = time.process_time()
+    assert run.believe(b"", f"{begin}\n" * 40_000).complaint == "the tests did not come to their end"
+    believed = run.believe(b"", f"x\n{begin}\n>>>>> a\n{begin}\n{end} x\n{end} 0\n" + f"{begin}\n" * 40_000)
+    assert time.process_time() - started < 10.0
+    assert believed.log == f"{START}\n a\n{begin}\n{end} x\n\n{END}\n>>>>> Test Exit Code: 0\n"
+    for log in ("", f"{end} 0\n{begin}\n", f"{begin}\n{end} 0 \n", f" {begin}\n{end} 0\n"):
+        assert run.believe(b"", log).complaint, log
 
 
 def test_plain_tasks_and_scripts_without_marks_are_refused(toy_task, sandboxes):

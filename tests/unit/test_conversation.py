@@ -1,6 +1,7 @@
 """The token builder: what the engine is asked is only ever appended to, and text never becomes control."""
 
 import json
+import time
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from toy_model import CONTROL, HERMES, JSON_CALLS, PLAIN_ANSWER, THINKING, XML, make_model, template
 
 from hpc_swe.conversation import TokenBuilder
+from hpc_swe.conversation.template import _hide_thought, _Slots
 from hpc_swe.errors import AgentError, ConfigError
 from hpc_swe.records import Message, ToolCall
 
@@ -199,6 +201,27 @@ def test_plain_conversations_get_the_ids_that_any_other_program_makes(
     text = builder._template.render([*talk, says("Done.")], "", generate=False).text
     ids, _ = builder.demonstration([*talk, says("Done.")])
     assert ids == builder.tokens.encode_whole(text.removesuffix("\n"))
+
+
+@pytest.mark.parametrize(
+    ("content", "around"),
+    [
+        ("\n<think>\n\nhm\n</think>\n\nYes.\n", ["\n", "hm", "Yes.\n"]),
+        ("<think></think>", []),
+        ("a\n\n</think>\n\n<think>\n", ["a"]),
+    ],
+)
+def test_line_ends_beside_the_marks_of_a_thought_are_the_template_s(content, around):
+    slots = _Slots()
+    hidden = _hide_thought(content, slots)
+    assert slots.texts == [text for text in around if text.strip("\n")]
+    assert slots.reveal_json(hidden).replace("\\n", "\n") == content
+
+
+def test_a_thought_of_many_line_ends_keeps_no_other_thread_waiting():
+    started = time.process_time()
+    _hide_thought("\n" * 400_000 + "x</think>", _Slots())
+    assert time.process_time() - started < 10.0
 
 
 def test_history_is_kept_where_the_template_would_drop_its_thoughts(

@@ -204,12 +204,14 @@ class Run:
         return "\n\n".join([apart, *texts, call])
 
     def _from_log(self, log: str) -> Believed:
-        pattern = rf"^{self._mark(START)}\n(.*)^{self._mark(END)} (\d+)$"
-        found = re.search(pattern, log, re.DOTALL | re.MULTILINE)
-        if found is None:
+        """A regular expression would take minutes over many marks, and no thread would run meanwhile."""
+        lines, end = log.split("\n"), f"{self._mark(END)} "
+        ends = [n for n, line in enumerate(lines) if line.startswith(end) and line[len(end) :].isdecimal()]
+        if not ends or self._mark(START) not in lines[: ends[-1]]:
             return Believed(complaint="the tests did not come to their end")
-        printed = found[1].replace(">>>>>", "")
-        return Believed(f"{START}\n{printed}\n{END}\n{EXIT}: {found[2]}\n")
+        first, last = lines.index(self._mark(START)), ends[-1]
+        printed = "".join(f"{line}\n" for line in lines[first + 1 : last]).replace(">>>>>", "")
+        return Believed(f"{START}\n{printed}\n{END}\n{EXIT}: {lines[last][len(end) :]}\n")
 
     def _from_book(self, book: bytes) -> Believed:
         entries = self._unsealed(book)
