@@ -82,7 +82,8 @@ class Watch:
 
     def __init__(self, run: RunDir, config: RunConfig, console: Console) -> None:
         self._reader, self._patience = Reader(run, config), Patience(_limit_s(config))
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        told = TextColumn("{task.description}", markup=False)  # an error may hold brackets
+        columns = (told, BarColumn(), MofNCompleteColumn())
         self.bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
         self.total = size(run, config)
         self._row = self.bar.add_task(run.root.name, total=self.total)
@@ -197,7 +198,7 @@ def evaluate(run: RunDir, config: RunConfig, *, detach: bool, console: Console) 
     watch = Watch(run, config, console)
     done = headway(Reader(run, config).look()).done
     begun = "begins" if is_new else f"goes on: {done} episodes are done"
-    console.print(f"{run.root}: {begun}, of {watch.total}", soft_wrap=True)
+    tables.show(console, f"{run.root}: {begun}, of {watch.total}")
     if detach:
         return False
     try:
@@ -205,7 +206,7 @@ def evaluate(run: RunDir, config: RunConfig, *, detach: bool, console: Console) 
             launch.wait(run, config, float("inf"), watch.look, detaches=True)
             watch.end()
     except KeyboardInterrupt:
-        console.print(_left(run, config), soft_wrap=True)
+        tables.show(console, _left(run, config))
         raise
     except DeadlineError as error:
         told = Reader(run, config).look().queue.failures or [watch.headway.waits_for]
@@ -222,7 +223,7 @@ def _left(run: RunDir, config: RunConfig) -> str:
 def finish(run: RunDir, config: RunConfig, console: Console) -> None:
     """Write the results and show them."""
     tables.show(console, *results.shown(results.write(run, config)))
-    console.print(f"results: {run.summary}, {run.results}, {run.predictions('*')}", soft_wrap=True)
+    tables.show(console, f"results: {run.summary}, {run.results}, {run.predictions('*')}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ from hpc_swe.plugins.tasksets.swebench import Swebench
 from hpc_swe.settings import RunConfig
 from jobs.images.shelf import Problem, Shelf
 from jobs.images.sources import Built, ImageSource, Pulled
-from jobs.screen import bars, console, say
+from jobs.screen import bars, say
 
 
 def wanted(config: RunConfig) -> tuple[Apptainer, list[Problem]]:
@@ -103,7 +103,7 @@ def main() -> None:
     except HpcSweError as error:
         say(f"error: {error}")
         sys.exit(error.exit_code)
-    console.print(f"{len(problems) - failed} of {len(problems)} images are in {shelf.images}")
+    say(f"{len(problems) - failed} of {len(problems)} images are in {shelf.images}")
     sys.exit(1 if failed else 0)
 
 

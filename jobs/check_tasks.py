@@ -316,7 +316,7 @@ def _tell(verdicts: Sequence[Verdict], out: Path) -> None:
         )
     kinds = Counter(one.verdict for one in verdicts)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    console.print(f"{len(verdicts)} tasks: {counts}; {out}")
+    say(f"{len(verdicts)} tasks: {counts}; {out}")
 
 
 @cli.command

@@ -203,7 +203,7 @@ def main() -> None:
         say(f"error: {error}")
         sys.exit(error.exit_code)
     tables.show(console, overview(rows))
-    console.print(f"{len(rows)} rows in {arguments.out} ({arguments.out.stat().st_size / 1e6:.1f} MB)")
+    say(f"{len(rows)} rows in {arguments.out} ({arguments.out.stat().st_size / 1e6:.1f} MB)")
 
 
 if __name__ == "__main__":

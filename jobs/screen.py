@@ -14,5 +14,6 @@ def say(line: str) -> None:
 
 def bars() -> Progress:
     """Bars that count, with room for a word."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    told = TextColumn("{task.description}", markup=False)
+    columns = (told, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console)

@@ -1,6 +1,7 @@
 """The command: what it refuses, what it waits for, and how an evaluation fares that is interrupted."""
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -276,6 +277,14 @@ def test_to_compare_with_what_has_not_finished_is_refused_before_anything_starts
         in done.stderr
     )
     assert not (tmp_path / "new").exists()
+
+
+def test_brackets_in_what_it_waits_for_do_not_end_the_watch(begun):
+    console = Console(file=io.StringIO(), width=200)
+    watch = evaluate.Watch(begun.out, launch.load(begun.out), console)
+    watch.bar.update(watch.bar.task_ids[0], description="0 solved; [sandbox] no image in [/shared/me]")
+    console.print(watch.bar.get_renderable())
+    assert "0 solved; [sandbox] no image in [/shared/me]" in console.file.getvalue()
 
 
 def test_weights_that_a_run_may_yet_remove_are_refused(begun, tmp_path):

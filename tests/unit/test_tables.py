@@ -22,7 +22,7 @@ from hpc_swe.results import Finished
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import evals
 from hpc_swe.store.evals import Attempt
-from jobs import check_tasks, demo, prepare_tasks
+from jobs import check_tasks, demo, prepare_tasks, screen
 
 ROOT = Path(__file__).parents[2]
 LONG = "a_label_that_somebody_made_[long]_and_with_brackets_41"
@@ -163,6 +163,14 @@ def test_what_show_prints_of_a_file_keeps_its_first_column(tmp_path):
     line = MetricLine(step=1, time=1.0, values={LONG: 2.5})
     path.write_bytes(msgspec.json.encode(line) + b"\n")
     assert starts(exhibits.exhibit(path).splitlines(), LONG) == 1
+
+
+def test_brackets_beside_a_bar_are_text_and_do_not_end_a_command():
+    console = Console(file=io.StringIO(), width=200)
+    bar = screen.bars()
+    bar.add_task("django-1: [sandbox] no room in [/tmp/x]", total=3)
+    console.print(bar.get_renderable())
+    assert "django-1: [sandbox] no room in [/tmp/x]" in console.file.getvalue()
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
