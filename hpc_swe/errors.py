@@ -17,7 +17,8 @@
       - Overdue           the engine works, but one completion did not come in a very long time
     + AgentError        the agent program broke                    -> exit status error, unresolved
 
-Anything else that escapes is a bug and ends the process; the protocol makes that cheap.
+Anything else that escapes is a bug and ends the process; the protocol makes that cheap. But what escapes from
+a grader, or from an episode whose policy has spoken, was chosen by the policy: it costs that episode alone.
 """
 
 from collections.abc import Iterator

@@ -1,12 +1,15 @@
-"""python -m jobs.reward RUN: one reward worker."""
+"""python -m jobs.reward RUN: one reward worker; with --alone one grading, which a worker watches."""
 
 import logging
+import sys
+from functools import partial
 
 from hpc_swe.plugins.graders.base import carrying
 from hpc_swe.plugins.sandboxes._watched import Watched
 from hpc_swe.plugins.tasksets.base import Referenced
 from hpc_swe.records import Task
-from hpc_swe.roles.reward.worker import Means, worker
+from hpc_swe.roles.reward import alone
+from hpc_swe.roles.reward.worker import Means, judge, worker
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import tasks
@@ -15,18 +18,31 @@ from jobs import entry
 log = logging.getLogger(__name__)
 
 
+ALONE = "--alone"
+
+
 def work(run: RunDir, config: RunConfig) -> None:
     """Grade episodes until the run has finished or is ordered to end."""
     config.sandbox.check()
-    means = Means(
+    means = _means(run, config)
+    with entry.lease(run, config, "reward") as lease:
+        worker(run, lease, means).work()
+
+
+def work_alone(run: RunDir, config: RunConfig) -> None:
+    """Grade the episode of the standard input."""
+    alone.answer(partial(judge, _means(run, config)))
+
+
+def _means(run: RunDir, config: RunConfig) -> Means:
+    return Means(
         tasks=graded(run),
         sandboxes=Watched(config.sandbox),
         grader=config.grader,
         config=config.reward,
         references=references(run, config),
+        alone=(sys.executable, "-m", "jobs.reward", str(run.root), ALONE),
     )
-    with entry.lease(run, config, "reward") as lease:
-        worker(run, lease, means).work()
 
 
 def graded(run: RunDir) -> dict[str, Task]:
@@ -45,4 +61,4 @@ def references(run: RunDir, config: RunConfig) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    entry.enter(work)
+    entry.enter(work_alone if ALONE in sys.argv[2:] else work)

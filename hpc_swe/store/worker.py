@@ -93,7 +93,7 @@ class _Held(Generic[M, R]):
     claim: Claim[M]
     work: Work[R]
     thread: threading.Thread = field(init=False)
-    crash: Exception | None = None
+    crash: BaseException | None = None
     is_out: bool = False
     """Its result, that is; only what comes after may go on."""
     is_over: bool = False
@@ -115,7 +115,7 @@ class Worker(Generic[M, R]):
     lease: Lease
     source: Spool[M]
     results: Spool[R]
-    begin: Callable[[M], Work[R]]
+    begin: Callable[[Claim[M]], Work[R]]
     slots: int
     poll_s: float
     closing_s: float = 0.0
@@ -204,7 +204,7 @@ class Worker(Generic[M, R]):
         before, misses = len(self._active), self.source.misses
         for claim in islice(self.source.claims(self.lease.owner), self.slots - before):
             log.info("claimed %s", claim.name)
-            held = _Held(claim, self.begin(claim.message))
+            held = _Held(claim, self.begin(claim))
             held.thread = threading.Thread(target=self._play, args=(held,), name=claim.name, daemon=True)
             self._active.append(held)
             held.thread.start()
@@ -219,7 +219,7 @@ class Worker(Generic[M, R]):
                 held.work.after()
         except Undone as reason:
             self._undo(held, reason)
-        except Exception as error:  # noqa: BLE001 - the main thread raises it
+        except BaseException as error:  # noqa: BLE001 - the main thread raises it; a panic of Rust is one, too
             held.crash = error
         held.is_over = True
         self._wake.set()

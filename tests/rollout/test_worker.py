@@ -19,7 +19,7 @@ from toy_engine import cut_at
 from waiting import DEADLINE_S, until
 
 from hpc_swe.errors import AgentError, EngineError, SandboxError
-from hpc_swe.plugins.agents.base import ContextFull
+from hpc_swe.plugins.agents.base import Chat, ContextFull
 from hpc_swe.plugins.sandboxes.base import Sandbox
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Episode, ExitStatus, Message, Node, RolloutRequest, Task, float_array, id_array
@@ -328,6 +328,22 @@ def test_a_bug_ends_the_worker_and_gives_the_others_back(tmp_path: Path) -> None
         made.worker(lease).work()
     assert len(made.shown()["ready"]) == 2
     assert len(made.shown()["claimed"]) == 1, "recovery counts its loss"
+
+
+def test_what_breaks_our_code_once_the_policy_has_spoken_costs_its_episode_alone(tmp_path: Path) -> None:
+    def act(sandbox: Sandbox, chat: Chat) -> ExitStatus:
+        chat([Message(role="user", content="hello")])
+        raise RecursionError("too deep: \ud800")
+
+    made = company(tmp_path / "run", tmp_path / "model", Doing(act))
+    made.ask()
+    with made.working() as worker:
+        until(lambda: made.episodes)
+        assert worker is not None
+    (episode,) = made.episodes.values()
+    assert episode.exit_status == ExitStatus.AGENT_ERROR
+    assert len(episode.turns) == 1
+    assert episode.error.startswith("the worker broke on it: RecursionError: too deep")
 
 
 @pytest.fixture

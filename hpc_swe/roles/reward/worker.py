@@ -8,7 +8,7 @@ slot of an episode whose result is out already: what came of it goes with the ne
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,6 +16,7 @@ from hpc_swe.errors import EpisodeError, HpcSweError
 from hpc_swe.plugins.graders.base import GRADER_BROKE, Examiner, Grader
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.records import Episode, ExitStatus, Score, ScoredEpisode, Task
+from hpc_swe.roles.reward import alone
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RewardConfig
 from hpc_swe.store.lease import Lease
@@ -37,6 +38,8 @@ class Means:
     config: RewardConfig
     references: Mapping[str, str] = field(default_factory=dict)
     """Task id -> a submission that is right."""
+    alone: Sequence[str] = ()
+    """Command that grades an episode in a process of its own, whose grading was lost; without one, here."""
     told: deque[str] = field(default_factory=deque)
     """What sentinels came to that no result has taken along yet."""
 
@@ -47,10 +50,12 @@ class Grading(Work[ScoredEpisode]):
 
     means: Means
     episode: Episode
+    losses: int = 0
 
     def run(self) -> ScoredEpisode:
         """Judge."""
-        score = judge(self.means, self.episode)
+        is_apart = self.losses and self.means.alone
+        score = _judge_alone(self.means, self.episode) if is_apart else judge(self.means, self.episode)
         log.info("graded %s: %s in %.2f s", self.episode.request.name, score.outcome, score.seconds)
         return ScoredEpisode(episode=self.episode, score=score, sentinels=list(_taken(self.means.told)))
 
@@ -82,6 +87,14 @@ def judge(means: Means, episode: Episode) -> Score:
         log.exception("grader broke on %s", episode.request.name)
         detail = f"{GRADER_BROKE}: {type(error).__name__}: {error}"[:1000]
         return Score(outcome="unresolved", reward=means.grader.unresolved_reward, detail=detail)
+
+
+def _judge_alone(means: Means, episode: Episode) -> Score:
+    log.info("grading alone: %s was lost before", episode.request.name)
+    try:
+        return alone.watch(means.alone, episode, means.grader.unresolved_reward)
+    except EpisodeError as error:
+        return Score(outcome="infra_error", reward=None, detail=str(error))
 
 
 def sentinel(request: str, every: int) -> Sentinel | None:
@@ -134,7 +147,7 @@ def worker(run: RunDir, lease: Lease, means: Means) -> Worker[Episode, ScoredEpi
         lease,
         Spool(run.episodes, Episode),
         Spool(run.scored, ScoredEpisode),
-        lambda episode: Grading(means, episode),
+        lambda claim: Grading(means, claim.message, claim.address.losses),
         means.config.slots,
         means.config.poll_s,
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpc_swe.conversation import TokenBuilder
-from hpc_swe.errors import AgentError, EngineError, SandboxError
+from hpc_swe.errors import AgentError, EngineError, HpcSweError, SandboxError
 from hpc_swe.plugins import submission
 from hpc_swe.plugins.agents.base import Agent, ContextFull, Result
 from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
@@ -66,6 +66,16 @@ def play(means: Means, request: RolloutRequest, recorder: Recorder) -> Outcome:
     except (SandboxError, EngineError) as error:
         log.warning("failed %s: %s", request.name, error)
         outcome.result = outcome.result or failed(str(error))
+    except (HpcSweError, OSError, MemoryError):  # the run's configuration or the host
+        raise
+    except Exception as error:
+        if not recorder.has_sampled:
+            raise
+        # What breaks our code was chosen by the policy then, and costs its episode alone.
+        log.exception("broke on %s", request.name)
+        told = f"the worker broke on it: {type(error).__name__}: {error}"[:1000]
+        told = told.encode("utf-8", "replace").decode()
+        outcome.result = outcome.result or Result(ExitStatus.AGENT_ERROR, recorder.messages, error=told)
     if recorder.failure is not None:
         # A program reports its model's errors as it likes, or not at all.
         outcome.result = failed(str(recorder.failure))

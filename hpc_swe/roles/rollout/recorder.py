@@ -170,6 +170,12 @@ class Recorder:
         return math.inf if is_over else spent_s
 
     @property
+    def has_sampled(self) -> bool:
+        """Whether the policy has said anything."""
+        with self._lock:
+            return bool(self._chains.turns)
+
+    @property
     def main(self) -> int:
         """Index of the turn that starts the agent's own conversation."""
         with self._lock:

@@ -6,7 +6,6 @@ when the engines went away goes back.
 """
 
 import logging
-from functools import partial
 
 from hpc_swe.errors import EngineError
 from hpc_swe.records import Episode, RolloutRequest
@@ -61,7 +60,7 @@ def worker(run: RunDir, lease: Lease, means: Means, hung_s: float = 60.0) -> Wor
         lease,
         Spool(run.requests, RolloutRequest),
         Spool(run.episodes, Episode),
-        partial(Attempt, means, lease.owner, hung_s),
+        lambda claim: Attempt(means, lease.owner, hung_s, claim.message),
         means.config.slots,
         means.config.poll_s,
         CLOSING_S,

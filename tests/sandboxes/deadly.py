@@ -1,0 +1,25 @@
+"""A grader whose process a submission can end, as some fault of ours might let it."""
+
+import os
+import signal
+from pathlib import Path
+
+from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.sandboxes.base import Sandboxes
+from hpc_swe.records import Score, Task
+
+
+class Deadly(Plugin, frozen=True, kw_only=True):
+    """Does what the submission says."""
+
+    unresolved_reward: float = -0.5
+    looks: str = ""
+    """A file with a line for each grading."""
+
+    def grade(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
+        """End the process, or judge."""
+        with Path(self.looks).open("a") as looks:
+            looks.write(f"{os.getpid()}\n")
+        if submission == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Score(outcome="resolved", reward=1.0)
