@@ -74,14 +74,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="p") as name:
         run, model = make_run(Path(name) / "run"), make_model(Path(name) / "model", 0)
         large = make_model(Path(name) / "large", 1)
-        add_large_file(large, gigabytes)
+        for folder in (model, large):  # a version has the tensors of the model that the engine began with
+            add_large_file(folder, gigabytes)
         process = supervise(run, CPU, model, scratch=name)
         try:
             measure(run, large, gigabytes)
         finally:
             run.stop.touch()
             _, log = process.communicate(timeout=120)
-            print(*[line for line in log.splitlines() if "v000001" in line][:4], sep="\n")
+            print(*[line for line in log.splitlines() if "v000001" in line or "restart" in line][:6], sep="\n")
 
 
 if __name__ == "__main__":

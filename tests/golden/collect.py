@@ -1,0 +1,317 @@
+"""What must stay the same when the code is moved, renamed or merged: python tests/golden/collect.py FOLDER.
+
+Writes one text file for each promise: records as bytes, the names in a run's folder, run.json of every
+configuration, batch scripts and tables of a dry run, status screens, exit codes, metric names, plugin types
+and the losses of a fixed batch. `diff -r` of two folders shows what a change has changed.
+"""
+
+import inspect
+import io
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+from msgspec.inspect import (
+    BoolType,
+    BytesType,
+    DictType,
+    EnumType,
+    Field,
+    FloatType,
+    IntType,
+    ListType,
+    LiteralType,
+    Metadata,
+    NoneType,
+    StrType,
+    StructType,
+    Type,
+    UnionType,
+    VarTupleType,
+    type_info,
+)
+
+ROOT = Path(__file__).parents[2]
+CONFIGURATIONS = {
+    "demo": ["demo"],
+    "demo_eval": ["demo", "demo_eval"],
+    "demo_sft": ["demo", "demo_sft"],
+    "demo_rejection": ["demo", "demo_rejection"],
+    "slurm_demo": ["demo", "slurm_demo"],
+    "swebench": ["swebench", "slurm"],
+    "swebench_qwen_code": ["swebench", "slurm", "agents/qwen_code"],
+    "swepdb_4b": ["swepdb", "slurm", "swepdb_4b"],
+    "swepdb_14b_rewrite": ["swepdb", "slurm", "swepdb_14b", "swepdb_14b_rewrite"],
+    "swepdb_30b": ["swepdb", "slurm", "models/qwen3_coder_30b_a3b"],
+}
+
+
+def records() -> Iterator[str]:
+    """Every record, with a value in every field, as the bytes that cross processes."""
+    from hpc_swe import records as module
+
+    for name, kind in sorted(vars(module).items()):
+        if inspect.isclass(kind) and issubclass(kind, msgspec.Struct) and kind is not module.Record:
+            value = msgspec.convert(_value(type_info(kind), name), kind)
+            yield f"{name} {msgspec.json.encode(value).decode()}"
+            yield f"{name} {msgspec.msgpack.encode(value).hex()}"
+
+
+def _value(kind: Type, name: str) -> Any:
+    if isinstance(kind, Metadata):
+        return _value(kind.type, name)
+    if isinstance(kind, StructType):
+        return {field.encode_name: _of_field(field) for field in kind.fields}
+    if isinstance(kind, ListType | VarTupleType):
+        return [_value(kind.item_type, name)]
+    if isinstance(kind, DictType):
+        return {"a": _value(kind.value_type, name)}
+    if isinstance(kind, UnionType):
+        return _value(next(each for each in kind.types if not isinstance(each, NoneType)), name)
+    if isinstance(kind, EnumType):
+        return _plain(next(iter(kind.cls)))
+    if isinstance(kind, LiteralType):
+        return sorted(kind.values)[0]
+    values: dict[type[Type], Any] = {StrType: name, IntType: 3, FloatType: 0.5, BoolType: True}
+    return values.get(type(kind), "AACAPw==" if isinstance(kind, BytesType) else {})
+
+
+def _of_field(field: Field) -> Any:
+    return _value(field.type, field.name)
+
+
+def _plain(value: Enum) -> Any:
+    return value.value
+
+
+def paths() -> Iterator[str]:
+    """Every name in a run's folder."""
+    from hpc_swe.records import Role, WeightVersion
+    from hpc_swe.rundir import PROTOCOL, RunDir
+
+    run, samples = (
+        RunDir(Path("/run")),
+        {
+            "version": WeightVersion(incarnation=2, step=3),
+            "role": get_args(Role)[0],
+            "step": 4,
+            "incarnation": 2,
+            "number": 5,
+            "index": 6,
+            "rank": 1,
+        },
+    )
+    yield f"protocol {PROTOCOL}"
+    for name, member in inspect.getmembers(RunDir):
+        if name.startswith("_") or name == "make":
+            continue
+        if inspect.isfunction(member):
+            words = [each for each in inspect.signature(member).parameters if each != "self"]
+            yield f"{name} {getattr(run, name)(*(samples.get(word, word) for word in words))}"
+        elif isinstance(getattr(run, name), Path):
+            yield f"{name} {getattr(run, name)}"
+
+
+def run_json() -> Iterator[str]:
+    """What each configuration says, with all defaults."""
+    from hpc_swe import config as configuration
+
+    for name, files in CONFIGURATIONS.items():
+        config = configuration.read(*(ROOT / f"configs/{file}.toml" for file in files))
+        yield from (f"{name} {line}" for line in configuration.toml(configuration.dump(config)))
+
+
+def exit_codes() -> Iterator[str]:
+    """Which error ends a program with which code."""
+    from hpc_swe import errors
+
+    for name, kind in sorted(vars(errors).items()):
+        if inspect.isclass(kind) and issubclass(kind, errors.HpcSweError):
+            yield f"{name} {kind.exit_code}"
+
+
+def metrics() -> Iterator[str]:
+    """Names of curves."""
+    from hpc_swe.metrics import METRICS
+
+    yield from sorted(METRICS)
+
+
+def plugins() -> Iterator[str]:
+    """Each family's types, as configurations name them, and every key."""
+    from hpc_swe import keys
+
+    for key in keys.listed():
+        yield f"{key.name} {key.kind} {key.default}"
+
+
+def losses() -> Iterator[str]:
+    """Loss, gradient and what is told of fixed tokens, under each objective."""
+    import torch
+
+    from hpc_swe.plugins.policies.base import LossConfig
+    from hpc_swe.roles.learner.loss import PolicyObjective
+
+    torch.manual_seed(0)
+    tokens = [torch.randn(64, dtype=torch.float64) for _ in range(4)]
+    for objective in ("sampler_ratio", "decoupled", "sft"):
+        for more in ({}, {"dual_clip": 1.5}, {"kl_coefficient": 0.1}):
+            loss = PolicyObjective(LossConfig(objective=objective, **more))
+            yield f"{objective} {more} {_losses(loss, tokens)}"
+
+
+def _losses(objective: Any, tokens: Any) -> str:
+    from hpc_swe.plugins.policies.base import Tokens
+
+    policy = (-tokens[0].abs()).requires_grad_()
+    loss, sums, largest = objective(
+        Tokens(
+            logprobs=policy,
+            entropy=tokens[3].abs(),
+            sampler=-tokens[1].abs(),
+            advantages=tokens[2],
+            weights=tokens[2].abs() / 64,
+            reference=-tokens[3].abs(),
+        )
+    )
+    loss.backward()
+    told = {f"slope {index:02d}": slope for index, slope in enumerate(policy.grad.tolist())}
+    told |= objective.metrics(sums.tolist(), largest.tolist()) | {"loss": loss.item()}
+    return " ".join(f"{name}={value:.9g}" for name, value in sorted(told.items()))
+
+
+def batch_scripts() -> Iterator[str]:
+    """What sbatch would be given, by role, in an environment that is the same everywhere."""
+    from hpc_swe import config as configuration
+    from hpc_swe import dry_run
+    from hpc_swe.rundir import RunDir
+
+    for name, files in CONFIGURATIONS.items():
+        config = configuration.read(*(ROOT / f"configs/{file}.toml" for file in files))
+        for script in dry_run.scripts(RunDir(Path("/scratch/run")), config):
+            for line in script.splitlines():
+                yield f"{name} {_of_any_machine(line)}"
+
+
+def estimates() -> Iterator[str]:
+    """The tables of a dry run for a dense model and one with experts."""
+    from hpc_swe import config as configuration
+    from hpc_swe import dry_run
+
+    for name, shape in SHAPES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(shape))
+            files = [ROOT / f"configs/{file}.toml" for file in CONFIGURATIONS["swepdb_4b"]]
+            config = configuration.read(*files, overrides=[f"model={folder}"])
+            for table in dry_run.tables(config):
+                yield from (f"{name} {line}" for line in _drawn(table, 100))
+
+
+def status() -> Iterator[str]:
+    """The screen of a run, at two widths."""
+    from hpc_swe.plugins.executors.base import Job
+    from hpc_swe.records import Endpoint, RoleStatus, StatusReport, WeightVersion
+    from hpc_swe.status import Queue, View, render
+
+    desired = {"coordinator": 1, "learner": 1, "inference": 4, "rollout": 16, "reward": 4}
+    new, old = WeightVersion(incarnation=1, step=12), WeightVersion(incarnation=1, step=11)
+    report = StatusReport(
+        beat=7,
+        roles=[RoleStatus(role=role, desired=n, alive=n, silent=n // 8) for role, n in desired.items()],
+        spools={each: {"ready": 12, "claimed": 30, "dead": 1} for each in ("requests", "episodes", "scored")},
+        oldest_s={"requests": 125.0},
+        waits_for="results of train-000012-03",
+        step=12,
+        step_s=60.0,
+        newest=new,
+        recent={name: [step / 20 for step in range(20)] for name in ("reward/mean", "staleness/max")},
+        errors=["train-000012-00 a0: the sandbox broke"],
+    )
+    jobs = [Job("rollout", f"7_{n}", 1, "running") for n in range(13)]
+    jobs += [
+        Job("rollout", "7_14", 1, "waiting", "Priority"),
+        Job("rollout", "7_15", 1, "held", "JobHeldUser"),
+    ]
+    engines = [
+        Endpoint(owner="e", url="http://e", versions=[*each], updating=len(each) > 1)
+        for each in ((new,), (old, new))
+    ]
+    shared = {"name": "demo", "steps": 48, "desired": desired}
+    views = {
+        "training": View(**shared, orders=[], queue=Queue(jobs), report=report, engines=engines),
+        "late": View(**shared, orders=["DRAIN"], queue=Queue(jobs), report=report, silent_s=4000.0),
+        "new": View(**shared, orders=[], queue=Queue(silence="squeue did not answer")),
+    }
+    for name, view in views.items():
+        for width in (80, 120):
+            yield from (f"{name} {width} {line}" for line in _drawn(render(view, width), width))
+
+
+def _drawn(part: Any, width: int) -> list[str]:
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(part)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def _of_any_machine(line: str) -> str:
+    for what, place in (("PYTHON", sys.executable), ("CHECKOUT", str(ROOT)), ("HOME", str(Path.home()))):
+        line = line.replace(place, what)
+    return line
+
+
+DENSE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+EXPERTS = {
+    **DENSE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+SHAPES = {"dense": DENSE, "experts": EXPERTS}
+PARTS: dict[str, Callable[[], Iterator[str]]] = {
+    part.__name__: part
+    for part in (
+        *(records, paths, run_json, exit_codes, metrics, plugins, losses),
+        *(batch_scripts, estimates, status),
+    )
+}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    os.environ.clear()
+    os.environ["PATH"] = "/usr/bin:/bin"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in PARTS.items():
+        (folder / f"{name}.txt").write_text("\n".join(part()) + "\n")
+
+
+if __name__ == "__main__":
+    main()
