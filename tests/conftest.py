@@ -1,5 +1,6 @@
 """Whole runs of the demo's configuration on this machine, made small."""
 
+import fcntl
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from waiting import until
 
 from hpc_swe import config as configuration
 from hpc_swe import launch
@@ -70,10 +72,28 @@ def small_run(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def warm_model(small_run, tmp_path_factory):
-    """A model that calls the tools, and repairs at random."""
-    model = tmp_path_factory.mktemp("model") / "model"
-    subprocess.run([sys.executable, "-m", "jobs.make_model", "--out", model, "--seed", "3"], check=True)
-    run = small_run("sft", "demo_sft", f"model={model}")
+    """A model that calls the tools, and repairs at random; made once for all parts of a test run."""
+    shared = Path(os.environ.get("HPC_SWE_TEST_SHARED") or tmp_path_factory.mktemp("shared"))
+    with (shared / "model.lock").open("w") as lock:
+        until(lambda: _is_mine(lock), "another part to have made its model", 1500)
+        if not (shared / "model").exists():
+            made = _make_warm(small_run, tmp_path_factory.mktemp("cold") / "model")
+            shutil.copytree(made, shared / "copy", dirs_exist_ok=True)
+            (shared / "copy").rename(shared / "model")
+    return shared / "model"
+
+
+def _is_mine(lock) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _make_warm(small_run, cold: Path) -> Path:
+    subprocess.run([sys.executable, "-m", "jobs.make_model", "--out", cold, "--seed", "3"], check=True)
+    run = small_run("sft", "demo_sft", f"model={cold}")
     version = weights.newest(run)
     assert version is not None
     return run.weight(version)
