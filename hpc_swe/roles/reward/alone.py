@@ -100,9 +100,10 @@ def _watch(command: Sequence[str], episode: Episode, patience: Patience) -> Scor
         )
     assert child.stdout is not None
     with child, child.stdout:
-        told, looks = b"", 0
+        told, looks, look = b"", 0, select.poll()
+        look.register(child.stdout, select.POLLIN)
         while looks < patience.silent:
-            if not select.select([child.stdout], [], [], LOOK_S)[0]:
+            if not look.poll(LOOK_S * 1000):
                 looks += 1
             elif data := os.read(child.stdout.fileno(), 1 << 16):
                 told, looks = told + data, 0
