@@ -82,7 +82,9 @@ def main() -> None:
         finally:
             run.stop.touch()
             _, log = process.communicate(timeout=120)
-            print(*[line for line in log.splitlines() if "v000001" in line or "restart" in line][:6], sep="\n")
+            print(
+                *[line for line in log.splitlines() if "v000001" in line or "restart" in line][:6], sep="\n"
+            )
 
 
 if __name__ == "__main__":
