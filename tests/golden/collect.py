@@ -194,7 +194,7 @@ def batch_scripts() -> Iterator[str]:
 
     for name, files in CONFIGURATIONS.items():
         config = configuration.read(*(ROOT / f"configs/{file}.toml" for file in files))
-        for script in dry_run.scripts(RunDir(Path("/scratch/run")), config):
+        for script in dry_run.scripts(RunDir(Path("/shared/run")), config):
             for line in script.splitlines():
                 yield f"{name} {_of_any_machine(line)}"
 
