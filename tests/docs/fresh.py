@@ -16,13 +16,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from commands import PAGES, ROOT, Command, commands
 
-LIMIT_S = 600
+LIMIT_S, LEAVE_S = 600, 30
 STAMPED = ("containers/requirements-cpu.txt", "pyproject.toml", "containers/vllm-name/pyproject.toml")
 SMALL = """
 [tasks]
@@ -114,7 +116,7 @@ WORDS = {
     "demo": "configs/demo.toml model=models/tiny",
     "long": "model=models/long",
     "small": "configs/demo.toml models/small.toml",
-    "curves": "mkdir -p evals/mine/tensorboard && ",
+    "curves": "mkdir -p evals/mine/tensorboard; ",
     "until_served": "> served 2>&1 & for n in {1..99}; do grep -q ' at http' served && break; sleep 0.5; done"
     "; kill $!; wait $!; grep ' at http' served",
 }
@@ -247,6 +249,23 @@ def looked_up(place: Place, text: str, typed: dict[str, str]) -> str:
     return complaint(place, f"{helped}; {each}", typed)
 
 
+def left(place: Place) -> list[str]:
+    """Processes that still run in the place a while after all was typed."""
+
+    def found() -> list[str]:
+        lines = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has just ended
+                if (folder / "cwd").readlink().is_relative_to(place.home):
+                    lines.append((folder / "cmdline").read_text().replace("\0", " "))
+        return lines
+
+    deadline = time.monotonic() + LEAVE_S
+    while found() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return found()
+
+
 def try_all(user: str, keep: bool) -> Counter[str]:
     """All commands as one user; prints a line for each."""
     place, counts, typed = make(user), Counter[str](), {}
@@ -259,6 +278,8 @@ def try_all(user: str, keep: bool) -> Counter[str]:
                 print(f"    WRONG: {wrong}", flush=True)
     finally:
         place.type("python -m hpc_swe.launch stop runs/mine --now")
+        counts.update(wrong=len(lasting := left(place)))
+        print("".join(f"{user}: WRONG: a command left this behind: {line}\n" for line in lasting), end="")
         if not keep:
             shutil.rmtree(place.home)
     return counts
