@@ -81,9 +81,9 @@ def no_apptainer() -> None:
 def no_tensorboard() -> None:
     """The same packages, but one, seen by an interpreter without packages of its own."""
     packages = Path(tempfile.mkdtemp())
-    site = next(Path(folder) for folder in sys.path if folder.endswith("site-packages"))
-    for entry in site.iterdir():
-        if not entry.name.startswith("tensorboard"):
+    sites = [Path(folder) for folder in sys.path if folder.endswith("site-packages")]
+    for entry in (entry for site in sites for entry in site.iterdir()):
+        if not entry.name.startswith("tensorboard") and not (packages / entry.name).is_symlink():
             (packages / entry.name).symlink_to(entry)
     command = [sys.executable, "-S", *sys.argv[2:]]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": f"{packages}:{Path.cwd()}"}, check=False)
