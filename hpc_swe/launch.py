@@ -298,7 +298,7 @@ def tell(run: RunDir, plan: Plan) -> None:
     """
     submitted = ", ".join(f"{count} {role}" for role, count in plan.submit.items())
     cancelled = f", cancelled {len(plan.cancel)}" if plan.cancel else ""
-    print(f"{run.root}: submitted {submitted or 'nothing'}{cancelled}")
+    print(f"{run.root}: submitted {submitted or 'nothing'}{cancelled}", flush=True)  # `start --wait` goes on
     if plan.stuck:
         raise HpcSweError("; ".join(f"{role}: {why}" for role, why in plan.stuck.items()))
 

@@ -23,6 +23,8 @@ settings.register_profile("suite", deadline=None, derandomize=True, suppress_hea
 settings.load_profile("suite")
 # What a shell starts in the background ignores interrupts, and so would all programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Who types a command seldom has it, and where it is set a line that nobody flushes is seen all the same.
+os.environ.pop("PYTHONUNBUFFERED", None)
 ROOT = Path(__file__).parents[1]
 SMALL = [
     "tasks.train=64",
