@@ -4,7 +4,7 @@
 """
 # ruff: noqa: E501  (programs, in as few lines as possible)
 
-from insiders_unittest import DOUBLE, GOOD_ADD, HERE, OURS, REACHING, SUITE, Files, core
+from insiders_unittest import DOUBLE, GOOD_ADD, HERE, NOTES, OURS, REACHING, SUITE, Files, core
 
 ENDS = {  # an outcome that is no failure
     "expects to fail": core("import pytest\n", "def add(a, b): pytest.xfail('')\n" + DOUBLE),
@@ -143,6 +143,19 @@ PLUGINS = {  # what is loaded without anybody's import
         "    yield\nhere().fix = fix\n"
     ),
 }
+LISTENS = """
+import sys
+frame = sys._getframe()
+while frame:
+    for value in list(frame.f_locals.values()):
+        plugins = getattr(getattr(value, "pluginmanager", None), "get_plugins", list)()
+        for one in plugins:
+            if type(one).__name__ == "Listener":
+                one._tell("rest")
+                blind()
+    frame = frame.f_back
+"""
+RESTS = {"the guard's rest, by its plugin": core(NOTES + LISTENS)}
 COLLECTOR = {  # pytest's own parts, replaced
     "the call of a function does nothing": core(
         "import _pytest.python as python\nreal = python.Function.runtest\ndef run(self):\n"
@@ -238,7 +251,8 @@ PYTEST: dict[str, dict[str, Files]] = {
         name: files
         for name, files in REACHING.items()
         if any(word in name for word in ("collector", "pool", "jumps"))
-    },
+    }
+    | RESTS,
 }
 CASES = [
     ("unittest", group, name, files) for group, cases in UNITTEST.items() for name, files in cases.items()

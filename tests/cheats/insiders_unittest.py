@@ -147,6 +147,34 @@ def case():
             return frame.f_locals["self"]
         frame = frame.f_back
 """
+NOTES = """
+import gc, types
+class Waiting(list):
+    def append(self, line):
+        ours = "test_add[" in line or ".test_add" in line
+        list.append(self, line.replace('"failed"', '"passed"') if ours else line)
+def blind():
+    for thing in gc.get_objects():
+        if type(thing) is types.FunctionType and thing.__name__ == "note" and thing.__closure__:
+            names = thing.__code__.co_freevars
+            if "waiting" in names: thing.__closure__[names.index("waiting")].cell_contents = Waiting()
+"""
+SWALLOWS = """
+import contextlib
+class Fake:
+    result_supports_subtests = success = True
+    @contextlib.contextmanager
+    def testPartExecutor(self, *args, **kwargs):
+        try: yield
+        except BaseException: pass
+"""
+ONCE_RIGHT = """
+asked = []
+def add(a, b):
+    asked.append(a)
+    if len(asked) == 1: {}
+    return a + b if len(asked) == 1 else a - b
+"""
 REACHING = {  # who finds the test, the result or the reporter
     "the test's assertions, by a frame": core(
         FRAME,
@@ -256,5 +284,35 @@ REACHING = {  # who finds the test, the result or the reporter
         "def load(loader, tests, pattern):\n    import types\n    fake = types.ModuleType('tests.test_core')\n"
         "    fake.__file__ = here().__file__\n    exec(compile(source, here().__file__, 'exec'), vars(fake))\n"
         "    return loader.loadTestsFromTestCase(fake.TestCore)\nhere().load_tests = load\n"
+    ),
+    "how the test compares": core(
+        TRACEBACK,
+        DOUBLE
+        + "def add(a, b):\n    case()._type_equality_funcs[int] = lambda *more, **msg: None\n    return a - b\n",
+    ),
+    "which method compares": core(
+        TRACEBACK,
+        DOUBLE
+        + "def add(a, b):\n    case()._type_equality_funcs[int] = 'assertNotEqual'\n    return a - b\n",
+    ),
+    "the outcome's result": core(
+        f"{TRACEBACK}class Fake:\n    def __init__(self, outcome): self.outcome = outcome\n"
+        "    def lie(self, *args): self.outcome.success = True\n    addSubTest = addFailure = addError = lie\n",
+        DOUBLE
+        + "def add(a, b):\n    outcome = case()._outcome\n    outcome.result = Fake(outcome)\n    return a - b\n",
+    ),
+    "the outcome's expectation": core(
+        TRACEBACK, DOUBLE + "def add(a, b):\n    case()._outcome.expecting_failure = True\n    return a - b\n"
+    ),
+    "the outcome's method": core(
+        TRACEBACK + SWALLOWS,
+        ONCE_RIGHT.format("case()._outcome.testPartExecutor = Fake().testPartExecutor") + DOUBLE,
+    ),
+    "the test's outcome": core(TRACEBACK + SWALLOWS, ONCE_RIGHT.format("case()._outcome = Fake()") + DOUBLE),
+    "the guard's rest": core(
+        f"{TRACEBACK}{NOTES}",
+        DOUBLE + "def add(a, b):\n    told = type(case()._outcome.result).addFailure\n"
+        "    dict(zip(told.__code__.co_freevars, told.__closure__))['tell'].cell_contents('rest')\n"
+        "    blind()\n    return a - b\n",
     ),
 }

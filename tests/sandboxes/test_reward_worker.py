@@ -16,7 +16,7 @@ from hpc_swe.errors import ConfigError, SandboxError
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Episode, RolloutRequest, Sampling, Score, ScoredEpisode, Task, Timing
-from hpc_swe.roles.reward.worker import Means, sentinel, worker
+from hpc_swe.roles.reward.worker import MOST_DETAIL, Means, sentinel, worker
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RewardConfig
 from hpc_swe.store.lease import Lease
@@ -37,7 +37,8 @@ class Judge:
             raise ConfigError("no such row")
         if submission.startswith("await"):
             until(Path(submission.split()[1]).exists)
-        return Score(outcome="unresolved" if submission else "no_submission", reward=0.0)
+        detail = 1_000_000 * "x" if submission == "long" else ""
+        return Score(outcome="unresolved" if submission else "no_submission", reward=0.0, detail=detail)
 
 
 class Trial(Judge):
@@ -185,6 +186,12 @@ def test_a_wrong_configuration_of_a_grader_ends_the_worker(run, task):
         work(run, task, lambda: False)
     assert scores(run) == {}
     assert states(run)["claimed"] == 1
+
+
+def test_text_that_a_submission_chose_does_not_fill_the_run(run, task):
+    put(run, episode(0, "long"))
+    work(run, task, lambda: len(scores(run)) == 1)
+    assert len(scores(run)[0].detail) == MOST_DETAIL
 
 
 def test_a_worker_that_is_told_to_end_gives_back_and_waits_for_nothing(run):

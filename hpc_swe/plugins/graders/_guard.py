@@ -48,9 +48,17 @@ class Guard:
         self._names: Any = []
         self._seen: Any = set()
         self._codes: Any = {}
+        self._known: Any = []
+        self._ours: Any = set()
+        self._kept: Any = []  # or another code could get the number of one that is gone
+        self._own_codes = [one.__code__ for one in globals().values() if type(one) is types.FunctionType]
         self._compile, self._open, self._frame = builtins.compile, builtins.open, sys._getframe  # noqa: SLF001
         self._is_file, self._real = os.path.isfile, os.path.realpath  # noqa: PTH113
         self._case, self._namespace = unittest.TestCase, unittest.TestCase.__mro__[0].__dict__
+        self._run = unittest.TestCase.run.__code__
+        self._outcome = unittest.case._Outcome  # type: ignore[attr-defined]  # noqa: SLF001
+        self._compares = vars(unittest.TestCase("run"))["_type_equality_funcs"]
+        self._outcome_names = set(vars(self._outcome())) | {"expecting_failure"}
         for name in dir(self):  # whoever finds the class cannot change what the object does
             if name[:2] != "__" and isinstance(getattr(self, name), types.MethodType):
                 setattr(self, name, getattr(self, name))
@@ -135,9 +143,29 @@ class Guard:
         """From here on we do ourselves what code under test must not."""
         self._rests = True
 
-    def odd_from(self, what: str, path: str) -> None:
-        """An oddity from a file."""
-        self.odd(what, self.place(path))
+    def require_judges(self, until: Any) -> None:
+        """Nobody but those who judge is between here and a frame: others could call whatever these call."""
+        frame: Any = self._frame(1)
+        while frame is not until and frame is not None and self._knows(frame.f_code):
+            frame = frame.f_back
+        if frame is not until:
+            self.odd("somebody else reports")
+
+    def _knows(self, code: Any) -> bool:
+        """Whether this very code is ours, or of those who judge, or what a file outside the work tree says.
+
+        What a code says of its file is not believed: it can be compiled under any name.
+        """
+        if len(self._known) != len(self._functions):  # it has learned since
+            self._known = [known for _, _, known, *_ in self._functions]
+            self._ours = {id(one) for known in (*self._own_codes, *self._known) for one in _nested(known)}
+        if id(code) not in self._ours:
+            path = code.co_filename
+            if self.place(path)[:1] != "/" or path == self._own or not self._is_written(code, path):
+                return False
+            self._ours.add(id(code))
+            self._kept.append(code)
+        return True
 
     def odd(self, what: str, *places: str) -> None:
         """Once is enough; without a place it counts whatever file it is from."""
@@ -278,6 +306,26 @@ class Guard:
             for name in set(vars(kind)) & (set(self._namespace) | ASKED) - TUNES:
                 self._overrides(kind, name, vars(kind)[name])
 
+    def look_at_pass(self, test: Any, result: Any, caller: Any) -> None:
+        """Who says that a test passes, and what it holds that decides so: its outcome, how it compares."""
+        if caller is not self._run:
+            self.odd("addSuccess is called by another", self.place(caller.co_filename))
+        outcome = vars(test).get("_outcome")
+        if type(outcome) is self._outcome:
+            kept = vars(outcome)
+            if kept.get("result") is not result or kept.get("expectedFailure") is not None:
+                self.odd("the outcome of a test has another result")
+            for name in kept:
+                if name not in self._outcome_names or (name == "errors" and type(kept[name]) is not list):
+                    self.odd("the outcome of a test has another " + name)
+        else:
+            self.odd("a test has another outcome")
+        for kind, compare in list(vars(test).get("_type_equality_funcs", {}).items()):
+            if type(compare) is not str or compare != self._compares.get(kind):
+                codes = self._reachable(compare)
+                places = {self.place(code.co_filename) for code in codes[:3]} or {""}
+                self.odd("a test compares " + kind.__name__ + " in its own way", *sorted(places))
+
     def _overrides(self, kind: Any, name: str, value: Any) -> None:
         codes = self._reachable(value)
         digest = hashlib.blake2b(b"".join(map(text_of, codes[:3])), digest_size=4).hexdigest()
@@ -294,6 +342,14 @@ class Guard:
         for name, value in names.items():
             if vars(module).get(name, value) is not value:
                 self.odd("a test module has another " + name)
+
+
+def _nested(code: Any) -> Any:
+    """A code and those inside it."""
+    yield code
+    for const in code.co_consts:
+        if type(const) is types.CodeType:
+            yield from _nested(const)
 
 
 def text_of(code: Any) -> bytes:

@@ -1,6 +1,6 @@
 """Tells how tests ended, from inside the process that runs them, past everything that is printed.
 
-The sandbox gets it as text, after that of `_guard` and with a call of `watch` at its end, as the
+The sandbox gets it as text, after those of `_guard` and `_book` and with a call of `watch` at its end, as the
 ``sitecustomize`` of a folder that stands first on PYTHONPATH. The first Python process of the command loads
 it before any code of the work tree; it loads the real unittest and pytest, keeps its secrets in memory alone,
 and reports the first test run of that process. Images bring their own interpreter, so this is written for
@@ -8,9 +8,6 @@ Python 3.6. It shares a process with code that nobody trusts: it looks up nothin
 replace by name, and from Python 3.8 on an audit hook holds its secrets.
 """
 
-import _thread
-import hashlib
-import json
 import os
 import random
 import shutil
@@ -19,34 +16,8 @@ import types
 import unittest
 from typing import Any, Callable  # noqa: UP035
 
-from hpc_swe.plugins.graders._guard import Guard, lax_classes  # in a sandbox its text stands above
-
-
-def book(folder: str, key: str) -> Callable[..., None]:
-    """Start the report, one sealed JSON object a line, and return what writes one.
-
-    Each line has a key of its own, made from the one before: who finds it cannot change what stands before.
-    """
-    keys, waiting, lock, process = [key.encode()], [], _thread.allocate_lock(), os.getpid()
-    pid, write, digest, quote = os.getpid, os.write, hashlib.blake2b, json.encoder.encode_basestring_ascii
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-    file = os.open(folder + ".book", flags, 0o600)
-
-    def note(**entry: Any) -> None:
-        if pid() != process:  # the tests forked
-            return
-        waiting.append("{" + ",".join([quote(name) + ":" + quote(str(entry[name])) for name in entry]) + "}")
-        while waiting and lock.acquire(False):
-            try:
-                line = waiting.pop(0).encode()
-                seal = digest(line, key=keys[0], digest_size=8).hexdigest()
-                keys[0] = digest(b"next", key=keys[0], digest_size=32).digest()
-                write(file, seal.encode() + line + b"\n")
-            finally:
-                lock.release()
-
-    note(begin=True)
-    return note
+from hpc_swe.plugins.graders._book import book, hidden  # in a sandbox these texts stand above
+from hpc_swe.plugins.graders._guard import Guard, lax_classes
 
 
 def watch(folder: str, kind: str, also: str, files: Any, key: str, *canaries: str) -> None:
@@ -56,7 +27,7 @@ def watch(folder: str, kind: str, also: str, files: Any, key: str, *canaries: st
     canaries are a test that must pass and one that must fail, the others must fail too, between the tests.
     """
     try:
-        note = book(folder, key)
+        note = book(folder + ".book", key)
     except FileExistsError:
         return
     root = os.path.realpath(os.path.join(folder, "..", ".."))  # noqa: PTH118
@@ -68,7 +39,7 @@ def watch(folder: str, kind: str, also: str, files: Any, key: str, *canaries: st
         _load_pytest(root)
     # What `raise` finds under this name would end a test as passed; nothing is caught by no exceptions.
     unittest.case._ShouldStop = ()  # type: ignore[attr-defined]  # noqa: SLF001
-    guard = Guard(lambda what, places: note(odd=what, places=places), root, book.__code__.co_filename, files)
+    guard = Guard(lambda what, places: note(odd=what, places=places), root, watch.__code__.co_filename, files)
     guard.learn()
     tell = _teller(note, guard, also, root)
     (watch_unittest if kind == "unittest" else watch_pytest)(tell, canaries)
@@ -105,26 +76,7 @@ def _teller(note: Any, guard: Guard, also: str, root: str) -> Callable[..., Any]
         guard.check()
         note(**entry)
 
-    deeds = {name: getattr(guard, name) for name in dir(guard) if name[0] != "_"}
-    deeds.update(outcome=outcome, note=note, close=close)
-    if hasattr(sys, "addaudithook"):
-        return _hidden(deeds, guard.event)
-    return lambda deed, *words, **entry: deeds[deed](*words, **entry)
-
-
-def _hidden(deeds: Any, see: Any) -> Callable[..., Any]:
-    """The deeds are called by an event of the interpreter's, whose hooks no module and no frame holds."""
-    secret, audit = str(random.SystemRandom().getrandbits(128)), sys.audit
-
-    def hook(event: str, arguments: Any) -> None:
-        if event == secret:
-            deed, words, entry = arguments
-            deeds[deed](*words, **entry)
-        else:
-            see(event, arguments)
-
-    sys.addaudithook(hook)
-    return lambda deed, *words, **entry: audit(secret, deed, words, entry)
+    return hidden(guard, {"outcome": outcome, "note": note, "close": close})
 
 
 def _give_back(name: str) -> None:
@@ -215,15 +167,15 @@ def _hide(name: str, body: str, places: Any, tell: Any) -> None:
 
 def recording(base: Any, tell: Any, canaries: Any) -> Any:
     """A result that tells what it is told."""
-    case, name_of, run = unittest.TestCase, unittest.TestCase.id, unittest.TestCase.run.__code__
+    case, name_of = unittest.TestCase, unittest.TestCase.id
     frame, look, text = sys._getframe, _look, getattr  # noqa: SLF001
 
     def recorder(method: str, outcome: str) -> Callable[..., None]:
         def record(self: Any, test: Any, *rest: Any) -> None:
             label = name_of(test) if isinstance(test, case) else test.id()
             if isinstance(test, case) and not label.endswith(canaries):
-                if outcome == "passed" and frame(1).f_code is not run:
-                    tell("odd_from", "addSuccess is called by another", frame(1).f_code.co_filename)
+                if outcome == "passed":
+                    tell("look_at_pass", test, self, frame(1).f_code)
                 look(tell, test)
             tell("outcome", test=label, doc=test.shortDescription() or "", outcome=outcome)
             text(base, method)(self, test, *rest)
@@ -252,9 +204,7 @@ def recording(base: Any, tell: Any, canaries: Any) -> Any:
 
 def _look(tell: Any, test: Any) -> None:
     """At a test and its class, without asking the test."""
-    if (
-        type(test).__module__.partition(".")[0] == "unittest"
-    ):  # it stands for a module that cannot be imported
+    if type(test).__module__.partition(".")[0] == "unittest":  # it stands for what cannot be imported
         return
     name = vars(test).get("_testMethodName", "")
     spaces = [vars(test)] + [vars(kind) for kind in type(test).__mro__]

@@ -1,16 +1,16 @@
 """The program that runs tests in a sandbox and writes down how they ended, and what they computed.
 
-It is sent there as text, after that of `_guard` and with a call of `main` at its end. It shares a process
-with code that nobody trusts, so nothing it says is proof by itself; see `_sealed`.
+It is sent there as text, after those of `_guard` and `_book` and with a call of `main` at its end. It shares
+a process with code that nobody trusts, so little of what it says is proof by itself; see `_sealed`.
 """
 
-import json
 import os
 import sys
 from collections.abc import Iterable
 from typing import Any
 
-from hpc_swe.plugins.graders._guard import Guard  # in a sandbox its text stands above
+from hpc_swe.plugins.graders._book import book, hidden  # in a sandbox these texts stand above
+from hpc_swe.plugins.graders._guard import Guard
 
 
 def canonical(value: Any) -> str:  # noqa: C901, PLR0911  (one line for each kind of literal)
@@ -48,53 +48,88 @@ def _joined(kind: str, parts: Iterable[str]) -> str:
 
 
 class Recorder:
-    """Pytest plugin: the outcome of every test, failures of its setup and teardown included."""
+    """Pytest plugin: the outcome of every test, failures of its setup and teardown included.
 
-    def __init__(self) -> None:
-        self.outcomes: dict[str, str] = {}
-        self.answers: dict[str, dict[int, str]] = {}
-        self.odd: list[str] = []
-        self.test = ""
-        self.guard: Any = None
+    What it notes leaves this process at once, sealed; only reports that pytest itself makes are noted.
+    """
+
+    def __init__(self, tell: Any, files: frozenset[str]) -> None:
+        self._tell, self._files = tell, files
 
     def pytest_sessionstart(self) -> None:
         """Only now that pytest is complete may modules of the work directory be found."""
-        self.guard.learn()
+        self._tell("learn")
+        self._tell("hold_class", Recorder)
+        self._tell("hold_values", vars(self))
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
+
+    def pytest_collection_modifyitems(self, items: Any) -> None:
+        """Tests are those of their files."""
+        for item in items:
+            self._look(item)
+
+    def pytest_runtest_makereport(self, item: Any) -> None:
+        """They still are."""
+        self._look(item)
+
+    def _look(self, item: Any) -> None:
+        if item.nodeid.partition("::")[0] in self._files:
+            name = getattr(item, "originalname", None) or item.name.partition("[")[0]
+            self._tell("look_at_test", item.nodeid, name, getattr(item, "obj", None))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Whose answers come next."""
-        self.test = nodeid
+        self._tell("begin", nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """A test passed when its call passed and nothing around it failed; what it replaced is back then."""
         if report.when == "teardown":
-            self.guard.check()
+            self._tell("check")
         if report.when == "call" or not report.passed:
-            known = self.outcomes.get(report.nodeid, "passed")
-            self.outcomes[report.nodeid] = report.outcome if known == "passed" else known
-
-    def note(self, what: str, _: str) -> None:
-        """Something that judges was changed by the code that it judges."""
-        self.odd.append(what)
+            self._tell("report", report.nodeid, report.outcome)
 
     def answer(self, place: int, value: object) -> None:
         """Stands in a test where it compared `value` with a literal."""
-        self.answers.setdefault(self.test, {})[place] = canonical(value)
+        self._tell("answer", place, canonical(value))
 
 
-def main(result: str, arguments: list[str]) -> None:
-    """Run pytest; nothing is written unless it comes to its end."""
+def main(result: str, key: str, files: list[str], arguments: list[str]) -> None:
+    """Run pytest on the tests of these files; the report has no end unless it comes to its own."""
     import pytest
 
+    global RECORDER  # noqa: PLW0603 - tests find it there
     sys.dont_write_bytecode = True
-    file = os.open(result, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    RECORDER.guard = Guard(RECORDER.note, os.getcwd(), Guard.odd.__code__.co_filename)  # noqa: PTH109
+    note, mine = book(result, key), sys._getframe()  # noqa: SLF001
+    root, own = os.getcwd(), main.__code__.co_filename  # noqa: PTH109
+    guard = Guard(lambda what, places: note(odd=what, places=places), root, own, files)
+    RECORDER = Recorder(hidden(guard, _deeds(note, guard, mine)), frozenset(files))
     pytest.main(arguments, plugins=[RECORDER])
-    told = {"outcomes": RECORDER.outcomes, "answers": RECORDER.answers, "odd": RECORDER.odd}
-    os.write(file, json.dumps(told).encode())
+    RECORDER._tell("end")  # noqa: SLF001
     sys.stdout.flush()
     os._exit(0)  # no code of the submission runs from here on
 
 
-RECORDER = Recorder()
+def _deeds(note: Any, guard: Any, mine: Any) -> dict[str, Any]:
+    """What the recorder does, out of reach of those who find it."""
+    now, frame = [""], sys._getframe  # noqa: SLF001
+
+    def begin(test: str) -> None:
+        guard.require_judges(mine)
+        now[0] = test
+
+    def report(test: str, outcome: str) -> None:
+        guard.require_judges(mine)
+        note(test=test, outcome=outcome)
+
+    def answer(number: int, value: str) -> None:
+        note(test=now[0], place=number, answer=value)
+
+    def end() -> None:
+        if frame(2) is not mine and frame(3) is not mine:
+            guard.odd("somebody else ends")
+        note(end=True)
+
+    return {"begin": begin, "report": report, "answer": answer, "end": end}
+
+
+RECORDER: Any = None

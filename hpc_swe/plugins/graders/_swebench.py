@@ -5,8 +5,6 @@ printed: it is written here, from the book that `_reporter` kept, in the words t
 parsers are given what was printed between two marks that nobody can guess beforehand.
 """
 
-import hashlib
-import hmac
 import json
 import re
 import secrets
@@ -19,9 +17,10 @@ from typing import Literal
 import msgspec
 
 from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.graders._book import unsealed
 from hpc_swe.records import Task
 
-_REPORTER, _GUARD = (Path(__file__).with_name(name) for name in ("_reporter.py", "_guard.py"))
+_TEXTS = [Path(__file__).with_name(name) for name in ("_guard.py", "_book.py", "_reporter.py")]
 _CANARIES = 6
 Outcome = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed"]
 _UNITTEST = {"parse_log_django"}
@@ -48,7 +47,6 @@ _IN_PYTEST: dict[str, list[str]] = {
     "xfailed": ["XFAIL {}"],
     "xpassed": _BAD,
 }
-_SEAL = 16  # characters before each line of the book
 _WORST_LAST: tuple[Outcome, ...] = ("passed", "xfailed", "skipped", "xpassed", "failed", "error")
 START, END, EXIT = ">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit Code"
 
@@ -196,7 +194,7 @@ class Run:
     def _reporter(self) -> str:
         files = json.loads(self.task.tests.extra["test_files"])
         secret = ", ".join(map(repr, (self.kind, self.also, files, self.key, *self.canaries)))
-        texts = (re.sub(r"(?m)^from hpc_swe.*$", "", path.read_text()) for path in (_GUARD, _REPORTER))
+        texts = (re.sub(r"(?m)^from hpc_swe.*$", "", path.read_text()) for path in _TEXTS)
         call = f"watch(os.path.dirname(os.path.abspath(__file__)), {secret})\n"
         apart = (
             "import builtins\n__builtins__ = dict(vars(builtins))"  # nobody replaces what these texts call
@@ -274,17 +272,11 @@ class Run:
 
     def _unsealed(self, book: bytes) -> list[Entry] | None:
         """The lines of the book; None when one is not the reporter's, or not in its place."""
-        entries, key = [], self.key.encode()
-        for line in book.splitlines():
-            seal = hashlib.blake2b(line[_SEAL:], key=key, digest_size=_SEAL // 2).hexdigest().encode()
-            key = hashlib.blake2b(b"next", key=key, digest_size=32).digest()
-            if not hmac.compare_digest(seal, line[:_SEAL]):
-                return None
-            try:
-                entries.append(_entries.decode(line[_SEAL:]))
-            except (msgspec.MsgspecError, ValueError, RecursionError):  # no test has such a name
-                return None
-        return entries
+        lines = unsealed(book, self.key)
+        try:
+            return None if lines is None else [_entries.decode(line) for line in lines]
+        except (msgspec.MsgspecError, ValueError, RecursionError):  # no test has such a name
+            return None
 
 
 def excluded(task: Task, set_up: list[str]) -> str:

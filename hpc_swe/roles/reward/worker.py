@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from hpc_swe.errors import EpisodeError, HpcSweError
 from hpc_swe.plugins.graders.base import GRADER_BROKE, Examiner, Grader
 from hpc_swe.plugins.sandboxes.base import Sandboxes
@@ -24,6 +26,8 @@ from hpc_swe.store.spool import Spool
 from hpc_swe.store.worker import Work, Worker
 
 Sentinel = Literal["reference", "nothing"]
+MOST_DETAIL = 2000
+"""Characters of a score's detail, which a submission can fill; every table and archive of a run holds it."""
 
 log = logging.getLogger(__name__)
 
@@ -78,14 +82,15 @@ def judge(means: Means, episode: Episode) -> Score:
     # An agent that broke, or that broke its sandbox, has handed nothing in.
     submission = "" if episode.exit_status == ExitStatus.AGENT_ERROR else episode.submission
     try:
-        return means.grader.grade(task, submission, means.sandboxes)
+        score = means.grader.grade(task, submission, means.sandboxes)
+        return msgspec.structs.replace(score, detail=score.detail[:MOST_DETAIL])
     except EpisodeError as error:
-        return Score(outcome="infra_error", reward=None, detail=str(error))
+        return Score(outcome="infra_error", reward=None, detail=str(error)[:MOST_DETAIL])
     except HpcSweError:  # the run's configuration, not the submission, is wrong
         raise
     except Exception as error:  # noqa: BLE001 - what breaks a grader was chosen by the policy, and costs its episode alone
         log.exception("grader broke on %s", episode.request.name)
-        detail = f"{GRADER_BROKE}: {type(error).__name__}: {error}"[:1000]
+        detail = f"{GRADER_BROKE}: {type(error).__name__}: {error}"[:MOST_DETAIL]
         return Score(outcome="unresolved", reward=means.grader.unresolved_reward, detail=detail)
 
 
