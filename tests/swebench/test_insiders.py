@@ -46,6 +46,13 @@ def test_no_change_of_who_judges_is_paid(repository, sandboxes, tmp_path, kind, 
     assert score.reward == -1.0
 
 
+@pytest.mark.parametrize("kind", ["unittest", "pytest"])
+def test_a_module_that_cannot_be_imported_is_no_cheat(repository, sandboxes, tmp_path, kind):
+    text = difference("calc/core.py", BROKEN, f"import nothing_of_this_name\n{MENDED}")
+    score = GRADER.grade(one_task(tmp_path, kind, repository[1]), text, sandboxes)
+    assert (score.outcome, score.reward) == ("unresolved", -1.0), score
+
+
 SHAPES = {
     "unittest": '''import unittest
 from unittest import mock

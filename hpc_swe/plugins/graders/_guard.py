@@ -20,6 +20,7 @@ FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 WRAPPED = (classmethod, staticmethod)
 GROWS = frozenset({"__slotnames__", "__annotations__", "__annotations_cache__", "__annotate__", "_abc_cache"})
 GROWS |= {"__abstractmethods__", "_abc_impl", "_abc_registry", "_abc_negative_cache"}
+GROWS |= {"_classSetupFailed", "tearDown_exceptions"}  # of the class that stands for what cannot be imported
 GROWS |= {"_abc_negative_cache_version", "_pytest_diamond_inheritance_warning_shown"}
 TUNES = frozenset({"longMessage", "maxDiff", "_diffThreshold", "_testMethodDoc", "_testMethodName"})
 TUNES |= {"_classSetupFailed", "setUp", "tearDown", "setUpClass", "tearDownClass", "debug"}

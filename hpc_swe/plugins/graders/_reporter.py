@@ -150,6 +150,8 @@ def _hide(name: str, body: str, places: Any, tell: Any) -> None:
     if not places:
         return
     suite, _, like = chance.choice(places)
+    if _stands_in(like):
+        return
     kind, number = type(like), chance.randrange(2, 999)
     module = sys.modules.get(kind.__module__)
     try:
@@ -202,9 +204,14 @@ def recording(base: Any, tell: Any, canaries: Any) -> Any:
     return type("Recorded", (base,), members)
 
 
+def _stands_in(test: Any) -> bool:
+    """For a module that cannot be imported."""
+    return type(test).__module__.partition(".")[0] == "unittest"
+
+
 def _look(tell: Any, test: Any) -> None:
     """At a test and its class, without asking the test."""
-    if type(test).__module__.partition(".")[0] == "unittest":  # it stands for what cannot be imported
+    if _stands_in(test):
         return
     name = vars(test).get("_testMethodName", "")
     spaces = [vars(test)] + [vars(kind) for kind in type(test).__mro__]
