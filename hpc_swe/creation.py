@@ -57,7 +57,7 @@ def require_free(run: RunDir, config: RunConfig) -> None:
     """
     root, real, code = run.root, run.root.resolve(), Path(__file__).resolve().parents[1]
     remedy = f"name a folder of its own with {option(config)}"
-    if run.config.exists():
+    if run.config.exists() and run.manifest.exists():
         return
     if root.is_symlink() and not root.exists():
         raise ConfigError(f"{root}: a link to {real}, which is not there; {remedy}")
@@ -79,7 +79,7 @@ def _foreign(run: RunDir) -> list[str]:
     found: list[str] = []
     for _ in range(LOOKS):
         found = sorted(os.listdir(run.root)) if run.root.is_dir() else []
-        if not found or {MAKING, run.config.name} & set(found):
+        if not found or MAKING in found or {run.config.name, run.manifest.name} <= set(found):
             return []
         with contextlib.suppress(OSError, CorruptRecord):
             atomic.get(run.manifest, RunManifest)

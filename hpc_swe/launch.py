@@ -12,7 +12,15 @@ from typing import get_args
 
 from hpc_swe import checks, cli, creation, reconcile
 from hpc_swe import config as configuration
-from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError, SchedulerError, StaleRun, StorageError
+from hpc_swe.errors import (
+    ConfigError,
+    CorruptRecord,
+    DeadlineError,
+    HpcSweError,
+    SchedulerError,
+    StaleRun,
+    StorageError,
+)
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.reconcile import Plan
 from hpc_swe.records import Role, RunManifest
@@ -62,6 +70,7 @@ def load(run: RunDir) -> RunConfig:
 
     Raises:
         ConfigError: There is no run in the folder, or it belongs to somebody else.
+        CorruptRecord: Its configuration cannot be read.
         StaleRun: It was made under another protocol version.
     """
     try:
@@ -72,6 +81,10 @@ def load(run: RunDir) -> RunConfig:
         raise ConfigError(
             f"{run.root}: no run here ({error.filename} is missing); `launch start` makes one"
         ) from None
+    except (IsADirectoryError, ValueError) as error:
+        raise _damaged(run, str(error)) from None
+    if not isinstance(tree, dict):
+        raise _damaged(run, "no table")
     if owner != os.getuid():
         raise ConfigError(f"{run.root}: belongs to user {owner}; a run is acted on by its owner only")
     require_closed(run.root)
@@ -80,6 +93,12 @@ def load(run: RunDir) -> RunConfig:
             f"{run.root}: protocol {manifest.protocol}, this code reads {PROTOCOL}; use {manifest.commit}"
         )
     return configuration.build(tree, str(run.config))
+
+
+def _damaged(run: RunDir, why: str) -> CorruptRecord:
+    return CorruptRecord(
+        f"{run.config}: not the configuration of a run: {why}; put back what was there, or start another run"
+    )
 
 
 def require_closed(root: Path) -> None:

@@ -16,7 +16,7 @@ from waiting import DEADLINE_S, until
 
 from hpc_swe import checks, creation, launch, reconcile
 from hpc_swe import config as configuration
-from hpc_swe.errors import ConfigError
+from hpc_swe.errors import ConfigError, CorruptRecord
 from hpc_swe.plugins.executors.base import Submission
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.rundir import RunDir
@@ -85,6 +85,29 @@ def test_a_folder_with_files_of_somebody_else_is_refused_and_stays_as_it_was(tmp
     with pytest.raises(ConfigError, match=r"project: no run, but it holds code, .* and 1 more; .*--run"):
         launch.start(RunDir(folder), read())
     assert listing(folder) == before
+
+
+def test_a_run_json_of_somebody_else_makes_no_run(tmp_path, read):
+    folder = tmp_path / "project"
+    folder.mkdir(mode=0o700)
+    for name in ("run.json", "tasks.parquet"):
+        (folder / name).write_text("{}")
+    before = listing(folder)
+    with pytest.raises(
+        ConfigError, match=r"project: no run, but it holds run\.json, tasks\.parquet; .*--run"
+    ):
+        launch.start(RunDir(folder), read())
+    assert listing(folder) == before
+
+
+@pytest.mark.parametrize("content", [b"", b'{"steps": 1', b"\xff", b"[1]", None])
+def test_a_damaged_configuration_is_one_error_that_names_it(tmp_path, read, content):
+    run = RunDir(tmp_path / "run")
+    launch.start(run, read(*(f"counts.{role}=0" for role in reconcile.ROLES["grpo"])))
+    run.config.unlink()
+    run.config.mkdir() if content is None else run.config.write_bytes(content)
+    with pytest.raises(CorruptRecord, match=r"run/run\.json: not the configuration of a run: .*put back"):
+        launch.load(run)
 
 
 def test_an_empty_folder_and_a_start_that_died_at_any_moment_are_no_obstacle(tmp_path, read):
