@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -67,7 +68,11 @@ def write(path: Path, data: bytes, *, durable: bool = True) -> None:
         StorageError: Nothing was published, and no temporary is left.
     """
     with _written(path, data, durable) as name:
-        os.replace(name, path)
+        try:
+            os.replace(name, path)
+        except IsADirectoryError:  # somebody else's, whom it is left to
+            os.rename(path, path.with_name(f"{path.name}.broken-{os.urandom(4).hex()}"))
+            os.replace(name, path)
 
 
 def write_new(path: Path, data: bytes) -> None:
@@ -137,12 +142,20 @@ def get(path: Path, kind: type[R]) -> R:
     """
     try:
         with storage(path):
-            data = path.read_bytes()
+            data = _content(path)
     except OSError as error:
         if error.errno not in NO_FILE:
             raise
         raise CorruptRecord(f"{path}: {error.strerror}, no {kind.__name__}; move it away to go on") from None
     return decode(path, data, kind)
+
+
+def _content(path: Path) -> bytes:
+    """Of a regular file; a pipe under its name would be waited for, a device read without end."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.ENXIO, "not a regular file", str(path))
+        return file.read()
 
 
 def names(folder: Path) -> list[str]:

@@ -136,6 +136,32 @@ def test_cells_of_the_coordinator_that_were_cut_off_are_written_anew(tmp_path, c
     assert published(run) == undisturbed()
 
 
+@pytest.mark.parametrize("cell", ["status.json", "endpoints.json", "watch.json"])
+def test_a_folder_in_the_place_of_a_cell_is_kept_aside(tmp_path, cell):
+    run = rundir(tmp_path)
+    put(run, "state", cell, None)
+    house = housekeeper(run)
+    for _ in range(2):
+        house.tidy(house.look())
+        house.publish(house.look(), training(run).round(house.look()), {}, 0.0)
+    (aside,) = [path for path in (run.root / "state").iterdir() if path.name.startswith(f"{cell}.broken-")]
+    assert (aside / folders.NAME).exists()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "zero"])
+def test_what_can_be_read_for_ever_holds_nobody_up(tmp_path, make):
+    run = rundir(tmp_path)
+    duty, house = training(run), housekeeper(run)
+    duty.round(house.look())
+    first = duty._plan.group(0)[0].name
+    for path in (run.scored / "ready" / f"{first}~0", run.nodes / "w.json"):
+        make(path)
+    for _ in range(2):
+        duty.round(house.look())
+        house.tidy(house.look())
+    assert atomic.names(run.scored / "dead") == [f"{first}~0"]
+
+
 @pytest.mark.parametrize(
     "damage", [lambda path: path.write_bytes(b"{"), Path.unlink], ids=["cut off", "missing"]
 )
