@@ -1,10 +1,10 @@
 """Tells how tests ended, from inside the process that runs them, past everything that is printed.
 
-The sandbox gets it as text, after those of `_guard` and `_book` and with a call of `watch` at its end, as the
-``sitecustomize`` of a folder that stands first on PYTHONPATH. The first Python process of the command loads
-it before any code of the work tree; it loads the real unittest and pytest, keeps its secrets in memory alone,
-and reports the first test run of that process. Images bring their own interpreter, so this is written for
-Python 3.6. It shares a process with code that nobody trusts: it looks up nothing later that such code can
+The sandbox gets it as text, after those of `_guard`, `_book` and `_lax`, with a call of `watch` at its end,
+as the ``sitecustomize`` of a folder that stands first on PYTHONPATH. The first Python process of the command
+loads it before any code of the work tree; it loads the real unittest and pytest, keeps its secrets in memory
+alone, and reports the first test run of that process. Images bring their own interpreter, so this is written
+for Python 3.6. It shares a process with code that nobody trusts: it looks up nothing later that such code can
 replace by name, and from Python 3.8 on an audit hook holds its secrets.
 """
 
@@ -17,7 +17,8 @@ import unittest
 from typing import Any, Callable  # noqa: UP035
 
 from hpc_swe.plugins.graders._book import book, hidden  # in a sandbox these texts stand above
-from hpc_swe.plugins.graders._guard import Guard, lax_classes
+from hpc_swe.plugins.graders._guard import Guard
+from hpc_swe.plugins.graders._lax import lax_classes
 
 
 def watch(folder: str, kind: str, also: str, files: Any, key: str, *canaries: str) -> None:

@@ -20,7 +20,7 @@ from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.graders._book import unsealed
 from hpc_swe.records import Task
 
-_TEXTS = [Path(__file__).with_name(name) for name in ("_guard.py", "_book.py", "_reporter.py")]
+_TEXTS = [Path(__file__).with_name(name) for name in ("_guard.py", "_book.py", "_lax.py", "_reporter.py")]
 _CANARIES = 6
 Outcome = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed"]
 _UNITTEST = {"parse_log_django"}
