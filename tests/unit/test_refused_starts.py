@@ -19,8 +19,9 @@ from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, CorruptRecord
 from hpc_swe.plugins.executors.base import Submission
 from hpc_swe.plugins.executors.local import Local
-from hpc_swe.rundir import RunDir
-from hpc_swe.store import ledger
+from hpc_swe.records import RunManifest
+from hpc_swe.rundir import PROTOCOL, RunDir
+from hpc_swe.store import atomic, ledger
 
 ROOT = Path(__file__).parents[2]
 SHAPE = {
@@ -301,7 +302,9 @@ def test_no_command_answers_an_interrupt_with_a_traceback(tmp_path, line):
     """Each reads a pipe into which nobody writes, and some are interrupted while they import."""
     pipe = tmp_path / "run.json" if line in COMMANDS else tmp_path / "pipe.toml"
     os.mkfifo(pipe)
-    (tmp_path / "MANIFEST.json").symlink_to(pipe)
+    texts = dict.fromkeys(("run_id", "commit", "model_sha256", "config_sha256", "folder"), "")
+    manifest = RunManifest(protocol=PROTOCOL, environment={}, **texts)
+    atomic.put(tmp_path / "MANIFEST.json", manifest)
     path = pipe if line in READERS else tmp_path
     words = [sys.executable, "-m", *line.split(), str(path)]
     for moment in [is_reading, *([is_importing] if line in IMPORTS else [])]:
