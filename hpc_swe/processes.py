@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -45,6 +46,19 @@ def leader(pid: int) -> int:
 def is_stopped(pid: int) -> bool:
     """Whether somebody has stopped it with a signal."""
     return _stat(pid)[:1] in (["T"], ["t"])
+
+
+class Stopped:
+    """Finds processes that stay stopped; a debugger or a scheduler may stop one for a moment."""
+
+    def __init__(self, looks: int = 10) -> None:
+        self._looks = looks
+        self._seen: dict[int, int] = {}
+
+    def look(self, pids: Iterable[int]) -> list[int]:
+        """Return those that were stopped at this look and at all of the last ones."""
+        self._seen = {pid: self._seen.get(pid, 0) + 1 for pid in pids if is_stopped(pid)}
+        return [pid for pid, looks in self._seen.items() if looks >= self._looks]
 
 
 def variable(pid: int, name: str) -> str | None:

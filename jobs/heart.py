@@ -17,13 +17,11 @@ from itertools import count
 from pathlib import Path
 
 from hpc_swe.errors import StorageError
-from hpc_swe.processes import MEETING, is_stopped
+from hpc_swe.processes import MEETING, Stopped
 from hpc_swe.store import atomic
 
 BEAT_S = 2.0
 LOOK_S = 1.0
-STOPPED = 10
-"""Looks; a debugger or a scheduler may stop a process for a moment."""
 SILENT = 180
 """Looks; a library that computes without letting threads run, or a busy node, may delay beats."""
 BEATS = "beat-"
@@ -69,16 +67,15 @@ class Watch:
         self._due = 0.0
         self._seen: dict[str, tuple[bytes, int]] = {}
         """By file: its last content, and looks since that changed."""
-        self._stopped: dict[int, int] = {}
+        self._stopped = Stopped()
 
     def frozen(self, children: Iterable[int]) -> str:
         """Look, at most once a second; who does not run any more, in words, or nothing."""
         if time.monotonic() < self._due:
             return ""
         self._due = time.monotonic() + self._look_s
-        self._stopped = {pid: self._stopped.get(pid, 0) + 1 for pid in children if is_stopped(pid)}
         self._seen = {name: self._count(name, data) for name, data in self._read().items()}
-        stopped = [f"process {pid} is stopped" for pid, n in self._stopped.items() if n >= STOPPED]
+        stopped = [f"process {pid} is stopped" for pid in self._stopped.look(children)]
         silent = [
             f"rank {name.removeprefix(BEATS)} gave no sign of life for {n * self._look_s:.0f} s"
             for name, (_, n) in self._seen.items()

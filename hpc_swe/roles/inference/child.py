@@ -5,14 +5,18 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_swe import scratch
-from hpc_swe.errors import EngineError
+from hpc_swe.errors import EngineError, NoAnswer
+from hpc_swe.processes import Stopped, descendants
 
 STOP_S = 15.0
 """More than the guard takes."""
+LOOK_S = 1.0
+"""Between looks for stopped processes."""
 
 
 class Child:
@@ -20,6 +24,7 @@ class Child:
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], output: Path) -> None:
         self.output = output
+        self._stopped, self._due = Stopped(), 0.0
         self._folder = scratch.make()  # after those of engines that were killed together with their guard
         guard = [sys.executable, "-m", "hpc_swe.roles.inference.guard", str(self._folder), *command]
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -38,9 +43,15 @@ class Child:
 
         Raises:
             EngineError: The engine ended; names its log.
+            NoAnswer: One of its processes is stopped, and stays so.
         """
         if self._guard.poll() is not None:
             raise EngineError(f"the engine ended; see {self.output}")
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + LOOK_S
+        if stopped := self._stopped.look([self._guard.pid, *descendants(self._guard.pid)]):
+            raise NoAnswer(f"process {stopped[0]} of the engine is stopped")
 
     def stop(self) -> None:
         """End it; returns when no process of it is left."""

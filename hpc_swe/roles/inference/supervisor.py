@@ -15,11 +15,13 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from hpc_swe.errors import ConfigError, CorruptRecord, EngineError, NoAnswer, Overdue, StorageError
 from hpc_swe.plugins.engines.base import Engine
@@ -35,6 +37,8 @@ from hpc_swe.store.lease import Lease, Watcher
 QUIET_S = 300.0  # an engine that lived this long has earned its restarts back
 LOOK_S = 0.5  # between looks at an engine that serves while a version is verified
 REFUSALS = 3  # versions in a row; then the engine is more likely at fault than all of them
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -177,10 +181,10 @@ class Supervisor:
         began = time.monotonic()
         self.lease.show(reading=newest.name)
         try:
-            wanted = self._verify_beside(newest, served, pulse)
+            wanted = self._beside(partial(self._verify, newest), served.require_serving, pulse.require)
             verified = time.monotonic()
             self.lease.show(state="updating", versions=[self._version, newest])
-            served.update(wanted)
+            self._beside(partial(served.update, wanted), served.require_coming)  # one that loads is silent
             pulse.renew()
         except FileNotFoundError:
             log.warning("%s is gone; the next look takes the newest", newest.name)
@@ -201,14 +205,14 @@ class Supervisor:
             )
         self.lease.show(state="ready", reading="", versions=[self._version])
 
-    def _verify_beside(self, version: WeightVersion, served: Served, pulse: Pulse) -> Weights:
-        """In a thread, so that an engine that dies meanwhile is seen, and an order to end heard."""
-        pool = ThreadPoolExecutor(1, "verify")
-        done = pool.submit(self._verify, version)
+    def _beside(self, work: Callable[[], T], *looks: Callable[[], None]) -> T:
+        """Work in a thread: an engine that dies or stops meanwhile is seen, and an order to end heard."""
+        pool = ThreadPoolExecutor(1, "beside")
+        done = pool.submit(work)
         pool.shutdown(wait=False)
         while not wait([done], LOOK_S).done:
-            served.require_serving()
-            pulse.require()
+            for look in looks:
+                look()
             if self._told.is_set():
                 raise CancelledError
         return done.result()
