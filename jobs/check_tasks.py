@@ -144,7 +144,7 @@ class Checker:
             if kind == "usable":
                 versions, unchanged = self._changed(task, reference)
         except (EpisodeError, ConfigError) as error:
-            reason = str(error)
+            kind, reason = "broken", str(error)  # also when only the choice of changed tests failed
         return Verdict(
             task_id=task.task_id,
             verdict=kind,

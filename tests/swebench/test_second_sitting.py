@@ -2,6 +2,7 @@
 
 import ast
 import io
+import subprocess
 import tokenize
 from collections import Counter
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from hpc_swe.plugins.graders import _places, _second_sitting
 from hpc_swe.plugins.graders._second_sitting import Told
 from hpc_swe.plugins.graders.base import DISAGREES, SILENT, Edit, Version, carrying
 from hpc_swe.plugins.graders.swebench import Swebench
+from hpc_swe.plugins.submission import difference
 from hpc_swe.records import Task
 
 GRADER = Swebench()
@@ -407,6 +409,32 @@ if "(1, 2, 3)" not in pathlib.Path("tests/test_core.py").read_text():
     {}
 """
 )
+
+
+def test_every_changed_patch_fits_the_base_commit(repository, tmp_path):
+    """Also one that would change the last line of a hunk's context: git then wants the file to end there."""
+    lines = [f"        self.assertEqual(f({n}), {n}00)" for n in range(9)]
+    head = ["class TestIt(TestCase):", "    def test_it(self):"]
+    before, after = [*head, *lines], [*head, *lines[:4], "        self.assertEqual(g(), 7)", *lines[4:]]
+    shown = difference("tests/test_it.py", *("\n".join([*part, ""]) for part in (before, after)))
+    one = task(tmp_path, "unittest", repository[1])
+    extra = one.tests.extra | {"test_patch": shown, "test_files": '["tests/test_it.py"]'}
+    wanted = ["test_it (tests.test_it.TestIt)"]
+    tests = msgspec.structs.replace(one.tests, command=shown, extra=extra, fail_to_pass=wanted)
+    one = msgspec.structs.replace(one, tests=tests)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_it.py").write_text("\n".join([*before, ""]))
+    tried = set()
+
+    def sit(changed):
+        tried.add(changed.tests.extra["test_patch"])
+        return Told(nothing="not run")
+
+    for seed in range(20):
+        _second_sitting.choose(one, {"tests/test_it.py": "\n".join([*after, ""])}, sit, Random(seed))
+    assert len(tried) > 20
+    for text in tried:
+        subprocess.run(["git", "apply", "--check", "-"], input=text, text=True, cwd=tmp_path, check=True)
 
 
 @pytest.mark.parametrize("deed", ["time.sleep(60)", "import os; os._exit(0)", "1 / 0"])

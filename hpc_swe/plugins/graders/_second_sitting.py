@@ -236,12 +236,16 @@ def _candidates(task: Task, texts: Mapping[str, str]) -> list[_Candidate]:
 
 
 def _begins(patch: str) -> dict[tuple[str, int], int]:
-    """Path and number of each line that a patch leaves or shows -> where it begins, with its sign."""
+    """Path and number of each line that a patch leaves or shows -> where it begins, with its sign.
+
+    Without the line of context that ends a hunk: git takes a hunk that ends otherwise for the file's end.
+    """
     found = {}
     path, number, left, at = "", 0, 0, 0
     for line in patch.split("\n"):
         if left and line[:1] in ("+", " ", ""):
-            found[path, number] = at
+            if left > 1 or line[:1] == "+":
+                found[path, number] = at
             number, left = number + 1, left - 1
         elif line.startswith("+++ "):
             path = line[4:].split("\t")[0].removeprefix("b/")
