@@ -16,7 +16,7 @@ from toy import BROKEN, RECIPES, UNITTESTS, gold, patch, row, taskset, write_row
 
 from hpc_swe import config as configuration
 from hpc_swe import launch
-from hpc_swe.errors import ConfigError, CorruptRecord, SchedulerError, StorageError
+from hpc_swe.errors import ConfigError, CorruptRecord, SandboxError, SchedulerError, StorageError
 from hpc_swe.plugins.graders import _second_sitting
 from hpc_swe.plugins.graders.base import Edit, Version
 from hpc_swe.plugins.graders.pytest import Pytest
@@ -339,6 +339,21 @@ def test_a_task_at_which_the_grader_breaks_is_broken_and_the_others_are_still_ch
     verdicts = run(checker, [bad, good], references, tmp_path / "checked.jsonl", 1)
     assert [one.verdict for one in verdicts] == ["broken", "usable"]
     assert "parse_log_nobody" in verdicts[0].reason
+
+
+class HostFails(Swebench, frozen=True, kw_only=True):
+    """The host fails while changes of the tests are tried."""
+
+    def changed_tests(self, task, reference, sandboxes):
+        raise SandboxError("no sandbox was to be had")
+
+
+def test_a_check_that_could_not_try_changes_is_broken_and_not_usable_without_a_second_sitting(
+    repository, sandboxes, tmp_path
+):
+    (one,) = taskset(write_rows(tmp_path / "rows.jsonl", row("unittest", repository[1]))).load("train")
+    verdict = Checker(HostFails(), sandboxes, 1).check(one, gold())
+    assert (verdict.verdict, verdict.reason) == ("broken", "no sandbox was to be had")
 
 
 @pytest.mark.parametrize("place", ["file/checked.jsonl", "folder"])
