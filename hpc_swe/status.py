@@ -214,10 +214,9 @@ def _age(view: View) -> list[str]:
     """What to think of a report that nobody renews."""
     if "FINISHED" in view.orders or view.silent_s <= ASK_S:
         return []
-    is_ours = (
-        view.desired.get("coordinator", 0) > 0 and not view.queue.silence
-    )  # by hand, none is in the queue
-    if is_ours and not any((job.role, job.state) == ("coordinator", "running") for job in view.queue.jobs):
+    is_known = view.desired.get("coordinator", 0) > 0 and not view.queue.silence
+    running = {job.role for job in view.queue.jobs if job.state == "running"}
+    if is_known and "coordinator" not in running:
         return [f"no coordinator runs: what follows is {duration(view.silent_s)} old"]
     silence = f"the coordinator is silent for {duration(view.silent_s)}: what follows is old"
     return [silence] if view.silent_s > 60 else []

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Every test, in three parts side by side: those on the cluster wait most of their time, those of engines and
-# learners start many processes, and the others compute. The output of each part comes when it has ended.
+# learners start many processes, and the others compute. The output of the others is shown as it comes, that
+# of the first two after it.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

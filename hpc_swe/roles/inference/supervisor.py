@@ -35,7 +35,7 @@ from hpc_swe.store import folders, weights
 from hpc_swe.store.lease import Lease, Watcher
 
 QUIET_S = 300.0  # an engine that lived this long has earned its restarts back
-LOOK_S = 0.5  # between looks at an engine that serves while a version is verified
+LOOK_S = 0.5  # between looks at an engine while a version is verified or loaded
 REFUSALS = 3  # versions in a row; then the engine is more likely at fault than all of them
 
 T = TypeVar("T")
