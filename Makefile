@@ -12,7 +12,7 @@ agents: setup  ## qwen-code and mini-swe-agent for sandboxes, in .cache/agents
 	containers/build_agents.sh
 
 demo: image  ## train on this machine and show what was learned
-	.venv/bin/python -m jobs.demo
+	.venv/bin/python -m hpc_swe.demo
 
 test: image  ## every test that this machine can run
 	containers/build_agents.sh || true

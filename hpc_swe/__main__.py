@@ -14,11 +14,11 @@ COMMANDS = {
     "show": ("hpc_swe.show", "any record of a run as JSON"),
     "evaluate": ("hpc_swe.evaluate", "what a model solves"),
     "doctor": ("hpc_swe.doctor", "what a cluster lacks"),
-    "demo": ("jobs.demo", "the whole loop on this machine"),
-    "make-model": ("jobs.make_model", "a tiny model and its tokenizer"),
-    "prepare-tasks": ("jobs.prepare_tasks", "rows of tasks"),
-    "build-images": ("jobs.build_images", "sandbox images of tasks"),
-    "check-tasks": ("jobs.check_tasks", "which tasks can be graded"),
+    "demo": ("hpc_swe.demo", "the whole loop on this machine"),
+    "make-model": ("hpc_swe.demo.model", "a tiny model and its tokenizer"),
+    "prepare-tasks": ("hpc_swe.tasks.prepare", "rows of tasks"),
+    "build-images": ("hpc_swe.tasks.build_images", "sandbox images of tasks"),
+    "check-tasks": ("hpc_swe.tasks.check", "which tasks can be graded"),
 }
 
 

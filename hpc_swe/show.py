@@ -15,10 +15,11 @@ from typing import get_args
 
 import msgspec
 
-from hpc_swe import cli, exhibits, transcript
+from hpc_swe import cli, transcript
 from hpc_swe.errors import CorruptRecord, HpcSweError, boundary
 from hpc_swe.records import ExitStatus, Outcome, ScoredEpisode
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import exhibits
 from hpc_swe.store import atomic
 
 

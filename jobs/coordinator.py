@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from hpc_swe import checks, reconcile
 from hpc_swe.errors import ConfigError
 from hpc_swe.metrics import Log
 from hpc_swe.plugins.agents.base import Prefaced
@@ -18,6 +17,7 @@ from hpc_swe.roles.coordinator.housekeeping import Housekeeper
 from hpc_swe.roles.coordinator.loop import Coordinator, Duty
 from hpc_swe.roles.coordinator.training import Training
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import checks, roles
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, tasks
 from jobs import entry
@@ -83,7 +83,7 @@ def work(run: RunDir, config: RunConfig) -> None:
         curves = Log(run.metric_log(lease.owner))
         housekeeper = Housekeeper(run, config.retention, config.lease, config.groups.max_losses)
         make = partial(duty, run, config, curves)
-        Coordinator(run, housekeeper, make, config.coordinator, reconcile.desired(config)).work()
+        Coordinator(run, housekeeper, make, config.coordinator, roles.desired(config)).work()
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hpc_swe import cli, launch
+from hpc_swe import cli
 from hpc_swe.errors import HpcSweError, LostRace
 from hpc_swe.plugins.executors import local, slurm
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import existing
 from hpc_swe.settings import RunConfig
 from hpc_swe.store.lease import Lease
 from jobs import heart
@@ -46,7 +47,7 @@ def enter(work: Callable[[RunDir, RunConfig], None]) -> None:
     heart.beat()
     run = RunDir(Path(sys.argv[1]).absolute())
     try:
-        work(run, launch.load(run))
+        work(run, existing.load(run))
     except LostRace as error:
         log.error("%s; the other one goes on", error)
         sys.exit(0)

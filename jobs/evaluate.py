@@ -1,4 +1,4 @@
-"""python -m jobs.evaluate: the command line of hpc_swe.evaluate, beside the other jobs."""
+"""python -m jobs.evaluate: python -m hpc_swe.evaluate under its old name, for one release."""
 
 from hpc_swe.evaluate import main
 

@@ -1,12 +1,12 @@
 """python -m jobs.rollout RUN: one rollout worker."""
 
-from hpc_swe import checks
 from hpc_swe.plugins.sandboxes._watched import Watched
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.episode import Means
 from hpc_swe.roles.rollout.sampler import Sampler
 from hpc_swe.roles.rollout.worker import worker
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import checks
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import tasks
 from jobs import entry

@@ -23,15 +23,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from hpc_swe import cli, launch, reconcile, scratch
+from hpc_swe import cli, scratch
 from hpc_swe.errors import HpcSweError, NodeError, StorageError
 from hpc_swe.plugins.executors import _gpus
 from hpc_swe.processes import MEETING, die_with_parent, start_time
 from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import existing
+from hpc_swe.runs import roles as run_roles
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, ledger, orders
-from hpc_swe.store.ledger import Started
+from hpc_swe.store import atomic, orders, submissions
+from hpc_swe.store.submissions import Started
 from jobs import entry, heart
 
 MISTAKES = (2, 3)  # exit codes of ConfigError and ProtocolError: starting again mends nothing
@@ -176,8 +178,8 @@ def commands(run: RunDir, role: str, config: RunConfig) -> list[list[str]]:
 
     An engine that somebody else runs needs a supervisor, but no node: that one goes with the coordinator.
     """
-    roles = [role] * reconcile.processes(role, config)
-    if role == "coordinator" and config.inference.url and "inference" in reconcile.desired(config):
+    roles = [role] * run_roles.processes(role, config)
+    if role == "coordinator" and config.inference.url and "inference" in run_roles.desired(config):
         roles.append("inference")
     return [[sys.executable, "-P", "-m", f"jobs.{each}", str(run.root)] for each in roles]
 
@@ -215,7 +217,7 @@ def main() -> int:
     arguments = cli.parse(_parser())
     run = RunDir(arguments.run.absolute())
     try:
-        config = launch.load(run)
+        config = existing.load(run)
         os.chdir(atomic.get(run.manifest, RunManifest).folder)
         return _work(arguments, run, config)
     except HpcSweError as error:
@@ -225,7 +227,7 @@ def main() -> int:
 
 def _work(arguments: argparse.Namespace, run: RunDir, config: RunConfig) -> int:
     role, number = arguments.role, arguments.submission
-    if number and ledger.is_void(run, role, number):
+    if number and submissions.is_void(run, role, number):
         log.info("void: another submission has taken the place of %s %d", role, number)
         return 0
     gang = Gang(commands(run, role, config), arguments.bound_to, arguments.notice, run.meetings)
@@ -251,7 +253,7 @@ def _require_gpus(role: str, config: RunConfig) -> None:
     Raises:
         NodeError: This node has too few GPUs.
     """
-    needed = reconcile.gpus(role, config)
+    needed = run_roles.gpus(role, config)
     if needed == 0:
         os.environ[_gpus.VISIBLE] = ""
     elif needed:
@@ -274,7 +276,7 @@ def _show(arguments: argparse.Namespace, run: RunDir, seconds: float, code: int)
     )
     index = int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))
     try:
-        ledger.show(run, arguments.role, arguments.submission, index, started)
+        submissions.show(run, arguments.role, arguments.submission, index, started)
     except StorageError as error:
         log.warning("not noted: %s", error)  # for people and for the next tick; the work goes on
 

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, settings
 from waiting import until
 
 from hpc_swe import config as configuration
-from hpc_swe import launch
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import control, watch
 from hpc_swe.store import weights
 
 # The same examples each time, and none is timed: a slow machine finds no fault that a quick one does not.
@@ -62,14 +62,14 @@ def small_run(tmp_path_factory):
         files = [Path("configs/demo.toml"), *(Path(f"configs/{w}.toml") for w in words if "=" not in w)]
         config = configuration.read(*files, overrides=[*SMALL, *(w for w in words if "=" in w)])
         run = RunDir(folder / name)
-        launch.start(run, config)
+        control.start(run, config)
         started.append((run, config))
-        launch.wait(run, config, seconds, lambda: each(run))
+        watch.wait(run, config, seconds, lambda: each(run))
         return run
 
     yield start
     for run, config in started:
-        launch.stop(run, config, now=True)
+        control.stop(run, config, now=True)
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +94,7 @@ def _is_mine(lock) -> bool:
 
 
 def _make_warm(small_run, cold: Path) -> Path:
-    subprocess.run([sys.executable, "-m", "jobs.make_model", "--out", cold, "--seed", "3"], check=True)
+    subprocess.run([sys.executable, "-m", "hpc_swe.demo.model", "--out", cold, "--seed", "3"], check=True)
     run = small_run("sft", "demo_sft", f"model={cold}")
     version = weights.newest(run)
     assert version is not None

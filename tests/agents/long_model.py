@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from jobs.make_model import TEMPLATE, make_tokenizer, save_model, save_tokenizer
+from hpc_swe.demo.model import TEMPLATE, make_tokenizer, save_model, save_tokenizer
 
 CONTEXT = 32768
 VOCABULARY = 4096
@@ -11,7 +11,12 @@ WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s
 
 def make_model(folder: Path) -> Path:
     root = Path(__file__).parents[2]
-    texts = [path.read_text() for path in sorted(root.glob("docs/*.md")) + sorted(root.glob("hpc_swe/*.py"))]
+    pages = [
+        path
+        for where in ("docs/*.md", "hpc_swe/*.py", "hpc_swe/runs/*.py")
+        for path in sorted(root.glob(where))
+    ]
+    texts = [path.read_text() for path in pages]
     folder.mkdir(parents=True)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     tokenizer = make_tokenizer(texts, VOCABULARY, WORDS)

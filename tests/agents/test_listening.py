@@ -20,7 +20,7 @@ from hpc_swe.plugins.agents.base import Address
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.sandboxes.base import Sandbox
 from hpc_swe.records import Task, TestPlan
-from hpc_swe.roles.rollout import front
+from hpc_swe.roles.rollout import openai_server
 from hpc_swe.rundir import RunDir
 
 pytestmark = pytest.mark.slow
@@ -161,7 +161,7 @@ def test_floods_from_the_inside_leave_the_worker_alone(
     before = threading.active_count()
     with apptainer.open(TASK) as sandbox, served(sandbox, run, builder, "said") as address:
         assert sandbox.python(FLOOD, 500).output == "200\n"
-        assert threading.active_count() <= before + 2 + front.MOST_CONNECTIONS
+        assert threading.active_count() <= before + 2 + openai_server.MOST_CONNECTIONS
         assert asked(sandbox, address) == "said", (
             "the flood's sockets are closed with the command that opened them"
         )

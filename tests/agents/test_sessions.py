@@ -22,7 +22,6 @@ from sessions_kit import (
 from stage import company
 from toy import gold
 
-from hpc_swe import launch
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.records import (
     Batch,
@@ -38,6 +37,7 @@ from hpc_swe.roles.coordinator import archive
 from hpc_swe.roles.coordinator.samples import trained_turns
 from hpc_swe.roles.rollout import episode
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import control, watch
 from hpc_swe.store import folders, weights
 
 pytestmark = pytest.mark.slow
@@ -50,8 +50,8 @@ def trained(config, folder: Path, environment: pytest.MonkeyPatch) -> RunDir:
     for name, value in ENVIRONMENT.items():
         environment.setenv(name, value)
     run = RunDir(folder)
-    launch.start(run, config)
-    launch.wait(run, config, 900)
+    control.start(run, config)
+    watch.wait(run, config, 900)
     return run
 
 

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 from toy_model import CONTROL, HERMES, THINKING, XML, make_model, tokenizer_json
 
 from hpc_swe.conversation import TokenBuilder
-from jobs.make_model import TEMPLATE as DEMO
+from hpc_swe.demo.model import TEMPLATE as DEMO
 
 MORE = [
     "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>",

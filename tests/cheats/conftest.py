@@ -11,10 +11,10 @@ from cheat_task import TASK
 sys.path.append(str(Path(__file__).parents[1] / "swebench"))  # the toy repository lies there
 
 from hpc_swe.plugins.graders.pytest import Pytest
+from hpc_swe.plugins.patch import difference
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.plugins.sandboxes.process import Process
-from hpc_swe.plugins.submission import difference
 from hpc_swe.records import Score, Task
 
 IMAGES = Path(__file__).parents[2] / ".cache" / "images"

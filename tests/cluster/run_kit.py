@@ -323,7 +323,7 @@ class Run:
 def running(cluster: Cluster, reward_min: int = 30) -> Iterator[Run]:
     """As a user starts it; all jobs are at work."""
     run = Run(cluster, RunDir(cluster.shared / "run"), COUNTS)
-    make = (sys.executable, "-m", "jobs.make_model", "--out", run.model)
+    make = (sys.executable, "-m", "hpc_swe.demo.model", "--out", run.model)
     cluster.run(*make, cwd=ROOT, env=ENVIRONMENT)
     replies = cluster.shared / "replies.json"
     replies.write_bytes(msgspec.json.encode(written_replies(run.model)))

@@ -6,8 +6,8 @@ import pytest
 from bench import Bench
 from cluster import ROOT
 
-from hpc_swe.reconcile import run_id
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs.submit import run_id
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 

@@ -16,7 +16,7 @@ sys.path += [str(ROOT / "tests" / beside) for beside in ("evaluate", "unit", "sw
 
 from small_evaluation import FAILS, SOLVES, environment, make
 
-from hpc_swe.results import Summary
+from hpc_swe.evaluation.results import Summary
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 ROLES = ", ".join(

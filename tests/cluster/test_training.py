@@ -13,7 +13,7 @@ from cluster import ROOT, Cluster
 
 from hpc_swe.records import MetricLine
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, ledger, weights
+from hpc_swe.store import atomic, submissions, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 STEPS = 12
@@ -112,8 +112,8 @@ def test_role_that_nobody_interrupted_was_submitted_once(trained, role, jobs):
     """All the ticks found it whole. What a slow sbatch let a tick void was to be submitted again."""
     _, run = trained
     taken = {int(name) for name in atomic.names(run.launches / role) if name.isdecimal()}
-    kept = {number for number in taken if not ledger.is_void(run, role, number)}
-    noted = [(number, submitted.count) for number, submitted, _ in ledger.history(run, role, len(taken))]
+    kept = {number for number in taken if not submissions.is_void(run, role, number)}
+    noted = [(number, submitted.count) for number, submitted, _ in submissions.history(run, role, len(taken))]
     assert [(number, count) for number, count in noted if number in kept] == [(max(taken), jobs)]
     assert len(kept) == 1
 

@@ -135,7 +135,7 @@ def python(module: str, words: list[str], scratch: Path) -> tuple[str, str]:
 def model(scratch: Path) -> Path:
     """A tiny one, for plans."""
     folder = scratch / "model"
-    subprocess.run([sys.executable, "-m", "jobs.make_model", "--out", folder], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "hpc_swe.demo.model", "--out", folder], cwd=ROOT, check=True)
     return folder
 
 

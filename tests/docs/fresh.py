@@ -88,7 +88,7 @@ RULES = (
     (r"(python -m hpc_swe\.evaluate) CONFIG\S+ .*", RUN, r"\1 {small} --model models/tiny --out evals/mine"),
     (r"(python -m hpc_swe\.doctor)( CONFIG\.\.\.)?", RUN, r"\1 --shared runs || [ $? = 1 ]"),
     (r"(python -m hpc_swe\.doctor .+) --shared \S+", RUN, r"\1 --shared runs || [ $? = 1 ]"),
-    (r"(python -m jobs\.engine) CONFIG.*", RUN, r"VLLM_API_KEY=x \1 {demo}"),
+    (r"(python -m hpc_swe\.engine) CONFIG.*", RUN, r"VLLM_API_KEY=x \1 {demo}"),
     (r"tensorboard --logdir runs/demo-0", RUN, "{curves}tensorboard --logdir evals --port 0 {until_served}"),
     (r"sbatch/tensorboard.sh FOLDER.*", RUN, "{curves}sbatch/tensorboard.sh evals 0 {until_served}"),
     (r"sbatch/tick.sh FOLDER", RUN, "sbatch/tick.sh runs"),
@@ -97,15 +97,19 @@ RULES = (
     (r"python -m pytest (.*)", PLANNED, r"python -m pytest --collect-only -q \1 > /dev/null"),
     (r"hpc-swe (?:--help|--version)", RUN, r"\g<0>"),
     (r"hpc-swe launch \.\.\.", RUN, "hpc-swe launch keys groups"),
-    (r"python -m jobs\.demo .*demo_gpu.*", LOOKED_UP, "needs a GPU"),
-    (r"python -m jobs\.demo .*slurm_demo.*|sbatch/role.*", LOOKED_UP, CLUSTER),
-    (r".*pip install.*|.*jobs\.build_images.*|.*jobs\.prepare_tasks.*|.*build_agents.*", LOOKED_UP, NETWORK),
+    (r"python -m hpc_swe\.demo .*demo_gpu.*", LOOKED_UP, "needs a GPU"),
+    (r"python -m hpc_swe\.demo .*slurm_demo.*|sbatch/role.*", LOOKED_UP, CLUSTER),
+    (
+        r".*pip install.*|.*hpc_swe\.tasks\.build_images.*|.*hpc_swe\.tasks\.prepare.*|.*build_agents.*",
+        LOOKED_UP,
+        NETWORK,
+    ),
     (r".*configs/swebench\.toml.*", LOOKED_UP, "needs the rows of the hub"),
     (r"python -m swebench.*", LOOKED_UP, "is no program of ours"),
-    (r"(?:PYTHONPATH=\S+ )?(?:python )?tests/.*|python -m jobs\.demo .*", LOOKED_UP, MINUTES),
+    (r"(?:PYTHONPATH=\S+ )?(?:python )?tests/.*|python -m hpc_swe\.demo .*", LOOKED_UP, MINUTES),
     (r"python -m hpc_swe\.launch start .*inference\.url.*", LOOKED_UP, "needs an engine"),
     (
-        r"python -m hpc_swe\.launch (?:start )?\.\.\..*|python -m (?:hpc_swe|jobs)\.\w+",
+        r"python -m hpc_swe\.launch (?:start )?\.\.\..*|python -m (?:hpc_swe|jobs)\.[\w.]+",
         LOOKED_UP,
         "is not whole",
     ),
@@ -172,7 +176,7 @@ def make(user: str) -> Place:
     if not is_me:
         subprocess.run(["chown", "--recursive", "--no-dereference", f"{user}:", home], check=True)
     place.must("python -m pip install --quiet --no-deps --no-build-isolation --no-index --editable .")
-    place.must("mkdir -p models && python -m jobs.make_model --out models/tiny")
+    place.must("mkdir -p models && python -m hpc_swe.demo.model --out models/tiny")
     place.must(f"python - <<'END'\n{MAKE}\nEND")
     replies = place.clone / "models/replies.json"
     place.must(f"cat > models/small.toml <<'END'\n{SMALL.format(replies=replies)}\nEND")

@@ -27,13 +27,13 @@ from engine_kit import (
 from waiting import until
 
 from hpc_swe import config as configuration
-from hpc_swe import launch, reconcile
 from hpc_swe.errors import ConfigError, EngineError
 from hpc_swe.plugins.engines.scripted import SCORE, Reply, Scripted
 from hpc_swe.plugins.engines.vllm import TOKEN as VARIABLE
 from hpc_swe.records import ProbeScore, Sampling, WeightVersion
 from hpc_swe.roles.inference.supervisor import free_port
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import control, existing, roles
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic
 from jobs import run as jobs_run
@@ -209,17 +209,17 @@ def key(monkeypatch) -> None:
 def test_its_key_becomes_the_token_of_the_run_and_stands_in_no_configuration(tmp_path, somebody, key) -> None:
     somebody.start(plain=True)
     run = RunDir(tmp_path / "started")
-    launch.start(run, configured(somebody))
+    control.start(run, configured(somebody))
     assert run.token.read_text() == TOKEN
     assert TOKEN not in run.config.read_text()
     os.environ["VLLM_API_KEY"] = ""  # restored by the fixture
-    launch.start(run, configured(somebody))
+    control.start(run, configured(somebody))
     assert run.token.read_text() == TOKEN
 
 
 def test_it_needs_a_supervisor_with_the_coordinator_and_no_job_of_inference(tmp_path, somebody) -> None:
     config = configured(somebody, "counts.inference=4", "counts.coordinator=1")
-    assert reconcile.desired(config)["inference"] == 0
+    assert roles.desired(config)["inference"] == 0
     commands = jobs_run.commands(RunDir(tmp_path), "coordinator", config)
     assert [command[-2:] for command in commands] == [
         ["jobs.coordinator", str(tmp_path)],
@@ -229,7 +229,11 @@ def test_it_needs_a_supervisor_with_the_coordinator_and_no_job_of_inference(tmp_
 
 REFUSALS = {
     "no answer": ({}, [], r"no answer"),
-    "no updates": ({"plain": True}, ['mode="grpo"'], r"no routes that update.*jobs.engine.*mode = \"eval\""),
+    "no updates": (
+        {"plain": True},
+        ['mode="grpo"'],
+        r"no routes that update.*hpc_swe.engine.*mode = \"eval\"",
+    ),
     "short": ({"max_model_len": 100}, [], r"takes 100 tokens, less than rollout.context = 512"),
     "another machine": ({}, ['executor={type="slurm"}'], r"another machine for each job; write this host's"),
 }
@@ -243,7 +247,7 @@ def test_a_run_that_cannot_use_it_is_refused_once(
         somebody.start(**changes)
     run = RunDir(tmp_path / "refused")
     with pytest.raises(ConfigError, match=rf"inference.url = '{somebody.url}'.*{why}"):
-        launch.start(run, configured(somebody, *words))
+        control.start(run, configured(somebody, *words))
     assert not run.root.exists()
 
 
@@ -251,14 +255,14 @@ def test_a_wrong_key_and_another_model_are_told_apart(tmp_path, somebody, monkey
     somebody.start()
     monkeypatch.setenv("VLLM_API_KEY", "wrong")
     with pytest.raises(ConfigError, match=r"refuses the key \(HTTP 401\).*give its key in VLLM_API_KEY"):
-        launch.start(RunDir(tmp_path / "a"), configured(somebody))
+        control.start(RunDir(tmp_path / "a"), configured(somebody))
     monkeypatch.setenv("VLLM_API_KEY", TOKEN)
     other = tmp_path / "another"
     other.mkdir()
     (other / "config.json").write_text("{}")
     (other / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=rf"another model, {somebody.model}, than model = '{other}'"):
-        launch.start(RunDir(tmp_path / "b"), configured(somebody, f"model={other}"))
+        control.start(RunDir(tmp_path / "b"), configured(somebody, f"model={other}"))
 
 
 def test_an_address_carries_no_key(somebody) -> None:
@@ -270,10 +274,10 @@ def test_an_address_carries_no_key(somebody) -> None:
 def test_a_run_may_go_on_with_an_engine_that_has_moved(tmp_path, somebody, key) -> None:
     somebody.start()
     run = RunDir(tmp_path / "moved")
-    launch.start(run, configured(somebody))
+    control.start(run, configured(somebody))
     somebody.end()
     somebody.port = free_port("127.0.0.1", 0)
     somebody.start()
-    launch.start(run, configured(somebody))
-    assert launch.load(run).inference.url == somebody.url
+    control.start(run, configured(somebody))
+    assert existing.load(run).inference.url == somebody.url
     assert atomic.names(run.nodes) == []

@@ -13,16 +13,16 @@ import pytest
 from engine_kit import CPU, ROOT, TOKEN
 
 from hpc_swe import config as configuration
-from hpc_swe import launch
+from hpc_swe import engine
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.engines import _http
 from hpc_swe.records import ScoredEpisode, Turn, WeightVersion
 from hpc_swe.roles.coordinator import archive
 from hpc_swe.roles.inference.supervisor import free_port
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import control, watch
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, weights
-from jobs import engine
 
 pytestmark = pytest.mark.slow
 WORDS = [
@@ -45,7 +45,7 @@ WORDS = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    subprocess.run([sys.executable, "-m", "jobs.make_model", "--out", folder], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "hpc_swe.demo.model", "--out", folder], cwd=ROOT, check=True)
     return folder
 
 
@@ -110,15 +110,15 @@ def turns(run: RunDir) -> list[Turn]:
 def finish(run: RunDir, config: RunConfig) -> None:
     os.chdir(ROOT)
     os.umask(0o077)
-    launch.start(run, config)
-    launch.wait(run, config, 600)
+    control.start(run, config)
+    watch.wait(run, config, 600)
 
 
 def test_a_plain_vllm_is_evaluated_as_it_is_and_never_trained(
     plain: str, model: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="no routes that update its weights"):
-        launch.start(RunDir(tmp_path / "refused"), configured(model, plain))
+        control.start(RunDir(tmp_path / "refused"), configured(model, plain))
     config = configured(model, plain, "eval.samples=1", files=("demo_eval.toml",))
     run = RunDir(tmp_path / "eval")
     finish(run, config)

@@ -23,18 +23,20 @@ from small_evaluation import FAILS, GIVES_UP, ROOT, SOLVES, Small, environment, 
 from waiting import until
 
 from hpc_swe import config as configuration
-from hpc_swe import evaluate, launch, results
 from hpc_swe.errors import DeadlineError, HpcSweError, StorageError
-from hpc_swe.evaluate import Headway, Patience, headway
+from hpc_swe.evaluation import progress, results, start
+from hpc_swe.evaluation.progress import Headway, Patience, headway
+from hpc_swe.evaluation.results import Summary
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.records import Endpoint, Node, StatusReport, WeightVersion
-from hpc_swe.results import Summary
 from hpc_swe.rundir import RunDir
-from hpc_swe.status import Queue, View
-from hpc_swe.store import atomic, evals, ledger, tasks
+from hpc_swe.runs import control, existing
+from hpc_swe.runs.view import Queue, View
+from hpc_swe.runs.watch import wait
+from hpc_swe.store import atomic, evals, submissions, tasks
 from hpc_swe.store.evals import Attempt
-from hpc_swe.store.ledger import Started, Submitted
+from hpc_swe.store.submissions import Started, Submitted
 
 ROLES = ["coordinator", "inference", "rollout", "reward"]
 SHAPE = {
@@ -129,25 +131,25 @@ def test_the_end_of_the_watch_ends_the_jobs_of_this_machine_and_leaves_those_of_
     small, kind, error, ends
 ):
     words = [
-        *evaluate.OWN,
+        *start.OWN,
         *(word for word in small.words if "=" in word),
         *NOBODY,
         f"executor={{type={kind!r}}}",
     ]
     config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
-    launch.start(small.out, config)
+    control.start(small.out, config)
 
     def end() -> None:
         raise error
 
     with pytest.raises(type(error)):
-        launch.wait(small.out, config, 60.0, end, detaches=True)
+        wait(small.out, config, 60.0, end, detaches=True)
     assert small.out.stop.exists() == ends
 
 
 def test_a_look_that_fails_is_told_and_taken_again_until_patience_ends(begun):
-    config = launch.load(begun.out)
-    watch = evaluate.Watch(begun.out, config, Console(quiet=True))
+    config = existing.load(begun.out)
+    watch = progress.Watch(begun.out, config, Console(quiet=True))
     begun.out.status.write_text("{")
     try:
         watch.look()
@@ -161,23 +163,25 @@ def test_a_look_that_fails_is_told_and_taken_again_until_patience_ends(begun):
 
 def test_a_role_that_is_stuck_at_the_start_leaves_no_job_of_another_on_this_machine(small):
     """Three submissions of a role have failed; the next start submits the others beside it."""
-    words = [*evaluate.OWN, *(word for word in small.words if "=" in word), "counts.coordinator=0"]
+    words = [*start.OWN, *(word for word in small.words if "=" in word), "counts.coordinator=0"]
     words += ["counts.reward=0", "by_hand=['coordinator', 'reward']", "executor={type='local'}"]
     config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
     nobody = configuration.read(ROOT / "configs/demo.toml", overrides=[*words, *NOBODY])
-    launch.start(small.out, nobody)
+    control.start(small.out, nobody)
     for number in (1, 2, 3):
-        ledger.take(small.out, "inference", number)
-        ledger.note(small.out, "inference", number, Submitted(job="0", count=1, host="h", at=time.time()))
+        submissions.take(small.out, "inference", number)
+        submissions.note(
+            small.out, "inference", number, Submitted(job="0", count=1, host="h", at=time.time())
+        )
         started = Started(job="0", host="h", pid=1, start_time="1", at=time.time(), seconds=1.0, code=1)
         atomic.put(small.out.started("inference", number, 0), started)
     try:
         with pytest.raises(HpcSweError, match="inference: its last 3 submissions failed"):
-            evaluate.evaluate(small.out, config, detach=False, console=Console())
+            start.evaluate(small.out, config, detach=False, console=Console())
         assert any(small.out.launches.glob("rollout/*"))
-        assert launch.alive(small.out, config) == []
+        assert control.alive(small.out, config) == []
     finally:
-        launch.stop(small.out, config, now=True)
+        control.stop(small.out, config, now=True)
 
 
 # what it refuses
@@ -193,7 +197,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Small:
 
 
 def test_options_are_short_words_for_keys(begun):
-    config = launch.load(begun.out)
+    config = existing.load(begun.out)
     assert (config.mode, config.eval.samples, config.rollout.history, config.tasks.train) == (
         "eval",
         3,
@@ -222,7 +226,7 @@ def test_the_script_gives_its_variables_to_the_command(small, tmp_path):
     line = ["bash", "sbatch/evaluate.sbatch", *words]
     known = {name: value for name, value in environment().items() if not name.startswith(("SLURM", "VLLM"))}
     subprocess.run(line, cwd=ROOT, env=known | variables, check=True, timeout=300)
-    config = launch.load(RunDir(tmp_path / "of script"))
+    config = existing.load(RunDir(tmp_path / "of script"))
     assert (config.mode, config.eval.samples, config.model) == ("eval", 3, variables["MODEL"])
 
 
@@ -281,7 +285,7 @@ def test_to_compare_with_what_has_not_finished_is_refused_before_anything_starts
 
 def test_brackets_in_what_it_waits_for_do_not_end_the_watch(begun):
     console = Console(file=io.StringIO(), width=200)
-    watch = evaluate.Watch(begun.out, launch.load(begun.out), console)
+    watch = progress.Watch(begun.out, existing.load(begun.out), console)
     watch.bar.update(watch.bar.task_ids[0], description="0 solved; [sandbox] no image in [/shared/me]")
     console.print(watch.bar.get_renderable())
     assert "0 solved; [sandbox] no image in [/shared/me]" in console.file.getvalue()
@@ -299,7 +303,7 @@ def test_weights_that_a_run_may_yet_remove_are_refused(begun, tmp_path):
 def test_the_copy_that_is_advised_may_be_evaluated_and_is_known_to_be_trained(small, tmp_path):
     run = RunDir(tmp_path / "run")
     words = [*(word for word in small.words if "=" in word), *NOBODY, "counts.learner=0"]
-    launch.start(run, configuration.read(ROOT / "configs/demo.toml", overrides=[*words, "tasks.train=0"]))
+    control.start(run, configuration.read(ROOT / "configs/demo.toml", overrides=[*words, "tasks.train=0"]))
     shutil.copytree(small.folder / "model", run.weights / "v000003-i01")
     seen = tasks.read(run.tasks)["eval"]
     tasks.write(run.tasks, {"train": seen})
@@ -429,7 +433,7 @@ def test_a_killed_command_and_a_killed_coordinator_lose_nothing(small):
         last = small.evaluate()
     finally:
         first.kill()
-        launch.stop(small.out, launch.load(small.out), now=True)
+        control.stop(small.out, existing.load(small.out), now=True)
     assert last.returncode == 0, last.stdout + last.stderr
     assert "goes on: " in last.stdout
     table = evals.read(small.out.eval_table("eval"))
@@ -457,4 +461,4 @@ def test_jobs_that_cannot_live_end_the_command_with_the_reason(small):
     done = small.evaluate("max_restarts=0", "inference.max_restarts=0", "inference.start_timeout_s=5.0")
     assert done.returncode == DeadlineError.exit_code, done.stdout + done.stderr
     assert "inference: its last 3 submissions failed" in done.stderr
-    assert launch.alive(small.out, launch.load(small.out)) == []
+    assert control.alive(small.out, existing.load(small.out)) == []

@@ -13,12 +13,13 @@ from small_evaluation import ROOT, official_report
 from toy import gold, make_repository, row, taskset, write_rows
 
 from hpc_swe import config as configuration
-from hpc_swe import results, statistics
+from hpc_swe import intervals
 from hpc_swe.errors import ConfigError, CorruptRecord
+from hpc_swe.evaluation import results
+from hpc_swe.evaluation.results import Finished
 from hpc_swe.plugins.graders.base import Official, Verdict
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.records import Message, RunManifest, Sampling, Score, Task, ToolCall
-from hpc_swe.results import Finished
 from hpc_swe.roles.coordinator import evaluation
 from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.store import atomic, evals, tasks
@@ -58,7 +59,7 @@ def test_the_interval_of_a_gain_is_that_of_all_resamples_of_the_pairs():
         {"a": [0, 1], "b": [0, 0], "c": [1, 1], "d": [0, 0]},
         {"a": [1], "b": [1], "c": [1], "d": [0]},
     )
-    found = statistics.gain(before, after)
+    found = intervals.gain(before, after)
     changes = [np.mean(after[task]) - np.mean(before[task]) for task in before]
     everything = [np.mean(picked) for picked in product(changes, repeat=4)]
     low, high = np.percentile(everything, [2.5, 97.5])
@@ -69,8 +70,8 @@ def test_a_gain_of_the_detectable_size_is_detected_four_times_in_five():
     rng = np.random.default_rng(0)
     before = {str(n): [0.0] for n in range(60)}
     draws = [dict(zip(before, rng.normal(0, 1, (60, 1)), strict=True)) for _ in range(100)]
-    size = np.mean([statistics.detectable_gain(before, noise) for noise in draws])
-    found = [statistics.gain(before, {t: v + size for t, v in noise.items()}) for noise in draws]
+    size = np.mean([intervals.detectable_gain(before, noise) for noise in draws])
+    found = [intervals.gain(before, {t: v + size for t, v in noise.items()}) for noise in draws]
     assert 68 <= sum(gain.low > 0 for gain in found) <= 92
 
 

@@ -189,12 +189,12 @@ def _losses(objective: Any, tokens: Any) -> str:
 def batch_scripts() -> Iterator[str]:
     """What sbatch would be given, by role, in an environment that is the same everywhere."""
     from hpc_swe import config as configuration
-    from hpc_swe import dry_run
     from hpc_swe.rundir import RunDir
+    from hpc_swe.runs import preview
 
     for name, files in CONFIGURATIONS.items():
         config = configuration.read(*(ROOT / f"configs/{file}.toml" for file in files))
-        for script in dry_run.scripts(RunDir(Path("/shared/run")), config):
+        for script in preview.scripts(RunDir(Path("/shared/run")), config):
             for line in script.splitlines():
                 yield f"{name} {_of_any_machine(line)}"
 
@@ -202,14 +202,14 @@ def batch_scripts() -> Iterator[str]:
 def estimates() -> Iterator[str]:
     """The tables of a dry run for a dense model and one with experts."""
     from hpc_swe import config as configuration
-    from hpc_swe import dry_run
+    from hpc_swe.runs import preview
 
     for name, shape in SHAPES.items():
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(shape))
             files = [ROOT / f"configs/{file}.toml" for file in CONFIGURATIONS["swepdb_4b"]]
             config = configuration.read(*files, overrides=[f"model={folder}"])
-            for table in dry_run.tables(config):
+            for table in preview.tables(config):
                 yield from (f"{name} {line}" for line in _drawn(table, 100))
 
 
@@ -217,7 +217,8 @@ def status() -> Iterator[str]:
     """The screen of a run, at two widths."""
     from hpc_swe.plugins.executors.base import Job
     from hpc_swe.records import Endpoint, RoleStatus, StatusReport, WeightVersion
-    from hpc_swe.status import Queue, View, render
+    from hpc_swe.runs.view import Queue, View
+    from hpc_swe.status import render
 
     desired = {"coordinator": 1, "learner": 1, "inference": 4, "rollout": 16, "reward": 4}
     new, old = WeightVersion(incarnation=1, step=12), WeightVersion(incarnation=1, step=11)

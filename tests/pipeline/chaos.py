@@ -28,9 +28,9 @@ from pathlib import Path
 from books import Books
 from run_processes import Process, family, temporary
 
-from hpc_swe import launch
 from hpc_swe.processes import start_time
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import existing
 from hpc_swe.store import weights
 
 ROOT = Path(__file__).parents[2]
@@ -261,7 +261,7 @@ def supply(model: Path, given: Path | None) -> None:
         shutil.copytree(given, model)
         return
     folder = model.parent
-    start = [sys.executable, "-m", "jobs.make_model", "--out", str(folder / "cold")]
+    start = [sys.executable, "-m", "hpc_swe.demo.model", "--out", str(folder / "cold")]
     subprocess.run(start, check=True, cwd=ROOT)
     more = [f"model={folder / 'cold'}", "executor.foreground=true", "--wait=1800", f"--run={folder / 'sft'}"]
     line = [sys.executable, "-m", "hpc_swe.launch", "start", "configs/demo.toml", "configs/demo_sft.toml"]
@@ -298,7 +298,7 @@ def suffer(folder: Path, arguments: argparse.Namespace) -> int:
     last = chaos.finish()
     left = chaos.leftovers()
     chaos.books.keep()
-    config = launch.load(run)
+    config = existing.load(run)
     complaints = [*chaos.books.complaints(config), *chaos.still, *(f"left: {each}" for each in left)]
     hits = sum(len(fault.victims) for fault in chaos.faults)
     told = [table(chaos), "", f"{len(chaos.faults)} faults, {hits} processes hit, seed {arguments.seed}"]

@@ -12,10 +12,10 @@ from books import Books, torn
 from run_processes import command, processes_of, role_pids
 from waiting import until
 
-from hpc_swe import launch
 from hpc_swe.processes import descendants
 from hpc_swe.records import float_array, id_array
 from hpc_swe.roles.coordinator.samples import cut
+from hpc_swe.runs import existing
 from hpc_swe.store import atomic, weights
 
 pytestmark = pytest.mark.slow
@@ -95,7 +95,7 @@ def episodes(books):
     ids=["finished", "closed once", "archived once", "trained as sampled", "in order", "metrics whole"],
 )
 def test_the_books_of_the_run_are_right(books, promise):
-    assert list(promise(books, launch.load(books.run))) == []
+    assert list(promise(books, existing.load(books.run))) == []
 
 
 def test_masked_tokens_are_exactly_the_completions_in_order(episodes):

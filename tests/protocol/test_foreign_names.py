@@ -25,7 +25,7 @@ from hpc_swe.records import BatchManifest, ScoredEpisode, WeightManifest, Weight
 from hpc_swe.roles.coordinator import batches
 from hpc_swe.rundir import SPOOLS, RunDir
 from hpc_swe.settings import RetentionConfig
-from hpc_swe.store import atomic, checkpoints, folders, ledger, orders, weights
+from hpc_swe.store import atomic, checkpoints, folders, orders, submissions, weights
 from hpc_swe.store.spool import STATES, Spool
 
 DEEP = 2
@@ -119,9 +119,9 @@ def test_a_run_among_foreign_names_does_what_it_does_without_them(tmp_path, foun
     assert weights.newest(run) == WeightVersion(step=DEEP)
     assert checkpoints.is_trained(run, weights.newest(run), DEEP)
     assert orders.standing(run) == []
-    assert ledger.newest(run, "rollout").number < 1_000_000
-    assert ledger.history(run, "rollout", 3) == []
-    ledger.jobs(run, "rollout")
+    assert submissions.newest(run, "rollout").number < 1_000_000
+    assert submissions.history(run, "rollout", 3) == []
+    submissions.jobs(run, "rollout")
     shutil.rmtree(root)
 
 

@@ -14,11 +14,11 @@ from waiting import DEADLINE_S
 from hpc_swe import transcript
 from hpc_swe.cli import BROKEN_PIPE
 from hpc_swe.errors import CorruptRecord
-from hpc_swe.exhibits import exhibit
 from hpc_swe.metrics import Log
 from hpc_swe.records import Message, Node, Sampling, ScoredEpisode, ToolCall
 from hpc_swe.roles.coordinator.dispatch import request
 from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator
+from hpc_swe.runs.exhibits import exhibit
 from hpc_swe.store import atomic
 
 

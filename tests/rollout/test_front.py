@@ -23,7 +23,7 @@ from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import EngineError
 from hpc_swe.plugins.agents.base import Address
 from hpc_swe.records import ExitStatus, Sampling, id_array
-from hpc_swe.roles.rollout import front
+from hpc_swe.roles.rollout import openai_server
 from hpc_swe.rundir import RunDir
 
 START = [
@@ -266,12 +266,12 @@ def test_the_policy_keeps_only_its_own_agent_waiting(on: Stage) -> None:
     before = threading.active_count()
     head = b"POST /v1/chat/completions HTTP/1.1\r\n"
     starts = [b"", b"\0" * 70_000, head, head + b"X: y\r\n" * 50, head + b"Content-Length: 9\r\n\r\n{"]
-    with front.serve(on.recorder, listener, read_s=0.5) as address:
+    with openai_server.serve(on.recorder, listener, read_s=0.5) as address:
         clients = [socket.create_connection(listener.getsockname()) for _ in range(100)]
         for client, start in zip(clients, starts * 20, strict=True):
             with contextlib.suppress(OSError):
                 client.sendall(start)
-        assert threading.active_count() <= before + 1 + front.MOST_CONNECTIONS
+        assert threading.active_count() <= before + 1 + openai_server.MOST_CONNECTIONS
         until = time.monotonic() + DEADLINE_S
         status = 0
         while status != 200:

@@ -48,7 +48,7 @@ ENGINE = Vllm(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    subprocess.run([sys.executable, "-m", "jobs.make_model", "--out", folder], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "hpc_swe.demo.model", "--out", folder], cwd=ROOT, check=True)
     return folder
 
 

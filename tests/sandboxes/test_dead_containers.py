@@ -14,7 +14,7 @@ import pytest
 from waiting import until
 
 from hpc_swe.errors import SandboxError
-from hpc_swe.plugins import submission
+from hpc_swe.plugins import patch
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.sandboxes._session import Session
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
@@ -52,7 +52,7 @@ def test_a_submission_that_cannot_be_read_is_not_taken_for_an_empty_one(served, 
     with served.open(seen) as sandbox:
         kill_daemon(sandbox)
         with pytest.raises(SandboxError, match="ended under its sandboxes"):
-            submission.take(seen, sandbox, served)
+            patch.take(seen, sandbox, served)
 
 
 class Dying(Sandboxes):

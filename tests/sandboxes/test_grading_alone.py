@@ -11,12 +11,12 @@ from test_reward_worker import episode, put, scores
 from waiting import DEADLINE_S, until
 
 from hpc_swe import config as configuration
-from hpc_swe import launch
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.graders.base import GRADER_BROKE
 from hpc_swe.records import Episode
 from hpc_swe.roles.reward.alone import Patience, watch
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import control
 from hpc_swe.store import tasks
 from hpc_swe.store.spool import Spool
 
@@ -66,7 +66,7 @@ def run(tmp_path: Path) -> RunDir:
     words += [f"model={tmp_path}", f'grader={{type="deadly:Deadly", looks="{tmp_path}/looks"}}']
     words += ['sandbox={type="process"}', "tasks.train=2", "tasks.eval=0", "eval.every=0", "reward.slots=1"]
     made = RunDir(tmp_path / "run")
-    launch.start(made, configuration.read(ROOT / "configs/demo.toml", overrides=words))
+    control.start(made, configuration.read(ROOT / "configs/demo.toml", overrides=words))
     return made
 
 

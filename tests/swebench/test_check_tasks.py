@@ -15,7 +15,6 @@ import pytest
 from toy import BROKEN, RECIPES, UNITTESTS, gold, patch, row, taskset, write_rows
 
 from hpc_swe import config as configuration
-from hpc_swe import launch
 from hpc_swe.errors import ConfigError, CorruptRecord, SandboxError, SchedulerError, StorageError
 from hpc_swe.plugins.graders import _second_sitting
 from hpc_swe.plugins.graders.base import Edit, Version
@@ -26,9 +25,10 @@ from hpc_swe.plugins.tasksets import _checked
 from hpc_swe.plugins.tasksets.bugs import Bugs
 from hpc_swe.records import Score
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import control
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import tasks
-from jobs.check_tasks import Checker, judged, run, wanted
+from hpc_swe.tasks.check import Checker, judged, run, wanted
 from jobs.reward import graded, references
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ repository = "{repository}"
         "--out",
         str(folder / "checked.jsonl"),
     ]
-    return [sys.executable, "-m", "jobs.check_tasks", *words, "--runs", "2", "--jobs", "2", *more]
+    return [sys.executable, "-m", "hpc_swe.tasks.check", *words, "--runs", "2", "--jobs", "2", *more]
 
 
 def check(folder: Path, repository: Path, *more: str) -> subprocess.CompletedProcess[str]:
@@ -202,12 +202,12 @@ def test_a_run_takes_what_is_usable_and_says_what_it_left_out(tmp_path, caplog):
     assert [task.task_id for task in found] == ["toy__one-1"], "of two lines the last one counts"
     assert "1 of 3 instances are usable; left out: 1 flaky, 1 gold_fails" in caplog.text
     write_rows(path, *made, row("unittest", "b" * 40, instance_id="toy__new-1"))
-    with pytest.raises(ConfigError, match=r"rows.jsonl:4: toy__new-1 .*jobs.check_tasks"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl:4: toy__new-1 .*hpc_swe.tasks.check"):
         list(taskset(path, checked=str(out)).load("train"))
     write_rows(path, *made[:2], made[2] | {"image": "me/mine:latest"})
     with pytest.raises(ConfigError, match=r"rows.jsonl:3: .*with image sweb.*, not mine, in .*jobs.check"):
         list(taskset(path, checked=str(out)).load("train"))
-    with pytest.raises(ConfigError, match=r"nowhere.*jobs/check_tasks.py makes it"):
+    with pytest.raises(ConfigError, match=r"nowhere.*hpc_swe/tasks/check.py makes it"):
         list(taskset(path, checked=str(tmp_path / "nowhere")).load("train"))
 
 
@@ -246,11 +246,11 @@ def test_a_run_refuses_an_image_that_was_built_again_since_its_check(tmp_path):
         f"taskset.checked={tmp_path}/checked.jsonl",
     )
     (tmp_path / f"{task.image}.json").write_text("{} ")
-    with pytest.raises(ConfigError, match=rf"^{task.task_id}: .*another image.*jobs.check_tasks CONFIG"):
-        launch.start(RunDir(tmp_path / "run"), config)
+    with pytest.raises(ConfigError, match=rf"^{task.task_id}: .*another image.*hpc_swe.tasks.check CONFIG"):
+        control.start(RunDir(tmp_path / "run"), config)
     (tmp_path / f"{task.image}.json").write_text("{}")
     with contextlib.suppress(SchedulerError):
-        launch.start(RunDir(tmp_path / "run"), config)
+        control.start(RunDir(tmp_path / "run"), config)
     assert RunDir(tmp_path / "run").tasks.exists()
 
 
@@ -274,7 +274,7 @@ def test_no_reference_is_where_a_rollout_worker_looks(tmp_path, caplog):
     path = write_rows(tmp_path / "rows.jsonl", row("unittest", "b" * 40))
     config = configured(path, 'executor={type="local"}', 'sandbox={type="process"}')
     run = RunDir(tmp_path / "run")
-    launch.start(run, config)
+    control.start(run, config)
     (task,) = tasks.read(run.tasks)["train"]
     assert tasks.read_hidden(run.references) == {task.task_id: gold()}
     assert run.references.stat().st_mode & 0o77 == 0
@@ -304,7 +304,7 @@ def test_no_changed_test_is_where_a_rollout_worker_looks(tmp_path, caplog):
         _checked.append(out, known)
     words = ['executor={type="local"}', 'sandbox={type="process"}', f"taskset.checked={out}"]
     run = RunDir(tmp_path / "run")
-    launch.start(run, configured(path, *words))
+    control.start(run, configured(path, *words))
     assert run.changed_tests.stat().st_mode & 0o77 == 0
     holders = [file for file in run.root.rglob("*") if file.is_file() and b"7654321" in file.read_bytes()]
     assert holders == [run.changed_tests]

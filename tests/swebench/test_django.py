@@ -1,6 +1,6 @@
 """Real instances: what Django did resolves, an agent's copy of it too, nothing does not, three times over.
 
-Wants `.cache/swebench/rows.jsonl` (rows of SWE-bench) and their images, built by jobs/build_images.py;
+Wants `.cache/swebench/rows.jsonl` (rows of SWE-bench) and their images, of hpc_swe/tasks/build_images.py;
 docs/swebench.md says how. It takes every row whose image is there.
 """
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe.plugins import submission
+from hpc_swe.plugins import patch
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.tasksets import swebench
 from hpc_swe.records import Task
-from jobs.check_tasks import Checker
+from hpc_swe.tasks.check import Checker
 
 pytestmark = pytest.mark.slow
 CACHE = Path(__file__).parents[2] / ".cache"
@@ -38,7 +38,7 @@ TASKS = found()
 def test_there_are_real_instances_to_judge():
     if not TASKS:
         pytest.skip(f"no real instance is judged here: no Apptainer, no {ROWS}, or no image of its rows")
-    assert len(TASKS) >= 5, "build some more images: jobs/build_images.py"
+    assert len(TASKS) >= 5, "build some more images: hpc_swe/tasks/build_images.py"
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.task_id)
@@ -56,7 +56,7 @@ def test_the_reference_resolves_and_nothing_does_not(task):
     with sandboxes.open(task) as sandbox:
         sandbox.write(".git/reference", reference.encode())
         assert sandbox.run("git apply .git/reference", 60).exit_code == 0
-        handed_in = submission.take(task, sandbox, sandboxes)
+        handed_in = patch.take(task, sandbox, sandboxes)
     wanted = sorted({*task.tests.fail_to_pass, *task.tests.pass_to_pass})
     score = grader.grade(task, handed_in, sandboxes)
     assert (score.outcome, score.failed, score.passed) == ("resolved", [], wanted), score

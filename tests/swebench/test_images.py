@@ -9,12 +9,12 @@ import pytest
 from toy import git, gold, task
 
 from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError, StorageError
-from hpc_swe.plugins import submission
 from hpc_swe.plugins.graders.swebench import Swebench
+from hpc_swe.plugins.patch import take
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
-from jobs.images.repository import stage, strangers
-from jobs.images.shelf import Problem, Shelf
-from jobs.images.sources import Built
+from hpc_swe.tasks.images.repository import stage, strangers
+from hpc_swe.tasks.images.sources import Built
+from hpc_swe.tasks.images.store import Problem, Shelf
 
 ROOT = Path(__file__).parents[2]
 BASE_IMAGE = ROOT / ".cache" / "images" / "python-pytest"
@@ -93,7 +93,7 @@ def test_a_place_for_images_that_is_no_folder_is_one_clear_error(tmp_path, place
 
 def test_the_command_wants_swebench_tasks(tmp_path):
     words = ["configs/demo.toml", f"--repository={tmp_path}", f"--requirements={tmp_path}"]
-    command = [sys.executable, "-m", "jobs.build_images", *words]
+    command = [sys.executable, "-m", "hpc_swe.tasks.build_images", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert "taskset.type = 'swebench'" in done.stdout
@@ -122,7 +122,7 @@ def test_a_built_image_opens_grades_and_gives_submissions(repository, tmp_path, 
         )
         assert done.output == "base\n/opt/miniconda3/envs/testbed/bin/python\n"
         sandbox.run("rm -rf .git; sed -i 's/a - b/a + b/' calc/core.py; ln -s / root; chmod +x README.md", 60)
-        text = submission.take(toy, sandbox, sandboxes)
+        text = take(toy, sandbox, sandboxes)
     assert [line for line in text.splitlines() if line.startswith("diff")] == [
         f"diff --git a/{path} b/{path}" for path in ("README.md", "calc/core.py", "root")
     ]

@@ -11,7 +11,7 @@ from toy import BROKEN, MENDED, Checkout, gold, make_repository, new, patch, row
 from hpc_swe.plugins.graders import _judge
 from hpc_swe.plugins.graders._swebench import START, Believed, Run
 from hpc_swe.plugins.graders.swebench import Swebench
-from hpc_swe.plugins.submission import difference
+from hpc_swe.plugins.patch import difference
 
 GRADER = Swebench()
 SAMPLE = {  # tests/cheats tries all of them in a real sandbox

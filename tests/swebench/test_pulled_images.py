@@ -15,11 +15,11 @@ import pytest
 from toy import BROKEN, RECIPES, git, gold, patch, row, task, write_rows
 
 from hpc_swe.errors import ConfigError, HpcSweError, StorageError
-from hpc_swe.plugins import submission
 from hpc_swe.plugins.graders.swebench import Swebench
+from hpc_swe.plugins.patch import take
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
-from jobs.images.shelf import ImageManifest, Problem, Shelf
-from jobs.images.sources import Pulled
+from hpc_swe.tasks.images.sources import Pulled
+from hpc_swe.tasks.images.store import ImageManifest, Problem, Shelf
 
 ROOT = Path(__file__).parents[2]
 BASE_IMAGE = ROOT / ".cache" / "images" / "python-pytest"
@@ -62,7 +62,7 @@ def command(folder: Path, source: str, *rows: dict[str, object]) -> list[str]:
     words = ["configs/swebench.toml", str(folder / "recipes.toml")]
     words += [f"taskset.train.rows={folder}/rows.jsonl", "taskset.train.ids=", "taskset.eval.rows="]
     words += ["taskset.eval.ids=", f"sandbox.images={os.path.relpath(folder, ROOT)}/images", "--from", source]
-    return [sys.executable, "-m", "jobs.build_images", *words]
+    return [sys.executable, "-m", "hpc_swe.tasks.build_images", *words]
 
 
 def run(words: list[str]) -> "subprocess.CompletedProcess[str]":
@@ -111,7 +111,7 @@ def examine(folder: Path, images: Path, base: str) -> None:
         )
         assert sandbox.run("echo $MADE_BY", 60).output == "somebody\n", "the image's environment"
         sandbox.run("sed -i 's/a - b/a + b/' calc/core.py; echo more >> README.md", 60)
-        handed_in = submission.take(toy, sandbox, sandboxes)
+        handed_in = take(toy, sandbox, sandboxes)
     assert "-Calc, set up" not in handed_in, "the maker's change is not the agent's"
     for text, outcome in ((gold(), "resolved"), (handed_in, "resolved"), ("", "unresolved")):
         score = Swebench().examine(toy, text, sandboxes)

@@ -6,7 +6,7 @@ import pytest
 from toy import BROKEN, FILES, MENDED, git
 
 from hpc_swe.errors import HpcSweError
-from jobs.images.repository import restage, strangers, unchanged
+from hpc_swe.tasks.images.repository import restage, strangers, unchanged
 
 
 @pytest.fixture

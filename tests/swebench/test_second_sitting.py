@@ -34,7 +34,7 @@ from hpc_swe.plugins.graders import _places, _second_sitting
 from hpc_swe.plugins.graders._second_sitting import Told
 from hpc_swe.plugins.graders.base import DISAGREES, SILENT, Edit, Version, carrying
 from hpc_swe.plugins.graders.swebench import Swebench
-from hpc_swe.plugins.submission import difference
+from hpc_swe.plugins.patch import difference
 from hpc_swe.records import Task
 
 GRADER = Swebench()
@@ -498,7 +498,7 @@ def test_what_does_not_resolve_is_sat_once(repository, tmp_path):
 
 def test_changes_of_other_tests_than_were_checked_are_refused(repository, tmp_path):
     one = task(tmp_path, "unittest", repository[1])
-    with pytest.raises(ConfigError, match="toy__unittest-1: .*another test patch.*check_tasks"):
+    with pytest.raises(ConfigError, match="toy__unittest-1: .*another test patch.*hpc_swe.tasks.check"):
         _second_sitting.encoded(
             one, [Version(edits=[Edit(start=3, old="nothing", new="x")], tests=[], unsure=[])]
         )

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pytest
 from toy import BROKEN, MENDED, MORE_UNITTESTS, UNITTESTS, git, make_repository, patch
 
-from jobs.images.leaks import search
-from jobs.images.repository import stage
+from hpc_swe.tasks.images.leaks import search
+from hpc_swe.tasks.images.repository import stage
 
 SHORT = MENDED.replace("a + b", "a.__add__(b) if hasattr(a, '__add__') else b")
 LONG = BROKEN + "".join(f"\n\ndef function_{n}(number):\n    return number * {n}00_000\n" for n in range(3))

@@ -6,7 +6,7 @@ import pytest
 from toy import GONE, LATE, MENDED, Checkout, FailingCheckout, gold, make_repository, task
 
 from hpc_swe.errors import SandboxError
-from hpc_swe.plugins import _repository, submission
+from hpc_swe.plugins import _repository, patch
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Task
@@ -22,7 +22,7 @@ def taken(toy: Task, sandboxes: Checkout, *commands: str) -> str:
         for command in commands:
             done = sandbox.run(command, 60)
             assert done.exit_code == 0, done.output
-        return submission.take(toy, sandbox, sandboxes)
+        return patch.take(toy, sandbox, sandboxes)
 
 
 def laid(toy: Task, sandboxes: Checkout, text: str, *commands: str) -> list[str]:
@@ -136,7 +136,7 @@ def test_files_written_anew_with_the_bytes_they_had_are_no_part_of_the_work(tmp_
 
 def test_an_image_without_a_repository_is_nobody_s_fault(toy, sandboxes):
     with sandboxes.open(toy) as sandbox, pytest.raises(SandboxError, match="holds no repository in /testbed"):
-        submission.take(toy, sandbox, Process())
+        patch.take(toy, sandbox, Process())
 
 
 COMMIT = "git -c user.name=a -c user.email=a@a commit -qm set-up"
@@ -206,4 +206,4 @@ def test_a_failure_where_only_our_git_runs_is_nobody_s_fault(toy, sandboxes, ste
     with sandboxes.open(toy) as sandbox:
         sandbox.write("calc/core.py", MENDED.encode())
         with pytest.raises(SandboxError, match="compares with the base commit"):
-            submission.take(toy, sandbox, failing)
+            patch.take(toy, sandbox, failing)

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_swe.errors import ConfigError, EngineError, SandboxError
-from hpc_swe.plugins import load, submission
+from hpc_swe.plugins import load, patch
 from hpc_swe.plugins.agents.base import ContextFull, Reply, Result
 from hpc_swe.plugins.agents.tool_agent import ToolAgent
+from hpc_swe.plugins.patch import BadSubmission, apply, difference, take
 from hpc_swe.plugins.sandboxes.base import CommandResult
 from hpc_swe.plugins.sandboxes.process import Process
-from hpc_swe.plugins.submission import BadSubmission, apply, difference, take
 from hpc_swe.records import Message, Task, TestPlan, ToolCall
 
 TASK = Task(
@@ -176,9 +176,9 @@ FILES = st.dictionaries(st.sampled_from(["f", "d/g", "d/h i"]), TEXT, max_size=3
 
 @given(FILES, FILES, st.sampled_from([0, 10_000]))
 def test_what_is_taken_is_what_is_applied(old, new, most_lines):
-    before, submission.MOST_LINES = submission.MOST_LINES, most_lines
+    before, patch.MOST_LINES = patch.MOST_LINES, most_lines
     text = "".join(difference(path, old.get(path), new.get(path)) for path in sorted(old | new))
-    submission.MOST_LINES = before
+    patch.MOST_LINES = before
     assert apply(msgspec.structs.replace(TASK, files=old), text) == new
 
 

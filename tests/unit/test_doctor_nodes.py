@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from hpc_swe import config as configuration
-from hpc_swe import doctor
-from hpc_swe.checkup import Ask, meeting, nodes, probe, visit
-from hpc_swe.checkup.meeting import Peer
-from hpc_swe.checkup.probe import Shared
-from hpc_swe.checkup.visit import Bench, Outcome
+from hpc_swe.doctor import examine, meeting, nodes, probe, srun
+from hpc_swe.doctor.findings import Ask
+from hpc_swe.doctor.meeting import Peer
+from hpc_swe.doctor.probe import Shared
+from hpc_swe.doctor.srun import Bench, Outcome
 
 ROOT = Path(__file__).parents[2]
 # What the probe of a node of the test cluster printed, but for the path of its python.
@@ -132,7 +132,7 @@ def test_why_nodes_do_not_answer_is_read_from_what_srun_says(
     errors, timed_out, check, verdict, says, tmp_path
 ):
     bench = Bench(tmp_path, "token", "python", "", 9.0)
-    finding = visit.silence(Ask("cpu"), bench, Outcome("", errors, timed_out), 0)
+    finding = srun.silence(Ask("cpu"), bench, Outcome("", errors, timed_out), 0)
     assert (finding.check, finding.verdict) == (check, verdict)
     assert says in finding.says
 
@@ -168,7 +168,7 @@ def test_two_nodes_meet_and_measure_each_other(tmp_path):
 LAGGING = """
 import os, sys, time
 from pathlib import Path
-from hpc_swe.checkup import meeting
+from hpc_swe.doctor import meeting
 
 fresh, shown = os.listdir, {}
 def stale(folder):
@@ -227,11 +227,11 @@ def test_a_configuration_s_partitions_and_gpus_are_asked_for():
         "rollout": {"partition": "", "gpus_per_node": 0},
     }
     asks = {
-        ask.partition: ask for ask in doctor.wanted({"account": "lab", "partition": "cpu", "roles": roles})
+        ask.partition: ask for ask in examine.wanted({"account": "lab", "partition": "cpu", "roles": roles})
     }
     assert {name: ask.gpus for name, ask in asks.items()} == {"gpu": 8, "cpu": 0}
     assert asks["cpu"].words == ("--account=lab",)
-    assert doctor.wanted({}) == [Ask("")]
+    assert examine.wanted({}) == [Ask("")]
 
 
 def test_a_slurm_configuration_as_it_is_read_tells_partitions_and_the_largest_array():
@@ -239,8 +239,8 @@ def test_a_slurm_configuration_as_it_is_read_tells_partitions_and_the_largest_ar
     words += ['executor.roles.learner={partition="gpu", gpus_per_node=4}', 'sandbox={type="process"}']
     config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
     executor = configuration.dump(config)["executor"]
-    assert doctor.wanted(executor) == [Ask("cpu"), Ask("gpu", gpus=4)]
-    assert doctor.largest_array(config, executor) == 6
+    assert examine.wanted(executor) == [Ask("cpu"), Ask("gpu", gpus=4)]
+    assert examine.largest_array(config, executor) == 6
 
 
 def run(tmp_path, *words, **env):

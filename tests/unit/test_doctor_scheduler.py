@@ -2,8 +2,8 @@
 
 import pytest
 
-from hpc_swe import doctor
-from hpc_swe.checkup import Ask, scheduler
+from hpc_swe.doctor import examine, scheduler
+from hpc_swe.doctor.findings import Ask
 
 CONFIG = """\
 Configuration data as of 2026-11-20T16:19:35
@@ -150,5 +150,5 @@ def test_gpus_are_counted_in_a_gres(text, count):
 
 
 def test_the_default_partition_is_named_and_no_more_nodes_are_asked_than_there_are():
-    (ask,) = doctor.settle(GOOD, [Ask("")], 2)
+    (ask,) = examine.settle(GOOD, [Ask("")], 2)
     assert (ask.partition, ask.nodes) == ("cpu", 1)

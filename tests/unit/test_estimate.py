@@ -10,13 +10,13 @@ import pytest
 from toy_model import HERMES, make_model
 
 from hpc_swe import config as configuration
-from hpc_swe import dry_run, estimate
-from hpc_swe.estimate import GIB
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.plugins.executors.slurm import Resources
 from hpc_swe.plugins.policies._megatron.shape import ModelShape
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import estimate, preview
+from hpc_swe.runs.estimate import GIB
 
 ROOT = Path(__file__).parents[2]
 QWEN3 = {
@@ -113,7 +113,7 @@ def test_count_is_that_of_models_that_are_built(tmp_path):
 
     models = tiny.make_models(tmp_path / "tiny")
     subprocess.run(
-        [sys.executable, "-m", "jobs.make_model", "--out", tmp_path / "demo"], cwd=ROOT, check=True
+        [sys.executable, "-m", "hpc_swe.demo.model", "--out", tmp_path / "demo"], cwd=ROOT, check=True
     )
     for folder in [*models.values(), tmp_path / "demo"]:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -282,7 +282,7 @@ learner.close()
 
 def test_there_is_one_script_an_array(read, tmp_path):
     config = read("counts.rollout=25", "policy.tensor_parallel=8")
-    found = dry_run.scripts(RunDir(tmp_path / "run"), config)
+    found = preview.scripts(RunDir(tmp_path / "run"), config)
     heads = [script.splitlines()[0] for script in found if "rollout" in script.splitlines()[0]]
     assert heads == [
         "### rollout: submission 1, 10 of 25 jobs",

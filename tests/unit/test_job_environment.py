@@ -5,12 +5,12 @@ import subprocess
 import pytest
 from waiting import DEADLINE_S
 
-from hpc_swe import reconcile
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.executors.base import Submission
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.plugins.executors.slurm import Slurm
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs.environment import own_environment
 
 
 def job(executor, folder, *command, environment=None, code=""):
@@ -43,7 +43,7 @@ def test_a_start_keeps_what_jobs_need_and_no_secret(monkeypatch):
     }
     for name, text in (kept | dropped).items():
         monkeypatch.setenv(name, text)
-    found = reconcile.own_environment()
+    found = own_environment()
     assert kept.items() <= found.items()
     assert dropped.keys() & found.keys() == set()
 

@@ -9,8 +9,8 @@ import pytest
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.graders.pytest import Pytest
+from hpc_swe.plugins.patch import difference
 from hpc_swe.plugins.sandboxes.process import Process
-from hpc_swe.plugins.submission import difference
 from hpc_swe.plugins.tasksets.kodcode import COMMAND, Kodcode, ids_of_tests, visible
 from hpc_swe.plugins.tools.evaluate import Evaluate
 

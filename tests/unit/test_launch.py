@@ -11,11 +11,11 @@ import pytest
 from waiting import DEADLINE_S, until
 
 from hpc_swe import config as configuration
-from hpc_swe import creation, launch, reconcile
 from hpc_swe.errors import ConfigError, HpcSweError, StaleRun, StorageError
 from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, ledger, tasks
+from hpc_swe.runs import control, create, existing, submit, watch
+from hpc_swe.store import atomic, submissions, tasks
 
 ROOT = Path(__file__).parents[2]
 ROLES = ["coordinator", "inference", "learner", "rollout", "reward"]
@@ -58,59 +58,59 @@ def command(*words, **env):
 def test_start_makes_a_whole_run_that_is_private(tmp_path, read):
     os.umask(0o077)
     run = RunDir(tmp_path / "runs" / "one")
-    launch.start(run, read())
-    assert launch.load(run) == read()
+    control.start(run, read())
+    assert existing.load(run) == read()
     assert {split: len(found) for split, found in tasks.read(run.tasks).items()} == {"train": 3, "eval": 2}
     assert [oct(path.stat().st_mode & 0o77) for path in (run.root, run.token, run.config)] == ["0o0"] * 3
 
 
 def test_start_again_goes_on_but_refuses_what_would_change_the_training(tmp_path, read):
     run = RunDir(tmp_path / "run")
-    launch.start(run, read())
+    control.start(run, read())
     token = run.token.read_bytes()
-    launch.start(run, read("steps=99"))
-    assert launch.load(run).steps == 99
+    control.start(run, read("steps=99"))
+    assert existing.load(run).steps == 99
     assert run.token.read_bytes() == token
     with pytest.raises(ConfigError, match=r"decide what it trains: groups.group_size: 8 -> 4.*tick.*--run"):
-        launch.start(run, read("groups.group_size=4"))
+        control.start(run, read("groups.group_size=4"))
 
 
 def test_a_run_goes_on_with_a_model_that_was_moved_but_not_with_another(tmp_path, read, model):
     run = RunDir(tmp_path / "run")
-    launch.start(run, read())
+    control.start(run, read())
     moved = model.rename(tmp_path / "moved")
-    launch.start(run, read(f"model={moved}", "retention.keep_last=9"))
-    assert (launch.load(run).model, launch.load(run).retention.keep_last) == (str(moved), 9)
+    control.start(run, read(f"model={moved}", "retention.keep_last=9"))
+    assert (existing.load(run).model, existing.load(run).retention.keep_last) == (str(moved), 9)
     (moved / "config.json").write_text("{ }")
     (tmp_path / "link").symlink_to(moved)
-    launch.start(run, read(f"model={tmp_path / 'link'}"))  # the same folder is not read again
-    assert launch.load(run).model == str(moved)
+    control.start(run, read(f"model={tmp_path / 'link'}"))  # the same folder is not read again
+    assert existing.load(run).model == str(moved)
     other = tmp_path / "other"
     other.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (other / name).write_text("[]")
     with pytest.raises(ConfigError, match=r"model: .*moved' -> .*other'"):
-        launch.start(run, read(f"model={other}"))
+        control.start(run, read(f"model={other}"))
 
 
 def test_start_with_more_steps_takes_a_finished_run_up_again(tmp_path, read):
     run = RunDir(tmp_path / "run")
-    launch.start(run, read("steps=5"))
+    control.start(run, read("steps=5"))
     run.finished.touch()
-    launch.start(run, read("steps=5"))
+    control.start(run, read("steps=5"))
     assert run.finished.exists()
-    launch.start(run, read("steps=6"))
+    control.start(run, read("steps=6"))
     assert not run.finished.exists()
 
 
 def test_killed_start_leaves_no_half_run_and_can_be_repeated(tmp_path, read):
     run = RunDir(tmp_path / "run")
-    launch.start(run, read())
+    control.start(run, read())
     run.config.unlink()  # what a start that died before its last write leaves
     with pytest.raises(ConfigError, match="no run here"):
-        launch.load(run)
-    launch.start(run, read())
-    assert launch.load(run) == read()
+        existing.load(run)
+    control.start(run, read())
+    assert existing.load(run) == read()
 
 
 def test_of_starts_at_once_one_makes_the_run_and_those_of_another_configuration_are_refused(tmp_path, read):
@@ -118,14 +118,14 @@ def test_of_starts_at_once_one_makes_the_run_and_those_of_another_configuration_
 
     def start(size):
         try:
-            launch.start(run, read(f"groups.group_size={size}"))
+            control.start(run, read(f"groups.group_size={size}"))
         except ConfigError as error:
             return str(error)
         return ""
 
     with ThreadPoolExecutor(6) as pool:
         said = list(pool.map(start, [2, 4, 2, 4, 2, 4]))
-    won = launch.load(run).groups.group_size
+    won = existing.load(run).groups.group_size
     assert [not text for text in said] == [size == won for size in (2, 4, 2, 4, 2, 4)]
     assert all(f"groups.group_size: {won} -> {6 - won}" in text for text in said if text)
     assert len(list(run.root.glob(".*code~*"))) == 0
@@ -134,7 +134,7 @@ def test_of_starts_at_once_one_makes_the_run_and_those_of_another_configuration_
 def test_a_start_that_died_while_it_made_the_run_holds_up_the_next_one_for_a_while_only(tmp_path):
     run = RunDir(tmp_path / "run")
     (run.root / ".making" / "half").mkdir(parents=True)
-    with creation.making(run, limit_s=0.3) as place:
+    with create.making(run, limit_s=0.3) as place:
         assert place
     assert list(run.root.iterdir()) == []
 
@@ -145,14 +145,14 @@ def test_a_start_that_was_slow_and_taken_for_dead_leaves_the_run_of_another_whol
     nothing = {"train": [], "eval": []}
 
     def start():
-        with creation.making(run) as place:
+        with create.making(run) as place:
             yield
-            creation.publish(run, place, config, nothing, "a" * 64)
+            create.publish(run, place, config, nothing, "a" * 64)
 
     slow = start()
     next(slow)
-    with creation.making(run, limit_s=0.3) as place:
-        creation.publish(run, place, config, nothing, "b" * 64)
+    with create.making(run, limit_s=0.3) as place:
+        create.publish(run, place, config, nothing, "b" * 64)
     before = {path: path.read_bytes() for path in run.code.rglob("*.py")}
     with pytest.raises(StorageError, match="another start took this one for dead; start again"):
         next(slow)
@@ -163,21 +163,21 @@ def test_a_start_that_was_slow_and_taken_for_dead_leaves_the_run_of_another_whol
 def test_what_another_start_took_away_replaces_nothing(tmp_path):
     (tmp_path / "code").mkdir()
     with pytest.raises(FileNotFoundError):
-        creation.replace(tmp_path / "gone", tmp_path / "code")
+        create.replace(tmp_path / "gone", tmp_path / "code")
     assert (tmp_path / "code").is_dir()
 
 
 @pytest.mark.parametrize("mode", [0o750, 0o701, 0o722])
 def test_a_run_that_others_can_enter_is_refused_by_every_command(tmp_path, read, mode):
     run = RunDir(tmp_path / "run")
-    launch.start(run, read())
+    control.start(run, read())
     run.root.chmod(mode)
     for verb in ("tick", "stop"):
         done = command(verb, run.root)
         assert done.returncode == ConfigError.exit_code
         assert done.stderr == f"error: {run.root}: mode {mode:o} lets others in; run chmod 700 {run.root}\n"
     with pytest.raises(ConfigError, match="lets others in"):
-        launch.start(run, read())
+        control.start(run, read())
     run.root.chmod(0o700)
     assert command("tick", run.root).returncode == 0
 
@@ -186,7 +186,7 @@ def test_a_run_that_others_can_enter_is_refused_by_every_command(tmp_path, read,
 @pytest.mark.parametrize("path", [".", "run.json"])
 def test_a_run_of_another_user_is_refused(tmp_path, read, path):
     run = RunDir(tmp_path / "run")
-    launch.start(run, read())
+    control.start(run, read())
     os.chown(run.root / path, 12345, -1)
     done = command("tick", run.root)
     assert done.returncode == ConfigError.exit_code
@@ -195,19 +195,19 @@ def test_a_run_of_another_user_is_refused(tmp_path, read, path):
 
 def test_missing_model_is_one_error_that_names_key_and_folder(tmp_path, read):
     with pytest.raises(ConfigError, match=r"model = '/nowhere/model': no config.json there"):
-        launch.start(RunDir(tmp_path / "run"), read("model=/nowhere/model"))
+        control.start(RunDir(tmp_path / "run"), read("model=/nowhere/model"))
 
 
 def test_a_model_without_its_tokenizer_is_refused_before_any_job_needs_it(tmp_path, model, read):
     (model / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"model = '.*/model': no tokenizer.json there"):
-        launch.start(RunDir(tmp_path / "run"), read())
+        control.start(RunDir(tmp_path / "run"), read())
 
 
 def test_machine_without_apptainer_is_one_error_with_the_way_out(tmp_path, read):
     config = read('sandbox={type="apptainer", executable="no-such-apptainer"}')
     with pytest.raises(ConfigError, match=r"no-such-apptainer.*install Apptainer.*process"):
-        launch.start(RunDir(tmp_path / "run"), config)
+        control.start(RunDir(tmp_path / "run"), config)
 
 
 def test_misspelt_key_on_the_command_line_is_one_line_and_exit_code_2(tmp_path):
@@ -222,59 +222,59 @@ def test_misspelt_key_on_the_command_line_is_one_line_and_exit_code_2(tmp_path):
 def test_folder_that_cannot_be_made_names_itself_and_the_option(tmp_path, read, mode, option):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match=f"file/run.*{option}"):
-        launch.start(RunDir(tmp_path / "file" / "run"), read(f"mode={mode}"))
+        control.start(RunDir(tmp_path / "file" / "run"), read(f"mode={mode}"))
 
 
 @pytest.mark.parametrize("name", ["file", "file/run"])
 def test_a_file_where_a_run_is_looked_for_is_no_run(tmp_path, name):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match=f"{name}: no run here"):
-        launch.load(RunDir(tmp_path / name))
+        existing.load(RunDir(tmp_path / name))
 
 
 def test_an_evaluation_of_no_task_is_refused_before_there_is_a_folder(tmp_path, read):
     with pytest.raises(ConfigError, match=r"tasks.eval = 0 \(--tasks\).*no held-out task"):
-        launch.start(RunDir(tmp_path / "run"), read("mode=eval", "tasks.eval=0"))
+        control.start(RunDir(tmp_path / "run"), read("mode=eval", "tasks.eval=0"))
     assert not (tmp_path / "run").exists()
 
 
 def test_run_of_another_protocol_names_the_commit_that_reads_it(tmp_path, read):
     run = RunDir(tmp_path / "run")
-    launch.start(run, read())
+    control.start(run, read())
     manifest = json.loads(run.manifest.read_text())
     run.manifest.write_text(json.dumps({**manifest, "protocol": 99, "commit": "abc123"}))
     with pytest.raises(StaleRun, match=r"protocol 99.*abc123"):
-        launch.load(run)
+        existing.load(run)
 
 
 def test_tick_submits_the_difference_and_nothing_under_an_order(tmp_path, read):
     run, config = RunDir(tmp_path / "run"), read("counts.reward=1")
     try:
-        assert launch.start(run, config).submit == {"reward": 1}
-        assert reconcile.tick(run, config).submit == {}
-        launch.stop(run, config, now=True)
-        assert launch.alive(run, config) == []
-        assert reconcile.tick(run, config).submit == {}
+        assert control.start(run, config).submit == {"reward": 1}
+        assert submit.tick(run, config).submit == {}
+        control.stop(run, config, now=True)
+        assert control.alive(run, config) == []
+        assert submit.tick(run, config).submit == {}
     finally:
-        launch.stop(run, config, now=True)
+        control.stop(run, config, now=True)
 
 
 def test_waiting_for_a_run_that_is_ordered_to_end_ends_with_it(tmp_path, read):
     run, config = RunDir(tmp_path / "run"), read("counts.reward=1")
     try:
-        launch.start(run, config)
+        control.start(run, config)
         until(lambda: any(run.nodes.iterdir()))
-        launch.stop(run, config, now=False)
+        control.stop(run, config, now=False)
         with pytest.raises(HpcSweError, match="ordered to end"):
-            launch.wait(run, config, timeout_s=DEADLINE_S)
+            watch.wait(run, config, timeout_s=DEADLINE_S)
         assert not run.stop.exists()
     finally:
-        launch.stop(run, config, now=True)
+        control.stop(run, config, now=True)
 
 
 def test_script_for_a_role_by_hand_leaves_a_finished_run_alone(tmp_path, read):
     run = RunDir(tmp_path / "run")
-    launch.start(run, read())
+    control.start(run, read())
     run.finished.touch()
     script = ["bash", "sbatch/role.sbatch", "reward", str(run.root)]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
@@ -290,18 +290,18 @@ def test_foreground_jobs_end_with_the_launcher_whatever_kills_it(tmp_path, model
         [sys.executable, "-m", "hpc_swe.launch", *line, "--run", str(run.root), "--wait", "600"], cwd=ROOT
     )
     until(lambda: run.config.exists() and any(run.nodes.iterdir()))
-    config = launch.load(run)
-    assert launch.alive(run, config)
+    config = existing.load(run)
+    assert control.alive(run, config)
     launcher.kill()
     launcher.wait()
-    until(lambda: not launch.alive(run, config))
+    until(lambda: not control.alive(run, config))
 
 
 def test_job_of_a_voided_submission_ends_at_once(tmp_path, read):
     run = RunDir(tmp_path / "run")
-    launch.start(run, read())
-    ledger.take(run, "reward", 1)
-    ledger.void(run, "reward", 1)
+    control.start(run, read())
+    submissions.take(run, "reward", 1)
+    submissions.void(run, "reward", 1)
     line = [sys.executable, "-m", "jobs.run", "reward", str(run.root), "--submission=1"]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
@@ -311,11 +311,11 @@ def test_job_of_a_voided_submission_ends_at_once(tmp_path, read):
 
 def test_jobs_run_the_code_that_the_run_was_started_with(tmp_path, read):
     run = RunDir(tmp_path / "run")
-    launch.start(run, read())
+    control.start(run, read())
     changed = run.code / "jobs" / "reward.py"
     changed.write_text("print('the code of the run')")
-    ledger.take(run, "reward", 1)
-    submission = reconcile.submission(run, read(), "reward", 1, 1)
+    submissions.take(run, "reward", 1)
+    submission = submit.submission(run, read(), "reward", 1, 1)
     done = subprocess.run(
         ["bash", "-c", read().executor.script(run, submission)],
         cwd=ROOT,
@@ -328,16 +328,16 @@ def test_jobs_run_the_code_that_the_run_was_started_with(tmp_path, read):
 
 def test_run_keeps_its_code_until_it_is_upgraded_which_no_job_may_see(tmp_path, read):
     run = RunDir(tmp_path / "run")
-    launch.start(run, read())
+    control.start(run, read())
     old = run.code / "jobs" / "old.py"
     old.touch()
-    launch.start(run, read())
+    control.start(run, read())
     assert old.exists()
     try:
-        launch.start(run, read("counts.reward=1"))
+        control.start(run, read("counts.reward=1"))
         with pytest.raises(ConfigError, match="1 jobs still run the old code"):
-            launch.start(run, read("counts.reward=1"), upgrade=True)
+            control.start(run, read("counts.reward=1"), upgrade=True)
     finally:
-        launch.stop(run, read(), now=True)
-    launch.start(run, read(), upgrade=True)
+        control.stop(run, read(), now=True)
+    control.start(run, read(), upgrade=True)
     assert not old.exists()

@@ -10,15 +10,16 @@ import pytest
 from waiting import DEADLINE_S, until
 
 from hpc_swe import config as configuration
-from hpc_swe import creation, reconcile
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.executors import _gpus
 from hpc_swe.plugins.executors.base import Submission
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.processes import start_time, variable
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, ledger
-from hpc_swe.store.ledger import Started, Submitted
+from hpc_swe.runs import create
+from hpc_swe.runs.submit import decide
+from hpc_swe.store import atomic, submissions
+from hpc_swe.store.submissions import Started, Submitted
 
 ROOT = Path(__file__).parents[2]
 FORKS = """
@@ -92,11 +93,11 @@ def submit(run):
     def one(executor, role, *command, note=True, **environment):
         numbers[role] = number = numbers.get(role, 0) + 1
         words = command or ("sleep", "600")
-        ledger.take(run, role, number)
+        submissions.take(run, role, number)
         job = executor.submit(run, Submission("run", role, number, 1, 1, words, environment))
         begun.append(job)
         if note:
-            ledger.note(run, role, number, Submitted(job=job, count=1, host="", at=0.0))
+            submissions.note(run, role, number, Submitted(job=job, count=1, host="", at=0.0))
         return job
 
     yield one
@@ -163,7 +164,7 @@ def test_a_job_that_was_killed_leaves_no_process_that_a_tick_or_a_stop_does_not_
     until(lambda: not start_time(root))
     [left] = executor.queue(run)
     assert (left.role, left.state, left.job) == ("learner", "broken", f"{child}:{start_time(child)}")
-    assert reconcile.decide(1, [left], ledger.newest(run, "learner")).cancel == [left.job]
+    assert decide(1, [left], submissions.newest(run, "learner")).cancel == [left.job]
     executor.cancel([left.job])
     assert executor.queue(run) == []
 
@@ -172,7 +173,7 @@ def test_a_job_whose_tick_died_before_it_noted_it_is_found_and_not_started_again
     job = submit(Local(), "learner", note=False)
     [found] = Local().queue(run)
     assert (found.job, found.state) == (job, "running")
-    decision = reconcile.decide(1, [found], ledger.newest(run, "learner"))
+    decision = decide(1, [found], submissions.newest(run, "learner"))
     assert (decision.missing, decision.close) == (0, job)
 
 
@@ -181,9 +182,9 @@ def test_a_learner_that_expects_gpus_refuses_where_it_sees_none(run, tmp_path):
     words = [f"model={tmp_path}", "policy.device='gpu'", 'sandbox={type="process"}', "tasks.train=1"]
     config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
     (tmp_path / "place").mkdir()
-    creation.publish(run, RunDir(tmp_path / "place"), config, {"train": [], "eval": []}, "")
+    create.publish(run, RunDir(tmp_path / "place"), config, {"train": [], "eval": []}, "")
     line = [sys.executable, "-m", "jobs.run", "learner", str(run.root), "--submission=1"]
-    ledger.take(run, "learner", 1)
+    submissions.take(run, "learner", 1)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 7

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
     out = tmp_path_factory.mktemp("made") / "model"
-    subprocess.run([sys.executable, "-m", "jobs.make_model", "--out", out, "--seed", "3"], check=True)
+    subprocess.run([sys.executable, "-m", "hpc_swe.demo.model", "--out", out, "--seed", "3"], check=True)
     return out
 
 

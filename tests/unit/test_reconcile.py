@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe import reconcile
 from hpc_swe.errors import ConfigError, SchedulerError
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.plugins.executors.slurm import parse_queue
 from hpc_swe.plugins.policies.megatron import Megatron
-from hpc_swe.reconcile import Decision, decide, failures
 from hpc_swe.records import CheckpointManifest, WeightManifest, WeightVersion
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import submit as run_submit
+from hpc_swe.runs.submit import Decision, decide, failures
 from hpc_swe.settings import InferenceConfig, LearnerConfig
-from hpc_swe.store import folders, ledger
-from hpc_swe.store.ledger import Entry, Started, Submitted
+from hpc_swe.store import folders, submissions
+from hpc_swe.store.submissions import Entry, Started, Submitted
 
 
 def job(number: int, state: str = "running", submission: int = 1) -> Job:
@@ -179,17 +179,17 @@ def config():
 
 
 def test_two_hundred_workers_cost_one_question_and_one_submission(run, config):
-    assert reconcile.tick(run, config).submit == {"rollout": 200}
+    assert run_submit.tick(run, config).submit == {"rollout": 200}
     del config.executor.running[150:]
     config.executor.asked.clear()
-    assert reconcile.tick(run, config).submit == {"rollout": 50}
+    assert run_submit.tick(run, config).submit == {"rollout": 50}
     assert [config.executor.asked.count(word) for word in ("queue", "endings", "submit")] == [1, 1, 1]
 
 
 def test_arrays_are_no_longer_than_the_scheduler_takes(run, config):
     config.executor.array_size = 80
-    assert reconcile.tick(run, config).submit == {"rollout": 200}
-    assert ledger.newest(run, "rollout").number == 3
+    assert run_submit.tick(run, config).submit == {"rollout": 200}
+    assert submissions.newest(run, "rollout").number == 3
     assert len(config.executor.running) == 200
 
 
@@ -199,7 +199,7 @@ def test_ticks_at_once_submit_once(run, config, count):
 
     def tick():
         ready.wait()
-        reconcile.tick(run, config)
+        run_submit.tick(run, config)
 
     for expected in (200, 200, 200):
         threads = [threading.Thread(target=tick) for _ in range(count)]
@@ -209,67 +209,67 @@ def test_ticks_at_once_submit_once(run, config, count):
             thread.join()
         assert len(config.executor.running) == expected
         del config.executor.running[:100]
-        reconcile.tick(run, config)  # a submission that a slower tick doubted is closed by now
-        reconcile.tick(run, config)
+        run_submit.tick(run, config)  # a submission that a slower tick doubted is closed by now
+        run_submit.tick(run, config)
 
 
 def test_tick_that_dies_after_submitting_is_closed_by_the_next(run, config):
     config.executor.dies = "after"
     with pytest.raises(KeyboardInterrupt):
-        reconcile.tick(run, config)
+        run_submit.tick(run, config)
     config.executor.dies = ""
-    assert reconcile.tick(run, config).submit == {}
-    assert not ledger.newest(run, "rollout").is_open
+    assert run_submit.tick(run, config).submit == {}
+    assert not submissions.newest(run, "rollout").is_open
     assert len(config.executor.running) == 200
 
 
 def test_tick_that_dies_before_submitting_is_made_good_after_two_looks(run, config):
     config.executor.dies = "before"
     with pytest.raises(KeyboardInterrupt):
-        reconcile.tick(run, config)
+        run_submit.tick(run, config)
     config.executor.dies = ""
-    assert reconcile.tick(run, config).submit == {}
-    assert reconcile.tick(run, config).submit == {"rollout": 200}
-    assert ledger.is_void(run, "rollout", 1)
+    assert run_submit.tick(run, config).submit == {}
+    assert run_submit.tick(run, config).submit == {"rollout": 200}
+    assert submissions.is_void(run, "rollout", 1)
 
 
 def test_jobs_of_a_tick_that_was_slow_and_not_dead_make_way(run, config):
-    ledger.take(run, "rollout", 1)
-    ledger.doubt(run, "rollout", 1)
-    assert reconcile.tick(run, config).submit == {"rollout": 200}
+    submissions.take(run, "rollout", 1)
+    submissions.doubt(run, "rollout", 1)
+    assert run_submit.tick(run, config).submit == {"rollout": 200}
     late = [Job("rollout", f"1_{n}", 1, "running") for n in range(200)]
     config.executor.running += late
-    plan = reconcile.tick(run, config)
+    plan = run_submit.tick(run, config)
     assert (plan.submit, sorted(plan.cancel)) == ({}, sorted(job.job for job in late))
     assert {job.submission for job in config.executor.running} == {2}
 
 
 def test_refusal_is_told_and_tried_again(run, config):
     config.executor.dies = "refused"
-    assert "no such partition" in reconcile.tick(run, config).stuck["rollout"]
-    assert ledger.newest(run, "rollout") == Entry(), "a refused submission leaves nothing"
+    assert "no such partition" in run_submit.tick(run, config).stuck["rollout"]
+    assert submissions.newest(run, "rollout") == Entry(), "a refused submission leaves nothing"
     config.executor.dies = ""
-    assert reconcile.tick(run, config).submit == {"rollout": 200}
+    assert run_submit.tick(run, config).submit == {"rollout": 200}
 
 
 def test_cell_that_a_dying_node_left_empty_stops_no_tick(run, config):
-    reconcile.tick(run, config)
+    run_submit.tick(run, config)
     run.started("rollout", 1, 0).write_bytes(b"")
     config.executor.running.clear()
-    assert reconcile.tick(run, config).submit == {"rollout": 200}
+    assert run_submit.tick(run, config).submit == {"rollout": 200}
 
 
 def test_silent_scheduler_means_that_nothing_is_submitted(run, config):
     config.executor.dies = "silent"
     with pytest.raises(SchedulerError):
-        reconcile.tick(run, config)
-    assert ledger.newest(run, "rollout") == Entry()
+        run_submit.tick(run, config)
+    assert submissions.newest(run, "rollout") == Entry()
 
 
 @pytest.mark.parametrize("order", ["DRAIN", "STOP", "FINISHED"])
 def test_under_an_order_the_scheduler_is_not_even_asked(run, config, order):
     (run.control / order).touch()
-    reconcile.tick(run, config)
+    run_submit.tick(run, config)
     assert config.executor.asked == []
 
 
@@ -281,7 +281,7 @@ def test_run_that_finishes_while_the_queue_is_read_is_left_alone(run, config):
         return ask(run)
 
     config.executor.queue = queue
-    assert reconcile.tick(run, config).submit == {}
+    assert run_submit.tick(run, config).submit == {}
 
 
 def publish(run, weights=None, checkpoint=None):
@@ -297,7 +297,7 @@ def publish(run, weights=None, checkpoint=None):
 def test_learner_that_has_written_its_last_checkpoint_is_not_submitted_again(run, config):
     config.mode, config.counts = "sft", {"coordinator": 0}
     publish(run, weights=5, checkpoint=5)
-    assert reconcile.tick(run, config).submit == {}
+    assert run_submit.tick(run, config).submit == {}
 
 
 @pytest.mark.parametrize("checkpoint", [None, 3])
@@ -309,7 +309,7 @@ def test_learner_lost_between_its_last_weights_and_its_last_checkpoint_is_submit
     publish(run, weights=5, checkpoint=checkpoint)
     run.checkpoint(5, 1).mkdir()
     config.policy, config.learner = Megatron(), LearnerConfig()
-    assert reconcile.tick(run, config).submit == {"learner": 1}
+    assert run_submit.tick(run, config).submit == {"learner": 1}
 
 
 FOREIGN = (
@@ -332,20 +332,20 @@ def test_foreign_names_in_control_and_launch_stop_no_tick(run, config, make):
         for name in FOREIGN:
             make(folder / name)
     for expected in ({}, {"rollout": 200}, {}):  # 000007 looks like a tick that died, which takes two looks
-        assert reconcile.tick(run, config).submit == expected
-    assert ledger.newest(run, "rollout").number == 8
-    assert ledger.jobs(run, "rollout")[-1][0] == 8
+        assert run_submit.tick(run, config).submit == expected
+    assert submissions.newest(run, "rollout").number == 8
+    assert submissions.jobs(run, "rollout")[-1][0] == 8
 
 
 def test_role_that_keeps_failing_is_left_alone_until_it_has_rested(run, config):
     for number in (1, 2, 3):
-        assert reconcile.tick(run, config).submit == {"rollout": 200}
-        ledger.show(run, "rollout", number, 0, started())
+        assert run_submit.tick(run, config).submit == {"rollout": 200}
+        submissions.show(run, "rollout", number, 0, started())
         config.executor.running.clear()
-    assert "failed (exit code 1 on c1)" in reconcile.tick(run, config).stuck["rollout"]
-    noted = Submitted(job="3", count=200, host="login", at=time.time() - reconcile.REST_S)
-    ledger.note(run, "rollout", 3, noted)
-    ledger.show(run, "rollout", 3, 0, started(at=time.time()))
-    assert reconcile.tick(run, config).lost == ["rollout"], "it took long to fail, and rests from then on"
-    ledger.show(run, "rollout", 3, 0, started())
-    assert reconcile.tick(run, config).submit == {"rollout": 200}
+    assert "failed (exit code 1 on c1)" in run_submit.tick(run, config).stuck["rollout"]
+    noted = Submitted(job="3", count=200, host="login", at=time.time() - run_submit.REST_S)
+    submissions.note(run, "rollout", 3, noted)
+    submissions.show(run, "rollout", 3, 0, started(at=time.time()))
+    assert run_submit.tick(run, config).lost == ["rollout"], "it took long to fail, and rests from then on"
+    submissions.show(run, "rollout", 3, 0, started())
+    assert run_submit.tick(run, config).submit == {"rollout": 200}

@@ -14,14 +14,14 @@ import pytest
 from toy_model import HERMES, make_model
 from waiting import DEADLINE_S, until
 
-from hpc_swe import checks, creation, launch, reconcile
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, CorruptRecord
 from hpc_swe.plugins.executors.base import Submission
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.records import RunManifest
 from hpc_swe.rundir import PROTOCOL, RunDir
-from hpc_swe.store import atomic, ledger
+from hpc_swe.runs import checks, control, create, existing, roles
+from hpc_swe.store import atomic, submissions
 
 ROOT = Path(__file__).parents[2]
 SHAPE = {
@@ -84,7 +84,7 @@ def test_a_folder_with_files_of_somebody_else_is_refused_and_stays_as_it_was(tmp
         (folder / name).write_text(f"precious {name}")
     before = listing(folder)
     with pytest.raises(ConfigError, match=r"project: no run, but it holds code, .* and 1 more; .*--run"):
-        launch.start(RunDir(folder), read())
+        control.start(RunDir(folder), read())
     assert listing(folder) == before
 
 
@@ -97,26 +97,26 @@ def test_a_run_json_of_somebody_else_makes_no_run(tmp_path, read):
     with pytest.raises(
         ConfigError, match=r"project: no run, but it holds run\.json, tasks\.parquet; .*--run"
     ):
-        launch.start(RunDir(folder), read())
+        control.start(RunDir(folder), read())
     assert listing(folder) == before
 
 
 @pytest.mark.parametrize("content", [b"", b'{"steps": 1', b"\xff", b"[1]", None])
 def test_a_damaged_configuration_is_one_error_that_names_it(tmp_path, read, content):
     run = RunDir(tmp_path / "run")
-    launch.start(run, read(*(f"counts.{role}=0" for role in reconcile.ROLES["grpo"])))
+    control.start(run, read(*(f"counts.{role}=0" for role in roles.ROLES["grpo"])))
     run.config.unlink()
     run.config.mkdir() if content is None else run.config.write_bytes(content)
     with pytest.raises(CorruptRecord, match=r"run/run\.json: not the configuration of a run: .*put back"):
-        launch.load(run)
+        existing.load(run)
 
 
 def test_an_empty_folder_and_a_start_that_died_at_any_moment_are_no_obstacle(tmp_path, read):
-    run, nobody = RunDir(tmp_path / "run"), [f"counts.{role}=0" for role in reconcile.ROLES["grpo"]]
+    run, nobody = RunDir(tmp_path / "run"), [f"counts.{role}=0" for role in roles.ROLES["grpo"]]
     for leave in ([], [".making/1"], ["MANIFEST.json"], ["MANIFEST.json", "control", "code", "token"]):
         folder = RunDir(tmp_path / "-".join(["died", *leave]).replace("/", "+"))
         folder.root.mkdir()
-        launch.start(run, read(*nobody))
+        control.start(run, read(*nobody))
         for name in leave:
             target = folder.root / name
             target.parent.mkdir(exist_ok=True)
@@ -124,7 +124,7 @@ def test_an_empty_folder_and_a_start_that_died_at_any_moment_are_no_obstacle(tmp
                 target.write_bytes((run.root / name).read_bytes())
             else:
                 target.mkdir()
-        creation.require_free(folder, read())
+        create.require_free(folder, read())
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_an_empty_folder_and_a_start_that_died_at_any_moment_are_no_obstacle(tmp
 )
 def test_no_run_is_made_where_other_things_live(tmp_path, read, make, message):
     with pytest.raises(ConfigError, match=message):
-        creation.require_free(RunDir(make(tmp_path)), read())
+        create.require_free(RunDir(make(tmp_path)), read())
 
 
 @pytest.mark.parametrize("words", [["start", "configs/demo.toml", "--run="], ["tick", ""], ["stop", ""]])
@@ -224,7 +224,7 @@ def test_a_dry_run_refuses_what_a_start_refuses_shows_the_configuration_and_make
 
 
 def test_a_dry_run_in_the_folder_of_a_run_refuses_what_a_start_refuses_there(tmp_path, model):
-    nobody = [f"counts.{role}=0" for role in reconcile.ROLES["grpo"]]
+    nobody = [f"counts.{role}=0" for role in roles.ROLES["grpo"]]
     words = ["configs/demo.toml", *nobody, f"model={model}", 'sandbox={type="process"}', "tasks.train=1"]
     words += ["tasks.eval=1", "--run", tmp_path / "run"]
     assert command("hpc_swe.launch", "start", *words).returncode == 0
@@ -253,9 +253,9 @@ def test_one_refused_role_leaves_no_other_job_behind(tmp_path, read):
     words += ['by_hand=["inference", "rollout", "learner"]', f"executor={{type='{__name__}:Picky'}}"]
     config = read(*words)
     with pytest.raises(ConfigError, match="reward: .*invalid partition.*; nothing was left in the queue"):
-        launch.start(run, config)
+        control.start(run, config)
     assert config.executor.queue(run) == []
-    assert ledger.jobs(run, "coordinator")
+    assert submissions.jobs(run, "coordinator")
 
 
 def test_a_merged_configuration_is_shown_as_toml_that_reads_as_the_same(read):
@@ -266,15 +266,15 @@ def test_a_merged_configuration_is_shown_as_toml_that_reads_as_the_same(read):
 
 
 def test_a_start_that_waits_lets_go_when_its_time_is_up_and_when_it_is_interrupted(tmp_path, model):
-    run, nobody = RunDir(tmp_path / "run"), [f"counts.{role}=0" for role in reconcile.ROLES["grpo"]]
-    words = [*nobody, "counts.reward=1", f"by_hand={list(reconcile.ROLES['grpo'])}", f"model={model}"]
+    run, nobody = RunDir(tmp_path / "run"), [f"counts.{role}=0" for role in roles.ROLES["grpo"]]
+    words = [*nobody, "counts.reward=1", f"by_hand={list(roles.ROLES['grpo'])}", f"model={model}"]
     words += ['sandbox={type="process"}', "tasks.train=1", "tasks.eval=1", "configs/demo.toml"]
     done = command("hpc_swe.launch", "start", "--wait", 1, *words, "--run", run.root)
-    config = launch.load(run)
+    config = existing.load(run)
     try:
         assert (done.returncode, "not finished after 1 s" in done.stderr) == (5, True), done.stderr
         assert f"left; its jobs go on. `python -m hpc_swe.status {run.root}` shows how" in done.stderr
-        [job] = launch.alive(run, config)
+        [job] = control.alive(run, config)
         line = [sys.executable, "-m", "hpc_swe.launch", "start", *words, "--run", run.root, "--wait", "600"]
         waiting = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert "submitted nothing" in waiting.stdout.readline()
@@ -283,16 +283,16 @@ def test_a_start_that_waits_lets_go_when_its_time_is_up_and_when_it_is_interrupt
         assert waiting.returncode == 130
         assert said.endswith("interrupted\n")
         assert "Traceback" not in said
-        assert launch.alive(run, config) == [job]
+        assert control.alive(run, config) == [job]
         assert not run.stop.exists()
     finally:
-        launch.stop(run, config, now=True)
+        control.stop(run, config, now=True)
 
 
 COMMANDS = ["hpc_swe.launch tick", "hpc_swe.status", "jobs.coordinator", "jobs.run reward"]
 READERS = [
     *("hpc_swe.launch start", "hpc_swe.evaluate --out=x", "hpc_swe.doctor"),
-    *("jobs.engine", "jobs.demo", "jobs.check_tasks", "jobs.build_images"),
+    *("hpc_swe.engine", "hpc_swe.demo", "hpc_swe.tasks.check", "hpc_swe.tasks.build_images"),
 ]
 IMPORTS = ["hpc_swe.launch start", "jobs.coordinator"]
 

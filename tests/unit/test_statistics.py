@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpc_swe import statistics
+from hpc_swe import intervals
 
 
 def test_interval_over_tasks_covers_the_truth_about_as_often_as_it_says():
@@ -11,7 +11,7 @@ def test_interval_over_tasks_covers_the_truth_about_as_often_as_it_says():
     for _ in range(60):
         chances = rng.uniform(0, 1, 40)
         outcomes = {str(i): (rng.random(4) < p).astype(float).tolist() for i, p in enumerate(chances)}
-        estimate = statistics.solve_rate(outcomes)
+        estimate = intervals.solve_rate(outcomes)
         hits += estimate.low <= 0.5 <= estimate.high
     assert 50 <= hits <= 60
 
@@ -19,21 +19,21 @@ def test_interval_over_tasks_covers_the_truth_about_as_often_as_it_says():
 def test_more_samples_of_the_same_task_do_not_narrow_the_interval():
     few = {str(i): [float(i % 2)] for i in range(20)}
     many = {task: value * 50 for task, value in few.items()}
-    assert statistics.solve_rate(few) == statistics.solve_rate(many)
+    assert intervals.solve_rate(few) == intervals.solve_rate(many)
 
 
 def test_gain_is_paired_by_task():
     before = {str(i): [i / 20] for i in range(20)}
     after = {task: [value[0] + 0.01] for task, value in before.items()}
-    estimate = statistics.gain(before, after)
+    estimate = intervals.gain(before, after)
     assert estimate.low == pytest.approx(0.01)
     with pytest.raises(ValueError, match="different tasks"):
-        statistics.gain(before, {"other": [1.0]})
+        intervals.gain(before, {"other": [1.0]})
 
 
 def test_nothing_evaluated_is_an_error():
     with pytest.raises(ValueError, match="no task"):
-        statistics.solve_rate({})
+        intervals.solve_rate({})
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,6 @@ def test_nothing_evaluated_is_an_error():
 )
 def test_tasks_that_all_came_out_alike_do_not_show_that_no_gain_can_be_missed(tasks, solved, gain):
     alike = {str(i): [solved] for i in range(tasks)}
-    assert statistics.detectable(alike) == pytest.approx(gain)
+    assert intervals.detectable(alike) == pytest.approx(gain)
     third = {task: [0.3] for task in alike}
-    assert statistics.detectable_gain(third, {task: [0.1 + 0.2] for task in alike}) == pytest.approx(gain)
+    assert intervals.detectable_gain(third, {task: [0.1 + 0.2] for task in alike}) == pytest.approx(gain)

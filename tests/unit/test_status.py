@@ -11,16 +11,17 @@ import pytest
 from rich.console import Console
 
 from hpc_swe import config as configuration
-from hpc_swe import launch
 from hpc_swe.errors import SchedulerError
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.records import Endpoint, EndpointTable, RoleStatus, StatusReport, WeightVersion
 from hpc_swe.roles.coordinator.housekeeping import Tempo
 from hpc_swe.rundir import RunDir
-from hpc_swe.status import LINES, Queue, Reader, View, duration, render, spark
-from hpc_swe.store import atomic, ledger
-from hpc_swe.store.ledger import Started, Submitted
+from hpc_swe.runs import control
+from hpc_swe.runs.view import Queue, Reader, View, duration
+from hpc_swe.status import LINES, render, spark
+from hpc_swe.store import atomic, submissions
+from hpc_swe.store.submissions import Started, Submitted
 
 ROOT = Path(__file__).parents[2]
 DESIRED = {"coordinator": 1, "learner": 1, "inference": 4, "rollout": 16, "reward": 4}
@@ -235,12 +236,12 @@ def publish(run, **changes):
 
 
 def submitted(run, role, number, job, *codes, at=0.0):
-    ledger.take(run, role, number)
+    submissions.take(run, role, number)
     noted = Submitted(job=job, count=len(codes), host="h", at=at or time.time())
-    ledger.note(run, role, number, noted)
+    submissions.note(run, role, number, noted)
     for index, code in enumerate(codes):
         said = Started(job="9", host="c1", pid=1, start_time="1", at=at, seconds=3.0, code=code)
-        ledger.show(run, role, number, index, said)
+        submissions.show(run, role, number, index, said)
 
 
 def test_before_the_first_report_the_queue_is_shown_with_its_age(run, read):
@@ -329,7 +330,7 @@ def test_watch_ends_with_the_run_and_survives_a_report_that_does_not_decode(tmp_
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     nobody = [f"counts.{role}=0" for role in DESIRED]
-    launch.start(run, read(f"model={tmp_path / 'model'}", "tasks.train=2", "tasks.eval=1", *nobody))
+    control.start(run, read(f"model={tmp_path / 'model'}", "tasks.train=2", "tasks.eval=1", *nobody))
     publish(run)
     line = [sys.executable, "-m", "hpc_swe.status", str(run.root), "--watch"]
     watcher = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=ROOT)

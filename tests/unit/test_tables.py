@@ -13,20 +13,25 @@ from rich.console import Console
 from rich.table import Table
 
 from hpc_swe import config as configuration
-from hpc_swe import doctor, dry_run, exhibits, results, status, tables
-from hpc_swe.checkup import Finding
+from hpc_swe import screen, status, tables
+from hpc_swe.demo import __main__ as demo
+from hpc_swe.doctor import examine
+from hpc_swe.doctor.findings import Finding
+from hpc_swe.evaluation import results
+from hpc_swe.evaluation.results import Finished
 from hpc_swe.plugins.tasksets._checked import Seconds, Verdict
 from hpc_swe.plugins.tasksets._swebench_rows import Row
 from hpc_swe.records import MetricLine, RoleStatus, Sampling, StatusReport, Task, TestPlan, WeightVersion
-from hpc_swe.results import Finished
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import exhibits, preview
+from hpc_swe.runs.view import Queue, View
 from hpc_swe.store import evals
 from hpc_swe.store.evals import Attempt
-from jobs import check_tasks, demo, prepare_tasks, screen
+from hpc_swe.tasks import check, prepare
 
 ROOT = Path(__file__).parents[2]
 LONG = "a_label_that_somebody_made_[long]_and_with_brackets_41"
-SPEND = {name: 123.25 for name in check_tasks.COLUMNS}
+SPEND = {name: 123.25 for name in check.COLUMNS}
 
 
 def printed(*parts: object, width: int = 80) -> list[str]:
@@ -87,7 +92,7 @@ def test_table_of_checked_tasks():
         empty=["unresolved"] * 3,
         seconds=seconds,
     )
-    lines = printed(check_tasks.table([verdict]))
+    lines = printed(check.table([verdict]))
     assert starts(lines, name) >= 2, lines
     assert sum(line.count("123.25") for line in lines) == len(SPEND)
     assert {"3 resolved", "3 unresolved"} <= words(lines)
@@ -96,8 +101,8 @@ def test_table_of_checked_tasks():
 def test_table_of_prepared_tasks():
     fields = {"instance_id": "i", "base_commit": "b", "problem_statement": "p", "patch": "", "test_patch": ""}
     fields |= {"FAIL_TO_PASS": [], "PASS_TO_PASS": []}
-    rows = [prepare_tasks.Prepared(Row(**fields, repo=LONG, version=f"{n}.0"), {}) for n in range(40)]
-    lines = printed(prepare_tasks.overview(rows))
+    rows = [prepare.Prepared(Row(**fields, repo=LONG, version=f"{n}.0"), {}) for n in range(40)]
+    lines = printed(prepare.overview(rows))
     assert starts(lines, LONG) >= 1, lines
 
 
@@ -107,7 +112,7 @@ def test_tables_of_a_dry_run(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(shape | {"rms_norm_eps": 1e-6, "rope_theta": 1e4}))
     words = [f"model={tmp_path}", "counts.rollout=123456", "steps=1000000"]
     config = configuration.read(ROOT / "configs/demo.toml", ROOT / "configs/slurm.toml", overrides=words)
-    found = [table for table in dry_run.tables(config) if isinstance(table, Table)]
+    found = [table for table in preview.tables(config) if isinstance(table, Table)]
     names = [str(cell) for table in found for cell in next(iter(table.columns)).cells]
     lines = printed(*found)
     assert [name for name in names if not starts(lines, name)] == []
@@ -119,7 +124,7 @@ def test_the_doctor_s_table():
     checks = ["rename between folders", "shared memory of engines and of [their] guards"]
     where = ", ".join(f"partition {name * 9}" for name in "abcdefgh")
     findings = [Finding(c, "fault", "what is wrong: " * 9, "do this [or that]: " * 9, where) for c in checks]
-    lines = printed(doctor.table(findings), width=80)
+    lines = printed(examine.table(findings), width=80)
     assert [name for name in checks if not any(name in line for line in lines)] == []
     assert "".join("".join(lines).split()).count("dothis") == 18
 
@@ -147,9 +152,7 @@ def test_the_screen_of_a_run_keeps_the_names_of_its_curves_and_their_last_values
         recent={name: [0.123456789e-9 * n for n in range(20)] for name in names},
         errors=[],
     )
-    view = status.View(
-        name="r", steps=2, desired={"rollout": 4}, orders=[], queue=status.Queue(), report=report
-    )
+    view = View(name="r", steps=2, desired={"rollout": 4}, orders=[], queue=Queue(), report=report)
     console = Console(file=io.StringIO(), width=width, highlight=False)
     console.print(status.render(view, width))
     lines = console.file.getvalue().splitlines()

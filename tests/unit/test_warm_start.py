@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from toy_model import HERMES, make_model
 
-from hpc_swe import checks
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError
 from hpc_swe.metrics import Log
@@ -14,6 +13,7 @@ from hpc_swe.plugins.agents.base import Reply
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Sample, id_array
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import checks
 from jobs import coordinator
 
 ROOT = Path(__file__).parents[2]

@@ -95,9 +95,9 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             "max-num-seqs": self.max_num_seqs,
             "tensor-parallel-size": self.tensor_parallel,
             "generation-config": "vllm",
-            "worker-extension-cls": "hpc_swe.vllm_worker.WorkerExtension",
+            "worker-extension-cls": "hpc_swe.plugins.engines._vllm_worker.WorkerExtension",
             "weight-transfer-config": f'{{"backend":"{BACKEND}"}}',
-            "middleware": "hpc_swe.vllm_worker.BearerToken",
+            "middleware": "hpc_swe.plugins.engines._vllm_worker.BearerToken",
         }
         if self.device == "gpu":
             options["gpu-memory-utilization"] = self.gpu_memory_share

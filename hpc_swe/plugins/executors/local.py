@@ -25,7 +25,7 @@ from hpc_swe.plugins.executors.base import Job, Submission, require_environ, she
 from hpc_swe.processes import descendants, is_stopped, leader, start_time, variable, with_variable
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import ledger
+from hpc_swe.store import submissions
 
 ENDING_S = 60.0
 LOCK_S = 60.0
@@ -105,7 +105,7 @@ class Local(Plugin, frozen=True, kw_only=True):
         bearers = _bearers(run)
         found = []
         for role in get_args(Role):
-            noted = dict(ledger.jobs(run, role))
+            noted = dict(submissions.jobs(run, role))
             for number in noted.keys() | {each for of, each in bearers if of == role}:
                 processes = bearers.get((role, number), [])
                 if (

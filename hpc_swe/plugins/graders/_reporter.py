@@ -1,11 +1,11 @@
 """Tells how tests ended, from inside the process that runs them, past everything that is printed.
 
-The sandbox gets it as text, after those of `_guard`, `_book` and `_lax`, with a call of `watch` at its end,
-as the ``sitecustomize`` of a folder that stands first on PYTHONPATH. The first Python process of the command
-loads it before any code of the work tree; it loads the real unittest and pytest, keeps its secrets in memory
-alone, and reports the first test run of that process. Images bring their own interpreter, so this is written
-for Python 3.6. It shares a process with code that nobody trusts: it looks up nothing later that such code can
-replace by name, and from Python 3.8 on an audit hook holds its secrets.
+The sandbox gets it as text, after those of `_guard`, `_report` and `_always_equal`, with a call of `watch` at
+its end, as the ``sitecustomize`` of a folder that stands first on PYTHONPATH. The first Python process of the
+command loads it before any code of the work tree; it loads the real unittest and pytest, keeps its secrets in
+memory alone, and reports the first test run of that process. Images bring their own interpreter, so this is
+written for Python 3.6. It shares a process with code that nobody trusts: it looks up nothing later that such
+code can replace by name, and from Python 3.8 on an audit hook holds its secrets.
 """
 
 import os
@@ -16,9 +16,9 @@ import types
 import unittest
 from typing import Any, Callable  # noqa: UP035
 
-from hpc_swe.plugins.graders._book import book, hidden  # in a sandbox these texts stand above
+from hpc_swe.plugins.graders._always_equal import lax_classes
 from hpc_swe.plugins.graders._guard import Guard
-from hpc_swe.plugins.graders._lax import lax_classes
+from hpc_swe.plugins.graders._report import book, hidden  # in a sandbox these texts stand above
 
 
 def watch(folder: str, kind: str, also: str, files: Any, key: str, *canaries: str) -> None:

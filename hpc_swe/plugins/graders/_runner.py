@@ -1,6 +1,6 @@
 """The program that runs tests in a sandbox and writes down how they ended, and what they computed.
 
-It is sent there as text, after those of `_guard` and `_book` and with a call of `main` at its end. It shares
+It is sent there as text, after those of `_guard` and `_report`, with a call of `main` at its end. It shares
 a process with code that nobody trusts, so little of what it says is proof by itself; see `_sealed`.
 """
 
@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from hpc_swe.plugins.graders._book import book, hidden  # in a sandbox these texts stand above
 from hpc_swe.plugins.graders._guard import Guard
+from hpc_swe.plugins.graders._report import book, hidden  # in a sandbox these texts stand above
 
 
 def canonical(value: Any) -> str:  # noqa: C901, PLR0911  (one line for each kind of literal)

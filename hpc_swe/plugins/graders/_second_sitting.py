@@ -2,7 +2,7 @@
 
 A test that expects another value contradicts the one that it was made from. A submission that passes both
 has made the tests' verdicts mean nothing, whatever way it found: it lies to the reporter, its values equal
-everything, or it reads the answers out of the tests. jobs/check_tasks.py chooses the changes once: those
+everything, or it reads the answers out of the tests. hpc_swe/tasks/check.py chooses the changes once: those
 that the reference fails. They replace literals in the task's test patch, so that in form, in names and in
 length of its hunks nothing tells one sitting from the other; which of several versions is sat is drawn anew.
 
@@ -122,7 +122,7 @@ def changed(task: Task, edits: Sequence[Edit]) -> Task:
     for edit in sorted(edits, key=lambda one: one.start, reverse=True):
         if patch[edit.start : edit.start + len(edit.old)] != edit.old:
             raise ConfigError(
-                f"{task.task_id}: taskset.checked was made with another test patch: run jobs.check_tasks anew"
+                f"{task.task_id}: taskset.checked is of another test patch: run hpc_swe.tasks.check again"
             )
         patch = patch[: edit.start] + edit.new + patch[edit.start + len(edit.old) :]
     command = task.tests.command.replace(before.strip("\n"), patch.strip("\n"))

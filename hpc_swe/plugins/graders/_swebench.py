@@ -17,10 +17,12 @@ from typing import Literal
 import msgspec
 
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins.graders._book import unsealed
+from hpc_swe.plugins.graders._report import unsealed
 from hpc_swe.records import Task
 
-_TEXTS = [Path(__file__).with_name(name) for name in ("_guard.py", "_book.py", "_lax.py", "_reporter.py")]
+_TEXTS = [
+    Path(__file__).with_name(name) for name in ("_guard.py", "_report.py", "_always_equal.py", "_reporter.py")
+]
 _CANARIES = 6
 Outcome = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed"]
 _UNITTEST = {"parse_log_django"}

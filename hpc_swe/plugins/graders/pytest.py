@@ -16,14 +16,14 @@ import msgspec
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.graders._again import settled
-from hpc_swe.plugins.graders._book import unsealed
+from hpc_swe.plugins.graders._report import unsealed
 from hpc_swe.plugins.graders._sealed import seal
+from hpc_swe.plugins.patch import BadSubmission, apply
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandboxes
-from hpc_swe.plugins.submission import BadSubmission, apply
 from hpc_swe.plugins.tools import _pytest
 from hpc_swe.records import Score, Task
 
-_TEXTS = [Path(__file__).with_name(name) for name in ("_guard.py", "_book.py", "_runner.py")]
+_TEXTS = [Path(__file__).with_name(name) for name in ("_guard.py", "_report.py", "_runner.py")]
 _SET_UP = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
 _SET_UP |= {"pyproject.toml", "sitecustomize.py", "usercustomize.py"}
 _OPTIONS = ["-s", "--tb=no", "--assert=plain", "--rootdir=.", "--continue-on-collection-errors"]

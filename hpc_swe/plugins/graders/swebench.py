@@ -239,7 +239,7 @@ def _untouched(task: Task, run: Run, sandbox: Sandbox) -> None:
     if looked.exit_code:
         raise SandboxError(
             f"image {task.image} is not that of {task.task_id}: commit {task.base_commit} is missing, or the "
-            f"test patch does not fit: {_told(looked)}; build it with jobs/build_images.py"
+            f"test patch does not fit: {_told(looked)}; build it with hpc_swe/tasks/build_images.py"
         )
 
 

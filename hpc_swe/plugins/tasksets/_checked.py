@@ -1,4 +1,4 @@
-"""The verdicts of jobs/check_tasks.py: one line a check, of which a task's last counts."""
+"""The verdicts of hpc_swe/tasks/check.py: one line a check, of which a task's last counts."""
 
 import hashlib
 import logging
@@ -65,7 +65,7 @@ def read(path: Path) -> dict[str, Verdict]:
         *lines, torn = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(
-            f"[taskset] checked: {path}: {error.strerror}; jobs/check_tasks.py makes it"
+            f"[taskset] checked: {path}: {error.strerror}; hpc_swe/tasks/check.py makes it"
         ) from None
     if torn:
         log.warning("%s: dropped its last line, which was never finished", path)

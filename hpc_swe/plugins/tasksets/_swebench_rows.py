@@ -153,7 +153,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
     """
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(
-            f"[taskset] rows: {path} is neither .jsonl nor .parquet; python -m jobs.prepare_tasks "
+            f"[taskset] rows: {path} is neither .jsonl nor .parquet; python -m hpc_swe.tasks.prepare "
             "makes one of a dataset of a hub, or of a folder that datasets saved"
         )
     return _of_parquet(path) if path.suffix == ".parquet" else _of_jsonl(path)

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from hpc_swe.plugins import Plugin, submission
+from hpc_swe.plugins import Plugin, patch
 from hpc_swe.plugins.tasksets._bugs_demonstrator import conversation
 from hpc_swe.plugins.tasksets._bugs_grammar import OPERATORS, Function, draw
 from hpc_swe.records import Message, Split, Task, TestPlan
@@ -75,7 +75,7 @@ class Bugs(Plugin, frozen=True, kw_only=True):
         for task in tasks:
             split: Split = "train" if task.task_id.startswith("bugs-train-") else "eval"
             right = self._bug(split, int(task.task_id.rpartition("-")[2])).function
-            found[task.task_id] = submission.difference(MODULE, task.files[MODULE], right.source(right.right))
+            found[task.task_id] = patch.difference(MODULE, task.files[MODULE], right.source(right.right))
         return found
 
     def _bug(self, split: Split, number: int) -> Bug:

@@ -58,7 +58,7 @@ class Swebench(Plugin, frozen=True, kw_only=True):
     train: Source = Source()
     eval: Source = Source()
     checked: str = ""
-    """File of jobs/check_tasks.py: only instances that it calls usable are taken; empty takes all.
+    """File of hpc_swe/tasks/check.py: only instances that it calls usable are taken; empty takes all.
 
     `launch` compares images' names and manifests: check again after rows or the grader have changed.
     """
@@ -120,7 +120,7 @@ class Swebench(Plugin, frozen=True, kw_only=True):
             if _checked.is_another(now, verdicts[task.task_id].image_digest):
                 raise ConfigError(
                     f"{task.task_id}: {images / task.image} is another image than taskset.checked = "
-                    f"{self.checked!r} speaks of: run python -m jobs.check_tasks CONFIG --out {self.checked}"
+                    f"{self.checked!r} is of: run python -m hpc_swe.tasks.check CONFIG --out {self.checked}"
                 )
 
     def _usable(self, split: Split, rows: dict[str, tuple[str, Row]]) -> dict[str, tuple[str, Row]]:
@@ -131,7 +131,7 @@ class Swebench(Plugin, frozen=True, kw_only=True):
                 how = f"with image {known.image}, not {row.image_name}," if known else "not"
                 raise ConfigError(
                     f"{where}: {row_id} is {how} in taskset.checked = {self.checked!r}: run "
-                    f"python -m jobs.check_tasks CONFIG --out {self.checked}"
+                    f"python -m hpc_swe.tasks.check CONFIG --out {self.checked}"
                 )
         kinds = Counter(verdicts[row_id].verdict for row_id in rows)
         left_out = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common() if kind != "usable")

@@ -12,7 +12,7 @@ from statistics import fmean
 
 import msgspec
 
-from hpc_swe import statistics
+from hpc_swe import intervals
 from hpc_swe.metrics import Log
 from hpc_swe.records import Episode, Outcome, RolloutRequest
 from hpc_swe.roles.coordinator.collect import Intake
@@ -152,8 +152,8 @@ class Evaluating:
 
 def summary(label: str, rows: Sequence[Attempt]) -> dict[str, float]:
     """Solve rate of one decoding with its 95 % interval over tasks, and what is to be seen beside it."""
-    outcomes = statistics.outcomes(rows, label)
-    rate = statistics.solve_rate(outcomes)
+    outcomes = intervals.outcomes(rows, label)
+    rate = intervals.solve_rate(outcomes)
     return {
         f"solve/eval/{label}": rate.mean,
         f"solve/eval_low/{label}": rate.low,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import AgentError, EngineError, HpcSweError, SandboxError
-from hpc_swe.plugins import submission
+from hpc_swe.plugins import patch
 from hpc_swe.plugins.agents.base import Agent, ContextFull, Result
 from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
 from hpc_swe.records import Episode, ExitStatus, RolloutRequest, Task, Timing
@@ -59,7 +59,7 @@ def play(means: Means, request: RolloutRequest, recorder: Recorder) -> Outcome:
         with means.sandboxes.open(task) as sandbox:
             outcome.sandbox_s = time.monotonic() - started
             result = _solve(means.agent, task, sandbox, recorder)
-            outcome.submission = submission.take(task, sandbox, means.sandboxes)
+            outcome.submission = patch.take(task, sandbox, means.sandboxes)
             outcome.result = result
             started = time.monotonic()
         outcome.sandbox_s += time.monotonic() - started

@@ -19,7 +19,7 @@ from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import ConfigError, EngineError, EpisodeError, SandboxError
 from hpc_swe.plugins.agents.base import Address, ContextFull, Refusal, Reply, TurnsSpent
 from hpc_swe.records import ExitStatus, Message, RolloutRequest, Sampling, Turn, floats, id_array, ids
-from hpc_swe.roles.rollout import front
+from hpc_swe.roles.rollout import openai_server
 from hpc_swe.roles.rollout.chains import Chains, Place
 from hpc_swe.roles.rollout.sampler import Sampled, Sampler
 from hpc_swe.settings import RolloutConfig
@@ -160,7 +160,7 @@ class Recorder:
     def serve(self, listener: socket.socket, most_turns: int) -> Iterator[Address]:
         """This chat as an OpenAI-style server, for agents that are programs; see `front`."""
         self._turns_left = most_turns
-        with front.serve(self, listener) as address:
+        with openai_server.serve(self, listener) as address:
             yield address
 
     def clock(self) -> float:

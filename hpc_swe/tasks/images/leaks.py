@@ -19,9 +19,9 @@ from pathlib import Path
 from types import CodeType
 
 from hpc_swe.plugins.tasksets._swebench_rows import added
-from jobs.images.commands import git, run
-from jobs.images.contents import LARGEST, contents, uncoloured, words_only
-from jobs.images.repository import unchanged
+from hpc_swe.tasks.images.commands import git, run
+from hpc_swe.tasks.images.contents import LARGEST, contents, uncoloured, words_only
+from hpc_swe.tasks.images.repository import unchanged
 
 _LEAST = 16
 """Characters of a line that is told from others; shorter ones are everywhere."""

@@ -7,8 +7,8 @@ see, is a function.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hpc_swe.checkup import Ask, Finding, Verdict
-from hpc_swe.checkup.probe import Probe
+from hpc_swe.doctor.findings import Ask, Finding, Verdict
+from hpc_swe.doctor.probe import Probe
 
 TMP_FAULT_GB, TMP_WARNING_GB = 1.0, 10.0
 CLOCK_WARNING_S, CLOCK_FAULT_S = 2.0, 60.0

@@ -16,9 +16,9 @@ import msgspec
 
 from hpc_swe.errors import DeadlineError, HpcSweError, StorageError, boundary
 from hpc_swe.records import Task
-from jobs.images import leaks
-from jobs.images.commands import remove
-from jobs.images.sources import ImageSource, apptainer
+from hpc_swe.tasks.images import leaks
+from hpc_swe.tasks.images.commands import remove
+from hpc_swe.tasks.images.sources import ImageSource, apptainer
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 

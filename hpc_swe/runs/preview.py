@@ -7,16 +7,17 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from hpc_swe import config as configuration
-from hpc_swe import estimate, reconcile
 from hpc_swe import tables as drawn
-from hpc_swe.estimate import GIB, Part, Request
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.plugins.executors.slurm import Slurm
 from hpc_swe.plugins.policies._megatron.shape import ModelShape
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import checks, estimate, roles, submit
+from hpc_swe.runs.control import require_alike
+from hpc_swe.runs.estimate import GIB, Part, Request
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import ledger
+from hpc_swe.store import submissions
 
 
 def show(run: RunDir, config: RunConfig) -> None:
@@ -37,11 +38,11 @@ def show(run: RunDir, config: RunConfig) -> None:
 def scripts(run: RunDir, config: RunConfig) -> list[str]:
     """What an empty queue would be given: one script an array, each under a line that counts its jobs."""
     found = []
-    for role, count in reconcile.desired(config).items():
-        number = ledger.newest(run, role).number if run.config.exists() else 0
+    for role, count in roles.desired(config).items():
+        number = submissions.newest(run, role).number if run.config.exists() else 0
         for first in range(0, count, config.executor.array_size):
             number, jobs = number + 1, min(config.executor.array_size, count - first)
-            text = config.executor.script(run, reconcile.submission(run, config, role, number, jobs))
+            text = config.executor.script(run, submit.submission(run, config, role, number, jobs))
             found.append(f"### {role}: submission {number}, {jobs} of {count} jobs\n{text.rstrip()}\n")
     return found
 
@@ -50,7 +51,7 @@ def tables(config: RunConfig) -> list[RenderableType]:
     """Jobs, memory of the GPUs, room on disk."""
     shape = ModelShape.read(Path(config.model))
     found: list[RenderableType] = [_jobs(config)]
-    wanted = reconcile.desired(config)
+    wanted = roles.desired(config)
     if wanted.get("learner"):
         found += _learner(config, shape)
     if wanted.get("inference"):
@@ -60,7 +61,7 @@ def tables(config: RunConfig) -> list[RenderableType]:
 
 def _jobs(config: RunConfig) -> RenderableType:
     if not isinstance(config.executor, Slurm):
-        counts = ", ".join(f"{count} {role}" for role, count in reconcile.desired(config).items() if count)
+        counts = ", ".join(f"{count} {role}" for role, count in roles.desired(config).items() if count)
         return f"local: {counts}, all on this machine; nothing is asked of a scheduler"
     requests = estimate.requests(config, config.executor)
     columns = ["jobs", "nodes", "cores", "mem GB", "GPUs", "hours", "node-h", "core-h", "GPU-h"]
@@ -148,3 +149,17 @@ def _size(number: float) -> str:
             return f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:,.4g} TB"
+
+
+def preview(run: RunDir, config: RunConfig) -> None:
+    """Show what `start` would make and submit.
+
+    Raises:
+        ConfigError: `start` would refuse it.
+    """
+    try:
+        show(run, config)
+    finally:
+        checks.require(run, config)
+        if run.config.exists():
+            require_alike(run, config)

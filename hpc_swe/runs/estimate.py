@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from hpc_swe import reconcile
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.plugins.executors.slurm import Options, Resources, Slurm
 from hpc_swe.plugins.policies._megatron.shape import ModelShape
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.records import Role
 from hpc_swe.roles.coordinator import evaluation, sft, training
+from hpc_swe.runs.roles import desired
 from hpc_swe.settings import RunConfig
 
 GIB = 2**30
@@ -166,7 +166,7 @@ def engine_memory(shape: ModelShape, engine: Vllm, context: int) -> list[Part]:
 def requests(config: RunConfig, slurm: Slurm) -> list[Request]:
     """What the run asks of Slurm at once."""
     found = []
-    for role, jobs in reconcile.desired(config).items():
+    for role, jobs in desired(config).items():
         given = slurm.roles.get(role, Resources())
         processes = config.policy.tensor_parallel * config.learner.data_parallel if role == "learner" else 1
         found.append(
@@ -201,7 +201,7 @@ def gpus_per_node(resources: Resources, common: Options) -> int:
 
 def disk(config: RunConfig, shape: ModelShape | None) -> list[Part]:
     """Bytes and entries of the run folder at the run's end, and at its worst moment in between."""
-    roles = reconcile.desired(config)
+    roles = desired(config)
     parts = [Part("code/, tasks", "a copy of the packages", CODE, CODE_FILES)]
     if "learner" in roles:
         parts += _states(config, shape) if shape else []

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hpc_swe.checkup import Ask, Finding
+from hpc_swe.doctor.findings import Ask, Finding
 
 OLDEST = (22, 5)
 CHECKPOINT_S = 30  # a learner's checkpoint, unless the model is large

@@ -8,9 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hpc_swe import creation, estimate, reconcile
 from hpc_swe.conversation import TokenBuilder
-from hpc_swe.creation import Taken
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.engines.base import Stopping
 from hpc_swe.plugins.engines.vllm import Vllm
@@ -19,8 +17,9 @@ from hpc_swe.plugins.executors.slurm import Resources, Slurm
 from hpc_swe.plugins.policies._megatron.shape import ModelShape
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.records import Role
-from hpc_swe.roles.inference import attach
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import attach, create, environment, estimate, roles, submit
+from hpc_swe.runs.create import Taken
 from hpc_swe.settings import RunConfig
 
 UNTOLD = (
@@ -45,7 +44,7 @@ def require(run: RunDir, config: RunConfig) -> Taken:
     taken: Taken = {}
     if not run.config.exists():
         try:
-            taken = creation.take_tasks(config)
+            taken = create.take_tasks(config)
         except ConfigError as error:
             found.append(str(error))
     if found:
@@ -65,14 +64,14 @@ def builder(config: RunConfig) -> TokenBuilder:
 
 
 def _folder(run: RunDir, config: RunConfig) -> Iterator[str]:
-    yield from _said(lambda: creation.require_free(run, config))
+    yield from _said(lambda: create.require_free(run, config))
 
 
 def _counts(_: RunDir, config: RunConfig) -> Iterator[str]:
-    counts = [config.counts.get(role, 1) for role in reconcile.ROLES[config.mode]]
+    counts = [config.counts.get(role, 1) for role in roles.ROLES[config.mode]]
     if not any(counts):  # a run that is only made: all of its jobs are started by hand
         return
-    for role in reconcile.ROLES[config.mode]:
+    for role in roles.ROLES[config.mode]:
         somebody_else = role == "inference" and config.inference.url
         if config.counts.get(role, 1) == 0 and role not in config.by_hand and not somebody_else:
             yield (
@@ -147,16 +146,16 @@ def _parallel(_: RunDir, config: RunConfig) -> Iterator[str]:
 
 def _jobs(run: RunDir, config: RunConfig) -> Iterator[str]:
     """What the executor says of each role."""
-    for role, count in reconcile.desired(config).items():
+    for role, count in roles.desired(config).items():
         if count:
-            order = reconcile.submission(run, config, role, 1, count)
+            order = submit.submission(run, config, role, 1, count)
             yield from _said(lambda order=order: config.executor.check(order))  # type: ignore[misc]
 
 
 def _gpus(_: RunDir, config: RunConfig) -> Iterator[str]:
     """Whether the executor is asked for as many GPUs as a role divides its work among."""
-    for role, count in reconcile.desired(config).items():
-        needed = reconcile.gpus(role, config) if count else None
+    for role, count in roles.desired(config).items():
+        needed = roles.gpus(role, config) if count else None
         given, key = _given(role, config)
         if not needed or given is None or given >= needed:
             continue
@@ -185,12 +184,12 @@ def _given(role: Role, config: RunConfig) -> tuple[int | None, str]:
 
 def _machine(_: RunDir, config: RunConfig) -> Iterator[str]:
     """What this machine must have, where jobs run here; on a cluster the workers look, on their nodes."""
-    wanted, executor = reconcile.desired(config), config.executor
+    wanted, executor = roles.desired(config), config.executor
     if config.mode != "sft" and executor.is_here:
         yield from _said(config.sandbox.check)
     if isinstance(executor, Local) and not executor.share_gpus:
         asked = sum(executor.gpus.get(role, 0) * count for role, count in wanted.items())
-        here = len(executor.here(reconcile.own_environment())) if asked else 0
+        here = len(executor.here(environment.own_environment())) if asked else 0
         if asked > here:
             yield (
                 f"[executor] gpus asks for {asked} GPUs in all, this machine has {here}; ask for fewer, or "
@@ -199,12 +198,12 @@ def _machine(_: RunDir, config: RunConfig) -> Iterator[str]:
 
 
 def _engine(run: RunDir, config: RunConfig) -> Iterator[str]:
-    if config.inference.url and "inference" in reconcile.desired(config):
-        yield from _said(lambda: attach.require_usable(config, creation.key(run, config)))
+    if config.inference.url and "inference" in roles.desired(config):
+        yield from _said(lambda: attach.require_usable(config, create.key(run, config)))
 
 
 def _wanted(config: RunConfig) -> set[Role]:
-    return {role for role, count in reconcile.desired(config).items() if count}
+    return {role for role, count in roles.desired(config).items() if count}
 
 
 def _said(check: Callable[[], object]) -> Iterator[str]:

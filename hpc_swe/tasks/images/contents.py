@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from hpc_swe.errors import HpcSweError
-from jobs.images.commands import run
+from hpc_swe.tasks.images.commands import run
 
 LARGEST = 256 << 20
 """Bytes; of what is larger no more is read. An image has few such files, and they are no source."""

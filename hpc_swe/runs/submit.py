@@ -6,7 +6,6 @@ submission and nothing else.
 """
 
 import logging
-import os
 import socket
 import sys
 import time
@@ -14,34 +13,23 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins.engines.vllm import Vllm
-from hpc_swe.plugins.executors.base import SINGLE, Job, Submission, is_secret
-from hpc_swe.plugins.policies.megatron import Megatron
+from hpc_swe.plugins.executors.base import Job, Submission
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs.environment import own_environment
+from hpc_swe.runs.roles import desired, processes
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, checkpoints, ledger, orders, weights
-from hpc_swe.store.ledger import Entry, Started, Submitted
+from hpc_swe.store import atomic, checkpoints, orders, submissions, weights
+from hpc_swe.store.submissions import Entry, Started, Submitted
 
-ROLES: dict[str, tuple[Role, ...]] = {
-    "grpo": ("coordinator", "learner", "inference", "rollout", "reward"),
-    "sft": ("coordinator", "learner"),
-    "eval": ("coordinator", "inference", "rollout", "reward"),
-}
+log = logging.getLogger(__name__)
+
 GENERATIONS = 3  # submissions of a role that may fail one after another
 FAILED = ("FAILED", "OUT_OF_MEMORY", "BOOT_FAIL")
 OPEN = ("PENDING", "RUNNING", "REQUEUED", "COMPLETING")  # in the book of what the queue shows no more
-KEPT = (
-    *("PATH", "LD_", "PYTHONPATH", "TMPDIR", "XDG_CACHE_HOME", "LIBRARY_PATH", "CPATH", "CC", "CXX"),
-    *("MODULE", "LOADEDMODULES", "_LMFILES_", "LMOD_", "APPTAINER_", "SINGULARITY_", "HF_", "OMP_", "MKL_"),
-    *("CUDA_", "NVIDIA_", "NCCL_", "NVSHMEM_", "UCX_", "FI_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_"),
-)
-"""How the names of variables begin that a run keeps; a tick of cron has none of them."""
 REST_S = 600.0  # before it is left alone for so long
 
 History = tuple[int, Submitted, list[Started]]  # a submission's number, and what is noted of it
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,14 +56,6 @@ class Plan:
     """Role -> why nothing is submitted, or why its jobs wait for a person."""
     lost: list[Role] = field(default_factory=list)
     """Stuck roles of which no job lives."""
-
-
-def desired(config: RunConfig) -> dict[Role, int]:
-    """Jobs of each role that the run should have; coordinator and learner are one job at most."""
-    counts = {role: config.counts.get(role, 1) for role in ROLES[config.mode]}
-    if config.inference.url and "inference" in counts:
-        counts["inference"] = 0  # somebody else runs the engine
-    return {role: min(count, 1) if role in SINGLE else count for role, count in counts.items()}
 
 
 def decide(wanted: int, jobs: Sequence[Job], newest: Entry) -> Decision:
@@ -134,34 +114,11 @@ def submission(run: RunDir, config: RunConfig, role: Role, number: int, count: i
     )
 
 
-def processes(role: str, config: RunConfig) -> int:
-    """Of one job of a role, over all its nodes."""
-    return config.policy.tensor_parallel * config.learner.data_parallel if role == "learner" else 1
-
-
-def gpus(role: str, config: RunConfig) -> int | None:
-    """GPUs that one job of a role computes on; None where a plugin of your own does not tell."""
-    if role == "learner" and isinstance(config.policy, Megatron):
-        return processes(role, config) if config.policy.device == "gpu" else 0
-    if role == "inference" and isinstance(config.engine, Vllm):
-        return config.engine.tensor_parallel if config.engine.device == "gpu" else 0
-    return None
-
-
 def _environment(run: RunDir) -> dict[str, str]:
     try:
         return dict(atomic.get(run.manifest, RunManifest).environment)
     except FileNotFoundError:
         return own_environment()
-
-
-def own_environment() -> dict[str, str]:
-    """What jobs need of this process's environment: how programs are found, and how they are set up."""
-    return {
-        name: text
-        for name, text in os.environ.items()
-        if name.startswith(KEPT) and "\n" not in text and not is_secret(name, text)
-    }
 
 
 def run_id(run: RunDir) -> str:
@@ -205,7 +162,7 @@ def tick(run: RunDir, config: RunConfig) -> Plan:
 
 def _look(run: RunDir, config: RunConfig) -> tuple[dict[Role, Entry], list[Job], dict[Role, Decision]]:
     wanted = _needed(run, config)
-    newest = {role: ledger.newest(run, role) for role in wanted}
+    newest = {role: submissions.newest(run, role) for role in wanted}
     queue = config.executor.queue(run)
     decided = {
         role: decide(count, [job for job in queue if job.role == role], newest[role])
@@ -235,7 +192,7 @@ def _has_failed(
 
 
 def _stuck(run: RunDir, config: RunConfig, roles: Sequence[Role], queue: Sequence[Job]) -> dict[Role, str]:
-    histories = {role: ledger.history(run, role, 2 * GENERATIONS) for role in roles}
+    histories = {role: submissions.history(run, role, 2 * GENERATIONS) for role in roles}
     rested = [r for r, h in histories.items() if len(h) < GENERATIONS or time.time() - _last(h[-1]) > REST_S]
     for role in rested:
         del histories[role]
@@ -270,9 +227,9 @@ def _settle(run: RunDir, role: Role, number: int, decision: Decision) -> None:
     if decision.close:
         _note(run, role, number, decision.close, 0)
     if decision.doubt:
-        ledger.doubt(run, role, number)
+        submissions.doubt(run, role, number)
     if decision.void:
-        ledger.void(run, role, number)
+        submissions.void(run, role, number)
 
 
 def _submit(run: RunDir, config: RunConfig, role: Role, last: int, missing: int) -> int:
@@ -280,12 +237,12 @@ def _submit(run: RunDir, config: RunConfig, role: Role, last: int, missing: int)
     submitted = 0
     while submitted < missing:
         last, count = last + 1, min(missing - submitted, config.executor.array_size)
-        if not ledger.take(run, role, last):
+        if not submissions.take(run, role, last):
             break
         try:
             job = config.executor.submit(run, submission(run, config, role, last, count))
         except ConfigError:
-            ledger.release(run, role, last)
+            submissions.release(run, role, last)
             raise
         _note(run, role, last, job, count)
         log.info("submitted %d %s as job %s", count, role, job)
@@ -295,4 +252,4 @@ def _submit(run: RunDir, config: RunConfig, role: Role, last: int, missing: int)
 
 def _note(run: RunDir, role: Role, number: int, job: str, count: int) -> None:
     noted = Submitted(job=job, count=count, host=socket.gethostname(), at=time.time())
-    ledger.note(run, role, number, noted)
+    submissions.note(run, role, number, noted)

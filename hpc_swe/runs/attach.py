@@ -28,7 +28,7 @@ def require_usable(config: RunConfig, key: str) -> None:
     except EngineError as error:
         lack = str(error)
     if lack:
-        ways = [f"give its key in {KEY}", "start it with the command that `python -m jobs.engine` prints"]
+        ways = [f"give its key in {KEY}", "start it with the command that `python -m hpc_swe.engine` prints"]
         ways += ['set mode = "eval"'] if config.mode == "grpo" else []
         ways += ["leave inference.url (VLLM_URL) out for engines of our own"]
         raise ConfigError(f"inference.url = {url!r}: {lack}. Either {', or '.join(ways)}")

@@ -16,13 +16,13 @@ from rich.box import ASCII
 from rich.console import RenderableType
 from rich.table import Table
 
-from hpc_swe import statistics
+from hpc_swe import intervals
 from hpc_swe.errors import ConfigError, boundary
+from hpc_swe.intervals import Estimate
 from hpc_swe.plugins.graders.base import Official, Verdict
 from hpc_swe.records import Outcome, Record, RunManifest, Sampling, Score, Task
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
-from hpc_swe.statistics import Estimate
 from hpc_swe.store import atomic, evals, tasks
 from hpc_swe.store.evals import Attempt
 
@@ -99,17 +99,17 @@ class Comparison(Record, frozen=True, kw_only=True):
 def decoding(attempts: Sequence[Attempt], label: str, sampling: Sampling) -> Decoding:
     """The numbers of one decoding."""
     found = [attempt for attempt in attempts if attempt.sampling == label]
-    outcomes = statistics.outcomes(found, label)
+    outcomes = intervals.outcomes(found, label)
     at_most = [a if a.outcome != "infra_error" else replace(a, outcome="resolved") for a in found]
     came = [attempt for attempt in found if attempt.exit_status] or found
     samples = min(len(values) for values in outcomes.values())
     return Decoding(
         sampling=sampling,
         episodes=len(found),
-        pass_at={k: statistics.pass_rate(outcomes, k) for k in range(1, samples + 1)},
-        detectable=statistics.detectable(outcomes),
+        pass_at={k: intervals.pass_rate(outcomes, k) for k in range(1, samples + 1)},
+        detectable=intervals.detectable(outcomes),
         infra_failures=sum(attempt.outcome == "infra_error" for attempt in found),
-        at_most=statistics.solve_rate(statistics.outcomes(at_most, label)).mean,
+        at_most=intervals.solve_rate(intervals.outcomes(at_most, label)).mean,
         outcomes=dict(Counter(attempt.outcome for attempt in found)),
         exits=dict(Counter(attempt.exit_status or "none" for attempt in found)),
         retries=sum(attempt.retries for attempt in found),
@@ -253,16 +253,16 @@ def _labels(attempts: Sequence[Attempt]) -> list[str]:
 
 
 def _comparison(label: str, *both: Finished, shared: set[str]) -> Comparison:
-    solved = (statistics.outcomes(one.attempts, label) for one in both)
+    solved = (intervals.outcomes(one.attempts, label) for one in both)
     before, after = ({task: one[task] for task in one if task in shared} for one in solved)
     was, now = (msgspec.structs.asdict(one.decodings[label]) for one in both)
     changes = [math.fsum(after[t]) / len(after[t]) - math.fsum(before[t]) / len(before[t]) for t in before]
     return Comparison(
         tasks=len(before),
-        before=statistics.solve_rate(before),
-        after=statistics.solve_rate(after),
-        gain=statistics.gain(before, after),
-        detectable=statistics.detectable_gain(before, after),
+        before=intervals.solve_rate(before),
+        after=intervals.solve_rate(after),
+        gain=intervals.gain(before, after),
+        detectable=intervals.detectable_gain(before, after),
         won=sum(change > 0 for change in changes),
         lost=sum(change < 0 for change in changes),
         infra_failures=[_infra_failures(one.attempts, label, shared) for one in both],

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_swe.checkup import Ask, Finding, nodes, probe
+from hpc_swe.doctor import nodes, probe
+from hpc_swe.doctor.findings import Ask, Finding
 
 ANSWER_S = 30.0
 FREE = ("SLURM_CONF", "SLURM_ACCOUNT", "SLURM_QOS", "SLURM_RESERVATION", "SLURM_CONSTRAINT")
@@ -45,7 +46,7 @@ class Bench:
     def command(self) -> list[str]:
         """What each node runs."""
         wait = ["--wait", str(self.timeout_s / 2), "--images", self.images]
-        return [self.python, "-m", "hpc_swe.checkup.probe", str(self.folder), self.token, *wait]
+        return [self.python, "-m", "hpc_swe.doctor.probe", str(self.folder), self.token, *wait]
 
 
 @dataclass(frozen=True)

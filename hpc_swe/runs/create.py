@@ -14,14 +14,13 @@ from pathlib import Path
 import msgspec
 
 from hpc_swe import config as configuration
-from hpc_swe import reconcile
 from hpc_swe.errors import ConfigError, CorruptRecord, StorageError
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.tasksets.base import Changed, Referenced
 from hpc_swe.plugins.tasksets.swebench import Swebench
 from hpc_swe.records import RunManifest, Split, Task
-from hpc_swe.roles.inference import attach
 from hpc_swe.rundir import PROTOCOL, RunDir
+from hpc_swe.runs import attach, environment
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, folders, tasks
 
@@ -55,7 +54,7 @@ def require_free(run: RunDir, config: RunConfig) -> None:
     Raises:
         ConfigError: The message says what is there.
     """
-    root, real, code = run.root, run.root.resolve(), Path(__file__).resolve().parents[1]
+    root, real, code = run.root, run.root.resolve(), Path(__file__).resolve().parents[2]
     remedy = f"name a folder of its own with {option(config)}"
     if run.config.exists() and run.manifest.exists():
         return
@@ -145,7 +144,7 @@ def publish(run: RunDir, place: RunDir, config: RunConfig, taken: Taken, model_s
             model_sha256=model_sha256,
             config_sha256=hashlib.sha256(data).hexdigest(),
             folder=str(Path.cwd()),
-            environment=reconcile.own_environment(),
+            environment=environment.own_environment(),
         ),
     )
     replace(place.manifest, run.manifest)  # first: a folder that has it is a run's, also when this start dies
@@ -160,7 +159,7 @@ def renew_code(run: RunDir) -> None:
     """Give a run the code of this checkout."""
     _copy_code(run, run)
     manifest = atomic.get(run.manifest, RunManifest)
-    changes = {"commit": _commit(), "environment": reconcile.own_environment()}
+    changes = {"commit": _commit(), "environment": environment.own_environment()}
     atomic.put(run.manifest, msgspec.structs.replace(manifest, **changes))
 
 
@@ -181,7 +180,7 @@ def _copy_code(run: RunDir, place: RunDir) -> None:
     copy = atomic.temporary(run.code)  # not in `place`: copying would make it anew after it was taken away
     with atomic.storage(run.code):
         for package in PACKAGES:
-            source = Path(__file__).parents[1] / package
+            source = Path(__file__).parents[2] / package
             shutil.copytree(source, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
         replace(copy, place.code)
 

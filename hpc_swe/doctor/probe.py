@@ -1,4 +1,4 @@
-"""python -m hpc_swe.checkup.probe FOLDER: one node, as a job sees it. `srun` starts one per node.
+"""python -m hpc_swe.doctor.probe FOLDER: one node, as a job sees it. `srun` starts one per node.
 
 It changes nothing outside FOLDER, which the doctor made on the shared file system, and needs nothing but
 what every job of a run needs. Each wait has a deadline. The record goes to standard output in short
@@ -26,8 +26,8 @@ from pathlib import Path
 
 import msgspec
 
-from hpc_swe.checkup import meeting
-from hpc_swe.checkup.meeting import Peer
+from hpc_swe.doctor import meeting
+from hpc_swe.doctor.meeting import Peer
 from hpc_swe.errors import ConfigError
 from hpc_swe.records import Record
 
@@ -294,7 +294,7 @@ def read(text: str) -> list[Probe]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m hpc_swe.checkup.probe", description="Measure this node.")
+    parser = argparse.ArgumentParser(prog="python -m hpc_swe.doctor.probe", description="Measure this node.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("token")
     parser.add_argument("--wait", type=float, default=60.0)

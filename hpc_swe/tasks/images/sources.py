@@ -16,8 +16,8 @@ from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError, boundary
 from hpc_swe.plugins.sandboxes._local import SQUASHFS
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.records import Task
-from jobs.images.commands import remove, run
-from jobs.images.repository import restage, stage
+from hpc_swe.tasks.images.commands import remove, run
+from hpc_swe.tasks.images.repository import restage, stage
 
 EDITION = 1
 """Raised when an image would come out differently, so that those of before are built again."""

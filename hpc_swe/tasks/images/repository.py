@@ -4,7 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from hpc_swe.errors import HpcSweError
-from jobs.images.commands import git, remove, run
+from hpc_swe.tasks.images.commands import git, remove, run
 
 # An image is copied, which changes all times but that of the last change.
 _CONFIG = {"core.checkStat": "minimal", "core.trustctime": "false", "gc.auto": "0"}

@@ -1,0 +1,210 @@
+"""python -m hpc_swe.demo: the whole loop on this machine, from nothing to a reward curve.
+
+A tiny Qwen3 is made on the spot, warm-started on scripted demonstrations, evaluated on held-out tasks,
+trained with GRPO, and evaluated again on the same tasks. Every part is the real one; a stage that is
+done is skipped when the demo is started again.
+"""
+
+import argparse
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.progress import Progress, TaskID
+from rich.table import Table
+
+from hpc_swe import cli, intervals, tables
+from hpc_swe import config as configuration
+from hpc_swe.errors import HpcSweError
+from hpc_swe.evaluation.progress import size
+from hpc_swe.plugins.executors.local import Local
+from hpc_swe.records import MetricLine, StatusReport
+from hpc_swe.rundir import RunDir
+from hpc_swe.runs import control as run_control
+from hpc_swe.runs import watch
+from hpc_swe.screen import bars, console, say
+from hpc_swe.settings import RunConfig
+from hpc_swe.store import atomic, evals, weights
+
+DEADLINE_S = 1800.0  # for each stage
+DECODINGS = ("greedy", "sampled")
+CONTROLS = {
+    "shuffled": ['advantage={type="shuffled"}'],
+    "rejection": ["learner.optimizer.lr=0.0", "groups.resample=false"],
+}
+
+
+@dataclass(frozen=True)
+class Demo:
+    """One demonstration in one folder."""
+
+    root: Path
+    seed: int
+    overrides: Sequence[str]
+
+    @property
+    def model(self) -> Path:
+        """The model before any training."""
+        return self.root / "model"
+
+    def make_model(self) -> None:
+        """Tokenizer, chat template and random weights."""
+        if not (self.model / "config.json").exists():
+            command = [
+                sys.executable,
+                "-m",
+                "hpc_swe.demo.model",
+                f"--out={self.model}",
+                f"--seed={self.seed}",
+            ]
+            subprocess.run(command, check=True)
+
+    def stage(self, name: str, model: Path, *more: str) -> RunDir:
+        """Run one stage to its end, unless an earlier start of the demo did; returns its run folder."""
+        run = RunDir((self.root / name).absolute())
+        words = [f"configs/{word}.toml" for word in ("demo", *more) if "=" not in word]
+        words += [f"seed={self.seed}", f'model="{model.absolute()}"']
+        words += [*(word for word in more if "=" in word), *self.overrides]
+        config = configuration.of_words(words)
+        if isinstance(config.executor, Local):
+            config = configuration.of_words([*words, "executor.foreground=true"])
+        if not run.finished.exists():
+            run_control.start(run, config)
+            _watch(name, run, config)
+        return run
+
+    def outcomes(self, run: RunDir, decoding: str) -> dict[str, list[float]]:
+        """Task id -> 1 or 0 per episode, of one finished evaluation."""
+        return intervals.outcomes(evals.read(run.eval_table("eval")), decoding)
+
+    def infra_failures(self, run: RunDir, decoding: str) -> str:
+        """Episodes that infrastructure failed to the last: they count as unresolved."""
+        found = [a.outcome for a in evals.read(run.eval_table("eval")) if a.sampling == decoding]
+        return f"{found.count('infra_error')}/{len(found)}"
+
+
+def newest(run: RunDir) -> Path:
+    """Folder of the last weights of a finished run."""
+    version = weights.newest(run)
+    if version is None:
+        raise HpcSweError(f"{run.weights}: the run has finished, but published no weights")
+    return run.weight(version)
+
+
+def curve(run: RunDir, name: str) -> list[tuple[int, float]]:
+    """(step, value) of one metric; a later line of the same step wins."""
+    points: dict[int, float] = {}
+    for path in sorted(run.metrics.glob("coordinator-*.jsonl")):
+        for text in path.read_bytes().splitlines():
+            line = msgspec.json.decode(text, type=MetricLine)
+            if name in line.values:
+                points[line.step] = line.values[name]
+    return sorted(points.items())
+
+
+def _watch(name: str, run: RunDir, config: RunConfig) -> None:
+    with bars() as progress:
+        total = size(run, config) if config.mode == "eval" else config.steps
+        bar = progress.add_task(f"{name:10}", total=total)
+        watch.wait(run, config, DEADLINE_S, lambda: _advance(progress, bar, name, run))
+        progress.update(bar, completed=total)
+
+
+def _advance(progress: Progress, bar: TaskID, name: str, run: RunDir) -> None:
+    try:
+        report = atomic.get(run.status, StatusReport)
+    except FileNotFoundError:
+        return
+    rewards = report.recent.get("reward/mean", [])
+    told = f"reward {rewards[-1]:.2f}" if rewards else report.waits_for[:40]
+    done = report.recent.get("evaluation/done", [report.step])[-1]  # episodes; else steps
+    progress.update(bar, completed=done, description=f"{name:10} {told}")
+
+
+def rates(demo: Demo, before: RunDir, after: RunDir) -> Table:
+    """What is solved of the held-out tasks by each decoding, before and after."""
+    columns = ("held-out solve rate", "before", "after", "gain", "detectable", "infra failures")
+    table = Table(*columns, title="mean over tasks [95 % interval over tasks]")
+    for decoding in DECODINGS:
+        first, last = demo.outcomes(before, decoding), demo.outcomes(after, decoding)
+        rates = [intervals.solve_rate(first), intervals.solve_rate(last), intervals.gain(first, last)]
+        failed = ", ".join(demo.infra_failures(run, decoding) for run in (before, after))
+        table.add_row(decoding, *map(str, rates), f"{intervals.detectable(first):.3f}", failed)
+    return table
+
+
+def _plot(demo: Demo, before: RunDir, after: RunDir, trained: RunDir) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    rewards = curve(trained, "reward/mean")
+    if rewards:  # rejection sampling has none
+        axes.plot(*zip(*rewards, strict=True), label="training reward, all finished groups")
+    held_out = curve(trained, "solve/eval/greedy")
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), ":", color="C1", label="held-out, greedy, in training")
+    for decoding, marker in zip(DECODINGS, "os", strict=True):
+        ends = [intervals.solve_rate(demo.outcomes(run, decoding)) for run in (before, after)]
+        spread = [[end.mean - end.low for end in ends], [end.high - end.mean for end in ends]]
+        steps, means = [0, len(rewards) or 1], [end.mean for end in ends]
+        axes.errorbar(steps, means, spread, fmt=marker, label=f"held-out, {decoding}")
+    axes.set(xlabel="optimizer step", ylabel="solve rate", ylim=(0, 1.02), title="GRPO on bug-fix tasks")
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(demo.root / "reward.png", dpi=120)
+
+
+def run(demo: Demo, control: str) -> None:
+    """All stages in order."""
+    began = time.monotonic()
+    demo.make_model()
+    start = newest(demo.stage("sft", demo.model, "demo_sft"))
+    before = demo.stage("before", start, "demo_eval")
+    trained = demo.stage(control or "grpo", start, *CONTROLS.get(control, []))
+    if control == "rejection":
+        source = f'sft.episodes="{trained.root}"'
+        trained = demo.stage("rejection-sft", start, "demo_sft", "demo_rejection", source)
+    after = demo.stage(f"after-{control or 'grpo'}", newest(trained), "demo_eval")
+    tables.show(console, rates(demo, before, after))
+    _plot(demo, before, after, trained)
+    say(f"reward curve: {demo.root / 'reward.png'}")
+    say(f"all curves:   {Path(sys.executable).parent / 'tensorboard'} --logdir {demo.root}")
+    console.print(f"{time.monotonic() - began:.0f} s in all")
+
+
+@cli.command
+def main() -> None:
+    """The command line."""
+    os.umask(0o077)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_swe.demo", description="The whole loop on this machine."
+    )
+    add = parser.add_argument
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, help="folder (default: runs/demo-<seed>)")
+    add("--control", choices=sorted(CONTROLS), default="", help="run a control instead of GRPO")
+    add("overrides", nargs="*", help="of every stage's configuration: TOML files, or words such as steps=10")
+    arguments = cli.parse(parser)
+    root = arguments.out or Path(os.environ.get("HPC_SWE_RUNS", "runs")) / f"demo-{arguments.seed}"
+    try:
+        run(Demo(root, arguments.seed, arguments.overrides), arguments.control)
+    except HpcSweError as error:
+        say(f"error: {error}")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        console.print("stopped; the same command goes on from here")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

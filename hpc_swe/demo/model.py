@@ -1,0 +1,169 @@
+"""python -m hpc_swe.demo.model --out DIR: a tiny Qwen3 for the demo, from nothing.
+
+The tokenizer is trained on the demonstrations of the bug tasks, whose JSON punctuation becomes single
+tokens; the weights are random. What it makes is an ordinary Hugging Face model folder.
+"""
+
+import argparse
+import itertools
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from hpc_swe import cli
+from hpc_swe.conversation.template import ChatTemplate
+from hpc_swe.plugins.tasksets.bugs import Bugs
+
+CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+VOCABULARY = 512
+CONVERSATIONS = 1500
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 1024}
+# A run of JSON punctuation around a quote; indentation; words; digits; comparisons; line ends.
+# Operators stand apart from spaces, so that they are the same token in code and in a call's arguments.
+WORDS = r'[{}",: ]*"[{}",: ]*| {2,}| ?[A-Za-z]+|[0-9]|[<>=]=|\n *|[^\sA-Za-z0-9]|\s'
+TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- 'Tools, one JSON schema a line:\\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n' + (tool | tojson) }}
+    {%- endfor %}
+    {{- '\\n</tools>\\nCall one so:\\n' }}
+    {{- '<tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and not (tools and loop.first)) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {%- if message.content or not loop.first %}
+                {{- '\\n' }}
+            {%- endif %}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {%- if call.function.arguments is string %}
+                {{- call.function.arguments }}
+            {%- else %}
+                {{- call.function.arguments | tojson }}
+            {%- endif %}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or loop.previtem.role != 'tool' %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def texts(folder: Path) -> Iterator[str]:
+    """What stands between the control tokens of demonstrations, as the folder's template renders them."""
+    template = ChatTemplate(folder, {})
+    split = re.compile("|".join(map(re.escape, CONTROL + MARKS)))
+    for messages in itertools.islice(Bugs().demonstrations(seed=0), CONVERSATIONS):
+        yield from split.split(template.render(messages, "", generate=False).text)
+
+
+def make_tokenizer(samples: Iterable[str], vocabulary: int = VOCABULARY, words: str = WORDS) -> Tokenizer:
+    """Byte-level BPE with Qwen3's control tokens; as there, the marks are added, but not special."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - len(CONTROL + MARKS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(samples, trainer)
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in CONTROL])
+    tokenizer.add_tokens([AddedToken(name, normalized=False, special=False) for name in MARKS])
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """As `AutoTokenizer` reads it."""
+    from transformers import PreTrainedTokenizerFast
+
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+
+
+def save_model(tokenizer: Tokenizer, folder: Path, seed: int, **sizes: int) -> int:
+    """Random weights in float32, of other `sizes` than the demo's where they are named; returns how many."""
+    import torch
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    end, pad = (tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>"))
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=tokenizer.get_vocab_size(),
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+            tie_word_embeddings=True,
+            initializer_range=0.05,
+            eos_token_id=end,
+            pad_token_id=pad,
+            dtype="float32",
+            **SIZES | sizes,
+        )
+    )
+    model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad)
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@cli.command
+def main() -> None:
+    """The folder appears whole or not at all."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    options = cli.parse(parser)
+    folder = options.out.with_name(f"{options.out.name}.tmp")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = make_tokenizer(texts(folder))
+    save_tokenizer(tokenizer, folder)
+    parameters = save_model(tokenizer, folder, options.seed)
+    for path in folder.iterdir():
+        path.chmod(0o644)  # save_pretrained leaves the weights to their owner alone
+    folder.rename(options.out)
+    print(f"{options.out}: {parameters:,} parameters, {tokenizer.get_vocab_size()} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""python -m hpc_swe.engine CONFIG...: prints the command of an engine that a run can attach to and update.
+
+Takes the words that `launch start` takes. The key is read when the printed line runs, from VLLM_API_KEY.
+"""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from hpc_swe import cli
+from hpc_swe import config as configuration
+from hpc_swe.runs.attach import KEY
+from hpc_swe.settings import RunConfig
+
+PORT = 8000
+
+
+def line(config: RunConfig) -> str:
+    """For a shell on the engine's node, which must see the run's folder as the jobs do."""
+    model, port = Path(config.model).absolute(), urlsplit(config.inference.url).port or PORT
+    words = config.engine.command(model, "0.0.0.0", port, model.name)  # noqa: S104  (guarded by the key)
+    settings = [
+        f'{name}="${{{KEY}:?}}"' if value == KEY else f"{name}={shlex.quote(value)}"
+        for name, value in sorted(config.engine.environment(KEY).items())
+        if os.environ.get(name) != value  # what is inherited, that shell has too
+    ]
+    return f"env {' '.join(settings)} {shlex.join(words)}"
+
+
+@cli.command
+def main() -> None:
+    """The command line."""
+    print(line(configuration.of_words(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

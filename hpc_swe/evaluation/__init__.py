@@ -1,0 +1,1 @@
+"""An evaluation: started, followed, and read when it has finished."""

@@ -1,0 +1,1 @@
+"""A run as the login node sees it: made, submitted, watched and ended."""

@@ -1,0 +1,88 @@
+"""Tick until a run has finished, as `launch start --wait`, `evaluate` and the demonstration do."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from hpc_swe.errors import (
+    DeadlineError,
+    HpcSweError,
+    SchedulerError,
+    StorageError,
+)
+from hpc_swe.plugins.executors.local import Local
+from hpc_swe.rundir import RunDir
+from hpc_swe.runs import submit
+from hpc_swe.runs.control import alive, stop
+from hpc_swe.runs.submit import Plan
+from hpc_swe.settings import RunConfig
+from hpc_swe.store import orders
+
+log = logging.getLogger(__name__)
+
+
+def wait(
+    run: RunDir,
+    config: RunConfig,
+    timeout_s: float,
+    each: Callable[[], None] = lambda: None,
+    *,
+    detaches: bool = False,
+) -> None:
+    """As `watch`, calling `each` at each look; but what ends the wait ends the run.
+
+    With `detaches` only a deadline ends the jobs of a cluster.
+
+    Raises:
+        HpcSweError: As `watch`; the run is ended.
+    """
+    try:
+        _watch(run, config, timeout_s, each)
+    except BaseException as error:
+        if not detaches or isinstance(error, DeadlineError) or config.executor.is_here:
+            stop(run, config, now=True)
+        raise
+    _require_finished(run)
+
+
+def watch(run: RunDir, config: RunConfig, timeout_s: float) -> None:
+    """Tick until the run has finished and its processes are gone; whatever ends the watch, they go on.
+
+    Raises:
+        HpcSweError: It was ordered to end before it had finished.
+        DeadlineError: It takes longer than `timeout_s`, or a role cannot be kept alive.
+    """
+    _watch(run, config, timeout_s, lambda: None)
+    _require_finished(run)
+
+
+def _watch(run: RunDir, config: RunConfig, timeout_s: float, each: Callable[[], None]) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not orders.standing(run) or alive(run, config):
+        plan = _tick_patiently(run, config)
+        if plan.lost or time.monotonic() > deadline:
+            why = "; ".join(f"{role}: {plan.stuck[role]}" for role in plan.lost)
+            raise DeadlineError(f"{run.root}: {why or f'not finished after {timeout_s:g} s; see its logs/'}")
+        each()
+        time.sleep(config.executor.pause_s)
+
+
+def _require_finished(run: RunDir) -> None:
+    if not run.finished.exists():
+        raise HpcSweError(f"{run.root}: ordered to end before it had finished; `launch start` goes on")
+
+
+def _tick_patiently(run: RunDir, config: RunConfig) -> Plan:
+    try:
+        return submit.tick(run, config)
+    except (SchedulerError, StorageError) as error:
+        log.warning("waiting for the scheduler or the file system: %s", error)
+        return Plan()
+
+
+def left(run: RunDir, config: RunConfig) -> str:
+    """What becomes of a run that nobody watches any more."""
+    if isinstance(config.executor, Local) and config.executor.foreground:
+        return "left; its jobs end with this command, as [executor] foreground says"
+    status, end = (f"`python -m hpc_swe.{verb} {run.root}`" for verb in ("status", "launch stop"))
+    return f"left; its jobs go on. {status} shows how, {end} ends them"

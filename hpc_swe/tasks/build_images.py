@@ -1,0 +1,113 @@
+"""python -m hpc_swe.tasks.build_images CONFIG...: the sandbox images of a run's SWE-bench tasks.
+
+From official images, of a registry or as archives, or from a local recipe that needs neither. In all of them
+the repository holds the task's base commit and nothing younger, and no file outside it shows the solution.
+Images that are there already are left alone, so the same command goes on after an interruption.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from hpc_swe import cli
+from hpc_swe import config as configuration
+from hpc_swe.errors import ConfigError, HpcSweError, StorageError
+from hpc_swe.plugins.sandboxes.apptainer import Apptainer
+from hpc_swe.plugins.tasksets.swebench import Swebench
+from hpc_swe.screen import bars, say
+from hpc_swe.settings import RunConfig
+from hpc_swe.tasks.images.sources import Built, ImageSource, Pulled
+from hpc_swe.tasks.images.store import Problem, Shelf
+
+
+def wanted(config: RunConfig) -> tuple[Apptainer, list[Problem]]:
+    """How sandboxes are opened, and what a run would take, one for each image."""
+    if not isinstance(config.taskset, Swebench) or not isinstance(config.sandbox, Apptainer):
+        raise ConfigError("images are built for taskset.type = 'swebench' with sandbox.type = 'apptainer'")
+    taken = config.tasks.take(config.taskset)
+    tasks = {task.image: task for task in taken["train"] + taken["eval"]}.values()
+    references = config.taskset.references(tasks)
+    return config.sandbox, [Problem(task, references[task.task_id]) for task in tasks]
+
+
+def run(shelf: Shelf, source: ImageSource, problems: Sequence[Problem], jobs: int) -> int:
+    """Build what is missing, under a progress bar; the number of images that failed.
+
+    Raises:
+        StorageError: The disk is full; no further image was begun.
+    """
+    failed = 0
+    with bars() as progress, ThreadPoolExecutor(jobs) as pool:
+        bar = progress.add_task("images", total=len(problems))
+        futures = {pool.submit(shelf.build, source, problem): problem.task for problem in problems}
+        try:
+            for done, future in enumerate(as_completed(futures)):
+                task = futures[future]
+                try:
+                    future.result()
+                except StorageError as error:
+                    raise StorageError(
+                        f"{shelf.images}: the disk is full ({str(error)[-300:]}). {done - failed} of "
+                        f"{len(problems)} images are there; make room and run the same command again"
+                    ) from None
+                except HpcSweError as error:
+                    failed += 1
+                    say(f"{task.task_id}: {error}")
+                progress.update(bar, description=task.image, advance=1)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return failed
+
+
+def _source(arguments: argparse.Namespace, sandbox: Apptainer) -> ImageSource:
+    images = Path(sandbox.images)
+    if arguments.source:
+        return Pulled(arguments.source, sandbox)
+    if not arguments.repository or not arguments.requirements:
+        raise ConfigError("say where images come from: --from, or --repository with --requirements")
+    base = arguments.base or images / "python-pytest"
+    return Built(images, base, arguments.repository, arguments.requirements, arguments.wheels)
+
+
+@cli.command
+def main() -> None:
+    """The command line."""
+    os.umask(0o022)
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_swe.tasks.build_images", description="Sandbox images."
+    )
+    parser.add_argument("words", nargs="+", help="TOML files, then overrides such as tasks.train=5")
+    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="images at a time")
+    parser.add_argument("--keep-leaks", action="store_true", help="build images that show the solution, too")
+    pulled = parser.add_argument_group("from images of others")
+    pulled.add_argument(
+        "--from",
+        dest="source",
+        metavar="SOURCE",
+        help="docker://HOST/NAME/{image}:TAG, docker-archive:FILE, oci-archive:FILE, oci:FOLDER or a .sif; "
+        "{image} is filled in",
+    )
+    recipe = parser.add_argument_group("from a local recipe")
+    recipe.add_argument("--repository", type=Path, help="git repository with the base commits")
+    recipe.add_argument("--requirements", type=Path, help="packages of the environment")
+    recipe.add_argument("--wheels", type=Path, help="folder of wheels; without it pip looks where it does")
+    recipe.add_argument("--base", type=Path, help="unpacked base image (default: python-pytest beside them)")
+    arguments = cli.parse(parser)
+    try:
+        sandbox, problems = wanted(configuration.of_words(arguments.words))
+        shelf = Shelf(Path(sandbox.images), arguments.keep_leaks)
+        source = _source(arguments, sandbox)
+        with shelf.alone():
+            failed = run(shelf, source, problems, max(1, arguments.jobs))
+    except HpcSweError as error:
+        say(f"error: {error}")
+        sys.exit(error.exit_code)
+    say(f"{len(problems) - failed} of {len(problems)} images are in {shelf.images}")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

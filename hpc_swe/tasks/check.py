@@ -1,0 +1,350 @@
+"""python -m hpc_swe.tasks.check CONFIG...: is each task of a run fit to be trained on?
+
+The reference must resolve it and nothing must not, the same in every run, in fresh sandboxes, by the run's
+own grader. The verdicts are lines of a file, written as they come, so the same command goes on after an
+interruption. A task is checked again when its image, tests or reference, or the grader's settings, are others
+than they were, and when the host was to blame. `taskset.checked` makes a run take only what is usable.
+"""
+
+import argparse
+import logging
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import msgspec
+from rich.table import Table
+
+from hpc_swe import cli, plugins, tables
+from hpc_swe import config as configuration
+from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError, boundary
+from hpc_swe.plugins.graders.base import Examiner, Grader, Resitting, Version
+from hpc_swe.plugins.patch import apply
+from hpc_swe.plugins.sandboxes._watched import Watched
+from hpc_swe.plugins.sandboxes.apptainer import Apptainer
+from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Entry, Sandbox, Sandboxes
+from hpc_swe.plugins.tasksets import _checked
+from hpc_swe.plugins.tasksets._checked import Kind, Seconds, Verdict
+from hpc_swe.plugins.tasksets.base import Referenced
+from hpc_swe.plugins.tasksets.swebench import Swebench
+from hpc_swe.records import Score, Task
+from hpc_swe.screen import bars, console, say
+from hpc_swe.settings import RunConfig
+
+COLUMNS = ("open", "apply", "tests", "judge", "bare", "overhead")
+STEP_S = 120.0
+
+
+@dataclass
+class Clocked(Sandboxes):
+    """Sandboxes of one grading, and where its time goes: the last command of a sandbox is its tests."""
+
+    sandboxes: Sandboxes
+    open_s: float = 0.0
+    apply_s: float = 0.0
+    tests_s: float = 0.0
+
+    def check(self) -> None:
+        """As the sandboxes' own."""
+        self.sandboxes.check()
+
+    def told(self, whole_s: float, bare_s: float) -> Seconds:
+        """Of a grading that took so long."""
+        parts = {"open": self.open_s, "apply": self.apply_s, "tests": self.tests_s}
+        rest = whole_s - sum(parts.values())
+        return Seconds(**parts, judge=rest, bare=bare_s, overhead=whole_s - bare_s)
+
+    @contextmanager
+    def open(self, task: Task) -> Iterator[Sandbox]:
+        """As the sandboxes' own."""
+        asked = time.monotonic()
+        with self.sandboxes.open(task) as sandbox:
+            clocked, opened = _ClockedSandbox(sandbox), time.monotonic()
+            yield clocked
+            done = time.monotonic()
+        self.open_s += opened - asked + time.monotonic() - done
+        self.apply_s += clocked.began - opened
+        self.tests_s += clocked.ended - clocked.began
+
+
+@dataclass
+class _ClockedSandbox(Sandbox):
+    sandbox: Sandbox
+    began: float = field(default_factory=time.monotonic)
+    ended: float = field(default_factory=time.monotonic)
+
+    def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
+        self.began = time.monotonic()
+        result = self.sandbox.run(command, timeout_s, clock)
+        self.ended = time.monotonic()
+        return result
+
+    def python(self, program: str, timeout_s: float) -> CommandResult:
+        self.began = time.monotonic()
+        result = self.sandbox.python(program, timeout_s)
+        self.ended = time.monotonic()
+        return result
+
+    def listen(self, port: int) -> socket.socket:
+        return self.sandbox.listen(port)
+
+    def read(self, path: str) -> bytes:
+        return self.sandbox.read(path)
+
+    def write(self, path: str, data: bytes) -> None:
+        self.sandbox.write(path, data)
+
+    def paths(self) -> list[str]:
+        return self.sandbox.paths()
+
+    def entries(self, folder: str) -> dict[str, Entry]:
+        return self.sandbox.entries(folder)
+
+    def target(self, path: str) -> str:
+        return self.sandbox.target(path)
+
+
+@dataclass(frozen=True)
+class Checker:
+    """What all checks of one call have in common."""
+
+    grader: Grader
+    sandboxes: Sandboxes
+    runs: int
+    images: Path | None = None
+    """Folder of the images, for their digests; None has none."""
+
+    def check(self, task: Task, reference: str) -> Verdict:
+        """Grade the reference and nothing, in turns."""
+        gold: list[Score] = []
+        empty: list[Score] = []
+        seconds: list[Seconds] = []
+        kind: Kind = "broken"
+        versions: list[Version] = []
+        unchanged = ""
+        try:
+            for _ in range(self.runs):
+                watch = Clocked(self.sandboxes)
+                began = time.monotonic()
+                with boundary(EpisodeError, "grade"):  # whatever a parser of swebench's raises at this task
+                    gold.append(self._grade(task, reference, watch))
+                    whole_s = time.monotonic() - began
+                    if gold[-1].outcome == "resolved":
+                        seconds.append(watch.told(whole_s, _bare_s(task, reference, self.sandboxes)))
+                    empty.append(self._grade(task, "", self.sandboxes))
+            kind, reason = judged(gold, empty)
+            if kind == "usable":
+                versions, unchanged = self._changed(task, reference)
+        except (EpisodeError, ConfigError) as error:
+            kind, reason = "broken", str(error)  # also when only the choice of changed tests failed
+        return Verdict(
+            task_id=task.task_id,
+            verdict=kind,
+            reason=reason,
+            image=task.image,
+            image_digest=self._image(task),
+            settings=self._settings(task, reference),
+            gold=[score.outcome for score in gold],
+            empty=[score.outcome for score in empty],
+            seconds=_medians(seconds),
+            changed_tests=versions,
+            unchanged=unchanged,
+        )
+
+    def _changed(self, task: Task, reference: str) -> tuple[list[Version], str]:
+        if not isinstance(self.grader, Resitting):
+            return [], "this grader has no second sitting"
+        with boundary(EpisodeError, "change tests"):
+            return self.grader.changed_tests(task, reference, self.sandboxes)
+
+    def is_known(self, task: Task, reference: str, verdict: Verdict | None) -> bool:
+        """Whether a verdict still holds."""
+        if verdict is None or verdict.verdict == "broken" or len(verdict.gold) < self.runs:
+            return False
+        now = self._image(task), self._settings(task, reference)
+        return now == (verdict.image_digest, verdict.settings)
+
+    def _grade(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
+        """One grading, and once more if the host failed."""
+        judge = self.grader.examine if isinstance(self.grader, Examiner) else self.grader.grade
+        try:
+            return judge(task, submission, sandboxes)
+        except EpisodeError:
+            return judge(task, submission, sandboxes)
+
+    def _image(self, task: Task) -> str:
+        return "" if self.images is None else _checked.image_digest(self.images, task.image)
+
+    def _settings(self, task: Task, reference: str) -> str:
+        grader = plugins.dump(self.grader) if isinstance(self.grader, plugins.Plugin) else {}
+        return _checked.digest((grader, task.base_commit, task.files, task.tests, reference))
+
+
+def judged(gold: Sequence[Score], empty: Sequence[Score]) -> tuple[Kind, str]:
+    """What the runs amount to, and why."""
+    for what, scores in (("the reference", gold), ("nothing", empty)):
+        for number, score in enumerate(scores[1:], start=2):
+            if (score.outcome, set(score.failed)) != (scores[0].outcome, set(scores[0].failed)):
+                differ = _some(set(score.failed) ^ set(scores[0].failed))
+                told = f"{scores[0].outcome} in run 1, {score.outcome} in run {number} of {len(scores)}"
+                return "flaky", f"{what}: {told}; differ: {differ}"
+    if gold[0].outcome != "resolved":
+        said = " ".join(gold[0].detail.split())[-300:]
+        return "gold_fails", f"{gold[0].outcome}: {_some(gold[0].failed)}; {said}"
+    if empty[0].outcome == "resolved":
+        return "empty_passes", f"without a change pass {_some(empty[0].passed)}"
+    return "usable", ""
+
+
+def _some(tests: Iterable[str]) -> str:
+    names = sorted(tests)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "no test"
+
+
+def _medians(seconds: Sequence[Seconds]) -> Seconds | None:
+    if not seconds:
+        return None
+    return Seconds(**{name: round(median(getattr(one, name) for one in seconds), 3) for name in COLUMNS})
+
+
+def _bare_s(task: Task, reference: str, sandboxes: Sandboxes) -> float:
+    """Seconds of the task's own tests where nothing is watched, and nothing judged."""
+    if not task.base_commit:
+        task = msgspec.structs.replace(task, files=apply(task, reference) | task.tests.files)
+    with sandboxes.open(task) as sandbox:
+        command = task.tests.command
+        if task.base_commit:
+            sandbox.write(".git/bare.patch", reference.encode())
+            sandbox.write(".git/bare.sh", command.encode())
+            sandbox.run("git apply --whitespace=nowarn .git/bare.patch", STEP_S)
+            command = "bash .git/bare.sh > .git/bare.log 2>&1"
+        began = time.monotonic()
+        sandbox.run(command, task.tests.timeout_s)
+        return time.monotonic() - began
+
+
+def wanted(config: RunConfig) -> tuple[list[Task], dict[str, str]]:
+    """The tasks that a run would take were all usable, and their references."""
+    taskset = config.taskset
+    if isinstance(taskset, Swebench):
+        taskset = msgspec.structs.replace(taskset, checked="")
+    if not isinstance(taskset, Referenced):
+        raise ConfigError(
+            f"[taskset] {type(taskset).__name__} gives no references, so its tasks cannot be checked"
+        )
+    taken = config.tasks.take(taskset)
+    tasks = taken["train"] + taken["eval"]
+    return tasks, taskset.references(tasks)
+
+
+def run(
+    checker: Checker, tasks: Sequence[Task], references: dict[str, str], out: Path, jobs: int
+) -> list[Verdict]:
+    """Check what has no verdict that holds, under a progress bar; the verdicts of all tasks.
+
+    Raises:
+        StorageError: `out` cannot be written; if so from the start, nothing was graded.
+    """
+    _checked.create(out)
+    verdicts = _checked.read(out)
+    todo = [
+        task
+        for task in tasks
+        if not checker.is_known(task, references[task.task_id], verdicts.get(task.task_id))
+    ]
+    with bars() as progress, ThreadPoolExecutor(jobs) as pool:
+        bar = progress.add_task("tasks", total=len(tasks), completed=len(tasks) - len(todo))
+        futures = [pool.submit(checker.check, task, references[task.task_id]) for task in todo]
+        try:
+            for future in as_completed(futures):
+                verdict = future.result()
+                _checked.append(out, verdict)
+                verdicts[verdict.task_id] = verdict
+                progress.update(bar, description=f"{verdict.task_id}: {verdict.verdict}", advance=1)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    return [verdicts[task.task_id] for task in tasks]
+
+
+def table(verdicts: Sequence[Verdict]) -> Table:
+    """One row a task; seconds are medians over its runs of the reference."""
+    shown = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
+    for name in ("task", "verdict", "reference", "nothing", "second sitting"):
+        shown.add_column(name, no_wrap=True)
+    for name in COLUMNS:
+        shown.add_column(f"{name} s", justify="right", no_wrap=True)
+    for one in verdicts:
+        spent = [f"{getattr(one.seconds, name):.2f}" if one.seconds else "-" for name in COLUMNS]
+        shown.add_row(one.task_id, one.verdict, _tally(one.gold), _tally(one.empty), _sitting(one), *spent)
+    return shown
+
+
+def _sitting(verdict: Verdict) -> str:
+    tests = {name for version in verdict.changed_tests for name in version.tests}
+    return f"{len(verdict.changed_tests)} versions, {len(tests)} tests" if tests else "-"
+
+
+def _tally(outcomes: Sequence[str]) -> str:
+    return ", ".join(f"{count} {outcome}" for outcome, count in Counter(outcomes).most_common()) or "-"
+
+
+def _tell(verdicts: Sequence[Verdict], out: Path) -> None:
+    tables.show(console, table(verdicts))
+    for one in verdicts:
+        if one.verdict != "usable":
+            say(f"{one.task_id}: {one.verdict}: {one.reason}")
+    usable = [one for one in verdicts if one.verdict == "usable"]
+    for one in usable:
+        if not one.changed_tests:
+            say(f"{one.task_id}: no second sitting: {one.unchanged}")
+    with_sitting = sum(bool(one.changed_tests) for one in usable)
+    if usable:
+        share = with_sitting / len(usable)
+        console.print(f"{with_sitting} of {len(usable)} usable tasks have a second sitting ({share:.0%})")
+    over = [one.seconds.overhead for one in verdicts if one.seconds]
+    if over:
+        console.print(
+            f"a grading costs {median(over):.2f} s beyond the bare tests, at most {max(over):.2f} s"
+        )
+    kinds = Counter(one.verdict for one in verdicts)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    say(f"{len(verdicts)} tasks: {counts}; {out}")
+
+
+@cli.command
+def main() -> None:
+    """The command line."""
+    os.umask(0o077)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_swe.tasks.check", description="Are tasks fit to train on?"
+    )
+    parser.add_argument("words", nargs="+", help="TOML files, then overrides such as tasks.train=5")
+    parser.add_argument("--out", type=Path, default=Path("tasks/checked.jsonl"), help="file of verdicts")
+    parser.add_argument("--runs", type=int, default=3, help="gradings of the reference, and of nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="tasks at a time")
+    arguments = cli.parse(parser)
+    try:
+        config = configuration.of_words(arguments.words)
+        tasks, references = wanted(config)
+        config.sandbox.check()
+        images = Path(config.sandbox.images) if isinstance(config.sandbox, Apptainer) else None
+        checker = Checker(config.grader, Watched(config.sandbox), max(1, arguments.runs), images)
+        verdicts = run(checker, tasks, references, arguments.out, max(1, arguments.jobs))
+    except HpcSweError as error:
+        say(f"error: {error}")
+        sys.exit(error.exit_code)
+    _tell(verdicts, arguments.out)
+    sys.exit(0 if any(one.verdict == "usable" for one in verdicts) else 1)
+
+
+if __name__ == "__main__":
+    main()

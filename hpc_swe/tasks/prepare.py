@@ -1,0 +1,210 @@
+"""python -m hpc_swe.tasks.prepare SOURCE --out FILE: rows of SWE-bench, checked, in one file.
+
+Every row goes through the code by which a run makes tasks of rows, so that what is wrong with a set is said
+here, all of it at once, and not on a compute node. The columns stay as they came.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from hpc_swe import cli, tables
+from hpc_swe.errors import ConfigError, HpcSweError, StorageError, boundary
+from hpc_swe.plugins.tasksets._swebench_rows import (
+    RECIPES,
+    Record,
+    Row,
+    TestPatch,
+    columns,
+    parse,
+    read_ids,
+    read_records,
+)
+from hpc_swe.plugins.tasksets.swebench import Swebench
+from hpc_swe.screen import console, say
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One row that a run can use."""
+
+    row: Row
+    columns: dict[str, Any]
+
+    @property
+    def tests(self) -> str:
+        """Where the command of its tests comes from."""
+        if self.row.eval_script:
+            return "its eval script"
+        return "a known recipe" if self.row.repo in RECIPES else "needs a recipe"
+
+
+def records(source: str, split: str, revision: str | None) -> Iterable[tuple[str, Record]]:
+    """Where each row stands, and the row: of a file, of a folder of datasets, or of a hub.
+
+    Raises:
+        ConfigError: There is no such source, or no way to it.
+    """
+    path = Path(source)
+    if path.is_file() or path.suffix in (".jsonl", ".parquet"):
+        return read_records(path)
+    if not path.is_dir() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+        raise ConfigError(f"{source}: there is no such file or folder")
+    return _of_datasets(source, split, revision)
+
+
+def _of_datasets(source: str, split: str, revision: str | None) -> Iterator[tuple[str, Record]]:
+    try:
+        import datasets
+    except ModuleNotFoundError:
+        raise ConfigError(f"{source}: only the package datasets reads it: pip install datasets") from None
+    datasets.disable_progress_bars()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # of each retry it tells, and then again
+    is_saved = any(Path(source, name).exists() for name in ("state.json", "dataset_dict.json"))
+    try:
+        if is_saved:
+            found = datasets.load_from_disk(source)
+            rows = found[split] if isinstance(found, datasets.DatasetDict) else found
+        else:
+            rows = datasets.load_dataset(source, split=split, revision=revision)
+    except KeyError:
+        raise ConfigError(f"{source}: no split {split!r}, but {', '.join(found)}: --split") from None
+    except (OSError, ValueError, RuntimeError) as error:
+        remedy = (
+            "; if this machine does not reach the hub, run this where the network is, or copy the "
+            "dataset's parquet file here and name that"
+        )
+        raise ConfigError(f"{source}: {error}{'' if Path(source).is_dir() else remedy}") from None
+    for number, row in enumerate(rows, start=1):
+        yield f"{source}[{split}]: row {number}", row
+
+
+def prepare(
+    found: Iterable[tuple[str, Record]], wanted: dict[str, str] | None
+) -> tuple[list[Prepared], list[str]]:
+    """What can be used, in the order of `wanted` (id -> where it stands) if there is one; and all complaints.
+
+    Of rows that are not wanted nothing is asked but an id.
+    """
+    good: dict[str, Prepared] = {}
+    seen: dict[str, str] = {}
+    complaints = []
+    for where, record in found:
+        try:
+            values = columns(record)
+            given = values.get("instance_id")
+            row_id = where if given is None else str(given)  # two rows without one are no twins
+            if wanted is not None and row_id not in wanted:
+                continue
+            if row_id in seen:
+                raise ConfigError(f"{where}: {row_id} is there twice: {seen[row_id]}")
+            seen[row_id] = where
+            good[row_id] = _prepared(where, record, values)
+        except ConfigError as error:
+            complaints.append(str(error))
+        except ValueError as error:  # what msgspec raises at a line that is no JSON
+            complaints.append(f"{where}: {error}")
+    if wanted is None:
+        return list(good.values()), complaints
+    complaints += [f"{place}: {row_id} is no row" for row_id, place in wanted.items() if row_id not in seen]
+    return [good[row_id] for row_id in wanted if row_id in good], complaints
+
+
+def _prepared(where: str, record: Record, values: dict[str, Any]) -> Prepared:
+    prepared = Prepared(parse(where, record), values)
+    if prepared.tests == "needs a recipe":
+        TestPatch.read(where, prepared.row)
+    else:
+        Swebench().task(where, prepared.row)
+    return prepared
+
+
+def write(rows: list[Prepared], out: Path) -> None:
+    """One parquet file, there whole or not at all.
+
+    Raises:
+        ConfigError: A column holds values of several types.
+        StorageError: It cannot be written.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names = list(dict.fromkeys(name for one in rows for name in one.columns))
+    made = {}
+    for name in names:
+        try:
+            made[name] = pa.array([one.columns.get(name) for one in rows])
+        except (pa.ArrowException, ValueError, OverflowError) as error:
+            raise ConfigError(f"column {name} does not have one type in all rows: {error}") from None
+    table = pa.table(made)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        with boundary(StorageError, f"write {out}"):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            pq.write_table(table, temporary, compression="zstd")
+            temporary.rename(out)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def overview(rows: list[Prepared]) -> Table:
+    """A line for each repository."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("repository", "rows", "versions", "tests are called by"):
+        shown.add_column(name, justify="right" if name == "rows" else "left")
+    versions = defaultdict[tuple[str, str], list[str]](list)
+    for one in rows:
+        versions[one.row.repo, one.tests].append(one.row.version)
+    for (repo, tests), own in sorted(versions.items()):
+        shown.add_row(repo, str(len(own)), " ".join(sorted({*own}, key=_as_numbers)), tests)
+    return shown
+
+
+def _as_numbers(version: str) -> list[tuple[int, str]]:
+    return [(int(part) if part.isdigit() else 0, part) for part in version.split(".")]
+
+
+@cli.command
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_swe.tasks.prepare", description="Rows of SWE-bench as one checked file."
+    )
+    add = parser.add_argument
+    add("source", help="name on a hub, .jsonl, .parquet, or folder saved by datasets")
+    add("--out", type=Path, required=True, help="parquet file to write")
+    add("--split", default="test", help="of a dataset (default: test)")
+    add("--revision", help="of a dataset on a hub")
+    add("--ids", type=Path, help="file of instance ids, one a line: takes these, in this order")
+    add("--skip-bad", action="store_true", help="write the others when rows are bad")
+    arguments = cli.parse(parser)
+    try:
+        if arguments.out.suffix != ".parquet":
+            raise ConfigError(f"--out {arguments.out}: the file's name must end in .parquet")
+        wanted = read_ids(arguments.ids) if arguments.ids else None
+        rows, complaints = prepare(records(arguments.source, arguments.split, arguments.revision), wanted)
+        for complaint in complaints:
+            say(complaint)
+        if not rows or (complaints and not arguments.skip_bad):
+            remedy = "mend them, leave them out by --ids, or pass --skip-bad"
+            raise ConfigError(
+                f"{len(complaints)} rows cannot be used: {remedy}" if complaints else "there are no rows"
+            )
+        write(rows, arguments.out)
+    except HpcSweError as error:
+        say(f"error: {error}")
+        sys.exit(error.exit_code)
+    tables.show(console, overview(rows))
+    say(f"{len(rows)} rows in {arguments.out} ({arguments.out.stat().st_size / 1e6:.1f} MB)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""What jobs/build_images.py builds with: sources, repositories, leaks, and the folder of images."""
