@@ -1,0 +1,10 @@
+"""Import what every rank imports, once: ranks are forked from the process that loaded this module."""
+
+from pathlib import Path
+
+from hpc_swe.plugins.policies import _megatron
+
+if not Path("/dev/nvidiactl").exists():  # a rank with a GPU compiles, so it imports for itself
+    with _megatron.uncompiled():
+        import hpc_swe.plugins.policies._megatron.learner
+        import hpc_swe.roles.learner.loop  # noqa: F401
