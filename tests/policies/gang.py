@@ -18,7 +18,7 @@ from pathlib import Path
 from hpc_swe.processes import MEETING
 
 HERE = Path(__file__).parent
-EVERYWHERE = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+EVERYWHERE = {"OMP_NUM_THREADS": "1"}
 RANKS = multiprocessing.get_context("forkserver")
 RANKS.set_forkserver_preload(["preloaded"])
 

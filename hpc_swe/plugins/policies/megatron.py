@@ -38,9 +38,9 @@ class Megatron(Plugin, frozen=True, kw_only=True):
         Raises:
             ConfigError: The model's shape or the number of processes does not fit the fields.
         """
-        from hpc_swe.plugins.policies import _megatron
+        from hpc_swe.plugins.policies._megatron import fusions
 
-        with _megatron.uncompiled(self.device == "cpu"):
+        with fusions.uncompiled(self.device == "cpu"):
             from hpc_swe.plugins.policies._megatron.learner import MegatronLearner
 
         return MegatronLearner(self, model, optimizer, reference)

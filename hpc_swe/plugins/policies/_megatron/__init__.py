@@ -3,6 +3,7 @@
 shape      what a model's config.json says; without torch
 hf         what a Hugging Face folder holds
 parallel   joins the process group; ranks and groups
+fusions    compiled or not, chosen before megatron-core is imported
 compat     defects of megatron-core, mended
 cpu        what differs without CUDA
 stopwatch  seconds by part
@@ -19,31 +20,7 @@ learner    the seam: train, export, save, load
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-import torch
 
 # Advice to megatron-core's authors, at import and at each first call.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", category=FutureWarning, message="`torch.distributed|Please use DTensor")
-
-
-@contextmanager
-def uncompiled(wanted: bool = True) -> Iterator[None]:
-    """Import megatron-core without its compiled fusions, when `wanted`.
-
-    megatron/core/jit.py decorates them with torch.compile at import, which loads Inductor: 1.5 s of CPU time
-    for each rank. Our models call none of them on a CPU.
-    """
-    compile_function = torch.compile
-    if wanted:
-        torch.compile = _leave_as_it_is
-    try:
-        yield
-    finally:
-        torch.compile = compile_function
-
-
-def _leave_as_it_is(function: Callable[..., object] | None = None, **_: object) -> object:
-    return function or (lambda decorated: decorated)
