@@ -20,7 +20,7 @@ from hpc_swe.plugins.executors.base import Job
 from hpc_swe.records import RoleStatus, StatusReport
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import existing
-from hpc_swe.runs.view import ASK_S, Reader, View, duration
+from hpc_swe.runs.view import ASK_S, RunReader, RunView, duration
 
 BARS = " _.-=*#@"
 WIDE, BAR, NAME = 20, 16, 24
@@ -48,7 +48,7 @@ MEANINGS = {
 }
 
 
-def render(view: View, width: int = 80) -> RenderableType:
+def render(view: RunView, width: int = 80) -> RenderableType:
     """One screen of at most 40 lines, of plain ASCII."""
     report = view.report
     told: list[str | Table] = [*_head(view), "", _roles(view, width), *_engines(view)]
@@ -68,7 +68,7 @@ def spark(values: Sequence[float]) -> str:
     return "".join(BARS[round((value - low) * scale)] for value in values)
 
 
-def _head(view: View) -> list[str]:
+def _head(view: RunView) -> list[str]:
     report = view.report
     orders = [f"order: {name} stands: {MEANINGS.get(name, 'unknown')}" for name in view.orders]
     if report is None:
@@ -77,7 +77,7 @@ def _head(view: View) -> list[str]:
     return [_progress(view, report), *orders, *waits, *_age(view)]
 
 
-def _age(view: View) -> list[str]:
+def _age(view: RunView) -> list[str]:
     """What to think of a report that nobody renews."""
     if "FINISHED" in view.orders or view.silent_s <= ASK_S:
         return []
@@ -89,7 +89,7 @@ def _age(view: View) -> list[str]:
     return [silence] if view.silent_s > 60 else []
 
 
-def _progress(view: View, report: StatusReport) -> str:
+def _progress(view: RunView, report: StatusReport) -> str:
     if not view.steps:
         return view.name
     share = min(1.0, report.step / view.steps)
@@ -99,7 +99,7 @@ def _progress(view: View, report: StatusReport) -> str:
     return f"{view.name[:NAME]}  step {report.step}/{view.steps} [{bar}] {share:.0%}{when}"
 
 
-def _roles(view: View, width: int) -> Table:
+def _roles(view: RunView, width: int) -> Table:
     columns = ("desired", "running", "waiting")
     table = _table("role", *columns, *(("alive", "silent") if view.report else ("submitted",)))
     table.add_column(_cell("why not running"), max_width=max(10, width - 58))
@@ -124,7 +124,7 @@ def _reasons(jobs: Sequence[Job]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
 
 
-def _engines(view: View) -> list[str]:
+def _engines(view: RunView) -> list[str]:
     if view.report is None:
         return []
     counts = Counter(" > ".join(v.name for v in e.versions) for e in view.engines)
@@ -178,7 +178,7 @@ def _folded(lines: Sequence[str], width: int) -> list[str]:
     return [line[i : i + width] for line in lines for i in range(0, min(len(line), 2 * width), width)][:LINES]
 
 
-def _watch(reader: Reader, run: RunDir, console: Console) -> None:
+def _watch(reader: RunReader, run: RunDir, console: Console) -> None:
     with Live(_screen(reader, console), console=console, auto_refresh=False) as live:
         is_over = False
         while not is_over:
@@ -187,7 +187,7 @@ def _watch(reader: Reader, run: RunDir, console: Console) -> None:
             live.update(_screen(reader, console), refresh=True)
 
 
-def _screen(reader: Reader, console: Console) -> RenderableType:
+def _screen(reader: RunReader, console: Console) -> RenderableType:
     try:
         return render(reader.look(), console.width)
     except (HpcSweError, OSError) as error:  # a file half gone, or a file system away for a while
@@ -205,7 +205,7 @@ def main() -> None:
     arguments = cli.parse(parser)
     run, console = RunDir(arguments.run), Console(highlight=False)
     with boundary(StorageError, f"look at {run.root}"):
-        reader = Reader(run, existing.load(run))
+        reader = RunReader(run, existing.load(run))
         if arguments.watch:
             _watch(reader, run, console)
         else:

@@ -10,11 +10,11 @@ from hpc_swe.plugins.agents.base import Prefaced
 from hpc_swe.plugins.tasksets.base import Demonstrated
 from hpc_swe.records import Sample, ScoredEpisode
 from hpc_swe.roles.coordinator import archive, sft
-from hpc_swe.roles.coordinator.batches import Recipe
-from hpc_swe.roles.coordinator.dispatch import Plan
+from hpc_swe.roles.coordinator.batches import BatchSettings
+from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator
-from hpc_swe.roles.coordinator.housekeeping import Housekeeper
-from hpc_swe.roles.coordinator.loop import Coordinator, Duty
+from hpc_swe.roles.coordinator.loop import Coordinator, Mode
+from hpc_swe.roles.coordinator.maintenance import Maintenance
 from hpc_swe.roles.coordinator.training import Training
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import checks, roles
@@ -23,14 +23,14 @@ from hpc_swe.store import atomic, tasks
 from jobs import entry
 
 
-def duty(run: RunDir, config: RunConfig, curves: Log) -> Duty:
+def mode(run: RunDir, config: RunConfig, curves: Log) -> Mode:
     """The work of the run's mode, as the run folder says it stands."""
     if config.mode == "sft":
         batches = config.batches
-        course = sft.Course(
+        schedule = sft.SftSchedule(
             config.steps, config.sft.samples_per_step, batches.microbatch_tokens, config.learner.data_parallel
         )
-        return sft.WarmStart(run, _samples(config, curves), course, curves)
+        return sft.WarmStart(run, _samples(config, curves), schedule, curves)
     taken = tasks.read(run.tasks)
     held_out = [task.task_id for task in taken["eval"]][: config.eval.tasks or None]
     every = config.eval.every if config.mode == "grpo" else 0
@@ -39,9 +39,9 @@ def duty(run: RunDir, config: RunConfig, curves: Log) -> Duty:
     if config.mode == "eval":
         return Evaluating(run, evaluator, config.groups.max_attempts)
     names = tuple(task.task_id for task in taken["train"])
-    plan = Plan(config.seed, names, config.groups.group_size, config.sampling)
-    recipe = Recipe(config.groups, config.batches, config.advantage, config.learner.data_parallel)
-    return Training(run, plan, recipe, config.steps, evaluator, curves)
+    plan = RequestPlan(config.seed, names, config.groups.group_size, config.sampling)
+    settings = BatchSettings(config.groups, config.batches, config.advantage, config.learner.data_parallel)
+    return Training(run, plan, settings, config.steps, evaluator, curves)
 
 
 def _samples(config: RunConfig, curves: Log) -> Iterator[Sample]:
@@ -81,9 +81,9 @@ def work(run: RunDir, config: RunConfig) -> None:
     with entry.lease(run, config, "coordinator") as lease:
         lease.show(state="ready")
         curves = Log(run.metric_log(lease.owner))
-        housekeeper = Housekeeper(run, config.retention, config.lease, config.groups.max_losses)
-        make = partial(duty, run, config, curves)
-        Coordinator(run, housekeeper, make, config.coordinator, roles.desired(config)).work()
+        maintenance = Maintenance(run, config.retention, config.lease, config.groups.max_losses)
+        make = partial(mode, run, config, curves)
+        Coordinator(run, maintenance, make, config.coordinator, roles.desired(config)).work()
 
 
 if __name__ == "__main__":

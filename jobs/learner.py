@@ -10,8 +10,8 @@ from pathlib import Path
 
 from hpc_swe.errors import HpcSweError, StorageError
 from hpc_swe.metrics import Log
-from hpc_swe.roles.learner.feed import Feed
-from hpc_swe.roles.learner.loop import Plan, Tell, learn
+from hpc_swe.roles.learner.batch_source import BatchSource
+from hpc_swe.roles.learner.loop import LearnerPlan, Tell, learn
 from hpc_swe.roles.learner.loss import PolicyObjective
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
@@ -32,10 +32,10 @@ def work(run: RunDir, config: RunConfig) -> None:
     reference = Path(config.reference or config.model) if objective.needs_reference else None
     with _voice(run, config) as (writer, tell):
         learner = config.policy.build(Path(config.model), table.optimizer, reference)
-        plan = Plan(config.steps, table.export_every, table.checkpoint_every, writer)
-        feed = Feed(run, table.batch_wait_s, table.poll_s, interrupted.is_set)
+        plan = LearnerPlan(config.steps, table.export_every, table.checkpoint_every, writer)
+        source = BatchSource(run, table.batch_wait_s, table.poll_s, interrupted.is_set)
         try:
-            learn(run, learner, objective, plan, feed, tell)
+            learn(run, learner, objective, plan, source, tell)
         except (HpcSweError, FloatingPointError):
             learner.close()  # all ranks raised it, so none waits; threads left running could abort the exit
             raise

@@ -9,7 +9,7 @@ from hpc_swe.plugins.sandboxes._watched import Watched
 from hpc_swe.plugins.tasksets.base import Referenced
 from hpc_swe.records import Task
 from hpc_swe.roles.reward import alone
-from hpc_swe.roles.reward.worker import Means, judge, worker
+from hpc_swe.roles.reward.worker import RewardResources, judge, worker
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import tasks
@@ -24,18 +24,18 @@ ALONE = "--alone"
 def work(run: RunDir, config: RunConfig) -> None:
     """Grade episodes until the run has finished or is ordered to end."""
     config.sandbox.check()
-    means = _means(run, config)
+    resources = _resources(run, config)
     with entry.lease(run, config, "reward") as lease:
-        worker(run, lease, means).work()
+        worker(run, lease, resources).work()
 
 
 def work_alone(run: RunDir, config: RunConfig) -> None:
     """Grade the episode of the standard input."""
-    alone.answer(partial(judge, _means(run, config)))
+    alone.answer(partial(judge, _resources(run, config)))
 
 
-def _means(run: RunDir, config: RunConfig) -> Means:
-    return Means(
+def _resources(run: RunDir, config: RunConfig) -> RewardResources:
+    return RewardResources(
         tasks=graded(run),
         sandboxes=Watched(config.sandbox),
         grader=config.grader,

@@ -2,7 +2,7 @@
 
 from hpc_swe.plugins.sandboxes._watched import Watched
 from hpc_swe.roles.rollout.endpoints import Endpoints
-from hpc_swe.roles.rollout.episode import Means
+from hpc_swe.roles.rollout.episode import RolloutResources
 from hpc_swe.roles.rollout.sampler import Sampler
 from hpc_swe.roles.rollout.worker import worker
 from hpc_swe.rundir import RunDir
@@ -18,7 +18,7 @@ def work(run: RunDir, config: RunConfig) -> None:
     table = config.rollout
     endpoints = Endpoints(run, config.groups.max_staleness)
     sampler = Sampler(config.engine, endpoints, run.token.read_text(encoding="ascii"), table.engine_wait_s)
-    means = Means(
+    resources = RolloutResources(
         tasks={task.task_id: task for found in tasks.read(run.tasks).values() for task in found},
         sandboxes=Watched(config.sandbox),
         agent=config.agent,
@@ -27,7 +27,7 @@ def work(run: RunDir, config: RunConfig) -> None:
         config=table,
     )
     with entry.lease(run, config, "rollout") as lease:
-        worker(run, lease, means).work()
+        worker(run, lease, resources).work()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ two nodes see of each other, and `nodes` judges what the probes measured.
 from dataclasses import dataclass
 from typing import Literal
 
-Verdict = Literal["ok", "warning", "fault"]
+Severity = Literal["ok", "warning", "fault"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Finding:
     """What one check found. A fault stops a run or harms others; a warning costs time, or work twice done."""
 
     check: str
-    verdict: Verdict
+    verdict: Severity
     says: str
     remedy: str = ""
     where: str = "cluster"

@@ -7,7 +7,7 @@ see, is a function.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hpc_swe.doctor.findings import Ask, Finding, Verdict
+from hpc_swe.doctor.findings import Ask, Finding, Severity
 from hpc_swe.doctor.probe import Probe
 
 TMP_FAULT_GB, TMP_WARNING_GB = 1.0, 10.0
@@ -27,7 +27,7 @@ class Rule:
     remedy: str
     well: str
     """What is said when all nodes are."""
-    verdict: Verdict = "fault"
+    verdict: Severity = "fault"
 
     def judge(self, probes: Sequence[Probe]) -> Finding:
         """The first node's reason, and how many nodes have one."""
@@ -235,5 +235,5 @@ def clocks(probes: Sequence[Probe]) -> Finding:
     return Finding("clock skew", verdict, says, "run chrony or ntpd on both nodes")
 
 
-def _grade(value: float, warning: float, fault: float) -> Verdict:
+def _grade(value: float, warning: float, fault: float) -> Severity:
     return "fault" if value > fault else "warning" if value > warning else "ok"

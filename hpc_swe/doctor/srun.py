@@ -50,7 +50,7 @@ class Bench:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SrunResult:
     """What came of one srun."""
 
     text: str
@@ -88,7 +88,7 @@ def lay_out(bench: Bench) -> list[Finding]:
     return []
 
 
-def srun(ask: Ask, bench: Bench) -> Outcome:
+def srun(ask: Ask, bench: Bench) -> SrunResult:
     """One job; what outlives the deadline is cancelled by its name."""
     size = [f"--nodes={ask.nodes}", "--ntasks-per-node=1", f"--mem={ask.memory_mb}M", *ask.words]
     limit = [f"--time={round(bench.timeout_s / 60) + 2}", *([f"--gres=gpu:{ask.gpus}"] if ask.gpus else [])]
@@ -106,10 +106,10 @@ def srun(ask: Ask, bench: Bench) -> Outcome:
         command, env=kept, text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as job:
         try:
-            return Outcome(*job.communicate(timeout=bench.timeout_s))
+            return SrunResult(*job.communicate(timeout=bench.timeout_s))
         except subprocess.TimeoutExpired:
             text, errors = _end(job, bench)
-            return Outcome(text, errors, timed_out=True)
+            return SrunResult(text, errors, timed_out=True)
         finally:
             if job.poll() is None:  # interrupted
                 _end(job, bench)
@@ -125,7 +125,7 @@ def _end(job: "subprocess.Popen[str]", bench: Bench) -> tuple[str, str]:
         return job.communicate()
 
 
-def silence(ask: Ask, bench: Bench, outcome: Outcome, answers: int) -> Finding:
+def silence(ask: Ask, bench: Bench, outcome: SrunResult, answers: int) -> Finding:
     """Why fewer nodes answered than were asked."""
     where = f"partition {ask.partition}"
     if outcome.timed_out and "has been allocated" not in outcome.errors and "queued and" in outcome.errors:

@@ -16,13 +16,13 @@ from rich.progress import (
 
 from hpc_swe.errors import DeadlineError, HpcSweError
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs.view import Reader, View, duration
+from hpc_swe.runs.view import RunReader, RunView, duration
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import tasks
 
 
 @dataclass(frozen=True)
-class Headway:
+class EvaluationProgress:
     """How far an evaluation is, and what it waits for."""
 
     done: int
@@ -37,7 +37,7 @@ class Headway:
     """Episodes that infrastructure failed to the last."""
 
 
-class Patience:
+class StallDetector:
     """Ends a wait in which nothing moves for so long, unless jobs wait for the scheduler."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,30 +45,30 @@ class Patience:
         self._moved: object = None
         self._since = clock()
 
-    def look(self, headway: Headway) -> None:
+    def look(self, progress: EvaluationProgress) -> None:
         """Raises DeadlineError."""
-        if headway.moved != self._moved or headway.is_queued:
-            self._moved, self._since = headway.moved, self._clock()
+        if progress.moved != self._moved or progress.is_queued:
+            self._moved, self._since = progress.moved, self._clock()
         silent_s = self._clock() - self._since
         if silent_s > self._limit_s:
             raise DeadlineError(
                 f"nothing moved for {duration(silent_s)} (coordinator.wait_s and rollout.episode_timeout_s); "
-                f"it waits for {headway.waits_for}"
+                f"it waits for {progress.waits_for}"
             )
 
 
-class Watch:
+class ProgressBar:
     """The bar."""
 
     def __init__(self, run: RunDir, config: RunConfig, console: Console) -> None:
-        self._reader, self._patience = Reader(run, config), Patience(_limit_s(config))
+        self._reader, self._detector = RunReader(run, config), StallDetector(_limit_s(config))
         told = TextColumn("{task.description}", markup=False)  # an error may hold brackets
         columns = (told, BarColumn(), MofNCompleteColumn())
         self.bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
         self.total = size(run, config)
         self._row = self.bar.add_task(run.root.name, total=self.total)
         self._first, self._began = -1, time.monotonic()
-        self.headway = Headway(0, 0, "its jobs", True, None)
+        self.progress = EvaluationProgress(0, 0, "its jobs", True, None)
 
     def look(self) -> None:
         """Draw how it stands.
@@ -77,17 +77,19 @@ class Watch:
             DeadlineError: It has not moved for too long.
         """
         try:
-            self.headway = headway(self._reader.look())
+            self.progress = progress_of(self._reader.look())
         except (HpcSweError, OSError) as error:  # a file half gone, or a file system away for a while
             waits_for = f"a look that does not fail: {error}"
-            self.headway = replace(self.headway, waits_for=waits_for, is_queued=False)
-        self._first = self.headway.done if self._first < 0 else self._first
+            self.progress = replace(self.progress, waits_for=waits_for, is_queued=False)
+        self._first = self.progress.done if self._first < 0 else self._first
         minutes = max(time.monotonic() - self._began, 1.0) / 60
-        failed = f", {self.headway.failed} infra failures" if self.headway.failed else ""
-        told = f"{self.headway.solved} solved{failed}, {(self.headway.done - self._first) / minutes:.1f}/min"
-        waits = f"; {self.headway.waits_for}"[:60]
-        self.bar.update(self._row, completed=self.headway.done, description=told + waits)
-        self._patience.look(self.headway)
+        failed = f", {self.progress.failed} infra failures" if self.progress.failed else ""
+        told = (
+            f"{self.progress.solved} solved{failed}, {(self.progress.done - self._first) / minutes:.1f}/min"
+        )
+        waits = f"; {self.progress.waits_for}"[:60]
+        self.bar.update(self._row, completed=self.progress.done, description=told + waits)
+        self._detector.look(self.progress)
 
     def end(self) -> None:
         """It has finished."""
@@ -99,7 +101,7 @@ def _limit_s(config: RunConfig) -> float:
     return config.coordinator.wait_s + config.rollout.episode_timeout_s
 
 
-def headway(view: View) -> Headway:
+def progress_of(view: RunView) -> EvaluationProgress:
     """What a look says."""
     report, queue = view.report, view.queue
     pending = [job for job in queue.jobs if job.state != "running"]
@@ -120,7 +122,7 @@ def headway(view: View) -> Headway:
     else:
         waits_for = "; ".join([report.waits_for, *report.errors[-1:]])
     moved = (done, report.spools if report else None, len(view.engines))
-    return Headway(done, solved, waits_for, bool(pending or queue.silence), moved, failed)
+    return EvaluationProgress(done, solved, waits_for, bool(pending or queue.silence), moved, failed)
 
 
 def size(run: RunDir, config: RunConfig) -> int:

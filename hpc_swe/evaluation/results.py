@@ -19,7 +19,7 @@ from rich.table import Table
 from hpc_swe import intervals
 from hpc_swe.errors import ConfigError, boundary
 from hpc_swe.intervals import Estimate
-from hpc_swe.plugins.graders.base import Official, Verdict
+from hpc_swe.plugins.graders.base import GradedPatch, Official
 from hpc_swe.records import Outcome, Record, RunManifest, Sampling, Score, Task
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
@@ -145,7 +145,7 @@ def _hand_in(run: RunDir, config: RunConfig, attempts: Sequence[Attempt], known:
     """Predictions, as swebench reads them, and the benchmark's own report, a file for each sample."""
     for label, sample in itertools.product(config.eval.decodings, range(config.eval.samples)):
         verdicts = [
-            Verdict(known[attempt.task_id], attempt.submission, _score(attempt))
+            GradedPatch(known[attempt.task_id], attempt.submission, _score(attempt))
             for attempt in attempts
             if (attempt.sampling, attempt.sample) == (label, sample)
         ]

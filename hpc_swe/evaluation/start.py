@@ -9,10 +9,10 @@ from hpc_swe import config as configuration
 from hpc_swe import tables
 from hpc_swe.errors import ConfigError, DeadlineError
 from hpc_swe.evaluation import results
-from hpc_swe.evaluation.progress import Watch, headway
+from hpc_swe.evaluation.progress import ProgressBar, progress_of
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control, existing
-from hpc_swe.runs.view import Reader
+from hpc_swe.runs.view import RunReader
 from hpc_swe.runs.watch import left, wait
 from hpc_swe.settings import RunConfig
 
@@ -65,8 +65,8 @@ def evaluate(run: RunDir, config: RunConfig, *, detach: bool, console: Console) 
     is_new = not run.config.exists()
     plan = control.start(run, config)
     control.tell(run, plan)
-    watch = Watch(run, config, console)
-    done = headway(Reader(run, config).look()).done
+    watch = ProgressBar(run, config, console)
+    done = progress_of(RunReader(run, config).look()).done
     begun = "begins" if is_new else f"goes on: {done} episodes are done"
     tables.show(console, f"{run.root}: {begun}, of {watch.total}")
     if detach:
@@ -79,7 +79,7 @@ def evaluate(run: RunDir, config: RunConfig, *, detach: bool, console: Console) 
         tables.show(console, _left(run, config))
         raise
     except DeadlineError as error:
-        told = Reader(run, config).look().queue.failures or [watch.headway.waits_for]
+        told = RunReader(run, config).look().queue.failures or [watch.progress.waits_for]
         raise DeadlineError("; ".join([str(error), *told])) from None
     return True
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from hpc_swe.errors import SandboxError, boundary
-from hpc_swe.plugins.sandboxes.base import CommandResult, Entry, Sandbox
+from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox, TreeEntry
 from hpc_swe.records import Task
 
 MOST_CHANGED = 2_000
@@ -88,7 +88,7 @@ class _Comparison:
     clean: Sandbox
     aside: set[str]
     """Paths that are not looked at: what the base commit ignores as a whole, and submodules."""
-    changed: dict[str, Entry] = field(default_factory=dict)
+    changed: dict[str, TreeEntry] = field(default_factory=dict)
     """Files and links that are new or other, before anybody asked whether they are ignored."""
     known: set[str] = field(default_factory=set)
     """Those of them that are files or links of the untouched directory, too."""
@@ -126,7 +126,7 @@ class _Comparison:
             folders = self._unignored(folders, "/", budget)
             if len(kept) > MOST_CHANGED:
                 raise TooMuch(f"more than {MOST_CHANGED} files were changed")
-            inside: dict[str, Entry] = {}
+            inside: dict[str, TreeEntry] = {}
             for folder in folders:
                 entries = self._theirs(folder) or {}
                 inside |= {f"{folder}/{name}": entry for name, entry in entries.items() if _is_work(name)}
@@ -139,14 +139,14 @@ class _Comparison:
                 break
         return kept
 
-    def _theirs(self, folder: str) -> dict[str, Entry] | None:
+    def _theirs(self, folder: str) -> dict[str, TreeEntry] | None:
         """None where the agent has closed a folder, even to itself: nothing in it can be handed in."""
         try:
             return self.sandbox.entries(folder)
         except PermissionError:
             return None
 
-    def _compare(self, path: str, new: Entry | None, old: Entry | None) -> None:
+    def _compare(self, path: str, new: TreeEntry | None, old: TreeEntry | None) -> None:
         is_old = old is not None and old.is_file_or_link
         if new is not None and new.is_file_or_link:
             if new != old and not (is_old and self._is_same(path, new, old)):
@@ -160,7 +160,7 @@ class _Comparison:
             self.folders.append(path)
             self.behind |= {path} if old is not None else set()
 
-    def _is_same(self, path: str, new: Entry, old: Entry | None) -> bool:
+    def _is_same(self, path: str, new: TreeEntry, old: TreeEntry | None) -> bool:
         """Written anew with the bytes it had: formatters and `sed -i` do so to every file they look at."""
         if old is None or new[:2] != old[:2]:
             return False
@@ -292,7 +292,7 @@ def _base(clean: Sandbox, paths: list[str]) -> str:
     return clean.read(f"{name}.tree").decode().strip()
 
 
-def _laid(sandbox: Sandbox, clean: Sandbox, entries: dict[str, Entry]) -> list[str]:
+def _laid(sandbox: Sandbox, clean: Sandbox, entries: dict[str, TreeEntry]) -> list[str]:
     """Lay the changes into the untouched directory. A file too large is lost, not the work beside it."""
     laid: list[tuple[str, str, str]] = []
     total = 0

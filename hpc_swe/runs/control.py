@@ -14,7 +14,7 @@ from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import checks, create, submit
 from hpc_swe.runs.existing import load
-from hpc_swe.runs.submit import Plan
+from hpc_swe.runs.submit import TickResult
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, submissions
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 GRACE_S = 10.0  # `stop --now` lets processes see the order before it ends them
 
 
-def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> Plan:
+def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> TickResult:
     """Make the run folder, or go on with the one that is there, and submit what is missing.
 
     A run keeps the code that it was made with, unless it is to be upgraded.
@@ -42,7 +42,7 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> Plan:
     return _submit(run, config)
 
 
-def _submit(run: RunDir, config: RunConfig) -> Plan:
+def _submit(run: RunDir, config: RunConfig) -> TickResult:
     """Tick; where a role cannot be had and nothing ran before, take back what was submitted beside it."""
     before = {role: submissions.newest(run, role).number for role in get_args(Role)}
     plan = submit.tick(run, config)
@@ -114,7 +114,7 @@ def _upgrade(run: RunDir, config: RunConfig) -> None:
     create.renew_code(run)
 
 
-def tell(run: RunDir, plan: Plan) -> None:
+def tell(run: RunDir, plan: TickResult) -> None:
     """Say what was submitted.
 
     Raises:

@@ -70,7 +70,7 @@ class Parameters:
 
 
 @dataclass(frozen=True)
-class Memory:
+class LearnerMemory:
     """Of one GPU."""
 
     parts: list[Part]
@@ -107,7 +107,7 @@ def parameters(shape: ModelShape) -> Parameters:
     return Parameters(split, whole=shape.layers * norms + shape.hidden)
 
 
-def learner_memory(shape: ModelShape, policy: Megatron, data_parallel: int, tokens: int) -> Memory:
+def learner_memory(shape: ModelShape, policy: Megatron, data_parallel: int, tokens: int) -> LearnerMemory:
     """Of one rank, with microbatches of so many tokens.
 
     States, as Megatron's DistributedDataParallel and (Distributed)Optimizer hold them: in bfloat16 2 bytes of
@@ -136,7 +136,7 @@ def learner_memory(shape: ModelShape, policy: Megatron, data_parallel: int, toke
     stepping = 4 * count / shards
     step = Part("or then: AdamW's step", f"4 P / tp{' / dp' if shards > 1 else ''}", stepping)
     most = max(kept + moment[0], stepping)
-    return Memory([*held, *computing, step], sum(part.bytes for part in held) + most)
+    return LearnerMemory([*held, *computing, step], sum(part.bytes for part in held) + most)
 
 
 def host_memory(shape: ModelShape, policy: Megatron, *, reference: bool) -> float:

@@ -47,7 +47,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TickResult:
     """What a tick did."""
 
     submit: dict[Role, int] = field(default_factory=dict)
@@ -129,17 +129,17 @@ def run_id(run: RunDir) -> str:
         return run.root.name
 
 
-def tick(run: RunDir, config: RunConfig) -> Plan:
+def tick(run: RunDir, config: RunConfig) -> TickResult:
     """Submit what is missing; nothing while an order stands or when the run has finished.
 
     Raises:
         SchedulerError: The scheduler does not answer; nothing was submitted.
     """
     if orders.standing(run):
-        return Plan()
+        return TickResult()
     newest, queue, decided = _look(run, config)
     if orders.standing(run):  # written before the queue ran empty because of it
-        return Plan()
+        return TickResult()
     for role, decision in decided.items():
         _settle(run, role, newest[role].number, decision)
     cancel = [job for decision in decided.values() for job in decision.cancel]
@@ -157,7 +157,7 @@ def tick(run: RunDir, config: RunConfig) -> Plan:
         log.error("stuck %s: %s", role, why)
     lost = [role for role in stuck if all(job.role != role for job in queue)]
     submitted = {role: submit[role] for role in decided if submit.get(role)}
-    return Plan(submitted, cancel, stuck, lost)
+    return TickResult(submitted, cancel, stuck, lost)
 
 
 def _look(run: RunDir, config: RunConfig) -> tuple[dict[Role, Entry], list[Job], dict[Role, Decision]]:

@@ -33,7 +33,7 @@ class Queue:
 
 
 @dataclass(frozen=True)
-class View:
+class RunView:
     """All that a screen shows."""
 
     name: str
@@ -47,14 +47,14 @@ class View:
     engines: Sequence[Endpoint] = ()
 
 
-class Reader:
+class RunReader:
     """Looks at a run; asks the scheduler, and reads what its jobs said, no more than every `ASK_S`."""
 
     def __init__(self, run: RunDir, config: RunConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._run, self._config, self._clock = run, config, clock
         self._queue, self._asked_at = Queue(), float("-inf")
 
-    def look(self) -> View:
+    def look(self) -> RunView:
         """The run as it stands."""
         run, config = self._run, self._config
         if self._clock() >= self._asked_at + ASK_S:
@@ -65,7 +65,7 @@ class Reader:
             engines = atomic.get(run.endpoints, EndpointTable).endpoints
         except FileNotFoundError:
             report, silent_s, engines = None, 0.0, []
-        view = View(
+        view = RunView(
             name=run.root.name,
             steps=0 if config.mode == "eval" else config.steps,
             desired=roles.desired(config),
@@ -78,7 +78,7 @@ class Reader:
         return _ended(view) if run.finished.exists() and not self._queue.jobs else view
 
 
-def _ended(view: View) -> View:
+def _ended(view: RunView) -> RunView:
     """A finished run of which no job is left: its last report was written while they lived."""
     nobody = dict.fromkeys(view.desired, 0)
     report = view.report and msgspec.structs.replace(view.report, roles=[], waits_for="", step_s=0.0)

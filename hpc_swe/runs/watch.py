@@ -14,7 +14,7 @@ from hpc_swe.plugins.executors.local import Local
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import submit
 from hpc_swe.runs.control import alive, stop
-from hpc_swe.runs.submit import Plan
+from hpc_swe.runs.submit import TickResult
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import orders
 
@@ -72,12 +72,12 @@ def _require_finished(run: RunDir) -> None:
         raise HpcSweError(f"{run.root}: ordered to end before it had finished; `launch start` goes on")
 
 
-def _tick_patiently(run: RunDir, config: RunConfig) -> Plan:
+def _tick_patiently(run: RunDir, config: RunConfig) -> TickResult:
     try:
         return submit.tick(run, config)
     except (SchedulerError, StorageError) as error:
         log.warning("waiting for the scheduler or the file system: %s", error)
-        return Plan()
+        return TickResult()
 
 
 def left(run: RunDir, config: RunConfig) -> str:

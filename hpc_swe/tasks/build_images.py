@@ -20,7 +20,7 @@ from hpc_swe.plugins.tasksets.swebench import Swebench
 from hpc_swe.screen import bars, say
 from hpc_swe.settings import RunConfig
 from hpc_swe.tasks.images.sources import Built, ImageSource, Pulled
-from hpc_swe.tasks.images.store import Problem, Shelf
+from hpc_swe.tasks.images.store import ImageStore, Problem
 
 
 def wanted(config: RunConfig) -> tuple[Apptainer, list[Problem]]:
@@ -33,7 +33,7 @@ def wanted(config: RunConfig) -> tuple[Apptainer, list[Problem]]:
     return config.sandbox, [Problem(task, references[task.task_id]) for task in tasks]
 
 
-def run(shelf: Shelf, source: ImageSource, problems: Sequence[Problem], jobs: int) -> int:
+def run(store: ImageStore, source: ImageSource, problems: Sequence[Problem], jobs: int) -> int:
     """Build what is missing, under a progress bar; the number of images that failed.
 
     Raises:
@@ -42,7 +42,7 @@ def run(shelf: Shelf, source: ImageSource, problems: Sequence[Problem], jobs: in
     failed = 0
     with bars() as progress, ThreadPoolExecutor(jobs) as pool:
         bar = progress.add_task("images", total=len(problems))
-        futures = {pool.submit(shelf.build, source, problem): problem.task for problem in problems}
+        futures = {pool.submit(store.build, source, problem): problem.task for problem in problems}
         try:
             for done, future in enumerate(as_completed(futures)):
                 task = futures[future]
@@ -50,7 +50,7 @@ def run(shelf: Shelf, source: ImageSource, problems: Sequence[Problem], jobs: in
                     future.result()
                 except StorageError as error:
                     raise StorageError(
-                        f"{shelf.images}: the disk is full ({str(error)[-300:]}). {done - failed} of "
+                        f"{store.images}: the disk is full ({str(error)[-300:]}). {done - failed} of "
                         f"{len(problems)} images are there; make room and run the same command again"
                     ) from None
                 except HpcSweError as error:
@@ -98,14 +98,14 @@ def main() -> None:
     arguments = cli.parse(parser)
     try:
         sandbox, problems = wanted(configuration.of_words(arguments.words))
-        shelf = Shelf(Path(sandbox.images), arguments.keep_leaks)
+        store = ImageStore(Path(sandbox.images), arguments.keep_leaks)
         source = _source(arguments, sandbox)
-        with shelf.alone():
-            failed = run(shelf, source, problems, max(1, arguments.jobs))
+        with store.alone():
+            failed = run(store, source, problems, max(1, arguments.jobs))
     except HpcSweError as error:
         say(f"error: {error}")
         sys.exit(error.exit_code)
-    say(f"{len(problems) - failed} of {len(problems)} images are in {shelf.images}")
+    say(f"{len(problems) - failed} of {len(problems)} images are in {store.images}")
     sys.exit(1 if failed else 0)
 
 

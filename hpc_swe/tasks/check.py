@@ -30,9 +30,9 @@ from hpc_swe.plugins.graders.base import Examiner, Grader, Resitting, Version
 from hpc_swe.plugins.patch import apply
 from hpc_swe.plugins.sandboxes._watched import Watched
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
-from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Entry, Sandbox, Sandboxes
+from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Sandbox, Sandboxes, TreeEntry
 from hpc_swe.plugins.tasksets import _checked
-from hpc_swe.plugins.tasksets._checked import Kind, Seconds, Verdict
+from hpc_swe.plugins.tasksets._checked import Kind, Seconds, TaskCheck
 from hpc_swe.plugins.tasksets.base import Referenced
 from hpc_swe.plugins.tasksets.swebench import Swebench
 from hpc_swe.records import Score, Task
@@ -105,7 +105,7 @@ class _ClockedSandbox(Sandbox):
     def paths(self) -> list[str]:
         return self.sandbox.paths()
 
-    def entries(self, folder: str) -> dict[str, Entry]:
+    def entries(self, folder: str) -> dict[str, TreeEntry]:
         return self.sandbox.entries(folder)
 
     def target(self, path: str) -> str:
@@ -122,7 +122,7 @@ class Checker:
     images: Path | None = None
     """Folder of the images, for their digests; None has none."""
 
-    def check(self, task: Task, reference: str) -> Verdict:
+    def check(self, task: Task, reference: str) -> TaskCheck:
         """Grade the reference and nothing, in turns."""
         gold: list[Score] = []
         empty: list[Score] = []
@@ -145,7 +145,7 @@ class Checker:
                 versions, unchanged = self._changed(task, reference)
         except (EpisodeError, ConfigError) as error:
             kind, reason = "broken", str(error)  # also when only the choice of changed tests failed
-        return Verdict(
+        return TaskCheck(
             task_id=task.task_id,
             verdict=kind,
             reason=reason,
@@ -165,7 +165,7 @@ class Checker:
         with boundary(EpisodeError, "change tests"):
             return self.grader.changed_tests(task, reference, self.sandboxes)
 
-    def is_known(self, task: Task, reference: str, verdict: Verdict | None) -> bool:
+    def is_known(self, task: Task, reference: str, verdict: TaskCheck | None) -> bool:
         """Whether a verdict still holds."""
         if verdict is None or verdict.verdict == "broken" or len(verdict.gold) < self.runs:
             return False
@@ -247,7 +247,7 @@ def wanted(config: RunConfig) -> tuple[list[Task], dict[str, str]]:
 
 def run(
     checker: Checker, tasks: Sequence[Task], references: dict[str, str], out: Path, jobs: int
-) -> list[Verdict]:
+) -> list[TaskCheck]:
     """Check what has no verdict that holds, under a progress bar; the verdicts of all tasks.
 
     Raises:
@@ -274,7 +274,7 @@ def run(
     return [verdicts[task.task_id] for task in tasks]
 
 
-def table(verdicts: Sequence[Verdict]) -> Table:
+def table(verdicts: Sequence[TaskCheck]) -> Table:
     """One row a task; seconds are medians over its runs of the reference."""
     shown = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
     for name in ("task", "verdict", "reference", "nothing", "second sitting"):
@@ -287,7 +287,7 @@ def table(verdicts: Sequence[Verdict]) -> Table:
     return shown
 
 
-def _sitting(verdict: Verdict) -> str:
+def _sitting(verdict: TaskCheck) -> str:
     tests = {name for version in verdict.changed_tests for name in version.tests}
     return f"{len(verdict.changed_tests)} versions, {len(tests)} tests" if tests else "-"
 
@@ -296,7 +296,7 @@ def _tally(outcomes: Sequence[str]) -> str:
     return ", ".join(f"{count} {outcome}" for outcome, count in Counter(outcomes).most_common()) or "-"
 
 
-def _tell(verdicts: Sequence[Verdict], out: Path) -> None:
+def _tell(verdicts: Sequence[TaskCheck], out: Path) -> None:
     tables.show(console, table(verdicts))
     for one in verdicts:
         if one.verdict != "usable":

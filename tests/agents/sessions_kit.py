@@ -17,7 +17,7 @@ from toy import RECIPES
 
 from hpc_swe import config as configuration
 from hpc_swe.conversation import TokenBuilder
-from hpc_swe.plugins.engines.scripted import Reply
+from hpc_swe.plugins.engines.scripted import ScriptedReply
 from hpc_swe.settings import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,7 @@ def giving_up(agent: str) -> list[str]:
     return solving(agent, "", "", "")[-1:]
 
 
-def script(builder: TokenBuilder, *sessions: list[str]) -> list[Reply]:
+def script(builder: TokenBuilder, *sessions: list[str]) -> list[ScriptedReply]:
     """Replies in tokens that no tokenizer would choose; a random policy thinks all tokens equally likely."""
     dice, replies = random.Random(0), []
     for text in [text for session in sessions for text in session]:
@@ -92,11 +92,11 @@ def script(builder: TokenBuilder, *sessions: list[str]) -> list[Reply]:
             cut = dice.randint(1, 6)
             ids, rest = [*ids, *builder.tokens.encode(rest[:cut])], rest[cut:]
         ids.append(builder.end_id)
-        replies.append(Reply(token_ids=ids, logprobs=[-math.log(VOCABULARY)] * len(ids)))
+        replies.append(ScriptedReply(token_ids=ids, logprobs=[-math.log(VOCABULARY)] * len(ids)))
     return replies
 
 
-def overlay(world: World, replies: list[Reply], path: Path) -> Path:
+def overlay(world: World, replies: list[ScriptedReply], path: Path) -> Path:
     """What makes configs/swebench.toml a run of one step on this machine."""
     said = path.with_suffix(".json")
     said.write_bytes(msgspec.json.encode(replies))

@@ -16,7 +16,7 @@ from test_recorder import stage
 
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import ConfigError, SandboxError
-from hpc_swe.plugins.agents.base import Address
+from hpc_swe.plugins.agents.base import ChatAddress
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.sandboxes.base import Sandbox
 from hpc_swe.records import Task, TestPlan
@@ -98,13 +98,13 @@ def apptainer() -> Apptainer:
 
 
 @contextmanager
-def served(sandbox: Sandbox, run: RunDir, builder: TokenBuilder, said: str) -> Iterator[Address]:
+def served(sandbox: Sandbox, run: RunDir, builder: TokenBuilder, said: str) -> Iterator[ChatAddress]:
     on = stage(run, builder, replies=[said])
     with on.recorder.serve(sandbox.listen(8765), most_turns=5) as address:
         yield address
 
 
-def asked(sandbox: Sandbox, address: Address) -> str:
+def asked(sandbox: Sandbox, address: ChatAddress) -> str:
     program = f"URL, KEY = {address.url!r}, {address.key!r}\n{ASK}"
     return sandbox.python(program, 180).output.strip()
 
@@ -117,7 +117,7 @@ def test_each_sandbox_finds_its_own_recorder_at_the_same_port(
             assert first.url == second.url
             assert (asked(one, first), asked(two, second)) == ("one", "two")
             assert "401" in asked(one, second), "another episode's key opens nothing"
-            assert "401" in asked(one, Address(first.url, ""))
+            assert "401" in asked(one, ChatAddress(first.url, ""))
         assert "refused" in asked(one, first), "after the episode nobody listens"
 
 

@@ -13,7 +13,7 @@ from made_episodes import episode
 
 from hpc_swe.plugins.agents.base import Reply
 from hpc_swe.records import Message, Turn, float_array, id_array
-from hpc_swe.roles.coordinator.samples import cut, flaw
+from hpc_swe.roles.coordinator.samples import flaw, make_samples
 
 START = [Message(role="system", content="Repair."), Message(role="user", content="It fails.")]
 SPELLED = st.lists(st.one_of(st.sampled_from(NAMES), st.text(max_size=5)), max_size=4).map("".join)
@@ -79,7 +79,7 @@ def test_prompts_extend_and_every_sampled_token_is_trained_once(stage, kind: str
         assert asked.prompt == whole[turn.parent] + id_array(turn.appended_ids).tolist()
         assert turn.completion.tolist() == answer
         whole[index] = asked.prompt + answer
-    (sample,) = cut(made, 1.0, "all", 0, 0).samples
+    (sample,) = make_samples(made, 1.0, "all", 0, 0).samples
     delivered = [turn for turn in turns if turn.delivered]
     assert len(delivered) == len(script)
     assert id_array(sample.token_ids).tolist() == whole[len(turns) - 1]

@@ -97,10 +97,10 @@ class Workers:
         tasks = {task.task_id: task}
         started = time.monotonic()
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-        means = episode.Means(tasks, sandboxes, Does(script), None, None, RolloutConfig())
+        means = episode.RolloutResources(tasks, sandboxes, Does(script), None, None, RolloutConfig())
         recorder = Recorder(None, None, request, RolloutConfig())
         made = episode.record(request, recorder, episode.play(means, request, recorder), "w")
-        score = reward.judge(reward.Means(tasks, sandboxes, grader, RewardConfig()), made)
+        score = reward.judge(reward.RewardResources(tasks, sandboxes, grader, RewardConfig()), made)
         return Came(score, made.exit_status, time.monotonic() - started, memory_mb("VmHWM"))
 
 

@@ -21,7 +21,7 @@ from configuration import USERS
 from hosts import PATIENCE_S
 from tokenizers import Tokenizer
 
-from hpc_swe.plugins.engines.scripted import Reply
+from hpc_swe.plugins.engines.scripted import ScriptedReply
 from hpc_swe.records import BatchManifest, MetricLine, Node
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, folders
@@ -351,7 +351,7 @@ def configuration(replies: str, reward_min: int) -> str:
     return OVERLAY.replace("@replies@", replies) + "".join(tables)
 
 
-def written_replies(model: Path, delay_s: float = 0.5) -> Sequence[Reply]:
+def written_replies(model: Path, delay_s: float = 0.5) -> Sequence[ScriptedReply]:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     texts = [tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False).ids for text in SAID]
-    return [Reply(token_ids=ids, logprobs=[-1.0] * len(ids), delay_s=delay_s) for ids in texts]
+    return [ScriptedReply(token_ids=ids, logprobs=[-1.0] * len(ids), delay_s=delay_s) for ids in texts]

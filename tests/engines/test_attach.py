@@ -28,7 +28,7 @@ from waiting import until
 
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, EngineError
-from hpc_swe.plugins.engines.scripted import SCORE, Reply, Scripted
+from hpc_swe.plugins.engines.scripted import SCORE, Scripted, ScriptedReply
 from hpc_swe.plugins.engines.vllm import TOKEN as VARIABLE
 from hpc_swe.records import ProbeScore, Sampling, WeightVersion
 from hpc_swe.roles.inference.supervisor import free_port
@@ -88,7 +88,7 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.fixture
 def somebody(tmp_path: Path, model: Path) -> Iterator[Somebody]:
-    replies = json_replies(tmp_path / "replies.json", [Reply(token_ids=[3], logprobs=[-0.5])])
+    replies = json_replies(tmp_path / "replies.json", [ScriptedReply(token_ids=[3], logprobs=[-0.5])])
     found = Somebody(Scripted(replies=replies, max_model_len=4096), model, free_port("127.0.0.1", 0))
     yield found
     found.end()

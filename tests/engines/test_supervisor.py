@@ -28,7 +28,7 @@ from engine_kit import (
 from waiting import until
 
 from hpc_swe.errors import EngineError
-from hpc_swe.plugins.engines.scripted import SCORE, Reply, Scripted
+from hpc_swe.plugins.engines.scripted import SCORE, Scripted, ScriptedReply
 from hpc_swe.records import ProbeScore, Sampling, WeightVersion
 from hpc_swe.roles.inference.supervisor import REFUSALS
 from hpc_swe.rundir import RunDir
@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.fixture
 def engine(tmp_path: Path) -> Scripted:
     return Scripted(
-        replies=json_replies(tmp_path / "replies.json", [Reply(token_ids=[3], logprobs=[-0.5])]),
+        replies=json_replies(tmp_path / "replies.json", [ScriptedReply(token_ids=[3], logprobs=[-0.5])]),
         environ={"TEST_MARK": str(tmp_path)},
     )
 

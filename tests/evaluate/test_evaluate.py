@@ -25,14 +25,14 @@ from waiting import until
 from hpc_swe import config as configuration
 from hpc_swe.errors import DeadlineError, HpcSweError, StorageError
 from hpc_swe.evaluation import progress, results, start
-from hpc_swe.evaluation.progress import Headway, Patience, headway
+from hpc_swe.evaluation.progress import EvaluationProgress, StallDetector, progress_of
 from hpc_swe.evaluation.results import Summary
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.records import Endpoint, Node, StatusReport, WeightVersion
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control, existing
-from hpc_swe.runs.view import Queue, View
+from hpc_swe.runs.view import Queue, RunView
 from hpc_swe.runs.watch import wait
 from hpc_swe.store import atomic, evals, submissions, tasks
 from hpc_swe.store.evals import Attempt
@@ -58,7 +58,7 @@ NOBODY = [f"by_hand={ROLES}", *(f"counts.{role}=0" for role in ROLES)]
 # what it waits for
 
 
-def view(**changes: object) -> View:
+def view(**changes: object) -> RunView:
     version = WeightVersion()
     recent = {"evaluation/done": [3.0], "evaluation/resolved": [2.0]}
     report = StatusReport(
@@ -73,7 +73,7 @@ def view(**changes: object) -> View:
     )
     engine = Endpoint(owner="e", url="http://e", versions=[version], updating=False)
     known = {"report": report, "engines": [engine], "queue": Queue(), "desired": {"inference": 1}}
-    return View(name="r", steps=0, orders=[], **(known | changes))
+    return RunView(name="r", steps=0, orders=[], **(known | changes))
 
 
 @pytest.mark.parametrize(
@@ -91,25 +91,25 @@ def view(**changes: object) -> View:
     ],
 )
 def test_it_says_what_it_waits_for(changes, waits_for):
-    assert re.match(waits_for, headway(view(**changes)).waits_for)
+    assert re.match(waits_for, progress_of(view(**changes)).waits_for)
 
 
 def test_patience_ends_when_nothing_moves_but_not_while_jobs_wait_in_the_queue():
     now = [0.0]
-    patience = Patience(10.0, lambda: now[0])
-    stands = Headway(done=1, solved=0, waits_for="an engine", is_queued=False, moved=1)
+    detector = StallDetector(10.0, lambda: now[0])
+    stands = EvaluationProgress(done=1, solved=0, waits_for="an engine", is_queued=False, moved=1)
     for passes_s, fares in [
         (9, stands),
         (9, dataclasses.replace(stands, moved=2)),
         (9, dataclasses.replace(stands, moved=2)),
     ]:
-        patience.look(fares)
+        detector.look(fares)
         now[0] += passes_s
     with pytest.raises(DeadlineError, match="nothing moved for 18 s .*waits for an engine"):
-        patience.look(dataclasses.replace(stands, moved=2))
+        detector.look(dataclasses.replace(stands, moved=2))
     for _ in range(3):
         now[0] += 50
-        patience.look(dataclasses.replace(stands, moved=2, is_queued=True))
+        detector.look(dataclasses.replace(stands, moved=2, is_queued=True))
 
 
 class Elsewhere(Local, frozen=True, kw_only=True):
@@ -149,16 +149,16 @@ def test_the_end_of_the_watch_ends_the_jobs_of_this_machine_and_leaves_those_of_
 
 def test_a_look_that_fails_is_told_and_taken_again_until_patience_ends(begun):
     config = existing.load(begun.out)
-    watch = progress.Watch(begun.out, config, Console(quiet=True))
+    watch = progress.ProgressBar(begun.out, config, Console(quiet=True))
     begun.out.status.write_text("{")
     try:
         watch.look()
     finally:
         begun.out.status.unlink()
-    assert f"does not fail: {begun.out.status}: not a StatusReport" in watch.headway.waits_for
-    assert not watch.headway.is_queued
+    assert f"does not fail: {begun.out.status}: not a StatusReport" in watch.progress.waits_for
+    assert not watch.progress.is_queued
     watch.look()
-    assert "fail" not in watch.headway.waits_for
+    assert "fail" not in watch.progress.waits_for
 
 
 def test_a_role_that_is_stuck_at_the_start_leaves_no_job_of_another_on_this_machine(small):
@@ -285,7 +285,7 @@ def test_to_compare_with_what_has_not_finished_is_refused_before_anything_starts
 
 def test_brackets_in_what_it_waits_for_do_not_end_the_watch(begun):
     console = Console(file=io.StringIO(), width=200)
-    watch = progress.Watch(begun.out, existing.load(begun.out), console)
+    watch = progress.ProgressBar(begun.out, existing.load(begun.out), console)
     watch.bar.update(watch.bar.task_ids[0], description="0 solved; [sandbox] no image in [/shared/me]")
     console.print(watch.bar.get_renderable())
     assert "0 solved; [sandbox] no image in [/shared/me]" in console.file.getvalue()

@@ -17,7 +17,7 @@ from hpc_swe import intervals
 from hpc_swe.errors import ConfigError, CorruptRecord
 from hpc_swe.evaluation import results
 from hpc_swe.evaluation.results import Finished
-from hpc_swe.plugins.graders.base import Official, Verdict
+from hpc_swe.plugins.graders.base import GradedPatch, Official
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.records import Message, RunManifest, Sampling, Score, Task, ToolCall
 from hpc_swe.roles.coordinator import evaluation
@@ -317,7 +317,7 @@ def test_swebench_reads_our_predictions_and_makes_the_same_report_of_our_logs(tm
         ("", Score(outcome="infra_error", reward=None)),
     ]
     assert isinstance(Swebench(), Official)
-    verdicts = [Verdict(task, *score) for task, score in zip(known, scores, strict=True)]
+    verdicts = [GradedPatch(task, *score) for task, score in zip(known, scores, strict=True)]
     Swebench().report(tmp_path, "greedy-0", "mine", verdicts)
     made = json.loads((tmp_path / "report.greedy-0.json").read_text())
     assert (made["total_instances"], made["resolved_ids"], made["unresolved_ids"]) == (5, ids[:1], ids[1:2])

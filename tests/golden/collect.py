@@ -217,7 +217,7 @@ def status() -> Iterator[str]:
     """The screen of a run, at two widths."""
     from hpc_swe.plugins.executors.base import Job
     from hpc_swe.records import Endpoint, RoleStatus, StatusReport, WeightVersion
-    from hpc_swe.runs.view import Queue, View
+    from hpc_swe.runs.view import Queue, RunView
     from hpc_swe.status import render
 
     desired = {"coordinator": 1, "learner": 1, "inference": 4, "rollout": 16, "reward": 4}
@@ -245,9 +245,9 @@ def status() -> Iterator[str]:
     ]
     shared = {"name": "demo", "steps": 48, "desired": desired}
     views = {
-        "training": View(**shared, orders=[], queue=Queue(jobs), report=report, engines=engines),
-        "late": View(**shared, orders=["DRAIN"], queue=Queue(jobs), report=report, silent_s=4000.0),
-        "new": View(**shared, orders=[], queue=Queue(silence="squeue did not answer")),
+        "training": RunView(**shared, orders=[], queue=Queue(jobs), report=report, engines=engines),
+        "late": RunView(**shared, orders=["DRAIN"], queue=Queue(jobs), report=report, silent_s=4000.0),
+        "new": RunView(**shared, orders=[], queue=Queue(silence="squeue did not answer")),
     }
     for name, view in views.items():
         for width in (80, 120):

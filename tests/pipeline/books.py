@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpc_swe.records import Batch, BatchManifest, ScoredEpisode, WeightVersion
 from hpc_swe.roles.coordinator import archive
-from hpc_swe.roles.coordinator.samples import cut
+from hpc_swe.roles.coordinator.samples import make_samples
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, folders, weights
@@ -148,7 +148,7 @@ def sampled(members: Iterable[ScoredEpisode], config: RunConfig) -> Tokens:
             batches.overlong != "train" and scored.episode.exit_status.is_truncated
         ):
             continue
-        for sample in cut(scored.episode, 1.0, batches.train_chains, 0, 0).samples:
+        for sample in make_samples(scored.episode, 1.0, batches.train_chains, 0, 0).samples:
             found[sample.token_ids, sample.mask, sample.logprobs] += 1
     return found
 

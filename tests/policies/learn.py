@@ -26,8 +26,8 @@ def main() -> None:
     from hpc_swe.errors import HpcSweError
     from hpc_swe.plugins.policies.base import LossConfig, OptimizerConfig
     from hpc_swe.plugins.policies.megatron import Megatron
-    from hpc_swe.roles.learner.feed import Feed
-    from hpc_swe.roles.learner.loop import Plan, learn
+    from hpc_swe.roles.learner.batch_source import BatchSource
+    from hpc_swe.roles.learner.loop import LearnerPlan, learn
     from hpc_swe.roles.learner.loss import PolicyObjective
     from hpc_swe.rundir import RunDir
 
@@ -44,8 +44,8 @@ def main() -> None:
             with (run.root / "told.jsonl").open("a") as file:
                 print(json.dumps({"step": step} | metrics), file=file)
 
-    plan = Plan(steps, export_every=1, checkpoint_every=2, writer="learner-test")
-    feed = Feed(run, wait_s=600.0, poll_s=0.05, interrupted=interrupted.is_set)
+    plan = LearnerPlan(steps, export_every=1, checkpoint_every=2, writer="learner-test")
+    feed = BatchSource(run, wait_s=600.0, poll_s=0.05, interrupted=interrupted.is_set)
     try:
         learn(run, learner, PolicyObjective(LossConfig()), plan, feed, tell)
     except HpcSweError as error:

@@ -23,10 +23,10 @@ from hpc_swe.records import (
     WeightVersion,
 )
 from hpc_swe.roles.coordinator import batches
-from hpc_swe.roles.coordinator.batches import Recipe
-from hpc_swe.roles.coordinator.dispatch import Plan
+from hpc_swe.roles.coordinator.batches import BatchSettings
+from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.evaluation import Evaluator
-from hpc_swe.roles.coordinator.housekeeping import Housekeeper
+from hpc_swe.roles.coordinator.maintenance import Maintenance
 from hpc_swe.roles.coordinator.training import Training
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import BatchesConfig, EvalConfig, GroupsConfig, LeaseConfig, RetentionConfig
@@ -56,17 +56,17 @@ def rundir(root) -> RunDir:
     return run
 
 
-def housekeeper(run, clock=None, beat_s=1.0, ttl_s=3.0, max_losses=2, retention=None) -> Housekeeper:
+def housekeeper(run, clock=None, beat_s=1.0, ttl_s=3.0, max_losses=2, retention=None) -> Maintenance:
     lease = LeaseConfig(beat_s=beat_s, ttl_s=ttl_s)
     kept = retention or RetentionConfig(free_space_floor_gb=0)
-    return Housekeeper(run, kept, lease, max_losses, clock or Clock())
+    return Maintenance(run, kept, lease, max_losses, clock or Clock())
 
 
 def training(run, limits=LIMITS, every=0, eval_tasks=(), owner="coordinator", steps=STEPS) -> Training:
     log = Log(run.metric_log(owner))
     evaluator = Evaluator(run, eval_tasks, HELD_OUT, 5, log, every)
-    recipe = Recipe(limits, BatchesConfig(microbatch_tokens=64), Grpo(), 2)
-    return Training(run, Plan(5, TASKS, limits.group_size, Sampling()), recipe, steps, evaluator, log)
+    recipe = BatchSettings(limits, BatchesConfig(microbatch_tokens=64), Grpo(), 2)
+    return Training(run, RequestPlan(5, TASKS, limits.group_size, Sampling()), recipe, steps, evaluator, log)
 
 
 def reward(name: str) -> float:

@@ -272,12 +272,12 @@ def test_two_coordinators_that_hold_the_same_results_publish_one_batch(run):
     house = housekeeper(run)
     while True:
         world = house.look()
-        second._intake.round(world)  # it reads all that the first reads, and is a moment later
+        second._collector.round(world)  # it reads all that the first reads, and is a moment later
         first.round(world)
         if batches.steps(run):
             break
         work(run)
-    composition = batches.compose(second._verdict, second.state, 0, LIMITS.groups_per_step)
+    composition = batches.compose(second._decision, second.state, 0, LIMITS.groups_per_step)
     before = published(run)
     with pytest.raises(LostRace):
         second._publish(composition, world)

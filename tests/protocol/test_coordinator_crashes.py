@@ -69,8 +69,8 @@ def ready_to_publish(root):
     house, duty = housekeeper(run), training(run)
     while True:
         world = house.look()
-        duty._intake.round(world)
-        if batches.compose(duty._verdict, duty.state, 0, 2):
+        duty._collector.round(world)
+        if batches.compose(duty._decision, duty.state, 0, 2):
             return
         duty._dispatch(world)
         work(run)
@@ -153,7 +153,7 @@ def old_folders(root):
     run = rundir(root)
     for step in range(5):
         export(run, WeightVersion(step=step))
-        batches.commit(run, batches.Composition(step, [], [], {}, batches.CoordinatorState()), [], {})
+        batches.commit(run, batches.BatchPlan(step, [], [], {}, batches.CoordinatorState()), [], {})
     for step in (1, 2, 4):
         save(run, step)
 

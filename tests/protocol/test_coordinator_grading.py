@@ -5,7 +5,7 @@ from coordinator_world import housekeeper, result, training
 
 from hpc_swe.plugins.graders.base import DISAGREES, SILENT
 from hpc_swe.records import RolloutRequest, ScoredEpisode
-from hpc_swe.roles.coordinator.curves import of_intake, turns_from
+from hpc_swe.roles.coordinator.curves import of_collected, turns_from
 from hpc_swe.store.spool import Spool
 
 
@@ -89,6 +89,6 @@ def test_ranges_of_turns_have_no_gap():
         64,
         64,
     ]
-    assert of_intake(
+    assert of_collected(
         {"grader/sentinels": 0, "grader/results": 0} | {f"read/turns_{n}": 0 for n in (0, 1, 4, 16, 64)}
     ) == {"grader/sentinels": 0.0}

@@ -15,14 +15,14 @@ from hpc_swe.records import (
     WeightVersion,
 )
 from hpc_swe.roles.coordinator import batches
-from hpc_swe.roles.coordinator.housekeeping import ORPHAN_S, Standing
+from hpc_swe.roles.coordinator.maintenance import ORPHAN_S, Progress
 from hpc_swe.roles.coordinator.retention import first_kept_batch, kept_checkpoints, superseded
 from hpc_swe.settings import RetentionConfig
 from hpc_swe.store import atomic
 from hpc_swe.store.spool import Spool
 
 KEPT = RetentionConfig(keep_last=2, free_space_floor_gb=0)
-STANDING = Standing("the learner", 3, {"reward/mean": [0.5]}, ["train-000001-00 a0: engine"])
+STANDING = Progress("the learner", 3, {"reward/mean": [0.5]}, ["train-000001-00 a0: engine"])
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def closed(duty):
 
 
 def old_batch(run, step):
-    batches.commit(run, batches.Composition(step, [], [], {}, CoordinatorState()), [], {})
+    batches.commit(run, batches.BatchPlan(step, [], [], {}, CoordinatorState()), [], {})
 
 
 # recovery

@@ -31,10 +31,10 @@ from hpc_swe.errors import ConfigError, DeadlineError, LostRace, StorageError
 from hpc_swe.metrics import Log
 from hpc_swe.records import Batch, Message, Node, RolloutRequest, Sampling, ScoredEpisode, StatusReport
 from hpc_swe.roles.coordinator import archive, batches, sft
-from hpc_swe.roles.coordinator.dispatch import Plan
+from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator, summary
-from hpc_swe.roles.coordinator.housekeeping import Standing
 from hpc_swe.roles.coordinator.loop import Coordinator
+from hpc_swe.roles.coordinator.maintenance import Progress
 from hpc_swe.settings import CoordinatorConfig, GroupsConfig
 from hpc_swe.store import atomic
 from hpc_swe.store.evals import Attempt
@@ -182,7 +182,7 @@ def stream():
 
 
 def warm_start(run):
-    return sft.WarmStart(run, stream(), sft.Course(STEPS, 4, 64, 2), Log(run.metric_log("c")))
+    return sft.WarmStart(run, stream(), sft.SftSchedule(STEPS, 4, 64, 2), Log(run.metric_log("c")))
 
 
 def test_a_warm_start_publishes_a_few_batches_ahead_and_ends(run):
@@ -245,7 +245,7 @@ def rejection(episodes, least=1.0, limit=64, log=None):
 
 def test_rejection_sampling_leaves_out_what_cannot_be_trained(run):
     """Tokens without log-probabilities, and what is over the budget, which would end the run."""
-    requests = Plan(5, ("ant",), 4, Sampling()).group(0)
+    requests = RequestPlan(5, ("ant",), 4, Sampling()).group(0)
     good, flawed, twice, long = (result(request, 1.0) for request in requests)  # of 5, 6, 7, 8 tokens
     (turn,), (bad,) = twice.episode.turns, flawed.episode.turns
     flawed = changed(flawed, [msgspec.structs.replace(bad, logprobs=b"")])
@@ -300,7 +300,7 @@ class Refused:
     def round(self, world):
         if Refused.made < 3:
             raise StorageError("full")
-        return Standing("", 0, {}, [])
+        return Progress("", 0, {}, [])
 
 
 def test_a_refusal_of_the_file_system_is_a_restart_of_the_work(run):

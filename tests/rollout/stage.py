@@ -28,7 +28,7 @@ from hpc_swe.records import (
     WeightVersion,
 )
 from hpc_swe.roles.rollout.endpoints import Endpoints
-from hpc_swe.roles.rollout.episode import Means
+from hpc_swe.roles.rollout.episode import RolloutResources
 from hpc_swe.roles.rollout.sampler import Sampler
 from hpc_swe.roles.rollout.worker import worker
 from hpc_swe.rundir import RunDir
@@ -77,7 +77,7 @@ class Doing:
 class Company:
     run: RunDir
     engine: ToyEngine
-    means: Means
+    means: RolloutResources
 
     @property
     def requests(self) -> Spool[RolloutRequest]:
@@ -158,7 +158,7 @@ def company(
     atomic.put(run.endpoints, EndpointTable(beat=1, endpoints=[endpoint], newest=V1))
     builder = TokenBuilder(make_model(model, HERMES))
     engine = ToyEngine(builder, replies, version=V1)
-    means = Means(
+    means = RolloutResources(
         tasks={"t": TASK},
         sandboxes=sandboxes or Process(),
         agent=agent or ToolAgent(),

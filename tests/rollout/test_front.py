@@ -21,7 +21,7 @@ from waiting import DEADLINE_S
 
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import EngineError
-from hpc_swe.plugins.agents.base import Address
+from hpc_swe.plugins.agents.base import ChatAddress
 from hpc_swe.records import ExitStatus, Sampling, id_array
 from hpc_swe.roles.rollout import openai_server
 from hpc_swe.rundir import RunDir
@@ -42,7 +42,7 @@ def on(run: RunDir, builder: TokenBuilder) -> Stage:
 
 
 @pytest.fixture
-def address(on: Stage) -> Iterator[Address]:
+def address(on: Stage) -> Iterator[ChatAddress]:
     with on.recorder.serve(free_port(), most_turns=40) as address:
         yield address
 
@@ -51,7 +51,7 @@ def free_port() -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))
 
 
-def post(address: Address, **body: object) -> httpx.Response:
+def post(address: ChatAddress, **body: object) -> httpx.Response:
     headers = {"Authorization": f"Bearer {address.key}"}
     url = f"{address.url}/chat/completions"
     return httpx.post(url, headers=headers, json=body, trust_env=False, timeout=DEADLINE_S)
@@ -66,7 +66,7 @@ def observed(answer: dict) -> list[dict]:
     return [said, {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": "1: x"}]}]
 
 
-def test_a_session_is_one_chain(on: Stage, address: Address) -> None:
+def test_a_session_is_one_chain(on: Stage, address: ChatAddress) -> None:
     first = post(address, model="any", messages=START, tools=TOOLS).json()
     message = first["choices"][0]["message"]
     assert (message["content"], first["choices"][0]["finish_reason"]) == ("Look.", "tool_calls")
@@ -78,7 +78,7 @@ def test_a_session_is_one_chain(on: Stage, address: Address) -> None:
     assert on.engine.calls[1].prompt[: len(on.engine.calls[0].prompt)] == on.engine.calls[0].prompt
 
 
-def test_streams_carry_the_same(on: Stage, address: Address) -> None:
+def test_streams_carry_the_same(on: Stage, address: ChatAddress) -> None:
     answer = post(address, messages=START, stream=True, stream_options={"include_usage": True})
     assert answer.headers["content-type"] == "text/event-stream"
     lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
@@ -92,7 +92,7 @@ def test_streams_carry_the_same(on: Stage, address: Address) -> None:
     assert "usage" not in post(address, messages=START, stream=True).text
 
 
-def test_a_clients_sampling_is_ignored_and_counted(on: Stage, address: Address) -> None:
+def test_a_clients_sampling_is_ignored_and_counted(on: Stage, address: ChatAddress) -> None:
     settings = {
         "temperature": 0.1,
         "top_p": 0.5,
@@ -110,7 +110,7 @@ def test_a_clients_sampling_is_ignored_and_counted(on: Stage, address: Address) 
 
 
 def test_errors_are_those_of_the_protocol(
-    on: Stage, address: Address, builder: TokenBuilder, run: RunDir
+    on: Stage, address: ChatAddress, builder: TokenBuilder, run: RunDir
 ) -> None:
     def error(answer: httpx.Response) -> tuple[int, str, str]:
         return answer.status_code, answer.json()["error"]["type"], answer.json()["error"]["code"]
@@ -121,8 +121,8 @@ def test_errors_are_those_of_the_protocol(
     )  # fmt: skip
     assert error(post(address, messages=[{"role": "clown", "content": "x"}])) == invalid
     assert error(post(address, prompt="x")) == invalid
-    assert error(post(Address(address.url, "guess"), messages=START))[0] == 401
-    assert error(post(Address(f"{address.url}/other", address.key), messages=START))[0] == 404
+    assert error(post(ChatAddress(address.url, "guess"), messages=START))[0] == 401
+    assert error(post(ChatAddress(f"{address.url}/other", address.key), messages=START))[0] == 404
     assert on.recorder.failure is None
     on.engine.faults = deque([EngineError("gone")] * 50)
     assert error(post(address, messages=START)) == (503, "server_error", "engine")
@@ -130,14 +130,14 @@ def test_errors_are_those_of_the_protocol(
     assert error(post(address, messages=START))[0] == 503
 
 
-def test_models_are_listed(address: Address) -> None:
+def test_models_are_listed(address: ChatAddress) -> None:
     answer = httpx.get(
         f"{address.url}/models", headers={"Authorization": f"Bearer {address.key}"}, trust_env=False
     )
     assert answer.json()["data"][0]["id"] == "policy"
 
 
-def test_a_huge_request_is_refused(address: Address) -> None:
+def test_a_huge_request_is_refused(address: ChatAddress) -> None:
     connection = http.client.HTTPConnection(address.url.split("/")[2])
     connection.putrequest("POST", "/v1/chat/completions")
     connection.putheader("Content-Length", str(10**12))
@@ -146,7 +146,7 @@ def test_a_huge_request_is_refused(address: Address) -> None:
     connection.close()
 
 
-def test_a_reply_that_nobody_took_is_undelivered(on: Stage, address: Address) -> None:
+def test_a_reply_that_nobody_took_is_undelivered(on: Stage, address: ChatAddress) -> None:
     gone = threading.Event()
     on.engine.on_call = lambda call: gone.wait(DEADLINE_S) and None
     host, port = address.url.split("/")[2].split(":")
@@ -164,7 +164,7 @@ def test_a_reply_that_nobody_took_is_undelivered(on: Stage, address: Address) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_has_no_more_to_ask_is_answered(on: Stage, address: Address, stream: bool) -> None:
+def test_a_client_that_has_no_more_to_ask_is_answered(on: Stage, address: ChatAddress, stream: bool) -> None:
     host, port = address.url.split("/")[2].split(":")
     body = json.dumps({"messages": START, "stream": stream}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {address.key}\r\n"
@@ -176,7 +176,7 @@ def test_a_client_that_has_no_more_to_ask_is_answered(on: Stage, address: Addres
     assert [turn.delivered for turn in on.recorder.close("")] == [True]
 
 
-def test_a_body_without_a_length_is_refused_in_words_that_help(address: Address) -> None:
+def test_a_body_without_a_length_is_refused_in_words_that_help(address: ChatAddress) -> None:
     headers = {"Authorization": f"Bearer {address.key}"}
     url = f"{address.url}/chat/completions"
     answer = httpx.post(url, headers=headers, content=iter([b"{}"]), trust_env=False)
@@ -217,7 +217,7 @@ def test_threads_cannot_get_more_turns_than_there_are(on: Stage) -> None:
     assert len(on.recorder.close("")) == 3
 
 
-def test_a_program_may_ask_for_less_after_its_context_was_full(on: Stage, address: Address) -> None:
+def test_a_program_may_ask_for_less_after_its_context_was_full(on: Stage, address: ChatAddress) -> None:
     history = [*START, *observed(post(address, messages=START).json()["choices"][0]["message"])]
     assert post(address, messages=[*history, {"role": "user", "content": "x " * 9000}]).status_code == 400
     assert on.recorder.refusal is not None
@@ -247,7 +247,7 @@ def test_a_side_call_that_the_template_refuses_is_one_though_it_has_the_same_sys
             assert on.recorder.refusal.is_aside == is_aside
 
 
-def test_a_program_that_compressed_may_work_as_long_as_any_other(on: Stage, address: Address) -> None:
+def test_a_program_that_compressed_may_work_as_long_as_any_other(on: Stage, address: ChatAddress) -> None:
     on.recorder.linger_s = 0.2
     history = [*START, *observed(post(address, messages=START).json()["choices"][0]["message"])]
     full = [*history, {"role": "user", "content": "x " * 9000}]
@@ -303,7 +303,7 @@ def test_the_policy_keeps_only_its_own_agent_waiting(on: Stage) -> None:
         b'{"messages": [{"role": "user"}], "tools": [1, "x", null]}',
     ],
 )
-def test_no_body_breaks_the_front(on: Stage, address: Address, body: bytes) -> None:
+def test_no_body_breaks_the_front(on: Stage, address: ChatAddress, body: bytes) -> None:
     headers = {"Authorization": f"Bearer {address.key}"}
     url = f"{address.url}/chat/completions"
     answer = httpx.post(url, headers=headers, content=body, trust_env=False, timeout=DEADLINE_S)
@@ -312,7 +312,7 @@ def test_no_body_breaks_the_front(on: Stage, address: Address, body: bytes) -> N
     assert on.recorder.failure is None
 
 
-def test_side_calls_at_the_same_time_keep_their_chains(on: Stage, address: Address) -> None:
+def test_side_calls_at_the_same_time_keep_their_chains(on: Stage, address: ChatAddress) -> None:
     def session(name: str) -> None:
         history: list[dict] = [{"role": "user", "content": name}]
         for _ in REPLIES[:2]:

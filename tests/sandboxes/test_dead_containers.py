@@ -21,7 +21,7 @@ from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
 from hpc_swe.processes import start_time
 from hpc_swe.records import Episode, RolloutRequest, Sampling, Task, Timing
-from hpc_swe.roles.reward.worker import Means, judge
+from hpc_swe.roles.reward.worker import RewardResources, judge
 from hpc_swe.settings import RewardConfig
 
 pytestmark = pytest.mark.slow
@@ -82,7 +82,7 @@ def test_a_daemon_that_dies_under_a_grading_costs_the_episode_and_not_the_worker
         timing=Timing(),
         worker="w",
     )
-    score = judge(Means({"t": row}, Dying(served), Swebench(), RewardConfig()), episode)
+    score = judge(RewardResources({"t": row}, Dying(served), Swebench(), RewardConfig()), episode)
     assert (score.outcome, score.reward) == ("infra_error", None)
 
 

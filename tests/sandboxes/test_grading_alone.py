@@ -14,7 +14,7 @@ from hpc_swe import config as configuration
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.graders.base import GRADER_BROKE
 from hpc_swe.records import Episode
-from hpc_swe.roles.reward.alone import Patience, watch
+from hpc_swe.roles.reward.alone import SilenceLimits, watch
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control
 from hpc_swe.store import tasks
@@ -23,7 +23,7 @@ from hpc_swe.store.spool import Spool
 ROOT = Path(__file__).parents[2]
 BEGINS = "import ctypes, os, signal, sys, time\nos.write(1, b'.')\n"
 SAYS = 'os.write(1, b\'\\n{"outcome":"resolved","reward":1.0}\')\n'
-SHORT = Patience(silent=3, leave_s=0.1)
+SHORT = SilenceLimits(silent=3, leave_s=0.1)
 
 
 def child(text: str) -> list[str]:

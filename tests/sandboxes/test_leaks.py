@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe.plugins.sandboxes._local import Local
+from hpc_swe.plugins.sandboxes._local import LocalImages
 from hpc_swe.plugins.sandboxes._session import end_namespace
 from hpc_swe.processes import descendants, start_time
 
@@ -149,7 +149,7 @@ def test_three_hundred_episodes_with_thirty_killed_at_random_leave_nothing(machi
 def check_whole(disk: Path, sif: Path) -> None:
     """The node's disk holds whole images only, once somebody has looked there."""
     os.utime(sif, (1, 1), follow_symlinks=False)
-    with Local(str(disk), 50.0, 300.0, "apptainer").unpacked(sif):
+    with LocalImages(str(disk), 50.0, 300.0, "apptainer").unpacked(sif):
         kept = list(disk.glob("*/*"))
     assert {path.name[0] for path in kept} == {"b", "c"}
     assert all((path / "bytes").exists() for path in kept)

@@ -13,7 +13,7 @@ import pytest
 from waiting import until
 
 from hpc_swe.plugins.sandboxes import _local
-from hpc_swe.plugins.sandboxes._local import Local
+from hpc_swe.plugins.sandboxes._local import LocalImages
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.processes import start_time
 
@@ -44,9 +44,9 @@ def disk(tmp_path) -> Path:
     return tmp_path / "disk"
 
 
-def local(disk: Path, most_gb: float = 50.0) -> Local:
+def local(disk: Path, most_gb: float = 50.0) -> LocalImages:
     _local._told.clear()
-    return Local(str(disk), most_gb, 300.0, "apptainer")
+    return LocalImages(str(disk), most_gb, 300.0, "apptainer")
 
 
 def kept(disk: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from hpc_swe.errors import ConfigError, SandboxError
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Episode, RolloutRequest, Sampling, Score, ScoredEpisode, Task, Timing
-from hpc_swe.roles.reward.worker import MOST_DETAIL, Means, sentinel, worker
+from hpc_swe.roles.reward.worker import MOST_DETAIL, RewardResources, sentinel, worker
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RewardConfig
 from hpc_swe.store.lease import Lease
@@ -98,7 +98,9 @@ def work(
 ) -> None:
     config = RewardConfig(slots=2, poll_s=0.05, sentinel_every=1 if trial else 100)
     with Lease(run, "reward", "test", 1.0) as lease:
-        means = Means({"t": task}, Process(), trial or Judge(), config, {"t": "right"} if trial else {})
+        means = RewardResources(
+            {"t": task}, Process(), trial or Judge(), config, {"t": "right"} if trial else {}
+        )
         grader = worker(run, lease, means)
         failures: list[BaseException] = []
 

@@ -32,16 +32,16 @@ from hpc_swe.plugins.agents.base import Chat, Result
 from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import ExitStatus, Message, Role, Sampling, Score, Task, WeightVersion
-from hpc_swe.roles.coordinator.batches import Recipe
-from hpc_swe.roles.coordinator.dispatch import Plan
+from hpc_swe.roles.coordinator.batches import BatchSettings
+from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.evaluation import Evaluator
-from hpc_swe.roles.coordinator.housekeeping import Housekeeper
 from hpc_swe.roles.coordinator.loop import Coordinator
+from hpc_swe.roles.coordinator.maintenance import Maintenance
 from hpc_swe.roles.coordinator.training import Training
-from hpc_swe.roles.reward.worker import Means as RewardMeans
+from hpc_swe.roles.reward.worker import RewardResources as RewardMeans
 from hpc_swe.roles.reward.worker import worker as reward_worker
 from hpc_swe.roles.rollout.endpoints import Endpoints
-from hpc_swe.roles.rollout.episode import Means as RolloutMeans
+from hpc_swe.roles.rollout.episode import RolloutResources as RolloutMeans
 from hpc_swe.roles.rollout.sampler import Sampler
 from hpc_swe.roles.rollout.worker import worker as rollout_worker
 from hpc_swe.rundir import RunDir
@@ -140,10 +140,10 @@ def learner(run: RunDir, steps: int) -> None:
 def coordinator(run: RunDir, steps: int) -> None:
     with lease(run, "coordinator") as mine:
         curves = Log(run.metric_log(mine.owner))
-        plan = Plan(5, (TASK.task_id,), LIMITS.group_size, Sampling(max_tokens=200))
-        recipe = Recipe(LIMITS, BatchesConfig(), Grpo(), 1)
+        plan = RequestPlan(5, (TASK.task_id,), LIMITS.group_size, Sampling(max_tokens=200))
+        recipe = BatchSettings(LIMITS, BatchesConfig(), Grpo(), 1)
         evaluator = Evaluator(run, [], EvalConfig(), 5, curves, 0)
-        house = Housekeeper(run, RetentionConfig(free_space_floor_gb=0), LEASE, LIMITS.max_losses)
+        house = Maintenance(run, RetentionConfig(free_space_floor_gb=0), LEASE, LIMITS.max_losses)
         make = partial(Training, run, plan, recipe, steps, evaluator, curves)
         Coordinator(run, house, make, CoordinatorConfig(), {}).work()
 

@@ -39,8 +39,8 @@ from hpc_swe.records import (
     ids,
 )
 from hpc_swe.roles.coordinator import archive, batches
-from hpc_swe.roles.coordinator.batches import Recipe
-from hpc_swe.roles.coordinator.dispatch import Plan
+from hpc_swe.roles.coordinator.batches import BatchSettings
+from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.evaluation import Evaluator
 from hpc_swe.roles.coordinator.groups import Key, Ledger
 from hpc_swe.roles.coordinator.samples import sampled_tokens
@@ -163,16 +163,16 @@ class Crew:
             self.run.node(owner).unlink(missing_ok=True)
 
 
-def play(run: RunDir, load: Load, rule: Rule, steps: int, mean_s: float) -> Plan:
+def play(run: RunDir, load: Load, rule: Rule, steps: int, mean_s: float) -> RequestPlan:
     """A whole run."""
     run.make()
     limits = GroupsConfig(group_size=8, groups_per_step=32, resample=False, straggler_s=rule[1])
-    plan = Plan(7, tuple(f"task-{n}" for n in range(512)), limits.group_size, Sampling())
+    plan = RequestPlan(7, tuple(f"task-{n}" for n in range(512)), limits.group_size, Sampling())
     time, crew, log = played.Clock(), Crew(run, load, mean_s), Log(run.metric_log("coordinator"))
-    recipe = Recipe(limits, BatchesConfig(), Grpo(), 1)
+    recipe = BatchSettings(limits, BatchesConfig(), Grpo(), 1)
     duty = Training(run, plan, recipe, steps, Evaluator(run, [], EvalConfig(), 5, log, 0), log)
     if rule[0] == "group":
-        duty._intake.ledger = GroupClock(limits.max_attempts)
+        duty._collector.ledger = GroupClock(limits.max_attempts)
     house = played.housekeeper(run, time, beat_s=BEAT_S, ttl_s=4 * BEAT_S)
     trains_until = math.inf
     while len(batches.steps(run)) < steps:
@@ -189,7 +189,7 @@ def play(run: RunDir, load: Load, rule: Rule, steps: int, mean_s: float) -> Plan
     return plan
 
 
-def figures(run: RunDir, plan: Plan, mean_s: float) -> dict[str, float]:
+def figures(run: RunDir, plan: RequestPlan, mean_s: float) -> dict[str, float]:
     """Mean lengths in minutes, and how many of the members of closed groups have no result."""
     manifests = [folders.manifest(run.batch(step), BatchManifest) for step in batches.steps(run)]
     closed = [group for manifest in manifests for group in (*manifest.groups, *manifest.closed)]

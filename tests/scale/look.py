@@ -17,7 +17,7 @@ from crash import calls
 from simulate import Settings
 
 from hpc_swe.records import Node
-from hpc_swe.roles.coordinator.housekeeping import Housekeeper
+from hpc_swe.roles.coordinator.maintenance import Maintenance
 from hpc_swe.roles.coordinator.training import Training
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import GroupsConfig
@@ -54,7 +54,7 @@ class Desk:
         limits = GroupsConfig(
             group_size=GROUP, groups_per_step=groups // BATCHES, max_staleness=BATCHES - 1, straggler_s=1e9
         )
-        self.house: Housekeeper = world.housekeeper(run, self.clock, BEAT_S, PATIENCE_S)
+        self.house: Maintenance = world.housekeeper(run, self.clock, BEAT_S, PATIENCE_S)
         self.duty: Training = world.training(run, limits)
 
     def round(self, seconds: float) -> None:

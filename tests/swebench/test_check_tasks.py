@@ -17,7 +17,7 @@ from toy import BROKEN, RECIPES, UNITTESTS, gold, patch, row, taskset, write_row
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, CorruptRecord, SandboxError, SchedulerError, StorageError
 from hpc_swe.plugins.graders import _second_sitting
-from hpc_swe.plugins.graders.base import Edit, Version
+from hpc_swe.plugins.graders.base import HiddenEdit, Version
 from hpc_swe.plugins.graders.pytest import Pytest
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.sandboxes.process import Process
@@ -191,7 +191,7 @@ def test_a_run_takes_what_is_usable_and_says_what_it_left_out(tmp_path, caplog):
     path, out = write_rows(tmp_path / "rows.jsonl", *made), tmp_path / "checked.jsonl"
     for name, verdict in {"one": "usable", "two": "usable", "three": "gold_fails"}.items():
         image = f"sweb.eval.x86_64.toy_1776_{name}-1"
-        one = _checked.Verdict(
+        one = _checked.TaskCheck(
             task_id=f"toy__{name}-1", verdict=verdict, image=image, image_digest="", settings=""
         )
         _checked.append(out, one)
@@ -231,7 +231,7 @@ def test_a_run_refuses_an_image_that_was_built_again_since_its_check(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", row("unittest", "b" * 40))
     (task,) = taskset(path).load("train")
     (tmp_path / f"{task.image}.json").write_text("{}")
-    verdict = _checked.Verdict(
+    verdict = _checked.TaskCheck(
         task_id=task.task_id,
         verdict="usable",
         image=task.image,
@@ -290,10 +290,10 @@ def test_no_changed_test_is_where_a_rollout_worker_looks(tmp_path, caplog):
     path, out = write_rows(tmp_path / "rows.jsonl", *made), tmp_path / "checked.jsonl"
     one, two = taskset(path).load("train")
     start = one.tests.extra["test_patch"].index("(1, 2, 3)")
-    edit = Edit(start=start, old="(1, 2, 3)", new="(1, 2, 7654321)")
+    edit = HiddenEdit(start=start, old="(1, 2, 3)", new="(1, 2, 7654321)")
     version = Version(edits=[edit], tests=one.tests.fail_to_pass, unsure=[])
     for task, versions in ((one, [version]), (two, [])):
-        known = _checked.Verdict(
+        known = _checked.TaskCheck(
             task_id=task.task_id,
             verdict="usable",
             image=task.image,

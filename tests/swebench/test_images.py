@@ -12,9 +12,9 @@ from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError, StorageError
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.patch import take
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
-from hpc_swe.tasks.images.repository import stage, strangers
+from hpc_swe.tasks.images.repository import foreign_objects, stage
 from hpc_swe.tasks.images.sources import Built
-from hpc_swe.tasks.images.store import Problem, Shelf
+from hpc_swe.tasks.images.store import ImageStore, Problem
 
 ROOT = Path(__file__).parents[2]
 BASE_IMAGE = ROOT / ".cache" / "images" / "python-pytest"
@@ -33,7 +33,7 @@ def test_nothing_younger_than_the_base_commit_can_be_read(repository, tmp_path):
         commit = git(source, "rev-parse", younger)
         looked = subprocess.run(["git", "cat-file", "-e", commit], cwd=folder, capture_output=True)
         assert looked.returncode != 0
-    assert strangers(folder, base) == []
+    assert foreign_objects(folder, base) == []
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_whatever_could_tell_of_the_future_is_found(repository, tmp_path, leak):
     stage(source, base, folder)
     (folder / "extra").write_text("extra")
     git(folder, *leak)
-    assert strangers(folder, base) != []
+    assert foreign_objects(folder, base) != []
 
 
 def test_a_commit_that_is_not_there_is_named(repository, tmp_path):
@@ -65,21 +65,21 @@ def test_a_base_that_is_no_unpacked_image_is_refused(repository, tmp_path):
     (tmp_path / "requirements").write_text("")
     recipe = Built(tmp_path / "images", tmp_path, repository[0], tmp_path / "requirements")
     with pytest.raises(ConfigError, match="is no unpacked image"):
-        Shelf(recipe.images).build(recipe, Problem(task(tmp_path, "unittest", repository[1]), gold()))
+        ImageStore(recipe.images).build(recipe, Problem(task(tmp_path, "unittest", repository[1]), gold()))
 
 
 def test_two_builders_of_one_folder_do_not_meet_and_a_dead_one_is_swept_up_after(tmp_path):
     left = tmp_path / ".work.dead" / "tree"
     left.mkdir(parents=True)
     left.chmod(0)
-    with Shelf(tmp_path).alone():
+    with ImageStore(tmp_path).alone():
         assert list(tmp_path.glob(".work.*")) == []
         mine = tmp_path / ".work.mine"
         mine.mkdir()
-        with pytest.raises(DeadlineError, match="another builder"), Shelf(tmp_path, wait_s=0.3).alone():
+        with pytest.raises(DeadlineError, match="another builder"), ImageStore(tmp_path, wait_s=0.3).alone():
             pass
         assert mine.exists()
-    with Shelf(tmp_path, wait_s=0.3).alone():
+    with ImageStore(tmp_path, wait_s=0.3).alone():
         assert not mine.exists()
 
 
@@ -87,7 +87,7 @@ def test_two_builders_of_one_folder_do_not_meet_and_a_dead_one_is_swept_up_after
 def test_a_place_for_images_that_is_no_folder_is_one_clear_error(tmp_path, place):
     (tmp_path / "file").touch()
     complaint = f"sandbox.images = '{tmp_path}/{place}'"
-    with pytest.raises(StorageError, match=complaint), Shelf(tmp_path / place).alone():
+    with pytest.raises(StorageError, match=complaint), ImageStore(tmp_path / place).alone():
         pass
 
 
@@ -108,7 +108,7 @@ def test_a_built_image_opens_grades_and_gives_submissions(repository, tmp_path, 
     (tmp_path / "requirements").write_text("")
     recipe = Built(tmp_path / "images", BASE_IMAGE, source, tmp_path / "requirements")
     toy = task(tmp_path, "unittest", base)
-    shelf = Shelf(recipe.images)
+    shelf = ImageStore(recipe.images)
     with shelf.alone():
         assert shelf.build(recipe, Problem(toy, gold())) is True
         assert shelf.build(recipe, Problem(toy, gold())) is False, "what is there is not built again"

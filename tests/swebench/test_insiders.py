@@ -9,7 +9,7 @@ from insiders import CASES
 from toy import BROKEN, MENDED, Checkout, gold, make_repository, new, patch, row, taskset, write_rows
 
 from hpc_swe.plugins.graders import _judge
-from hpc_swe.plugins.graders._swebench import START, Believed, Run
+from hpc_swe.plugins.graders._swebench import START, ParsedRun, Run
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.patch import difference
 
@@ -256,7 +256,7 @@ def log(kind, outcomes, docs=None, base=None, fails=("a",), passes=("b",), folde
     plan = msgspec.structs.replace(one.tests, fail_to_pass=list(fails), pass_to_pass=list(passes))
     one = msgspec.structs.replace(one, tests=plan)
     docs = dict.fromkeys(outcomes, "") | (docs or {})
-    text = Run(one).log_of(Believed(outcomes=outcomes, docs=docs), Believed(outcomes=base or {}))
+    text = Run(one).log_of(ParsedRun(outcomes=outcomes, docs=docs), ParsedRun(outcomes=base or {}))
     return one, _judge.report(one, "x", text)["tests_status"]
 
 
@@ -295,7 +295,7 @@ def test_the_parser_sees_the_wanted_names_alone(tmp_path):
         "tests.test_core.TestCore.test_add": "passed"
     }
     docs = dict.fromkeys(outcomes, "a ... Testing against Django installed in b")
-    text = Run(one).log_of(Believed(outcomes=outcomes, docs=docs), Believed())
+    text = Run(one).log_of(ParsedRun(outcomes=outcomes, docs=docs), ParsedRun())
     assert text.split("\n")[1:-2] == ["test_add (tests.test_core.TestCore) ... ok"]
 
 

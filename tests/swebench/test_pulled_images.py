@@ -19,7 +19,7 @@ from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.patch import take
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.tasks.images.sources import Pulled
-from hpc_swe.tasks.images.store import ImageManifest, Problem, Shelf
+from hpc_swe.tasks.images.store import ImageManifest, ImageStore, Problem
 
 ROOT = Path(__file__).parents[2]
 BASE_IMAGE = ROOT / ".cache" / "images" / "python-pytest"
@@ -126,7 +126,7 @@ def test_an_oci_image_becomes_one(layer, repository, tmp_path, form, monkeypatch
     monkeypatch.setenv("APPTAINER_NOHTTPS", "true")
     monkeypatch.setenv("APPTAINER_CACHEDIR", str(tmp_path / "cache"))
     toy = task(tmp_path, "unittest", repository[1])
-    shelf = Shelf(tmp_path / "images")
+    shelf = ImageStore(tmp_path / "images")
     with archives.registry(place) if form == "docker" else nullcontext() as address, shelf.alone():
         name = f"docker://{address}/me/{{image}}:v1" if address else f"{form}:{place}"
         source = Pulled(name, Apptainer())
@@ -139,7 +139,7 @@ def test_an_oci_image_becomes_one(layer, repository, tmp_path, form, monkeypatch
     sif = tmp_path / "images" / f"{toy.image}.sif"
     assert manifest["sif_sha256"] == archives.sha256(sif)
     if form == "oci":  # a .sif is a source like any other, for root too
-        again = Shelf(tmp_path / "again")
+        again = ImageStore(tmp_path / "again")
         with again.alone():
             assert again.build(Pulled(str(sif), Apptainer()), Problem(toy, gold())) is True
         examine(tmp_path, again.images, repository[1])
@@ -156,7 +156,7 @@ def test_an_image_that_shows_the_solution_or_opens_no_sandbox_is_refused(layer, 
     archives.oci_folder(fixed, tmp_path / "made")
     toy = task(tmp_path, "unittest", repository[1])
     reference = patch("calc/core.py", BROKEN, SOLVED)
-    shelf = Shelf(tmp_path / "images")
+    shelf = ImageStore(tmp_path / "images")
     for python, complaint in (
         ("python3", "dist-packages/calc/core.py: leave the instance"),
         ("python9", "does not open as a sandbox"),
@@ -166,7 +166,7 @@ def test_an_image_that_shows_the_solution_or_opens_no_sandbox_is_refused(layer, 
             shelf.build(source, Problem(toy, reference))
         assert {path.name for path in shelf.images.iterdir()} == {".builder"}
     source = Pulled(f"oci:{tmp_path}/made", Apptainer())
-    assert Shelf(shelf.images, keep_leaks=True).build(source, Problem(toy, reference))
+    assert ImageStore(shelf.images, keep_leaks=True).build(source, Problem(toy, reference))
     manifest = json.loads((shelf.images / f"{toy.image}.json").read_bytes())
     assert manifest["leaks"] == ["usr/lib/python3/dist-packages/calc/core.py"], "people can ask for it"
 
@@ -198,4 +198,4 @@ def test_what_is_filled_in_and_what_is_not_there_is_said(repository, tmp_path):
     source = Pulled("docker://host/me/{image}:v1", Apptainer())
     assert source.origin(toy) == "docker://host/me/sweb.eval.x86_64.toy_1776_unittest-1:v1"
     with pytest.raises(HpcSweError, match=r"nowhere\.tar: No such file"):
-        Shelf(tmp_path).build(Pulled("docker-archive:nowhere.tar", Apptainer()), Problem(toy, gold()))
+        ImageStore(tmp_path).build(Pulled("docker-archive:nowhere.tar", Apptainer()), Problem(toy, gold()))

@@ -6,7 +6,7 @@ import pytest
 from toy import BROKEN, FILES, MENDED, git
 
 from hpc_swe.errors import HpcSweError
-from hpc_swe.tasks.images.repository import restage, strangers, unchanged
+from hpc_swe.tasks.images.repository import foreign_objects, restage, unchanged
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_what_the_maker_made_stays_and_the_future_goes(repository, testbed, tmp_
         assert git(source, "rev-parse", younger) not in git(
             testbed, "cat-file", "--batch-all-objects", "--batch-check"
         )
-    assert strangers(testbed, git(testbed, "rev-parse", "HEAD")) == []
+    assert foreign_objects(testbed, git(testbed, "rev-parse", "HEAD")) == []
     assert unchanged(testbed, base) == {*FILES, "link"} - {"tests/__init__.py"}
 
 

@@ -32,7 +32,7 @@ from toy import (
 from hpc_swe.errors import ConfigError, SandboxError
 from hpc_swe.plugins.graders import _places, _second_sitting
 from hpc_swe.plugins.graders._second_sitting import Told
-from hpc_swe.plugins.graders.base import DISAGREES, SILENT, Edit, Version, carrying
+from hpc_swe.plugins.graders.base import DISAGREES, SILENT, HiddenEdit, Version, carrying
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.patch import difference
 from hpc_swe.records import Task
@@ -263,7 +263,7 @@ def test_nothing_but_an_expectation_tells_one_sitting_from_the_other(sat):
 
 
 def version(task: Task, old: str, new: str, *tests: str) -> str:
-    edit = Edit(start=task.tests.extra["test_patch"].index(old), old=old, new=new)
+    edit = HiddenEdit(start=task.tests.extra["test_patch"].index(old), old=old, new=new)
     return _second_sitting.encoded(task, [Version(edits=[edit], tests=list(tests), unsure=[])])
 
 
@@ -500,7 +500,7 @@ def test_changes_of_other_tests_than_were_checked_are_refused(repository, tmp_pa
     one = task(tmp_path, "unittest", repository[1])
     with pytest.raises(ConfigError, match="toy__unittest-1: .*another test patch.*hpc_swe.tasks.check"):
         _second_sitting.encoded(
-            one, [Version(edits=[Edit(start=3, old="nothing", new="x")], tests=[], unsure=[])]
+            one, [Version(edits=[HiddenEdit(start=3, old="nothing", new="x")], tests=[], unsure=[])]
         )
 
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import msgspec
 
 from hpc_swe.plugins import Plugin
-from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Entry, Sandbox
+from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Sandbox, TreeEntry
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.plugins.tasksets.swebench import Swebench
 from hpc_swe.records import Task
@@ -224,7 +224,7 @@ class Failing:
         """As they are."""
         return self.inner.paths()
 
-    def entries(self, folder: str) -> dict[str, Entry]:
+    def entries(self, folder: str) -> dict[str, TreeEntry]:
         """As they are."""
         return self.inner.entries(folder)
 

@@ -5,16 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_swe.records import Sampling
-from hpc_swe.roles.coordinator.dispatch import Pace, Plan, again, horizon
+from hpc_swe.roles.coordinator.dispatch import DispatchWindow, RequestPlan, again, horizon
 
 TASKS = tuple(f"task-{i}" for i in range(7))
-PLAN = Plan(3, TASKS, 4, Sampling())
+PLAN = RequestPlan(3, TASKS, 4, Sampling())
 
 
 def test_a_second_dispatcher_writes_the_same_requests():
-    twin = Plan(3, TASKS, 4, Sampling())
+    twin = RequestPlan(3, TASKS, 4, Sampling())
     assert [PLAN.group(g) for g in range(30)] == [twin.group(g) for g in range(30)]
-    assert PLAN.group(5) != Plan(4, TASKS, 4, Sampling()).group(5)
+    assert PLAN.group(5) != RequestPlan(4, TASKS, 4, Sampling()).group(5)
 
 
 def test_every_pass_takes_every_task_once_in_its_own_order():
@@ -40,7 +40,7 @@ def test_another_attempt_keeps_the_name_and_changes_the_seed():
 
 
 def pace(next_batch=0, newest=0, staleness=0, per_step=4, rate=1.0):
-    return Pace(next_batch, newest + staleness, per_step, rate)
+    return DispatchWindow(next_batch, newest + staleness, per_step, rate)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hpc_swe.doctor import examine, meeting, nodes, probe, srun
 from hpc_swe.doctor.findings import Ask
 from hpc_swe.doctor.meeting import Peer
 from hpc_swe.doctor.probe import Shared
-from hpc_swe.doctor.srun import Bench, Outcome
+from hpc_swe.doctor.srun import Bench, SrunResult
 
 ROOT = Path(__file__).parents[2]
 # What the probe of a node of the test cluster printed, but for the path of its python.
@@ -132,7 +132,7 @@ def test_why_nodes_do_not_answer_is_read_from_what_srun_says(
     errors, timed_out, check, verdict, says, tmp_path
 ):
     bench = Bench(tmp_path, "token", "python", "", 9.0)
-    finding = srun.silence(Ask("cpu"), bench, Outcome("", errors, timed_out), 0)
+    finding = srun.silence(Ask("cpu"), bench, SrunResult("", errors, timed_out), 0)
     assert (finding.check, finding.verdict) == (check, verdict)
     assert says in finding.says
 

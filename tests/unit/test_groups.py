@@ -8,15 +8,15 @@ from hpc_swe.metrics import meaning
 from hpc_swe.plugins.advantages.grpo import Grpo
 from hpc_swe.plugins.advantages.shuffled import Shuffled
 from hpc_swe.records import CoordinatorState, ExitStatus, Sampling, Score, ScoredEpisode
-from hpc_swe.roles.coordinator.batches import Recipe, Verdict, assemble, compose, judge
+from hpc_swe.roles.coordinator.batches import BatchSettings, GroupDecision, assemble, compose, judge
 from hpc_swe.roles.coordinator.curves import of_batch
-from hpc_swe.roles.coordinator.dispatch import Plan
+from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.groups import Group, Ledger, Member, locate
 from hpc_swe.settings import BatchesConfig, GroupsConfig
 from hpc_swe.store.spool import Address
 
 KEY = ("train", 0)
-PLAN = Plan(1, ("t",), 3, Sampling())
+PLAN = RequestPlan(1, ("t",), 3, Sampling())
 
 
 def ledger(attempts=3, now=0.0):
@@ -31,7 +31,7 @@ def take(book, result, now=1.0):
 
 def recipe(advantage=None, data_parallel=1, groups=None, **batches):
     limits = GroupsConfig(group_size=3, groups_per_step=2, **(groups or {}))
-    return Recipe(limits, BatchesConfig(**batches), advantage or Grpo(), data_parallel)
+    return BatchSettings(limits, BatchesConfig(**batches), advantage or Grpo(), data_parallel)
 
 
 def group(*results, number=0):
@@ -162,12 +162,12 @@ def truncated(reward, index):
 
 
 def test_equal_rewards_are_no_signal():
-    assert judge(group(*(scored(1.0, index=i) for i in range(3))), 0, recipe()).fate == "no_signal"
+    assert judge(group(*(scored(1.0, index=i) for i in range(3))), 0, recipe()).status == "no_signal"
 
 
 def test_a_group_needs_two_members():
-    assert judge(group(scored(1.0)), 0, recipe()).fate == "too_few"
-    assert judge(group(scored(1.0), scored(0.0, index=1)), 0, recipe()).fate == "trained"
+    assert judge(group(scored(1.0)), 0, recipe()).status == "too_few"
+    assert judge(group(scored(1.0), scored(0.0, index=1)), 0, recipe()).status == "trained"
 
 
 @pytest.mark.parametrize(
@@ -175,31 +175,33 @@ def test_a_group_needs_two_members():
     [("train", [2 / 3, -1 / 3, -1 / 3]), ("mask_loss", [2 / 3, -1 / 3]), ("drop_from_baseline", [0.5, -0.5])],
 )
 def test_what_a_truncated_episode_counts_for(overlong, advantages):
-    verdict = judge(group(scored(1.0), scored(0.0, index=1), truncated(0.0, 2)), 0, recipe(overlong=overlong))
-    assert [c.advantage for c in verdict.cuts] == pytest.approx(advantages)
+    decision = judge(
+        group(scored(1.0), scored(0.0, index=1), truncated(0.0, 2)), 0, recipe(overlong=overlong)
+    )
+    assert [c.advantage for c in decision.episodes] == pytest.approx(advantages)
 
 
 @pytest.mark.parametrize("overlong", ["mask_loss", "drop_from_baseline"])
 def test_signal_is_judged_after_masking(overlong):
     """The only success was cut off: nothing that may be trained tells the members apart."""
     members = group(truncated(1.0, 0), scored(0.0, index=1), scored(0.0, index=2))
-    fate = judge(members, 0, recipe(overlong=overlong)).fate
-    assert fate == ("no_signal" if overlong == "drop_from_baseline" else "trained")
+    status = judge(members, 0, recipe(overlong=overlong)).status
+    assert status == ("no_signal" if overlong == "drop_from_baseline" else "trained")
     lonely = group(truncated(1.0, 0), truncated(0.0, 1), scored(0.5, index=2))
-    assert judge(lonely, 0, recipe(overlong="mask_loss")).fate == "no_signal"
+    assert judge(lonely, 0, recipe(overlong="mask_loss")).status == "no_signal"
 
 
 def test_a_group_whose_tokens_are_all_too_old_has_no_signal():
     members = group(scored(1.0), scored(0.0, index=1))
-    assert judge(members, 5, recipe(groups={"max_token_staleness": 4})).fate == "no_signal"
-    assert judge(members, 4, recipe(groups={"max_token_staleness": 4})).fate == "trained"
+    assert judge(members, 5, recipe(groups={"max_token_staleness": 4})).status == "no_signal"
+    assert judge(members, 4, recipe(groups={"max_token_staleness": 4})).status == "trained"
 
 
 def test_an_old_token_drops_no_group_unless_hard_max_says_so():
     members = group(scored(1.0, step=1), scored(0.0, index=1, step=9))
-    assert judge(members, 9, recipe()).fate == "trained"
-    assert judge(members, 9, recipe(groups={"hard_max_staleness": 8})).fate == "trained"
-    assert judge(members, 10, recipe(groups={"hard_max_staleness": 8})).fate == "too_old"
+    assert judge(members, 9, recipe()).status == "trained"
+    assert judge(members, 9, recipe(groups={"hard_max_staleness": 8})).status == "trained"
+    assert judge(members, 10, recipe(groups={"hard_max_staleness": 8})).status == "too_old"
 
 
 def test_one_old_turn_among_new_ones_drops_the_group_and_a_masked_one_does_not():
@@ -208,32 +210,32 @@ def test_one_old_turn_among_new_ones_drops_the_group_and_a_masked_one_does_not()
         ScoredEpisode(episode=mixed, score=Score(outcome="resolved", reward=1.0)),
         scored(0.0, index=1, step=9),
     )
-    assert judge(members, 10, recipe(groups={"hard_max_staleness": 8})).fate == "too_old"
-    assert judge(members, 9, recipe(groups={"hard_max_staleness": 8})).fate == "trained"
-    verdict = judge(members, 10, recipe(groups={"max_token_staleness": 8}))
-    assert (verdict.fate, [c.stale for c in verdict.cuts]) == ("trained", [1, 0])
+    assert judge(members, 10, recipe(groups={"hard_max_staleness": 8})).status == "too_old"
+    assert judge(members, 9, recipe(groups={"hard_max_staleness": 8})).status == "trained"
+    decision = judge(members, 10, recipe(groups={"max_token_staleness": 8}))
+    assert (decision.status, [c.stale for c in decision.episodes]) == ("trained", [1, 0])
 
 
 def test_groups_without_signal_are_trained_when_resampling_is_off():
     members = group(scored(0.0), scored(0.0, index=1))
-    verdict = judge(members, 0, recipe(groups={"resample": False}))
-    assert verdict.fate == "trained"
-    assert [c.advantage for c in verdict.cuts] == [0.0, 0.0]
-    made = compose(lambda _: verdict, CoordinatorState(), 0, 1)
+    decision = judge(members, 0, recipe(groups={"resample": False}))
+    assert decision.status == "trained"
+    assert [c.advantage for c in decision.episodes] == [0.0, 0.0]
+    made = compose(lambda _: decision, CoordinatorState(), 0, 1)
     assert of_batch([members], made)["groups/signal_rate"] == 0.0
 
 
 def test_the_control_is_dealt_anew_for_every_group():
     control = recipe(Shuffled(seed=1))
     dealt = [judge(group(scored(1.0), scored(0.0, index=1), number=n), 0, control) for n in range(40)]
-    assert {tuple(c.advantage for c in verdict.cuts) for verdict in dealt} == {(0.5, -0.5), (-0.5, 0.5)}
+    assert {tuple(c.advantage for c in decision.episodes) for decision in dealt} == {(0.5, -0.5), (-0.5, 0.5)}
 
 
 # composing
 
 
 def verdicts(fates):
-    return lambda number: Verdict(fates[number], []) if fates.get(number) else None
+    return lambda number: GroupDecision(fates[number], []) if fates.get(number) else None
 
 
 TRAINED, EMPTY = "trained", "no_signal"

@@ -15,7 +15,7 @@ from waiting import until
 
 from hpc_swe.errors import EngineError, NoAnswer, Overdue
 from hpc_swe.plugins.engines.base import Completion
-from hpc_swe.plugins.engines.scripted import Reply, Scripted
+from hpc_swe.plugins.engines.scripted import Scripted, ScriptedReply
 from hpc_swe.records import Endpoint, EndpointTable, IdArray, Node, Sampling, WeightVersion
 from hpc_swe.roles.inference.supervisor import free_port
 from hpc_swe.roles.rollout.endpoints import Endpoints
@@ -45,7 +45,7 @@ def list_engines(run: RunDir, **urls: str) -> None:
 
 
 @contextmanager
-def serving(folder: Path, *replies: Reply) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+def serving(folder: Path, *replies: ScriptedReply) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
     """A server of the scripted engine: its address and process."""
     (folder / "replies.json").write_bytes(msgspec.json.encode(replies))
     engine, port = Scripted(replies=str(folder / "replies.json")), free_port("127.0.0.1", 0)
@@ -130,7 +130,7 @@ def test_time_that_an_engine_worked_is_no_wait_for_an_engine(run: RunDir) -> Non
 def test_a_completion_longer_than_the_wait_for_engines_comes_and_rests_nobody(
     run: RunDir, tmp_path: Path
 ) -> None:
-    slow = Reply(token_ids=[7, 8], logprobs=[-0.5, -0.25], delay_s=5 * WAIT_S)
+    slow = ScriptedReply(token_ids=[7, 8], logprobs=[-0.5, -0.25], delay_s=5 * WAIT_S)
     with serving(tmp_path, slow) as (url, _):
         list_engines(run, a=url)
         endpoints = Endpoints(run, max_lag=1, fresh_s=0.0)
@@ -155,8 +155,8 @@ def test_a_stopped_engine_is_left_for_another(run: RunDir, tmp_path: Path) -> No
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     with (
-        serving(tmp_path / "one", Reply(token_ids=[1], logprobs=[-0.5])) as (stopped, process),
-        serving(tmp_path / "two", Reply(token_ids=[2], logprobs=[-0.5])) as (working, _),
+        serving(tmp_path / "one", ScriptedReply(token_ids=[1], logprobs=[-0.5])) as (stopped, process),
+        serving(tmp_path / "two", ScriptedReply(token_ids=[2], logprobs=[-0.5])) as (working, _),
     ):
         list_engines(run, a=stopped, b=working)
         asking = Sampler(Scripted(replies=""), Endpoints(run, max_lag=1, fresh_s=0.0), "secret", WAIT_S)

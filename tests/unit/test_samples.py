@@ -6,11 +6,11 @@ from made_episodes import array, episode, trained_ids, turn
 
 from hpc_swe import records
 from hpc_swe.records import VersionSpan, WeightVersion
-from hpc_swe.roles.coordinator.samples import cut, flaw, leaf_chains, trained_turns
+from hpc_swe.roles.coordinator.samples import flaw, leaf_chains, make_samples, trained_turns
 
 
 def cut_all(turns, chains="all", step=0, max_staleness=0):
-    return cut(episode(turns), 1.5, chains, step, max_staleness)
+    return make_samples(episode(turns), 1.5, chains, step, max_staleness)
 
 
 def test_a_conversation_is_one_sample_with_the_mask_on_what_was_sampled():
@@ -68,8 +68,8 @@ def test_the_conversation_that_is_graded_is_trained_however_long_another_is():
     turns = [turn(None, [9], [90]), turn(None, [1], [10]), turn(None, [5], [50]), turn(2, [6], [51])]
     turns += [turn(3, [7], [52]), turn(1, [2], [11])]
     known = msgspec.structs.replace(episode(turns), main=1)
-    assert [trained_ids(s) for s in cut(known, 1.0, "main", 0, 0).samples] == [[10, 11]]
-    assert [trained_ids(s) for s in cut(episode(turns), 1.0, "main", 0, 0).samples] == [[10, 11]]
+    assert [trained_ids(s) for s in make_samples(known, 1.0, "main", 0, 0).samples] == [[10, 11]]
+    assert [trained_ids(s) for s in make_samples(episode(turns), 1.0, "main", 0, 0).samples] == [[10, 11]]
 
 
 def test_an_episode_without_turns_has_no_samples():
@@ -121,7 +121,7 @@ def trees(draw):
 @given(trees(), st.sampled_from(["main", "all"]))
 def test_every_sampled_token_of_a_trained_turn_is_trained_exactly_once(turns, chains):
     trained = trained_turns(turns, chains)
-    made = cut(episode(turns), 1.0, chains, 0, 0)
+    made = make_samples(episode(turns), 1.0, chains, 0, 0)
     got = sorted(token for sample in made.samples for token in trained_ids(sample))
     assert got == sorted(token for index in trained for token in turns[index].completion.tolist())
     assert made.tokens == len(got) == sum(len(turns[index].completion) for index in trained)

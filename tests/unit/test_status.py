@@ -15,10 +15,10 @@ from hpc_swe.errors import SchedulerError
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.records import Endpoint, EndpointTable, RoleStatus, StatusReport, WeightVersion
-from hpc_swe.roles.coordinator.housekeeping import Tempo
+from hpc_swe.roles.coordinator.maintenance import StepTimer
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control
-from hpc_swe.runs.view import Queue, Reader, View, duration
+from hpc_swe.runs.view import Queue, RunReader, RunView, duration
 from hpc_swe.status import LINES, render, spark
 from hpc_swe.store import atomic, submissions
 from hpc_swe.store.submissions import Started, Submitted
@@ -57,7 +57,7 @@ def report(**changes):
 def view(**changes):
     told = {"name": "demo", "steps": 48, "desired": DESIRED, "orders": [], "queue": Queue()}
     told |= {"report": report(), "engines": [engine(VERSION), engine(VERSION), engine(OLDER, VERSION)]}
-    return View(**{**told, **changes})
+    return RunView(**{**told, **changes})
 
 
 def engine(*versions):
@@ -187,7 +187,7 @@ def test_durations_are_said_as_people_do(seconds, said):
 
 
 def test_steps_are_timed_over_the_last_ones_and_anew_after_a_resumption():
-    tempo = Tempo()
+    tempo = StepTimer()
     for step, now in ((3, 0.0), (3, 5.0), (4, 10.0), (6, 30.0)):
         tempo.note(step, now)
     assert tempo.step_s == 10.0
@@ -247,7 +247,7 @@ def submitted(run, role, number, job, *codes, at=0.0):
 def test_before_the_first_report_the_queue_is_shown_with_its_age(run, read):
     run.endpoints.parent.mkdir(exist_ok=True)
     submitted(run, "rollout", 1, "77:1", at=time.time() - 600)
-    text = screen(Reader(run, read()).look())
+    text = screen(RunReader(run, read()).look())
     assert "waits for the coordinator, which has not reported yet" in text
     assert rows(text)["rollout"][1:] == ["1", "0", "0", "10", "min", "ago"]
     assert rows(text)["reward"][-1] == "-"
@@ -255,7 +255,7 @@ def test_before_the_first_report_the_queue_is_shown_with_its_age(run, read):
 
 def test_silence_of_the_scheduler_is_said_and_the_rest_is_shown(run, read):
     publish(run)
-    text = screen(Reader(run, read(executor='executor={type="test_status:Mute"}')).look(), 120)
+    text = screen(RunReader(run, read(executor='executor={type="test_status:Mute"}')).look(), 120)
     assert "error: the scheduler does not answer" in text
     assert "Unable to contact slurm controller" in text
     assert rows(text)["learner"][1:] == ["1", "?", "?", "1", "0"]
@@ -268,7 +268,7 @@ def test_failed_submissions_say_what_their_jobs_and_logs_said(run, read):
         submitted(run, "reward", number, f"{number}77:1", 1, 2)
     run.logs("reward").mkdir(parents=True)
     (run.logs("reward") / "377_0_log.out").write_text("starting\nerror: [grader] no pytest\n\n")
-    text = screen(Reader(run, read()).look(), 120)
+    text = screen(RunReader(run, read()).look(), 120)
     assert "reward: exit code" in text
     assert "3 submissions running, so tick rests 10 min" in text
     assert "error: logs/reward/377_0_log.out: error: [grader] no pytest" in text
@@ -278,15 +278,15 @@ def test_failures_before_a_submission_that_waits_are_no_error(run, read):
     publish(run)
     for number in (1, 2, 3):  # the last was put back into the queue after it failed
         submitted(run, "reward", number, f"{number}77", 1)
-    assert Reader(run, read(executor='executor={type="test_status:Busy"}')).look().queue.failures == []
-    assert len(Reader(run, read()).look().queue.failures) == 1
+    assert RunReader(run, read(executor='executor={type="test_status:Busy"}')).look().queue.failures == []
+    assert len(RunReader(run, read()).look().queue.failures) == 1
 
 
 def test_finished_run_has_nobody_at_work_and_waits_for_nothing(run, read):
     publish(run)
-    before = screen(Reader(run, read()).look(), 120)
+    before = screen(RunReader(run, read()).look(), 120)
     run.finished.touch()
-    after = screen(Reader(run, read()).look(), 120)
+    after = screen(RunReader(run, read()).look(), 120)
     assert "waits for results" in before
     assert "1 at v000012-i01" in before
     assert "waits for" not in after
@@ -298,13 +298,13 @@ def test_finished_run_has_nobody_at_work_and_waits_for_nothing(run, read):
 def test_submission_that_drained_is_no_failure(run, read):
     publish(run)
     submitted(run, "reward", 1, "77:1", 0)
-    assert Reader(run, read()).look().queue.failures == []
+    assert RunReader(run, read()).look().queue.failures == []
 
 
 def test_watching_asks_the_scheduler_no_more_than_every_fifteen_seconds(run, read):
     publish(run)
     now = [0.0]
-    reader = Reader(run, read(), lambda: now[0])
+    reader = RunReader(run, read(), lambda: now[0])
     first = reader.look()
     now[0] = 14.9
     publish(run, step=13)

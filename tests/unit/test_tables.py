@@ -19,12 +19,12 @@ from hpc_swe.doctor import examine
 from hpc_swe.doctor.findings import Finding
 from hpc_swe.evaluation import results
 from hpc_swe.evaluation.results import Finished
-from hpc_swe.plugins.tasksets._checked import Seconds, Verdict
+from hpc_swe.plugins.tasksets._checked import Seconds, TaskCheck
 from hpc_swe.plugins.tasksets._swebench_rows import Row
 from hpc_swe.records import MetricLine, RoleStatus, Sampling, StatusReport, Task, TestPlan, WeightVersion
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import exhibits, preview
-from hpc_swe.runs.view import Queue, View
+from hpc_swe.runs.view import Queue, RunView
 from hpc_swe.store import evals
 from hpc_swe.store.evals import Attempt
 from hpc_swe.tasks import check, prepare
@@ -82,7 +82,7 @@ def words(lines: list[str]) -> set[str]:
 
 def test_table_of_checked_tasks():
     seconds, name = Seconds(**SPEND), "oauthlib__oauthlib.1fd52536.combine_file__09vlzwgc"
-    verdict = Verdict(
+    verdict = TaskCheck(
         task_id=name,
         verdict="usable",
         image="i",
@@ -152,7 +152,7 @@ def test_the_screen_of_a_run_keeps_the_names_of_its_curves_and_their_last_values
         recent={name: [0.123456789e-9 * n for n in range(20)] for name in names},
         errors=[],
     )
-    view = View(name="r", steps=2, desired={"rollout": 4}, orders=[], queue=Queue(), report=report)
+    view = RunView(name="r", steps=2, desired={"rollout": 4}, orders=[], queue=Queue(), report=report)
     console = Console(file=io.StringIO(), width=width, highlight=False)
     console.print(status.render(view, width))
     lines = console.file.getvalue().splitlines()

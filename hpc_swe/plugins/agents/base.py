@@ -31,7 +31,7 @@ class TurnsSpent(Exception):
 
 
 @dataclass(frozen=True)
-class Address:
+class ChatAddress:
     """Where a program finds the policy, and with which key."""
 
     url: str
@@ -64,7 +64,7 @@ class Chat(Protocol):
             EngineError: No engine answered in time.
         """
 
-    def serve(self, listener: socket.socket, most_turns: int) -> AbstractContextManager[Address]:
+    def serve(self, listener: socket.socket, most_turns: int) -> AbstractContextManager[ChatAddress]:
         """As an OpenAI-style server for a program, which gets `most_turns` replies in all."""
 
     def clock(self) -> float:

@@ -12,7 +12,7 @@ import shlex
 
 from hpc_swe.errors import ConfigError, SandboxError
 from hpc_swe.plugins import Plugin
-from hpc_swe.plugins.agents.base import Address, Chat, Refusal, Result
+from hpc_swe.plugins.agents.base import Chat, ChatAddress, Refusal, Result
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox
 from hpc_swe.plugins.tools._text import cut
 from hpc_swe.records import ExitStatus, Message, Task
@@ -84,7 +84,7 @@ class CliAgent(Plugin, frozen=True, kw_only=True):
         messages = [*chat.messages, Message(role="tool", content=output)]
         return Result(status, messages, spent_s if math.isfinite(spent_s) else self.timeout_s, error)
 
-    def _prepare(self, task: Task, sandbox: Sandbox, address: Address) -> str:
+    def _prepare(self, task: Task, sandbox: Sandbox, address: ChatAddress) -> str:
         words = {
             "{prompt_file}": f"{self.home}/{PROMPT}",
             "{base_url}": address.url,

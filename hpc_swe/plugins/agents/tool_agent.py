@@ -13,7 +13,7 @@ import msgspec
 
 from hpc_swe.plugins import Plugin, load
 from hpc_swe.plugins.agents.base import Chat, ContextFull, Preface, Result
-from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Entry, Sandbox
+from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Sandbox, TreeEntry
 from hpc_swe.plugins.tools._text import cut
 from hpc_swe.plugins.tools.base import SandboxBroken, Tool, ToolError, invoke, schema
 from hpc_swe.records import ExitStatus, Message, Task, ToolCall
@@ -140,7 +140,7 @@ class _Bounded(Sandbox):
     def paths(self) -> list[str]:
         return self.sandbox.paths()
 
-    def entries(self, folder: str) -> dict[str, Entry]:
+    def entries(self, folder: str) -> dict[str, TreeEntry]:
         return self.sandbox.entries(folder)
 
     def target(self, path: str) -> str:

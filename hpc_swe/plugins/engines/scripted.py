@@ -28,7 +28,7 @@ SCORE = -1.0
 """Log-probability of every token that is scored."""
 
 
-class Reply(Record, frozen=True, kw_only=True):
+class ScriptedReply(Record, frozen=True, kw_only=True):
     """What to answer; all are given in turn, round and round.
 
     Example: a file of replies is one JSON list
@@ -49,7 +49,7 @@ class Scripted(Vllm, frozen=True, kw_only=True):
     loads_weights: ClassVar[bool] = False
     device: Literal["gpu", "cpu"] = "cpu"
     replies: str
-    """Path of a JSON list of `Reply`."""
+    """Path of a JSON list of `ScriptedReply`."""
     plain: bool = False
     """Without routes for updates, as somebody else's engine may be."""
     update_s: float = 0.0
@@ -91,7 +91,7 @@ class _Stage:
     """What the server's threads share."""
 
     def __init__(
-        self, replies: list[Reply], token: str, card: Card, plain: bool, update_s: float = 0.0
+        self, replies: list[ScriptedReply], token: str, card: Card, plain: bool, update_s: float = 0.0
     ) -> None:
         self.token, self.version, self.card, self.is_plain = token, UNTOUCHED, card, plain
         self._update_s = update_s
@@ -100,9 +100,9 @@ class _Stage:
         self._replies = cycle(replies)
         self._lock = threading.Lock()
 
-    def reply(self) -> Reply:
+    def reply(self) -> ScriptedReply:
         with self._lock:
-            return next(self._replies, Reply(status=404))
+            return next(self._replies, ScriptedReply(status=404))
 
     def control(self, path: str, order: _Order) -> None:
         """Raises ValueError for a folder whose files are not those that were verified."""
@@ -163,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _generate(self, question: _Question) -> None:
         is_score = question.sampling_params.prompt_logprobs is not None
         prompt = question.token_ids
-        reply = Reply(token_ids=[0], logprobs=[SCORE]) if is_score else self._stage.reply()
+        reply = ScriptedReply(token_ids=[0], logprobs=[SCORE]) if is_score else self._stage.reply()
         time.sleep(reply.delay_s)
         self._stage.running.wait()
         ids = reply.token_ids[: question.sampling_params.max_tokens]
@@ -193,7 +193,7 @@ def main(host: str, port: str, replies: str, model: str, *rest: str) -> None:
     """Serve until killed."""
     max_model_len, *options = rest
     update_s = sum(float(word) for word in options if word != "plain")
-    found = msgspec.json.decode(Path(replies).read_bytes(), type=list[Reply])
+    found = msgspec.json.decode(Path(replies).read_bytes(), type=list[ScriptedReply])
     stage = _Stage(found, os.environ[TOKEN], Card(model, int(max_model_len)), "plain" in options, update_s)
     ThreadingHTTPServer((host, int(port)), partial(_Handler, stage)).serve_forever()
 

@@ -13,7 +13,7 @@ HEAP = 1 << 9  # the flag of classes that no C source lists
 MOST = 2  # of five values
 
 
-def lax_classes(root: str) -> Any:
+def always_equal_classes(root: str) -> Any:
     """Classes whose values equal nearly anything, so that any test would pass: name -> where each is from.
 
     Places are files, relative in the work tree; an empty one is no file. What is all from files outside of
@@ -26,10 +26,10 @@ def lax_classes(root: str) -> Any:
             owner = next(base for base in kind.__mro__ if "__eq__" in vars(base))
             if not owner.__flags__ & HEAP or all(place[:1] == "/" for place in _places(kind, owner, root)):
                 continue
-            lax = next((one for one in (owner, kind) if _equals_most(one)), None)
-            if lax is not None:
-                name = str(vars(lax)["__module__"]) + ":" + lax.__qualname__
-                found[name] = _places(lax, owner, root)
+            always_equal = next((one for one in (owner, kind) if _equals_most(one)), None)
+            if always_equal is not None:
+                name = str(vars(always_equal)["__module__"]) + ":" + always_equal.__qualname__
+                found[name] = _places(always_equal, owner, root)
         except Exception:  # noqa: BLE001, S112  (it is no ordinary class)
             continue
     return sorted(found.items())

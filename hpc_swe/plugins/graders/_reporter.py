@@ -16,7 +16,7 @@ import types
 import unittest
 from typing import Any, Callable  # noqa: UP035
 
-from hpc_swe.plugins.graders._always_equal import lax_classes
+from hpc_swe.plugins.graders._always_equal import always_equal_classes
 from hpc_swe.plugins.graders._guard import Guard
 from hpc_swe.plugins.graders._report import book, hidden  # in a sandbox these texts stand above
 
@@ -69,8 +69,8 @@ def _teller(note: Any, guard: Guard, also: str, root: str) -> Callable[..., Any]
                 __import__(module)
             except Exception:  # noqa: BLE001, S112  (then it has no classes)
                 continue
-        for name, places in lax_classes(root):
-            note(lax=name, places="\n".join(places))
+        for name, places in always_equal_classes(root):
+            note(always_equal=name, places="\n".join(places))
         note(end=True)
 
     def outcome(**entry: Any) -> None:

@@ -27,7 +27,7 @@ import msgspec
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.graders import _places
 from hpc_swe.plugins.graders._places import Place, Test
-from hpc_swe.plugins.graders.base import CHANGED_TESTS, Edit, Version
+from hpc_swe.plugins.graders.base import CHANGED_TESTS, HiddenEdit, Version
 from hpc_swe.records import Task
 
 VERSIONS = 4
@@ -112,7 +112,7 @@ def judged(version: Version, watched: Collection[str], told: Told) -> tuple[Kind
     return "agrees", ""
 
 
-def changed(task: Task, edits: Sequence[Edit]) -> Task:
+def changed(task: Task, edits: Sequence[HiddenEdit]) -> Task:
     """The task with another test patch, in its script too.
 
     Raises:
@@ -179,7 +179,7 @@ def choose(task: Task, texts: Mapping[str, str], sit: Sit, draw: Random) -> tupl
     return best, "" if best else "the reference passes all changed tests, or their sittings tell nothing"
 
 
-def _version(task: Task, edits: list[Edit], names: set[str], told: Told) -> Version:
+def _version(task: Task, edits: list[HiddenEdit], names: set[str], told: Told) -> Version:
     """Of the tests named, those that the reference now fails; nothing is asked of others that it fails."""
     tests = names & told.ended - told.passed
     unsure = (names | ({*task.tests.fail_to_pass} - told.passed)) - tests
@@ -195,15 +195,17 @@ class _Candidate:
     patch: str
     words: list[str]
 
-    def edit(self, spot: _Spot, draw: Random) -> Edit:
+    def edit(self, spot: _Spot, draw: Random) -> HiddenEdit:
         """Change one place."""
         place, begin = spot
         line = self.patch[begin:].split("\n", 1)[0]
         new = _places.another(place, self.words, draw)
         if line[0] == "+":
-            return Edit(start=begin + 1 + place.start, old=place.old, new=new)
+            return HiddenEdit(start=begin + 1 + place.start, old=place.old, new=new)
         text = line[1:]
-        return Edit(start=begin, old=line, new=f"-{text}\n+{text[: place.start]}{new}{text[place.end :]}")
+        return HiddenEdit(
+            start=begin, old=line, new=f"-{text}\n+{text[: place.start]}{new}{text[place.end :]}"
+        )
 
 
 def _candidates(task: Task, texts: Mapping[str, str]) -> list[_Candidate]:

@@ -24,7 +24,7 @@ _TEXTS = [
     Path(__file__).with_name(name) for name in ("_guard.py", "_report.py", "_always_equal.py", "_reporter.py")
 ]
 _CANARIES = 6
-Outcome = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed"]
+CaseOutcome = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed"]
 _UNITTEST = {"parse_log_django"}
 _PYTEST = {f"parse_log_{name}" for name in ("pytest", "pytest_options", "pytest_v2", "matplotlib", "seaborn")}
 _PYTEST |= {
@@ -49,17 +49,17 @@ _IN_PYTEST: dict[str, list[str]] = {
     "xfailed": ["XFAIL {}"],
     "xpassed": _BAD,
 }
-_WORST_LAST: tuple[Outcome, ...] = ("passed", "xfailed", "skipped", "xpassed", "failed", "error")
+_WORST_LAST: tuple[CaseOutcome, ...] = ("passed", "xfailed", "skipped", "xpassed", "failed", "error")
 START, END, EXIT = ">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit Code"
 
 
-class Entry(msgspec.Struct, frozen=True):
+class ReportLine(msgspec.Struct, frozen=True):
     """One line of the reporter's book."""
 
     test: str = ""
     doc: str = ""
-    outcome: Outcome | None = None
-    lax: str = ""
+    outcome: CaseOutcome | None = None
+    always_equal: str = ""
     """``module:class`` of values that equal nearly anything."""
     odd: str = ""
     """What shows that code under test changes who runs or judges the tests."""
@@ -73,21 +73,21 @@ class Entry(msgspec.Struct, frozen=True):
     end: str = ""
 
 
-_entries = msgspec.json.Decoder(Entry)
+_entries = msgspec.json.Decoder(ReportLine)
 
 
 @dataclass(frozen=True)
-class Believed:
+class ParsedRun:
     """What a run of the tests is taken for: swebench's log, or why there is none."""
 
     log: str = ""
     complaint: str = ""
     is_cheat: bool = False
-    lax: dict[str, list[str]] = field(default_factory=dict)
+    always_equal: dict[str, list[str]] = field(default_factory=dict)
     """Classes whose values equal nearly anything: ``module:class`` -> where each is from."""
     odd: dict[str, list[str]] = field(default_factory=dict)
     """What changes who judges -> where it is from."""
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, CaseOutcome] = field(default_factory=dict)
     """Test -> its worst outcome, where the reporter's book tells."""
     docs: dict[str, str] = field(default_factory=dict)
     """Test -> the first line of its docstring."""
@@ -153,7 +153,7 @@ class Run:
         """The shell line, for the work directory."""
         return f"bash {self.folder}/eval.sh > {self.log} 2>&1"
 
-    def believe(self, book: bytes, log: str) -> Believed:
+    def parse(self, book: bytes, log: str) -> ParsedRun:
         """What the two files amount to."""
         return self._from_log(log) if self.kind == "log" else self._from_book(book)
 
@@ -203,22 +203,22 @@ class Run:
         )
         return "\n\n".join([apart, *texts, call])
 
-    def _from_log(self, log: str) -> Believed:
+    def _from_log(self, log: str) -> ParsedRun:
         """A regular expression would take minutes over many marks, and no thread would run meanwhile."""
         lines, end = log.split("\n"), f"{self._mark(END)} "
         ends = [n for n, line in enumerate(lines) if line.startswith(end) and line[len(end) :].isdecimal()]
         if not ends or self._mark(START) not in lines[: ends[-1]]:
-            return Believed(complaint="the tests did not come to their end")
+            return ParsedRun(complaint="the tests did not come to their end")
         first, last = lines.index(self._mark(START)), ends[-1]
         printed = "".join(f"{line}\n" for line in lines[first + 1 : last]).replace(">>>>>", "")
-        return Believed(f"{START}\n{printed}\n{END}\n{EXIT}: {lines[last][len(end) :]}\n")
+        return ParsedRun(f"{START}\n{printed}\n{END}\n{EXIT}: {lines[last][len(end) :]}\n")
 
-    def _from_book(self, book: bytes) -> Believed:
+    def _from_book(self, book: bytes) -> ParsedRun:
         entries = self._unsealed(book)
         if entries is None:
-            return Believed(complaint="the report is not the reporter's")
+            return ParsedRun(complaint="the report is not the reporter's")
         if len(entries) < 2 or not entries[0].begin or not entries[-1].end:
-            return Believed(complaint="the tests did not come to their end")
+            return ParsedRun(complaint="the tests did not come to their end")
         outcomes, docs = _merged(entries)
         good, bad, *hidden = (_take(outcomes, name) for name in self.canaries)
         owners = {entry.canary: entry.owner for entry in entries if entry.canary}
@@ -230,49 +230,51 @@ class Run:
         if (good, bad) != ("passed", "failed") or {"passed", "xpassed"} & {*hidden} or missing:
             why = f"a canary died (good {good}, bad {bad} {hidden}): the submission changes how tests end"
             is_cheat = good == "failed" or bool({"passed", "xpassed"} & {bad, *hidden})
-            return Believed(complaint=why, is_cheat=is_cheat)
-        lax = {entry.lax: entry.places.split("\n") for entry in entries if entry.lax}
+            return ParsedRun(complaint=why, is_cheat=is_cheat)
+        always_equal = {
+            entry.always_equal: entry.places.split("\n") for entry in entries if entry.always_equal
+        }
         odd = {entry.odd: entry.places.split("\n") for entry in entries if entry.odd}
-        return Believed(lax=lax, odd=odd, outcomes=outcomes, docs=docs)
+        return ParsedRun(always_equal=always_equal, odd=odd, outcomes=outcomes, docs=docs)
 
-    def log_of(self, believed: Believed, base: Believed) -> str:
+    def log_of(self, parsed: ParsedRun, base: ParsedRun) -> str:
         """swebench's log: of the wanted tests alone, the worst last, since the last line of a name counts.
 
         A test that was skipped or failed as expected counts as swebench counts it only where it must pass
         before and after, and ended so at the base commit: all else could be the submission's own doing.
         """
         if self.kind == "log":
-            return believed.log
+            return parsed.log
         tests, lines = self.task.tests, []
         wanted = {*tests.fail_to_pass, *tests.pass_to_pass}
-        for test, outcome in sorted(believed.outcomes.items(), key=lambda item: _WORST_LAST.index(item[1])):
-            names = _names(self.kind, test, believed.docs[test], wanted)
+        for test, outcome in sorted(parsed.outcomes.items(), key=lambda item: _WORST_LAST.index(item[1])):
+            names = _names(self.kind, test, parsed.docs[test], wanted)
             excused = base.outcomes.get(test) == outcome and not names & {*tests.fail_to_pass}
             told = outcome if excused or outcome not in ("skipped", "xfailed") else "failed"
             words = (_IN_UNITTEST if self.kind == "unittest" else _IN_PYTEST)[told]
             lines += [word.format(name) for name in sorted(names) for word in words]
         return "\n".join([START, *lines, END, ""])
 
-    def ended(self, believed: Believed) -> frozenset[str]:
+    def ended(self, parsed: ParsedRun) -> frozenset[str]:
         """The wanted tests that have an outcome, whatever it is; other parsers know no missing ones."""
         wanted = {*self.task.tests.fail_to_pass, *self.task.tests.pass_to_pass}
         if self.kind == "pytest":
-            heads = {_head(test) for test in believed.outcomes}
+            heads = {_head(test) for test in parsed.outcomes}
             return frozenset(name for name in wanted if _head(name) in heads)
         if self.kind == "unittest":
-            docs = believed.docs
+            docs = parsed.docs
             return frozenset().union(*(_names("unittest", test, docs[test], wanted) for test in docs))
         return frozenset(wanted)
 
-    def leans_on_base(self, believed: Believed) -> bool:
+    def leans_on_base(self, parsed: ParsedRun) -> bool:
         """Whether it matters how tests end at the base commit."""
         wanted = {*self.task.tests.pass_to_pass}
         return any(
-            outcome in ("skipped", "xfailed") and _names(self.kind, test, believed.docs[test], wanted)
-            for test, outcome in believed.outcomes.items()
+            outcome in ("skipped", "xfailed") and _names(self.kind, test, parsed.docs[test], wanted)
+            for test, outcome in parsed.outcomes.items()
         )
 
-    def _unsealed(self, book: bytes) -> list[Entry] | None:
+    def _unsealed(self, book: bytes) -> list[ReportLine] | None:
         """The lines of the book; None when one is not the reporter's, or not in its place."""
         lines = unsealed(book, self.key)
         try:
@@ -295,9 +297,9 @@ def _literally(path: str) -> str:
     return re.sub(r"([*?\[\]\\])", r"\\\1", path)
 
 
-def _merged(entries: list[Entry]) -> tuple[dict[str, Outcome], dict[str, str]]:
+def _merged(entries: list[ReportLine]) -> tuple[dict[str, CaseOutcome], dict[str, str]]:
     """Test -> its worst outcome, and test -> the first line of its docstring."""
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, CaseOutcome] = {}
     docs = {}
     for entry in entries:
         if entry.outcome is not None:
@@ -307,12 +309,12 @@ def _merged(entries: list[Entry]) -> tuple[dict[str, Outcome], dict[str, str]]:
     return outcomes, docs
 
 
-def _take(outcomes: dict[str, Outcome], canary: str) -> str:
+def _take(outcomes: dict[str, CaseOutcome], canary: str) -> str:
     names = [name for name in outcomes if name.endswith(f"test_{canary}")]
     return outcomes.pop(names[0]) if len(names) == 1 else "absent"
 
 
-def _any_passed(outcomes: dict[str, Outcome], owner: str) -> bool:
+def _any_passed(outcomes: dict[str, CaseOutcome], owner: str) -> bool:
     return any(outcome == "passed" and test.startswith(owner) for test, outcome in outcomes.items())
 
 

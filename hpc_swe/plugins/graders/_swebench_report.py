@@ -15,13 +15,13 @@ from types import ModuleType
 from typing import Any
 
 from hpc_swe.plugins.graders._judge import official
-from hpc_swe.plugins.graders.base import Verdict
+from hpc_swe.plugins.graders.base import GradedPatch
 from hpc_swe.records import Task
 
 LOGS = Path("logs", "run_evaluation")
 
 
-def write(folder: Path, label: str, model: str, verdicts: Sequence[Verdict]) -> None:
+def write(folder: Path, label: str, model: str, verdicts: Sequence[GradedPatch]) -> None:
     """Of one attempt at every task. Where there is no prediction at all, swebench has nothing to say."""
     predictions = {}
     for verdict in verdicts:
@@ -41,7 +41,7 @@ def write(folder: Path, label: str, model: str, verdicts: Sequence[Verdict]) -> 
         _aggregate(folder, label, predictions, dataset)
 
 
-def _report(verdict: Verdict) -> dict[str, Any]:
+def _report(verdict: GradedPatch) -> dict[str, Any]:
     """In the words of swebench's get_eval_report, from tests that are known to have passed or not."""
     score = verdict.score
     return {

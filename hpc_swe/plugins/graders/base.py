@@ -46,7 +46,7 @@ CHANGED_TESTS = "changed_tests"
 """Of `TestPlan.extra`: versions of the hidden tests, in JSON. Only reward workers' tasks have it."""
 
 
-class Edit(msgspec.Struct, frozen=True):
+class HiddenEdit(msgspec.Struct, frozen=True):
     """A piece of a task's hidden tests, and what stands there instead."""
 
     start: int
@@ -58,7 +58,7 @@ class Edit(msgspec.Struct, frozen=True):
 class Version(msgspec.Struct, frozen=True):
     """Hidden tests that expect something else."""
 
-    edits: list[Edit]
+    edits: list[HiddenEdit]
     tests: list[str]
     """Names of wanted tests that were changed and that the reference now fails."""
     unsure: list[str]
@@ -82,7 +82,7 @@ class Resitting(Protocol):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GradedPatch:
     """What was handed in for a task, and what a grader said of it."""
 
     task: Task
@@ -99,5 +99,5 @@ class Verdict:
 class Official(Protocol):
     """A grader of a benchmark that has a report of its own, which others can read."""
 
-    def report(self, folder: Path, label: str, model: str, verdicts: Sequence[Verdict]) -> None:
+    def report(self, folder: Path, label: str, model: str, verdicts: Sequence[GradedPatch]) -> None:
         """Write it below a folder, of one attempt at every task."""

@@ -32,8 +32,8 @@ from hpc_swe.errors import ConfigError, SandboxError, boundary
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.graders import _judge, _second_sitting, _swebench, _swebench_report
 from hpc_swe.plugins.graders._again import settled
-from hpc_swe.plugins.graders._swebench import Believed, Run
-from hpc_swe.plugins.graders.base import DISAGREES, SILENT, Verdict, Version
+from hpc_swe.plugins.graders._swebench import ParsedRun, Run
+from hpc_swe.plugins.graders.base import DISAGREES, SILENT, GradedPatch, Version
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox, Sandboxes
 from hpc_swe.records import Score, Task
 
@@ -44,7 +44,7 @@ SET_UP += ["tests/*", "test/*", "testing/*", "e2e/*"]
 """Where tests and what runs them is set up. No reference of SWE-bench changes folders of these names."""
 _STEP_S = 120.0
 _MOST_BASES = 64
-_bases: dict[tuple[bytes, str], Believed] = {}
+_bases: dict[tuple[bytes, str], ParsedRun] = {}
 _bases_lock = threading.Lock()
 
 
@@ -71,11 +71,11 @@ class Swebench(Plugin, frozen=True, kw_only=True):
     def examine(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
         """Run the tests whatever the submission is: the empty one shows that a task can be failed."""
         started = time.monotonic()
-        sitting = settled(
-            lambda: _sit(task, submission, sandboxes), lambda sat: sat.timed_out, task.tests.timeout_s
+        test_run = settled(
+            lambda: _run_tests(task, submission, sandboxes), lambda sat: sat.timed_out, task.tests.timeout_s
         )
-        sitting = _weigh(task, sitting, sandboxes)
-        score = self._score(task, submission, sitting, time.monotonic() - started)
+        test_run = _weigh(task, test_run, sandboxes)
+        score = self._score(task, submission, test_run, time.monotonic() - started)
         return self._again(task, submission, sandboxes, score) if score.outcome == "resolved" else score
 
     def changed_tests(self, task: Task, reference: str, sandboxes: Sandboxes) -> tuple[list[Version], str]:
@@ -107,28 +107,30 @@ class Swebench(Plugin, frozen=True, kw_only=True):
 
     def _tell(self, submission: str, sandboxes: Sandboxes, task: Task) -> _second_sitting.Told:
         """What a later sitting tells; what is odd of a run was weighed in the first."""
-        sitting = settled(lambda: _sit(task, submission, sandboxes), lambda _: False, task.tests.timeout_s)
-        believed, run = sitting.believed, Run(task)
-        if believed.complaint:
-            why = f"{believed.complaint}: {sitting.told}"
-            return _second_sitting.Told(cheat=why if believed.is_cheat else "", nothing=why)
-        judged = dataclasses.replace(believed, log=run.log_of(believed, Believed()))
-        score = self._score(task, submission, dataclasses.replace(sitting, believed=judged), 0.0)
-        return _second_sitting.Told(passed=frozenset(score.passed), ended=run.ended(believed))
+        test_run = settled(
+            lambda: _run_tests(task, submission, sandboxes), lambda _: False, task.tests.timeout_s
+        )
+        parsed, run = test_run.parsed, Run(task)
+        if parsed.complaint:
+            why = f"{parsed.complaint}: {test_run.told}"
+            return _second_sitting.Told(cheat=why if parsed.is_cheat else "", nothing=why)
+        judged = dataclasses.replace(parsed, log=run.log_of(parsed, ParsedRun()))
+        score = self._score(task, submission, dataclasses.replace(test_run, parsed=judged), 0.0)
+        return _second_sitting.Told(passed=frozenset(score.passed), ended=run.ended(parsed))
 
-    def report(self, folder: Path, label: str, model: str, verdicts: Sequence[Verdict]) -> None:
+    def report(self, folder: Path, label: str, model: str, verdicts: Sequence[GradedPatch]) -> None:
         """``report.<label>.json``, and the tree that swebench's own tools would have left below logs/."""
         _swebench_report.write(folder, label, model, verdicts)
 
-    def _score(self, task: Task, submission: str, sitting: "_Sitting", seconds: float) -> Score:
+    def _score(self, task: Task, submission: str, test_run: "_TestRun", seconds: float) -> Score:
         wanted = sorted({*task.tests.fail_to_pass, *task.tests.pass_to_pass})
-        believed = sitting.believed
-        if believed.complaint:
-            outcome: Literal["cheated", "unresolved"] = "cheated" if believed.is_cheat else "unresolved"
-            reward = self.cheated_reward if believed.is_cheat else self.unresolved_reward
-            detail = f"{believed.complaint}: {sitting.told}"
+        parsed = test_run.parsed
+        if parsed.complaint:
+            outcome: Literal["cheated", "unresolved"] = "cheated" if parsed.is_cheat else "unresolved"
+            reward = self.cheated_reward if parsed.is_cheat else self.unresolved_reward
+            detail = f"{parsed.complaint}: {test_run.told}"
             return Score(outcome=outcome, reward=reward, failed=wanted, detail=detail, seconds=seconds)
-        verdict = _judge.report(task, submission, believed.log)
+        verdict = _judge.report(task, submission, parsed.log)
         tests = verdict.get("tests_status", {}).values()
         passed = sorted({name for kind in tests for name in kind["success"]})
         return Score(
@@ -136,44 +138,44 @@ class Swebench(Plugin, frozen=True, kw_only=True):
             reward=self.resolved_reward if verdict["resolved"] else self.unresolved_reward,
             passed=passed,
             failed=[name for name in wanted if name not in passed],
-            detail="" if verdict["resolved"] else verdict.get("complaint", sitting.told),
+            detail="" if verdict["resolved"] else verdict.get("complaint", test_run.told),
             seconds=seconds,
         )
 
 
 @dataclass(frozen=True)
-class _Sitting:
+class _TestRun:
     """One run of the tests, and what it is taken for."""
 
-    believed: Believed
+    parsed: ParsedRun
     told: str = ""
     timed_out: bool = False
     touched: frozenset[str] = frozenset()
     """Files that the submission changes; the empty name is what is no file."""
 
 
-def _weigh(task: Task, sitting: _Sitting, sandboxes: Sandboxes) -> _Sitting:
+def _weigh(task: Task, test_run: _TestRun, sandboxes: Sandboxes) -> _TestRun:
     """What is odd of a submission's run, unless a run of the base commit is odd in the same way."""
-    believed, run = sitting.believed, Run(task)
-    if believed.complaint:
-        return sitting
-    lax, odd = (
-        {what for what, places in told.items() if sitting.touched.intersection(places)}
-        for told in (believed.lax, believed.odd)
+    parsed, run = test_run.parsed, Run(task)
+    if parsed.complaint:
+        return test_run
+    always_equal, odd = (
+        {what for what, places in told.items() if test_run.touched.intersection(places)}
+        for told in (parsed.always_equal, parsed.odd)
     )
-    base = Believed()
-    if lax or odd or run.leans_on_base(believed):
-        base = _base(task, "\n".join(name.partition(":")[0] for name in sorted(lax)), sandboxes)
-    found = [f"values of {name} equal everything" for name in sorted(lax - base.lax.keys())]
+    base = ParsedRun()
+    if always_equal or odd or run.leans_on_base(parsed):
+        base = _base(task, "\n".join(name.partition(":")[0] for name in sorted(always_equal)), sandboxes)
+    found = [f"values of {name} equal everything" for name in sorted(always_equal - base.always_equal.keys())]
     found += sorted(odd - base.odd.keys())
     if found:
-        believed = Believed(complaint="; ".join(found[:3]), is_cheat=True)
+        parsed = ParsedRun(complaint="; ".join(found[:3]), is_cheat=True)
     else:
-        believed = dataclasses.replace(believed, log=run.log_of(believed, base))
-    return dataclasses.replace(sitting, believed=believed)
+        parsed = dataclasses.replace(parsed, log=run.log_of(parsed, base))
+    return dataclasses.replace(test_run, parsed=parsed)
 
 
-def _base(task: Task, modules: str, sandboxes: Sandboxes) -> Believed:
+def _base(task: Task, modules: str, sandboxes: Sandboxes) -> ParsedRun:
     """What a run of the base commit comes to, in which these modules are imported as well.
 
     One that does not end excuses nothing: else a policy could choose tasks of which nothing can be known.
@@ -182,7 +184,7 @@ def _base(task: Task, modules: str, sandboxes: Sandboxes) -> Believed:
     with _bases_lock:
         known = _bases.get(key)
     if known is None:
-        known = _sit(task, "", sandboxes, modules).believed
+        known = _run_tests(task, "", sandboxes, modules).parsed
         if not known.complaint:
             with _bases_lock:
                 while len(_bases) >= _MOST_BASES:
@@ -191,7 +193,7 @@ def _base(task: Task, modules: str, sandboxes: Sandboxes) -> Believed:
     return known
 
 
-def _sit(task: Task, submission: str, sandboxes: Sandboxes, also: str = "") -> _Sitting:
+def _run_tests(task: Task, submission: str, sandboxes: Sandboxes, also: str = "") -> _TestRun:
     """Lay the submission into a fresh sandbox and run the task's script there."""
     run = Run(task, also=also)
     with sandboxes.open(task) as sandbox:
@@ -204,7 +206,7 @@ def _sit(task: Task, submission: str, sandboxes: Sandboxes, also: str = "") -> _
         if applied.timed_out or applied.broke_sandbox:  # none of the submission has run
             raise SandboxError(f"the submission to {task.task_id} was not applied: {_told(applied)}")
         if applied.exit_code:
-            return _Sitting(Believed(complaint="the submission does not fit the task"), _told(applied))
+            return _TestRun(ParsedRun(complaint="the submission does not fit the task"), _told(applied))
         touched = frozenset(
             re.findall(r"\t([^\t\0]+)\0", _read(sandbox, run.touched).decode(errors="replace"))
         )
@@ -212,9 +214,9 @@ def _sit(task: Task, submission: str, sandboxes: Sandboxes, also: str = "") -> _
         result = sandbox.run(run.command(), task.tests.timeout_s)
         log = _read(sandbox, run.log).decode(errors="replace")
         if result.timed_out:
-            return _Sitting(Believed(complaint="timed out"), log[-500:], timed_out=True)
-        believed = run.believe(_read(sandbox, run.book), log)
-    return _Sitting(believed, f"{_told(result)} {log.strip()[-500:]}", touched=touched | {""})
+            return _TestRun(ParsedRun(complaint="timed out"), log[-500:], timed_out=True)
+        parsed = run.parse(_read(sandbox, run.book), log)
+    return _TestRun(parsed, f"{_told(result)} {log.strip()[-500:]}", touched=touched | {""})
 
 
 def _test_files(task: Task, sandboxes: Sandboxes) -> dict[str, str]:

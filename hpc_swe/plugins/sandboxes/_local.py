@@ -45,7 +45,7 @@ _FAILURES = (_Unfit, OSError, ValueError, subprocess.SubprocessError)
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalImages:
     """The unpacked images of this node."""
 
     folder: str

@@ -21,7 +21,7 @@ from msgspec import Struct
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.sandboxes._output import collected
 from hpc_swe.plugins.sandboxes._tree import Tree
-from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Entry
+from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, TreeEntry
 from hpc_swe.processes import descendants, start_time
 
 log = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class Session:
         with self._attributed():
             return self._tree.paths()
 
-    def entries(self, folder: str) -> dict[str, Entry]:
+    def entries(self, folder: str) -> dict[str, TreeEntry]:
         """What a folder holds."""
         with self._attributed():
             return self._tree.entries(folder)

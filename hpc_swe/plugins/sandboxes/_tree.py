@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from hpc_swe.plugins.sandboxes.base import Entry
+from hpc_swe.plugins.sandboxes.base import TreeEntry
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Opening a pipe must not wait for its other end, nor a terminal become ours.
@@ -59,9 +59,9 @@ class Tree:
                 os.unlink(temporary, dir_fd=folder)
                 raise
 
-    def entries(self, folder: str) -> dict[str, Entry]:
+    def entries(self, folder: str) -> dict[str, TreeEntry]:
         """What a folder holds."""
-        found: dict[str, Entry] = {}
+        found: dict[str, TreeEntry] = {}
         with self._folder(folder, folder.split("/")) as here, os.scandir(here) as names:
             for name in names:
                 found[name.name] = _entry(name.stat(follow_symlinks=False))
@@ -131,13 +131,13 @@ def _make(folder: int, name: str) -> None:
         return
 
 
-def _entry(state: os.stat_result) -> Entry:
+def _entry(state: os.stat_result) -> TreeEntry:
     if stat.S_ISDIR(state.st_mode):
-        return Entry("folder", 0, 0)
+        return TreeEntry("folder", 0, 0)
     if stat.S_ISREG(state.st_mode):
         kind: Literal["file", "executable"] = "executable" if state.st_mode & 0o100 else "file"
-        return Entry(kind, state.st_size, state.st_mtime_ns)
-    return Entry("link" if stat.S_ISLNK(state.st_mode) else "other", state.st_size, state.st_mtime_ns)
+        return TreeEntry(kind, state.st_size, state.st_mtime_ns)
+    return TreeEntry("link" if stat.S_ISLNK(state.st_mode) else "other", state.st_size, state.st_mtime_ns)
 
 
 def _mode(folder: int, name: str) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hpc_swe.errors import ConfigError, SandboxError, boundary
 from hpc_swe.plugins import Plugin
-from hpc_swe.plugins.sandboxes._local import Local
+from hpc_swe.plugins.sandboxes._local import LocalImages
 from hpc_swe.plugins.sandboxes._session import Container, Limits
 from hpc_swe.plugins.sandboxes._warm import Warm
 from hpc_swe.plugins.sandboxes.base import Sandbox
@@ -130,7 +130,7 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
         sif = Path(self.images, f"{name}.sif")
         with ExitStack() as life:
             tree = None
-            local = Local(self.local, self.local_gb, self.start_timeout_s, self.executable)
+            local = LocalImages(self.local, self.local_gb, self.start_timeout_s, self.executable)
             if self.local and sif.exists():
                 tree = life.enter_context(local.unpacked(sif))
             try:

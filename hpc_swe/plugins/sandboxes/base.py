@@ -13,7 +13,7 @@ Clock = Callable[[], float]
 """Seconds that count; they may stand still, and infinity ends what is timed."""
 
 
-class Entry(NamedTuple):
+class TreeEntry(NamedTuple):
     """One name in a folder of a sandbox."""
 
     kind: Literal["file", "executable", "link", "folder", "other"]
@@ -88,7 +88,7 @@ class Sandbox(Protocol):
             SandboxError: It could not be made. Ask before the agent acts, or the policy holds the port.
         """
 
-    def entries(self, folder: str) -> dict[str, Entry]:
+    def entries(self, folder: str) -> dict[str, TreeEntry]:
         """What a folder below the work directory holds; the empty name is the work directory's.
 
         Raises:

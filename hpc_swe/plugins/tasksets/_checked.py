@@ -34,7 +34,7 @@ class Seconds(msgspec.Struct, frozen=True, kw_only=True):
     """Of a whole grading, beyond the bare time of the same run."""
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class TaskCheck(msgspec.Struct, frozen=True, kw_only=True):
     """What came of grading the reference and nothing, some times over."""
 
     task_id: str
@@ -55,7 +55,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Why a usable task has no second sitting."""
 
 
-def read(path: Path) -> dict[str, Verdict]:
+def read(path: Path) -> dict[str, TaskCheck]:
     """Task id -> its last verdict; a last line that was torn off is passed over, aloud.
 
     Raises:
@@ -72,7 +72,7 @@ def read(path: Path) -> dict[str, Verdict]:
     found = {}
     for number, line in enumerate(lines, start=1):
         try:
-            verdict = msgspec.json.decode(line, type=Verdict)
+            verdict = msgspec.json.decode(line, type=TaskCheck)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}:{number}: {error}; take the line out, or check anew") from None
         found[verdict.task_id] = verdict
@@ -111,7 +111,7 @@ def create(path: Path) -> None:
         path.open("ab").close()
 
 
-def append(path: Path, verdict: Verdict) -> None:
+def append(path: Path, verdict: TaskCheck) -> None:
     """Add a line that outlives this process; what a process before left unfinished gives way.
 
     Raises:

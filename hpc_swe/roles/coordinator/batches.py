@@ -17,7 +17,7 @@ from hpc_swe.plugins.advantages.shuffled import Shuffled
 from hpc_swe.records import Batch, BatchManifest, CoordinatorState, ScoredEpisode
 from hpc_swe.roles.coordinator.groups import Group
 from hpc_swe.roles.coordinator.packing import pack, weigh
-from hpc_swe.roles.coordinator.samples import Cut, cut
+from hpc_swe.roles.coordinator.samples import EpisodeSamples, make_samples
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import BatchesConfig, GroupsConfig
 from hpc_swe.store import atomic, folders
@@ -27,7 +27,7 @@ STEP = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,8})")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class BatchSettings:
     """How groups become batches."""
 
     groups: GroupsConfig
@@ -37,82 +37,87 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GroupDecision:
     """What becomes of a closed group in one step."""
 
-    fate: Literal["trained", "no_signal", "too_few", "too_old"]
-    cuts: list[Cut]
+    status: Literal["trained", "no_signal", "too_few", "too_old"]
+    episodes: list[EpisodeSamples]
     """Episodes with a loss."""
 
 
 @dataclass(frozen=True)
-class Composition:
+class BatchPlan:
     """The next batch, decided."""
 
     step: int
     groups: list[int]
     closed: list[int]
-    verdicts: dict[int, Verdict]
+    decisions: dict[int, GroupDecision]
     after: CoordinatorState
 
 
-def judge(group: Group, step: int, recipe: Recipe) -> Verdict:
+def judge(group: Group, step: int, settings: BatchSettings) -> GroupDecision:
     """Advantages and samples of a group in batch `step`.
 
     A truncated episode counts for all (``train``), for its siblings' baseline only (``mask_loss``), or
     for nothing (``drop_from_baseline``); without a loss it is in no denominator. A group with a token
     over `hard_max_staleness` goes as a whole: without its longest member its baseline would be biased.
     """
-    overlong, limits = recipe.batches.overlong, recipe.groups
+    overlong, limits = settings.batches.overlong, settings.groups
     baseline = [s for s in group.results if overlong != "drop_from_baseline" or not _is_truncated(s)]
     if len(baseline) < 2:
-        return Verdict("too_few", [])
-    cuts = [
-        cut(s.episode, advantage, recipe.batches.train_chains, step, limits.max_token_staleness)
-        for s, advantage in zip(baseline, _advantages(group, baseline, recipe), strict=True)
+        return GroupDecision("too_few", [])
+    episodes = [
+        make_samples(s.episode, advantage, settings.batches.train_chains, step, limits.max_token_staleness)
+        for s, advantage in zip(baseline, _advantages(group, baseline, settings), strict=True)
         if overlong == "train" or not _is_truncated(s)
     ]
-    if limits.hard_max_staleness and any((c.staleness > limits.hard_max_staleness).any() for c in cuts):
-        return Verdict("too_old", [])
-    if limits.resample and not any(has_signal(c) for c in cuts):
-        return Verdict("no_signal", [])
-    return Verdict("trained", cuts)
+    if limits.hard_max_staleness and any((c.staleness > limits.hard_max_staleness).any() for c in episodes):
+        return GroupDecision("too_old", [])
+    if limits.resample and not any(has_signal(c) for c in episodes):
+        return GroupDecision("no_signal", [])
+    return GroupDecision("trained", episodes)
 
 
 def compose(
-    verdict_of: Callable[[int], Verdict | None], state: CoordinatorState, step: int, groups_per_step: int
-) -> Composition | None:
+    decision_of: Callable[[int], GroupDecision | None],
+    state: CoordinatorState,
+    step: int,
+    groups_per_step: int,
+) -> BatchPlan | None:
     """The batch after `state`; None while a group that it depends on is open."""
-    verdicts: dict[int, Verdict] = {}
+    decisions: dict[int, GroupDecision] = {}
     for group in count(state.next_group):
-        verdict = verdict_of(group)
-        if verdict is None:
+        decision = decision_of(group)
+        if decision is None:
             return None
-        verdicts[group] = verdict
-        trained = [g for g, v in verdicts.items() if v.fate == "trained"]
+        decisions[group] = decision
+        trained = [g for g, v in decisions.items() if v.status == "trained"]
         if len(trained) == groups_per_step:
-            closed = sorted(verdicts.keys() - set(trained))
-            rate = (state.signal_rate * groups_per_step + len(trained)) / (groups_per_step + len(verdicts))
+            closed = sorted(decisions.keys() - set(trained))
+            rate = (state.signal_rate * groups_per_step + len(trained)) / (groups_per_step + len(decisions))
             after = CoordinatorState(next_group=group + 1, signal_rate=rate)
-            return Composition(step, trained, closed, verdicts, after)
+            return BatchPlan(step, trained, closed, decisions, after)
     raise AssertionError("count() does not end")
 
 
-def assemble(composition: Composition, recipe: Recipe) -> list[Batch]:
-    """Weights and microbatches of a composition, one batch per data-parallel rank."""
-    cuts = [c for group in composition.groups for c in composition.verdicts[group].cuts]
-    weights = weigh([c.tokens for c in cuts], recipe.batches.aggregate, recipe.batches.constant_length)
-    samples = [(s, w) for c, w in zip(cuts, weights, strict=True) for s in c.samples if any(s.mask)]
+def assemble(batch_plan: BatchPlan, settings: BatchSettings) -> list[Batch]:
+    """Weights and microbatches of a plan, one batch per data-parallel rank."""
+    episodes = [c for group in batch_plan.groups for c in batch_plan.decisions[group].episodes]
+    weights = weigh(
+        [c.tokens for c in episodes], settings.batches.aggregate, settings.batches.constant_length
+    )
+    samples = [(s, w) for c, w in zip(episodes, weights, strict=True) for s in c.samples if any(s.mask)]
     return pack(
-        composition.step,
+        batch_plan.step,
         [s for s, _ in samples],
         [w for _, w in samples],
-        recipe.batches.microbatch_tokens,
-        recipe.data_parallel,
+        settings.batches.microbatch_tokens,
+        settings.data_parallel,
     )
 
 
-def commit(run: RunDir, composition: Composition, batches: list[Batch], stats: dict[str, float]) -> None:
+def commit(run: RunDir, batch_plan: BatchPlan, batches: list[Batch], stats: dict[str, float]) -> None:
     """Publish the batch.
 
     Raises:
@@ -124,14 +129,14 @@ def commit(run: RunDir, composition: Composition, batches: list[Batch], stats: d
         return BatchManifest(
             writer=atomic.identity(),
             files={name: folders.write(stage, name, data) for name, data in files.items()},
-            step=composition.step,
-            groups=composition.groups,
-            closed=composition.closed,
-            after=composition.after,
+            step=batch_plan.step,
+            groups=batch_plan.groups,
+            closed=batch_plan.closed,
+            after=batch_plan.after,
             stats=stats,
         )
 
-    folders.publish(run.batch(composition.step), fill)
+    folders.publish(run.batch(batch_plan.step), fill)
 
 
 def steps(run: RunDir) -> list[int]:
@@ -154,13 +159,13 @@ def _is_truncated(scored: ScoredEpisode) -> bool:
     return scored.episode.exit_status.is_truncated
 
 
-def _advantages(group: Group, baseline: list[ScoredEpisode], recipe: Recipe) -> Iterator[float]:
-    estimator = recipe.advantage
+def _advantages(group: Group, baseline: list[ScoredEpisode], settings: BatchSettings) -> Iterator[float]:
+    estimator = settings.advantage
     if isinstance(estimator, Shuffled):
         estimator = estimator.for_group(group.key[1])
     yield from estimator([s.score.reward or 0.0 for s in baseline])
 
 
-def has_signal(c: Cut) -> bool:
+def has_signal(c: EpisodeSamples) -> bool:
     """Whether an episode says anything about what was better."""
     return c.tokens > 0 and abs(c.advantage) > NO_SIGNAL

@@ -1,4 +1,4 @@
-"""Intake: carries results from scored/ into the ledger, and asks again for what failed or got lost.
+"""Carry results from scored/ into the ledger, and ask again for what failed or got lost.
 
 consumes      scored/, read in ready/: the coordinator is its only reader, so nothing is claimed
 produces      the ledger; requests/ for second attempts
@@ -17,7 +17,7 @@ from hpc_swe.plugins.graders.base import DISAGREES, GRADER_BROKE, SILENT
 from hpc_swe.records import RolloutRequest, ScoredEpisode
 from hpc_swe.roles.coordinator import curves
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, failure, locate
-from hpc_swe.roles.coordinator.housekeeping import World
+from hpc_swe.roles.coordinator.maintenance import RunSnapshot
 from hpc_swe.rundir import RunDir
 from hpc_swe.store.spool import Address, Spool
 
@@ -26,7 +26,7 @@ WORST = 5  # tasks that people are told of
 log = logging.getLogger(__name__)
 
 
-class Intake:
+class ResultCollector:
     """`expects` gives the requests of a group, or None when the group was consumed or is nobody's."""
 
     def __init__(
@@ -51,25 +51,25 @@ class Intake:
         by_task = [f"infrastructure failures: {', '.join(worst)}"] if worst else []
         return [*self._errors, *by_task, *self._wrong]
 
-    def round(self, world: World) -> None:
+    def round(self, snapshot: RunSnapshot) -> None:
         """Enter what is new."""
-        self._adopt(world)
-        for address in world.scan["scored"]["ready"]:
+        self._adopt(snapshot)
+        for address in snapshot.scan["scored"]["ready"]:
             if address not in self._held and locate(address.identity):
-                self._enter(address, world.now)
-        self.ledger.bury(world.dead)
-        for request in self.ledger.absent(world.found):
+                self._enter(address, snapshot.now)
+        self.ledger.bury(snapshot.dead)
+        for request in self.ledger.absent(snapshot.found):
             log.warning("lost %s, asked again", request.name)
             self._requests.ask(request.name, request)
 
-    def ask(self, key: Key, world: World) -> None:
+    def ask(self, key: Key, snapshot: RunSnapshot) -> None:
         """Open a group and request the members that are not under way already."""
         requests = self._expects(key)
         if requests is None or key in self.ledger.groups:
             return
-        self.ledger.open(key, requests, world.now)
+        self.ledger.open(key, requests, snapshot.now)
         for request in requests:
-            if request.name not in world.found:
+            if request.name not in snapshot.found:
                 self._requests.ask(request.name, request)
 
     def forget(self, groups: list[Group]) -> None:
@@ -79,15 +79,15 @@ class Intake:
                 if member.address is not None:
                     self._drop(member.address)
 
-    def _adopt(self, world: World) -> None:
+    def _adopt(self, snapshot: RunSnapshot) -> None:
         """Groups under way that a former coordinator dispatched, and requests that nobody needs now."""
         for key in sorted(
-            {place[0] for place in map(locate, world.found) if place} - self.ledger.groups.keys()
+            {place[0] for place in map(locate, snapshot.found) if place} - self.ledger.groups.keys()
         ):
             requests = self._expects(key)
             if requests is not None:
-                self.ledger.open(key, requests, world.now)
-        for address in world.scan["requests"]["ready"]:
+                self.ledger.open(key, requests, snapshot.now)
+        for address in snapshot.scan["requests"]["ready"]:
             place = locate(address.identity)
             if place is not None and place[0] not in self.ledger.groups:
                 self._requests.remove(address)

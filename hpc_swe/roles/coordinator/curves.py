@@ -12,37 +12,37 @@ from statistics import fmean, pstdev
 import numpy as np
 
 from hpc_swe.records import Batch, ScoredEpisode
-from hpc_swe.roles.coordinator.batches import Composition, Verdict, has_signal
+from hpc_swe.roles.coordinator.batches import BatchPlan, GroupDecision, has_signal
 from hpc_swe.roles.coordinator.groups import Group
 from hpc_swe.roles.coordinator.samples import conversations, sampled_tokens
 
-Fates = list[tuple[Group, Verdict]]
+Decided = list[tuple[Group, GroupDecision]]
 RECORDED = ("chains", "undelivered", "continued", "parse_errors", "context_full", "ignored_settings")
 """The recorder's tallies, `Episode.counts`."""
 TURNS = (0, 1, 4, 16, 64)
 """Where the ranges begin by which infrastructure failures are told apart."""
 
 
-def of_batch(groups: Sequence[Group], composition: Composition) -> dict[str, float]:
+def of_batch(groups: Sequence[Group], batch_plan: BatchPlan) -> dict[str, float]:
     """All curves that follow from results alone; `groups` are those that the batch closes."""
-    fates = [(group, composition.verdicts[group.key[1]]) for group in groups]
+    decided = [(group, batch_plan.decisions[group.key[1]]) for group in groups]
     results = [scored for group in groups for scored in group.results]
     rewards = _rewards(results)
-    trained = [s for g, v in fates if v.fate == "trained" for s in g.results]
-    kinds = Counter(verdict.fate for _, verdict in fates)
+    trained = [s for g, v in decided if v.status == "trained" for s in g.results]
+    kinds = Counter(decision.status for _, decision in decided)
     return {
         "reward/mean": _mean(rewards),
         "reward/std": pstdev(rewards or [0.0]),
         "reward/trained_mean": _mean(_rewards(trained)),
         "solve/train": _solved(results),
         "solve/trained": _solved(trained),
-        "groups/signal_rate": _mean([any(map(has_signal, verdict.cuts)) for _, verdict in fates]),
+        "groups/signal_rate": _mean([any(map(has_signal, decision.episodes)) for _, decision in decided]),
         "groups/no_signal": kinds["no_signal"],
         "groups/dropped_few": kinds["too_few"],
         "groups/dropped_old": kinds["too_old"],
-        **_staleness(fates),
+        **_staleness(decided),
         **_episodes(results),
-        **_deciles(fates),
+        **_deciles(decided),
     }
 
 
@@ -71,7 +71,7 @@ def turns_from(turns: int) -> int:
     return max(first for first in TURNS if first <= turns)
 
 
-def of_intake(counts: Mapping[str, int]) -> dict[str, float]:
+def of_collected(counts: Mapping[str, int]) -> dict[str, float]:
     """What was read since the last batch, retried and dropped results too; a share of nothing is no point."""
     values = {"grader/sentinels": float(counts["grader/sentinels"])}
     shares = [(f"infra/turns_{first}", f"read/turns_{first}") for first in TURNS]
@@ -91,14 +91,14 @@ def _solved(results: Sequence[ScoredEpisode]) -> float:
     return _mean([scored.score.outcome == "resolved" for scored in results])
 
 
-def _staleness(fates: Fates) -> dict[str, float]:
-    cuts = [c for _, verdict in fates if verdict.fate == "trained" for c in verdict.cuts]
-    ages = np.concatenate([np.zeros(0, np.int32), *(c.staleness for c in cuts)])
+def _staleness(decided: Decided) -> dict[str, float]:
+    episodes = [c for _, decision in decided if decision.status == "trained" for c in decision.episodes]
+    ages = np.concatenate([np.zeros(0, np.int32), *(c.staleness for c in episodes)])
     return {
         "staleness/mean": float(ages.mean()) if len(ages) else 0.0,
         "staleness/max": float(ages.max()) if len(ages) else 0.0,
-        "staleness/masked_share": sum(c.stale for c in cuts) / max(1, len(ages)),
-        "episodes/untrained_turns": _mean([c.untrained_turns for c in cuts]),
+        "staleness/masked_share": sum(c.stale for c in episodes) / max(1, len(ages)),
+        "episodes/untrained_turns": _mean([c.untrained_turns for c in episodes]),
     }
 
 
@@ -120,12 +120,14 @@ def _episodes(results: Sequence[ScoredEpisode]) -> dict[str, float]:
     }
 
 
-def _deciles(fates: Fates) -> dict[str, float]:
+def _deciles(decided: Decided) -> dict[str, float]:
     """Longest last; a drop or a mask that hits long episodes more than short ones shows here."""
     rows = []
-    for group, verdict in fates:
-        trained = {c.episode.request.index for c in verdict.cuts if verdict.fate == "trained" and c.tokens}
-        dropped = verdict.fate in ("too_few", "too_old")
+    for group, decision in decided:
+        trained = {
+            c.episode.request.index for c in decision.episodes if decision.status == "trained" and c.tokens
+        }
+        dropped = decision.status in ("too_few", "too_old")
         for s in group.results:
             rows.append((sampled_tokens(s.episode), s.episode.request.index in trained, dropped))
     values = {f"length/{what}_d{d}": 0.0 for what in ("finished", "trained", "dropped") for d in range(10)}

@@ -30,7 +30,7 @@ def digest(*parts: object) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RequestPlan:
     """Which task and seeds every training group has."""
 
     seed: int
@@ -67,7 +67,7 @@ def again(failed: RolloutRequest) -> RolloutRequest:
 
 
 @dataclass(frozen=True)
-class Pace:
+class DispatchWindow:
     """How far dispatch may go now."""
 
     next_batch: int
@@ -77,11 +77,11 @@ class Pace:
     signal_rate: float
 
 
-def horizon(first: int, has_signal: Callable[[int], bool | None], pace: Pace) -> int:
+def horizon(first: int, has_signal: Callable[[int], bool | None], window: DispatchWindow) -> int:
     """The first group from `first` on that must still wait; `has_signal` is None while one is open."""
     # Groups with signal that may lie before a group; the rest is for rounding.
-    room = (pace.last_batch + 1 - pace.next_batch) * pace.groups_per_step - 1e-6
-    rate = min(1.0, max(RATE_FLOOR, pace.signal_rate))
+    room = (window.last_batch + 1 - window.next_batch) * window.groups_per_step - 1e-6
+    rate = min(1.0, max(RATE_FLOOR, window.signal_rate))
     group, expected = first, 0.0
     while expected < room:
         signal = has_signal(group)

@@ -15,10 +15,10 @@ import msgspec
 from hpc_swe import intervals
 from hpc_swe.metrics import Log
 from hpc_swe.records import Episode, Outcome, RolloutRequest
-from hpc_swe.roles.coordinator.collect import Intake
+from hpc_swe.roles.coordinator.collect import ResultCollector
 from hpc_swe.roles.coordinator.dispatch import request
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, Member, failure
-from hpc_swe.roles.coordinator.housekeeping import Standing, World
+from hpc_swe.roles.coordinator.maintenance import Progress, RunSnapshot
 from hpc_swe.roles.coordinator.samples import sampled_tokens
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import EvalConfig
@@ -77,47 +77,47 @@ class Evaluator:
             "evaluation/infra": [float(sum(_outcome(member) == "infra_error" for member in closed))],
         }
 
-    def round(self, intake: Intake, world: World) -> str:
+    def round(self, collector: ResultCollector, snapshot: RunSnapshot) -> str:
         """Ask for what may be under way, and write the table when all is in; what is waited for."""
         self._look()
-        self._forget(intake)  # rounds that another coordinator finished
-        number = self._current(intake.ledger, world)
+        self._forget(collector)  # rounds that another coordinator finished
+        number = self._current(collector.ledger, snapshot)
         if number is None:
             return ""
         keys: list[Key] = [("eval", number * len(self.tasks) + place) for place in range(len(self.tasks))]
-        if world.has_room:
-            self._ask(keys, intake, world)
-        groups = [intake.ledger.groups[key] for key in keys if key in intake.ledger.groups]
+        if snapshot.has_room:
+            self._ask(keys, collector, snapshot)
+        groups = [collector.ledger.groups[key] for key in keys if key in collector.ledger.groups]
         waiting = len(keys) - sum(not group.is_open for group in groups)
         if waiting:
             return f"evaluation {self.label(number)}: {waiting} of {len(keys)} tasks"
         self._write(number, groups)
-        self._forget(intake)
+        self._forget(collector)
         return ""
 
     def _look(self) -> None:
         self._done = {name.removesuffix(".parquet") for name in atomic.names(self.run.evals)}
 
-    def _forget(self, intake: Intake) -> None:
-        intake.forget(intake.ledger.drop(lambda key: key[0] == "eval" and self.expects(key) is None))
+    def _forget(self, collector: ResultCollector) -> None:
+        collector.forget(collector.ledger.drop(lambda key: key[0] == "eval" and self.expects(key) is None))
 
-    def _current(self, ledger: Ledger, world: World) -> int | None:
+    def _current(self, ledger: Ledger, snapshot: RunSnapshot) -> int | None:
         """The oldest round under way, else the one that is due; a round that was missed is not made up."""
         if not self.tasks or not self.config.decodings:
             return None
         under_way = [group // len(self.tasks) for split, group in ledger.groups if split == "eval"]
-        due = world.newest.step // self.every if self.every else 0
+        due = snapshot.newest.step // self.every if self.every else 0
         number = min(under_way, default=due)
         return None if self.label(number) in self._done else number
 
-    def _ask(self, keys: Sequence[Key], intake: Intake, world: World) -> None:
+    def _ask(self, keys: Sequence[Key], collector: ResultCollector, snapshot: RunSnapshot) -> None:
         members = len(self.config.decodings) * self.config.samples
-        limit = max(members, world.slots // SHARE) if self.every else OUTSTANDING
-        groups = intake.ledger.groups
+        limit = max(members, snapshot.slots // SHARE) if self.every else OUTSTANDING
+        groups = collector.ledger.groups
         taken = sum(m.state == "open" for key in keys if key in groups for m in groups[key].members)
         for key in keys:
             if key not in groups and taken + members <= limit:
-                intake.ask(key, world)
+                collector.ask(key, snapshot)
                 taken += members
 
     def _write(self, number: int, groups: Sequence[Group]) -> None:
@@ -137,14 +137,14 @@ class Evaluating:
 
     def __init__(self, run: RunDir, evaluator: Evaluator, max_attempts: int) -> None:
         self._evaluator = evaluator
-        self._intake = Intake(run, Ledger(max_attempts), self._expects)
+        self._collector = ResultCollector(run, Ledger(max_attempts), self._expects)
 
-    def round(self, world: World) -> Standing:
+    def round(self, snapshot: RunSnapshot) -> Progress:
         """Do what can be done now."""
-        self._intake.round(world)
-        waits_for = self._evaluator.round(self._intake, world)
-        recent = self._evaluator.curves_log.recent | self._evaluator.progress(self._intake.ledger)
-        return Standing(waits_for, 0, recent, self._intake.errors)
+        self._collector.round(snapshot)
+        waits_for = self._evaluator.round(self._collector, snapshot)
+        recent = self._evaluator.curves_log.recent | self._evaluator.progress(self._collector.ledger)
+        return Progress(waits_for, 0, recent, self._collector.errors)
 
     def _expects(self, key: Key) -> list[RolloutRequest] | None:
         return self._evaluator.expects(key) if key[0] == "eval" else None

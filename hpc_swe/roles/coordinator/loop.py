@@ -19,7 +19,7 @@ from typing import Protocol
 from hpc_swe.drawing import Drawing
 from hpc_swe.errors import DeadlineError, StorageError
 from hpc_swe.records import Role
-from hpc_swe.roles.coordinator.housekeeping import Housekeeper, Standing, World
+from hpc_swe.roles.coordinator.maintenance import Maintenance, Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import CoordinatorConfig
 from hpc_swe.store import atomic
@@ -29,27 +29,27 @@ BACK_OFF_S = 300.0  # longest pause after refusals of the file system
 log = logging.getLogger(__name__)
 
 
-class Duty(Protocol):
+class Mode(Protocol):
     """The work of one mode: Training, Evaluating or WarmStart."""
 
-    def round(self, world: World) -> Standing:
+    def round(self, snapshot: RunSnapshot) -> Progress:
         """Do what can be done now, without waiting."""
 
 
 class Coordinator:
-    """Runs `duty`, made anew from the run folder at need, until it is done or a person orders an end."""
+    """Runs `mode`, made anew from the run folder at need, until it is done or a person orders an end."""
 
     def __init__(
         self,
         run: RunDir,
-        housekeeper: Housekeeper,
-        duty: Callable[[], Duty],
+        maintenance: Maintenance,
+        mode: Callable[[], Mode],
         config: CoordinatorConfig,
         desired: Mapping[Role, int],
     ) -> None:
-        self._run, self._housekeeper, self._config, self._desired = run, housekeeper, config, desired
-        self._make = duty
-        self._duty: Duty | None = None
+        self._run, self._maintenance, self._config, self._desired = run, maintenance, config, desired
+        self._make = mode
+        self._mode: Mode | None = None
         self._drawing = Drawing(run)
         self._draw_at = float("-inf")
         self._progress: tuple[object, float] = (None, 0.0)
@@ -69,7 +69,7 @@ class Coordinator:
                         return
                 refusals = 0
             except StorageError as error:
-                self._duty = None
+                self._mode = None
                 refusals += 1
                 log.warning("refused %d times: %s", refusals, error)
             pause = min(self._config.poll_s * 2**refusals, max(self._config.poll_s, BACK_OFF_S))
@@ -77,36 +77,36 @@ class Coordinator:
 
     def round(self) -> bool:
         """One look and one round; True when all is done."""
-        world = self._housekeeper.look()
-        if self._duty is None:
-            self._duty = self._make()
-        standing = self._duty.round(world)
-        status_s = self._config.status_s if standing.waits_for else 0.0
-        self._housekeeper.publish(world, standing, self._desired, status_s)
-        self._housekeeper.tidy(world)
-        if world.now >= self._draw_at:
+        snapshot = self._maintenance.look()
+        if self._mode is None:
+            self._mode = self._make()
+        progress = self._mode.round(snapshot)
+        status_s = self._config.status_s if progress.waits_for else 0.0
+        self._maintenance.publish(snapshot, progress, self._desired, status_s)
+        self._maintenance.tidy(snapshot)
+        if snapshot.now >= self._draw_at:
             self._drawing.update()
-            self._draw_at = world.now + self._config.status_s
-        if not standing.waits_for:
+            self._draw_at = snapshot.now + self._config.status_s
+        if not progress.waits_for:
             self._drawing.update()
             atomic.write(self._run.finished, b"")
             log.info("finished")
             return True
-        self._check_progress(world, standing)
+        self._check_progress(snapshot, progress)
         return False
 
     def _is_over(self) -> bool:
         return any(path.exists() for path in (self._run.drain, self._run.stop, self._run.finished))
 
-    def _check_progress(self, world: World, standing: Standing) -> None:
+    def _check_progress(self, snapshot: RunSnapshot, progress: Progress) -> None:
         """A peer that lives and does nothing for so long is a fault; without peers, only time can tell."""
-        seen = (world.scan, world.newest, world.learner_step, standing.step)
-        if seen != self._progress[0] or all(node.role == "coordinator" for node in world.nodes):
-            self._progress = (seen, world.now)
-        silent_s = world.now - self._progress[1]
+        seen = (snapshot.scan, snapshot.newest, snapshot.learner_step, progress.step)
+        if seen != self._progress[0] or all(node.role == "coordinator" for node in snapshot.nodes):
+            self._progress = (seen, snapshot.now)
+        silent_s = snapshot.now - self._progress[1]
         if silent_s > self._config.wait_s:
-            alive = ", ".join(sorted({node.owner for node in world.nodes if node.role != "coordinator"}))
+            alive = ", ".join(sorted({node.owner for node in snapshot.nodes if node.role != "coordinator"}))
             raise DeadlineError(
-                f"nothing moved for {silent_s:.0f} s (coordinator.wait_s); waits for {standing.waits_for}; "
+                f"nothing moved for {silent_s:.0f} s (coordinator.wait_s); waits for {progress.waits_for}; "
                 f"alive: {alive}; see their logs under {self._run.root / 'logs'}"
             )

@@ -25,7 +25,7 @@ Chains = Literal["main", "all"]
 
 
 @dataclass(frozen=True)
-class Cut:
+class EpisodeSamples:
     """One episode, cut into samples for one step."""
 
     episode: Episode
@@ -106,7 +106,9 @@ def conversations(turns: Sequence[Turn]) -> int:
     return len(leaf_chains(turns, trained_turns(turns, "all")))
 
 
-def cut(episode: Episode, advantage: float, chains: Chains, step: int, max_staleness: int) -> Cut:
+def make_samples(
+    episode: Episode, advantage: float, chains: Chains, step: int, max_staleness: int
+) -> EpisodeSamples:
     """Cut an episode for batch `step`; tokens older than `max_staleness` (0 is off) are masked one by one."""
     trained = trained_turns(episode.turns, chains, episode.main)
     todo = set(trained)
@@ -121,7 +123,7 @@ def cut(episode: Episode, advantage: float, chains: Chains, step: int, max_stale
         todo -= set(path)
     ages_all = np.concatenate(ages) if ages else np.zeros(0, np.int32)
     untrained = len(episode.turns) - len(trained)
-    return Cut(episode, samples, advantage, len(ages_all) - stale, stale, ages_all, untrained)
+    return EpisodeSamples(episode, samples, advantage, len(ages_all) - stale, stale, ages_all, untrained)
 
 
 def _lay(

@@ -21,12 +21,12 @@ from hpc_swe.metrics import Log
 from hpc_swe.plugins.agents.base import Preface
 from hpc_swe.records import CoordinatorState, Message, Sample, ScoredEpisode
 from hpc_swe.roles.coordinator import batches, curves
-from hpc_swe.roles.coordinator.batches import Composition
+from hpc_swe.roles.coordinator.batches import BatchPlan
 from hpc_swe.roles.coordinator.dispatch import digest
 from hpc_swe.roles.coordinator.groups import failure
-from hpc_swe.roles.coordinator.housekeeping import Standing, World
+from hpc_swe.roles.coordinator.maintenance import Progress, RunSnapshot
 from hpc_swe.roles.coordinator.packing import pack, weigh
-from hpc_swe.roles.coordinator.samples import Chains, cut
+from hpc_swe.roles.coordinator.samples import Chains, make_samples
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import checkpoints
 
@@ -39,7 +39,7 @@ Encode = Callable[[Sequence[Message]], tuple[Sequence[int], Sequence[int]]]
 
 
 @dataclass(frozen=True)
-class Course:
+class SftSchedule:
     """How much of the stream each step takes, and how it is packed."""
 
     steps: int
@@ -51,29 +51,29 @@ class Course:
 class WarmStart:
     """`stream` gives samples of at most microbatch_tokens tokens, without end."""
 
-    def __init__(self, run: RunDir, stream: Iterator[Sample], course: Course, curves_log: Log) -> None:
-        self._run, self._course, self._log = run, course, curves_log
+    def __init__(self, run: RunDir, stream: Iterator[Sample], schedule: SftSchedule, curves_log: Log) -> None:
+        self._run, self._schedule, self._log = run, schedule, curves_log
         self.step = max(batches.steps(run), default=-1) + 1
-        self._stream = islice(stream, self.step * course.samples_per_step, None)
+        self._stream = islice(stream, self.step * schedule.samples_per_step, None)
 
-    def round(self, world: World) -> Standing:
+    def round(self, snapshot: RunSnapshot) -> Progress:
         """Publish what the learner may soon want."""
         if self.step in batches.steps(self._run):
             raise LostRace(f"{self._run.batch(self.step)} was published by another coordinator")
-        steps = self._course.steps
-        while self.step < min(steps, world.learner_step + AHEAD) and world.has_room:
-            self._publish(list(islice(self._stream, self._course.samples_per_step)))
-        waits_for = f"the learner: step {world.learner_step} of {steps}"
-        done = checkpoints.is_trained(self._run, world.newest, steps)
-        return Standing("" if done else waits_for, self.step, self._log.recent, [])
+        steps = self._schedule.steps
+        while self.step < min(steps, snapshot.learner_step + AHEAD) and snapshot.has_room:
+            self._publish(list(islice(self._stream, self._schedule.samples_per_step)))
+        waits_for = f"the learner: step {snapshot.learner_step} of {steps}"
+        done = checkpoints.is_trained(self._run, snapshot.newest, steps)
+        return Progress("" if done else waits_for, self.step, self._log.recent, [])
 
     def _publish(self, samples: list[Sample]) -> None:
         tokens = [int(sample.mask_array.sum()) for sample in samples]
         weights = weigh(tokens, "token_mean", 1)
-        course = self._course
-        packed = pack(self.step, samples, weights, course.microbatch_tokens, course.data_parallel)
-        values = curves.of_packing(packed, course.microbatch_tokens)
-        batches.commit(self._run, Composition(self.step, [], [], {}, CoordinatorState()), packed, values)
+        schedule = self._schedule
+        packed = pack(self.step, samples, weights, schedule.microbatch_tokens, schedule.data_parallel)
+        values = curves.of_packing(packed, schedule.microbatch_tokens)
+        batches.commit(self._run, BatchPlan(self.step, [], [], {}, CoordinatorState()), packed, values)
         self._log.write(self.step, values)
         self.step += 1
 
@@ -116,7 +116,7 @@ def from_episodes(
 ) -> Iterator[Sample]:
     """Rejection sampling: what the policy sampled in episodes of at least this reward, over and over."""
     chosen = [s for s in episodes if not failure(s) and (s.score.reward or 0.0) >= least]
-    whole = [sample for s in chosen for sample in cut(s.episode, 1.0, chains, 0, 0).samples]
+    whole = [sample for s in chosen for sample in make_samples(s.episode, 1.0, chains, 0, 0).samples]
     shortened = [_shortened(sample, limit) for sample in whole]
     samples = [sample for sample in shortened if any(sample.mask)]
     changed = sum(len(short) < len(long) for short, long in zip(shortened, whole, strict=True))

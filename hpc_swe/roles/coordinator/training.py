@@ -17,12 +17,12 @@ from hpc_swe.errors import LostRace
 from hpc_swe.metrics import Log
 from hpc_swe.records import CoordinatorState, RolloutRequest, ScoredEpisode
 from hpc_swe.roles.coordinator import archive, batches, curves
-from hpc_swe.roles.coordinator.batches import Composition, Recipe, Verdict
-from hpc_swe.roles.coordinator.collect import Intake
-from hpc_swe.roles.coordinator.dispatch import RATE_FLOOR, Pace, Plan, horizon
+from hpc_swe.roles.coordinator.batches import BatchPlan, BatchSettings, GroupDecision
+from hpc_swe.roles.coordinator.collect import ResultCollector
+from hpc_swe.roles.coordinator.dispatch import RATE_FLOOR, DispatchWindow, RequestPlan, horizon
 from hpc_swe.roles.coordinator.evaluation import Evaluator
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, locate
-from hpc_swe.roles.coordinator.housekeeping import Standing, World
+from hpc_swe.roles.coordinator.maintenance import Progress, RunSnapshot
 from hpc_swe.roles.coordinator.samples import sampled_tokens
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import checkpoints
@@ -37,28 +37,34 @@ class Training:
     """Made anew from the run folder at every start, and after every refusal of the file system."""
 
     def __init__(
-        self, run: RunDir, plan: Plan, recipe: Recipe, steps: int, evaluator: Evaluator, curves_log: Log
+        self,
+        run: RunDir,
+        plan: RequestPlan,
+        settings: BatchSettings,
+        steps: int,
+        evaluator: Evaluator,
+        curves_log: Log,
     ) -> None:
-        self._run, self._plan, self._recipe, self._steps = run, plan, recipe, steps
+        self._run, self._plan, self._settings, self._steps = run, plan, settings, steps
         self._evaluator, self._log = evaluator, curves_log
-        self._verdicts: dict[int, tuple[int, Verdict]] = {}
+        self._decisions: dict[int, tuple[int, GroupDecision]] = {}
         self._published_at: float | None = None
-        limits = recipe.groups
+        limits = settings.groups
         self._farthest = ceil((limits.max_staleness + AHEAD + 1) * limits.groups_per_step / RATE_FLOOR)
         """Groups are dispatched in the order of their numbers: after a gap so wide, a message is nobody's."""
         last = batches.newest(run)
         self.step = last.step + 1 if last else 0
         self.state = last.after if last else CoordinatorState()
-        self._intake = Intake(run, Ledger(recipe.groups.max_attempts), self._expects)
+        self._collector = ResultCollector(run, Ledger(settings.groups.max_attempts), self._expects)
         if last is not None and not run.archive(last.step).exists():
             consumed: set[Key] = {("train", group) for group in (*last.groups, *last.closed)}
             archive.write(run.archive(last.step), _lying(run, consumed), last.groups)
 
     @property
     def _ledger(self) -> Ledger:
-        return self._intake.ledger
+        return self._collector.ledger
 
-    def round(self, world: World) -> Standing:
+    def round(self, snapshot: RunSnapshot) -> Progress:
         """Do what can be done now.
 
         Raises:
@@ -67,14 +73,14 @@ class Training:
         """
         if self.step in batches.steps(self._run):
             raise LostRace(f"{self._run.batch(self.step)} was published by another coordinator")
-        self._intake.round(world)
-        self._ledger.close_stragglers(world.worked_s, self._recipe.groups.straggler_s)
-        self._advance(world)
-        evaluating = self._evaluator.round(self._intake, world)
-        if world.has_room:
-            self._dispatch(world)
-        waits_for = self._waits_for(world) or evaluating
-        return Standing(waits_for, self.step, self._log.recent, self._intake.errors)
+        self._collector.round(snapshot)
+        self._ledger.close_stragglers(snapshot.worked_s, self._settings.groups.straggler_s)
+        self._advance(snapshot)
+        evaluating = self._evaluator.round(self._collector, snapshot)
+        if snapshot.has_room:
+            self._dispatch(snapshot)
+        waits_for = self._waits_for(snapshot) or evaluating
+        return Progress(waits_for, self.step, self._log.recent, self._collector.errors)
 
     def _expects(self, key: Key) -> list[RolloutRequest] | None:
         split, group = key
@@ -84,81 +90,83 @@ class Training:
         last = max((number for kind, number in self._ledger.groups if kind == "train"), default=first - 1)
         return self._plan.group(group) if first <= group <= last + self._farthest else None
 
-    def _advance(self, world: World) -> None:
+    def _advance(self, snapshot: RunSnapshot) -> None:
         """Publish the next batch if it is complete and its time has come."""
-        if self.step < min(self._steps, world.learner_step + AHEAD + 1):
-            limit = self._recipe.groups.groups_per_step
-            composition = batches.compose(self._verdict, self.state, self.step, limit)
-            if composition is not None:
-                self._publish(composition, world)
+        if self.step < min(self._steps, snapshot.learner_step + AHEAD + 1):
+            limit = self._settings.groups.groups_per_step
+            batch_plan = batches.compose(self._decision, self.state, self.step, limit)
+            if batch_plan is not None:
+                self._publish(batch_plan, snapshot)
 
-    def _publish(self, composition: Composition, world: World) -> None:
-        groups = [self._ledger.groups[("train", number)] for number in composition.verdicts]
-        packed = batches.assemble(composition, self._recipe)
+    def _publish(self, batch_plan: BatchPlan, snapshot: RunSnapshot) -> None:
+        groups = [self._ledger.groups[("train", number)] for number in batch_plan.decisions]
+        packed = batches.assemble(batch_plan, self._settings)
         values = {
-            **curves.of_batch(groups, composition),
-            **curves.of_packing(packed, self._recipe.batches.microbatch_tokens),
+            **curves.of_batch(groups, batch_plan),
+            **curves.of_packing(packed, self._settings.batches.microbatch_tokens),
         }
-        batches.commit(self._run, composition, packed, values)
-        log.info("published batch %d from groups %s", composition.step, composition.groups)
+        batches.commit(self._run, batch_plan, packed, values)
+        log.info("published batch %d from groups %s", batch_plan.step, batch_plan.groups)
         episodes = [m.scored for g in groups for m in g.members if m.scored is not None]
-        archive.write(self._run.archive(composition.step), episodes, composition.groups)
-        self.step, self.state = composition.step + 1, composition.after
-        self._verdicts.clear()
+        archive.write(self._run.archive(batch_plan.step), episodes, batch_plan.groups)
+        self.step, self.state = batch_plan.step + 1, batch_plan.after
+        self._decisions.clear()
         consumed = self._ledger.drop(lambda key: key[0] == "train" and key[1] < self.state.next_group)
-        self._intake.forget(consumed)
-        self._report(composition.step, consumed, values, world)
+        self._collector.forget(consumed)
+        self._report(batch_plan.step, consumed, values, snapshot)
 
-    def _report(self, step: int, groups: list[Group], values: dict[str, float], world: World) -> None:
+    def _report(
+        self, step: int, groups: list[Group], values: dict[str, float], snapshot: RunSnapshot
+    ) -> None:
         counts = self._ledger.counts
         tokens = sum(sampled_tokens(s.episode) for group in groups for s in group.results)
         read = counts["episodes/infra"] + sum(len(group.results) for group in groups)
-        values |= curves.of_queue(groups, world.depths)
-        values |= curves.of_intake(counts)
+        values |= curves.of_queue(groups, snapshot.depths)
+        values |= curves.of_collected(counts)
         values |= {name: float(counts[name]) for name in COUNTED}
         values["episodes/infra_rate"] = counts["episodes/infra"] / max(1, read)
         values["groups/open"] = float(len(self._ledger.groups))
         if self._published_at is not None:
-            values["rate/sampled_tokens"] = tokens / max(1e-9, world.now - self._published_at)
-        self._published_at = world.now
+            values["rate/sampled_tokens"] = tokens / max(1e-9, snapshot.now - self._published_at)
+        self._published_at = snapshot.now
         counts.clear()
         self._log.write(step, values)
 
-    def _dispatch(self, world: World) -> None:
-        limits = self._recipe.groups
-        last = min(world.newest.step + limits.max_staleness, self._steps - 1)
-        pace = Pace(self.step, last, limits.groups_per_step, self.state.signal_rate)
+    def _dispatch(self, snapshot: RunSnapshot) -> None:
+        limits = self._settings.groups
+        last = min(snapshot.newest.step + limits.max_staleness, self._steps - 1)
+        window = DispatchWindow(self.step, last, limits.groups_per_step, self.state.signal_rate)
         first = self.state.next_group
-        for group in range(first, horizon(first, self._has_signal, pace)):
-            self._intake.ask(("train", group), world)
+        for group in range(first, horizon(first, self._has_signal, window)):
+            self._collector.ask(("train", group), snapshot)
 
-    def _verdict(self, number: int) -> Verdict | None:
+    def _decision(self, number: int) -> GroupDecision | None:
         group = self._ledger.groups.get(("train", number))
         if group is None or group.is_open:
             return None
         results = len(group.results)
-        if self._verdicts.get(number, (-1, None))[0] != results:  # a straggler may still come
-            self._verdicts[number] = (results, batches.judge(group, self.step, self._recipe))
-        return self._verdicts[number][1]
+        if self._decisions.get(number, (-1, None))[0] != results:  # a straggler may still come
+            self._decisions[number] = (results, batches.judge(group, self.step, self._settings))
+        return self._decisions[number][1]
 
     def _has_signal(self, number: int) -> bool | None:
-        verdict = self._verdict(number)
-        return None if verdict is None else verdict.fate == "trained"
+        decision = self._decision(number)
+        return None if decision is None else decision.status == "trained"
 
-    def _waits_for(self, world: World) -> str:
+    def _waits_for(self, snapshot: RunSnapshot) -> str:
         """The first thing in the way of the next batch; empty when there is none to come."""
-        if self.step >= self._steps and checkpoints.is_trained(self._run, world.newest, self._steps):
+        if self.step >= self._steps and checkpoints.is_trained(self._run, snapshot.newest, self._steps):
             return ""
-        if self.step >= min(self._steps, world.learner_step + AHEAD + 1):
-            return f"the learner: step {world.learner_step} of {self._steps}"
+        if self.step >= min(self._steps, snapshot.learner_step + AHEAD + 1):
+            return f"the learner: step {snapshot.learner_step} of {self._steps}"
         number = self.state.next_group
         while (group := self._ledger.groups.get(("train", number))) and not group.is_open:
             number += 1
         if group is None:
-            return f"leave to dispatch group {number}: newest weights are {world.newest.name}"
+            return f"leave to dispatch group {number}: newest weights are {snapshot.newest.name}"
         names = [m.request.name for m in group.members if m.state == "open"]
         what = f"results of {', '.join(names[:3])}{' ..' if len(names) > 3 else ''}"
-        return what if world.engines else f"{what}; no engine serves"
+        return what if snapshot.engines else f"{what}; no engine serves"
 
 
 COUNTED = ("episodes/infra", "episodes/duplicates", "episodes/absent", "groups/straggled")

@@ -9,7 +9,7 @@ from hpc_swe.plugins.policies.base import Ranks
 T = TypeVar("T")
 
 
-def lead(ranks: Ranks, act: Callable[[], T]) -> T:
+def on_rank_zero(ranks: Ranks, act: Callable[[], T]) -> T:
     """Rank 0 acts; every rank gets what it returned, or raises what it raised."""
     answer, error = _try(act) if ranks.rank == 0 else (None, None)
     answer, error = ranks.broadcast((answer, error))
@@ -18,7 +18,7 @@ def lead(ranks: Ranks, act: Callable[[], T]) -> T:
     return answer  # type: ignore[return-value]
 
 
-def together(ranks: Ranks, act: Callable[[], T]) -> T:
+def on_all_ranks(ranks: Ranks, act: Callable[[], T]) -> T:
     """Every rank acts and gets its own answer; if any raised, all raise."""
     answer, error = _try(act)
     for failure in ranks.gather(error):

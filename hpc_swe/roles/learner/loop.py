@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpc_swe.plugins.policies.base import Learner, Objective
-from hpc_swe.roles.learner.accord import lead, together
-from hpc_swe.roles.learner.feed import Feed, Order, Verdict, share
+from hpc_swe.roles.learner.accord import on_all_ranks, on_rank_zero
+from hpc_swe.roles.learner.batch_source import BatchSource, NextBatch, Order, share
 from hpc_swe.roles.learner.publish import Publisher, take_incarnation
 from hpc_swe.rundir import RunDir
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
+class LearnerPlan:
     """How far, and what is published when."""
 
     steps: int
@@ -32,7 +32,7 @@ class Plan:
 
 
 def learn(
-    run: RunDir, learner: Learner, objective: Objective, plan: Plan, feed: Feed, tell: Tell
+    run: RunDir, learner: Learner, objective: Objective, plan: LearnerPlan, source: BatchSource, tell: Tell
 ) -> Order | None:
     """Train until the plan's last step (None) or an order, which is returned.
 
@@ -44,18 +44,18 @@ def learn(
         LostRace: Another learner published the same version.
         FloatingPointError: A step was not finite.
     """
-    incarnation = lead(learner.ranks, lambda: take_incarnation(run))
+    incarnation = on_rank_zero(learner.ranks, lambda: take_incarnation(run))
     publisher = Publisher(run, learner, incarnation, plan.writer)
     publisher.restore()
     publisher.weights()
     tell(learner.step, {})
     while learner.step < plan.steps:
         began = time.monotonic()
-        verdict = _next(learner, feed)
-        if verdict.order is not Order.TRAIN:
-            return _obey(verdict.order, publisher)
+        upcoming = _next(learner, source)
+        if upcoming.order is not Order.TRAIN:
+            return _obey(upcoming.order, publisher)
         waited = time.monotonic() - began
-        metrics = _step(run, learner, objective, verdict)
+        metrics = _step(run, learner, objective, upcoming)
         published = time.monotonic()
         if learner.step % plan.export_every == 0:
             publisher.weights()
@@ -70,11 +70,11 @@ def learn(
     return None
 
 
-def _next(learner: Learner, feed: Feed) -> Verdict:
+def _next(learner: Learner, source: BatchSource) -> NextBatch:
     while True:
-        verdict = lead(learner.ranks, lambda: feed.look(learner.step))
-        if verdict.order is not Order.WAIT:
-            return verdict
+        upcoming = on_rank_zero(learner.ranks, lambda: source.look(learner.step))
+        if upcoming.order is not Order.WAIT:
+            return upcoming
 
 
 def _obey(order: Order, publisher: Publisher) -> Order:
@@ -84,8 +84,8 @@ def _obey(order: Order, publisher: Publisher) -> Order:
     return order
 
 
-def _step(run: RunDir, learner: Learner, objective: Objective, verdict: Verdict) -> dict[str, float]:
-    manifest = verdict.manifest
+def _step(run: RunDir, learner: Learner, objective: Objective, upcoming: NextBatch) -> dict[str, float]:
+    manifest = upcoming.manifest
     assert manifest is not None  # TRAIN comes with one
-    batch = together(learner.ranks, lambda: share(run, manifest, learner.ranks.data_rank))
+    batch = on_all_ranks(learner.ranks, lambda: share(run, manifest, learner.ranks.data_rank))
     return learner.train(batch, objective)

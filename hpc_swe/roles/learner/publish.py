@@ -20,7 +20,7 @@ from hpc_swe.records import (
     WeightManifest,
     WeightVersion,
 )
-from hpc_swe.roles.learner.accord import lead, together
+from hpc_swe.roles.learner.accord import on_all_ranks, on_rank_zero
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, folders
 
@@ -40,7 +40,7 @@ class Publisher:
 
     def restore(self) -> None:
         """Load the newest checkpoint that is as it was published; stay at the initial weights without any."""
-        for folder, manifest in lead(self._ranks, lambda: _checkpoints(self._run)):
+        for folder, manifest in on_rank_zero(self._ranks, lambda: _checkpoints(self._run)):
             damaged = _damaged(folder, manifest.files, self._ranks)
             if damaged:
                 log.error("skipped checkpoint %s: damaged %s", folder, ", ".join(damaged))
@@ -49,7 +49,7 @@ class Publisher:
             self._saved = self._learner.step
             log.info("resumed %s at step %d", folder, self._learner.step)
             return
-        lead(self._ranks, lambda: _require_first_batch(self._run))
+        on_rank_zero(self._ranks, lambda: _require_first_batch(self._run))
 
     def weights(self) -> None:
         """Publish the present weights as a version."""
@@ -58,7 +58,7 @@ class Publisher:
         version = WeightVersion(incarnation=self._incarnation, step=self._learner.step)
         with self._stage(self._run.weight(version)) as (stage, final):
             tensors: dict[str, TensorInfo] = {}
-            for part in self._ranks.gather(together(self._ranks, lambda: self._learner.export(stage))):
+            for part in self._ranks.gather(on_all_ranks(self._ranks, lambda: self._learner.export(stage))):
                 tensors |= part
             manifest = WeightManifest(
                 writer=self._writer,
@@ -67,7 +67,7 @@ class Publisher:
                 tensors=tensors,
                 probe=self._probe(),
             )
-            lead(self._ranks, lambda: folders.commit(stage, final, manifest))
+            on_rank_zero(self._ranks, lambda: folders.commit(stage, final, manifest))
         self._exported = self._learner.step
         log.info("exported %s", version.name)
 
@@ -85,25 +85,25 @@ class Publisher:
                 incarnation=self._incarnation,
                 tensor_parallel=self._learner.tensor_parallel,
             )
-            lead(self._ranks, lambda: folders.commit(stage, final, manifest))
+            on_rank_zero(self._ranks, lambda: folders.commit(stage, final, manifest))
         self._saved = step
         log.info("saved step %d", step)
 
     @contextmanager
     def _stage(self, final: Path) -> Iterator[tuple[Path, Path]]:
-        stage = lead(self._ranks, lambda: folders.staging(final))
+        stage = on_rank_zero(self._ranks, lambda: folders.staging(final))
         try:
             # Small files come first, which one rank writes while the others wait for it.
-            lead(self._ranks, lambda: folders.require_room(stage))
+            on_rank_zero(self._ranks, lambda: folders.require_room(stage))
             yield stage, final
         except BaseException:
             shutil.rmtree(stage, ignore_errors=True)
             raise
 
     def _describe(self, stage: Path) -> dict[str, FileInfo]:
-        names = lead(self._ranks, lambda: sorted(path.name for path in stage.iterdir()))
+        names = on_rank_zero(self._ranks, lambda: sorted(path.name for path in stage.iterdir()))
         share = names[self._ranks.rank :: self._ranks.size]
-        mine = together(self._ranks, lambda: {name: folders.describe(stage / name) for name in share})
+        mine = on_all_ranks(self._ranks, lambda: {name: folders.describe(stage / name) for name in share})
         return {name: info for part in self._ranks.gather(mine) for name, info in part.items()}
 
     def _probe(self) -> ProbeScore:
@@ -156,7 +156,7 @@ def _require_first_batch(run: RunDir) -> None:
 
 def _damaged(folder: Path, files: dict[str, FileInfo], ranks: Ranks) -> list[str]:
     share = sorted(files)[ranks.rank :: ranks.size]
-    mine = together(ranks, lambda: [name for name in share if not _is_intact(folder / name, files[name])])
+    mine = on_all_ranks(ranks, lambda: [name for name in share if not _is_intact(folder / name, files[name])])
     return [name for part in ranks.gather(mine) for name in part]
 
 

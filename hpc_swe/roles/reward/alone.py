@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Patience:
+class SilenceLimits:
     """With a child."""
 
     silent: int = 120
@@ -48,14 +48,17 @@ class Patience:
 
 
 def watch(
-    command: Sequence[str], episode: Episode, unresolved_reward: float, patience: Patience = Patience()
+    command: Sequence[str],
+    episode: Episode,
+    unresolved_reward: float,
+    limits: SilenceLimits = SilenceLimits(),
 ) -> Score:
     """The score of an episode, by a command that runs `answer`.
 
     Raises:
         SandboxError: The child ended by an error that names the host or the configuration.
     """
-    found = settled(lambda: _watch(command, episode, patience), lambda _: False, WAIT_S)
+    found = settled(lambda: _watch(command, episode, limits), lambda _: False, WAIT_S)
     if isinstance(found, Score):
         return found
     log.error("grading alone of %s: its process %s", episode.request.name, found)
@@ -89,7 +92,7 @@ def _beat(file: int, done: threading.Event) -> None:
         os.write(file, b".")
 
 
-def _watch(command: Sequence[str], episode: Episode, patience: Patience) -> Score | str:
+def _watch(command: Sequence[str], episode: Episode, limits: SilenceLimits) -> Score | str:
     """The child's score, or what became of it. Its output is a dot a beat, then a line end and the score."""
     environment = {name: value for name, value in os.environ.items() if name != MEETING}
     with boundary(SandboxError, "start a grading alone"), tempfile.TemporaryFile() as given:
@@ -102,14 +105,14 @@ def _watch(command: Sequence[str], episode: Episode, patience: Patience) -> Scor
     with child, child.stdout:
         told, looks, look = b"", 0, select.poll()
         look.register(child.stdout, select.POLLIN)
-        while looks < patience.silent:
+        while looks < limits.silent:
             if not look.poll(LOOK_S * 1000):
                 looks += 1
             elif data := os.read(child.stdout.fileno(), 1 << 16):
                 told, looks = told + data, 0
             else:
                 break
-        is_frozen = looks == patience.silent
+        is_frozen = looks == limits.silent
         if is_frozen:
             child.kill()
         code = child.wait()
@@ -118,5 +121,5 @@ def _watch(command: Sequence[str], episode: Episode, patience: Patience) -> Scor
         return msgspec.json.decode(told.partition(b"\n")[2], type=Score)
     if not told or code in _OURS:
         raise SandboxError(f"a grading alone of {episode.request.name} {state}; the worker's log says why")
-    time.sleep(patience.leave_s)
+    time.sleep(limits.leave_s)
     return state

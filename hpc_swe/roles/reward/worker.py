@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Means:
+class RewardResources:
     """What all gradings of a process are made with."""
 
     tasks: Mapping[str, Task]
@@ -52,28 +52,30 @@ class Means:
 class Grading(Work[ScoredEpisode]):
     """One grading."""
 
-    means: Means
+    resources: RewardResources
     episode: Episode
     losses: int = 0
 
     def run(self) -> ScoredEpisode:
         """Judge."""
-        is_apart = self.losses and self.means.alone
-        score = _judge_alone(self.means, self.episode) if is_apart else judge(self.means, self.episode)
+        is_apart = self.losses and self.resources.alone
+        score = (
+            _judge_alone(self.resources, self.episode) if is_apart else judge(self.resources, self.episode)
+        )
         log.info("graded %s: %s in %.2f s", self.episode.request.name, score.outcome, score.seconds)
-        return ScoredEpisode(episode=self.episode, score=score, sentinels=list(_taken(self.means.told)))
+        return ScoredEpisode(episode=self.episode, score=score, sentinels=list(_taken(self.resources.told)))
 
     def after(self) -> None:
         """Try the grader on the task in hand, under the load that the episode was graded under."""
-        task = self.means.tasks.get(self.episode.request.task_id)
-        which = sentinel(self.episode.request.name, self.means.config.sentinel_every)
+        task = self.resources.tasks.get(self.episode.request.task_id)
+        which = sentinel(self.episode.request.name, self.resources.config.sentinel_every)
         if which is not None and task is not None:
-            stand(self.means, task, which)
+            stand(self.resources, task, which)
 
 
-def judge(means: Means, episode: Episode) -> Score:
+def judge(resources: RewardResources, episode: Episode) -> Score:
     """The score of an episode. What the host does wrong has no reward, and none can be gained by it."""
-    task = means.tasks.get(episode.request.task_id)
+    task = resources.tasks.get(episode.request.task_id)
     if episode.exit_status == ExitStatus.INFRA_ERROR:
         return Score(outcome="infra_error", reward=None, detail=episode.error)
     if task is None:
@@ -82,7 +84,7 @@ def judge(means: Means, episode: Episode) -> Score:
     # An agent that broke, or that broke its sandbox, has handed nothing in.
     submission = "" if episode.exit_status == ExitStatus.AGENT_ERROR else episode.submission
     try:
-        score = means.grader.grade(task, submission, means.sandboxes)
+        score = resources.grader.grade(task, submission, resources.sandboxes)
         return msgspec.structs.replace(score, detail=score.detail[:MOST_DETAIL])
     except EpisodeError as error:
         return Score(outcome="infra_error", reward=None, detail=str(error)[:MOST_DETAIL])
@@ -91,13 +93,13 @@ def judge(means: Means, episode: Episode) -> Score:
     except Exception as error:  # noqa: BLE001 - what breaks a grader was chosen by the policy, and costs its episode alone
         log.exception("grader broke on %s", episode.request.name)
         detail = f"{GRADER_BROKE}: {type(error).__name__}: {error}"[:MOST_DETAIL]
-        return Score(outcome="unresolved", reward=means.grader.unresolved_reward, detail=detail)
+        return Score(outcome="unresolved", reward=resources.grader.unresolved_reward, detail=detail)
 
 
-def _judge_alone(means: Means, episode: Episode) -> Score:
+def _judge_alone(resources: RewardResources, episode: Episode) -> Score:
     log.info("grading alone: %s was lost before", episode.request.name)
     try:
-        return alone.watch(means.alone, episode, means.grader.unresolved_reward)
+        return alone.watch(resources.alone, episode, resources.grader.unresolved_reward)
     except EpisodeError as error:
         return Score(outcome="infra_error", reward=None, detail=str(error))
 
@@ -110,9 +112,9 @@ def sentinel(request: str, every: int) -> Sentinel | None:
     return "reference" if number // every % 2 else "nothing"
 
 
-def stand(means: Means, task: Task, which: Sentinel) -> None:
+def stand(resources: RewardResources, task: Task, which: Sentinel) -> None:
     """Grade what is known to be right, or wrong; without a reference, or with a simple grader, the other."""
-    reference, grader = means.references.get(task.task_id, ""), means.grader
+    reference, grader = resources.references.get(task.task_id, ""), resources.grader
     if isinstance(grader, Examiner) and (which == "nothing" or not reference):
         submission, expected, grade = "", "unresolved", grader.examine
     elif reference:
@@ -120,7 +122,7 @@ def stand(means: Means, task: Task, which: Sentinel) -> None:
     else:
         return
     try:
-        score = grade(task, submission, means.sandboxes)
+        score = grade(task, submission, resources.sandboxes)
     except EpisodeError as error:
         log.warning("sentinel of %s told nothing: %s", task.task_id, error)
         return
@@ -131,7 +133,7 @@ def stand(means: Means, task: Task, which: Sentinel) -> None:
         score = Score(outcome="unresolved", reward=0.0, detail=f"{GRADER_BROKE}: {error!r}")
     what = "the reference" if submission else "nothing"
     wrong = f"sentinel: {what} of {task.task_id} is {score.outcome}: {score.detail[:300]}"
-    means.told.append("" if score.outcome == expected else wrong)
+    resources.told.append("" if score.outcome == expected else wrong)
     if score.outcome != expected:
         log.error("%s; failed %s", wrong, score.failed[:5])
 
@@ -145,14 +147,14 @@ def _taken(told: deque[str]) -> Iterator[str]:
         return
 
 
-def worker(run: RunDir, lease: Lease, means: Means) -> Worker[Episode, ScoredEpisode]:
+def worker(run: RunDir, lease: Lease, resources: RewardResources) -> Worker[Episode, ScoredEpisode]:
     """Threads get no time to clean up: the kernel ends the sandboxes of a process that ends."""
     return Worker(
         run,
         lease,
         Spool(run.episodes, Episode),
         Spool(run.scored, ScoredEpisode),
-        lambda claim: Grading(means, claim.message, claim.address.losses),
-        means.config.slots,
-        means.config.poll_s,
+        lambda claim: Grading(resources, claim.message, claim.address.losses),
+        resources.config.slots,
+        resources.config.poll_s,
     )

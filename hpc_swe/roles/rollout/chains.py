@@ -16,7 +16,7 @@ from hpc_swe.records import Ids, Message, ToolCall, Turn
 
 
 @dataclass(frozen=True)
-class Place:
+class ChainPlace:
     """Where a request belongs."""
 
     parent: int | None
@@ -36,7 +36,7 @@ class Chains:
         self._digests: dict[int, tuple[Message, bytes]] = {}
         self._with_tools: set[int] = set()
 
-    def place(self, messages: Sequence[Message], tools: str) -> Place:
+    def place(self, messages: Sequence[Message], tools: str) -> ChainPlace:
         """The turn that the messages extend, if any. Other tools make another chain: prompts show them."""
         digests = self._digest_all(messages)
         answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
@@ -44,7 +44,7 @@ class Chains:
         known = _fold(blake2b(tools.encode(), digest_size=16).digest(), digests[:start])
         key = _fold(known, digests[start:])
         parent = self._ends.get(known) if start < len(messages) else None
-        return Place(parent, list(messages if parent is None else messages[start:]), key, bool(tools))
+        return ChainPlace(parent, list(messages if parent is None else messages[start:]), key, bool(tools))
 
     def prefix(self, parent: int | None) -> list[Ids]:
         """All ids up to the end of a turn, in order, in pieces."""
@@ -69,7 +69,7 @@ class Chains:
         starts = [index for index, turn in enumerate(self.turns) if turn.parent is None and turn.delivered]
         return min(starts, key=lambda index: (index not in self._with_tools, index), default=-1)
 
-    def deliver(self, index: int, place: Place, reply: Message) -> None:
+    def deliver(self, index: int, place: ChainPlace, reply: Message) -> None:
         """The reply arrived: from now on requests may extend it."""
         self.turns[index] = msgspec.structs.replace(self.turns[index], delivered=True)
         self._ends[_fold(place.key, [_digest(reply)])] = index

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Means:
+class RolloutResources:
     """What all episodes of a process are made with."""
 
     tasks: Mapping[str, Task]
@@ -35,7 +35,7 @@ class Means:
 
 
 @dataclass
-class Outcome:
+class Played:
     """How far an attempt came; the worker reads it from outside when the attempt hangs."""
 
     result: Result | None = None
@@ -43,23 +43,23 @@ class Outcome:
     sandbox_s: float = 0.0
 
 
-def play(means: Means, request: RolloutRequest, recorder: Recorder) -> Outcome:
+def play(resources: RolloutResources, request: RolloutRequest, recorder: Recorder) -> Played:
     """Open a sandbox, let the agent work in it, take what it hands in.
 
     After the agent's first action the policy answers for its sandbox; only errors that name the host
     or the engine are infrastructure failures, and those of closing the sandbox come too late to matter.
     """
-    outcome = Outcome()
-    task = means.tasks.get(request.task_id)
+    outcome = Played()
+    task = resources.tasks.get(request.task_id)
     if task is None:
         outcome.result = failed(f"task {request.task_id!r} is not in the run's tasks.parquet")
         return outcome
     started = time.monotonic()
     try:
-        with means.sandboxes.open(task) as sandbox:
+        with resources.sandboxes.open(task) as sandbox:
             outcome.sandbox_s = time.monotonic() - started
-            result = _solve(means.agent, task, sandbox, recorder)
-            outcome.submission = patch.take(task, sandbox, means.sandboxes)
+            result = _solve(resources.agent, task, sandbox, recorder)
+            outcome.submission = patch.take(task, sandbox, resources.sandboxes)
             outcome.result = result
             started = time.monotonic()
         outcome.sandbox_s += time.monotonic() - started
@@ -87,7 +87,7 @@ def failed(error: str) -> Result:
     return Result(ExitStatus.INFRA_ERROR, [], error=error)
 
 
-def record(request: RolloutRequest, recorder: Recorder, outcome: Outcome, worker: str) -> Episode:
+def record(request: RolloutRequest, recorder: Recorder, outcome: Played, worker: str) -> Episode:
     """The episode. From now on the recorder refuses whatever a leftover of the agent asks."""
     turns = recorder.close("the episode is over")
     result = outcome.result or failed("the episode did not end")

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from hpc_swe.errors import AgentError, EpisodeError, SandboxError
-from hpc_swe.plugins.agents.base import Address, ContextFull, TurnsSpent
+from hpc_swe.plugins.agents.base import ChatAddress, ContextFull, TurnsSpent
 from hpc_swe.records import ExitStatus, Message, ToolCall
 
 if TYPE_CHECKING:
@@ -76,13 +76,13 @@ class _Request(Struct):
 
 
 @contextmanager
-def serve(recorder: "Recorder", listener: socket.socket, read_s: float = READ_S) -> Iterator[Address]:
+def serve(recorder: "Recorder", listener: socket.socket, read_s: float = READ_S) -> Iterator[ChatAddress]:
     """Serve on a socket that listens until the block ends, which closes it."""
     server = _Server(recorder, listener, read_s)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="front", daemon=True)
     thread.start()
     try:
-        yield Address(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", server.key)
+        yield ChatAddress(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", server.key)
     finally:
         server.shutdown()
         server.server_close()

@@ -17,10 +17,10 @@ from msgspec.structs import replace
 
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import ConfigError, EngineError, EpisodeError, SandboxError
-from hpc_swe.plugins.agents.base import Address, ContextFull, Refusal, Reply, TurnsSpent
+from hpc_swe.plugins.agents.base import ChatAddress, ContextFull, Refusal, Reply, TurnsSpent
 from hpc_swe.records import ExitStatus, Message, RolloutRequest, Sampling, Turn, floats, id_array, ids
 from hpc_swe.roles.rollout import openai_server
-from hpc_swe.roles.rollout.chains import Chains, Place
+from hpc_swe.roles.rollout.chains import ChainPlace, Chains
 from hpc_swe.roles.rollout.sampler import Sampled, Sampler
 from hpc_swe.settings import RolloutConfig
 
@@ -35,7 +35,7 @@ class Exchange:
     """An answered request, not yet handed to the agent."""
 
     index: int
-    place: Place
+    place: ChainPlace
     history: list[Message]
     goes_on: bool
     """Whether the request extends an earlier one; side calls do not."""
@@ -157,7 +157,7 @@ class Recorder:
             self.counts["ignored_settings"] += count
 
     @contextmanager
-    def serve(self, listener: socket.socket, most_turns: int) -> Iterator[Address]:
+    def serve(self, listener: socket.socket, most_turns: int) -> Iterator[ChatAddress]:
         """This chat as an OpenAI-style server, for agents that are programs; see `front`."""
         self._turns_left = most_turns
         with openai_server.serve(self, listener) as address:

@@ -10,7 +10,7 @@ import logging
 from hpc_swe.errors import EngineError
 from hpc_swe.records import Episode, RolloutRequest
 from hpc_swe.roles.rollout import episode
-from hpc_swe.roles.rollout.episode import Means, Outcome
+from hpc_swe.roles.rollout.episode import Played, RolloutResources
 from hpc_swe.rundir import RunDir
 from hpc_swe.store.lease import Lease
 from hpc_swe.store.spool import Spool
@@ -22,20 +22,22 @@ CLOSING_S = 15.0
 log = logging.getLogger(__name__)
 
 
-class Attempt(Work[Episode]):
+class EpisodeWork(Work[Episode]):
     """One episode, and the watch over it from outside."""
 
-    def __init__(self, means: Means, owner: str, hung_s: float, request: RolloutRequest) -> None:
-        self._means, self._owner, self._request = means, owner, request
-        self._recorder = means.recorder(request)
-        self._longest_s = means.config.episode_timeout_s + hung_s
+    def __init__(
+        self, resources: RolloutResources, owner: str, hung_s: float, request: RolloutRequest
+    ) -> None:
+        self._resources, self._owner, self._request = resources, owner, request
+        self._recorder = resources.recorder(request)
+        self._longest_s = resources.config.episode_timeout_s + hung_s
 
     def run(self) -> Episode:
         """Play, and record what came of it."""
-        outcome = episode.play(self._means, self._request, self._recorder)
+        outcome = episode.play(self._resources, self._request, self._recorder)
         made = episode.record(self._request, self._recorder, outcome, self._owner)
         failure = self._recorder.failure
-        if isinstance(failure, EngineError) and not made.turns and not self._means.sampler.is_served():
+        if isinstance(failure, EngineError) and not made.turns and not self._resources.sampler.is_served():
             raise Undone(f"no engine serves, and nothing was sampled yet: {failure}")
         log.info("finished %s: %s, %d turns", self._request.name, made.exit_status, len(made.turns))
         return made
@@ -46,23 +48,25 @@ class Attempt(Work[Episode]):
             return None
         why = f"the episode hangs, {self._longest_s:g} s beside the engine; [rollout] episode_timeout_s"
         log.warning("given up %s: %s", self._request.name, why)
-        return episode.record(self._request, self._recorder, Outcome(episode.failed(why)), self._owner)
+        return episode.record(self._request, self._recorder, Played(episode.failed(why)), self._owner)
 
     def stop(self) -> None:
         """What the agent still asks is refused."""
         self._recorder.close("the worker is stopping")
 
 
-def worker(run: RunDir, lease: Lease, means: Means, hung_s: float = 60.0) -> Worker[RolloutRequest, Episode]:
+def worker(
+    run: RunDir, lease: Lease, resources: RolloutResources, hung_s: float = 60.0
+) -> Worker[RolloutRequest, Episode]:
     """An episode that exceeds its backstop by `hung_s` without noticing is given up from outside."""
     return Worker(
         run,
         lease,
         Spool(run.requests, RolloutRequest),
         Spool(run.episodes, Episode),
-        lambda claim: Attempt(means, lease.owner, hung_s, claim.message),
-        means.config.slots,
-        means.config.poll_s,
+        lambda claim: EpisodeWork(resources, lease.owner, hung_s, claim.message),
+        resources.config.slots,
+        resources.config.poll_s,
         CLOSING_S,
-        means.sampler.is_served,
+        resources.sampler.is_served,
     )

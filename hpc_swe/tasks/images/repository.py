@@ -79,7 +79,7 @@ def restage(folder: Path, commit: str, scratch: Path, exact: Collection[str]) ->
     return sorted(changed)
 
 
-def strangers(folder: Path, commit: str) -> list[str]:
+def foreign_objects(folder: Path, commit: str) -> list[str]:
     """Objects, references and remotes of a repository by which more than `commit` holds could be read."""
     here = git(folder)
     held = {line.split()[0] for line in run(*here, "rev-list", "--objects", commit).splitlines()}
@@ -100,7 +100,7 @@ def unchanged(folder: Path, commit: str) -> set[str]:
 
 
 def _refuse_strangers(folder: Path, commit: str) -> None:
-    found = strangers(folder, commit)
+    found = foreign_objects(folder, commit)
     if found:
         raise HpcSweError(f"{folder}: {len(found)} things are there that {commit} does not hold: {found[:5]}")
 

@@ -49,7 +49,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Shelf:
+class ImageStore:
     """One folder of images."""
 
     images: Path

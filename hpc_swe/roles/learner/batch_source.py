@@ -33,14 +33,14 @@ class Order(Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class NextBatch:
     """An order, and the batch to train."""
 
     order: Order
     manifest: BatchManifest | None = None
 
 
-class Feed:
+class BatchSource:
     """Rank 0's view of control/, signals and batches/."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Feed:
         self._since: float | None = None
         self._beat: int | None = None
 
-    def look(self, step: int) -> Verdict:
+    def look(self, step: int) -> NextBatch:
         """Wait for an order or the batch of `step`, but no longer than a pulse.
 
         Raises:
@@ -64,23 +64,23 @@ class Feed:
         """
         until = time.monotonic() + self._pulse_s
         while True:
-            verdict = self._see(step)
-            if verdict is not None:
+            upcoming = self._see(step)
+            if upcoming is not None:
                 self._since = None
-                return verdict
+                return upcoming
             self._check_deadline(step)
             if time.monotonic() >= until:
-                return Verdict(Order.WAIT)
+                return NextBatch(Order.WAIT)
             time.sleep(self._poll_s * random.uniform(0.5, 1.5))
 
-    def _see(self, step: int) -> Verdict | None:
+    def _see(self, step: int) -> NextBatch | None:
         orders = {*atomic.names(self._run.control)}
         if {"STOP", "FINISHED"} & orders:
-            return Verdict(Order.STOP)
+            return NextBatch(Order.STOP)
         if self._interrupted() or "DRAIN" in orders:
-            return Verdict(Order.DRAIN)
+            return NextBatch(Order.DRAIN)
         try:
-            return Verdict(Order.TRAIN, folders.manifest(self._run.batch(step), BatchManifest))
+            return NextBatch(Order.TRAIN, folders.manifest(self._run.batch(step), BatchManifest))
         except FileNotFoundError:
             return None
 

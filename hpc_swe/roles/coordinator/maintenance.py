@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class World:
+class RunSnapshot:
     """One look at the run."""
 
     now: float
@@ -101,7 +101,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Standing:
+class Progress:
     """How the coordinator's work stands after a round."""
 
     waits_for: str
@@ -112,7 +112,7 @@ class Standing:
     errors: list[str]
 
 
-class Tempo:
+class StepTimer:
     """How long the learner's steps take."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class Tempo:
         return (ended - began) / (last - first)
 
 
-class Housekeeper:
+class Maintenance:
     """Looks each round; puts in order at its own pace."""
 
     def __init__(
@@ -153,11 +153,11 @@ class Housekeeper:
         self._orphans: dict[Path, float] = {}
         self._since: dict[tuple[str, str], float] = {}
         """When a spool was first seen to hold an identity."""
-        self._tempo = Tempo()
+        self._timer = StepTimer()
         self._endpoints: list[Endpoint] | None = None
         self._beat = 0
 
-    def look(self) -> World:
+    def look(self) -> RunSnapshot:
         """See the run, and put back the claims of the dead."""
         now = self._clock()
         scan = {
@@ -175,36 +175,38 @@ class Housekeeper:
         with atomic.storage(self._run.root):
             free = shutil.disk_usage(self._run.root).free
         has_room = free >= self._kept.free_space_floor_gb * 1e9
-        world = World(now, scan, newest, self._watcher.live(), has_room)
+        snapshot = RunSnapshot(now, scan, newest, self._watcher.live(), has_room)
         held = ((name, a.identity) for name in SPOOLS for s in ("ready", "claimed") for a in scan[name][s])
         self._since = {place: self._since.get(place, now) for place in held}
-        self._tempo.note(world.learner_step, now)
-        return world
+        self._timer.note(snapshot.learner_step, now)
+        return snapshot
 
-    def publish(self, world: World, standing: Standing, desired: Mapping[Role, int], status_s: float) -> None:
+    def publish(
+        self, snapshot: RunSnapshot, progress: Progress, desired: Mapping[Role, int], status_s: float
+    ) -> None:
         """The two cells that others read: engines, at once when they change, and how the run fares."""
         engines = [
             Endpoint(owner=n.owner, url=n.url, versions=n.versions, updating=n.state == "updating")
-            for n in world.engines
+            for n in snapshot.engines
         ]
-        due = self._is_due("status", status_s, world.now)
+        due = self._is_due("status", status_s, snapshot.now)
         if not due and engines == self._endpoints:
             return
         self._beat += 1
         self._endpoints = engines
-        table = EndpointTable(beat=self._beat, endpoints=engines, newest=world.newest)
+        table = EndpointTable(beat=self._beat, endpoints=engines, newest=snapshot.newest)
         atomic.put(self._run.endpoints, table, durable=False)
-        atomic.put(self._run.status, self._report(world, standing, desired), durable=False)
+        atomic.put(self._run.status, self._report(snapshot, progress, desired), durable=False)
         atomic.put(self._run.watch, self._watcher.memory(), durable=False)
 
-    def tidy(self, world: World) -> None:
+    def tidy(self, snapshot: RunSnapshot) -> None:
         """Delete what retention lets go, once a beat, and what dead processes left, six times an hour."""
-        if self._is_due("retain", self._lease.beat_s, world.now):
-            for folder in retention.superseded(self._run, self._kept, world.nodes):
+        if self._is_due("retain", self._lease.beat_s, snapshot.now):
+            for folder in retention.superseded(self._run, self._kept, snapshot.nodes):
                 log.info("removed %s", folder.name)
                 folders.remove(folder)
-        if self._is_due("sweep", ORPHAN_S / 6, world.now):
-            self._sweep(world)
+        if self._is_due("sweep", ORPHAN_S / 6, snapshot.now):
+            self._sweep(snapshot)
 
     def _is_lost(self, address: Address) -> bool:
         return self._watcher.is_dead(address.owner) or self._watcher.is_abandoned(
@@ -217,38 +219,40 @@ class Housekeeper:
         self._done[what] = now
         return True
 
-    def _sweep(self, world: World) -> None:
-        alive = {node.owner[-8:] for node in world.nodes} | {atomic.identity()}
+    def _sweep(self, snapshot: RunSnapshot) -> None:
+        alive = {node.owner[-8:] for node in snapshot.nodes} | {atomic.identity()}
         found = [
             path for folder in retention.swept(self._run) for path in retention.temporaries(folder, alive)
         ]
-        self._orphans = {path: self._orphans.get(path, world.now) for path in found}
+        self._orphans = {path: self._orphans.get(path, snapshot.now) for path in found}
         for path, since in self._orphans.items():
-            if world.now - since >= ORPHAN_S:
+            if snapshot.now - since >= ORPHAN_S:
                 log.info("swept %s", path)
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
-    def _report(self, world: World, standing: Standing, desired: Mapping[Role, int]) -> StatusReport:
-        alive = [node.role for node in world.nodes]
+    def _report(self, snapshot: RunSnapshot, progress: Progress, desired: Mapping[Role, int]) -> StatusReport:
+        alive = [node.role for node in snapshot.nodes]
         silent = [node.role for node in self._watcher.silent()]
         oldest: dict[str, float] = {}
         for (name, _), since in self._since.items():
-            oldest[name] = max(oldest.get(name, 0.0), world.now - since)
-        full = [] if world.has_room else [f"{self._run.root}: too little free space; nothing is dispatched"]
+            oldest[name] = max(oldest.get(name, 0.0), snapshot.now - since)
+        full = (
+            [] if snapshot.has_room else [f"{self._run.root}: too little free space; nothing is dispatched"]
+        )
         return StatusReport(
             beat=self._beat,
             roles=[
                 RoleStatus(role=role, desired=count, alive=alive.count(role), silent=silent.count(role))
                 for role, count in desired.items()
             ],
-            spools=world.depths,
+            spools=snapshot.depths,
             oldest_s=oldest,
-            waits_for=standing.waits_for,
-            step=world.learner_step,
-            step_s=self._tempo.step_s,
-            newest=world.newest,
-            recent=standing.recent,
-            errors=full + standing.errors,
+            waits_for=progress.waits_for,
+            step=snapshot.learner_step,
+            step_s=self._timer.step_s,
+            newest=snapshot.newest,
+            recent=progress.recent,
+            errors=full + progress.errors,
         )
 
 
