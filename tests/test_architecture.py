@@ -35,6 +35,72 @@ HOSTS = (
     "hf.co",
 )
 HOSTS += ("download.pytorch.org", "debian.org", "ubuntu.com", "anaconda.org", "modelscope.cn", "nvcr.io")
+# What follows is wrong today: each list may only shrink.
+CIRCLES = {
+    "policies._megatron.checkpoint",
+    "policies._megatron.export",
+    "policies._megatron.learner",
+    "policies._megatron.optimizer",
+    "policies._megatron.reference",
+    "policies._megatron.spec",
+    "policies.megatron",
+    "roles.rollout.openai_server",
+    "roles.rollout.recorder",
+}
+FOREIGN = {
+    "agents.cli_agent -> tools._text",
+    "agents.tool_agent -> tools._text",
+    "graders.pytest -> tools._pytest",
+    "jobs.reward -> sandboxes._watched",
+    "jobs.rollout -> sandboxes._watched",
+    "jobs.run -> executors._gpus",
+    "roles.reward.alone -> graders._again",
+    "runs.checks -> policies._megatron.shape",
+    "runs.estimate -> policies._megatron.shape",
+    "runs.preview -> policies._megatron.shape",
+    "tasks.check -> sandboxes._watched",
+    "tasks.check -> tasksets._checked",
+    "tasks.images.leaks -> tasksets._swebench_rows",
+    "tasks.images.sources -> sandboxes._local",
+    "tasks.prepare -> tasksets._swebench_rows",
+    "tasksets.swebench -> graders._judge",
+    "tasksets.swebench -> graders._second_sitting",
+    "tasksets.swebench -> graders._swebench",
+}
+NAMED_PLUGINS = {
+    "demo.__main__ -> executors.local",
+    "demo.model -> tasksets.bugs",
+    "doctor.probe -> sandboxes.apptainer",
+    "jobs.entry -> executors.local",
+    "jobs.entry -> executors.slurm",
+    "roles.coordinator.batches -> advantages.shuffled",
+    "runs.checks -> engines.vllm",
+    "runs.checks -> executors.local",
+    "runs.checks -> executors.slurm",
+    "runs.checks -> policies.megatron",
+    "runs.create -> sandboxes.apptainer",
+    "runs.create -> tasksets.swebench",
+    "runs.estimate -> engines.vllm",
+    "runs.estimate -> executors.slurm",
+    "runs.estimate -> policies.megatron",
+    "runs.preview -> engines.vllm",
+    "runs.preview -> executors.slurm",
+    "runs.preview -> policies.megatron",
+    "runs.roles -> engines.vllm",
+    "runs.roles -> policies.megatron",
+    "runs.watch -> executors.local",
+    "tasks.build_images -> sandboxes.apptainer",
+    "tasks.build_images -> tasksets.swebench",
+    "tasks.check -> sandboxes.apptainer",
+    "tasks.check -> tasksets.swebench",
+    "tasks.images.sources -> sandboxes.apptainer",
+    "tasks.prepare -> tasksets.swebench",
+}
+DOUBLED = {
+    "Recorder",
+    "Swebench",
+    "Tokens",
+}
 EXAMPLES = {  # an argument of each name that RunDir's methods take, as docs/protocol.md writes it
     "owner": "<owner>",
     "label": "<label>",
@@ -85,6 +151,97 @@ def test_imports_point_down_and_every_wall_stands():
     lint = Path(sys.executable).with_name("lint-imports")
     done = subprocess.run([lint, "--no-cache"], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def imports() -> dict[str, set[str]]:
+    """Module -> what it imports of ours, functions' own imports too, as module or as module.name."""
+    trees = {
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): ast.parse(text)
+        for path, text in modules().items()
+    }
+    return {
+        module: {
+            f"{node.module}.{alias.name}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in PACKAGES
+            for alias in node.names
+        }
+        for module, tree in trees.items()
+    }
+
+
+def modules_imported() -> dict[str, set[str]]:
+    """The same, modules only."""
+    found = imports()
+    return {
+        module: {name if name in found else name.rpartition(".")[0] for name in names}
+        for module, names in found.items()
+    }
+
+
+def short(module: str) -> str:
+    return module.removeprefix("hpc_swe.").removeprefix("plugins.")
+
+
+def is_foreign(importer: str, name: str) -> bool:
+    """Whether something private is taken from a package that the importer is not in."""
+    parts = name.split(".")
+    private = [n for n, part in enumerate(parts) if part.startswith("_") and not part.endswith("__")]
+    return any(not f"{importer}.".startswith(".".join(parts[:n]) + ".") for n in private)
+
+
+def test_no_imports_go_in_circles():
+    """What is left when all modules are taken away that import nothing, or that nothing imports."""
+    left = modules_imported()
+    while True:
+        used = set(chain.from_iterable(left.values()))
+        kept = {module: names & left.keys() for module, names in left.items() if names and module in used}
+        kept = {module: names & kept.keys() for module, names in kept.items()}
+        if kept == left:
+            break
+        left = kept
+    assert set(map(short, left)) == CIRCLES
+
+
+def test_what_is_private_is_imported_in_its_package_alone():
+    """A module may use the private names of its own package, and those of packages around it."""
+    every = imports()
+    found = {
+        f"{short(module)} -> {short(name if name in every else name.rpartition('.')[0])}"
+        for module, names in every.items()
+        for name in names
+        if is_foreign(module, name)
+    }
+    assert found == FOREIGN
+
+
+def test_no_plugin_is_named_outside_its_family():
+    found = {
+        f"{short(module)} -> {short(name)}"
+        for module, names in modules_imported().items()
+        for name in names
+        if re.fullmatch(r"hpc_swe\.plugins\.\w+\.[a-z]\w*", name) and not name.endswith(".base")
+        if not module.startswith(name.rpartition(".")[0])
+    }
+    assert found == NAMED_PLUGINS
+
+
+def test_one_name_is_one_class():
+    names = [
+        node.name
+        for text in modules().values()
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert {name for name in names if names.count(name) > 1} == DOUBLED
+
+
+def test_no_module_has_a_name_of_the_standard_library():
+    """A plugin's file is named by its type, and may."""
+    found = {path for path in modules() if Path(path).stem in sys.stdlib_module_names}
+    assert {
+        path for path in found if not re.match(r"hpc_swe/(__main__|plugins/\w+/[a-z]\w*)\.py", path)
+    } == set()
 
 
 def test_no_file_is_longer_than_a_sitting():
