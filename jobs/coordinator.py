@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from hpc_swe import job_counts
 from hpc_swe.errors import ConfigError
 from hpc_swe.metrics import Log
 from hpc_swe.plugins.agents.base import Prefaced
@@ -17,9 +18,9 @@ from hpc_swe.roles.coordinator.loop import Coordinator, Mode
 from hpc_swe.roles.coordinator.maintenance import Maintenance
 from hpc_swe.roles.coordinator.training import Training
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import checks, roles
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, tasks
+from hpc_swe.tokenization import token_builder
 from jobs import entry
 
 
@@ -64,7 +65,7 @@ def _samples(config: RunConfig, curves: Log) -> Iterator[Sample]:
             'sft.source = "episodes"'
         )
     rollout, preface = config.rollout, config.agent.preface
-    builder = checks.builder(config)
+    builder = token_builder(config)
     conversations = sft.as_shown(config.taskset.demonstrations(config.seed), preface)
     encode = partial(builder.demonstration, tools=preface.tools)
     return sft.from_conversations(conversations, encode, rollout.context, curves)
@@ -83,7 +84,7 @@ def work(run: RunDir, config: RunConfig) -> None:
         curves = Log(run.metric_log(lease.owner))
         maintenance = Maintenance(run, config.retention, config.lease, config.groups.max_losses)
         make = partial(mode, run, config, curves)
-        Coordinator(run, maintenance, make, config.coordinator, roles.desired(config)).work()
+        Coordinator(run, maintenance, make, config.coordinator, job_counts.desired(config)).work()
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ from hpc_swe.roles.rollout.episode import RolloutResources
 from hpc_swe.roles.rollout.sampler import Sampler
 from hpc_swe.roles.rollout.worker import worker
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import checks
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import tasks
+from hpc_swe.tokenization import token_builder
 from jobs import entry
 
 
@@ -22,7 +22,7 @@ def work(run: RunDir, config: RunConfig) -> None:
         tasks={task.task_id: task for found in tasks.read(run.tasks).values() for task in found},
         sandboxes=Watched(config.sandbox),
         agent=config.agent,
-        builder=checks.builder(config),
+        builder=token_builder(config),
         sampler=sampler,
         config=table,
     )

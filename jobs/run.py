@@ -23,14 +23,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from hpc_swe import cli, scratch
+from hpc_swe import cli, job_counts, scratch
 from hpc_swe.errors import HpcSweError, NodeError, StorageError
 from hpc_swe.plugins.executors import _gpus
 from hpc_swe.processes import MEETING, die_with_parent, start_time
 from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import existing
-from hpc_swe.runs import roles as run_roles
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, orders, submissions
 from hpc_swe.store.submissions import Started
@@ -178,8 +177,8 @@ def commands(run: RunDir, role: str, config: RunConfig) -> list[list[str]]:
 
     An engine that somebody else runs needs a supervisor, but no node: that one goes with the coordinator.
     """
-    roles = [role] * run_roles.processes(role, config)
-    if role == "coordinator" and config.inference.url and "inference" in run_roles.desired(config):
+    roles = [role] * job_counts.processes(role, config)
+    if role == "coordinator" and config.inference.url and "inference" in job_counts.desired(config):
         roles.append("inference")
     return [[sys.executable, "-P", "-m", f"jobs.{each}", str(run.root)] for each in roles]
 
@@ -253,7 +252,7 @@ def _require_gpus(role: str, config: RunConfig) -> None:
     Raises:
         NodeError: This node has too few GPUs.
     """
-    needed = run_roles.gpus(role, config)
+    needed = job_counts.gpus(role, config)
     if needed == 0:
         os.environ[_gpus.VISIBLE] = ""
     elif needed:

@@ -8,9 +8,8 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hpc_swe.conversation import TokenBuilder
+from hpc_swe import job_counts
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins.engines.base import Stopping
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.plugins.executors.slurm import Resources, Slurm
@@ -18,9 +17,10 @@ from hpc_swe.plugins.policies._megatron.shape import ModelShape
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import attach, create, environment, estimate, roles, submit
+from hpc_swe.runs import attach, create, environment, estimate, submit
 from hpc_swe.runs.create import Taken
 from hpc_swe.settings import RunConfig
+from hpc_swe.tokenization import token_builder
 
 UNTOLD = (
     "gpus",
@@ -52,26 +52,15 @@ def require(run: RunDir, config: RunConfig) -> Taken:
     return taken
 
 
-def builder(config: RunConfig) -> TokenBuilder:
-    """What turns the run's messages into token ids; demonstrations and rollouts share it.
-
-    Raises:
-        ConfigError: The tokenizer or the chat template cannot be used.
-    """
-    engine, rollout = config.engine, config.rollout
-    stops = engine.stop_token_ids if isinstance(engine, Stopping) else ()
-    return TokenBuilder(Path(config.model), rollout.tool_parser, rollout.template_arguments, stops)
-
-
 def _folder(run: RunDir, config: RunConfig) -> Iterator[str]:
     yield from _said(lambda: create.require_free(run, config))
 
 
 def _counts(_: RunDir, config: RunConfig) -> Iterator[str]:
-    counts = [config.counts.get(role, 1) for role in roles.ROLES[config.mode]]
+    counts = [config.counts.get(role, 1) for role in job_counts.ROLES[config.mode]]
     if not any(counts):  # a run that is only made: all of its jobs are started by hand
         return
-    for role in roles.ROLES[config.mode]:
+    for role in job_counts.ROLES[config.mode]:
         somebody_else = role == "inference" and config.inference.url
         if config.counts.get(role, 1) == 0 and role not in config.by_hand and not somebody_else:
             yield (
@@ -95,7 +84,7 @@ def _model(_: RunDir, config: RunConfig) -> Iterator[str]:
     if "learner" in wanted and config.learner.loss.kl_coefficient > 0 and config.reference:
         yield from _weights("reference", Path(config.reference))
     if "rollout" in wanted:
-        yield from _said(lambda: builder(config))
+        yield from _said(lambda: token_builder(config))
 
 
 def _weights(key: str, folder: Path) -> Iterator[str]:
@@ -146,7 +135,7 @@ def _parallel(_: RunDir, config: RunConfig) -> Iterator[str]:
 
 def _jobs(run: RunDir, config: RunConfig) -> Iterator[str]:
     """What the executor says of each role."""
-    for role, count in roles.desired(config).items():
+    for role, count in job_counts.desired(config).items():
         if count:
             order = submit.submission(run, config, role, 1, count)
             yield from _said(lambda order=order: config.executor.check(order))  # type: ignore[misc]
@@ -154,8 +143,8 @@ def _jobs(run: RunDir, config: RunConfig) -> Iterator[str]:
 
 def _gpus(_: RunDir, config: RunConfig) -> Iterator[str]:
     """Whether the executor is asked for as many GPUs as a role divides its work among."""
-    for role, count in roles.desired(config).items():
-        needed = roles.gpus(role, config) if count else None
+    for role, count in job_counts.desired(config).items():
+        needed = job_counts.gpus(role, config) if count else None
         given, key = _given(role, config)
         if not needed or given is None or given >= needed:
             continue
@@ -184,7 +173,7 @@ def _given(role: Role, config: RunConfig) -> tuple[int | None, str]:
 
 def _machine(_: RunDir, config: RunConfig) -> Iterator[str]:
     """What this machine must have, where jobs run here; on a cluster the workers look, on their nodes."""
-    wanted, executor = roles.desired(config), config.executor
+    wanted, executor = job_counts.desired(config), config.executor
     if config.mode != "sft" and executor.is_here:
         yield from _said(config.sandbox.check)
     if isinstance(executor, Local) and not executor.share_gpus:
@@ -198,12 +187,12 @@ def _machine(_: RunDir, config: RunConfig) -> Iterator[str]:
 
 
 def _engine(run: RunDir, config: RunConfig) -> Iterator[str]:
-    if config.inference.url and "inference" in roles.desired(config):
+    if config.inference.url and "inference" in job_counts.desired(config):
         yield from _said(lambda: attach.require_usable(config, create.key(run, config)))
 
 
 def _wanted(config: RunConfig) -> set[Role]:
-    return {role for role, count in roles.desired(config).items() if count}
+    return {role for role, count in job_counts.desired(config).items() if count}
 
 
 def _said(check: Callable[[], object]) -> Iterator[str]:

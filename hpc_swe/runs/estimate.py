@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from hpc_swe.job_counts import desired
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.plugins.executors.slurm import Options, Resources, Slurm
 from hpc_swe.plugins.policies._megatron.shape import ModelShape
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.records import Role
 from hpc_swe.roles.coordinator import evaluation, sft, training
-from hpc_swe.runs.roles import desired
 from hpc_swe.settings import RunConfig
 
 GIB = 2**30

@@ -7,13 +7,14 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from hpc_swe import config as configuration
+from hpc_swe import job_counts
 from hpc_swe import tables as drawn
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.plugins.executors.slurm import Slurm
 from hpc_swe.plugins.policies._megatron.shape import ModelShape
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import checks, estimate, roles, submit
+from hpc_swe.runs import checks, estimate, submit
 from hpc_swe.runs.control import require_alike
 from hpc_swe.runs.estimate import GIB, Part, Request
 from hpc_swe.settings import RunConfig
@@ -38,7 +39,7 @@ def show(run: RunDir, config: RunConfig) -> None:
 def scripts(run: RunDir, config: RunConfig) -> list[str]:
     """What an empty queue would be given: one script an array, each under a line that counts its jobs."""
     found = []
-    for role, count in roles.desired(config).items():
+    for role, count in job_counts.desired(config).items():
         number = submissions.newest(run, role).number if run.config.exists() else 0
         for first in range(0, count, config.executor.array_size):
             number, jobs = number + 1, min(config.executor.array_size, count - first)
@@ -51,7 +52,7 @@ def tables(config: RunConfig) -> list[RenderableType]:
     """Jobs, memory of the GPUs, room on disk."""
     shape = ModelShape.read(Path(config.model))
     found: list[RenderableType] = [_jobs(config)]
-    wanted = roles.desired(config)
+    wanted = job_counts.desired(config)
     if wanted.get("learner"):
         found += _learner(config, shape)
     if wanted.get("inference"):
@@ -61,7 +62,7 @@ def tables(config: RunConfig) -> list[RenderableType]:
 
 def _jobs(config: RunConfig) -> RenderableType:
     if not isinstance(config.executor, Slurm):
-        counts = ", ".join(f"{count} {role}" for role, count in roles.desired(config).items() if count)
+        counts = ", ".join(f"{count} {role}" for role, count in job_counts.desired(config).items() if count)
         return f"local: {counts}, all on this machine; nothing is asked of a scheduler"
     requests = estimate.requests(config, config.executor)
     columns = ["jobs", "nodes", "cores", "mem GB", "GPUs", "hours", "node-h", "core-h", "GPU-h"]

@@ -13,11 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpc_swe.errors import ConfigError
+from hpc_swe.job_counts import desired, processes
 from hpc_swe.plugins.executors.base import Job, Submission
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs.environment import own_environment
-from hpc_swe.runs.roles import desired, processes
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, checkpoints, orders, submissions, weights
 from hpc_swe.store.submissions import Entry, Started, Submitted

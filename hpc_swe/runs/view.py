@@ -8,11 +8,12 @@ from pathlib import Path
 
 import msgspec
 
+from hpc_swe import job_counts
 from hpc_swe.errors import SchedulerError
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.records import Endpoint, EndpointTable, Role, StatusReport
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import roles, submit
+from hpc_swe.runs import submit
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, orders, submissions
 
@@ -68,7 +69,7 @@ class RunReader:
         view = RunView(
             name=run.root.name,
             steps=0 if config.mode == "eval" else config.steps,
-            desired=roles.desired(config),
+            desired=job_counts.desired(config),
             orders=orders.standing(run),
             queue=self._queue,
             report=report,
@@ -110,7 +111,7 @@ def _ask(run: RunDir, config: RunConfig) -> Queue:
         silence = f"the scheduler does not answer, so what waits is not known: {error}"
     running = Counter(job.role for job in jobs if job.state == "running")
     submitted, failures = {}, []
-    for role, count in roles.desired(config).items():
+    for role, count in job_counts.desired(config).items():
         if running[role] >= count and run.status.exists():
             continue  # one file a job is read below
         history = submissions.history(run, role, submit.GENERATIONS)

@@ -27,13 +27,14 @@ from engine_kit import (
 from waiting import until
 
 from hpc_swe import config as configuration
+from hpc_swe import job_counts
 from hpc_swe.errors import ConfigError, EngineError
 from hpc_swe.plugins.engines.scripted import SCORE, Scripted, ScriptedReply
 from hpc_swe.plugins.engines.vllm import TOKEN as VARIABLE
 from hpc_swe.records import ProbeScore, Sampling, WeightVersion
 from hpc_swe.roles.inference.supervisor import free_port
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import control, existing, roles
+from hpc_swe.runs import control, existing
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic
 from jobs import run as jobs_run
@@ -219,7 +220,7 @@ def test_its_key_becomes_the_token_of_the_run_and_stands_in_no_configuration(tmp
 
 def test_it_needs_a_supervisor_with_the_coordinator_and_no_job_of_inference(tmp_path, somebody) -> None:
     config = configured(somebody, "counts.inference=4", "counts.coordinator=1")
-    assert roles.desired(config)["inference"] == 0
+    assert job_counts.desired(config)["inference"] == 0
     commands = jobs_run.commands(RunDir(tmp_path), "coordinator", config)
     assert [command[-2:] for command in commands] == [
         ["jobs.coordinator", str(tmp_path)],

@@ -15,12 +15,13 @@ from toy_model import HERMES, make_model
 from waiting import DEADLINE_S, until
 
 from hpc_swe import config as configuration
+from hpc_swe import job_counts
 from hpc_swe.errors import ConfigError, CorruptRecord
 from hpc_swe.plugins.executors.base import Submission
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.records import RunManifest
 from hpc_swe.rundir import PROTOCOL, RunDir
-from hpc_swe.runs import checks, control, create, existing, roles
+from hpc_swe.runs import checks, control, create, existing
 from hpc_swe.store import atomic, submissions
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +105,7 @@ def test_a_run_json_of_somebody_else_makes_no_run(tmp_path, read):
 @pytest.mark.parametrize("content", [b"", b'{"steps": 1', b"\xff", b"[1]", None])
 def test_a_damaged_configuration_is_one_error_that_names_it(tmp_path, read, content):
     run = RunDir(tmp_path / "run")
-    control.start(run, read(*(f"counts.{role}=0" for role in roles.ROLES["grpo"])))
+    control.start(run, read(*(f"counts.{role}=0" for role in job_counts.ROLES["grpo"])))
     run.config.unlink()
     run.config.mkdir() if content is None else run.config.write_bytes(content)
     with pytest.raises(CorruptRecord, match=r"run/run\.json: not the configuration of a run: .*put back"):
@@ -112,7 +113,7 @@ def test_a_damaged_configuration_is_one_error_that_names_it(tmp_path, read, cont
 
 
 def test_an_empty_folder_and_a_start_that_died_at_any_moment_are_no_obstacle(tmp_path, read):
-    run, nobody = RunDir(tmp_path / "run"), [f"counts.{role}=0" for role in roles.ROLES["grpo"]]
+    run, nobody = RunDir(tmp_path / "run"), [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
     for leave in ([], [".making/1"], ["MANIFEST.json"], ["MANIFEST.json", "control", "code", "token"]):
         folder = RunDir(tmp_path / "-".join(["died", *leave]).replace("/", "+"))
         folder.root.mkdir()
@@ -224,7 +225,7 @@ def test_a_dry_run_refuses_what_a_start_refuses_shows_the_configuration_and_make
 
 
 def test_a_dry_run_in_the_folder_of_a_run_refuses_what_a_start_refuses_there(tmp_path, model):
-    nobody = [f"counts.{role}=0" for role in roles.ROLES["grpo"]]
+    nobody = [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
     words = ["configs/demo.toml", *nobody, f"model={model}", 'sandbox={type="process"}', "tasks.train=1"]
     words += ["tasks.eval=1", "--run", tmp_path / "run"]
     assert command("hpc_swe.launch", "start", *words).returncode == 0
@@ -266,8 +267,8 @@ def test_a_merged_configuration_is_shown_as_toml_that_reads_as_the_same(read):
 
 
 def test_a_start_that_waits_lets_go_when_its_time_is_up_and_when_it_is_interrupted(tmp_path, model):
-    run, nobody = RunDir(tmp_path / "run"), [f"counts.{role}=0" for role in roles.ROLES["grpo"]]
-    words = [*nobody, "counts.reward=1", f"by_hand={list(roles.ROLES['grpo'])}", f"model={model}"]
+    run, nobody = RunDir(tmp_path / "run"), [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
+    words = [*nobody, "counts.reward=1", f"by_hand={list(job_counts.ROLES['grpo'])}", f"model={model}"]
     words += ['sandbox={type="process"}', "tasks.train=1", "tasks.eval=1", "configs/demo.toml"]
     done = command("hpc_swe.launch", "start", "--wait", 1, *words, "--run", run.root)
     config = existing.load(run)

@@ -13,7 +13,7 @@ from hpc_swe.plugins.agents.base import Reply
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Sample, id_array
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import checks
+from hpc_swe.tokenization import token_builder
 from jobs import coordinator
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def warm_start(config: configuration.RunConfig, folder: Path) -> Sample:
 @pytest.mark.parametrize("prompt", ["Fix the bug.", "Mend it with your tools.", ""])
 def test_a_demonstration_begins_with_the_prompt_of_an_episode(read, tmp_path, shown, prompt):
     config = read(f"agent.show_tools={shown}", f'agent.system_prompt="{prompt}"', "agent.max_turns=1")
-    builder, asked = checks.builder(config), []
+    builder, asked = token_builder(config), []
 
     def chat(messages, tools=""):
         asked.extend(builder.start(messages, tools))

@@ -1,4 +1,4 @@
-"""Which roles a run has, how many jobs each should have, and how large one is."""
+"""Derive from a configuration which roles a run has, how many jobs each wants, and how large one job is."""
 
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.plugins.executors.base import SINGLE
@@ -14,7 +14,7 @@ ROLES: dict[str, tuple[Role, ...]] = {
 
 
 def desired(config: RunConfig) -> dict[Role, int]:
-    """Jobs of each role that the run should have; coordinator and learner are one job at most."""
+    """Return how many jobs each role of the run should have; coordinator and learner have at most one."""
     counts = {role: config.counts.get(role, 1) for role in ROLES[config.mode]}
     if config.inference.url and "inference" in counts:
         counts["inference"] = 0  # somebody else runs the engine
@@ -22,12 +22,12 @@ def desired(config: RunConfig) -> dict[Role, int]:
 
 
 def processes(role: str, config: RunConfig) -> int:
-    """Of one job of a role, over all its nodes."""
+    """Count the processes of one job of a role, over all its nodes."""
     return config.policy.tensor_parallel * config.learner.data_parallel if role == "learner" else 1
 
 
 def gpus(role: str, config: RunConfig) -> int | None:
-    """GPUs that one job of a role computes on; None where a plugin of your own does not tell."""
+    """Count the GPUs that one job of a role computes on; None where a plugin of your own does not tell."""
     if role == "learner" and isinstance(config.policy, Megatron):
         return processes(role, config) if config.policy.device == "gpu" else 0
     if role == "inference" and isinstance(config.engine, Vllm):
