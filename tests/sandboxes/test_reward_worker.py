@@ -207,7 +207,7 @@ task = Task(task_id="t", taskset="", prompt="", image="", workdir="/", tests=Tes
     command="", fail_to_pass=[], timeout_s=1.0))
 run = RunDir(Path({str(run.root)!r}))
 with Lease(run, "reward", "test", 1.0) as lease:
-    worker(run, lease, Means({{"t": task}}, Process(), Judge(), RewardConfig())).work()
+    worker(run, lease, RewardResources({{"t": task}}, Process(), Judge(), RewardConfig())).work()
 """
     put(run, episode(0, f"await {run.finished}"))
     process = subprocess.Popen([sys.executable, "-c", program])
