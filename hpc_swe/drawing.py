@@ -20,7 +20,7 @@ from hpc_swe.metrics import meaning
 from hpc_swe.records import MetricLine, ScoredEpisode
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
-from hpc_swe.transcript import told
+from hpc_swe.transcript import as_text
 
 FIRST = "0_overview"
 HEADLINES = re.compile(r"reward/(mean|trained_mean)|solve/(train|eval/.*)|groups/signal_rate")
@@ -224,7 +224,7 @@ class Drawing:
         self._told.add(name)
         step = name.removesuffix(".parquet").rpartition("_")[2]
         try:
-            found = [(kind, told(scored)) for kind, scored in _telling(self._run.archives / name)]
+            found = [(kind, as_text(scored)) for kind, scored in _telling(self._run.archives / name)]
         except (pa.ArrowException, OSError, KeyError, msgspec.DecodeError) as error:
             log.warning("%s: its episodes are not drawn: %s", name, error)
             return

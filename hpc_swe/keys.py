@@ -39,7 +39,7 @@ def listed(prefix: str = "") -> list[Key]:
     return [key for key in _of_table(RunConfig, "", "") if key.name.startswith(prefix)]
 
 
-def told(found: Iterable[Key]) -> Iterator[str]:
+def as_lines(found: Iterable[Key]) -> Iterator[str]:
     """Lines for a terminal."""
     for key in found:
         yield f"{key.name}: {key.kind}, {key.default}{', may change in a run' if key.may_change else ''}"

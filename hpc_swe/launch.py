@@ -72,7 +72,7 @@ def _list_keys(arguments: argparse.Namespace) -> None:
     if not found:
         names = [key.name for key in keys.listed()]
         raise ConfigError(f"no key begins with {arguments.prefix!r}{cli.like(arguments.prefix, names)}")
-    print("\n".join(keys.markdown(found) if arguments.markdown else keys.told(found)))
+    print("\n".join(keys.markdown(found) if arguments.markdown else keys.as_lines(found)))
 
 
 @cli.command

@@ -86,7 +86,7 @@ def shown(arguments: argparse.Namespace) -> Iterator[str]:
     for scored in found:
         count += 1
         whole = msgspec.json.encode(exhibits.readable(scored)).decode() if arguments.json else ""
-        yield whole or transcript.told(scored)
+        yield whole or transcript.as_text(scored)
     if not count:
         raise HpcSweError(f"{arguments.path}: no such episode")
     if count == arguments.limit and not arguments.json:

@@ -30,7 +30,7 @@ def title(scored: ScoredEpisode) -> str:
     return clean(" | ".join(found))
 
 
-def told(scored: ScoredEpisode) -> str:
+def as_text(scored: ScoredEpisode) -> str:
     """The whole conversation, the submission and the tests."""
     episode, score = scored.episode, scored.score
     parts = [RULE, title(scored), RULE, *map(_message, episode.messages)]

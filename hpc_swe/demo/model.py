@@ -147,7 +147,9 @@ def save_model(tokenizer: Tokenizer, folder: Path, seed: int, **sizes: int) -> i
 def main() -> None:
     """The folder appears whole or not at all."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m hpc_swe.demo.model",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)

@@ -86,7 +86,7 @@ class _Comparison:
 
     sandbox: Sandbox
     clean: Sandbox
-    aside: set[str]
+    skipped: set[str]
     """Paths that are not looked at: what the base commit ignores as a whole, and submodules."""
     changed: dict[str, TreeEntry] = field(default_factory=dict)
     """Files and links that are new or other, before anybody asked whether they are ignored."""
@@ -108,7 +108,7 @@ class _Comparison:
                 ours = self.clean.entries(folder)
             for name in sorted(theirs.keys() | ours.keys()) if theirs is not None else ():
                 path = f"{folder}/{name}" if folder else name
-                if _is_work(name) and path not in self.aside:
+                if _is_work(name) and path not in self.skipped:
                     new, old = (theirs or {}).get(name), ours.get(name)
                     if new and old and new.is_folder and old.is_folder:
                         pending.append(path)
@@ -177,7 +177,7 @@ class _Comparison:
             entries = self.clean.entries(folder)
         for name, entry in entries.items():
             path = f"{folder}/{name}"
-            if entry.is_folder and path not in self.aside:
+            if entry.is_folder and path not in self.skipped:
                 yield from self._below(path)
             elif entry.is_file_or_link:
                 yield path

@@ -56,7 +56,7 @@ class Clocked(Sandboxes):
         """As the sandboxes' own."""
         self.sandboxes.check()
 
-    def told(self, whole_s: float, bare_s: float) -> Seconds:
+    def seconds(self, whole_s: float, bare_s: float) -> Seconds:
         """Of a grading that took so long."""
         parts = {"open": self.open_s, "apply": self.apply_s, "tests": self.tests_s}
         rest = whole_s - sum(parts.values())
@@ -138,7 +138,7 @@ class Checker:
                     gold.append(self._grade(task, reference, watch))
                     whole_s = time.monotonic() - began
                     if gold[-1].outcome == "resolved":
-                        seconds.append(watch.told(whole_s, _bare_s(task, reference, self.sandboxes)))
+                        seconds.append(watch.seconds(whole_s, _bare_s(task, reference, self.sandboxes)))
                     empty.append(self._grade(task, "", self.sandboxes))
             kind, reason = judged(gold, empty)
             if kind == "usable":

@@ -122,6 +122,6 @@ def test_nothing_that_a_policy_writes_moves_the_cursor(said, arguments):
     calls = [ToolCall(name=said, arguments=arguments), ToolCall(name="x", arguments=json.dumps({said: said}))]
     messages = [Message(role="assistant", content=said, tool_calls=calls)]
     episode = msgspec.structs.replace(scored.episode, messages=messages)
-    told = transcript.told(ScoredEpisode(episode=episode, score=scored.score))
+    told = transcript.as_text(ScoredEpisode(episode=episode, score=scored.score))
     assert not [c for c in told if c not in "\n\t" and (ord(c) < 32 or 127 <= ord(c) < 160)]
     assert told.encode()
