@@ -1,7 +1,7 @@
 """Derive from a configuration which roles a run has, how many jobs each wants, and how large one job is."""
 
 from hpc_swe.plugins.engines.vllm import Vllm
-from hpc_swe.plugins.executors.base import SINGLE
+from hpc_swe.plugins.executors.base import SINGLETON_ROLES
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.records import Role
 from hpc_swe.settings import RunConfig
@@ -18,7 +18,7 @@ def desired(config: RunConfig) -> dict[Role, int]:
     counts = {role: config.counts.get(role, 1) for role in ROLES[config.mode]}
     if config.inference.url and "inference" in counts:
         counts["inference"] = 0  # somebody else runs the engine
-    return {role: min(count, 1) if role in SINGLE else count for role, count in counts.items()}
+    return {role: min(count, 1) if role in SINGLETON_ROLES else count for role, count in counts.items()}
 
 
 def processes(role: str, config: RunConfig) -> int:

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -96,6 +97,18 @@ def _stat(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except OSError:
         return []
+
+
+def free_port(host: str = "", wanted: int = 0) -> int:
+    """Return a TCP port of this machine that is free now: `wanted`, or any for 0.
+
+    Raises:
+        OSError: The host is not this machine's, or the port is in use.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, wanted))
+        return int(probe.getsockname()[1])
 
 
 def die_with_parent() -> None:

@@ -23,10 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from hpc_swe import cli, job_counts, scratch
+from hpc_swe import cli, gpus, job_counts, scratch
 from hpc_swe.errors import HpcSweError, NodeError, StorageError
-from hpc_swe.plugins.executors import _gpus
-from hpc_swe.processes import MEETING, die_with_parent, start_time
+from hpc_swe.processes import MEETING, die_with_parent, free_port, start_time
 from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import existing
@@ -86,7 +85,7 @@ class Gang:
         self._hearts = heart.Watch(self._place)
         meeting = {MEETING: str(self._place)}
         if nodes() > 1:
-            meeting |= {"MASTER_ADDR": entry.address(), "MASTER_PORT": str(_free_port())}
+            meeting |= {"MASTER_ADDR": entry.address(), "MASTER_PORT": str(free_port())}
             self._spawn(_srun(len(self._commands), self._commands[0]), meeting)
             return
         for rank, command in enumerate(self._commands):
@@ -254,9 +253,9 @@ def _require_gpus(role: str, config: RunConfig) -> None:
     """
     needed = job_counts.gpus(role, config)
     if needed == 0:
-        os.environ[_gpus.VISIBLE] = ""
+        os.environ[gpus.VISIBLE] = ""
     elif needed:
-        _gpus.require(role, needed // nodes(), os.environ)
+        gpus.require(role, needed // nodes(), os.environ)
 
 
 def _show(arguments: argparse.Namespace, run: RunDir, seconds: float, code: int) -> None:
@@ -286,12 +285,6 @@ def _srun(processes: int, command: Sequence[str]) -> list[str]:
     words = ["-K1", f"--wait={WAIT_S}", "--unbuffered", f"--ntasks={processes}", f"--cpus-per-task={cores}"]
     words += ["--overlap"]  # a step whose node was reset holds its share until the job's end
     return ["srun", *words, *command]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _parser() -> argparse.ArgumentParser:

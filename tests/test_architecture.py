@@ -53,7 +53,6 @@ FOREIGN = {
     "graders.pytest -> tools._pytest",
     "jobs.reward -> sandboxes._watched",
     "jobs.rollout -> sandboxes._watched",
-    "jobs.run -> executors._gpus",
     "roles.reward.alone -> graders._again",
     "runs.checks -> policies._megatron.shape",
     "runs.estimate -> policies._megatron.shape",

@@ -15,6 +15,7 @@ from hpc_swe.doctor.findings import Ask, Finding
 from hpc_swe.doctor.scheduler import Cluster
 from hpc_swe.doctor.srun import ANSWER_S, Bench
 from hpc_swe.errors import HpcSweError
+from hpc_swe.gpus import in_gres
 from hpc_swe.records import Role
 from hpc_swe.settings import RunConfig
 
@@ -29,7 +30,7 @@ def wanted(executor: dict[str, Any]) -> list[Ask]:
     for role in (roles.get(name, {}) for name in get_args(Role)):
         name = role.get("partition") or executor.get("partition", "")
         options = {**executor, **executor.get("options", {}), **role.get("options", {})}
-        gpus = role.get("gpus_per_node", 0) or scheduler.gpus(str(options.get("gres", "")))
+        gpus = role.get("gpus_per_node", 0) or in_gres(str(options.get("gres", "")))
         words = tuple(f"--{option}={options[option]}" for option in OPTIONS if options.get(option))
         asks[name] = Ask(name, words, max(gpus, asks.get(name, Ask()).gpus))
     return list(asks.values())

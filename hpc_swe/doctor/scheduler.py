@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hpc_swe.doctor.findings import Ask, Finding
+from hpc_swe.gpus import in_gres
 
 OLDEST = (22, 5)
 CHECKPOINT_S = 30  # a learner's checkpoint, unless the model is large
@@ -51,12 +52,6 @@ def parse(config: str, partitions: str, nodes: str) -> Cluster:
     return Cluster({key.lower(): value for key, value in pairs}, {each.name: each for each in found})
 
 
-def gpus(gres: str) -> int:
-    """GPUs in a value such as ``gpu:h100:4(S:0-1),shard:8``."""
-    counts = re.findall(r"(?:^|,)gpu(?::[A-Za-z][^:,(]*)?:(\d+)", gres)
-    return sum(map(int, counts))
-
-
 def _words(line: str) -> dict[str, str]:
     return {key: value for key, mark, value in (word.partition("=") for word in line.split()) if mark}
 
@@ -76,7 +71,7 @@ def _partition(words: dict[str, str], members: Sequence[dict[str, str]]) -> Part
         grace_s=_seconds(words.get("GraceTime", "0")),
         tier=int(words.get("PriorityTier", "1")),
         nodes=len(usable),
-        gpus=max((gpus(node.get("Gres", "")) for node in usable), default=0),
+        gpus=max((in_gres(node.get("Gres", "")) for node in usable), default=0),
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hpc_swe import job_counts
 from hpc_swe.errors import ConfigError
+from hpc_swe.gpus import usable
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.plugins.executors.slurm import Resources, Slurm
@@ -17,7 +18,7 @@ from hpc_swe.plugins.policies._megatron.shape import ModelShape
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import attach, create, environment, estimate, submit
+from hpc_swe.runs import attach, create, environment, submit
 from hpc_swe.runs.create import Taken
 from hpc_swe.settings import RunConfig
 from hpc_swe.tokenization import token_builder
@@ -164,7 +165,7 @@ def _given(role: Role, config: RunConfig) -> tuple[int | None, str]:
     if not isinstance(executor, Slurm):
         return None, ""
     resources = executor.roles.get(role, Resources())
-    each = estimate.gpus_per_node(resources, executor.options)
+    each = executor.gpus_per_node(role)
     if not each and any(option in executor.options | resources.options for option in UNTOLD):
         return None, ""
     nodes = f", on {resources.nodes} nodes," if resources.nodes > 1 else ""
@@ -178,7 +179,7 @@ def _machine(_: RunDir, config: RunConfig) -> Iterator[str]:
         yield from _said(config.sandbox.check)
     if isinstance(executor, Local) and not executor.share_gpus:
         asked = sum(executor.gpus.get(role, 0) * count for role, count in wanted.items())
-        here = len(executor.here(environment.own_environment())) if asked else 0
+        here = len(usable(environment.own_environment())) if asked else 0
         if asked > here:
             yield (
                 f"[executor] gpus asks for {asked} GPUs in all, this machine has {here}; ask for fewer, or "

@@ -17,7 +17,7 @@ from functools import partial
 
 from hpc_swe.job_counts import desired
 from hpc_swe.plugins.engines.vllm import Vllm
-from hpc_swe.plugins.executors.slurm import Options, Resources, Slurm
+from hpc_swe.plugins.executors.slurm import Resources, Slurm
 from hpc_swe.plugins.policies._megatron.shape import ModelShape
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.records import Role
@@ -176,27 +176,11 @@ def requests(config: RunConfig, slurm: Slurm) -> list[Request]:
                 nodes=jobs * given.nodes,
                 cores=jobs * processes * given.cpus_per_task,
                 memory_gb=jobs * given.nodes * given.mem_gb,
-                gpus=jobs * given.nodes * gpus_per_node(given, slurm.options),
+                gpus=jobs * given.nodes * slurm.gpus_per_node(role),
                 hours=given.timeout_min / 60,
             )
         )
     return [request for request in found if request.jobs]
-
-
-def gpus_per_node(resources: Resources, common: Options) -> int:
-    """GPUs that a job gets on each node, in whichever of Slurm's spellings.
-
-    Example:
-        >>> gpus_per_node(Resources(options={"gres": "gpu:h100:4"}), {})
-        4
-    """
-    options = common | resources.options
-    words = [options.get(key) for key in ("gpus-per-node", "gpus_per_node")]
-    gres = str(options.get("gres", "")).split(",")
-    words += [item for item in gres if item.startswith(("gpu", "gres/gpu"))]
-    counts = [str(word).rpartition(":")[2] for word in words if word is not None]
-    numbers = [int(count) if count.isdecimal() else 1 for count in counts]
-    return max([resources.gpus_per_node, *numbers])
 
 
 def disk(config: RunConfig, shape: ModelShape | None) -> list[Part]:

@@ -17,9 +17,9 @@ from stage import V1, company
 from test_real_vllm import ENGINE, TOKEN, require_exact
 
 from hpc_swe.conversation import TokenBuilder
+from hpc_swe.processes import free_port
 from hpc_swe.records import Endpoint, EndpointTable, ExitStatus, RolloutRequest, Sampling
 from hpc_swe.roles.inference.child import Child
-from hpc_swe.roles.inference.supervisor import free_port
 from hpc_swe.roles.rollout import episode
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.sampler import Sampler

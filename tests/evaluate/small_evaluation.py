@@ -16,7 +16,7 @@ from toy import RECIPES, make_repository, row, write_rows
 from toy_model import HERMES, make_model, tokenizer_json
 
 from hpc_swe.plugins.engines.vllm import TOKEN
-from hpc_swe.roles.inference.supervisor import free_port
+from hpc_swe.processes import free_port
 from hpc_swe.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]

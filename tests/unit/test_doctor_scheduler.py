@@ -4,6 +4,7 @@ import pytest
 
 from hpc_swe.doctor import examine, scheduler
 from hpc_swe.doctor.findings import Ask
+from hpc_swe.gpus import in_gres
 
 CONFIG = """\
 Configuration data as of 2026-11-20T16:19:35
@@ -146,7 +147,7 @@ def test_gpus_are_asked_for_where_there_are_some(partition, gpus, verdict):
     ],
 )
 def test_gpus_are_counted_in_a_gres(text, count):
-    assert scheduler.gpus(text) == count
+    assert in_gres(text) == count
 
 
 def test_the_default_partition_is_named_and_no_more_nodes_are_asked_than_there_are():

@@ -11,7 +11,7 @@ from toy_model import HERMES, make_model
 
 from hpc_swe import config as configuration
 from hpc_swe.plugins.engines.vllm import Vllm
-from hpc_swe.plugins.executors.slurm import Resources
+from hpc_swe.plugins.executors.slurm import Resources, Slurm
 from hpc_swe.plugins.policies._megatron.shape import ModelShape
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.rundir import RunDir
@@ -201,7 +201,7 @@ def test_cache_holds_as_many_tokens_as_its_bytes_say_and_never_less_than_a_head(
     ],
 )
 def test_gpus_are_counted_in_every_spelling(resources, common, count):
-    assert estimate.gpus_per_node(resources, common) == count
+    assert Slurm(options=common, roles={"learner": resources}).gpus_per_node("learner") == count
 
 
 def test_what_is_asked_of_slurm_is_counted_for_each_role(read):

@@ -86,8 +86,8 @@ def test_a_line_of_setup_that_fails_ends_the_job_and_is_named(tmp_path):
     [
         ({"WANDB_API_KEY": "x"}, "environ.WANDB_API_KEY: this looks like a secret"),
         ({"URL": "http://me:word@host"}, "environ.URL: this looks like a secret"),
-        ({"CUDA_VISIBLE_DEVICES": "0"}, "environ.CUDA_VISIBLE_DEVICES: each job is given its own"),
-        ({"A-B": "0"}, "environ.A-B: no name"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, "environ.CUDA_VISIBLE_DEVICES: each job gets its own"),
+        ({"A-B": "0"}, "environ.A-B: an environment variable has a plain name"),
     ],
 )
 def test_environ_refuses_secrets_and_what_executors_set(kind, environ, message):

@@ -10,8 +10,9 @@ import pytest
 from waiting import DEADLINE_S, until
 
 from hpc_swe import config as configuration
+from hpc_swe import gpus
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins.executors import _gpus
+from hpc_swe.gpus import choose
 from hpc_swe.plugins.executors.base import Submission
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.processes import start_time, variable
@@ -126,7 +127,7 @@ def bearers(run: RunDir) -> set[int]:
     ],
 )
 def test_gpus_are_chosen_among_those_that_the_fewest_others_have(taken, count, share, chosen):
-    assert _gpus.choose(["0", "1", "2", "3"], taken, count, share=share) == chosen
+    assert choose(["0", "1", "2", "3"], taken, count, share=share) == chosen
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_gpus_are_chosen_among_those_that_the_fewest_others_have(taken, count, s
     [("2,3", ["2", "3"]), ("", []), ("7", []), ("1,-1,2", ["1"]), ("GPU-2f,GPU-9", ["GPU-2f"])],
 )
 def test_a_process_can_use_the_gpus_that_it_is_shown_and_that_the_machine_has(four_gpus, visible, usable):
-    assert _gpus.usable({"CUDA_VISIBLE_DEVICES": visible}) == usable
+    assert gpus.usable({"CUDA_VISIBLE_DEVICES": visible}) == usable
 
 
 def test_each_job_sees_gpus_of_its_own_and_a_role_without_sees_none(four_gpus, submit):

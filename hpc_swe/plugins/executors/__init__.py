@@ -1,1 +1,1 @@
-"""Who starts processes."""
+"""Start, list and end the jobs of a run."""

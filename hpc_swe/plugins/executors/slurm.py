@@ -1,7 +1,7 @@
-"""Jobs on a Slurm cluster. submitit writes the batch scripts and calls sbatch, and nothing more.
+"""Run jobs on a Slurm cluster. submitit writes the batch scripts and calls sbatch, and nothing more.
 
-A job's name is `<run id>:<role>` and its comment the submission's number, so that one `squeue` tells all
-about a run without any id: a controller that loses its state gives ids out again. All jobs ask to be
+A job's name is `<run id>:<role>` and its comment is the submission's number. So one `squeue` finds all jobs
+of a run without their ids, which a controller that loses its state assigns again. All jobs ask to be
 requeued; those that are warned of their end requeue themselves.
 """
 
@@ -18,41 +18,46 @@ import msgspec
 from msgspec import Meta
 
 from hpc_swe.errors import ConfigError, SchedulerError
+from hpc_swe.gpus import in_gres
 from hpc_swe.plugins import Plugin
-from hpc_swe.plugins.executors.base import OF_A_JOB, SINGLE, Job, Submission, require_environ, shell
+from hpc_swe.plugins.executors.base import (
+    JOB_VARIABLES,
+    SINGLETON_ROLES,
+    Job,
+    Submission,
+    check_environ,
+    job_script,
+)
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
 
-WITHIN, LATE = ("timeout", "--kill-after=5"), (124, -9)  # its codes when time was over
+TIMEOUT, TIMED_OUT = ("timeout", "--kill-after=5"), (124, -9)  # a command, and its codes when time is up
 ENDED = (
     *("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT"),
     *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE"),
 )
-UNFIT = ("%", "\\", "\n")
+NOT_IN_PATHS = ("%", "\\", "\n")
+# Reasons of jobs that wait for a person.
 HELD = (
-    "JobHeldUser",
-    "JobHeldAdmin",
-    "PartitionConfig",
-    "BadConstraints",
-    "InvalidAccount",
-    "InvalidQOS",
-)  # all wait for a person
+    *("JobHeldUser", "JobHeldAdmin", "PartitionConfig"),
+    *("BadConstraints", "InvalidAccount", "InvalidQOS"),
+)
 BROKEN = ("launch failed requeued held", "DependencyNeverSatisfied")
 FILTERS = ("SQUEUE_", "SACCT_", "SCANCEL_")
-FIELDS = "%i|%k|%T|%r|%j"
+QUEUE_FORMAT = "%i|%k|%T|%r|%j"
 Options = dict[str, str | int | bool]
 
 log = logging.getLogger(__name__)
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one job of a role is given."""
+    """Describe the resources of one job of a role."""
 
     partition: str = ""
-    """Empty is the executor's."""
+    """Slurm partition; empty is the executor's."""
     nodes: Annotated[int, Meta(gt=0)] = 1
-    """Only the learner spreads over several; its processes are divided among them."""
+    """Nodes of the job. Only the learner uses several; its processes are divided among them."""
     cpus_per_task: Annotated[int, Meta(gt=0)] = 2
     """Cores of each process."""
     mem_gb: Annotated[float, Meta(gt=0)] = 4.0
@@ -60,48 +65,48 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     gpus_per_node: Annotated[int, Meta(ge=0)] = 0
     timeout_min: Annotated[int, Meta(gt=0)] = 24 * 60
     options: Options = {}
-    """Further options of sbatch, for example gres = "gpu:h100:4"; they win over the executor's."""
+    """Further options of sbatch, for example gres = "gpu:h100:4"; they override the executor's."""
 
 
 class Slurm(Plugin, frozen=True, kw_only=True):
-    """One array of jobs a submission; the coordinator and the learner are singletons."""
+    """Submit one array of jobs per submission; the coordinator and the learner are singletons."""
 
     is_here: ClassVar[bool] = False
     partition: str = ""
-    """Empty is the cluster's default."""
+    """Slurm partition of all roles that name none; empty is the cluster's default."""
     account: str = ""
-    """Empty is the cluster's default."""
+    """Slurm account; empty is the cluster's default."""
     options: Options = {}
     """Further options of sbatch for all jobs, for example qos = "long"."""
     notice_s: Annotated[int, Meta(ge=0)] = 120
-    """How long before its walltime a job is warned: longer than a step and a checkpoint take."""
+    """Seconds before its walltime at which a job is warned: more than a step and a checkpoint take."""
     array_size: Annotated[int, Meta(gt=0)] = 1000
-    """Most jobs of one array; no more than the cluster's MaxArraySize - 1."""
+    """Largest number of jobs in one array; at most the cluster's MaxArraySize - 1."""
     roles: dict[Role, Resources] = {}
-    """What the jobs of each role are given."""
+    """Resources of the jobs of each role."""
     setup: list[str] = []
     """Lines of bash that each job runs first, for example "module load cuda"; one that fails ends the job."""
     environ: dict[str, str] = {}
-    """Environment variables of each job. Never a secret: the run folder and the batch scripts keep them."""
+    """Environment variables of each job. Never a secret: the run folder and the batch scripts store them."""
     pause_s: float = 15.0
-    """Seconds between two looks of a command that waits for the run."""
+    """Seconds between two checks of a command that waits for the run."""
     answer_s: Annotated[float, Meta(gt=0)] = 60.0
-    """How long each of Slurm's commands may take."""
+    """Seconds that each of Slurm's commands may take."""
 
     def __post_init__(self) -> None:
-        require_environ(self.environ)
+        check_environ(self.environ)
 
     def check(self, submission: Submission) -> None:
-        """Whether the walltime leaves room for the notice, and processes divide among nodes."""
+        """Check that the walltime leaves room for the notice, and that processes divide among nodes."""
         role, resources = submission.role, self._resources(submission.role)
         if resources.timeout_min * 60 < self.notice_s + 90:
             raise ConfigError(
                 f"[executor] roles.{role}.timeout_min = {resources.timeout_min} is too short for "
                 f"notice_s = {self.notice_s}: Slurm counts in whole minutes and warns up to 60 s early"
             )
-        if any(mark in word for word in submission.command for mark in UNFIT):
+        if any(mark in word for word in submission.command for mark in NOT_IN_PATHS):
             raise ConfigError(
-                "[executor] Slurm reads % and \\ in paths as signs of its own; name another folder with --run"
+                "[executor] Slurm gives % and \\ in paths a meaning; name another folder with --run"
             )
         if submission.processes % resources.nodes:
             raise ConfigError(
@@ -109,8 +114,16 @@ class Slurm(Plugin, frozen=True, kw_only=True):
                 f"{submission.processes} processes of policy.tensor_parallel * learner.data_parallel"
             )
 
+    def gpus_per_node(self, role: Role) -> int:
+        """Return the GPUs that a job of a role gets on each node, in any of Slurm's spellings."""
+        resources = self._resources(role)
+        options = self.options | resources.options
+        counts = [options.get(key) for key in ("gpus-per-node", "gpus_per_node")]
+        texts = [f"gpu:{count}" for count in counts if count is not None] + [str(options.get("gres", ""))]
+        return max(resources.gpus_per_node, *map(in_gres, texts))
+
     def script(self, run: RunDir, submission: Submission) -> str:
-        """The batch script; also where there is no Slurm."""
+        """Return the batch script; this works where there is no Slurm, too."""
         from submitit.slurm import slurm
 
         parameters = self._parameters(run, submission)
@@ -118,7 +131,7 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         return str(slurm._make_sbatch_string(command=command, folder=folder, **parameters))
 
     def submit(self, run: RunDir, submission: Submission) -> str:
-        """Hand the script to sbatch."""
+        """Submit the batch script with sbatch."""
         from submitit import SlurmExecutor
         from submitit.core.utils import FailedJobError
 
@@ -127,35 +140,35 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         run.logs(submission.role).mkdir(parents=True, exist_ok=True)
         executor = SlurmExecutor(folder=run.logs(submission.role))
         sbatch = executor._make_submission_command
-        executor._make_submission_command = lambda script: [*WITHIN, f"{self.answer_s:g}", *sbatch(script)]
+        executor._make_submission_command = lambda script: [*TIMEOUT, f"{self.answer_s:g}", *sbatch(script)]
         executor.update_parameters(**self._parameters(run, submission))
-        began = time.monotonic()
+        started = time.monotonic()
         try:
-            with _outside_jobs():
+            with _without_job_variables():
                 job = executor._submit_command(self._command(submission))
         except FailedJobError as error:
             cause = error.__cause__
             code = cause.returncode if isinstance(cause, subprocess.CalledProcessError) else 1
-            if code in LATE and time.monotonic() - began >= self.answer_s:
-                raise self._late("sbatch") from None
-            if code < 0:  # the job may have been taken all the same
+            if code in TIMED_OUT and time.monotonic() - started >= self.answer_s:
+                raise self._timed_out("sbatch") from None
+            if code < 0:  # Slurm may have accepted the job all the same
                 raise SchedulerError(f"sbatch: killed by signal {-code}") from None
             raise _refusal(submission.role, str(error)) from None
         return str(job.job_id)
 
     def queue(self, run: RunDir) -> list[Job]:
-        """One squeue for all of the user's jobs."""
-        # --all: partitions may be hidden, and jobs that are not seen would be submitted again
-        listing = self._ask("squeue", "--me", "--all", "--array", "--noheader", f"--format={FIELDS}")
+        """List the run's jobs with one squeue for all jobs of the user."""
+        # --all: partitions may be hidden, and jobs that are not listed would be submitted again
+        listing = self._call("squeue", "--me", "--all", "--array", "--noheader", f"--format={QUEUE_FORMAT}")
         return parse_queue(listing, atomic.get(run.manifest, RunManifest).run_id)
 
     def endings(self, jobs: Sequence[str]) -> Mapping[str, str] | None:
-        """One sacct; None when the cluster keeps no book or it does not answer."""
+        """Ask sacct how jobs ended; return None when the cluster has no accounting or it does not answer."""
         if not jobs:
             return {}
         words = ("--allocations", "--noheader", "--parsable2", "--format=JobID,State,ExitCode,NodeList")
         try:
-            listing = self._ask("sacct", *words, f"--jobs={','.join(jobs)}")
+            listing = self._call("sacct", *words, f"--jobs={','.join(jobs)}")
         except SchedulerError as error:
             log.warning("no endings: %s", error)
             return None
@@ -163,31 +176,34 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         return {row[0].partition("_")[0]: " ".join(row[1:]) for row in rows}
 
     def cancel(self, jobs: Sequence[str]) -> None:
-        """One scancel."""
+        """End the jobs with one scancel."""
         if jobs:
-            self._ask("scancel", *jobs)
+            self._call("scancel", *jobs)
 
     def requeue(self) -> None:
-        """Slurm then ends this step with SIGTERM, which must not hit the one who asks."""
+        """Ask Slurm to requeue this job.
+
+        Slurm then ends this step with SIGTERM, which must not interrupt the request itself.
+        """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
-            self._ask("scontrol", "requeue", own_id())
+            self._call("scontrol", "requeue", own_id())
         except SchedulerError as error:
             log.warning("not requeued, the next tick submits another: %s", error)
 
-    def _ask(self, *command: str) -> str:
-        """Output of one of Slurm's commands.
+    def _call(self, *command: str) -> str:
+        """Run one of Slurm's commands and return its output.
 
         Raises:
-            SchedulerError: It failed, is not there, or did not answer in time.
+            SchedulerError: It failed, is missing, or did not answer in time.
         """
         try:
-            # without SQUEUE_STATES and its kin, by which a person filters what is shown
+            # without SQUEUE_STATES and the like, with which a person filters what is shown
             env = {name: value for name, value in os.environ.items() if not name.startswith(FILTERS)}
             options: Any = {"capture_output": True, "text": True, "errors": "replace", "env": env}
             done = subprocess.run(command, timeout=self.answer_s, check=False, **options)
         except subprocess.TimeoutExpired:
-            raise self._late(command[0]) from None
+            raise self._timed_out(command[0]) from None
         except OSError as error:
             raise SchedulerError(f"{command[0]}: {error}") from None
         if done.returncode:
@@ -196,17 +212,17 @@ class Slurm(Plugin, frozen=True, kw_only=True):
             )
         return str(done.stdout)
 
-    def _late(self, command: str) -> SchedulerError:
+    def _timed_out(self, command: str) -> SchedulerError:
         return SchedulerError(f"{command}: no answer in [executor] answer_s = {self.answer_s:g} s")
 
     def _resources(self, role: Role) -> Resources:
         return self.roles.get(role, Resources())
 
     def _command(self, submission: Submission) -> str:
-        # exec: the batch shell gets the signals, and must be the one who understands them
-        # a warning that comes while Python starts is lost, and must not kill
+        # The script ends in exec: Slurm signals the batch shell, so jobs.run must take its place.
+        # Until Python has installed its handler, the warning is ignored: it must not kill the job.
         notice = ["--notice", str(self.notice_s)]
-        return "\n".join(["trap '' USR2", *shell(submission, self.setup, self.environ, notice)])
+        return "\n".join(["trap '' USR2", *job_script(submission, self.setup, self.environ, notice)])
 
     def _parameters(self, run: RunDir, submission: Submission) -> dict[str, Any]:
         resources = self._resources(submission.role)
@@ -226,7 +242,7 @@ class Slurm(Plugin, frozen=True, kw_only=True):
 
     def _options(self, run: RunDir, submission: Submission) -> Options:
         role, resources = submission.role, self._resources(submission.role)
-        output = "%j.log" if role in SINGLE else "%A_%a.log"
+        output = "%j.log" if role in SINGLETON_ROLES else "%A_%a.log"
         options: Options = {
             "signal": f"B:USR2@{self.notice_s}",
             "requeue": True,
@@ -236,22 +252,21 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         }
         if resources.gpus_per_node:
             options["gpus-per-node"] = resources.gpus_per_node
-        if role in SINGLE:
+        if role in SINGLETON_ROLES:
             options["dependency"] = "singleton"
         else:
             options["array"] = f"0-{submission.count - 1}"
-        return (
-            {key: value for key, value in options.items() if value != ""} | self.options | resources.options
-        )
+        given = {key: value for key, value in options.items() if value != ""}
+        return given | self.options | resources.options
 
 
 @contextmanager
-def _outside_jobs() -> Iterator[None]:
-    """Without what a job finds in its environment: a job that it submits would take it for its own.
+def _without_job_variables() -> Iterator[None]:
+    """Remove the variables that Slurm gives a job: a job submitted from it would take them for its own.
 
-    SBATCH_ACCOUNT and its kin stay: those are what a person wants of all jobs.
+    SBATCH_ACCOUNT and the like stay: with them a person sets options for all jobs.
     """
-    inside = {name: value for name, value in os.environ.items() if name.startswith(OF_A_JOB)}
+    inside = {name: value for name, value in os.environ.items() if name.startswith(JOB_VARIABLES)}
     inside.pop("SLURM_CONF", None)
     for name in inside:
         del os.environ[name]
@@ -262,7 +277,7 @@ def _outside_jobs() -> Iterator[None]:
 
 
 def parse_queue(listing: str, run_id: str) -> list[Job]:
-    """Jobs of a run among the lines of squeue in the format FIELDS.
+    """Read the jobs of a run from the output of squeue in the format QUEUE_FORMAT.
 
     Example:
         >>> parse_queue("17_3|2|PENDING|Priority|demo-a1b2c3:rollout", "demo-a1b2c3")
@@ -270,7 +285,7 @@ def parse_queue(listing: str, run_id: str) -> list[Job]:
     """
     found = []
     for line in listing.splitlines():
-        words = line.split("|", 4)  # fewer in jobs that are not ours: people write lines into comments
+        words = line.split("|", 4)  # other jobs may have fewer: people write line breaks into comments
         owner, _, role = words[-1].rpartition(":")
         if len(words) == 5 and owner == run_id and role in get_args(Role) and words[2] not in ENDED:
             job, comment, state, reason, _ = words
@@ -280,7 +295,10 @@ def parse_queue(listing: str, run_id: str) -> list[Job]:
 
 
 def own_id() -> str:
-    """This job as Slurm's commands name it. The bare id of an array's last element means the whole array."""
+    """Return this job's id for Slurm's commands.
+
+    The bare id of an array's last element means the whole array.
+    """
     array, index = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{index}" if array else os.environ["SLURM_JOB_ID"]
 
@@ -293,9 +311,9 @@ def _state(state: str, reason: str) -> Any:
     return "waiting" if state == "PENDING" else "running"
 
 
-def _refusal(role: Role, said: str) -> ConfigError | SchedulerError:
-    lines = [line for line in said.splitlines() if "error" in line] or said.splitlines()[-1:]
+def _refusal(role: Role, output: str) -> ConfigError | SchedulerError:
+    lines = [line for line in output.splitlines() if "error" in line] or output.splitlines()[-1:]
     message = f"sbatch refuses a job of {role}: {'; '.join(lines)}"
-    if "Unable to contact" in said or "timed out" in said:
+    if "Unable to contact" in output or "timed out" in output:
         return SchedulerError(message)
     return ConfigError(f"{message}; see [executor] partition, account, options and roles.{role}")

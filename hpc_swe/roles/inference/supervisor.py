@@ -12,7 +12,6 @@ is refused for what an engine says of it; an engine that says nothing is hung or
 import logging
 import random
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from typing import TypeVar
 
 from hpc_swe.errors import ConfigError, CorruptRecord, EngineError, NoAnswer, Overdue, StorageError
 from hpc_swe.plugins.engines.base import Engine
+from hpc_swe.processes import free_port
 from hpc_swe.records import WeightVersion
 from hpc_swe.roles.inference.child import Child
 from hpc_swe.roles.inference.pulse import Pulse
@@ -114,7 +114,7 @@ class Supervisor:
         if self.config.url:
             log.info("attaching to %s", self.config.url)
             return Theirs(self.engine, self.config.url, token)
-        port = free_port(self.host, self.config.port)
+        port = self._free_port()
         url, output = (
             f"http://{self.host}:{port}",
             self.run.logs("inference") / f"{self.lease.owner}.engine.log",
@@ -245,15 +245,11 @@ class Supervisor:
         log.info("ending on signal %d", number)
         self._told.set()
 
-
-def free_port(host: str, wanted: int) -> int:
-    """`wanted`, or any free port for 0."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    def _free_port(self) -> int:
         try:
-            probe.bind((host, wanted))
+            return free_port(self.host, self.config.port)
         except OSError as error:
             raise ConfigError(
-                f"[inference] port = {wanted}: {host} refuses: {error.strerror}; name a free port, or 0"
+                f"[inference] port = {self.config.port}: {self.host} refuses: {error.strerror}; "
+                "name a free port, or 0"
             ) from error
-        return int(probe.getsockname()[1])

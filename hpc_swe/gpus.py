@@ -1,0 +1,91 @@
+"""Find the GPUs of this machine, choose those of a job, and count GPUs in Slurm's options."""
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from hpc_swe.errors import NodeError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+LIST_TIMEOUT_S = 60.0
+_LISTED = re.compile(r"^GPU (\d+):.*\(UUID: ([^)]+)\)", re.MULTILINE)
+_IN_GRES = re.compile(r"(?:^|,)(?:gres/)?gpu(?::[A-Za-z][^:,(]*)?(?::(\d+))?(?=$|[,(])")
+
+
+def usable(environment: Mapping[str, str]) -> list[str]:
+    """Return the GPUs that a process of this machine can use, by the names in its CUDA_VISIBLE_DEVICES.
+
+    Without that variable in `environment` these are all GPUs of the machine. A name that no GPU has is left
+    out together with all names after it, as CUDA does.
+    """
+    machine = _machine_gpus()
+    if VISIBLE not in environment:
+        return [number for number, _ in machine]
+    found = []
+    for word in filter(None, (word.strip() for word in environment[VISIBLE].split(","))):
+        if not _exists(word, machine):
+            break
+        found.append(word)
+    return found
+
+
+def choose(available: Sequence[str], taken: Sequence[str], count: int, *, share: bool) -> list[str] | None:
+    """Choose the `count` GPUs that the fewest jobs have; return None where there are too few.
+
+    Args:
+        available: The GPUs that may be given to jobs.
+        taken: The GPUs of live jobs, each as often as jobs have it.
+        share: Whether a GPU that a job has may be given to another one too.
+
+    Example:
+        >>> choose(["0", "1", "2"], ["0"], 2, share=False)
+        ['1', '2']
+    """
+    uses = Counter(taken)
+    free = sorted((gpu for gpu in available if share or not uses[gpu]), key=lambda gpu: uses[gpu])
+    return free[:count] if len(free) >= count else None
+
+
+def require(role: str, count: int, environment: Mapping[str, str]) -> None:
+    """Check that a role that was configured for GPUs finds `count` of them on this node.
+
+    Raises:
+        NodeError: There are fewer; the message says how many were found.
+    """
+    found = usable(environment)
+    if len(found) < count:
+        visible = f", {VISIBLE} = {environment[VISIBLE]!r}" if VISIBLE in environment else ""
+        raise NodeError(
+            f"{role}: the configuration expects {count} GPUs on this node, and {len(found)} can be used"
+            f"{visible}; ask for GPUs in [executor], or set policy.device or engine.device to 'cpu'"
+        )
+
+
+def in_gres(gres: str) -> int:
+    """Count the GPUs in a value of Slurm's --gres, or in a node's Gres.
+
+    Example:
+        >>> in_gres("gpu:h100:4(S:0-1),shard:8")
+        4
+    """
+    return sum(int(count or 1) for count in _IN_GRES.findall(gres))
+
+
+def _exists(word: str, machine: Sequence[tuple[str, str]]) -> bool:
+    if word.startswith("MIG-"):  # a part of a GPU, which the listing does not show
+        return bool(machine)
+    return any(word == number or uuid.startswith(word) for number, uuid in machine)
+
+
+def _machine_gpus() -> list[tuple[str, str]]:
+    """Return the number and UUID of each GPU; none where there is no driver."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=LIST_TIMEOUT_S, check=False
+        )
+    except FileNotFoundError:
+        return []
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NodeError(f"nvidia-smi -L: {error}; it is needed to find this machine's GPUs") from None
+    return _LISTED.findall(done.stdout) if done.returncode == 0 else []
