@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from hpc_swe import plugins  # noqa: E402
 from hpc_swe.errors import ConfigError, ProtocolError  # noqa: E402
-from hpc_swe.plugins.policies._megatron import checkpoint  # noqa: E402
-from hpc_swe.plugins.policies._megatron.hf import Snapshot  # noqa: E402
+from hpc_swe.plugins.policies._megatron import state  # noqa: E402
 from hpc_swe.plugins.policies._megatron.packing import trained_positions  # noqa: E402
 from hpc_swe.plugins.policies._megatron.shape import ModelShape  # noqa: E402
+from hpc_swe.plugins.policies._megatron.weights import Snapshot  # noqa: E402
 from hpc_swe.records import MicroBatch, floats, ids  # noqa: E402
 
 
@@ -39,13 +39,13 @@ def rewritten(folder, target, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "model_type 'llama'; built here: qwen2, qwen3, qwen3_moe"),
+        ({"model_type": "llama"}, "model_type 'llama'; supported: qwen2, qwen3, qwen3_moe"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope scaling"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act"),
     ],
 )
-def test_a_model_that_is_not_built_here_is_named(models, tmp_path, changes, message):
+def test_a_model_that_is_not_supported_is_named(models, tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         ModelShape.read(rewritten(models["dense"], tmp_path / "m", **changes))
 
@@ -99,10 +99,10 @@ def test_arrays_of_unequal_length_are_refused(wrong):
 def test_a_refusal_is_one_even_when_there_is_room_again(tmp_path):
     """As Megatron passes it on: in words."""
     told = RuntimeError("Worker failure: [Errno 28] No space left on device")
-    refusal = checkpoint._refusal(tmp_path, CheckpointException("write", {1: (told, None)}))
+    refusal = state._refusal(tmp_path, CheckpointException("write", {1: (told, None)}))
     assert "no space is left" in str(refusal)
     told = RuntimeError("Worker failure: [Errno 22] Invalid argument")
-    assert checkpoint._refusal(tmp_path, CheckpointException("write", {1: (told, None)})) is None
+    assert state._refusal(tmp_path, CheckpointException("write", {1: (told, None)})) is None
 
 
 def test_a_loss_that_is_not_finite_names_its_microbatch_on_every_rank(models, tmp_path):

@@ -80,13 +80,13 @@ def _grads(learner, name: str, case: dict, found: dict) -> None:
     """The summed gradients under Hugging Face names, from rank 0."""
     from safetensors.torch import save_file
 
-    from hpc_swe.plugins.policies._megatron import convert
+    from hpc_swe.plugins.policies._megatron import weights
 
     grads, folder = {}, _fresh(learner, Path(case["out"]) / name)
     for name, parameter in learner._model.named_parameters():
         layout = learner._exporter._layouts[name]
         if learner.ranks.data_rank == 0:
-            grads |= convert.gather(parameter.main_grad, layout, 0, learner.ranks.tensor_group)
+            grads |= weights.gather(parameter.main_grad, layout, 0, learner.ranks.tensor_group)
     if learner.ranks.rank == 0:
         save_file(grads, folder / "grads.safetensors")
 

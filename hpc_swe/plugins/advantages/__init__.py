@@ -1,1 +1,1 @@
-"""How rewards become advantages."""
+"""Turn rewards into advantages."""

@@ -1,4 +1,4 @@
-"""The seam: how a group's rewards become advantages."""
+"""Define what an advantage estimator is: a function from the rewards of a group to its advantages."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Advantage(Protocol):
-    """The plugin."""
+    """Estimates how much better than its group each episode was."""
 
     def __call__(self, rewards: Sequence[float]) -> list[float]:
-        """One advantage per episode of a group, in the group's order; all 0 when there is no signal."""
+        """Return one advantage per reward, in the same order; all are 0 when the group has no signal."""

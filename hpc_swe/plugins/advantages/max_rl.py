@@ -1,4 +1,4 @@
-"""Maximum likelihood RL (MaxRL): the rarer a task's success, the more each success counts."""
+"""Implement maximum likelihood RL (MaxRL): the rarer success is at a task, the more each success counts."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -8,15 +8,16 @@ from hpc_swe.plugins import Plugin
 
 
 class MaxRl(Plugin, frozen=True, kw_only=True):
-    """(reward - mean) / mean: climbs log P(success). Source: Tajwar et al. 2026, arXiv 2602.02710.
+    """Computes (reward - mean) / mean, which ascends log P(success).
 
-    The mean of the group stands for the success rate, so rewards must not be negative.
+    The mean reward of the group estimates the success rate, so rewards must not be negative.
+    Source: Tajwar et al. 2026, arXiv 2602.02710.
     """
 
     def __call__(self, rewards: Sequence[float]) -> list[float]:
         if min(rewards) < 0:
             raise ConfigError(
-                f"[advantage] max_rl wants rewards of 0 or more, the grader gave {min(rewards)}; "
+                f"[advantage] max_rl needs rewards of 0 or more, the grader gave {min(rewards)}; "
                 "set the grader's reward of a failure to 0, or use grpo"
             )
         mean = fmean(rewards)

@@ -1,4 +1,4 @@
-"""REINFORCE leave-one-out (RLOO): the baseline of an episode is the mean of its siblings."""
+"""Implement REINFORCE leave-one-out (RLOO): the baseline of an episode is the mean reward of its siblings."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from hpc_swe.plugins import Plugin
 
 
 class Rloo(Plugin, frozen=True, kw_only=True):
-    """Unbiased, since no episode is in its own baseline. Source: Ahmadian et al. 2024, arXiv 2402.14740."""
+    """Keeps the baseline unbiased: no episode is in its own. Source: Ahmadian et al. 2024, arXiv 2402.14740."""
 
     def __call__(self, rewards: Sequence[float]) -> list[float]:
         total, others = sum(rewards), len(rewards) - 1

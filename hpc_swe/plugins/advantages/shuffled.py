@@ -1,6 +1,6 @@
-"""The control: another estimator's advantages, dealt out at random within the group.
+"""Provide a control experiment: shuffle the advantages of another estimator within each group.
 
-What a run still learns with it, it did not learn from the reward.
+A run that still improves with it does not improve because of the reward.
 """
 
 import random
@@ -14,15 +14,15 @@ from hpc_swe.plugins import Plugin
 
 
 class Shuffled(Plugin, frozen=True, kw_only=True):
-    """The coordinator asks `for_group` first: one fixed permutation would be a relabelling, no control."""
+    """Shuffles each group with its own permutation; one for all groups would only relabel the episodes."""
 
     seed: int = 0
-    """Of the shuffling."""
+    """Seed of the permutations."""
     of: dict[str, str | bool | int | float] = msgspec.field(default_factory=lambda: {"type": "grpo"})
-    """Table of the estimator that is shuffled."""
+    """Table of the estimator whose advantages are shuffled."""
 
     def for_group(self, group_id: int) -> "Shuffled":
-        """The control with the permutation of one group."""
+        """Return the estimator with the permutation of one group."""
         return msgspec.structs.replace(self, seed=zlib.crc32(f"{self.seed}/{group_id}".encode()))
 
     def __call__(self, rewards: Sequence[float]) -> list[float]:

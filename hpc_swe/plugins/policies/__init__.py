@@ -1,1 +1,1 @@
-"""The model being trained."""
+"""Train the policy, the model that acts in episodes."""

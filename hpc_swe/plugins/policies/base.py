@@ -1,7 +1,7 @@
-"""The seam: the model being trained, on its ranks.
+"""Define what a policy is: the model being trained, spread over the ranks of the learner.
 
-A policy knows parallelism, precision and files; what it minimizes is handed in as an `Objective`,
-so that a new loss needs no new policy and a new policy no new loss.
+A policy knows parallelism, precision and files. The loss is passed in as an `Objective`, so a new loss
+needs no new policy and a new policy needs no new loss.
 """
 
 from collections.abc import Sequence
@@ -20,130 +20,130 @@ T = TypeVar("T")
 
 
 class LossConfig(Record, frozen=True, kw_only=True):
-    """The objective; roles/learner/loss.py has the formulas."""
+    """Select the objective and its bounds; roles/learner/loss.py has the formulas."""
 
     objective: Literal["sampler_ratio", "decoupled", "sft"] = "sampler_ratio"
     """sampler_ratio and decoupled are policy gradients, sft is cross-entropy."""
     clip_low: Annotated[float, Meta(ge=0, le=1)] = 0.2
-    """The ratio is clipped below 1 less this."""
+    """The ratio is clipped below 1 minus this."""
     clip_high: Annotated[float, Meta(ge=0)] = 0.28
     """The ratio is clipped above 1 plus this."""
     dual_clip: Annotated[float, Meta(gt=1)] = 3.0
-    """Largest ratio at which a token of negative advantage, or the KL, still has its slope. Without such a
-    bound one token that the learner sees otherwise than the engine outweighs the rest of a batch."""
+    """Largest ratio at which a token of negative advantage, or the KL, still has a gradient. Without this
+    bound, one token whose probability differs between learner and engine can outweigh the rest of a batch."""
     ratio_cap: Annotated[float, Meta(gt=0)] = 5.0
-    """decoupled: largest weight pi_prox / mu."""
+    """decoupled: the weight pi_prox / mu is clipped above this."""
     mask_low: Annotated[float, Meta(ge=0)] = 0.0
-    """decoupled: tokens with pi_prox / mu below are not trained; 0 is off."""
+    """decoupled: tokens with pi_prox / mu below this are not trained; 0 is off."""
     mask_high: Annotated[float, Meta(ge=0)] = 0.0
-    """decoupled: tokens with pi_prox / mu above are not trained; 0 is off."""
+    """decoupled: tokens with pi_prox / mu above this are not trained; 0 is off."""
     kl_coefficient: Annotated[float, Meta(ge=0)] = 0.0
-    """Weight of the KL to the reference, the initial weights."""
+    """Weight of the KL divergence from the reference, which is the initial weights."""
 
 
 class OptimizerConfig(Record, frozen=True, kw_only=True):
-    """AdamW as Megatron runs it; vectors such as norms and biases do not decay."""
+    """Configure AdamW as Megatron runs it; vectors such as norms and biases do not decay."""
 
     lr: Annotated[float, Meta(ge=0)] = 1e-6
     """Learning rate after the warm-up."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
-    """Step n of the warm-up runs at n / warmup_steps of `lr`."""
+    """Step n of the warm-up uses n / warmup_steps of `lr`."""
     decay: Literal["constant", "linear"] = "constant"
-    """linear: towards 0 over the last `decay_share` of `decay_steps`."""
+    """linear: the rate falls towards 0 over the last `decay_share` of `decay_steps`."""
     decay_steps: Annotated[int, Meta(ge=0)] = 0
-    """0 is the run's `steps`; fewer than those are refused, since the rate is 0 after the last."""
+    """0 means the run's `steps`; a smaller number than those is refused, because the rate is 0 after it."""
     decay_share: Annotated[float, Meta(gt=0, le=1)] = 0.3
     """Share of `decay_steps` over which the rate falls."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.01
-    """Of matrices, decoupled from the gradient."""
+    """Weight decay of matrices, decoupled from the gradient."""
     beta1: float = 0.9
-    """Decay of the mean of gradients."""
+    """Decay rate of the running mean of gradients."""
     beta2: float = 0.95
-    """Decay of the mean of squared gradients."""
+    """Decay rate of the running mean of squared gradients."""
     eps: float = 1e-8
-    """Added to the root of the second mean."""
+    """Added to the root of the mean of squared gradients."""
     clip_grad: Annotated[float, Meta(ge=0)] = 1.0
-    """Largest gradient norm; 0 is off."""
+    """Gradients are scaled down to at most this norm; 0 is off."""
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """The trained tokens of one microbatch, float32 [n] each, on the device of the policy."""
+class TrainedTokens:
+    """Holds the trained tokens of one microbatch: float32 [n] each, on the device of the policy."""
 
     logprobs: "Tensor"
-    """Under the weights being trained; differentiable."""
+    """Log-probabilities under the weights being trained; differentiable."""
     entropy: "Tensor"
-    """Nats, of the distribution that the token was drawn from, under the weights being trained."""
+    """Entropy in nats of the distribution of each token under the weights being trained."""
     sampler: "Tensor"
-    """Log-probabilities under the weights that sampled."""
+    """Log-probabilities under the weights that sampled the tokens."""
     advantages: "Tensor"
     weights: "Tensor"
     reference: "Tensor | None"
-    """Log-probabilities under the initial weights, if the objective needs them."""
+    """Log-probabilities under the initial weights; None when the objective does not need them."""
 
 
 class Objective(Protocol):
-    """What a step minimizes, and what it reports."""
+    """Defines the loss that a step minimizes, and the metrics that it reports."""
 
     needs_reference: bool
 
-    def __call__(self, tokens: Tokens) -> tuple["Tensor", "Tensor", "Tensor"]:
-        """Loss of a microbatch (scalar), sums [k] and maxima [m] of detached statistics.
+    def __call__(self, tokens: TrainedTokens) -> tuple["Tensor", "Tensor", "Tensor"]:
+        """Return the loss of a microbatch (a scalar), and sums [k] and maxima [m] of detached statistics.
 
-        The policy adds losses and sums over microbatches and data-parallel ranks, takes the largest
-        of the maxima, and divides nothing.
+        The policy adds up losses and sums over microbatches and data-parallel ranks, takes the maximum of
+        the maxima, and divides nothing.
         """
 
     def metrics(self, sums: Sequence[float], maxima: Sequence[float]) -> dict[str, float]:
-        """Named numbers from the statistics of the whole step."""
+        """Return metrics by name, computed from the statistics of the whole step."""
 
 
 class Ranks(Protocol):
-    """The processes that train together."""
+    """Connects the processes that train together."""
 
     rank: int
     size: int
     data_rank: int
-    """Which rank file of a batch this process consumes."""
+    """Index of the batch's rank file that this process consumes."""
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's value, on every rank."""
+        """Return the value of rank 0 on every rank."""
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value in order of ranks, on every rank."""
+        """Return the values of all ranks, in order of ranks, on every rank."""
 
 
 class Learner(Protocol):
-    """The policy on this rank, ready to train. Every method is called by all ranks together."""
+    """Trains the part of the policy that this rank holds. All ranks must call every method together."""
 
     tensor_parallel: int
     vocabulary: int
     tolerance: float
-    """Largest difference of a log-probability that rounding explains, for probes."""
+    """Largest difference of a log-probability that rounding explains; probes of engines compare with it."""
     step: int
     """Optimizer steps taken."""
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that train together."""
+        """Return the processes that train together."""
 
     def train(self, batch: Batch, objective: Objective) -> dict[str, float]:
-        """One optimizer step; metrics are the same on every rank.
+        """Take one optimizer step, and return its metrics, which are the same on every rank.
 
         Raises:
-            FloatingPointError: Loss or gradient is not finite; this learner must not be used any more.
-            ProtocolError: The batch is not for this rank, or trains a token that nothing precedes.
+            FloatingPointError: Loss or gradient is not finite; this learner must not be used again.
+            ProtocolError: The batch is not for this rank, or trains the first token of a sequence.
         """
 
     def logprobs(self, token_ids: list[int]) -> list[float]:
-        """Log-probabilities of tokens 1 .. of one text."""
+        """Return the log-probabilities of one sequence's tokens, without its first token."""
 
     def export(self, folder: Path) -> dict[str, TensorInfo]:
-        """Write Hugging Face files into an empty folder, every rank its share; returns its tensors.
+        """Write this rank's share of the Hugging Face files into an empty folder; return the tensors written.
 
         Raises:
-            StorageError: On this rank alone; nothing that comes later in here waits for it.
-            FloatingPointError: On this rank alone: a tensor is not finite; names it.
+            StorageError: On this rank alone; the other ranks do not wait for it in this method.
+            FloatingPointError: On every rank, when a tensor of any rank is not finite; the message names it.
         """
 
     def save(self, folder: Path) -> None:
@@ -154,7 +154,7 @@ class Learner(Protocol):
         """
 
     def load(self, folder: Path) -> None:
-        """Resume from a checkpoint, saved at any tensor-parallel size."""
+        """Resume from a checkpoint, which may have been saved at another tensor-parallel size."""
 
     def close(self) -> None:
         """Leave the process group."""
@@ -162,14 +162,14 @@ class Learner(Protocol):
 
 @runtime_checkable
 class Policy(Protocol):
-    """The plugin."""
+    """Builds the learner of this process."""
 
     tensor_parallel: int
 
     def build(self, model: Path, optimizer: OptimizerConfig, reference: Path | None) -> Learner:
-        """Join the process group of this job and load the initial weights.
+        """Join the process group of this job and load the weights in `model`, a Hugging Face folder.
 
-        With `reference`, a folder of the same architecture, those weights are kept for the KL.
+        The weights in `reference`, a folder of the same architecture, are kept for the KL divergence.
 
         Raises:
             ConfigError: The model cannot be trained as configured.

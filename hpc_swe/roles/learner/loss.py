@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hpc_swe.plugins.policies.base import LossConfig, Tokens
+from hpc_swe.plugins.policies.base import LossConfig, TrainedTokens
 
 LARGEST = 20.0  # log-ratios beyond it are clamped: e^20 is as wrong as e^80, but finite
 PER_DECADE, DECADES, LOWEST = 20, 8, -6  # bins of the histogram of |gap|, 12 % wide, from 1e-6 on
@@ -54,7 +54,7 @@ MEANS = (
 d, e^d - 1 - d, |d| > 1, e^d, its square, left or right of the clip or over dual_clip where these stop the
 gradient, over ratio_cap, outside mask_low .. mask_high. At last the divergence from the reference."""
 
-Term = Callable[[Tokens, LossConfig], Tensor]
+Term = Callable[[TrainedTokens, LossConfig], Tensor]
 
 
 class PolicyObjective:
@@ -64,7 +64,7 @@ class PolicyObjective:
         self._config = config
         self.needs_reference = config.kl_coefficient > 0
 
-    def __call__(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, tokens: TrainedTokens) -> tuple[Tensor, Tensor, Tensor]:
         """Loss; number of tokens, sums of MEANS, histogram of |log pi - log mu|; the largest of these."""
         term = TERMS[self._config.objective](tokens, self._config)
         if self.needs_reference:
@@ -96,12 +96,12 @@ class PolicyObjective:
         return objective != "sft" or name in ("policy/nll", "policy/entropy")
 
 
-def sampler_ratio(tokens: Tokens, config: LossConfig) -> Tensor:
+def sampler_ratio(tokens: TrainedTokens, config: LossConfig) -> Tensor:
     """[n] terms of PPO with the ratio to the sampler."""
     return _clipped(_ratio(tokens.logprobs, tokens.sampler), tokens.advantages, config)
 
 
-def decoupled(tokens: Tokens, config: LossConfig) -> Tensor:
+def decoupled(tokens: TrainedTokens, config: LossConfig) -> Tensor:
     """[n] terms of PPO around the weights before the step, corrected by a constant weight."""
     before = tokens.logprobs.detach()
     correction = _ratio(before, tokens.sampler)
@@ -113,7 +113,7 @@ def decoupled(tokens: Tokens, config: LossConfig) -> Tensor:
     )
 
 
-def sft(tokens: Tokens, _config: LossConfig) -> Tensor:
+def sft(tokens: TrainedTokens, _config: LossConfig) -> Tensor:
     """[n] negative log-likelihoods."""
     return -tokens.logprobs
 
@@ -121,7 +121,7 @@ def sft(tokens: Tokens, _config: LossConfig) -> Tensor:
 TERMS: dict[str, Term] = {"sampler_ratio": sampler_ratio, "decoupled": decoupled, "sft": sft}
 
 
-def divergence(tokens: Tokens, config: LossConfig) -> Tensor:
+def divergence(tokens: TrainedTokens, config: LossConfig) -> Tensor:
     """[n] k3 estimates of the divergence from the reference, with the bounded slopes of above."""
     if tokens.reference is None:
         raise ValueError("no reference log-probabilities: the policy was asked for an objective without them")
@@ -147,7 +147,7 @@ def _masked(correction: Tensor, config: LossConfig) -> Tensor:
     return masked | (correction > config.mask_high) if config.mask_high else masked
 
 
-def _sums(tokens: Tokens, config: LossConfig) -> Tensor:
+def _sums(tokens: TrainedTokens, config: LossConfig) -> Tensor:
     """float64 [1 + means]: doubles, so that a million tokens add up exactly enough."""
     gap = tokens.logprobs - tokens.sampler
     ratio = _ratio(tokens.logprobs, tokens.sampler)

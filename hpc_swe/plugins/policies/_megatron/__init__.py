@@ -1,26 +1,20 @@
-"""The heavy half of the megatron policy.
+"""Contain the part of the megatron policy that imports torch and megatron-core.
 
+settings   the keys of the policy; without torch
 shape      what a model's config.json says; without torch
-hf         what a Hugging Face folder holds
-parallel   joins the process group; ranks and groups
-fusions    compiled or not, chosen before megatron-core is imported
-compat     defects of megatron-core, mended
-cpu        what differs without CUDA
-stopwatch  seconds by part
-spec       the model: norms, attention, log-probabilities in place of logits
-experts    its mixture-of-experts layers
-logprobs   fused output layer and log-probability
-packing    a microbatch as tensors
-convert    Hugging Face tensors <-> Megatron shards
-optimizer  gradient buffers, AdamW, schedule
-reference  the initial weights, swapped in
-export     Hugging Face files
-checkpoint distributed checkpoints
-learner    the seam: train, export, save, load
+fusions    choose whether megatron-core compiles its fused functions; must run before its import
+compat     repair megatron-core where it needs Transformer Engine or CUDA
+parallel   join the process group; tensor- and data-parallel ranks
+packing    convert a microbatch to tensors
+logprobs   output layer and log-probability in one function
+model      the model: norms, attention, experts, log-probabilities instead of logits
+weights    convert and exchange weights in Hugging Face's format
+state      what training changes: optimizer, schedule, checkpoints, and the reference weights
+learner    implement `Learner`: train, export, save, load
 """
 
 import warnings
 
-# Advice to megatron-core's authors, at import and at each first call.
+# These warnings advise the authors of megatron-core, at import and at each first call.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", category=FutureWarning, message="`torch.distributed|Please use DTensor")

@@ -1,9 +1,10 @@
-"""Defects of megatron-core 0.16.1 that show whenever Transformer Engine is absent, on CUDA as on CPU.
+"""Repair megatron-core 0.16.1 where it needs Transformer Engine or CUDA.
 
-Each function mends one and says where it is; tests/policies/test_compat.py fails for each that
-a newer version no longer needs.
+Each repair names the line of megatron-core that needs it; tests/policies/test_compat.py fails for each defect
+that a newer version no longer has. The second half lets the CPU answer calls to CUDA.
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -16,6 +17,7 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -24,6 +26,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hpc_swe.processes import die_with_parent
 
@@ -32,18 +35,22 @@ TESTED = "0.16.1"
 log = logging.getLogger(__name__)
 
 
+# Defects that show whenever Transformer Engine is absent, on CUDA as on a CPU.
+
+
 def apply() -> None:
-    """Mend what can be mended once and for all."""
+    """Make the repairs that are made once per process; without CUDA, make the CPU stand in for it."""
     if __version__ != TESTED:
         log.warning("untested megatron-core %s; tested: %s", __version__, TESTED)
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # moe_utils.py:1192 reads a name that a failed import left undefined
+    vars(moe_utils).setdefault("te_general_gemm", None)  # moe_utils.py:1192 reads it though its import failed
     # filesystem_async.py:55 starts a helper process for one answer: it imports the entry module again, takes
     # seconds, and outlives a rank that is killed. We save synchronously, so the answer stays in this process.
     filesystem_async._results_queue = queue.Queue()
-    # filesystem_async.py:266 forks a writer, which would wait for ever for a word of a rank that was killed.
+    # filesystem_async.py:266 forks a writer, which would wait for ever for a rank that was killed.
     os.register_at_fork(after_in_child=die_with_parent)
     DistributedOptimizer._set_main_param_and_optimizer_states = _set_states
+    if not torch.cuda.is_available():
+        _replace_cuda_functions()
 
 
 def mark_shards(model: nn.Module) -> None:
@@ -62,7 +69,7 @@ def mark_shards(model: nn.Module) -> None:
 
 
 def prepare_state(optimizer: MegatronOptimizer) -> None:
-    """Give a fresh torch AdamW its state; distrib_optimizer.py:640 fails on one that never stepped."""
+    """Give a new torch AdamW its state; distrib_optimizer.py:640 fails on one that never stepped."""
     for inner in optimizer.chained_optimizers:
         for group in inner.optimizer.param_groups:
             for param in group["params"]:
@@ -77,7 +84,7 @@ def prepare_state(optimizer: MegatronOptimizer) -> None:
 def separate_steps(optimizer: MegatronOptimizer) -> None:
     """Give every parameter its own step count after load_state_dict.
 
-    distrib_optimizer.py hands all parameters one tensor, so that each step would count as many as
+    distrib_optimizer.py gives all parameters the same tensor, so each step would count as many times as
     there are parameters.
     """
     for inner in optimizer.chained_optimizers:
@@ -87,18 +94,18 @@ def separate_steps(optimizer: MegatronOptimizer) -> None:
 
 
 @contextmanager
-def last_files() -> Iterator[list[OSError]]:
-    """Collect what keeps rank 0 from writing .metadata and metadata.json, and let the save go on.
+def collect_metadata_errors() -> Iterator[list[OSError]]:
+    """Collect the errors of rank 0 in writing .metadata and metadata.json, and let the save continue.
 
-    state_dict_saver.py:243 and serialization.py:422 raise it there and then, on rank 0 alone, and the others
-    wait in the next collective.
+    state_dict_saver.py:243 and serialization.py:422 raise them immediately and on rank 0 alone, while the
+    other ranks wait in the next collective.
     """
     failures: list[OSError] = []
 
-    def lenient(write: Callable[..., None]) -> Callable[..., None]:
-        def attempt(*words: object) -> None:
+    def collecting(write: Callable[..., None]) -> Callable[..., None]:
+        def attempt(*arguments: object) -> None:
             try:
-                write(*words)
+                write(*arguments)
             except OSError as error:
                 failures.append(error)
 
@@ -106,7 +113,7 @@ def last_files() -> Iterator[list[OSError]]:
 
     writer = filesystem_async.FileSystemWriterAsync
     finish, save_config = writer.finish, serialization.save_config
-    writer.finish, serialization.save_config = lenient(finish), lenient(save_config)
+    writer.finish, serialization.save_config = collecting(finish), collecting(save_config)
     try:
         yield failures
     finally:
@@ -121,3 +128,41 @@ def _set_states(self: DistributedOptimizer, model_param: nn.Parameter, tensors: 
         for key, value in {"param": main, **self.optimizer.state[main]}.items():
             if key in tensors:
                 value.copy_(tensors[key])
+
+
+# Calls to CUDA, answered by the CPU.
+
+
+def _replace_cuda_functions() -> None:
+    """Make the CPU the current CUDA device, and let recomputation keep the CPU's random state."""
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda *_args: None
+    random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda *_args, **_kwargs: None
+
+
+def cpu_as_cuda() -> contextlib.AbstractContextManager[object]:
+    """Create tensors for "cuda" on the CPU, and let them report a CUDA type; with CUDA, change nothing.
+
+    The optimizer's code needs this. It slows down every torch call, so enter it around the optimizer alone.
+    """
+    return contextlib.nullcontext() if torch.cuda.is_available() else _CpuAsCuda()
+
+
+class _CpuAsCuda(TorchFunctionMode):  # type: ignore[misc]
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        named = dict(kwargs or {})
+        if named.get("device") == "cuda":
+            named["device"] = "cpu"
+        result = func(*args, **named)
+        if func is torch.Tensor.type and len(args) == 1:  # asserts compare with torch.cuda.FloatTensor
+            return str(result).replace("torch.", "torch.cuda.", 1)
+        return result

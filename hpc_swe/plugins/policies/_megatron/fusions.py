@@ -15,12 +15,12 @@ def uncompiled(wanted: bool = True) -> Iterator[None]:
     """
     compile_function = torch.compile
     if wanted:
-        torch.compile = _leave_as_it_is
+        torch.compile = _leave_unchanged
     try:
         yield
     finally:
         torch.compile = compile_function
 
 
-def _leave_as_it_is(function: Callable[..., object] | None = None, **_: object) -> object:
+def _leave_unchanged(function: Callable[..., object] | None = None, **_: object) -> object:
     return function or (lambda decorated: decorated)

@@ -1,10 +1,11 @@
-"""The seam: one optimizer step, log-probabilities, export, checkpoint.
+"""Implement `Learner` with megatron-core: optimizer steps, log-probabilities, export, checkpoints.
 
-The loss of a step is the sum over all tokens of all ranks of weight times term. Data-parallel ranks
-add their gradients; nothing is divided, because the weights hold the step-wide denominator.
+The loss of a step is the sum over all tokens of all ranks of weight times term. Data-parallel ranks add up
+their gradients. Nothing is divided, because the weights contain the denominator of the whole step.
 """
 
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,26 +16,55 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from hpc_swe.errors import ConfigError, ProtocolError
-from hpc_swe.plugins.policies._megatron import convert, cpu, packing
-from hpc_swe.plugins.policies._megatron.checkpoint import Checkpointer
-from hpc_swe.plugins.policies._megatron.export import Exporter
-from hpc_swe.plugins.policies._megatron.hf import Snapshot
-from hpc_swe.plugins.policies._megatron.optimizer import build_optimizer, build_schedule, wrap
-from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
-from hpc_swe.plugins.policies._megatron.reference import Reference
+from hpc_swe.plugins.policies._megatron import packing, state, weights
+from hpc_swe.plugins.policies._megatron.compat import cpu_as_cuda
+from hpc_swe.plugins.policies._megatron.model import build_model
+from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
+from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 from hpc_swe.plugins.policies._megatron.shape import ModelShape
-from hpc_swe.plugins.policies._megatron.spec import build_model
-from hpc_swe.plugins.policies._megatron.stopwatch import Stopwatch
 from hpc_swe.plugins.policies.base import Objective, OptimizerConfig
-from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.records import Batch, TensorInfo, id_array
 
 
+class Stopwatch:
+    """Measures seconds by part of a step; only `read` makes the host wait for the GPU."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[str, float | torch.cuda.Event]] = [("", _now())]
+
+    def lap(self, part: str) -> None:
+        """Count the time since the last lap as time of `part`."""
+        self._marks.append((part, _now()))
+
+    def read(self) -> dict[str, float]:
+        """Return seconds by part."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds: dict[str, float] = {}
+        for (_, start), (part, end) in zip(self._marks, self._marks[1:], strict=False):
+            seconds[part] = seconds.get(part, 0.0) + _between(start, end)
+        return seconds
+
+
+def _now() -> float | torch.cuda.Event:
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    if isinstance(start, float):
+        return float(end - start)
+    return float(start.elapsed_time(end)) / 1000
+
+
 class MegatronLearner:
-    """The policy on this rank. See plugins/policies/base.py, Learner, for the contract."""
+    """Trains the part of the policy on this rank; `Learner` in plugins/policies/base.py is its contract."""
 
     def __init__(
-        self, settings: Megatron, model: Path, optimizer: OptimizerConfig, reference: Path | None
+        self, settings: MegatronSettings, model: Path, optimizer: OptimizerConfig, reference: Path | None
     ) -> None:
         shape = ModelShape.read(model)
         shape.check_parallel(settings.tensor_parallel, settings.sequence_parallel)
@@ -44,25 +74,25 @@ class MegatronLearner:
         self.tolerance = 1e-3 if settings.dtype == "float32" else 0.25
         self.step = 0
         self._model = build_model(shape, settings)
+        self._reference: state.Reference | None = None
         if reference is not None:
-            convert.load(self._model, shape, Snapshot(reference), self.ranks.tensor_group)
-        self._reference = Reference(self._model) if reference is not None else None
-        convert.load(self._model, shape, Snapshot(model), self.ranks.tensor_group)
-        self._ddp = wrap(self._model, settings)
-        self._optimizer = build_optimizer(self._ddp, settings, optimizer)
-        self._schedule = build_schedule(self._optimizer, optimizer)
-        self._exporter = Exporter(self.ranks, self._model, shape, model)
-        self._checkpointer = Checkpointer(self.ranks, self._model, self._optimizer, self._schedule)
-        dtype = getattr(torch, settings.dtype)
+            weights.load(self._model, shape, weights.Snapshot(reference), self.ranks.tensor_group)
+            self._reference = state.Reference(self._model)
+        weights.load(self._model, shape, weights.Snapshot(model), self.ranks.tensor_group)
+        self._ddp = state.wrap(self._model, settings)
+        self._optimizer = state.build_optimizer(self._ddp, settings, optimizer)
+        self._schedule = state.build_schedule(self._optimizer, optimizer)
+        self._exporter = weights.Exporter(self.ranks, self._model, shape, model)
+        self._checkpointer = state.Checkpointer(self.ranks, self._model, self._optimizer, self._schedule)
         multiple = settings.tensor_parallel if settings.sequence_parallel else 1
-        self._packer = packing.Packer(shape.head_dim, shape.theta, dtype, multiple)
+        self._packer = packing.Packer(shape.head_dim, shape.theta, DTYPES[settings.dtype], multiple)
 
     def train(self, batch: Batch, objective: Objective) -> dict[str, float]:
-        """One optimizer step over this data-parallel rank's microbatches."""
+        """Take one optimizer step over the microbatches of this data-parallel rank."""
         if (batch.step, batch.rank) != (self.step, self.ranks.data_rank):
             raise ProtocolError(
                 f"got the batch of step {batch.step}, rank {batch.rank}; "
-                f"due is step {self.step}, rank {self.ranks.data_rank}"
+                f"expected step {self.step}, rank {self.ranks.data_rank}"
             )
         watch = Stopwatch()
         trained = [
@@ -81,13 +111,13 @@ class MegatronLearner:
         return self.ranks.broadcast(metrics)
 
     def logprobs(self, token_ids: list[int]) -> list[float]:
-        """Log-probabilities of tokens 1 .. of one text."""
+        """Return the log-probabilities of one sequence's tokens, without its first token."""
         with torch.no_grad():
             logprobs, _ = self._forward(np.asarray(token_ids), [len(token_ids)], np.arange(1, len(token_ids)))
         return [float(value) for value in logprobs.tolist()]
 
     def export(self, folder: Path) -> dict[str, TensorInfo]:
-        """Write this rank's share of the Hugging Face files; rank 0 adds index, tokenizer and settings."""
+        """Write this rank's share of the Hugging Face files; rank 0 adds index, tokenizer and config."""
         return self._exporter.write(folder)
 
     def save(self, folder: Path) -> None:
@@ -109,7 +139,7 @@ class MegatronLearner:
 
     def _reference_logprobs(self, batch: Batch, trained: list[np.ndarray]) -> list[Tensor]:
         if self._reference is None:
-            raise ConfigError("[loss] kl_coefficient > 0 needs a policy built with its reference")
+            raise ConfigError("[loss] kl_coefficient > 0 needs a policy that was built with a reference")
         with torch.no_grad(), self._reference.in_place():
             pairs = zip(batch.microbatches, trained, strict=True)
             return [self._forward(id_array(m.token_ids), m.sequence_lengths, rows)[0] for m, rows in pairs]
@@ -122,10 +152,10 @@ class MegatronLearner:
         objective: Objective,
         watch: Stopwatch,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add up gradients; returns losses [microbatches], sums and maxima of the statistics."""
+        """Add up gradients; return losses [microbatches], and sums and maxima of the statistics."""
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
-        found = []
+        results = []
         for index, (micro, rows) in enumerate(zip(batch.microbatches, trained, strict=True)):
             model = self._forward(id_array(micro.token_ids), micro.sequence_lengths, rows)
             terms = packing.terms(micro, rows, model, reference[index] if reference else None)
@@ -133,14 +163,14 @@ class MegatronLearner:
             watch.lap("step_seconds/forward")
             loss.backward()
             watch.lap("step_seconds/backward")
-            found.append((loss.detach(), sums, maxima))
-        losses, sums, maxima = (torch.stack(parts) for parts in zip(*found, strict=True))
+            results.append((loss.detach(), sums, maxima))
+        losses, sums, maxima = (torch.stack(parts) for parts in zip(*results, strict=True))
         return losses, sums.sum(0), maxima.amax(0)
 
     def _update(self) -> float:
         finalize_model_grads([self._ddp])  # no num_tokens: nothing is divided
         self._schedule.step(1)
-        with cpu.as_cuda():
+        with cpu_as_cuda():
             _, norm, _ = self._optimizer.step()
         self.step += 1
         return float(norm)
@@ -153,7 +183,7 @@ class MegatronLearner:
         return {"policy/loss": loss} | objective.metrics(rest, maxima.tolist())
 
     def _check_finite(self, loss: float, norm: float, losses: Tensor) -> None:
-        """Every rank sees the same sums, so every rank raises."""
+        """Raise on every rank when the step is not finite: all ranks see the same sums."""
         if math.isfinite(loss) and math.isfinite(norm):
             return
         bad = (~losses.isfinite()).nonzero()[:, 0].tolist()

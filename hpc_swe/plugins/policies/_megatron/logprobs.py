@@ -1,7 +1,7 @@
-"""Output layer and log-probability in one: the logits of a long batch never exist as a whole.
+"""Compute output layer and log-probability together, so that the logits of a long batch never exist at once.
 
-For 2,048 tokens and a vocabulary of 151,936 a plain log_softmax needs 3.4 GiB beyond its input,
-this 0.3 GiB. Backward computes the logits a second time.
+For 2,048 tokens and a vocabulary of 151,936, a plain log_softmax needs 3.4 GiB beyond its input and this
+function 0.3 GiB. Backward computes the logits a second time.
 """
 
 import torch
@@ -12,14 +12,14 @@ from torch import Tensor
 def linear_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `targets`, differentiable, and entropies of their distributions, not so.
+    """Return the log-probabilities of `targets`, and the entropies of their distributions without gradient.
 
     Args:
         hidden: [n, width], equal on all ranks of `group`.
-        weight: [vocabulary / ranks, width], this rank's rows.
-        targets: int64 [n], of the whole vocabulary.
-        group: Ranks that share the vocabulary.
-        chunk: Tokens at a time.
+        weight: [vocabulary / ranks, width], the rows of this rank.
+        targets: int64 [n], indices into the whole vocabulary.
+        group: Ranks among which the vocabulary is split.
+        chunk: Number of tokens whose logits are computed at a time.
 
     Returns:
         Two float32 [n], equal on all ranks. The gradient to `hidden` is this rank's part of a sum.
@@ -48,7 +48,7 @@ class _LinearLogprobs(torch.autograd.Function):  # type: ignore[misc]
             logits = (hidden[part] @ weight.t()).float()
             peak[part] = logits.amax(-1)
             chosen[part] = logits.gather(1, local[part, None])[:, 0] * own[part]
-            logits.sub_(peak[part, None])  # ours alone: the product above is a new tensor
+            logits.sub_(peak[part, None])  # in place: the product above is a new tensor
             powers = logits.exp()
             total[part] = powers.sum(-1)
             moment[part] = powers.mul_(logits).sum(-1)
@@ -81,7 +81,10 @@ class _LinearLogprobs(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _combine(peak: Tensor, stats: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Make (sum exp(x - peak), chosen logit, sum (x - peak) exp(x - peak)) those of the whole vocabulary."""
+    """Reduce (sum exp(x - peak), chosen logit, sum (x - peak) exp(x - peak)) over the whole vocabulary.
+
+    Changes `stats` in place and returns the peak of the whole vocabulary, which it now refers to.
+    """
     highest = peak.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     shift = peak - highest

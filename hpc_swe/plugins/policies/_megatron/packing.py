@@ -1,4 +1,4 @@
-"""A microbatch as tensors: tokens laid end to end, and where each sequence begins."""
+"""Convert a microbatch to tensors: its sequences lie one after another, without a batch dimension."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,16 +10,19 @@ from torch import Tensor
 
 from hpc_swe.errors import ProtocolError
 from hpc_swe.plugins.policies._megatron.parallel import device
-from hpc_swe.plugins.policies.base import Tokens
+from hpc_swe.plugins.policies.base import TrainedTokens
 from hpc_swe.records import MicroBatch, float_array
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Stands where Megatron expects its PackedSeqParams. The host knows all lengths, so nothing waits."""
+    """Describes the sequences of a packed microbatch, in place of Megatron's PackedSeqParams.
+
+    The host knows all lengths, so no kernel has to wait for the GPU.
+    """
 
     lengths: list[int]
-    """Of each sequence, padding as one more; their sum is the number of tokens."""
+    """Length of each sequence, padding as one more; their sum is the number of tokens."""
     cosines: Tensor
     """[tokens, 1, head_dim], of the angles of each token's position in its sequence."""
     sines: Tensor
@@ -31,13 +34,16 @@ class Packing:
 
 
 def rotate(heads: Tensor, packing: Packing) -> Tensor:
-    """Rotary position embedding of [tokens, heads, d], halves paired as in Hugging Face's models."""
+    """Apply rotary position embedding to [tokens, heads, d], with halves paired as in Hugging Face's models.
+
+    Source: Su et al. 2021, arXiv 2104.09864.
+    """
     left, right = heads.chunk(2, dim=-1)
     return heads * packing.cosines + torch.cat((-right, left), dim=-1) * packing.sines
 
 
 class Packer:
-    """Makes tensors of records, on this rank's device."""
+    """Packs microbatches on the device of this rank."""
 
     def __init__(self, head_dim: int, theta: float, dtype: torch.dtype, multiple: int) -> None:
         self._dtype, self._multiple = dtype, multiple
@@ -47,7 +53,10 @@ class Packer:
     def pack(
         self, token_ids: NDArray[np.int32], lengths: Sequence[int], trained: NDArray[np.integer]
     ) -> tuple[Tensor, Packing]:
-        """Token ids [1, tokens] and the packing; `trained` are positions of tokens to predict, none first."""
+        """Return token ids [1, tokens], padded to `multiple`, and their packing.
+
+        `trained` are the positions of the tokens to predict; none may be the first of its sequence.
+        """
         missing = max(-len(token_ids) % self._multiple, 0 if len(token_ids) else self._multiple)
         padded = [*lengths, missing] if missing else list(lengths)
         ids = np.pad(token_ids.astype(np.int64), (0, missing))
@@ -65,7 +74,7 @@ class Packer:
 
 
 def trained_positions(micro: MicroBatch, where: str) -> NDArray[np.integer]:
-    """Positions of the tokens to train.
+    """Return the positions of the tokens to train.
 
     Raises:
         ProtocolError: The arrays differ in length, or a sequence's first token is to be trained.
@@ -83,12 +92,12 @@ def trained_positions(micro: MicroBatch, where: str) -> NDArray[np.integer]:
 
 def terms(
     micro: MicroBatch, trained: NDArray[np.integer], model: tuple[Tensor, Tensor], reference: Tensor | None
-) -> Tokens:
-    """What an objective sees of a microbatch; `model` is what the policy says of the trained tokens."""
+) -> TrainedTokens:
+    """Build the input of the objective; `model` are log-probabilities and entropies of the trained tokens."""
     sampler, advantages, weights = (
         _upload(float_array(data)[trained]) for data in (micro.logprobs, micro.advantages, micro.weights)
     )
-    return Tokens(model[0], model[1], sampler, advantages, weights, reference)
+    return TrainedTokens(model[0], model[1], sampler, advantages, weights, reference)
 
 
 def _upload(array: NDArray[np.generic]) -> Tensor:

@@ -1,7 +1,7 @@
-"""Joins the process group, and splits it into tensor times data parallel.
+"""Join the process group, and split it into tensor times data parallel.
 
-Objects and signals travel over gloo, also beside NCCL: a wait for a batch must not spin on the GPU
-nor run into NCCL's watchdog.
+Python objects travel over gloo, also where tensors use NCCL: a rank that waits for a batch must neither
+spin on the GPU nor trigger NCCL's watchdog.
 """
 
 import os
@@ -14,15 +14,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins.policies._megatron import compat, cpu
+from hpc_swe.plugins.policies._megatron import compat
 from hpc_swe.processes import MEETING
 
 T = TypeVar("T")
 TIMEOUT = timedelta(hours=1)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TorchRanks:
-    """This process among those that train together."""
+    """Connects this process with those that train with it. Implements `Ranks` of plugins/policies/base.py."""
 
     def __init__(self, tensor_size: int) -> None:
         size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -30,10 +31,10 @@ class TorchRanks:
             raise ConfigError(
                 f"[policy] tensor_parallel = {tensor_size} does not divide the learner's {size} processes"
             )
-        _join()
+        _join(size)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_size)
-        # Dropout is 0 and weights come from files, so no CUDA random state is needed: the no-op tracker.
+        # Dropout is 0 and weights come from files, so no CUDA random state is needed: use the no-op tracker.
         torch.manual_seed(1)
         tensor_parallel.model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
@@ -41,40 +42,38 @@ class TorchRanks:
         self.data_rank: int = self.data_group.rank()
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's value, on every rank."""
+        """Return the value of rank 0 on every rank."""
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value in order of ranks, on every rank."""
-        found: list[T] = [value] * self.size
-        dist.all_gather_object(found, value)
-        return found
+        """Return the values of all ranks, in order of ranks, on every rank."""
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the process group."""
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
 
 def device() -> torch.device:
-    """Where this process computes."""
+    """Return the device of this process: its GPU, or the CPU where there is no CUDA."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def _join() -> None:
+def _join(size: int) -> None:
     compat.apply()
     if torch.cuda.is_available():
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # lets reductions overlap with products
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    else:
-        cpu.apply()
     if dist.is_initialized():
-        return  # by a program around us
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        return  # the calling program joined it
+    rank = int(os.environ.get("RANK", "0"))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=_store(size), rank=rank, world_size=size, timeout=TIMEOUT)
 
@@ -82,8 +81,8 @@ def _join() -> None:
 def _store(size: int) -> dist.Store | None:
     """Return where ranks find one another; None is torch's own store at MASTER_ADDR, for several nodes.
 
-    Ranks of one node use a file that only their user can read, and sockets of the loopback: no other machine
-    can reach them. A file on a shared file system would need locks that hold across nodes.
+    Ranks of one node use a file that only their user can read, and sockets of the loopback interface, which
+    no other machine can reach. A file on a shared file system would need locks that hold across nodes.
     """
     if size == 1:
         return dist.HashStore()

@@ -1,4 +1,4 @@
-"""What a model's config.json says. Without torch, so that a login node can count with it, too."""
+"""Read a model's shape from its config.json; without torch, so that a login node can estimate with it."""
 
 import json
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ KNOWN = ("qwen2", "qwen3", "qwen3_moe")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Everything that the architecture leaves open."""
+    """Holds everything that the architecture leaves open."""
 
     layers: int
     hidden: int
     heads: int
     groups: int
-    """Heads of keys and values."""
+    """Number of heads of keys and values."""
     head_dim: int
     ffn: int
     """Inner width of an MLP; of one expert, when there are experts."""
@@ -28,17 +28,17 @@ class ModelShape:
     qkv_bias: bool
     qk_norm: bool
     experts: int
-    """0 is dense."""
+    """0 for a dense model."""
     experts_per_token: int
     renormalize: bool
-    """Whether the chosen experts' probabilities are scaled to sum to one."""
+    """True when the chosen experts' probabilities are scaled to sum to one."""
 
     @classmethod
     def read(cls, folder: Path) -> "ModelShape":
-        """Read config.json, in the spelling of any transformers since 4.51.
+        """Read config.json as any version of transformers since 4.51 writes it.
 
         Raises:
-            ConfigError: The file is missing, or describes a model that is not built here.
+            ConfigError: The file is missing, or describes a model that is not supported.
         """
         path = folder / "config.json"
         try:
@@ -67,25 +67,25 @@ class ModelShape:
         )
 
     def check_parallel(self, tensor_parallel: int, sequence_parallel: bool) -> None:
-        """Refuse what cannot be split.
+        """Refuse a parallel layout that this model cannot be split into.
 
         Raises:
             ConfigError: Names the size that does not divide, or the setting that is missing.
         """
         if self.experts and tensor_parallel > 1 and not sequence_parallel:
             raise ConfigError("[policy] a model with experts needs sequence_parallel = true")
-        for name in ("heads", "groups", "ffn", "vocab"):
-            if getattr(self, name) % tensor_parallel:
+        sizes = {"heads": self.heads, "groups": self.groups, "ffn": self.ffn, "vocab": self.vocab}
+        for name, size in sizes.items():
+            if size % tensor_parallel:
                 raise ConfigError(
-                    f"[policy] tensor_parallel = {tensor_parallel} does not divide the model's {name}, "
-                    f"{getattr(self, name)}"
+                    f"[policy] tensor_parallel = {tensor_parallel} does not divide the model's {name}, {size}"
                 )
 
 
 def _refuse_unknown(path: Path, config: dict[str, object]) -> None:
     kind = config.get("model_type")
     if kind not in KNOWN:
-        raise ConfigError(f"model: {path} has model_type {kind!r}; built here: {', '.join(KNOWN)}")
+        raise ConfigError(f"model: {path} has model_type {kind!r}; supported: {', '.join(KNOWN)}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     scaling = isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type") or "default")
     unsupported = {
@@ -97,4 +97,4 @@ def _refuse_unknown(path: Path, config: dict[str, object]) -> None:
     }
     if any(unsupported.values()):
         names = ", ".join(name for name, present in unsupported.items() if present)
-        raise ConfigError(f"model: {path} sets {names}, which is not built here")
+        raise ConfigError(f"model: {path} sets {names}, which is not supported")

@@ -1,13 +1,15 @@
-"""The model: Megatron's decoder with our own norms, attention and head.
+"""Build the model: Megatron's decoder with norms, attention, experts and an output layer of our own.
 
-Megatron's own modules for these need Transformer Engine, or refuse packed sequences. Ours are plain
-torch and the same on CPU and CUDA. The model answers with log-probabilities, never with logits.
+Megatron's modules for these need Transformer Engine, or refuse packed sequences. Ours are plain torch and
+the same on CPU and CUDA. The model returns log-probabilities, never logits.
 """
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -19,25 +21,25 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from hpc_swe.plugins.policies._megatron import compat
-from hpc_swe.plugins.policies._megatron.experts import Experts
 from hpc_swe.plugins.policies._megatron.logprobs import linear_logprobs
 from hpc_swe.plugins.policies._megatron.packing import Packing, rotate
+from hpc_swe.plugins.policies._megatron.parallel import DTYPES
+from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 from hpc_swe.plugins.policies._megatron.shape import ModelShape
-from hpc_swe.plugins.policies.megatron import Megatron
 
 
 class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
-    """torch's RMSNorm, built the way Megatron builds norms."""
+    """Adapts torch's RMSNorm to the arguments with which Megatron builds norms."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # its gradient is then a part of a sum
+        self.weight.sequence_parallel = config.sequence_parallel  # then each rank has a part of its gradient
 
 
 class Attention(MegatronModule):  # type: ignore[misc]
-    """Rotary positions and causal attention inside each sequence of a packed microbatch.
+    """Applies rotary positions and causal attention within each sequence of a packed microbatch.
 
-    One call a sequence gives the exact block-diagonal result without a mask and without a score matrix.
+    One call per sequence gives the exact block-diagonal result, without a mask and without a score matrix.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, **_: object) -> None:
@@ -52,7 +54,7 @@ class Attention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: Packing,
         **_: object,
     ) -> Tensor:
-        """[tokens, heads, d], [tokens, groups, d] twice -> [tokens, heads * d]."""
+        """Return [tokens, heads * d] for query [tokens, heads, d], and key and value [tokens, groups, d]."""
         packing = packed_seq_params
         parts = zip(
             rotate(query, packing).split(packing.lengths),
@@ -70,16 +72,79 @@ class Attention(MegatronModule):  # type: ignore[misc]
 
 
 def _round_up(tensor: Tensor) -> Tensor:
-    """Zeros behind a sequence; no token of it looks there.
+    """Append zeros up to a multiple of 256 on CUDA; causal attention of the sequence does not see them.
 
-    cuDNN takes 70 ms to plan for a length that it has not seen, and sampled sequences seldom share one.
+    cuDNN takes 70 ms to plan for each new length, and sampled sequences seldom have equal lengths.
     """
     missing = -len(tensor) % 256 if tensor.is_cuda else 0
     return F.pad(tensor, (0, 0, 0, 0, 0, missing)) if missing else tensor
 
 
+class Experts(MegatronModule):  # type: ignore[misc]
+    """Computes all experts of this rank in two grouped products, on torch alone.
+
+    Megatron's own experts need packages built for CUDA. Each expert is split like a dense MLP.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        **_: object,
+    ) -> None:
+        super().__init__(config=config)
+        self._groups = pg_collection
+        width, inner = config.hidden_size, config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        self.gate_up = self._weight(num_local_experts, 2, inner, width)
+        self.down = self._weight(num_local_experts, width, inner)
+
+    def _weight(self, *shape: int) -> torch.nn.Parameter:
+        device, dtype = torch.cuda.current_device(), self.config.params_dtype
+        weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        # The gradient norm and the data-parallel reduction read these attributes.
+        weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 2, 1
+        weight.allreduce = self.config.expert_model_parallel_size == 1
+        return weight
+
+    def forward(self, tokens: Tensor, counts: Tensor, probabilities: Tensor) -> tuple[Tensor, None]:
+        """Return this rank's part of the sum of all ranks' outputs, [routed, width].
+
+        Args:
+            tokens: [routed, width], sorted by expert.
+            counts: int64 [experts], tokens of each expert.
+            probabilities: [routed], of the router.
+        """
+        ends = counts.to(tokens.device).cumsum(0, dtype=torch.int32)
+        both = F.grouped_mm(tokens, self.gate_up.flatten(1, 2).transpose(1, 2), offs=ends)
+        gate, up = both.chunk(2, dim=-1)
+        inner = (F.silu(gate) * up * probabilities[:, None]).to(tokens.dtype)
+        return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends), None
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> dict[str, ShardedTensor]:
+        """Describe the split for checkpoints: over experts, and each expert over tensor-parallel ranks."""
+        groups, depth = self._groups, len(sharded_offsets)
+        return {
+            prefix + name: ShardedTensor.from_rank_offsets(
+                prefix + name,
+                weight,
+                *sharded_offsets,
+                (depth, groups.ep.rank(), groups.ep.size()),
+                (depth + 2, groups.expt_tp.rank(), groups.expt_tp.size()),
+                replica_id=(0, 0, groups.expt_dp.rank()),
+                prepend_axis_num=depth,
+            )
+            for name, weight in (("gate_up", self.gate_up), ("down", self.down))
+        }
+
+
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """forward(tokens, None, None, packed_seq_params=packing) -> log-probabilities and entropies of rows."""
+    """Computes log-probabilities and entropies: forward(tokens, None, None, packed_seq_params=packing)."""
 
     chunk = 2048
 
@@ -99,9 +164,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return linear_logprobs(rows, weight, packed_seq_params.targets, group, self.chunk)
 
 
-def build_model(shape: ModelShape, settings: Megatron) -> PolicyModel:
-    """The model on this rank's device, its weights not yet set."""
-    config = transformer_config(shape, settings)
+def build_model(shape: ModelShape, settings: MegatronSettings) -> PolicyModel:
+    """Build the model on this rank's device; its weights are not initialized."""
+    config = _transformer_config(shape, settings)
     block = TransformerBlockSubmodules(
         layer_specs=[_layer(config) for _ in range(shape.layers)], layer_norm=RMSNorm
     )
@@ -109,7 +174,7 @@ def build_model(shape: ModelShape, settings: Megatron) -> PolicyModel:
         config=config,
         transformer_layer_spec=block,
         vocab_size=shape.vocab,
-        max_sequence_length=0,  # positions are rotary and ours
+        max_sequence_length=0,  # positions are rotary, and `Attention` applies them
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="none",
@@ -119,10 +184,8 @@ def build_model(shape: ModelShape, settings: Megatron) -> PolicyModel:
     return model.cuda() if torch.cuda.is_available() else model
 
 
-def transformer_config(shape: ModelShape, settings: Megatron) -> TransformerConfig:
-    """Megatron's own record of the same facts."""
-    dtype = getattr(torch, settings.dtype)
-    experts = _expert_settings(shape) if shape.experts else {}
+def _transformer_config(shape: ModelShape, settings: MegatronSettings) -> TransformerConfig:
+    dtype = DTYPES[settings.dtype]
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -144,7 +207,7 @@ def transformer_config(shape: ModelShape, settings: Megatron) -> TransformerConf
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=settings.dtype == "bfloat16",
-        calculate_per_token_loss=True,  # ranks add gradients; nothing divides them
+        calculate_per_token_loss=True,  # ranks add up gradients; nothing divides them
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,
         bias_activation_fusion=torch.cuda.is_available(),
@@ -154,7 +217,7 @@ def transformer_config(shape: ModelShape, settings: Megatron) -> TransformerConf
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         **_recompute(settings.recompute, bool(shape.experts)),
-        **experts,
+        **(_expert_settings(shape) if shape.experts else {}),
     )
 
 
@@ -195,5 +258,5 @@ def _layer(config: TransformerConfig) -> ModuleSpec:
         parts.self_attention.submodules.k_layernorm = RMSNorm
     if config.num_moe_experts:
         parts.mlp.submodules.experts = ModuleSpec(module=Experts)
-    parts.sharded_state_dict_keys_map = {}  # checkpoints keep the parameters' own names
+    parts.sharded_state_dict_keys_map = {}  # checkpoints use the parameters' own names
     return spec

@@ -1,0 +1,192 @@
+"""Manage what training changes: gradients, optimizer and schedule, checkpoints, and the reference weights."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+
+from hpc_swe.errors import StorageError
+from hpc_swe.plugins.policies._megatron import compat
+from hpc_swe.plugins.policies._megatron.model import PolicyModel
+from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
+from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
+from hpc_swe.plugins.policies.base import OptimizerConfig
+from hpc_swe.store import atomic, folders
+
+CONTENT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+
+
+def wrap(model: PolicyModel, settings: MegatronSettings) -> DistributedDataParallel:
+    """Give the model float32 gradient buffers, which are summed over data-parallel ranks."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=settings.distributed_optimizer,
+        average_in_collective=False,
+    )
+    return DistributedDataParallel(model.config, config, model)
+
+
+def build_optimizer(
+    ddp: DistributedDataParallel, settings: MegatronSettings, config: OptimizerConfig
+) -> MegatronOptimizer:
+    """Build AdamW for the wrapped model; it keeps float32 copies of bfloat16 parameters."""
+    megatron = MegatronConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=_final_lr(config),
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        bf16=settings.dtype == "bfloat16",
+        params_dtype=DTYPES[settings.dtype],
+        use_distributed_optimizer=settings.distributed_optimizer,
+    )
+    with compat.cpu_as_cuda():
+        return get_megatron_optimizer(megatron, [ddp])
+
+
+def build_schedule(optimizer: MegatronOptimizer, config: OptimizerConfig) -> OptimizerParamScheduler:
+    """Build the schedule of the learning rate, which also exempts vectors from weight decay.
+
+    It advances before each step, so the warm-up begins above 0. The last step of a linear decay must be
+    above 0, too, hence the 1 in both lengths.
+    """
+    linear = config.decay == "linear"
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=_final_lr(config),
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=max(config.decay_steps, config.warmup_steps) + 1,
+        lr_decay_style="WSD" if linear else "constant",
+        wsd_decay_steps=round(config.decay_steps * config.decay_share) + 1,
+        lr_wsd_decay_style="linear",
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # run.json overrides the checkpoint
+    )
+
+
+def _final_lr(config: OptimizerConfig) -> float:
+    return 0.0 if config.decay == "linear" else config.lr
+
+
+class Reference:
+    """Keeps a copy of the model's current weights, to be swapped in later.
+
+    It takes twice their size in host memory, and nothing on the device.
+    """
+
+    def __init__(self, model: PolicyModel) -> None:
+        self._parameters = list(model.parameters())
+        self._reference = [_host_copy(parameter.data) for parameter in self._parameters]
+        self._trained = [_host_copy(parameter.data) for parameter in self._parameters]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Load the reference weights into the model for the duration of the block."""
+        lists = (self._parameters, self._reference, self._trained)
+        for parameter, reference, trained in zip(*lists, strict=True):
+            trained.copy_(parameter.data)
+            parameter.data.copy_(reference)
+        try:
+            yield
+        finally:
+            for parameter, _, trained in zip(*lists, strict=True):
+                parameter.data.copy_(trained)
+
+
+def _host_copy(data: Tensor) -> Tensor:
+    copy = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+    return copy.copy_(data)
+
+
+class Checkpointer:
+    """Saves and loads weights, optimizer, schedule, step and random state.
+
+    Any number of tensor- or data-parallel ranks can resume from a checkpoint.
+    """
+
+    def __init__(
+        self,
+        ranks: TorchRanks,
+        model: PolicyModel,
+        optimizer: MegatronOptimizer,
+        schedule: OptimizerParamScheduler,
+    ) -> None:
+        self._ranks, self._model, self._optimizer, self._schedule = ranks, model, optimizer, schedule
+
+    def save(self, folder: Path, step: int) -> None:
+        """Write a checkpoint into an empty folder; return when all ranks have written.
+
+        Raises:
+            StorageError: On all ranks.
+        """
+        with compat.cpu_as_cuda():
+            compat.prepare_state(self._optimizer)
+            state = self._state(loading=False) | {"step": step, "random": torch.get_rng_state()}
+            try:
+                with compat.collect_metadata_errors() as failures:
+                    dist_checkpointing.save(state, str(folder), content_metadata=CONTENT)
+            except CheckpointException as error:  # raised on all ranks, whichever failed to write
+                refusal = self._ranks.broadcast(_refusal(folder, error) if self._ranks.rank == 0 else None)
+                if refusal is None:
+                    raise
+                raise refusal from error
+        for failure in self._ranks.broadcast(failures):
+            with atomic.storage(folder):
+                raise failure
+
+    def load(self, folder: Path) -> int:
+        """Load a checkpoint, and return its step."""
+        with compat.cpu_as_cuda():
+            compat.prepare_state(self._optimizer)
+            state = dist_checkpointing.load(self._state(loading=True), str(folder))
+            self._model.load_state_dict(state["model"], strict=True)
+            self._optimizer.load_state_dict(state["optimizer"])
+            compat.separate_steps(self._optimizer)
+        self._schedule.num_steps = 0  # loading adds to it
+        self._schedule.load_state_dict(state["schedule"])
+        torch.set_rng_state(state["random"])
+        return int(state["step"])
+
+    def _state(self, *, loading: bool) -> dict[str, object]:
+        content = CONTENT | {"dp_cp_group": self._ranks.data_group}
+        model = self._model.sharded_state_dict(metadata=content)
+        optimizer = self._optimizer.sharded_state_dict(model, is_loading=loading, metadata=content)
+        return {"model": model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
+
+
+def _refusal(folder: Path, error: CheckpointException) -> StorageError | None:
+    """Return the file system's error, if that is why the save failed; only rank 0's error has its text.
+
+    When the text names none, check the room on the file system now.
+    """
+    for number in map(int, re.findall(r"\[Errno (\d+)\]", str(error))):
+        if number in atomic.REFUSALS:  # even if there is room again
+            return StorageError(f"{folder}: {atomic.REFUSALS[number]}")
+    try:
+        folders.require_room(folder)
+    except StorageError as error:
+        return error
+    return None

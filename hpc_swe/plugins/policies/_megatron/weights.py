@@ -1,0 +1,267 @@
+"""Convert weights between Hugging Face's files and Megatron's parameters, bit for bit.
+
+A `Layout` states which Hugging Face tensors make up one Megatron parameter: they are fused into one tensor,
+which is cut into equal parts along one dimension, one part for each tensor-parallel rank.
+"""
+
+import errno
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.policies._megatron.model import PolicyModel
+from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
+from hpc_swe.plugins.policies._megatron.shape import ModelShape
+from hpc_swe.records import TensorInfo
+from hpc_swe.store import atomic
+
+INDEX = "model.safetensors.index.json"
+
+
+class Snapshot:
+    """Reads tensors of a Hugging Face folder by name; opens a file when its first tensor is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        index = folder / INDEX
+        self._where: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a tensor on the CPU, with the dtype it is stored in.
+
+        Raises:
+            ConfigError: The folder has no such tensor.
+        """
+        file = self._where.get(name, "model.safetensors")
+        try:
+            if file not in self._files:
+                self._files[file] = safe_open(self._folder / file, "pt")
+            return self._files[file].get_tensor(name)
+        except Exception as error:  # noqa: BLE001  safetensors raises its own class for a missing name
+            raise ConfigError(f"model: no tensor {name} in {self._folder / file}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Relates one Megatron parameter to Hugging Face tensors."""
+
+    sources: list[str]
+    """Names of the Hugging Face tensors."""
+    dim: int | None = None
+    """Dimension of the fused tensor that is split over ranks; None when it is not split."""
+    view: tuple[int, ...] | None = None
+    """Shape of a rank's part of the fused tensor, -1 at `dim`; None when it is the parameter's own shape."""
+    fuse: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]
+    unfuse: Callable[[Tensor], Sequence[Tensor]] = lambda whole: [whole]
+
+    def part(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """Fuse Hugging Face tensors, and return the part of one rank."""
+        whole = self.fuse(tensors)
+        return whole if self.dim is None else whole.chunk(size, self.dim)[rank]
+
+    def whole(self, parts: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Join the parts of all ranks, and return the Hugging Face tensors by name."""
+        if self.dim is None:
+            fused = parts[0]
+        else:
+            fused = torch.cat([part.view(self.view or part.shape) for part in parts], self.dim)
+        return dict(zip(self.sources, (tensor.contiguous() for tensor in self.unfuse(fused)), strict=True))
+
+
+def layouts(model: GPTModel, shape: ModelShape) -> dict[str, Layout]:
+    """Return the layout of every parameter, in the order of the parameters."""
+    return {name: _layout(name, shape) for name, _ in model.named_parameters()}
+
+
+def load(model: GPTModel, shape: ModelShape, snapshot: Snapshot, group: dist.ProcessGroup) -> None:
+    """Copy this rank's part of the weights into the parameters, converting to their dtype.
+
+    Raises:
+        ConfigError: A tensor is missing.
+    """
+    parameters = dict(model.named_parameters())
+    for name, layout in layouts(model, shape).items():
+        part = layout.part([snapshot[source] for source in layout.sources], group.rank(), group.size())
+        parameters[name].data.copy_(part.reshape(parameters[name].shape))
+
+
+def gather(part: Tensor, layout: Layout, owner: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Gather a parameter on rank `owner` of the group, as Hugging Face tensors on the CPU; others get {}."""
+    mine = group.rank() == owner
+    if layout.dim is None or group.size() == 1:
+        return _to_host(layout.whole([part])) if mine else {}
+    parts = [torch.empty_like(part) for _ in range(group.size())] if mine else None
+    dist.gather(part.contiguous(), parts, group=group, group_dst=owner)
+    return _to_host(layout.whole(parts)) if parts else {}
+
+
+def _to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def _layout(name: str, shape: ModelShape) -> Layout:
+    if name == "embedding.word_embeddings.weight":
+        return Layout(["model.embed_tokens.weight"], dim=0)
+    if name == "output_layer.weight":
+        return Layout(["lm_head.weight"], dim=0)
+    if name == "decoder.final_layernorm.weight":
+        return Layout(["model.norm.weight"])
+    _, _, layer, inner = name.split(".", 3)
+    return _layer_layout(f"model.layers.{layer}.", inner, shape)
+
+
+def _layer_layout(prefix: str, name: str, shape: ModelShape) -> Layout:
+    simple = {
+        "input_layernorm.weight": ("input_layernorm.weight", None),
+        "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight", None),
+        "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight", None),
+        "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight", None),
+        "self_attention.linear_proj.weight": ("self_attn.o_proj.weight", 1),
+        "mlp.linear_fc2.weight": ("mlp.down_proj.weight", 1),
+        "mlp.router.weight": ("mlp.gate.weight", None),
+    }
+    if name in simple:
+        source, dim = simple[name]
+        return Layout([prefix + source], dim)
+    if name.startswith("self_attention.linear_qkv."):
+        return _qkv(prefix, name.rpartition(".")[2], shape)
+    if name == "mlp.linear_fc1.weight":
+        sources = [f"{prefix}mlp.{kind}_proj.weight" for kind in ("gate", "up")]
+        return Layout(sources, 1, (2, -1, shape.hidden), torch.stack, torch.unbind)
+    return _experts(f"{prefix}mlp.experts.", name, shape)
+
+
+def _qkv(prefix: str, kind: str, shape: ModelShape) -> Layout:
+    """Interleave by group, as Megatron does: the queries of a group, its key, its value."""
+    tail = (shape.hidden,) if kind == "weight" else ()
+    sizes = [shape.heads // shape.groups * shape.head_dim, shape.head_dim, shape.head_dim]
+
+    def fuse(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.view(shape.groups, -1, *tail) for tensor in tensors], 1)
+
+    def unfuse(whole: Tensor) -> list[Tensor]:
+        return [part.reshape(-1, *tail) for part in whole.split(sizes, 1)]
+
+    sources = [f"{prefix}self_attn.{name}_proj.{kind}" for name in "qkv"]
+    return Layout(sources, 0, (-1, sum(sizes), *tail), fuse, unfuse)
+
+
+def _experts(prefix: str, name: str, shape: ModelShape) -> Layout:
+    kinds = ("gate", "up") if name == "mlp.experts.gate_up" else ("down",)
+    sources = [f"{prefix}{expert}.{kind}_proj.weight" for expert in range(shape.experts) for kind in kinds]
+
+    def fuse(tensors: Sequence[Tensor]) -> Tensor:
+        whole = torch.stack(list(tensors))
+        return whole.view(shape.experts, 2, *whole.shape[1:]) if len(kinds) == 2 else whole
+
+    def unfuse(whole: Tensor) -> Sequence[Tensor]:
+        return list(whole.flatten(0, 1) if len(kinds) == 2 else whole)
+
+    return Layout(sources, 2, None, fuse, unfuse)
+
+
+class Exporter:
+    """Writes Hugging Face files: every rank writes its share, and none holds the whole model.
+
+    A tensor that is split over ranks is gathered on the rank with the least to write so far, so every rank,
+    data-parallel replicas included, writes about the same number of bytes.
+    """
+
+    def __init__(self, ranks: TorchRanks, model: PolicyModel, shape: ModelShape, source: Path) -> None:
+        self._ranks, self._model, self._source = ranks, model, source
+        self._layouts = layouts(model, shape)
+
+    def write(self, folder: Path) -> dict[str, TensorInfo]:
+        """Write this rank's file; once writing starts, no rank waits for another, which may have failed.
+
+        Raises:
+            FloatingPointError: On every rank, when a tensor of any rank is not finite.
+            StorageError: On this rank alone.
+        """
+        tensors = self._collect()
+        file = f"model-{self._ranks.rank + 1:05d}-of-{self._ranks.size:05d}.safetensors"
+        shares = self._ranks.gather((file, {name: tensor.nbytes for name, tensor in tensors.items()}))
+        bad = [name for part in self._ranks.gather(_not_finite(tensors)) for name in part]
+        if bad:  # engines serve what is published, and nothing after this checks every number
+            raise FloatingPointError(f"{bad[0]} is not finite ({len(bad)} tensors in all); not published")
+        with atomic.storage(folder):
+            _save(tensors, folder / file)
+            if self._ranks.rank == 0:
+                self._write_index(folder, shares)
+                self._copy_companions(folder)
+        with ThreadPoolExecutor(4) as pool:
+            return dict(zip(tensors, pool.map(_describe, tensors.values()), strict=True))
+
+    def _collect(self) -> dict[str, Tensor]:
+        group, assigned = self._ranks.tensor_group, [0] * self._ranks.size
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._model.named_parameters():
+            owner = assigned.index(min(assigned))
+            assigned[owner] += parameter.numel()
+            data_rank, tensor_rank = divmod(owner, group.size())
+            if data_rank == self._ranks.data_rank:
+                tensors |= gather(parameter.data, self._layouts[name], tensor_rank, group)
+        return tensors
+
+    def _write_index(self, folder: Path, shares: list[tuple[str, dict[str, int]]]) -> None:
+        index = {
+            "metadata": {"total_size": sum(sum(sizes.values()) for _, sizes in shares)},
+            "weight_map": {name: file for file, sizes in shares for name in sizes},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
+
+    def _copy_companions(self, folder: Path) -> None:
+        for path in _companions(self._source):
+            shutil.copyfile(path, folder / path.name)
+        config = json.loads((self._source / "config.json").read_text())
+        dtype = str(self._model.config.params_dtype).removeprefix("torch.")
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        if config.get(key) != dtype:
+            (folder / "config.json").write_text(json.dumps(config | {key: dtype}, indent=2))
+
+
+def _not_finite(tensors: dict[str, Tensor]) -> list[str]:
+    with ThreadPoolExecutor(4) as pool:
+        finite = pool.map(lambda tensor: bool(tensor.isfinite().all()), tensors.values())
+        return [name for name, each in zip(tensors, finite, strict=True) if not each]
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EINVAL, str(error)) from error
+
+
+def _describe(tensor: Tensor) -> TensorInfo:
+    data = tensor.view(torch.uint8).numpy()
+    return TensorInfo(
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=list(tensor.shape),
+        sha256=hashlib.sha256(data).hexdigest(),
+    )
+
+
+def _companions(folder: Path) -> list[Path]:
+    """List the files beside the weights: configuration, tokenizer, chat template, generation settings."""
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.suffix in (".json", ".jinja", ".txt", ".model") and path.name not in (INDEX, "MANIFEST.json")
+    )
