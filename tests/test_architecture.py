@@ -37,13 +37,6 @@ HOSTS = (
 HOSTS += ("download.pytorch.org", "debian.org", "ubuntu.com", "anaconda.org", "modelscope.cn", "nvcr.io")
 # What follows is wrong today: each list may only shrink.
 CIRCLES = {
-    "policies._megatron.checkpoint",
-    "policies._megatron.export",
-    "policies._megatron.learner",
-    "policies._megatron.optimizer",
-    "policies._megatron.reference",
-    "policies._megatron.spec",
-    "policies.megatron",
     "roles.rollout.openai_server",
     "roles.rollout.recorder",
 }
@@ -98,7 +91,6 @@ NAMED_PLUGINS = {
 DOUBLED = {
     "Recorder",
     "Swebench",
-    "Tokens",
 }
 EXAMPLES = {  # an argument of each name that RunDir's methods take, as docs/protocol.md writes it
     "owner": "<owner>",

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Advantage(Protocol):
-    """Estimates how much better than its group each episode was."""
+    """Estimate how much better than its group each episode was."""
 
     def __call__(self, rewards: Sequence[float]) -> list[float]:
         """Return one advantage per reward, in the same order; all are 0 when the group has no signal."""

@@ -7,7 +7,7 @@ from hpc_swe.plugins import Plugin
 
 
 class Grpo(Plugin, frozen=True, kw_only=True):
-    """Subtracts the group's mean reward and needs no critic. Source: Shao et al. 2024, arXiv 2402.03300."""
+    """Subtract the group's mean reward and need no critic. Source: Shao et al. 2024, arXiv 2402.03300."""
 
     scale_by_std: bool = False
     """Divide by the group's standard deviation, as the paper does; Dr. GRPO (arXiv 2503.20783) does not."""

@@ -8,7 +8,7 @@ from hpc_swe.plugins import Plugin
 
 
 class MaxRl(Plugin, frozen=True, kw_only=True):
-    """Computes (reward - mean) / mean, which ascends log P(success).
+    """Compute (reward - mean) / mean, which ascends log P(success).
 
     The mean reward of the group estimates the success rate, so rewards must not be negative.
     Source: Tajwar et al. 2026, arXiv 2602.02710.

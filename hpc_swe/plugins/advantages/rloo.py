@@ -6,7 +6,7 @@ from hpc_swe.plugins import Plugin
 
 
 class Rloo(Plugin, frozen=True, kw_only=True):
-    """Keeps the baseline unbiased: no episode is in its own. Source: Ahmadian et al. 2024, arXiv 2402.14740."""
+    """Use an unbiased baseline: no episode is in its own. Source: Ahmadian et al. 2024, arXiv 2402.14740."""
 
     def __call__(self, rewards: Sequence[float]) -> list[float]:
         total, others = sum(rewards), len(rewards) - 1

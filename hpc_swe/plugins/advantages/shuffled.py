@@ -14,7 +14,7 @@ from hpc_swe.plugins import Plugin
 
 
 class Shuffled(Plugin, frozen=True, kw_only=True):
-    """Shuffles each group with its own permutation; one for all groups would only relabel the episodes."""
+    """Shuffle each group with its own permutation; one for all groups would only relabel the episodes."""
 
     seed: int = 0
     """Seed of the permutations."""

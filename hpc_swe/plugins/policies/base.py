@@ -42,7 +42,7 @@ class LossConfig(Record, frozen=True, kw_only=True):
 
 
 class OptimizerConfig(Record, frozen=True, kw_only=True):
-    """Configure AdamW as Megatron runs it; vectors such as norms and biases do not decay."""
+    """Set the parameters of AdamW as Megatron runs it; vectors such as norms and biases do not decay."""
 
     lr: Annotated[float, Meta(ge=0)] = 1e-6
     """Learning rate after the warm-up."""
@@ -68,7 +68,7 @@ class OptimizerConfig(Record, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """Holds the trained tokens of one microbatch: float32 [n] each, on the device of the policy."""
+    """Hold the trained tokens of one microbatch: float32 [n] each, on the device of the policy."""
 
     logprobs: "Tensor"
     """Log-probabilities under the weights being trained; differentiable."""
@@ -83,7 +83,7 @@ class TrainedTokens:
 
 
 class Objective(Protocol):
-    """Defines the loss that a step minimizes, and the metrics that it reports."""
+    """Define the loss that a step minimizes, and the metrics that it reports."""
 
     needs_reference: bool
 
@@ -99,7 +99,7 @@ class Objective(Protocol):
 
 
 class Ranks(Protocol):
-    """Connects the processes that train together."""
+    """Connect the processes that train together."""
 
     rank: int
     size: int
@@ -114,7 +114,7 @@ class Ranks(Protocol):
 
 
 class Learner(Protocol):
-    """Trains the part of the policy that this rank holds. All ranks must call every method together."""
+    """Train the part of the policy that this rank holds. All ranks must call every method together."""
 
     tensor_parallel: int
     vocabulary: int
@@ -162,7 +162,7 @@ class Learner(Protocol):
 
 @runtime_checkable
 class Policy(Protocol):
-    """Builds the learner of this process."""
+    """Build the learner of this process."""
 
     tensor_parallel: int
 

@@ -7,7 +7,7 @@ from hpc_swe.plugins.policies.base import Learner, OptimizerConfig
 
 
 class Megatron(MegatronSettings, frozen=True, kw_only=True):
-    """Runs one process per device. Its keys are those of `MegatronSettings`.
+    """Run one process per device. Its keys are those of `MegatronSettings`.
 
     Ranks and addresses come from the environment, where torchrun or jobs.run set them.
     """

@@ -27,7 +27,7 @@ from hpc_swe.records import Batch, TensorInfo, id_array
 
 
 class Stopwatch:
-    """Measures seconds by part of a step; only `read` makes the host wait for the GPU."""
+    """Measure seconds by part of a step; only `read` makes the host wait for the GPU."""
 
     def __init__(self) -> None:
         self._marks: list[tuple[str, float | torch.cuda.Event]] = [("", _now())]
@@ -61,7 +61,7 @@ def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> 
 
 
 class MegatronLearner:
-    """Trains the part of the policy on this rank; `Learner` in plugins/policies/base.py is its contract."""
+    """Train the part of the policy on this rank; `Learner` in plugins/policies/base.py is its contract."""
 
     def __init__(
         self, settings: MegatronSettings, model: Path, optimizer: OptimizerConfig, reference: Path | None

@@ -29,7 +29,7 @@ from hpc_swe.plugins.policies._megatron.shape import ModelShape
 
 
 class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
-    """Adapts torch's RMSNorm to the arguments with which Megatron builds norms."""
+    """Adapt torch's RMSNorm to the arguments with which Megatron builds norms."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -37,7 +37,7 @@ class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
 
 
 class Attention(MegatronModule):  # type: ignore[misc]
-    """Applies rotary positions and causal attention within each sequence of a packed microbatch.
+    """Apply rotary positions and causal attention within each sequence of a packed microbatch.
 
     One call per sequence gives the exact block-diagonal result, without a mask and without a score matrix.
     """
@@ -81,7 +81,7 @@ def _round_up(tensor: Tensor) -> Tensor:
 
 
 class Experts(MegatronModule):  # type: ignore[misc]
-    """Computes all experts of this rank in two grouped products, on torch alone.
+    """Compute all experts of this rank in two grouped products, on torch alone.
 
     Megatron's own experts need packages built for CUDA. Each expert is split like a dense MLP.
     """
@@ -144,7 +144,7 @@ class Experts(MegatronModule):  # type: ignore[misc]
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """Computes log-probabilities and entropies: forward(tokens, None, None, packed_seq_params=packing)."""
+    """Compute log-probabilities and entropies: forward(tokens, None, None, packed_seq_params=packing)."""
 
     chunk = 2048
 

@@ -16,7 +16,7 @@ from hpc_swe.records import MicroBatch, float_array
 
 @dataclass(frozen=True)
 class Packing:
-    """Describes the sequences of a packed microbatch, in place of Megatron's PackedSeqParams.
+    """Describe the sequences of a packed microbatch, in place of Megatron's PackedSeqParams.
 
     The host knows all lengths, so no kernel has to wait for the GPU.
     """
@@ -43,7 +43,7 @@ def rotate(heads: Tensor, packing: Packing) -> Tensor:
 
 
 class Packer:
-    """Packs microbatches on the device of this rank."""
+    """Pack microbatches on the device of this rank."""
 
     def __init__(self, head_dim: int, theta: float, dtype: torch.dtype, multiple: int) -> None:
         self._dtype, self._multiple = dtype, multiple

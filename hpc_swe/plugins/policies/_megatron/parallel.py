@@ -23,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TorchRanks:
-    """Connects this process with those that train with it. Implements `Ranks` of plugins/policies/base.py."""
+    """Connect this process with those that train with it. Implements `Ranks` of plugins/policies/base.py."""
 
     def __init__(self, tensor_size: int) -> None:
         size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -12,7 +12,7 @@ from hpc_swe.plugins import Plugin
 
 
 class MegatronSettings(Plugin, frozen=True, kw_only=True):
-    """Holds the table [policy] type = "megatron"."""
+    """Hold the table [policy] type = "megatron"."""
 
     tensor_parallel: Annotated[int, Meta(gt=0)] = 1
     """Number of processes that share each layer; groups of them train on different data."""

@@ -11,7 +11,7 @@ KNOWN = ("qwen2", "qwen3", "qwen3_moe")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Holds everything that the architecture leaves open."""
+    """Hold everything that the architecture leaves open."""
 
     layers: int
     hidden: int

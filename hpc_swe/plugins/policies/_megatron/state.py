@@ -92,7 +92,7 @@ def _final_lr(config: OptimizerConfig) -> float:
 
 
 class Reference:
-    """Keeps a copy of the model's current weights, to be swapped in later.
+    """Keep a copy of the model's current weights, to be swapped in later.
 
     It takes twice their size in host memory, and nothing on the device.
     """
@@ -122,7 +122,7 @@ def _host_copy(data: Tensor) -> Tensor:
 
 
 class Checkpointer:
-    """Saves and loads weights, optimizer, schedule, step and random state.
+    """Save and load weights, optimizer, schedule, step and random state.
 
     Any number of tensor- or data-parallel ranks can resume from a checkpoint.
     """

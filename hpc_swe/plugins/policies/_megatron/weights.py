@@ -33,7 +33,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Snapshot:
-    """Reads tensors of a Hugging Face folder by name; opens a file when its first tensor is read."""
+    """Read tensors of a Hugging Face folder by name; open a file when its first tensor is read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -58,7 +58,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Layout:
-    """Relates one Megatron parameter to Hugging Face tensors."""
+    """Relate one Megatron parameter to Hugging Face tensors."""
 
     sources: list[str]
     """Names of the Hugging Face tensors."""
@@ -147,7 +147,7 @@ def _layer_layout(prefix: str, name: str, shape: ModelShape) -> Layout:
 
 
 def _qkv(prefix: str, kind: str, shape: ModelShape) -> Layout:
-    """Interleave by group, as Megatron does: the queries of a group, its key, its value."""
+    """Order the rows by group, as Megatron does: the queries of a group, its key, its value."""
     tail = (shape.hidden,) if kind == "weight" else ()
     sizes = [shape.heads // shape.groups * shape.head_dim, shape.head_dim, shape.head_dim]
 
@@ -176,7 +176,7 @@ def _experts(prefix: str, name: str, shape: ModelShape) -> Layout:
 
 
 class Exporter:
-    """Writes Hugging Face files: every rank writes its share, and none holds the whole model.
+    """Write Hugging Face files: every rank writes its share, and none holds the whole model.
 
     A tensor that is split over ranks is gathered on the rank with the least to write so far, so every rank,
     data-parallel replicas included, writes about the same number of bytes.
