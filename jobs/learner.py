@@ -11,7 +11,7 @@ from pathlib import Path
 from hpc_swe.errors import HpcSweError, StorageError
 from hpc_swe.metrics import Log
 from hpc_swe.roles.learner.batch_source import BatchSource
-from hpc_swe.roles.learner.loop import LearnerPlan, Tell, learn
+from hpc_swe.roles.learner.loop import LearnerPlan, OnStep, learn
 from hpc_swe.roles.learner.loss import PolicyObjective
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
@@ -43,7 +43,7 @@ def work(run: RunDir, config: RunConfig) -> None:
 
 
 @contextmanager
-def _voice(run: RunDir, config: RunConfig) -> Iterator[tuple[str, Tell]]:
+def _voice(run: RunDir, config: RunConfig) -> Iterator[tuple[str, OnStep]]:
     """Rank 0 holds the lease and writes the metrics; the others are silent."""
     if os.environ.get("RANK", "0") != "0":
         yield "", lambda _step, _metrics: None

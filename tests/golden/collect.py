@@ -167,11 +167,11 @@ def losses() -> Iterator[str]:
 
 
 def _losses(objective: Any, tokens: Any) -> str:
-    from hpc_swe.plugins.policies.base import Tokens
+    from hpc_swe.plugins.policies.base import TrainedTokens
 
     policy = (-tokens[0].abs()).requires_grad_()
     loss, sums, largest = objective(
-        Tokens(
+        TrainedTokens(
             logprobs=policy,
             entropy=tokens[3].abs(),
             sampler=-tokens[1].abs(),

@@ -14,8 +14,8 @@ from hpc_swe.records import (
     StatusReport,
     WeightVersion,
 )
-from hpc_swe.roles.learner.accord import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.batch_source import BatchSource, Order
+from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.publish import Publisher, take_incarnation
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, folders
@@ -51,47 +51,47 @@ def beat(run, number):
 
 def test_the_next_batch_is_trained_and_no_other(run):
     publish(run, 3)
-    assert BatchSource(run, 60, 0.01).look(3).manifest.step == 3
+    assert BatchSource(run, 60, 0.01).wait(3).manifest.step == 3
 
 
 def test_orders_come_before_batches_and_stop_before_drain(run):
     publish(run, 0)
     feed = BatchSource(run, 60, 0.01)
     run.drain.touch()
-    assert feed.look(0).order is Order.DRAIN
+    assert feed.wait(0).order is Order.DRAIN
     run.stop.touch()
-    assert feed.look(0).order is Order.STOP
+    assert feed.wait(0).order is Order.STOP
 
 
 def test_a_finished_run_needs_no_learner(run):
     publish(run, 0)
     run.finished.touch()
-    assert BatchSource(run, 60, 0.01).look(0).order is Order.STOP
+    assert BatchSource(run, 60, 0.01).wait(0).order is Order.STOP
 
 
 def test_a_signal_drains(run):
     publish(run, 0)
-    assert BatchSource(run, 60, 0.01, lambda: True).look(0).order is Order.DRAIN
+    assert BatchSource(run, 60, 0.01, lambda: True).wait(0).order is Order.DRAIN
 
 
 def test_a_pulse_ends_the_look_so_that_other_ranks_hear(run):
-    assert BatchSource(run, 60, 0.01, pulse_s=0.05).look(0).order is Order.WAIT
+    assert BatchSource(run, 60, 0.01, pulse_s=0.05).wait(0).order is Order.WAIT
 
 
 def test_the_deadline_names_what_is_awaited_and_what_the_coordinator_waits_for(run):
     feed = BatchSource(run, 0.05, 0.01, pulse_s=0.01)
     beat(run, 1)
-    assert feed.look(7).order is Order.WAIT
+    assert feed.wait(7).order is Order.WAIT
     beat(run, 2)
     time.sleep(0.05)
     with pytest.raises(DeadlineError, match=r"no .*step_000007 .*waits for: an engine"):
-        feed.look(7)
+        feed.wait(7)
 
 
 def test_a_silent_coordinator_is_waited_for_aloud(run, caplog):
     feed = BatchSource(run, 0.01, 0.01, pulse_s=0.02)
     for _ in range(5):
-        assert feed.look(0).order is Order.WAIT
+        assert feed.wait(0).order is Order.WAIT
     assert "coordinator is silent" in caplog.text
 
 
@@ -99,7 +99,7 @@ def test_a_corrupt_manifest_is_an_error(run):
     publish(run, 0)
     (run.batch(0) / folders.NAME).write_bytes(b"{")
     with pytest.raises(CorruptRecord):
-        BatchSource(run, 60, 0.01).look(0)
+        BatchSource(run, 60, 0.01).wait(0)
 
 
 class Alone:

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hpc_swe.plugins.policies.base import LossConfig, Tokens  # noqa: E402
+from hpc_swe.plugins.policies.base import LossConfig, TrainedTokens  # noqa: E402
 from hpc_swe.roles.learner.loss import PolicyObjective  # noqa: E402
 
 PI = [0.5, 0.15, 0.9]
@@ -15,9 +15,9 @@ ADVANTAGES = [1.0, -1.0, 1.0]
 WEIGHTS = [0.5, 0.25, 0.25]
 
 
-def make(pi=PI, mu=MU, advantages=ADVANTAGES, weights=WEIGHTS, reference=None) -> Tokens:
+def make(pi=PI, mu=MU, advantages=ADVANTAGES, weights=WEIGHTS, reference=None) -> TrainedTokens:
     logs = [torch.tensor([math.log(p) for p in column]) for column in (pi, mu)]
-    return Tokens(
+    return TrainedTokens(
         logprobs=logs[0].requires_grad_(),
         entropy=torch.full((len(pi),), 0.7),
         sampler=logs[1],
@@ -27,13 +27,13 @@ def make(pi=PI, mu=MU, advantages=ADVANTAGES, weights=WEIGHTS, reference=None) -
     )
 
 
-def loss_and_slope(tokens: Tokens, **config) -> tuple[float, list[float]]:
+def loss_and_slope(tokens: TrainedTokens, **config) -> tuple[float, list[float]]:
     loss, _, _ = PolicyObjective(LossConfig(**config))(tokens)
     loss.backward()
     return loss.item(), tokens.logprobs.grad.tolist()
 
 
-def metrics(*batches: Tokens, **config) -> dict[str, float]:
+def metrics(*batches: TrainedTokens, **config) -> dict[str, float]:
     objective = PolicyObjective(LossConfig(**config))
     parts = [objective(tokens)[1:] for tokens in batches]
     sums = sum(part[0] for part in parts)
@@ -87,7 +87,7 @@ def test_the_bound_for_negative_advantages_can_be_moved_and_leaves_positive_ones
 def test_no_slope_is_steeper_than_the_documented_bound(objective, advantage, gap):
     logprobs = torch.tensor([-95.0 if gap < 0 else -0.1], requires_grad=True)
     one, reference = torch.ones(1), torch.tensor([-3.0])
-    tokens = Tokens(logprobs, one, (logprobs - gap).detach(), advantage * one, one, reference)
+    tokens = TrainedTokens(logprobs, one, (logprobs - gap).detach(), advantage * one, one, reference)
     loss, slope = loss_and_slope(tokens, objective=objective, kl_coefficient=0.01)
     bound = 3.0 if objective == "sampler_ratio" else 5.0  # dual_clip; ratio_cap
     assert math.isfinite(loss)
@@ -138,7 +138,7 @@ def test_expected_divergence_under_the_sampler_has_the_slope_of_the_true_one():
     logits.requires_grad_()
     pi, mu, ref = (x.log_softmax(-1) for x in (logits, mu, ref))
     zeros = torch.zeros(11, dtype=torch.float64)
-    tokens = Tokens(pi, zeros, mu, zeros, mu.exp(), ref)
+    tokens = TrainedTokens(pi, zeros, mu, zeros, mu.exp(), ref)
     estimate = PolicyObjective(LossConfig(kl_coefficient=1.0, dual_clip=1e6))(tokens)[0]
     true = (pi.exp() * (pi - ref)).sum()
     assert estimate.item() == pytest.approx(true.item())
@@ -151,7 +151,7 @@ def test_expected_divergence_under_the_sampler_has_the_slope_of_the_true_one():
 def test_a_hopeless_ratio_stays_finite(objective, gap):
     logprobs = torch.tensor([min(gap, 0.0) - 0.1] * 2, requires_grad=True)
     sampler, advantages = (logprobs - gap).detach(), torch.tensor([-1.0, 1.0])
-    tokens = Tokens(logprobs, torch.ones(2), sampler, advantages, torch.ones(2), sampler - 100)
+    tokens = TrainedTokens(logprobs, torch.ones(2), sampler, advantages, torch.ones(2), sampler - 100)
     loss, slope = loss_and_slope(tokens, objective=objective, kl_coefficient=0.001)
     assert math.isfinite(loss)
     assert all(map(math.isfinite, slope))
@@ -206,7 +206,7 @@ def test_surprise_balance_shows_a_filter_that_log_probabilities_hide():
     def balance(probabilities: torch.Tensor) -> float:
         chosen = torch.multinomial(probabilities, 1)
         drawn = logp.gather(1, chosen)[:, 0]
-        tokens = Tokens(drawn, entropy, drawn, torch.zeros(4096), torch.ones(4096), None)
+        tokens = TrainedTokens(drawn, entropy, drawn, torch.zeros(4096), torch.ones(4096), None)
         return metrics(tokens)["policy/surprise_balance"]
 
     ordered, order = logp.exp().sort(descending=True)

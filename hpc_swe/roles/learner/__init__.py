@@ -1,1 +1,1 @@
-"""The learner: one optimizer step a batch."""
+"""Run the learner, which takes one optimizer step per batch."""

@@ -1,7 +1,7 @@
-"""What comes in between two steps: orders, signals, the next batch.
+"""Decide what the ranks do next: obey an order or a signal, or train the next batch.
 
-Rank 0 alone looks, and its verdict is broadcast with the step: ranks that looked for themselves could
-see an order at different steps, and would then wait for one another for ever.
+Rank 0 alone reads the run folder, and its decision is broadcast together with the step. Ranks that read it
+themselves could see an order at different steps, and would then wait for one another for ever.
 """
 
 import logging
@@ -16,32 +16,32 @@ from hpc_swe.records import Batch, BatchManifest, StatusReport
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, folders
 
-PULSE_S = 30.0  # the other ranks hear from rank 0 at least this often
+PULSE_S = 30.0  # rank 0 sends the other ranks a decision at least this often
 
 log = logging.getLogger(__name__)
 
 
 class Order(Enum):
-    """What all ranks do next."""
+    """List what all ranks can be told to do next."""
 
     TRAIN = auto()
     WAIT = auto()
     DRAIN = auto()
-    """Save, and exit 0."""
+    """Save a checkpoint, and exit with 0."""
     STOP = auto()
     """Exit now."""
 
 
 @dataclass(frozen=True)
 class NextBatch:
-    """An order, and the batch to train."""
+    """Hold an order, and the batch to train when the order is TRAIN."""
 
     order: Order
     manifest: BatchManifest | None = None
 
 
 class BatchSource:
-    """Rank 0's view of control/, signals and batches/."""
+    """Watch control/, signals and batches/ on rank 0."""
 
     def __init__(
         self,
@@ -53,27 +53,27 @@ class BatchSource:
     ) -> None:
         self._run, self._wait_s, self._poll_s, self._interrupted = run, wait_s, poll_s, interrupted
         self._pulse_s = pulse_s
-        self._since: float | None = None
+        self._waiting_since: float | None = None
         self._beat: int | None = None
 
-    def look(self, step: int) -> NextBatch:
-        """Wait for an order or the batch of `step`, but no longer than a pulse.
+    def wait(self, step: int) -> NextBatch:
+        """Wait for an order or for the batch of `step`; return WAIT when neither came for `pulse_s`.
 
         Raises:
-            DeadlineError: The coordinator lives, but has published no batch for `wait_s`.
+            DeadlineError: The coordinator is alive, but has published no batch for `wait_s`.
         """
         until = time.monotonic() + self._pulse_s
         while True:
-            upcoming = self._see(step)
+            upcoming = self._read(step)
             if upcoming is not None:
-                self._since = None
+                self._waiting_since = None
                 return upcoming
             self._check_deadline(step)
             if time.monotonic() >= until:
                 return NextBatch(Order.WAIT)
             time.sleep(self._poll_s * random.uniform(0.5, 1.5))
 
-    def _see(self, step: int) -> NextBatch | None:
+    def _read(self, step: int) -> NextBatch | None:
         orders = {*atomic.names(self._run.control)}
         if {"STOP", "FINISHED"} & orders:
             return NextBatch(Order.STOP)
@@ -85,31 +85,31 @@ class BatchSource:
             return None
 
     def _check_deadline(self, step: int) -> None:
-        """A deadline fails only against a coordinator that lives; a dead one is waited for, aloud."""
+        """Fail at the deadline if the coordinator is alive; log a warning and keep waiting if it is not."""
         now = time.monotonic()
-        if self._since is None:
-            self._since, self._beat = now, self._coordinator()[0]
-        if now - self._since < self._wait_s:
+        if self._waiting_since is None:
+            self._waiting_since, self._beat = now, self._coordinator()[0]
+        if now - self._waiting_since < self._wait_s:
             return
         beat, waits_for = self._coordinator()
         if beat == self._beat:
             log.warning("waiting for step %d: the coordinator is silent for %.0f s", step, self._wait_s)
-            self._since = now
+            self._waiting_since = now
             return
         raise DeadlineError(
             f"no {self._run.batch(step)} for {self._wait_s:.0f} s; the coordinator, which publishes it, "
-            f"waits for: {waits_for or 'it does not say'}"
+            f"waits for: {waits_for or 'nothing that it reports'}"
         )
 
     def _coordinator(self) -> tuple[int | None, str]:
         try:
             report = atomic.get(self._run.status, StatusReport)
         except (OSError, HpcSweError):
-            return None, ""  # no sign of life
+            return None, ""  # an unreadable report counts as none
         return report.beat, report.waits_for
 
 
-def share(run: RunDir, manifest: BatchManifest, data_rank: int) -> Batch:
-    """One data-parallel rank's part of a published batch."""
+def read_batch(run: RunDir, manifest: BatchManifest, data_rank: int) -> Batch:
+    """Read the part of a published batch that one data-parallel rank trains."""
     folder, name = run.batch(manifest.step), run.rank_file(data_rank)
     return atomic.decode(folder / name, folders.read(folder, name, manifest), Batch)

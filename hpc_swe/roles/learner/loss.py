@@ -1,6 +1,6 @@
-"""What a step minimizes: the sum over trained tokens of weight times term, divided by nothing.
+"""Define what a step minimizes: the sum over trained tokens of weight times term, divided by nothing.
 
-With pi the weights being trained, mu those that sampled, ref the initial ones, A the advantage:
+pi are the weights being trained, mu those that sampled, ref the initial ones, and A is the advantage:
 
     ppo(r, A) = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))    but at most -A dual_clip, where A < 0
 
@@ -8,20 +8,21 @@ With pi the weights being trained, mu those that sampled, ref the initial ones, 
     decoupled       r = pi / pi_prox    term = min(pi_prox / mu, ratio_cap) ppo(r, A)
     sft                                 term = -log pi
 
-The first is PPO's (Schulman et al. 2017, eq. 7) with the clip on the sampler's own probabilities. Where
-A < 0 that maximum has no upper bound: its slope is -A r, and r is in the thousands when a router sends a
-token to other experts here than in the engine. The bound is dual-clip PPO's (Ye et al. 2020, "Mastering
-Complex Control in MOBA Games with Deep Reinforcement Learning", c = 3): from r = dual_clip on the
-slope is 0. So the slope of a term is never steeper than |A| max(1 + clip_high, dual_clip).
-The second is decoupled PPO (Hilton et al. 2021); pi_prox is pi before the step, and with one step a
-batch that is pi itself without gradient, so its r is 1 and never clipped. Tokens whose pi_prox / mu
-lies outside mask_low .. mask_high have term 0.
+sampler_ratio is PPO (Schulman et al. 2017, eq. 7) that clips around the sampler's own probabilities. Where
+A < 0, its maximum has no upper bound: the slope is -A r, and r is in the thousands when a router sends a
+token to other experts here than in the engine. The bound is that of dual-clip PPO (Ye et al. 2020,
+"Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", c = 3): from r = dual_clip on,
+the slope is 0. So the slope of a term is never steeper than |A| max(1 + clip_high, dual_clip).
+
+decoupled is decoupled PPO (Hilton et al. 2021). pi_prox is pi before the step. With one step per batch that
+is pi itself without gradient, so its r is 1 and never clipped. Tokens whose pi_prox / mu lies outside
+mask_low .. mask_high have term 0.
 
     + kl_coefficient r_mu (e^d - 1 - d),  d = log ref - log pi,  r_mu = pi / mu
 
-is the k3 estimate of KL(pi, ref), times the importance ratio because mu drew the tokens; its
-expectation's gradient is that of the divergence (DeepSeek-V3.2 report, section 3.1). The slope of one
-token is -r_mu d; for the same reason as above r_mu counts there as min(r_mu, dual_clip).
+is the k3 estimate of KL(pi, ref), times the importance ratio because mu drew the tokens; the gradient of its
+expectation is that of the divergence (DeepSeek-V3.2 report, section 3.1). The slope of one token is -r_mu d,
+in which r_mu is bounded to min(r_mu, dual_clip), for the same reason as above.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from hpc_swe.plugins.policies.base import LossConfig, TrainedTokens
 
-LARGEST = 20.0  # log-ratios beyond it are clamped: e^20 is as wrong as e^80, but finite
+LARGEST = 20.0  # log-ratios beyond it are clamped, so that their exponentials stay finite
 PER_DECADE, DECADES, LOWEST = 20, 8, -6  # bins of the histogram of |gap|, 12 % wide, from 1e-6 on
 BINS = PER_DECADE * DECADES
 MEANS = (
@@ -50,22 +51,23 @@ MEANS = (
     "ratio/masked_share",
     "policy/kl",
 )
-"""Per trained token: -log pi; nats; -log mu - entropy, about 0 on fresh tokens. With d = log pi - log mu:
-d, e^d - 1 - d, |d| > 1, e^d, its square, left or right of the clip or over dual_clip where these stop the
-gradient, over ratio_cap, outside mask_low .. mask_high. At last the divergence from the reference."""
+"""Metrics that are means over trained tokens. They are, in this order: -log pi; entropy in nats; -log mu -
+entropy, about 0 on new tokens; then with d = log pi - log mu: d; e^d - 1 - d; |d| > 1; e^d; its square; below
+the clip, above it, or over dual_clip, where these stop the gradient; over ratio_cap; outside mask_low ..
+mask_high; and last the divergence from the reference."""
 
 Term = Callable[[TrainedTokens, LossConfig], Tensor]
 
 
 class PolicyObjective:
-    """One of the objectives above, and the curves that show whether it can be trusted."""
+    """Compute one of the objectives above, and the metrics that show whether it can be trusted."""
 
     def __init__(self, config: LossConfig) -> None:
         self._config = config
         self.needs_reference = config.kl_coefficient > 0
 
     def __call__(self, tokens: TrainedTokens) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss; number of tokens, sums of MEANS, histogram of |log pi - log mu|; the largest of these."""
+        """Return the loss; sums of ones, of MEANS and of the histogram of |log pi - log mu|; its maximum."""
         term = TERMS[self._config.objective](tokens, self._config)
         if self.needs_reference:
             term = term + self._config.kl_coefficient * divergence(tokens, self._config)
@@ -76,16 +78,16 @@ class PolicyObjective:
         return (tokens.weights * term).sum(), sums, largest
 
     def metrics(self, sums: Sequence[float], maxima: Sequence[float]) -> dict[str, float]:
-        """Means over the step's trained tokens; what the objective does not use is left out."""
+        """Return means over the trained tokens of the step, without those that the objective does not use."""
         count, end = max(sums[0], 1.0), 1 + len(MEANS)
-        found = {name: total / count for name, total in zip(MEANS, sums[1:end], strict=True)}
-        found["ratio/effective_share"] = found["ratio/mean"] ** 2 / max(found.pop("ratio/square"), 1e-30)
-        found["gap/p99"] = _percentile(sums[end:], 0.99)
-        found["gap/max"] = maxima[0]
-        return {"policy/tokens": sums[0]} | {name: found[name] for name in found if self._tells(name)}
+        means = {name: total / count for name, total in zip(MEANS, sums[1:end], strict=True)}
+        means["ratio/effective_share"] = means["ratio/mean"] ** 2 / max(means.pop("ratio/square"), 1e-30)
+        means["gap/p99"] = _percentile(sums[end:], 0.99)
+        means["gap/max"] = maxima[0]
+        return {"policy/tokens": sums[0]} | {name: means[name] for name in means if self._applies(name)}
 
-    def _tells(self, name: str) -> bool:
-        """Whether a number means something under this objective."""
+    def _applies(self, name: str) -> bool:
+        """Tell whether a metric has a meaning under this objective."""
         objective = self._config.objective
         if name == "policy/kl":
             return self.needs_reference
@@ -97,12 +99,12 @@ class PolicyObjective:
 
 
 def sampler_ratio(tokens: TrainedTokens, config: LossConfig) -> Tensor:
-    """[n] terms of PPO with the ratio to the sampler."""
+    """Return the terms [n] of PPO with the ratio to the sampler."""
     return _clipped(_ratio(tokens.logprobs, tokens.sampler), tokens.advantages, config)
 
 
 def decoupled(tokens: TrainedTokens, config: LossConfig) -> Tensor:
-    """[n] terms of PPO around the weights before the step, corrected by a constant weight."""
+    """Return the terms [n] of PPO around the weights before the step, corrected by a constant weight."""
     before = tokens.logprobs.detach()
     correction = _ratio(before, tokens.sampler)
     kept = ~_masked(correction, config)
@@ -114,7 +116,7 @@ def decoupled(tokens: TrainedTokens, config: LossConfig) -> Tensor:
 
 
 def sft(tokens: TrainedTokens, _config: LossConfig) -> Tensor:
-    """[n] negative log-likelihoods."""
+    """Return the negative log-likelihoods [n]."""
     return -tokens.logprobs
 
 
@@ -122,9 +124,9 @@ TERMS: dict[str, Term] = {"sampler_ratio": sampler_ratio, "decoupled": decoupled
 
 
 def divergence(tokens: TrainedTokens, config: LossConfig) -> Tensor:
-    """[n] k3 estimates of the divergence from the reference, with the bounded slopes of above."""
+    """Return k3 estimates [n] of the divergence from the reference, with their slope bounded as above."""
     if tokens.reference is None:
-        raise ValueError("no reference log-probabilities: the policy was asked for an objective without them")
+        raise ValueError("the KL needs log-probabilities of the reference, but the policy computed none")
     now = tokens.logprobs.detach()
     difference = (tokens.reference - now).clamp(-LARGEST, LARGEST)
     ratio = _ratio(now, tokens.sampler)
@@ -148,7 +150,7 @@ def _masked(correction: Tensor, config: LossConfig) -> Tensor:
 
 
 def _sums(tokens: TrainedTokens, config: LossConfig) -> Tensor:
-    """float64 [1 + means]: doubles, so that a million tokens add up exactly enough."""
+    """Sum the statistics into float64 [1 + means]; float32 would lose precision over a million tokens."""
     gap = tokens.logprobs - tokens.sampler
     ratio = _ratio(tokens.logprobs, tokens.sampler)
     columns = (
@@ -179,7 +181,7 @@ def _histogram(gap: Tensor) -> Tensor:
 
 
 def _percentile(counts: Sequence[float], share: float) -> float:
-    """Upper edge of the bin that the percentile falls into."""
+    """Return the upper edge of the bin that contains the percentile."""
     due, seen = share * sum(counts), 0.0
     for index, count in enumerate(counts):
         seen += count

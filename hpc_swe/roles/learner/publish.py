@@ -1,6 +1,6 @@
-"""What goes out: weight versions and checkpoints. All ranks write into one stage, rank 0 commits.
+"""Publish weight versions and checkpoints: all ranks write into one staging folder, and rank 0 commits it.
 
-A checksum of a file is made by one rank, each rank taking an equal share of the files.
+Checksums are divided among the ranks: each file is read by one of them.
 """
 
 import logging
@@ -20,7 +20,7 @@ from hpc_swe.records import (
     WeightManifest,
     WeightVersion,
 )
-from hpc_swe.roles.learner.accord import on_all_ranks, on_rank_zero
+from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, folders
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """One incarnation's weights and checkpoints; what is published already is not published again."""
+    """Publish the weights and checkpoints of one incarnation, each step at most once."""
 
     def __init__(self, run: RunDir, learner: Learner, incarnation: int, writer: str) -> None:
         self._run, self._learner, self._ranks = run, learner, learner.ranks
@@ -39,7 +39,11 @@ class Publisher:
         self._saved: int | None = None
 
     def restore(self) -> None:
-        """Load the newest checkpoint that is as it was published; stay at the initial weights without any."""
+        """Load the newest undamaged checkpoint; keep the initial weights when there is none.
+
+        Raises:
+            CorruptRecord: No checkpoint is intact, and the batches to repeat are deleted.
+        """
         for folder, manifest in on_rank_zero(self._ranks, lambda: _checkpoints(self._run)):
             damaged = _damaged(folder, manifest.files, self._ranks)
             if damaged:
@@ -51,8 +55,8 @@ class Publisher:
             return
         on_rank_zero(self._ranks, lambda: _require_first_batch(self._run))
 
-    def weights(self) -> None:
-        """Publish the present weights as a version."""
+    def publish_weights(self) -> None:
+        """Publish the current weights as a version."""
         if self._exported == self._learner.step:
             return
         version = WeightVersion(incarnation=self._incarnation, step=self._learner.step)
@@ -71,8 +75,8 @@ class Publisher:
         self._exported = self._learner.step
         log.info("exported %s", version.name)
 
-    def checkpoint(self) -> None:
-        """Publish the training state."""
+    def publish_checkpoint(self) -> None:
+        """Publish the current training state."""
         step = self._learner.step
         if self._saved == step:
             return
@@ -93,7 +97,7 @@ class Publisher:
     def _stage(self, final: Path) -> Iterator[tuple[Path, Path]]:
         stage = on_rank_zero(self._ranks, lambda: folders.staging(final))
         try:
-            # Small files come first, which one rank writes while the others wait for it.
+            # One rank writes the first, small files while the others wait: it must not fail for lack of room.
             on_rank_zero(self._ranks, lambda: folders.require_room(stage))
             yield stage, final
         except BaseException:
@@ -107,9 +111,10 @@ class Publisher:
         return {name: info for part in self._ranks.gather(mine) for name, info in part.items()}
 
     def _probe(self) -> ProbeScore:
-        """The first entries of most vocabularies are the characters in order: a text that models expect.
+        """Score a text with which engines check the weights that they loaded.
 
-        On a text that they do not, rounding alone would move the log-probabilities far.
+        The first entries of most vocabularies are the characters in order, a text that models predict well.
+        On a text that they do not, rounding alone would change the log-probabilities a lot.
         """
         ids = list(range(min(32, self._learner.vocabulary)))
         scores = self._learner.logprobs(ids)
@@ -117,7 +122,7 @@ class Publisher:
 
 
 def take_incarnation(run: RunDir) -> int:
-    """A number that no earlier start of this run's learner had."""
+    """Reserve a number that no earlier start of this run's learner had."""
     taken = (name for name in atomic.names(run.incarnations) if INCARNATION.fullmatch(name))
     number = max(map(int, taken), default=0)
     while True:
@@ -131,7 +136,7 @@ def take_incarnation(run: RunDir) -> int:
 
 
 def _checkpoints(run: RunDir) -> list[tuple[Path, CheckpointManifest]]:
-    """Those with readable manifests, last written first."""
+    """List the checkpoints with readable manifests, the last written first."""
     found = []
     for name in atomic.names(run.checkpoints):
         folder = run.checkpoints / name
@@ -145,7 +150,7 @@ def _checkpoints(run: RunDir) -> list[tuple[Path, CheckpointManifest]]:
 
 
 def _require_first_batch(run: RunDir) -> None:
-    """A learner that starts at step 0 would wait for ever for a batch that retention took."""
+    """Refuse to start at step 0 when retention has deleted the first batch: it would never come."""
     left = [name for name in atomic.names(run.batches) if name.startswith("step_")]
     if left and not run.batch(0).exists():
         raise CorruptRecord(

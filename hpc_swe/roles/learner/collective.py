@@ -1,4 +1,4 @@
-"""How ranks act as one: what one of them may not decide or survive alone is shared."""
+"""Let ranks act together: an answer or an error that all of them must share is shared."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def on_rank_zero(ranks: Ranks, act: Callable[[], T]) -> T:
-    """Rank 0 acts; every rank gets what it returned, or raises what it raised."""
+    """Call `act` on rank 0; return its answer on every rank, or raise its error on every rank."""
     answer, error = _try(act) if ranks.rank == 0 else (None, None)
     answer, error = ranks.broadcast((answer, error))
     if error is not None:
@@ -19,7 +19,7 @@ def on_rank_zero(ranks: Ranks, act: Callable[[], T]) -> T:
 
 
 def on_all_ranks(ranks: Ranks, act: Callable[[], T]) -> T:
-    """Every rank acts and gets its own answer; if any raised, all raise."""
+    """Call `act` on every rank and return each rank its own answer; if any rank raised, all raise."""
     answer, error = _try(act)
     for failure in ranks.gather(error):
         if failure is not None:
