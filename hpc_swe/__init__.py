@@ -1,4 +1,4 @@
-"""hpc_swe trains software-engineering agents with GRPO on a Slurm cluster."""
+"""Train software-engineering agents with GRPO on a Slurm cluster."""
 
 import sys
 from types import TracebackType
@@ -6,12 +6,12 @@ from types import TracebackType
 __version__ = "0.1.0"
 
 
-def _say_interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
 
 
-if sys.argv[:1] == ["-m"] or sys.argv[0].endswith("/hpc-swe"):  # a command; once imported, `cli` frames it
-    sys.excepthook = _say_interrupted
+if sys.argv[:1] == ["-m"] or sys.argv[0].endswith("/hpc-swe"):  # until `cli.command` does it
+    sys.excepthook = _print_interrupted

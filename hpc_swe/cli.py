@@ -1,4 +1,4 @@
-"""What all commands have in common: words in any order, one line an error, and Ctrl-C without a traceback."""
+"""Give all commands the same manners: arguments in any order, a line per error, no traceback on Ctrl-C."""
 
 import argparse
 import difflib
@@ -10,14 +10,14 @@ from pathlib import Path
 
 from hpc_swe.errors import HpcSweError
 
-INTERRUPTED, BROKEN_PIPE = 130, 141  # as shells count them
+INTERRUPTED, BROKEN_PIPE = 130, 141  # the exit codes that shells use
 
 
 def command(main: Callable[[], int | None]) -> Callable[[], None]:
-    """A command's `main`: our errors become lines and an exit code, and an interrupt one line."""
+    """Wrap a command's `main`: print our errors and an interrupt as lines, and exit with the right code."""
 
     @wraps(main)
-    def framed() -> None:
+    def run() -> None:
         try:
             code = main()
             sys.stdout.flush()
@@ -28,47 +28,49 @@ def command(main: Callable[[], int | None]) -> Callable[[], None]:
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             code = INTERRUPTED
-        except BrokenPipeError:  # `| head`; what is still buffered has nowhere to go
+        except BrokenPipeError:  # `| head` has closed the pipe; discard what is still buffered
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = BROKEN_PIPE
         sys.exit(code)
 
-    return framed
+    return run
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Options and other words in any order; who misspells an option is told the one that is alike."""
-    arguments, left = parser.parse_known_intermixed_args(words)
-    if left:
+    """Parse options and other arguments in any order; for an unknown option suggest the closest one."""
+    arguments, unknown = parser.parse_known_intermixed_args(words)
+    if unknown:
         options = [option for action in parser._actions for option in action.option_strings]
-        parser.error(
-            "; ".join(f"{word!r} is not known here{like(word.partition('=')[0], options)}" for word in left)
-        )
+        hints = (f"{word!r}{suggestion(word.partition('=')[0], options)}" for word in unknown)
+        parser.error(f"unknown argument {'; '.join(hints)}")
     return arguments
 
 
 def parse_verb(
     verbs: Mapping[str, argparse.ArgumentParser], words: Sequence[str], parser: argparse.ArgumentParser
 ) -> tuple[str, argparse.Namespace]:
-    """The verb, wherever it stands, and its arguments; `parser` is the whole command's."""
+    """Return the verb, wherever it stands among the words, and its parsed arguments.
+
+    `parser` belongs to the whole command: it prints the help, and the error when no verb is given.
+    """
     verb = next((word for word in words if word in verbs), "")
     if not verb:
         plain = [word for word in words if not word.startswith("-")]
         if plain and not {"-h", "--help"} & set(words):
-            parser.error(f"{plain[0]!r} is none of {', '.join(verbs)}{like(plain[0], verbs)}")
+            parser.error(f"{plain[0]!r} is not one of {', '.join(verbs)}{suggestion(plain[0], verbs)}")
         parser.parse_args(words)  # prints the help, or asks for a verb
-    where = list(words).index(verb)
-    return verb, parse(verbs[verb], [*words[:where], *words[where + 1 :]])
+    index = list(words).index(verb)
+    return verb, parse(verbs[verb], [*words[:index], *words[index + 1 :]])
 
 
 def folder(text: str) -> Path:
-    """For `type=` of an argument: a folder's path, absolute; an empty one is no folder, and not this one."""
+    """Return the absolute path of a folder, for `type=` of an argument; refuse an empty name."""
     if not text.strip():
-        raise argparse.ArgumentTypeError("an empty name; name a folder (is a variable of the shell unset?)")
+        raise argparse.ArgumentTypeError("the name is empty; name a folder (is a shell variable unset?)")
     return Path(text).absolute()
 
 
-def like(word: str, known: Iterable[str]) -> str:
-    """A question for the end of an error: which of the known words is meant; empty when none is alike."""
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return the end of an error message that suggests the closest known word; empty when none is close."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {found[0]!r}?" if found else ""

@@ -32,7 +32,7 @@ def line(config: RunConfig) -> str:
 @cli.command
 def main() -> None:
     """The command line."""
-    print(line(configuration.of_words(sys.argv[1:])))
+    print(line(configuration.from_words(sys.argv[1:])))
 
 
 if __name__ == "__main__":

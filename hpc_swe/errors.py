@@ -1,24 +1,25 @@
-"""Our exceptions.
+"""Define the exceptions that hpc_swe raises on purpose, and the exit code of a command that ends by each.
 
-* HpcSweError
-  x ConfigError       the person who wrote the TOML can mend it            exit 2
-  x ProtocolError     the run folder breaks docs/protocol.md               exit 3
+* HpcSweError                                                                 exit 1
+  x ConfigError       the author of the TOML file can correct it              exit 2
+  x ProtocolError     the run folder does not follow docs/protocol.md         exit 3
     + CorruptRecord     a published file does not decode, or its checksum differs
-    + StaleRun          another protocol version wrote this run
+    + StaleRun          the run was written under another protocol version
     + LostRace          another process of the same role published first
-  x StorageError      the shared file system refused: full, over quota, I/O error; back off, nothing is lost
+  x StorageError      the shared file system is full, over quota or fails     exit 4
+  x DeadlineError     a wait timed out; the message says for what and whom    exit 5
   x SchedulerError    the scheduler does not answer; nothing was submitted    exit 6
-  x NodeError         this node cannot do a role's work                       exit 7
-  x DeadlineError     a wait ran out; the message says for what, and from whom
-  x EpisodeError      one episode failed; recorded on it, never past the worker's loop
-    + SandboxError      the container, not the model, is to blame  -> infra_error, retried
-    + EngineError       no engine answered, or answered wrongly    -> infra_error, retried
-      - NoAnswer          the engine is dead, or hangs: this says nothing of what it was asked
-      - Overdue           the engine works, but one completion did not come in a very long time
-    + AgentError        the agent program broke                    -> exit status error, unresolved
+  x NodeError         this node cannot do the role's work                     exit 7
+  x EpisodeError      one episode failed; the worker records it and goes on
+    + SandboxError      the container failed, not the model -> infra_error, retried
+    + EngineError       no engine answered, or the answer was wrong -> infra_error, retried
+      - NoAnswer          the engine is dead or hangs, whatever it was asked
+      - Overdue           the engine works, but one completion takes far too long
+    + AgentError        the agent program failed -> exit status agent_error, unresolved
 
-Anything else that escapes is a bug and ends the process; the protocol makes that cheap. But what escapes from
-a grader, or from an episode whose policy has spoken, was chosen by the policy: it costs that episode alone.
+Any other exception is a bug and ends the process; the protocol makes that cheap. But an exception from a
+grader, or from an episode whose policy has already replied, may be the policy's choice: it costs only that
+episode.
 """
 
 from collections.abc import Iterator
@@ -26,19 +27,19 @@ from contextlib import contextmanager
 
 
 class HpcSweError(Exception):
-    """Base of every error we raise on purpose."""
+    """Every error that hpc_swe raises on purpose is one of these; a command prints it as one line."""
 
     exit_code = 1
 
 
 class ConfigError(HpcSweError):
-    """The configuration cannot be used; the message says which key and what would be right."""
+    """The configuration cannot be used; the message names the key and a right value."""
 
     exit_code = 2
 
 
 class ProtocolError(HpcSweError):
-    """The run folder is not as docs/protocol.md says."""
+    """The run folder does not follow docs/protocol.md."""
 
     exit_code = 3
 
@@ -52,11 +53,11 @@ class StaleRun(ProtocolError):
 
 
 class LostRace(ProtocolError):
-    """Another process published the same thing first; this one has nothing left to do."""
+    """Another process published the same thing first; this process has nothing left to do."""
 
 
 class StorageError(HpcSweError):
-    """The file system cannot take or give data now."""
+    """The file system cannot read or write now; retry later, nothing is lost."""
 
     exit_code = 4
 
@@ -74,25 +75,25 @@ class NodeError(HpcSweError):
 
 
 class DeadlineError(HpcSweError):
-    """A wait ended without what it waited for."""
+    """A wait timed out; the message says what was awaited, and from whom."""
 
     exit_code = 5
 
 
 class EpisodeError(HpcSweError):
-    """One episode failed."""
+    """An episode has failed; the worker records that and goes on."""
 
 
 class SandboxError(EpisodeError):
-    """The container broke for a reason outside the policy's reach."""
+    """The container failed for a reason that the policy cannot cause."""
 
 
 class EngineError(EpisodeError):
-    """The inference engine did not answer, or its answer cannot be trusted."""
+    """The inference engine did not answer, or its answer is invalid."""
 
 
 class NoAnswer(EngineError):
-    """The engine gave no answer: it is dead, unreachable, or hangs."""
+    """The engine is dead, is unreachable, or hangs."""
 
 
 class Overdue(EngineError):
@@ -100,15 +101,13 @@ class Overdue(EngineError):
 
 
 class AgentError(EpisodeError):
-    """The agent program broke."""
+    """The agent program has failed, which counts as the policy's own work."""
 
 
 @contextmanager
 def boundary(kind: type[HpcSweError], doing: str) -> Iterator[None]:
-    """Attribute plain OS and value errors of the block to `kind`; our own errors pass unchanged."""
+    """Raise plain OS, value and lookup errors of the block as `kind`; our own errors pass unchanged."""
     try:
         yield
-    except HpcSweError:
-        raise
     except (OSError, ValueError, LookupError) as error:
         raise kind(f"{doing}: {type(error).__name__}: {error}") from error

@@ -49,7 +49,7 @@ def _start(arguments: argparse.Namespace) -> None:
     files = [Path(word) for word in arguments.config if "=" not in word]
     if not files:
         raise ConfigError("no CONFIG.toml; give the files that say what is run, as configs/demo.toml")
-    config = configuration.of_words(arguments.config)
+    config = configuration.from_words(arguments.config)
     runs = Path(os.environ.get("HPC_SWE_RUNS") or "runs").absolute()
     run = RunDir(arguments.run or runs / files[0].stem)
     if arguments.dry_run:
@@ -71,7 +71,7 @@ def _list_keys(arguments: argparse.Namespace) -> None:
     found = keys.listed(arguments.prefix)
     if not found:
         names = [key.name for key in keys.listed()]
-        raise ConfigError(f"no key begins with {arguments.prefix!r}{cli.like(arguments.prefix, names)}")
+        raise ConfigError(f"no key begins with {arguments.prefix!r}{cli.suggestion(arguments.prefix, names)}")
     print("\n".join(keys.markdown(found) if arguments.markdown else keys.as_lines(found)))
 
 

@@ -1,9 +1,9 @@
-"""What crosses a process boundary. Nothing else does.
+"""Define every record that crosses a process boundary; nothing else crosses one.
 
 Every record is frozen and names its units. Token arrays are little-endian bytes, int32 or float32, so that
 thirty thousand tokens decode in microseconds: `ids` and `floats` pack, `id_array` and `float_array` view.
 
-Each stage adds a record and fills in no other's fields:
+Each stage adds a record and never fills in fields of another stage's record:
 Task, RolloutRequest -> Episode(Turn...) -> ScoredEpisode(Score) -> Sample -> MicroBatch -> Batch.
 """
 
@@ -25,47 +25,47 @@ FloatArray = NDArray[np.float32]
 
 
 def ids(values: Iterable[int] | IdArray) -> Ids:
-    """Pack token ids."""
+    """Pack token ids as little-endian int32."""
     return np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype="<i4").tobytes()
 
 
 def floats(values: Iterable[float] | FloatArray) -> Floats:
-    """Pack log-probabilities, advantages or weights."""
+    """Pack log-probabilities, advantages or weights as little-endian float32."""
     return np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype="<f4").tobytes()
 
 
 def id_array(data: Ids) -> IdArray:
-    """Read-only int32 view of packed ids, shape [tokens]."""
+    """Return packed ids as a read-only int32 view [tokens]."""
     return np.frombuffer(data, dtype="<i4")
 
 
 def float_array(data: Floats) -> FloatArray:
-    """Read-only float32 view of packed numbers, shape [tokens]."""
+    """Return packed numbers as a read-only float32 view [tokens]."""
     return np.frombuffer(data, dtype="<f4")
 
 
 class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all records. Each one says ``frozen, kw_only`` again: type checkers do not inherit them."""
+    """This is the base of all records; each repeats ``frozen, kw_only`` for type checkers."""
 
 
 class TestPlan(Record, frozen=True, kw_only=True):
-    """How a grader judges a task; the agent never sees it."""
+    """A grader judges a task by these tests; the agent never sees them."""
 
-    __test__ = False  # pytest, this is no test class
+    __test__ = False  # pytest must not collect this class
     command: str
-    """Shell line run in the work directory of a fresh sandbox."""
+    """Shell command, run in the work directory of a fresh sandbox."""
     files: dict[str, str] = {}
-    """Path -> text, laid over the submission before the command runs."""
+    """Path -> text, written over the submission before the command runs."""
     fail_to_pass: list[str]
     """Test ids that the bug breaks."""
     pass_to_pass: list[str] = []
     timeout_s: float
     extra: dict[str, str] = {}
-    """What only this task's own grader understands, for example a log parser's name."""
+    """Settings for this task's own grader only, for example the name of a log parser."""
 
 
 class Task(Record, frozen=True, kw_only=True):
-    """One problem: "what", never "how"; no paths of a cluster, no sampling settings."""
+    """A task is a problem and its tests; it names no paths of a cluster and no sampling settings."""
 
     task_id: str
     taskset: str
@@ -75,49 +75,49 @@ class Task(Record, frozen=True, kw_only=True):
     workdir: str
     """Absolute path inside the sandbox."""
     base_commit: str = ""
-    """Commit that a submission is a difference to; empty when the task is plain files."""
+    """Commit that the submitted diff applies to; empty when the task is plain files."""
     files: dict[str, str] = {}
-    """Path -> text, laid into the work directory before the agent starts."""
+    """Path -> text, written into the work directory before the agent starts."""
     tests: TestPlan
 
 
 class Sampling(Record, frozen=True, kw_only=True):
-    """Everything that shapes the distribution a token is drawn from."""
+    """These settings shape the distribution that each token is sampled from."""
 
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     """0 is greedy."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Least share of probability that the likeliest tokens keep; 1 is all."""
+    """Sample from the likeliest tokens that together have this probability; 1 is all."""
     top_k: Annotated[int, Meta(ge=0)] = 0
-    """0 is off."""
+    """Sample from so many of the likeliest tokens; 0 is all."""
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Tokens below this share of the likeliest one's probability are left out; 0 is none."""
+    """Leave out tokens below this share of the likeliest token's probability; 0 leaves out none."""
     max_tokens: Annotated[int, Meta(gt=0)] = 1024
     """Most tokens of one turn."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether the recorded log-probabilities are those of the distribution sampled from."""
+        """Tell whether the recorded log-probabilities are those of the distribution sampled from."""
         return (self.temperature, self.top_p, self.top_k, self.min_p) == (1, 1, 0, 0)
 
 
 class WeightVersion(Record, frozen=True, kw_only=True, order=True):
-    """Which weights: the learner's incarnation, which each of its starts takes anew, then its steps."""
+    """A version is sorted by the learner's incarnation, which each start increases, then by its steps."""
 
     incarnation: int = 0
     step: int = 0
 
     @property
     def name(self) -> str:
-        """Folder name in weights/ and the engine's stamp: ``v000012-i01``."""
+        """Return the name of the folder in weights/, which engines report too: ``v000012-i01``."""
         return f"v{self.step:06d}-i{self.incarnation:02d}"
 
     @classmethod
     def parse(cls, name: str) -> "WeightVersion":
-        """Inverse of `name`.
+        """Parse a `name`.
 
         Raises:
-            ValueError: The name is not a version's.
+            ValueError: It is not the name of a version.
         """
         step, _, incarnation = name.removeprefix("v").partition("-i")
         if step.isdecimal() and incarnation.isdecimal():
@@ -128,7 +128,7 @@ class WeightVersion(Record, frozen=True, kw_only=True, order=True):
 
 
 class RolloutRequest(Record, frozen=True, kw_only=True):
-    """One attempt that some rollout worker shall make.
+    """A request is an order for one episode, which any rollout worker may take.
 
     Example:
         RolloutRequest(group_id=12, index=3, task_id="bugs-train-7", seed=7, sampling=Sampling())
@@ -137,23 +137,23 @@ class RolloutRequest(Record, frozen=True, kw_only=True):
 
     split: Split = "train"
     group_id: int
-    """GRPO group; siblings share it. The group is the atomic unit of training."""
+    """GRPO group, which siblings share. A group is trained as a whole or not at all."""
     index: int
     """Sibling index, 0 .. group_size - 1."""
     task_id: str
     seed: int
     sampling: Sampling
     attempt: int = 0
-    """How often this episode ended as an infrastructure error before."""
+    """How many earlier attempts of this episode ended as infrastructure errors."""
 
     @property
     def name(self) -> str:
-        """The identity: evaluation sorts first, then age."""
+        """Return the episode's identity, which sorts evaluation first and then older groups first."""
         return f"{self.split}-{self.group_id:06d}-{self.index:02d}"
 
 
 class VersionSpan(Record, frozen=True, kw_only=True):
-    """Completion tokens start .. end - 1 were sampled by weights between `oldest` and `newest`."""
+    """Tokens [start, end) of a completion were sampled by weights from `oldest` to `newest`."""
 
     start: int
     end: int
@@ -162,15 +162,15 @@ class VersionSpan(Record, frozen=True, kw_only=True):
 
     @property
     def fewest_steps(self) -> int:
-        """What staleness counts from: a learner that resumed is newer with fewer steps."""
+        """Return the step that staleness counts from: a learner that resumed is newer with fewer steps."""
         return min(self.oldest.step, self.newest.step)
 
 
 class Turn(Record, frozen=True, kw_only=True):
-    """One completion exactly as the engine saw and sampled it; nothing is ever re-tokenized.
+    """A turn holds one completion exactly as the engine read and sampled it; nothing is ever re-tokenized.
 
     The prompt is the whole sequence of the parent turn (its prompt, then its completion) followed by
-    `appended_ids`: that a turn extends its parent token by token holds by shape, not by comparison.
+    `appended_ids`, so that a turn extends its parent token by token without any comparison.
 
     Example: P0 A0 P1 A1 is Turn(parent=None, appended_ids=P0, completion_ids=A0, ...) and
                             Turn(parent=0,    appended_ids=P1, completion_ids=A1, ...)
@@ -183,29 +183,29 @@ class Turn(Record, frozen=True, kw_only=True):
     logprobs: Floats
     """One per completion id, under the weights that sampled it."""
     spans: list[VersionSpan]
-    """Cover the completion without gap or overlap."""
+    """Versions of the weights; the spans cover the completion without gap or overlap."""
     sampling: Sampling
     engine: str
     finish_reason: Literal["stop", "length", "abort"]
     delivered: bool
-    """Whether the reply reached the agent; an undelivered one is never trained."""
+    """Whether the reply reached the agent; an undelivered reply is never trained."""
     seconds: float
 
     @property
     def completion(self) -> IdArray:
-        """int32 [completion]."""
+        """Return the completion's token ids, int32 [completion]."""
         return id_array(self.completion_ids)
 
 
 class ToolCall(Record, frozen=True, kw_only=True):
-    """One call as the agent read it from the policy's text; `arguments` is JSON text, as written there."""
+    """A call is what the agent parsed from the policy's text; `arguments` is JSON text, unchanged."""
 
     name: str
     arguments: str
 
 
 class Message(Record, frozen=True, kw_only=True):
-    """One chat message, for people and for the next prompt."""
+    """A chat message is shown to people and rendered into the next prompt."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
@@ -213,27 +213,27 @@ class Message(Record, frozen=True, kw_only=True):
 
 
 class ExitStatus(StrEnum):
-    """Why an episode ended."""
+    """An episode has ended for one of these reasons."""
 
     SUBMITTED = "submitted"
     MAX_TURNS = "max_turns"
     CONTEXT = "context"
-    """The next prompt would not leave room to answer."""
+    """The next prompt would not leave room for a reply."""
     TOOL_TIME = "tool_time"
-    """The seconds that tools may use are spent."""
+    """The tools have used up their seconds."""
     AGENT_ERROR = "agent_error"
-    """The agent program broke; the policy's own doing."""
+    """The agent program failed; this counts as the policy's own work."""
     INFRA_ERROR = "infra_error"
-    """The engine or the host failed; nobody's doing, never a reward."""
+    """The engine or the host failed; the policy is not to blame and gets no reward."""
 
     @property
     def is_truncated(self) -> bool:
-        """Cut off by a budget, not ended by the agent."""
+        """Tell whether a budget cut the episode off, rather than the agent ending it."""
         return self in (ExitStatus.MAX_TURNS, ExitStatus.CONTEXT, ExitStatus.TOOL_TIME)
 
 
 class Timing(Record, frozen=True, kw_only=True):
-    """Wall seconds of one episode by what they went to."""
+    """Wall seconds of one episode are summed by what they were spent on."""
 
     sandbox_s: float = 0.0
     engine_s: float = 0.0
@@ -242,7 +242,7 @@ class Timing(Record, frozen=True, kw_only=True):
 
 
 class Episode(Record, frozen=True, kw_only=True):
-    """One finished attempt, not yet scored."""
+    """An episode is one finished attempt, not yet scored."""
 
     request: RolloutRequest
     turns: list[Turn]
@@ -253,15 +253,15 @@ class Episode(Record, frozen=True, kw_only=True):
     timing: Timing
     worker: str
     error: str = ""
-    """What broke, when the exit status is an error."""
+    """What failed, when the exit status is an error."""
     counts: dict[str, int] = {}
-    """Recorder's tallies, for example ``ignored_settings``."""
+    """What the recorder counted, for example ``ignored_settings``."""
     main: int = -1
-    """Index of the turn that starts the agent's own conversation, whose work is graded; -1 is not known."""
+    """Index of the turn that starts the agent's own conversation, whose result is graded; -1 is unknown."""
 
 
 class Score(Record, frozen=True, kw_only=True):
-    """What a grader says of one episode."""
+    """A score is a grader's result for one episode."""
 
     outcome: Outcome
     reward: float | None
@@ -277,16 +277,16 @@ class Score(Record, frozen=True, kw_only=True):
 
 
 class ScoredEpisode(Record, frozen=True, kw_only=True):
-    """An episode and its score."""
+    """A scored episode is what reward workers hand to the coordinator."""
 
     episode: Episode
     score: Score
     sentinels: list[str] = []
-    """Sentinels that the worker graded since its last result: what was wrong with each, or nothing."""
+    """One entry per sentinel graded since the worker's last result: the fault found, or an empty string."""
 
 
 class Sample(Record, frozen=True, kw_only=True):
-    """One token sequence to train on, cut from an episode; all arrays have the length of `token_ids`.
+    """A sample is one token sequence of an episode to train on; all arrays have the length of `token_ids`.
 
     Example: for the episode above
 
@@ -299,24 +299,24 @@ class Sample(Record, frozen=True, kw_only=True):
     mask: bytes
     """uint8 [tokens], 1 where the token is trained."""
     logprobs: Floats
-    """The sampler's."""
+    """Of the weights that sampled the tokens."""
     advantages: Floats
     versions: Ids
-    """Step of the oldest weights that may have sampled the token, -1 where none did."""
+    """Step of the oldest weights that may have sampled the token; -1 where no weights sampled it."""
 
     def __len__(self) -> int:
         return len(self.token_ids) // 4
 
     @property
     def mask_array(self) -> NDArray[np.uint8]:
-        """uint8 [tokens]."""
+        """Return the mask, uint8 [tokens]."""
         return np.frombuffer(self.mask, dtype=np.uint8)
 
 
 class MicroBatch(Record, frozen=True, kw_only=True):
-    """What one forward and backward consumes: samples laid end to end.
+    """A microbatch is what one forward and backward consumes: several samples, concatenated.
 
-    Position t of every array speaks of token t itself; the learner shifts by one inside each sequence.
+    Position t of every array is about token t itself; the learner shifts by one inside each sequence.
     """
 
     token_ids: Ids
@@ -324,17 +324,17 @@ class MicroBatch(Record, frozen=True, kw_only=True):
     logprobs: Floats
     advantages: Floats
     weights: Floats
-    """Per token, the aggregation's denominator inside: the loss is the sum of weight times term."""
+    """Per token, divided by the aggregation's denominator: the loss is the sum of weight times term."""
     sequence_lengths: list[int]
 
     @property
     def mask_array(self) -> NDArray[np.uint8]:
-        """uint8 [tokens]."""
+        """Return the mask, uint8 [tokens]."""
         return np.frombuffer(self.mask, dtype=np.uint8)
 
 
 class Batch(Record, frozen=True, kw_only=True):
-    """One data-parallel rank's share of one optimizer step. All ranks hold equally many microbatches."""
+    """A batch is one rank's share of one optimizer step; all ranks have equally many microbatches."""
 
     step: int
     rank: int
@@ -342,14 +342,14 @@ class Batch(Record, frozen=True, kw_only=True):
 
 
 class FileInfo(Record, frozen=True, kw_only=True):
-    """One file of a published folder."""
+    """A published folder contains this file; a checksum protects it."""
 
     size: int
     sha256: str
 
 
 class TensorInfo(Record, frozen=True, kw_only=True):
-    """One tensor of a weight folder."""
+    """A weight folder contains this tensor; a checksum protects it."""
 
     dtype: str
     shape: list[int]
@@ -357,29 +357,29 @@ class TensorInfo(Record, frozen=True, kw_only=True):
 
 
 class Manifest(Record, frozen=True, kw_only=True):
-    """Written last into a folder; what it lists is what the folder holds."""
+    """A manifest is written last into a folder and lists all that the folder holds."""
 
     writer: str
     files: dict[str, FileInfo]
 
 
 class CoordinatorState(Record, frozen=True, kw_only=True):
-    """Where the coordinator stands after a batch. Everything else it reads back from the spools."""
+    """The coordinator resumes from this after a batch; it reads everything else back from the spools."""
 
     next_group: int = 0
     """First training group that no batch has consumed and that was not filtered or dropped."""
     signal_rate: float = 1.0
-    """Running share of groups with signal, for dispatching ahead."""
+    """Running share of groups with signal, which says how many groups to dispatch ahead."""
 
 
 class BatchManifest(Manifest, frozen=True, kw_only=True):
-    """A batch's commit point."""
+    """A batch is committed when the coordinator publishes this."""
 
     step: int
     groups: list[int]
     """Trained groups, in order."""
     closed: list[int]
-    """Groups that this batch closed without training them: no signal, or too few members."""
+    """Groups that this batch closed without training them, for want of signal or of members."""
     after: CoordinatorState
     stats: dict[str, float]
 
@@ -389,22 +389,22 @@ class ProbeScore(Record, frozen=True, kw_only=True):
 
     token_ids: list[int]
     logprobs: list[float]
-    """Of tokens 1 .., given those before."""
+    """Of tokens 1 .. n - 1, each given the tokens before it."""
     tolerance: float
 
 
 class WeightManifest(Manifest, frozen=True, kw_only=True):
-    """A published weight version."""
+    """A weight version is complete when the learner publishes this."""
 
     version: WeightVersion
     tensors: dict[str, TensorInfo]
     probe: ProbeScore | None = None
     parent: WeightVersion | None = None
-    """Version that a delta is against; None is a full snapshot."""
+    """Version that a delta is relative to; None is a full snapshot."""
 
 
 class CheckpointManifest(Manifest, frozen=True, kw_only=True):
-    """A complete training checkpoint."""
+    """A training checkpoint is complete when the learner publishes this."""
 
     step: int
     incarnation: int
@@ -412,7 +412,7 @@ class CheckpointManifest(Manifest, frozen=True, kw_only=True):
 
 
 class RunManifest(Record, frozen=True, kw_only=True):
-    """Who made the run, in which `folder` its paths start, and by which `environment` jobs find programs."""
+    """A run is identified by this. Relative paths start in `folder`; jobs get the `environment`."""
 
     protocol: int
     run_id: str
@@ -424,7 +424,7 @@ class RunManifest(Record, frozen=True, kw_only=True):
 
 
 class Node(Record, frozen=True, kw_only=True):
-    """One live process: its lease, and what it shows of itself."""
+    """A live process is known by this: its lease, and the state that it publishes."""
 
     owner: str
     role: Role
@@ -433,22 +433,22 @@ class Node(Record, frozen=True, kw_only=True):
     pid: int
     state: Literal["starting", "ready", "updating", "draining"] = "starting"
     url: str = ""
-    """Where an engine answers."""
+    """Address of an engine."""
     versions: list[WeightVersion] = []
     """Weights in use; two while an engine changes from the first to the second."""
     reading: str = ""
-    """Folder being loaded; never deleted while it is named here."""
+    """Folder being loaded; nobody deletes it while it is named here."""
     step: int = 0
-    """Optimizer steps taken, of a learner."""
+    """Optimizer steps that a learner has taken."""
     claims: list[str] = []
     worked_s: list[float] = []
-    """Seconds that each of the claims was worked on while what it needs, an engine, was there."""
+    """Seconds of work on each claim, counted only while an engine was available."""
     slots: int = 0
     """Episodes that a worker can run at once."""
 
 
 class Endpoint(Record, frozen=True, kw_only=True):
-    """An engine that rollout workers may ask."""
+    """Rollout workers may send requests to this engine."""
 
     owner: str
     url: str
@@ -457,7 +457,7 @@ class Endpoint(Record, frozen=True, kw_only=True):
 
 
 class EndpointTable(Record, frozen=True, kw_only=True):
-    """The coordinator's list of live engines; workers read this one cell and never list nodes/."""
+    """All live engines are listed in this one cell, which spares workers a listing of nodes/."""
 
     beat: int
     endpoints: list[Endpoint]
@@ -465,7 +465,7 @@ class EndpointTable(Record, frozen=True, kw_only=True):
 
 
 class RoleStatus(Record, frozen=True, kw_only=True):
-    """How one role fares; `silent` are those of the living whose beat has stood still for two looks."""
+    """Live processes of one role are counted here; `silent` ones had no new heartbeat in two checks."""
 
     role: Role
     desired: int
@@ -474,17 +474,17 @@ class RoleStatus(Record, frozen=True, kw_only=True):
 
 
 class StatusReport(Record, frozen=True, kw_only=True):
-    """What the coordinator knows, every few seconds, for `status`."""
+    """The coordinator publishes this every few seconds for `status`."""
 
     beat: int
     roles: list[RoleStatus]
     spools: dict[str, dict[str, int]]
     oldest_s: dict[str, float] = {}
-    """Spool -> how long the coordinator has seen its oldest message there."""
+    """Spool -> seconds that the coordinator has seen its oldest message there."""
     waits_for: str
     step: int
     step_s: float = 0.0
-    """Seconds a step of the learner, of late; 0 before there are two."""
+    """Recent seconds per step of the learner; 0 before its second step."""
     newest: WeightVersion
     recent: dict[str, list[float]]
     """Metric -> its last values, oldest first."""
@@ -492,9 +492,9 @@ class StatusReport(Record, frozen=True, kw_only=True):
 
 
 class MetricLine(Record, frozen=True, kw_only=True):
-    """One line of a metrics log."""
+    """A metrics log has one such line per step and writer."""
 
     step: int
     time: float
-    """Seconds since the epoch, for the x axis of people."""
+    """Seconds since the epoch, for the x axis of plots."""
     values: dict[str, float]

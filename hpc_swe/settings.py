@@ -1,6 +1,6 @@
-"""The tables of a run's configuration: every key with its type, its default and its meaning.
+"""Define the tables of a run's configuration: every key has a type, a default and a meaning.
 
-`config` reads them from TOML. A role is given the one table that it uses, never the whole.
+`config` reads them from TOML. Each role is given only the table that it uses.
 """
 
 from itertools import islice
@@ -24,17 +24,17 @@ Duration = Annotated[float, Meta(gt=0)]
 
 
 class TasksConfig(Record, frozen=True, kw_only=True):
-    """Which tasks the run takes from its taskset, once, at the start."""
+    """The run takes its tasks from the taskset once, when it is created."""
 
     train: Natural = 1024
-    """Training tasks; groups go round and round over them in shuffled order."""
+    """Training tasks; groups repeat them in shuffled order."""
     eval: Natural = 64
     """Held-out tasks."""
     eval_from: Natural = 0
-    """First held-out task, so that choosing and reporting can use different ones."""
+    """Index of the first held-out task, so that model selection and final report can use different ones."""
 
     def take(self, taskset: Taskset) -> dict[Split, list[Task]]:
-        """As many as there are of them, at the most."""
+        """Return the tasks of each split; fewer where the taskset has fewer."""
         return {
             "train": list(islice(taskset.load("train"), self.train)),
             "eval": list(islice(taskset.load("eval"), self.eval_from, self.eval_from + self.eval)),
@@ -42,190 +42,191 @@ class TasksConfig(Record, frozen=True, kw_only=True):
 
 
 class GroupsConfig(Record, frozen=True, kw_only=True):
-    """Groups, how far sampling may run ahead, and what becomes of what went wrong."""
+    """Groups of episodes are sampled, retried and dropped by these rules."""
 
     group_size: Annotated[int, Meta(ge=1)] = 8
     """Episodes per task (the G of GRPO)."""
     groups_per_step: Positive = 8
-    """Groups with signal that one batch trains."""
+    """Groups with signal in one training batch."""
     max_staleness: Natural = 1
     """Batches that may be sampled ahead of the newest exported weights."""
     hard_max_staleness: Natural = 0
-    """Groups with a token older than this are dropped and counted; 0 is never."""
+    """Groups with a token older than this many steps are dropped and counted; 0 is never."""
     max_token_staleness: Natural = 0
-    """Tokens older than this are masked one by one; 0 is never."""
+    """Tokens older than this many steps are masked; 0 is never."""
     straggler_s: Duration = 14400.0
-    """When workers are at every open member of a group for longer than this, each from its claim on and while
-    an engine serves, the group trains with the members it has, if two, else it is dropped."""
+    """When each unfinished member of a group has been worked on for longer than this, not counting time
+    without an engine, the group trains with its finished members if it has two, and is dropped otherwise."""
     max_attempts: Positive = 3
     """Infrastructure failures of one episode before its member is closed without reward."""
     max_losses: Positive = 10
-    """Lost leases of one message before it is buried."""
+    """Expired leases of one message before it moves to dead/."""
     resample: bool = True
-    """Filter groups without signal; off trains them, with advantage 0."""
+    """Replace groups without signal by others; false trains them with advantage 0."""
 
 
 class BatchesConfig(Record, frozen=True, kw_only=True):
-    """How episodes become microbatches."""
+    """Episodes are made into microbatches by these rules."""
 
     aggregate: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"] = "token_mean"
-    """How the losses of tokens are averaged: over all tokens of the batch, over each episode first, by
-    its sum, or by `constant_length`."""
+    """How the losses of tokens are averaged: over all tokens of the batch; as a mean or a sum over each
+    episode, then over episodes; or as a sum over each episode divided by `constant_length`."""
     constant_length: Positive = 1024
-    """The denominator per episode of ``constant``, in tokens."""
+    """Denominator per episode of ``constant``, in tokens."""
     overlong: Literal["train", "mask_loss", "drop_from_baseline"] = "train"
-    """What a truncated episode counts for: all; the baseline, but no loss; nothing."""
+    """How a truncated episode counts: fully; in the baseline but not in the loss; not at all."""
     train_chains: Literal["main", "all"] = "main"
-    """Whether an agent's side conversations are trained."""
+    """Train the agent's main conversation only, or its side conversations too."""
     microbatch_tokens: Positive = 4096
-    """Most tokens of one forward; longer samples are refused."""
+    """Maximum tokens of one forward; longer samples are refused."""
 
 
 class RetentionConfig(Record, frozen=True, kw_only=True):
-    """What is kept on disk."""
+    """The coordinator deletes old files by these rules."""
 
     keep_last: Annotated[int, Meta(ge=2)] = 3
-    """Newest versions of the weights that stay."""
+    """Newest versions of the weights to keep."""
     keep_every: Natural = 0
-    """Versions and checkpoints at multiples of this many steps stay; 0 is none."""
+    """Also keep versions and checkpoints at multiples of this many steps; 0 keeps none."""
     free_space_floor_gb: Annotated[float, Meta(ge=0)] = 0.2
-    """Below this dispatching stops, and says so."""
+    """With less free space than this, no new episodes are dispatched, and `status` says so."""
 
 
 class CoordinatorConfig(Record, frozen=True, kw_only=True):
-    """The coordinator's rounds."""
+    """The coordinator's loop is timed by these settings."""
 
     poll_s: Duration = 1.0
-    """Seconds between two rounds."""
+    """Seconds between two iterations."""
     status_s: Duration = 5.0
     """Seconds between two reports for `status`."""
     wait_s: Duration = 3600.0
-    """Longest wait without progress before the coordinator says so and fails."""
+    """Maximum wait without progress before the coordinator fails with a message."""
 
 
 class RolloutConfig(Record, frozen=True, kw_only=True):
-    """How episodes are made."""
+    """Rollout workers are configured by these settings."""
 
     slots: Positive = 8
     """Episodes that one worker runs at once."""
     poll_s: Duration = 0.5
-    """Seconds between two looks for requests."""
+    """Seconds between two checks for requests."""
     episode_timeout_s: Duration = 3600.0
-    """Backstop on one episode's wall clock, waiting for the engine apart; an infrastructure failure."""
+    """Maximum wall clock of one episode, not counting waits for an engine; exceeding it is an infrastructure
+    failure."""
     engine_wait_s: Duration = 600.0
-    """Longest time without an engine that serves. A completion may take longer, while its engine is alive."""
+    """Maximum wait for an available engine. A completion may take longer while its engine is alive."""
     context: Positive = 4096
-    """Most tokens of prompt and completion."""
+    """Maximum tokens of prompt and completion together."""
     min_tokens: Positive = 16
-    """With less room than this left, the episode ends as ``context``."""
+    """The episode ends as ``context`` when fewer tokens than this are left."""
     tool_parser: Literal["hermes", "qwen3_coder"] = "hermes"
-    """The form in which the model writes tool calls."""
+    """The format in which the model writes tool calls."""
     template_arguments: dict[str, bool] = {}
-    """Passed to the chat template, for example enable_thinking."""
+    """Arguments of the chat template, for example enable_thinking."""
     history: Literal["keep", "template"] = "keep"
-    """template: every prompt is rendered afresh, as served models see it, and begins a chain of its own."""
+    """template: every prompt is rendered anew, as a served model would see it, and starts its own chain."""
 
 
 class RewardConfig(Record, frozen=True, kw_only=True):
-    """How episodes are graded."""
+    """Reward workers are configured by these settings."""
 
     slots: Positive = 2
     """Episodes that one worker grades at once."""
     poll_s: Duration = 0.5
-    """Seconds between two looks for episodes."""
+    """Seconds between two checks for episodes."""
     sentinel_every: Natural = 100
-    """After one in so many gradings the grader is tried, by the reference or by nothing; 0 is never."""
+    """Gradings between two checks of the grader, by the reference patch or an empty one; 0 is never."""
 
 
 class InferenceConfig(Record, frozen=True, kw_only=True):
-    """How engines are kept alive."""
+    """Engines are started and supervised with these settings."""
 
     url: str = ""
-    """An engine that somebody else runs, for example http://host:8000 or https://host/v1; empty starts our
-    own. Its key is in the environment of `launch start`, as VLLM_API_KEY."""
+    """Address of an engine that somebody else runs, for example http://host:8000 or https://host/v1; empty
+    starts our own. `launch start` reads the engine's key from VLLM_API_KEY."""
     port: Natural = 0
-    """0 is any free port."""
+    """Port of our engines; 0 is any free port."""
     start_timeout_s: Duration = 600.0
-    """Longest wait for an engine's health, at its start and when it was lost."""
+    """Maximum wait until an engine is healthy, after its start and after its connection was lost."""
     hang_s: Duration = 60.0
-    """An engine that gives no sign of life for so long is ended and started again."""
+    """An engine without a sign of life for this long is killed and restarted."""
     max_restarts: Natural = 5
-    """Times that a supervisor starts its engine again."""
+    """How often a supervisor restarts its engine."""
     poll_s: Duration = 0.5
-    """Seconds between two looks for new weights."""
+    """Seconds between two checks for new weights."""
 
 
 class LearnerConfig(Record, frozen=True, kw_only=True):
-    """The learner's rhythm."""
+    """The learner is configured by these settings."""
 
     data_parallel: Positive = 1
-    """Groups of `policy.tensor_parallel` processes that share each batch."""
+    """Replicas, of `policy.tensor_parallel` processes each, that share every batch."""
     export_every: Positive = 1
     """Steps between two versions of the weights for the engines."""
     checkpoint_every: Positive = 10
     """Steps between two checkpoints."""
     batch_wait_s: Duration = 3600.0
-    """Longest wait for the next batch."""
+    """Maximum wait for the next batch."""
     poll_s: Duration = 0.2
-    """Seconds between two looks for the next batch."""
+    """Seconds between two checks for the next batch."""
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
 class EvalConfig(Record, frozen=True, kw_only=True):
-    """Held-out evaluation."""
+    """Held-out tasks are evaluated with these settings."""
 
     every: Natural = 0
-    """Evaluate in training every so many steps; 0 is never."""
+    """Training steps between two evaluations; 0 is never."""
     samples: Positive = 4
-    """Episodes a task and decoding."""
+    """Episodes per task and decoding."""
     tasks: Natural = 0
-    """Held-out tasks used; 0 is all."""
+    """Number of held-out tasks; 0 is all."""
     decodings: dict[str, Sampling] = {}
-    """Label -> settings, for example greedy = {temperature = 0}."""
+    """Label -> sampling settings, for example greedy = {temperature = 0}."""
 
 
 class SftConfig(Record, frozen=True, kw_only=True):
-    """Where a warm start's samples come from."""
+    """A warm start takes its samples from this source."""
 
     source: Literal["demonstrations", "episodes"] = "demonstrations"
     """The taskset's demonstrations, or archived episodes of another run."""
     episodes: str = ""
-    """Run folder whose archived episodes are trained, when the source is episodes."""
+    """Folder of the run whose archived episodes are trained, when the source is episodes."""
     min_reward: float = 1.0
-    """Least reward of an episode that is trained."""
+    """Minimum reward of an episode to be trained."""
     samples_per_step: Positive = 32
-    """Samples that one optimizer step trains."""
+    """Samples per optimizer step."""
 
 
 class LeaseConfig(Record, frozen=True, kw_only=True):
-    """How long the dead count as living."""
+    """Processes show that they are alive by a heartbeat."""
 
     beat_s: Duration = 30.0
-    """Seconds between two signs of life of a process."""
+    """Seconds between two heartbeats of a process."""
     ttl_s: Duration = 120.0
-    """Seconds without one after which a process counts as dead."""
+    """Seconds without a heartbeat after which a process counts as dead."""
 
 
 class RunConfig(Record, frozen=True, kw_only=True):
-    """The whole of one run."""
+    """A run is described completely by this tree."""
 
     mode: Literal["grpo", "sft", "eval"] = "grpo"
-    """grpo trains by rewards, sft warm-starts on demonstrations or episodes, eval only evaluates."""
+    """grpo trains on rewards, sft on demonstrations or archived episodes; eval only evaluates."""
     model: str
     """Hugging Face folder of the initial weights."""
     reference: str = ""
-    """Folder of the reference model of the KL; empty is `model`."""
+    """Hugging Face folder of the reference model of the KL term; empty is `model`."""
     seed: Natural = 0
-    """Of the order of tasks, of demonstrations and of evaluations."""
+    """Seed of the order of tasks, of demonstrations and of evaluations."""
     steps: Natural = 100
-    """Optimizer steps in all."""
+    """Total optimizer steps."""
     counts: dict[Role, Natural] = {}
-    """Jobs of each role; one where not named."""
+    """Number of jobs per role; 1 for roles not named."""
     by_hand: list[Role] = []
     """Roles whose count may be 0 while others run: a person starts them, by `sbatch sbatch/role.sbatch`."""
     max_restarts: Natural = 5
-    """Times that a job starts its process again."""
+    """How often a job restarts its process."""
     tasks: TasksConfig = TasksConfig()
     taskset: Taskset
     sandbox: Sandboxes

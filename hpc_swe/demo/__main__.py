@@ -71,9 +71,9 @@ class Demo:
         words = [f"configs/{word}.toml" for word in ("demo", *more) if "=" not in word]
         words += [f"seed={self.seed}", f'model="{model.absolute()}"']
         words += [*(word for word in more if "=" in word), *self.overrides]
-        config = configuration.of_words(words)
+        config = configuration.from_words(words)
         if isinstance(config.executor, Local):
-            config = configuration.of_words([*words, "executor.foreground=true"])
+            config = configuration.from_words([*words, "executor.foreground=true"])
         if not run.finished.exists():
             run_control.start(run, config)
             _watch(name, run, config)

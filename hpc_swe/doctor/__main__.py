@@ -26,7 +26,7 @@ from hpc_swe.errors import HpcSweError
 def diagnose(arguments: argparse.Namespace) -> list[Finding]:
     """All findings for a parsed command line."""
     has_files = any("=" not in word for word in arguments.config)
-    config = configuration.of_words(arguments.config) if has_files else None
+    config = configuration.from_words(arguments.config) if has_files else None
     tree = configuration.dump(config) if config else {}
     executor, sandbox = tree.get("executor", {}), tree.get("sandbox", {})
     asks = [Ask(name, gpus=arguments.gpus) for name in arguments.partition] or wanted(executor)

@@ -32,7 +32,7 @@ def configured(run: RunDir, words: Sequence[str]) -> RunConfig:
         return config
     if all("=" in word for word in words):
         raise ConfigError("no CONFIG.toml; give the files that say which tasks, agent and jobs are meant")
-    config = configuration.of_words([*words, *OWN])
+    config = configuration.from_words([*words, *OWN])
     changed = control.differences(run, config) if run.config.exists() else []
     if changed:
         raise ConfigError(

@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec import Struct, ValidationError, convert
 
-from hpc_swe.cli import like
+from hpc_swe.cli import suggestion
 from hpc_swe.errors import ConfigError
 
 TABLES = {"policies": "policy", "sandboxes": "sandbox", "tools": "agent.tools"}
@@ -54,7 +54,7 @@ def load(family: str, table: dict[str, Any]) -> Any:
         names = plugin.__struct_fields__
         unknown = re.search(r"unknown field `(\w+)`", str(error))
         raise ConfigError(
-            f"[{name_of_table}] type = {kind!r}: {error}{like(unknown[1], names) if unknown else ''}; "
+            f"[{name_of_table}] type = {kind!r}: {error}{suggestion(unknown[1], names) if unknown else ''}; "
             f"its fields: {', '.join(names) or 'none'}"
         ) from None
 
@@ -78,8 +78,9 @@ def known(family: str) -> list[str]:
 
 
 def _unknown(family: str, kind: str) -> ConfigError:
+    names = known(family)
     return ConfigError(
-        f"[{TABLES.get(family, family.removesuffix('s'))}] has no type {kind!r}{like(kind, known(family))}; "
-        f"known: {', '.join(known(family))}; "
+        f"[{TABLES.get(family, family.removesuffix('s'))}] has no type {kind!r}{suggestion(kind, names)}; "
+        f"known: {', '.join(names)}; "
         f"for your own write type = 'package.module:Class'"
     )

@@ -77,7 +77,7 @@ def alive(run: RunDir, config: RunConfig) -> list[str]:
 def differences(run: RunDir, config: RunConfig) -> list[str]:
     """What differs from the run's own configuration and may not change, as ``key: old -> new``."""
     manifest = atomic.get(run.manifest, RunManifest)
-    found = configuration.differences(load(run), config, Path(manifest.folder))
+    found = configuration.forbidden_changes(load(run), config, Path(manifest.folder))
     models = [change for change in found if change.startswith("model:")]
     if models and create.digest(Path(config.model)) == manifest.model_sha256:
         found.remove(models[0])  # a copy of it, or its folder has moved
@@ -98,7 +98,7 @@ def require_alike(run: RunDir, config: RunConfig) -> None:
 def _must_agree(run: RunDir, config: RunConfig) -> None:
     require_alike(run, config)
     old, folder = load(run), Path(atomic.get(run.manifest, RunManifest).folder)
-    config = configuration.respelled(old, config, folder)
+    config = configuration.keep_paths(old, config, folder)
     for change in configuration.changes(old, config, folder).values():
         log.info("changed %s, for jobs that start from now on", change)
     if config.steps > old.steps:

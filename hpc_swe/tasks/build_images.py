@@ -97,7 +97,7 @@ def main() -> None:
     recipe.add_argument("--base", type=Path, help="unpacked base image (default: python-pytest beside them)")
     arguments = cli.parse(parser)
     try:
-        sandbox, problems = wanted(configuration.of_words(arguments.words))
+        sandbox, problems = wanted(configuration.from_words(arguments.words))
         store = ImageStore(Path(sandbox.images), arguments.keep_leaks)
         source = _source(arguments, sandbox)
         with store.alone():

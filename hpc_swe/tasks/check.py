@@ -333,7 +333,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="tasks at a time")
     arguments = cli.parse(parser)
     try:
-        config = configuration.of_words(arguments.words)
+        config = configuration.from_words(arguments.words)
         tasks, references = wanted(config)
         config.sandbox.check()
         images = Path(config.sandbox.images) if isinstance(config.sandbox, Apptainer) else None

@@ -162,7 +162,7 @@ def _patch(path: str, old: str, new: str) -> str:
 
 def main(words: list[str]) -> None:
     """Print what came of each."""
-    config = configuration.of_words(words)
+    config = configuration.from_words(words)
     taken = config.tasks.take(config.taskset)
     tasks = [*taken["train"], *taken["eval"]]
     references, changed = config.taskset.references(tasks), config.taskset.changed_tests(tasks)

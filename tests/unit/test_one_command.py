@@ -30,7 +30,7 @@ def test_the_version_is_told() -> None:
 def test_a_command_that_is_none_is_refused_with_those_that_are() -> None:
     done = said("lanch")
     assert done.returncode == 2
-    assert "lanch: no command" in done.stderr
+    assert "lanch: unknown command" in done.stderr
     assert all(f"  {name} " in done.stderr for name in COMMANDS)
 
 

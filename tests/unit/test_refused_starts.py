@@ -149,7 +149,7 @@ def test_no_run_is_made_where_other_things_live(tmp_path, read, make, message):
 def test_an_empty_name_is_no_folder(tmp_path, words):
     done = command("hpc_swe.launch", *words)
     assert done.returncode == 2
-    assert "an empty name; name a folder" in done.stderr
+    assert "the name is empty; name a folder" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -337,9 +337,9 @@ def is_reading(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["hpc_swe.launch", "strat", "configs/demo.toml"], "'strat' is none of start, tick"),
+        (["hpc_swe.launch", "strat", "configs/demo.toml"], "'strat' is not one of start, tick"),
         (["hpc_swe.launch", "strat", "configs/demo.toml"], "did you mean 'start'?"),
-        (["hpc_swe.launch", "start", "--rum=x", "configs/demo.toml"], "'--rum=x' is not known here; did you"),
+        (["hpc_swe.launch", "start", "--rum=x", "configs/demo.toml"], "unknown argument '--rum=x'; did you"),
         (["hpc_swe.status", "--wach", "x"], "did you mean '--watch'?"),
         (["hpc_swe.evaluate", "--ot", "x", "configs/demo.toml"], "--out"),
         (["hpc_swe.launch", "start", "steps=1"], "no CONFIG.toml"),
