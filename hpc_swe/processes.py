@@ -1,10 +1,13 @@
 """Processes of this machine, by what Linux says of them."""
 
+import contextlib
 import ctypes
 import os
+import select
 import signal
 import socket
 import time
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +17,38 @@ LOOKS = 100
 MEETING = "HPC_SWE_MEETING"
 """The environment variable that names the folder in which the processes of a job meet."""
 LIBC = ctypes.CDLL(None)  # loaded here, since a child between fork and exec must not
+
+
+class Flag:
+    """Tell threads and signal handlers of one process that something has happened.
+
+    A signal handler must not set a `threading.Event`: `set` takes the lock that an interrupted `wait` of the
+    same thread may hold, and the process would wait for itself for ever. This one is the kernel's and has no
+    lock.
+    """
+
+    def __init__(self) -> None:
+        self._file = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._file).atexit = False  # daemon threads may set it until the end
+
+    def set(self) -> None:
+        """Set the flag; it stays set until `clear`."""
+        os.eventfd_write(self._file, 1)
+
+    def clear(self) -> None:
+        """Take the flag back."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._file)
+
+    def is_set(self) -> bool:
+        """Tell whether the flag is set."""
+        return self.wait(0.0)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the flag is set, for at most `seconds`; returns whether it is."""
+        look = select.poll()
+        look.register(self._file, select.POLLIN)
+        return bool(look.poll(seconds * 1000))
 
 
 def start_time(pid: int) -> str | None:

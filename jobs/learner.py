@@ -3,13 +3,13 @@
 import logging
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from hpc_swe.errors import HpcSweError, StorageError
 from hpc_swe.metrics import Log
+from hpc_swe.processes import Flag
 from hpc_swe.roles.learner.batch_source import BatchSource
 from hpc_swe.roles.learner.loop import LearnerPlan, OnStep, learn
 from hpc_swe.roles.learner.loss import PolicyObjective
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 def work(run: RunDir, config: RunConfig) -> None:
     """Train until the last step or an order."""
-    interrupted = threading.Event()
+    interrupted = Flag()
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, lambda *_: interrupted.set())  # all ranks get it; rank 0's verdict counts
     table = config.learner

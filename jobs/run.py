@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from types import FrameType
 
 from hpc_swe import cli, gpus, job_counts, scratch
 from hpc_swe.errors import HpcSweError, NodeError, StorageError
-from hpc_swe.processes import MEETING, die_with_parent, free_port, start_time
+from hpc_swe.processes import MEETING, Flag, die_with_parent, free_port, start_time
 from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import existing
@@ -65,7 +64,7 @@ class Gang:
         self._shared = shared
         self._children: list[subprocess.Popen[bytes]] = []
         self._until = float("inf")
-        self._stopping = threading.Event()
+        self._stopping = Flag()
         self.is_warned = False
 
     @property

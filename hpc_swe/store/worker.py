@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Generic, TypeVar
 
 from hpc_swe.errors import StorageError
+from hpc_swe.processes import Flag
 from hpc_swe.records import Record
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import orders
@@ -123,7 +124,7 @@ class Worker(Generic[M, R]):
     is_served: Callable[[], bool] = lambda: True
     """Whether what the work needs is there. Without it nothing is claimed, and the clocks of claims stand."""
     _active: list[_Held[M, R]] = field(default_factory=list, init=False)
-    _wake: threading.Event = field(default_factory=threading.Event, init=False)
+    _wake: Flag = field(default_factory=Flag, init=False)
     _told: bool = field(default=False, init=False)
     _is_warned: bool = field(default=False, init=False)
     """The scheduler will end this process before long; SIGTERM follows."""

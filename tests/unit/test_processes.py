@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from hpc_swe.plugins.sandboxes._session import end_namespace
-from hpc_swe.processes import descendants, start_time
+from hpc_swe.processes import Flag, descendants, start_time
 
 # Each child is started by a thread that ends at once.
 RESTLESS = """
@@ -57,3 +57,32 @@ def test_a_process_s_own_choice_of_name_breaks_nothing():
         (child,) = descendants(parent.pid)
         end_namespace(parent.pid)
         assert start_time(child) is not None, "it is no first process of a namespace"
+
+
+SIGNALLED = """
+import signal
+from hpc_swe.processes import Flag
+flag, handled = Flag(), []
+signal.signal(signal.SIGALRM, lambda *_: (handled.append(1), flag.set()))
+signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)
+while len(handled) < 1000:
+    flag.wait(1e-4)
+    flag.clear()
+signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+
+
+def test_a_flag_may_be_set_by_a_handler_that_interrupts_its_wait():
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], timeout=120)
+    assert done.returncode == 0
+
+
+def test_a_flag_wakes_a_wait_and_lasts_until_it_is_cleared():
+    flag = Flag()
+    assert not flag.wait(0.0)
+    flag.set()
+    flag.set()
+    assert flag.wait(60.0)
+    assert flag.is_set()
+    flag.clear()
+    assert not flag.is_set()

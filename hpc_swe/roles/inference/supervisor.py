@@ -12,7 +12,6 @@ is refused for what an engine says of it; an engine that says nothing is hung or
 import logging
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
@@ -24,7 +23,7 @@ from typing import TypeVar
 
 from hpc_swe.errors import ConfigError, CorruptRecord, EngineError, NoAnswer, Overdue, StorageError
 from hpc_swe.plugins.engines.base import Engine
-from hpc_swe.processes import free_port
+from hpc_swe.processes import Flag, free_port
 from hpc_swe.records import WeightVersion
 from hpc_swe.roles.inference.child import Child
 from hpc_swe.roles.inference.pulse import Pulse
@@ -62,7 +61,7 @@ class Supervisor:
     _refused: set[WeightVersion] = field(default_factory=set, init=False)
     _row: int = field(default=0, init=False)
     """Refusals since the last version that was taken."""
-    _told: threading.Event = field(default_factory=threading.Event, init=False)
+    _told: Flag = field(default_factory=Flag, init=False)
 
     def __post_init__(self) -> None:
         self._watcher = Watcher(self.run, self.leases.beat_s, self.leases.ttl_s)
@@ -241,8 +240,7 @@ class Supervisor:
         self._watcher.look()
         return not self._watcher.live("rollout")  # they finish what they began, and need us for it
 
-    def _tell(self, number: int, _: FrameType | None) -> None:
-        log.info("ending on signal %d", number)
+    def _tell(self, _number: int, _frame: FrameType | None) -> None:
         self._told.set()
 
     def _free_port(self) -> int:

@@ -24,7 +24,7 @@ import msgspec
 from hpc_swe.errors import SandboxError, boundary
 from hpc_swe.plugins.graders._again import settled
 from hpc_swe.plugins.graders.base import GRADER_BROKE
-from hpc_swe.processes import MEETING, die_with_parent
+from hpc_swe.processes import MEETING, Flag, die_with_parent
 from hpc_swe.records import Episode, Score
 
 BEAT_S = 2.0
@@ -76,7 +76,7 @@ def answer(judge: Callable[[Episode], Score]) -> None:
     told = os.dup(1)
     os.dup2(2, 1)  # what else is printed is no part of the answer
     episode = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Episode)
-    done = threading.Event()
+    done = Flag()
     beats = threading.Thread(target=_beat, args=(told, done), name="beats", daemon=True)
     os.write(told, b".")
     beats.start()
@@ -87,7 +87,7 @@ def answer(judge: Callable[[Episode], Score]) -> None:
         file.write(b"\n" + msgspec.json.encode(score))
 
 
-def _beat(file: int, done: threading.Event) -> None:
+def _beat(file: int, done: Flag) -> None:
     while not done.wait(BEAT_S):
         os.write(file, b".")
 
