@@ -66,7 +66,7 @@ def _samples(config: RunConfig, curves: Log) -> Iterator[Sample]:
         )
     rollout, preface = config.rollout, config.agent.preface
     builder = token_builder(config)
-    conversations = sft.as_shown(config.taskset.demonstrations(config.seed), preface)
+    conversations = sft.with_system_prompt(config.taskset.demonstrations(config.seed), preface)
     encode = partial(builder.demonstration, tools=preface.tools)
     return sft.from_conversations(conversations, encode, rollout.context, curves)
 

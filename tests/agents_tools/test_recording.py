@@ -13,7 +13,7 @@ from made_episodes import episode
 
 from hpc_swe.plugins.agents.base import Reply
 from hpc_swe.records import Message, Turn, float_array, id_array
-from hpc_swe.roles.coordinator.samples import flaw, make_samples
+from hpc_swe.roles.coordinator.samples import find_flaw, make_samples
 
 START = [Message(role="system", content="Repair."), Message(role="user", content="It fails.")]
 SPELLED = st.lists(st.one_of(st.sampled_from(NAMES), st.text(max_size=5)), max_size=4).map("".join)
@@ -71,7 +71,7 @@ def test_prompts_extend_and_every_sampled_token_is_trained_once(stage, kind: str
     on.engine.answers += [sampled(on, kind, reply) for reply in spoken]
     turns = converse(on, script)
     made = episode(turns)
-    assert flaw(made) == ""
+    assert find_flaw(made) == ""
     whole: dict[int | None, list[int]] = {None: []}
     for index, (turn, asked, answer) in enumerate(
         zip(turns, on.engine.calls, on.engine.answers, strict=True)

@@ -149,17 +149,17 @@ def finish(run, rounds=60, steps=STEPS, **options):
     """Everyone by turns until the coordinator says that all is done."""
     house, duty = housekeeper(run), training(run, steps=steps, **options)
     for _ in range(rounds):
-        if not duty.round(house.look()).waits_for:
+        if not duty.iterate(house.snapshot()).waits_for:
             return duty
         work(run)
         learn(run, steps)
-    raise AssertionError(f"not done after {rounds} rounds; batches {batches.steps(run)}")
+    raise AssertionError(f"not done after {rounds} rounds; batches {batches.published_steps(run)}")
 
 
 def published(run) -> dict[str, object]:
     """What the learner sees of all batches, bit for bit, and the state after each."""
     seen: dict[str, object] = {}
-    for step in batches.steps(run):
+    for step in batches.published_steps(run):
         manifest = folders.manifest(run.batch(step), BatchManifest)
         ranks = {name: folders.read(run.batch(step), name, manifest) for name in sorted(manifest.files)}
         seen[f"batch {step}"] = (manifest.groups, manifest.closed, manifest.after, manifest.stats, ranks)

@@ -21,7 +21,7 @@ from crash import at_every_call
 
 from hpc_swe.records import RolloutRequest, ScoredEpisode, WeightVersion
 from hpc_swe.roles.coordinator import archive, batches
-from hpc_swe.roles.coordinator.groups import locate
+from hpc_swe.roles.coordinator.groups import parse_name
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RetentionConfig
 from hpc_swe.store import folders
@@ -42,7 +42,10 @@ def at(root):
 
 
 def archived(run):
-    return [{s.episode.request.name for s in archive.read(run.archive(step))} for step in batches.steps(run)]
+    return [
+        {s.episode.request.name for s in archive.read(run.archive(step))}
+        for step in batches.published_steps(run)
+    ]
 
 
 def copies_of(folder, setup):
@@ -60,7 +63,7 @@ def leftovers(run, consumed):
     """Results in scored/ whose group a batch has consumed."""
     groups = {("train", group) for batch in consumed for group in batch}
     names = [address.identity for address in Spool(run.scored, RolloutRequest).addresses("ready")]
-    return [name for name in names if locate(name)[0] in groups]
+    return [name for name in names if parse_name(name)[0] in groups]
 
 
 def ready_to_publish(root):
@@ -68,9 +71,9 @@ def ready_to_publish(root):
     run = rundir(root)
     house, duty = housekeeper(run), training(run)
     while True:
-        world = house.look()
-        duty._collector.round(world)
-        if batches.compose(duty._decision, duty.state, 0, 2):
+        world = house.snapshot()
+        duty._collector.collect(world)
+        if batches.plan_batch(duty._decision, duty.state, 0, 2):
             return
         duty._dispatch(world)
         work(run)
@@ -78,7 +81,7 @@ def ready_to_publish(root):
 
 def one_round(root):
     run = at(root)
-    training(run).round(housekeeper(run).look())
+    training(run).iterate(housekeeper(run).snapshot())
 
 
 def test_a_death_anywhere_in_publishing_gives_the_same_batches_and_archives(tmp_path, template, undisturbed):
@@ -98,7 +101,7 @@ def test_a_death_anywhere_in_publishing_gives_the_same_batches_and_archives(tmp_
 def test_a_coordinator_restarted_at_every_round_gives_the_same_batches(tmp_path, undisturbed):
     run = rundir(tmp_path)
     for _ in range(60):
-        if not training(run, steps=DEEP).round(housekeeper(run).look()).waits_for:
+        if not training(run, steps=DEEP).iterate(housekeeper(run).snapshot()).waits_for:
             break
         work(run)
         learn(run, DEEP)
@@ -110,14 +113,14 @@ def test_a_death_anywhere_in_asking_again_loses_no_attempt(tmp_path, template):
 
     def setup(root):
         run = rundir(root)
-        training(run).round(housekeeper(run).look())
+        training(run).iterate(housekeeper(run).snapshot())
         work(run, judge=lambda name: None if name == "train-000000-00" else reward(name))
 
     for root in at_every_call(tmp_path, copies_of(template, setup), one_round):
         run = at(root)
         house, duty = housekeeper(run), training(run)
         for _ in range(3):
-            duty.round(house.look())
+            duty.iterate(house.snapshot())
         claims = {c.name: c.message.attempt for c in Spool(run.requests, RolloutRequest).claims("w")}
         assert claims["train-000000-00"] == 1
         shutil.rmtree(root)
@@ -126,7 +129,7 @@ def test_a_death_anywhere_in_asking_again_loses_no_attempt(tmp_path, template):
 def test_a_death_anywhere_in_recovery_loses_no_claim(tmp_path, template):
     def setup(root):
         run = rundir(root)
-        training(run).round(housekeeper(run).look())
+        training(run).iterate(housekeeper(run).snapshot())
         spool = Spool(run.requests, RolloutRequest)
         for _ in range(2):
             spool.claim("rollout-1-deadbeef")
@@ -136,7 +139,7 @@ def test_a_death_anywhere_in_recovery_loses_no_claim(tmp_path, template):
         house = housekeeper(at(root), clock)
         for _ in range(6):
             clock.now += 1.0
-            house.look()
+            house.snapshot()
 
     for root in at_every_call(tmp_path, copies_of(template, setup), recover):
         recover(root)
@@ -160,7 +163,7 @@ def old_folders(root):
 
 def tidy(root):
     house = housekeeper(at(root), retention=KEPT)
-    house.tidy(house.look())
+    house.clean_up(house.snapshot())
 
 
 def test_a_death_anywhere_in_deleting_leaves_whole_folders_only(tmp_path, template):
@@ -170,7 +173,7 @@ def test_a_death_anywhere_in_deleting_leaves_whole_folders_only(tmp_path, templa
             for path in parent.iterdir():
                 assert path.name.startswith(".") or (path / folders.NAME).exists()
         tidy(root)
-        assert batches.steps(run) == [2, 3, 4]
+        assert batches.published_steps(run) == [2, 3, 4]
         assert [p.name for p in sorted(run.weights.glob("v*"))] == ["v000003-i00", "v000004-i00"]
         assert [p.name for p in sorted(run.checkpoints.glob("s*"))] == ["step_000002-i00", "step_000004-i00"]
         shutil.rmtree(root)
@@ -186,7 +189,7 @@ def test_late_results_of_processes_that_were_given_up_are_in_no_batch_and_no_arc
         lying.put(request.name, result(request, 1.0 - reward(request.name)))
     finish(run, steps=DEEP)
     assert published(run) == undisturbed
-    for step in batches.steps(run):
+    for step in batches.published_steps(run):
         assert all(s.score.reward == reward(s.episode.request.name) for s in archive.read(run.archive(step)))
 
 
@@ -196,6 +199,6 @@ def test_a_late_duplicate_in_place_of_a_result_changes_no_batch_that_was_publish
     for group in range(3):
         for request in duty._plan.group(group):
             Spool(run.scored, ScoredEpisode).put(request.name, result(request, 1.0))
-    training(run, steps=DEEP).round(housekeeper(run).look())
+    training(run, steps=DEEP).iterate(housekeeper(run).snapshot())
     assert published(run) == undisturbed
     assert leftovers(run, [range(3)]) == []

@@ -5,7 +5,7 @@ from coordinator_world import housekeeper, result, training
 
 from hpc_swe.plugins.graders.base import DISAGREES, SILENT
 from hpc_swe.records import RolloutRequest, ScoredEpisode
-from hpc_swe.roles.coordinator.curves import of_collected, turns_from
+from hpc_swe.roles.coordinator.batch_metrics import of_collected, turns_bin
 from hpc_swe.store.spool import Spool
 
 
@@ -31,11 +31,11 @@ def answer(run, value_of, sentinels=(), details=()) -> list[str]:
 def test_a_misjudged_sentinel_is_a_curve_and_stays_on_the_screen(run):
     house = housekeeper(run)
     duty = training(run)
-    duty.round(house.look())
+    duty.iterate(house.snapshot())
     answer(
         run, lambda request: float(request.index % 2), ["", "sentinel: the reference of t is unresolved", ""]
     )
-    standing = duty.round(house.look())
+    standing = duty.iterate(house.snapshot())
     assert standing.recent["grader/sentinels"] == [3.0]
     assert standing.recent["grader/sentinel_errors"] == [1 / 3]
     assert standing.recent["outcome/cheated"] == [0.0]
@@ -45,7 +45,7 @@ def test_a_misjudged_sentinel_is_a_curve_and_stays_on_the_screen(run):
 def test_results_that_broke_their_grader_or_differ_when_repeated_are_curves(run):
     house = housekeeper(run)
     duty = training(run)
-    duty.round(house.look())
+    duty.iterate(house.snapshot())
     details = [
         "the grader broke: KeyError: 'x'",
         f"{DISAGREES}: t",
@@ -53,7 +53,7 @@ def test_results_that_broke_their_grader_or_differ_when_repeated_are_curves(run)
         f"{SILENT}: timed out",
     ]
     answer(run, lambda request: float(request.index % 2), details=details)
-    standing = duty.round(house.look())
+    standing = duty.iterate(house.snapshot())
     (share,) = standing.recent["grader/broke"]
     assert 0 < share < 1
     assert standing.recent["grader/disagrees"] == [2 * share]
@@ -64,21 +64,21 @@ def test_results_that_broke_their_grader_or_differ_when_repeated_are_curves(run)
 def test_infrastructure_failures_are_told_by_task_and_by_turn(run):
     house = housekeeper(run)
     duty = training(run)
-    duty.round(house.look())
+    duty.iterate(house.snapshot())
     failed = answer(run, lambda request: None if request.index == 0 else 1.0)
-    standing = duty.round(house.look())
+    standing = duty.iterate(house.snapshot())
     assert standing.errors[-1].startswith("infrastructure failures: ")
     for task in set(failed):
         assert f"{task} {failed.count(task)} of " in standing.errors[-1]
     answer(run, lambda request: float(request.index % 2))
-    standing = duty.round(house.look())
+    standing = duty.iterate(house.snapshot())
     assert 0 < standing.recent["infra/turns_1"][0] < 1
     assert "infra/turns_4" not in standing.recent, "nobody came that far"
     assert "grader/sentinel_errors" not in standing.recent, "of no sentinel, no share"
 
 
 def test_ranges_of_turns_have_no_gap():
-    assert [turns_from(turns) for turns in (0, 1, 3, 4, 15, 16, 63, 64, 500)] == [
+    assert [turns_bin(turns) for turns in (0, 1, 3, 4, 15, 16, 63, 64, 500)] == [
         0,
         1,
         1,

@@ -64,9 +64,9 @@ def table(run, label="eval"):
 
 def test_an_evaluation_makes_one_table_of_all_samples_and_ends(run):
     house, duty = housekeeper(run), evaluating(run)
-    assert duty.round(house.look()).waits_for == "evaluation eval: 2 of 2 tasks"
+    assert duty.iterate(house.snapshot()).waits_for == "evaluation eval: 2 of 2 tasks"
     work(run, judge=lambda name: float(name.endswith("00")))
-    assert duty.round(house.look()).waits_for == ""
+    assert duty.iterate(house.snapshot()).waits_for == ""
     rows = table(run)
     assert [(r["task_id"], r["index"], r["sampling"]) for r in rows] == [
         (task, index, "plain" if index < 2 else "greedy") for task in "xy" for index in range(4)
@@ -80,7 +80,7 @@ def test_an_evaluation_makes_one_table_of_all_samples_and_ends(run):
 
 
 def test_every_decoding_is_sampled_as_it_says(run):
-    evaluating(run).round(housekeeper(run).look())
+    evaluating(run).iterate(housekeeper(run).snapshot())
     asked = {c.name: c.message for c in Spool(run.requests, RolloutRequest).claims("w")}
     assert [asked[f"eval-000001-0{i}"].sampling.temperature for i in range(4)] == [1, 1, 0, 0]
     assert len({request.seed for request in asked.values()}) == 8
@@ -89,7 +89,7 @@ def test_every_decoding_is_sampled_as_it_says(run):
 def test_what_infrastructure_failed_is_retried_then_counted_as_failed(run):
     house, duty = housekeeper(run), evaluating(run)
     for _ in range(4):
-        standing = duty.round(house.look())
+        standing = duty.iterate(house.snapshot())
         work(run, judge=lambda name: None if name == "eval-000000-00" else 1.0)
     assert standing.waits_for == ""
     row = table(run)[0]
@@ -100,24 +100,24 @@ def test_what_infrastructure_failed_is_retried_then_counted_as_failed(run):
 
 def test_an_evaluation_goes_on_after_a_restart(run):
     house = housekeeper(run)
-    evaluating(run).round(house.look())
+    evaluating(run).iterate(house.snapshot())
     work(run, keep=lambda name: name.startswith("eval-000000"))
     for _ in range(2):
-        evaluating(run).round(house.look())
+        evaluating(run).iterate(house.snapshot())
     assert len(Spool(run.requests, RolloutRequest).addresses("ready")) == 4
     work(run)
-    assert evaluating(run).round(house.look()).waits_for == ""
+    assert evaluating(run).iterate(house.snapshot()).waits_for == ""
     assert len(table(run)) == 8
 
 
 def test_a_second_evaluator_leaves_when_the_first_is_done(run):
     house, first, second = housekeeper(run), evaluating(run), evaluating(run)
     for duty in (first, second):
-        duty.round(house.look())
+        duty.iterate(house.snapshot())
     work(run)
-    assert [duty.round(house.look()).waits_for for duty in (first, second)] == ["", ""]
+    assert [duty.iterate(house.snapshot()).waits_for for duty in (first, second)] == ["", ""]
     for _ in range(2):
-        second.round(house.look())
+        second.iterate(house.snapshot())
     assert not Spool(run.requests, RolloutRequest).addresses("ready")
 
 
@@ -140,7 +140,7 @@ def test_beside_training_evaluation_holds_a_quarter_of_the_slots(run):
         run.node("rollout-1-00000001"),
         Node(owner="rollout-1-00000001", role="rollout", beat=1, host="h", pid=1, slots=32),
     )
-    training(run, every=1, eval_tasks=tuple("abcdefgh")).round(housekeeper(run).look())
+    training(run, every=1, eval_tasks=tuple("abcdefgh")).iterate(housekeeper(run).snapshot())
     asked = [a.identity for a in Spool(run.requests, RolloutRequest).addresses("ready")]
     assert sum(name.startswith("eval") for name in asked) == 8
 
@@ -188,10 +188,10 @@ def warm_start(run):
 def test_a_warm_start_publishes_a_few_batches_ahead_and_ends(run):
     house, duty = housekeeper(run), warm_start(run)
     for _ in range(10):
-        if not duty.round(house.look()).waits_for:
+        if not duty.iterate(house.snapshot()).waits_for:
             break
         learn(run)
-    assert batches.steps(run) == list(range(STEPS))
+    assert batches.published_steps(run) == list(range(STEPS))
     micro = [m for rank in (0, 1) for m in atomic.get(run.batch(1) / run.rank_file(rank), Batch).microbatches]
     total = sum(float(records.float_array(m.weights).sum()) for m in micro)
     assert total == pytest.approx(1.0)  # token_mean over the whole step
@@ -203,21 +203,21 @@ def test_a_warm_start_restarted_at_every_batch_publishes_the_same(tmp_path):
         duty = warm_start(made)
         for _ in range(10):
             duty = make(made) if make else duty
-            duty.round(housekeeper(made).look())
+            duty.iterate(housekeeper(made).snapshot())
             learn(made)
     assert published(whole) == published(broken)
 
 
 def test_a_warm_start_that_fell_behind_leaves(run):
     behind = warm_start(run)
-    warm_start(run).round(housekeeper(run).look())
+    warm_start(run).iterate(housekeeper(run).snapshot())
     with pytest.raises(LostRace):
-        behind.round(housekeeper(run).look())
+        behind.iterate(housekeeper(run).snapshot())
 
 
 def test_a_demonstration_is_cut_at_a_turn_or_left_out_and_counted(run):
     mask = np.array([0, 1, 1, 0, 0, 1, 1, 0, 1])
-    assert [sft.fitting(mask, n) for n in (2, 3, 6, 7, 8, 9, 20)] == [0, 3, 3, 7, 7, 9, 9]
+    assert [sft.fitting_length(mask, n) for n in (2, 3, 6, 7, 8, 9, 20)] == [0, 3, 3, 7, 7, 9, 9]
     turns = [Message(role="user", content="ab"), Message(role="assistant", content="cd")] * 3
     log = Log(run.metric_log("c"))
     conversations = [turns, [Message(role="user", content="u" * 9)], turns[:2]]
@@ -297,7 +297,7 @@ class Refused:
     def __init__(self):
         Refused.made += 1
 
-    def round(self, world):
+    def iterate(self, snapshot):
         if Refused.made < 3:
             raise StorageError("full")
         return Progress("", 0, {}, [])
@@ -313,24 +313,24 @@ def test_nothing_moving_among_the_living_is_an_error_that_says_for_what(run):
     clock = Clock()
     limits = GroupsConfig(group_size=2, groups_per_step=2, straggler_s=1e6)
     made = coordinator(run, lambda: training(run, limits), clock)
-    made.round()
+    made.iterate()
     clock.now += 200.0
-    assert made.round() is False  # nobody lives: only time can tell
+    assert made.iterate() is False  # nobody lives: only time can tell
     node = Node(owner="rollout-1-00000001", role="rollout", beat=1, host="h", pid=1)
     atomic.put(run.node(node.owner), node)
     clock.now += 60.0
-    assert made.round() is False
+    assert made.iterate() is False
     clock.now += 60.0
     with pytest.raises(DeadlineError, match="results of train-000000-00.*alive: rollout-1-00000001"):
-        made.round()
+        made.iterate()
 
 
 def test_a_run_ends_only_when_the_last_checkpoint_is_there(run):
     house, duty = housekeeper(run), training(run)
     for _ in range(20):
-        duty.round(house.look())
+        duty.iterate(house.snapshot())
         work(run)
         learn(run, steps=STEPS + 1)  # exports, and has not saved yet
-    assert duty.round(house.look()).waits_for == "the learner: step 3 of 3"
+    assert duty.iterate(house.snapshot()).waits_for == "the learner: step 3 of 3"
     save(run, STEPS)
-    assert duty.round(house.look()).waits_for == ""
+    assert duty.iterate(house.snapshot()).waits_for == ""

@@ -114,8 +114,8 @@ def test_a_run_among_foreign_names_does_what_it_does_without_them(tmp_path, foun
     clock = Clock()
     house = housekeeper(run, clock, retention=RetentionConfig(keep_last=2, free_space_floor_gb=0))
     for clock.now in (0.0, 10.0, 4000.0, 8000.0):
-        house.tidy(house.look())
-        house.publish(house.look(), training(run, steps=DEEP).round(house.look()), {}, 0.0)
+        house.clean_up(house.snapshot())
+        house.publish(house.snapshot(), training(run, steps=DEEP).iterate(house.snapshot()), {}, 0.0)
     assert weights.newest(run) == WeightVersion(step=DEEP)
     assert checkpoints.is_trained(run, weights.newest(run), DEEP)
     assert orders.standing(run) == []
@@ -132,7 +132,7 @@ def test_cells_of_the_coordinator_that_were_cut_off_are_written_anew(tmp_path, c
     put(run, "state", cell, content)
     finish(run, steps=DEEP)
     house = housekeeper(run)
-    house.publish(house.look(), training(run, steps=DEEP).round(house.look()), {}, 0.0)
+    house.publish(house.snapshot(), training(run, steps=DEEP).iterate(house.snapshot()), {}, 0.0)
     assert published(run) == undisturbed()
 
 
@@ -142,8 +142,8 @@ def test_a_folder_in_the_place_of_a_cell_is_kept_aside(tmp_path, cell):
     put(run, "state", cell, None)
     house = housekeeper(run)
     for _ in range(2):
-        house.tidy(house.look())
-        house.publish(house.look(), training(run).round(house.look()), {}, 0.0)
+        house.clean_up(house.snapshot())
+        house.publish(house.snapshot(), training(run).iterate(house.snapshot()), {}, 0.0)
     (aside,) = [path for path in (run.root / "state").iterdir() if path.name.startswith(f"{cell}.broken-")]
     assert (aside / folders.NAME).exists()
 
@@ -152,13 +152,13 @@ def test_a_folder_in_the_place_of_a_cell_is_kept_aside(tmp_path, cell):
 def test_what_can_be_read_for_ever_holds_nobody_up(tmp_path, make):
     run = rundir(tmp_path)
     duty, house = training(run), housekeeper(run)
-    duty.round(house.look())
+    duty.iterate(house.snapshot())
     first = duty._plan.group(0)[0].name
     for path in (run.scored / "ready" / f"{first}~0", run.nodes / "w.json"):
         make(path)
     for _ in range(2):
-        duty.round(house.look())
-        house.tidy(house.look())
+        duty.iterate(house.snapshot())
+        house.clean_up(house.snapshot())
     assert atomic.names(run.scored / "dead") == [f"{first}~0"]
 
 
@@ -172,8 +172,8 @@ def test_weights_without_a_readable_manifest_are_nobody_s_and_stop_nobody(tmp_pa
         export(run, WeightVersion(step=each), WeightVersion(step=each - 1) if each else None)
     damage(run.weight(WeightVersion(step=step)) / folders.NAME)
     house = housekeeper(run, retention=RetentionConfig(keep_last=2, free_space_floor_gb=0))
-    world = house.look()
-    house.tidy(world)
+    world = house.snapshot()
+    house.clean_up(world)
     assert world.newest.step == (2 if step == 3 else 3)
     assert run.weight(WeightVersion(step=step)).exists(), "it is for people to look at"
 
@@ -185,7 +185,7 @@ def test_a_message_far_beyond_the_horizon_opens_no_group(tmp_path):
     for spool in SPOOLS:
         Spool(run.spool(spool), ScoredEpisode).put(far.name, result(far))
     for _ in range(3):
-        duty.round(house.look())
+        duty.iterate(house.snapshot())
     assert max(number for _, number in duty._ledger.groups) < 100
     assert all("090000" not in name for name in atomic.names(run.requests / "ready"))
 
@@ -193,12 +193,12 @@ def test_a_message_far_beyond_the_horizon_opens_no_group(tmp_path):
 def test_a_result_under_another_member_s_name_is_dropped_and_asked_for_again(tmp_path):
     run = rundir(tmp_path)
     duty, house = training(run), housekeeper(run)
-    duty.round(house.look())
+    duty.iterate(house.snapshot())
     one, other = duty._plan.group(0)
     (run.requests / "ready" / f"{one.name}~0").unlink()
     Spool(run.scored, ScoredEpisode).put(one.name, result(other))
     for _ in range(4):
-        duty.round(house.look())
+        duty.iterate(house.snapshot())
     assert atomic.names(run.scored / "ready") == []
     assert f"{one.name}~0" in atomic.names(run.requests / "ready")
 
@@ -207,7 +207,7 @@ def test_what_is_in_the_way_of_a_batch_is_kept_aside(tmp_path):
     run = rundir(tmp_path)
     put(run, "batches", "step_000000", b"mine")
     finish(run, steps=1)
-    assert batches.steps(run) == [0]
+    assert batches.published_steps(run) == [0]
     (aside,) = [path for path in run.batches.iterdir() if ".broken-" in path.name]
     assert aside.read_bytes() == b"mine"
     assert folders.manifest(run.batch(0), BatchManifest).step == 0

@@ -31,9 +31,9 @@ def run(tmp_path_factory):
     finish(run)
     house, evaluator = housekeeper(run), Evaluator(run, ("x", "y"), HELD_OUT, 5, Log(run.metric_log("c")))
     duty = Evaluating(run, evaluator, 2)
-    duty.round(house.look())
+    duty.iterate(house.snapshot())
     work(run, judge=lambda name: float(name.endswith("00")))
-    duty.round(house.look())
+    duty.iterate(house.snapshot())
     save(run, 1)
     Log(run.metric_log("learner-1")).write(3, {"reward/mean": 0.25, "own/curve": 1.0})
     with run.metric_log("learner-1").open("ab") as file:

@@ -175,11 +175,11 @@ def play(run: RunDir, load: Load, rule: Rule, steps: int, mean_s: float) -> Requ
         duty._collector.ledger = GroupClock(limits.max_attempts)
     house = played.housekeeper(run, time, beat_s=BEAT_S, ttl_s=4 * BEAT_S)
     trains_until = math.inf
-    while len(batches.steps(run)) < steps:
+    while len(batches.published_steps(run)) < steps:
         time.now += BEAT_S
         GroupClock.now = time.now
         crew.work(time.now)
-        duty.round(house.look())
+        duty.iterate(house.snapshot())
         step = (weights.newest(run) or WeightVersion()).step
         if run.batch(step).exists():
             trains_until = min(trains_until, time.now + STEP_S)
@@ -191,11 +191,11 @@ def play(run: RunDir, load: Load, rule: Rule, steps: int, mean_s: float) -> Requ
 
 def figures(run: RunDir, plan: RequestPlan, mean_s: float) -> dict[str, float]:
     """Mean lengths in minutes, and how many of the members of closed groups have no result."""
-    manifests = [folders.manifest(run.batch(step), BatchManifest) for step in batches.steps(run)]
+    manifests = [folders.manifest(run.batch(step), BatchManifest) for step in batches.published_steps(run)]
     closed = [group for manifest in manifests for group in (*manifest.groups, *manifest.closed)]
     trained = {group for manifest in manifests for group in manifest.groups}
     asked = [length_s(request, mean_s) for group in closed for request in plan.group(group)]
-    found = [s.episode for step in batches.steps(run) for s in archive.read(run.archive(step))]
+    found = [s.episode for step in batches.published_steps(run) for s in archive.read(run.archive(step))]
     finished = [(sampled_tokens(e) * TOKEN_S, e.request.group_id in trained) for e in found]
     return {
         "asked for": fmean(asked) / 60,

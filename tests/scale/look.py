@@ -60,7 +60,7 @@ class Desk:
     def round(self, seconds: float) -> None:
         """After so many seconds of its clock; a beat or more makes it read the leases."""
         self.clock.now += seconds
-        self.duty.round(self.house.look())
+        self.duty.iterate(self.house.snapshot())
 
 
 def measure(root: Path, workers: int) -> tuple[Counter[str], float, float]:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_swe.records import Sampling
-from hpc_swe.roles.coordinator.dispatch import DispatchWindow, RequestPlan, again, horizon
+from hpc_swe.roles.coordinator.dispatch import DispatchWindow, RequestPlan, dispatch_end, retry_request
 
 TASKS = tuple(f"task-{i}" for i in range(7))
 PLAN = RequestPlan(3, TASKS, 4, Sampling())
@@ -32,11 +32,11 @@ def test_members_share_the_task_and_nothing_else():
 
 def test_another_attempt_keeps_the_name_and_changes_the_seed():
     first = PLAN.group(0)[0]
-    second, third = again(first), again(again(first))
+    second, third = retry_request(first), retry_request(retry_request(first))
     assert {second.name, third.name} == {first.name}
     assert (second.attempt, third.attempt) == (1, 2)
     assert len({first.seed, second.seed, third.seed}) == 3
-    assert again(first) == second
+    assert retry_request(first) == second
 
 
 def pace(next_batch=0, newest=0, staleness=0, per_step=4, rate=1.0):
@@ -59,7 +59,7 @@ def pace(next_batch=0, newest=0, staleness=0, per_step=4, rate=1.0):
     ],
 )
 def test_dispatch_goes_as_far_as_the_foreseen_batch_allows(given_pace, fates, expected):
-    assert horizon(0, fates.get, given_pace) == expected
+    assert dispatch_end(0, fates.get, given_pace) == expected
 
 
 @given(st.integers(0, 99), st.integers(0, 3), st.floats(0.05, 1.0), st.integers(1, 5))
@@ -70,7 +70,7 @@ def test_no_run_of_outcomes_starves_the_learner_or_outruns_it(seed, staleness, s
     first, rate = 0, 1.0
     for step in range(6):
         while sum(fates.get(g, False) for g in range(first, first + len(fates) + 1)) < per_step:
-            edge = horizon(first, fates.get, pace(step, step, staleness, per_step, rate))
+            edge = dispatch_end(first, fates.get, pace(step, step, staleness, per_step, rate))
             todo = [g for g in range(first, edge) if g not in fates]
             assert todo, "nothing may be dispatched, and nothing is open: deadlock"
             fates[draw.choice(todo)] = draw.random() < share

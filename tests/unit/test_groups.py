@@ -8,10 +8,10 @@ from hpc_swe.metrics import meaning
 from hpc_swe.plugins.advantages.grpo import Grpo
 from hpc_swe.plugins.advantages.shuffled import Shuffled
 from hpc_swe.records import CoordinatorState, ExitStatus, Sampling, Score, ScoredEpisode
-from hpc_swe.roles.coordinator.batches import BatchSettings, GroupDecision, assemble, compose, judge
-from hpc_swe.roles.coordinator.curves import of_batch
+from hpc_swe.roles.coordinator.batch_metrics import of_batch
+from hpc_swe.roles.coordinator.batches import BatchSettings, GroupDecision, build_batches, decide, plan_batch
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
-from hpc_swe.roles.coordinator.groups import Group, Ledger, Member, locate
+from hpc_swe.roles.coordinator.groups import Group, Ledger, Member, parse_name
 from hpc_swe.settings import BatchesConfig, GroupsConfig
 from hpc_swe.store.spool import Address
 
@@ -26,7 +26,7 @@ def ledger(attempts=3, now=0.0):
 
 
 def take(book, result, now=1.0):
-    return book.take(Address(result.episode.request.name, 0), result, now)
+    return book.record(Address(result.episode.request.name, 0), result, now)
 
 
 def recipe(advantage=None, data_parallel=1, groups=None, **batches):
@@ -107,7 +107,7 @@ def test_a_member_among_the_dead_is_closed_without_reward():
     book = ledger()
     take(book, scored(index=0))
     take(book, scored(index=1))
-    book.bury({"train-000000-02", "train-000009-00", "foreign"})
+    book.close_dead({"train-000000-02", "train-000009-00", "foreign"})
     assert not book.groups[KEY].is_open
     assert len(book.groups[KEY].results) == 2
 
@@ -116,12 +116,12 @@ def test_a_member_found_nowhere_in_two_scans_is_asked_for_again():
     book = ledger()
     names = {m.request.name for m in book.groups[KEY].members}
     lost = "train-000000-01"
-    assert book.absent(names) == []
-    assert book.absent(names - {lost}) == []
-    assert [r.name for r in book.absent(names - {lost})] == [lost]
-    assert book.absent(names - {lost}) == []  # it has just been asked for
-    book.absent(names)
-    assert book.absent(names - {lost}) == []  # seen meanwhile
+    assert book.find_lost(names) == []
+    assert book.find_lost(names - {lost}) == []
+    assert [r.name for r in book.find_lost(names - {lost})] == [lost]
+    assert book.find_lost(names - {lost}) == []  # it has just been asked for
+    book.find_lost(names)
+    assert book.find_lost(names - {lost}) == []  # seen meanwhile
 
 
 @pytest.mark.parametrize(
@@ -141,17 +141,17 @@ def test_a_group_is_closed_by_the_clocks_of_all_its_open_members(worked_s, is_op
     assert book.groups[KEY].is_open == is_open
     assert book.counts["groups/straggled"] == (not is_open)
     if not is_open:
-        assert book.absent(set()) == []  # no longer asked for
+        assert book.find_lost(set()) == []  # no longer asked for
 
 
 @pytest.mark.parametrize("name", ["x", "train-1-00", "train-000001-00.a0", "train-000001", "other-000001-00"])
 def test_foreign_names_are_nobodys(name):
-    assert locate(name) is None
+    assert parse_name(name) is None
 
 
 def test_names_of_large_runs_are_found_again():
     request = msgspec.structs.replace(PLAN.group(0)[0], split="eval", group_id=12_345_678, index=123)
-    assert locate(request.name) == (("eval", 12_345_678), 123)
+    assert parse_name(request.name) == (("eval", 12_345_678), 123)
 
 
 # judging
@@ -162,12 +162,12 @@ def truncated(reward, index):
 
 
 def test_equal_rewards_are_no_signal():
-    assert judge(group(*(scored(1.0, index=i) for i in range(3))), 0, recipe()).status == "no_signal"
+    assert decide(group(*(scored(1.0, index=i) for i in range(3))), 0, recipe()).status == "no_signal"
 
 
 def test_a_group_needs_two_members():
-    assert judge(group(scored(1.0)), 0, recipe()).status == "too_few"
-    assert judge(group(scored(1.0), scored(0.0, index=1)), 0, recipe()).status == "trained"
+    assert decide(group(scored(1.0)), 0, recipe()).status == "too_few"
+    assert decide(group(scored(1.0), scored(0.0, index=1)), 0, recipe()).status == "trained"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_group_needs_two_members():
     [("train", [2 / 3, -1 / 3, -1 / 3]), ("mask_loss", [2 / 3, -1 / 3]), ("drop_from_baseline", [0.5, -0.5])],
 )
 def test_what_a_truncated_episode_counts_for(overlong, advantages):
-    decision = judge(
+    decision = decide(
         group(scored(1.0), scored(0.0, index=1), truncated(0.0, 2)), 0, recipe(overlong=overlong)
     )
     assert [c.advantage for c in decision.episodes] == pytest.approx(advantages)
@@ -185,23 +185,23 @@ def test_what_a_truncated_episode_counts_for(overlong, advantages):
 def test_signal_is_judged_after_masking(overlong):
     """The only success was cut off: nothing that may be trained tells the members apart."""
     members = group(truncated(1.0, 0), scored(0.0, index=1), scored(0.0, index=2))
-    status = judge(members, 0, recipe(overlong=overlong)).status
+    status = decide(members, 0, recipe(overlong=overlong)).status
     assert status == ("no_signal" if overlong == "drop_from_baseline" else "trained")
     lonely = group(truncated(1.0, 0), truncated(0.0, 1), scored(0.5, index=2))
-    assert judge(lonely, 0, recipe(overlong="mask_loss")).status == "no_signal"
+    assert decide(lonely, 0, recipe(overlong="mask_loss")).status == "no_signal"
 
 
 def test_a_group_whose_tokens_are_all_too_old_has_no_signal():
     members = group(scored(1.0), scored(0.0, index=1))
-    assert judge(members, 5, recipe(groups={"max_token_staleness": 4})).status == "no_signal"
-    assert judge(members, 4, recipe(groups={"max_token_staleness": 4})).status == "trained"
+    assert decide(members, 5, recipe(groups={"max_token_staleness": 4})).status == "no_signal"
+    assert decide(members, 4, recipe(groups={"max_token_staleness": 4})).status == "trained"
 
 
 def test_an_old_token_drops_no_group_unless_hard_max_says_so():
     members = group(scored(1.0, step=1), scored(0.0, index=1, step=9))
-    assert judge(members, 9, recipe()).status == "trained"
-    assert judge(members, 9, recipe(groups={"hard_max_staleness": 8})).status == "trained"
-    assert judge(members, 10, recipe(groups={"hard_max_staleness": 8})).status == "too_old"
+    assert decide(members, 9, recipe()).status == "trained"
+    assert decide(members, 9, recipe(groups={"hard_max_staleness": 8})).status == "trained"
+    assert decide(members, 10, recipe(groups={"hard_max_staleness": 8})).status == "too_old"
 
 
 def test_one_old_turn_among_new_ones_drops_the_group_and_a_masked_one_does_not():
@@ -210,24 +210,24 @@ def test_one_old_turn_among_new_ones_drops_the_group_and_a_masked_one_does_not()
         ScoredEpisode(episode=mixed, score=Score(outcome="resolved", reward=1.0)),
         scored(0.0, index=1, step=9),
     )
-    assert judge(members, 10, recipe(groups={"hard_max_staleness": 8})).status == "too_old"
-    assert judge(members, 9, recipe(groups={"hard_max_staleness": 8})).status == "trained"
-    decision = judge(members, 10, recipe(groups={"max_token_staleness": 8}))
+    assert decide(members, 10, recipe(groups={"hard_max_staleness": 8})).status == "too_old"
+    assert decide(members, 9, recipe(groups={"hard_max_staleness": 8})).status == "trained"
+    decision = decide(members, 10, recipe(groups={"max_token_staleness": 8}))
     assert (decision.status, [c.stale for c in decision.episodes]) == ("trained", [1, 0])
 
 
 def test_groups_without_signal_are_trained_when_resampling_is_off():
     members = group(scored(0.0), scored(0.0, index=1))
-    decision = judge(members, 0, recipe(groups={"resample": False}))
+    decision = decide(members, 0, recipe(groups={"resample": False}))
     assert decision.status == "trained"
     assert [c.advantage for c in decision.episodes] == [0.0, 0.0]
-    made = compose(lambda _: decision, CoordinatorState(), 0, 1)
+    made = plan_batch(lambda _: decision, CoordinatorState(), 0, 1)
     assert of_batch([members], made)["groups/signal_rate"] == 0.0
 
 
 def test_the_control_is_dealt_anew_for_every_group():
     control = recipe(Shuffled(seed=1))
-    dealt = [judge(group(scored(1.0), scored(0.0, index=1), number=n), 0, control) for n in range(40)]
+    dealt = [decide(group(scored(1.0), scored(0.0, index=1), number=n), 0, control) for n in range(40)]
     assert {tuple(c.advantage for c in decision.episodes) for decision in dealt} == {(0.5, -0.5), (-0.5, 0.5)}
 
 
@@ -243,23 +243,23 @@ TRAINED, EMPTY = "trained", "no_signal"
 
 def test_a_batch_is_the_next_groups_with_signal_in_order_of_number():
     fates = {3: EMPTY, 4: TRAINED, 5: "too_few", 6: TRAINED, 7: TRAINED}
-    made = compose(verdicts(fates), CoordinatorState(next_group=3), 1, 2)
+    made = plan_batch(verdicts(fates), CoordinatorState(next_group=3), 1, 2)
     assert (made.groups, made.closed, made.after.next_group) == ([4, 6], [3, 5], 7)
 
 
 def test_a_batch_waits_for_every_lower_group():
     fates = {0: TRAINED, 1: None, 2: TRAINED, 3: TRAINED}
-    assert compose(verdicts(fates), CoordinatorState(), 0, 2) is None
+    assert plan_batch(verdicts(fates), CoordinatorState(), 0, 2) is None
 
 
 @given(st.lists(st.sampled_from([TRAINED, EMPTY]), min_size=12, max_size=12), st.randoms())
 def test_what_a_batch_holds_does_not_depend_on_what_closed_first(fates, draw):
     fates = dict(enumerate([*fates, TRAINED, TRAINED]))
-    whole = compose(verdicts(fates), CoordinatorState(), 0, 2)
+    whole = plan_batch(verdicts(fates), CoordinatorState(), 0, 2)
     order = list(fates)
     draw.shuffle(order)
     for known in range(len(order) + 1):
-        early = compose(verdicts({g: fates[g] for g in order[:known]}), CoordinatorState(), 0, 2)
+        early = plan_batch(verdicts({g: fates[g] for g in order[:known]}), CoordinatorState(), 0, 2)
         assert early in (None, whole)
 
 
@@ -267,7 +267,7 @@ def test_the_signal_rate_follows_what_was_seen():
     fates = {g: TRAINED if g % 4 == 3 else EMPTY for g in range(400)}
     state = CoordinatorState()
     for step in range(20):
-        state = compose(verdicts(fates), state, step, 2).after
+        state = plan_batch(verdicts(fates), state, step, 2).after
     assert state.signal_rate == pytest.approx(0.25, abs=0.02)
 
 
@@ -277,8 +277,8 @@ def test_a_batch_weighs_episodes_over_all_groups_and_ranks():
         for g in (0, 1)
     }
     how = recipe(data_parallel=2, aggregate="seq_mean_token_mean")
-    made = compose(lambda g: judge(groups[g], 0, how), CoordinatorState(), 0, 2)
-    batches = assemble(made, how)
+    made = plan_batch(lambda g: decide(groups[g], 0, how), CoordinatorState(), 0, 2)
+    batches = build_batches(made, how)
     weights = [array(m.weights) for batch in batches for m in batch.microbatches]
     assert sum(float(w.sum()) for w in weights) == pytest.approx(1.0)
     assert [batch.rank for batch in batches] == [0, 1]
@@ -290,8 +290,8 @@ def test_an_episode_of_two_samples_is_one_episode_in_the_mean():
     how = recipe(aggregate="seq_mean_token_mean", train_chains="all", groups={"max_staleness": 1})
     one = group(scored(1.0, length=3), forked)
     two = group(scored(1.0, group=1), scored(0.0, group=1, index=1), number=1)
-    made = compose(lambda g: judge((one, two)[g], 0, how), CoordinatorState(), 0, 2)
-    (batch,) = assemble(made, how)
+    made = plan_batch(lambda g: decide((one, two)[g], 0, how), CoordinatorState(), 0, 2)
+    (batch,) = build_batches(made, how)
     weights = {round(float(w), 6) for m in batch.microbatches for w in array(m.weights) if w}
     assert weights == {round(1 / 12, 6)}  # four episodes of three tokens each
 
@@ -303,7 +303,7 @@ def test_curves_count_every_finished_group_and_the_trained_apart():
         group(scored(1.0, group=2), scored(0.0, group=2, index=1), number=2),
     ]
     how = recipe()
-    made = compose(lambda g: judge(groups[g], 3, how), CoordinatorState(), 3, 2)
+    made = plan_batch(lambda g: decide(groups[g], 3, how), CoordinatorState(), 3, 2)
     curves = of_batch(groups, made)
     assert curves["solve/train"] == pytest.approx(1 / 3)
     assert curves["solve/trained"] == 0.5
@@ -320,7 +320,7 @@ def told(*episodes, **batches):
         ScoredEpisode(episode=e, score=Score(outcome="resolved", reward=float(i)))
         for i, e in enumerate(episodes)
     ]
-    composed = compose(lambda _: judge(group(*made), 0, recipe(**batches)), CoordinatorState(), 0, 1)
+    composed = plan_batch(lambda _: decide(group(*made), 0, recipe(**batches)), CoordinatorState(), 0, 1)
     return of_batch([group(*made)], composed)
 
 

@@ -9,7 +9,7 @@ from made_episodes import array
 from hpc_swe import records
 from hpc_swe.errors import ConfigError
 from hpc_swe.records import Sample
-from hpc_swe.roles.coordinator.packing import cost, pack, weigh
+from hpc_swe.roles.coordinator.packing import cost, pack, token_weights
 
 AGGREGATES = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
 
@@ -96,18 +96,18 @@ def test_a_sample_over_the_budget_is_refused_by_name():
     ],
 )
 def test_weights_hold_the_denominator_of_the_whole_step(aggregate, expected):
-    assert weigh([4, 2, 4], aggregate, 20) == pytest.approx([expected[0], expected[1], expected[0]])
+    assert token_weights([4, 2, 4], aggregate, 20) == pytest.approx([expected[0], expected[1], expected[0]])
 
 
 @pytest.mark.parametrize("aggregate", AGGREGATES)
 def test_an_episode_without_trained_tokens_is_in_no_denominator(aggregate):
-    with_it, without = weigh([4, 0, 6], aggregate, 20), weigh([4, 6], aggregate, 20)
+    with_it, without = token_weights([4, 0, 6], aggregate, 20), token_weights([4, 6], aggregate, 20)
     assert [with_it[0], with_it[2]] == without
-    assert weigh([0, 0], aggregate, 20) == [0.0, 0.0]
+    assert token_weights([0, 0], aggregate, 20) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("aggregate", ["token_mean", "seq_mean_token_mean"])
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=30))
 def test_means_weigh_one_in_all(aggregate, counts):
-    total = sum(w * n for w, n in zip(weigh(counts, aggregate, 1), counts, strict=True))
+    total = sum(w * n for w, n in zip(token_weights(counts, aggregate, 1), counts, strict=True))
     assert total == pytest.approx(1.0)

@@ -6,7 +6,7 @@ from made_episodes import array, episode, trained_ids, turn
 
 from hpc_swe import records
 from hpc_swe.records import VersionSpan, WeightVersion
-from hpc_swe.roles.coordinator.samples import flaw, leaf_chains, make_samples, trained_turns
+from hpc_swe.roles.coordinator.samples import find_flaw, leaf_chains, make_samples, trained_turns
 
 
 def cut_all(turns, chains="all", step=0, max_staleness=0):
@@ -143,8 +143,8 @@ def test_no_sample_is_a_part_of_another(turns):
 def test_an_engine_that_answers_wrongly_is_found_out():
     good = turn(None, [1], [10, 11])
     replace = msgspec.structs.replace
-    assert flaw(episode([good])) == ""
-    assert "log-probabilities" in flaw(episode([replace(good, logprobs=records.floats([-1.0]))]))
-    assert "finite" in flaw(episode([replace(good, logprobs=records.floats([-1.0, float("nan")]))]))
-    assert "spans" in flaw(episode([replace(good, spans=[])]))
-    assert "parent" in flaw(episode([replace(good, parent=0)]))
+    assert find_flaw(episode([good])) == ""
+    assert "log-probabilities" in find_flaw(episode([replace(good, logprobs=records.floats([-1.0]))]))
+    assert "finite" in find_flaw(episode([replace(good, logprobs=records.floats([-1.0, float("nan")]))]))
+    assert "spans" in find_flaw(episode([replace(good, spans=[])]))
+    assert "parent" in find_flaw(episode([replace(good, parent=0)]))

@@ -16,7 +16,7 @@ from hpc_swe.plugins.advantages.base import Advantage
 from hpc_swe.plugins.advantages.shuffled import Shuffled
 from hpc_swe.records import Batch, BatchManifest, CoordinatorState, ScoredEpisode
 from hpc_swe.roles.coordinator.groups import Group
-from hpc_swe.roles.coordinator.packing import pack, weigh
+from hpc_swe.roles.coordinator.packing import pack, token_weights
 from hpc_swe.roles.coordinator.samples import EpisodeSamples, make_samples
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import BatchesConfig, GroupsConfig
@@ -56,7 +56,7 @@ class BatchPlan:
     after: CoordinatorState
 
 
-def judge(group: Group, step: int, settings: BatchSettings) -> GroupDecision:
+def decide(group: Group, step: int, settings: BatchSettings) -> GroupDecision:
     """Advantages and samples of a group in batch `step`.
 
     A truncated episode counts for all (``train``), for its siblings' baseline only (``mask_loss``), or
@@ -79,7 +79,7 @@ def judge(group: Group, step: int, settings: BatchSettings) -> GroupDecision:
     return GroupDecision("trained", episodes)
 
 
-def compose(
+def plan_batch(
     decision_of: Callable[[int], GroupDecision | None],
     state: CoordinatorState,
     step: int,
@@ -101,10 +101,10 @@ def compose(
     raise AssertionError("count() does not end")
 
 
-def assemble(batch_plan: BatchPlan, settings: BatchSettings) -> list[Batch]:
+def build_batches(batch_plan: BatchPlan, settings: BatchSettings) -> list[Batch]:
     """Weights and microbatches of a plan, one batch per data-parallel rank."""
     episodes = [c for group in batch_plan.groups for c in batch_plan.decisions[group].episodes]
-    weights = weigh(
+    weights = token_weights(
         [c.tokens for c in episodes], settings.batches.aggregate, settings.batches.constant_length
     )
     samples = [(s, w) for c, w in zip(episodes, weights, strict=True) for s in c.samples if any(s.mask)]
@@ -139,14 +139,14 @@ def commit(run: RunDir, batch_plan: BatchPlan, batches: list[Batch], stats: dict
     folders.publish(run.batch(batch_plan.step), fill)
 
 
-def steps(run: RunDir) -> list[int]:
+def published_steps(run: RunDir) -> list[int]:
     """Published batches, oldest first."""
     return sorted(folders.published(run.batches, BatchManifest, _step, lambda manifest: manifest.step))
 
 
-def newest(run: RunDir) -> BatchManifest | None:
+def last_manifest(run: RunDir) -> BatchManifest | None:
     """The last commit; None in a new run."""
-    published = steps(run)
+    published = published_steps(run)
     return folders.manifest(run.batch(published[-1]), BatchManifest) if published else None
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from hpc_swe.plugins.graders.base import DISAGREES, GRADER_BROKE, SILENT
 from hpc_swe.records import RolloutRequest, ScoredEpisode
-from hpc_swe.roles.coordinator import curves
-from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, failure, locate
+from hpc_swe.roles.coordinator import batch_metrics
+from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, failure_cause, parse_name
 from hpc_swe.roles.coordinator.maintenance import RunSnapshot
 from hpc_swe.rundir import RunDir
 from hpc_swe.store.spool import Address, Spool
@@ -51,25 +51,25 @@ class ResultCollector:
         by_task = [f"infrastructure failures: {', '.join(worst)}"] if worst else []
         return [*self._errors, *by_task, *self._wrong]
 
-    def round(self, snapshot: RunSnapshot) -> None:
+    def collect(self, snapshot: RunSnapshot) -> None:
         """Enter what is new."""
         self._adopt(snapshot)
         for address in snapshot.scan["scored"]["ready"]:
-            if address not in self._held and locate(address.identity):
-                self._enter(address, snapshot.now)
-        self.ledger.bury(snapshot.dead)
-        for request in self.ledger.absent(snapshot.found):
+            if address not in self._held and parse_name(address.identity):
+                self._record(address, snapshot.now)
+        self.ledger.close_dead(snapshot.dead_identities)
+        for request in self.ledger.find_lost(snapshot.identities):
             log.warning("lost %s, asked again", request.name)
             self._requests.ask(request.name, request)
 
-    def ask(self, key: Key, snapshot: RunSnapshot) -> None:
+    def request(self, key: Key, snapshot: RunSnapshot) -> None:
         """Open a group and request the members that are not under way already."""
         requests = self._expects(key)
         if requests is None or key in self.ledger.groups:
             return
         self.ledger.open(key, requests, snapshot.now)
         for request in requests:
-            if request.name not in snapshot.found:
+            if request.name not in snapshot.identities:
                 self._requests.ask(request.name, request)
 
     def forget(self, groups: list[Group]) -> None:
@@ -82,17 +82,17 @@ class ResultCollector:
     def _adopt(self, snapshot: RunSnapshot) -> None:
         """Groups under way that a former coordinator dispatched, and requests that nobody needs now."""
         for key in sorted(
-            {place[0] for place in map(locate, snapshot.found) if place} - self.ledger.groups.keys()
+            {place[0] for place in map(parse_name, snapshot.identities) if place} - self.ledger.groups.keys()
         ):
             requests = self._expects(key)
             if requests is not None:
                 self.ledger.open(key, requests, snapshot.now)
         for address in snapshot.scan["requests"]["ready"]:
-            place = locate(address.identity)
+            place = parse_name(address.identity)
             if place is not None and place[0] not in self.ledger.groups:
                 self._requests.remove(address)
 
-    def _enter(self, address: Address, now: float) -> None:
+    def _record(self, address: Address, now: float) -> None:
         scored = self._scored.read(address)
         if scored is None:
             return
@@ -100,9 +100,9 @@ class ResultCollector:
             log.error("dropped %s: a result of %s", address.identity, scored.episode.request.name)
             self._drop(address)
             return
-        cause = failure(scored)
+        cause = failure_cause(scored)
         self._count(scored, cause)
-        verdict = self.ledger.take(address, scored, now)
+        verdict = self.ledger.record(address, scored, now)
         if verdict == "keep":
             self._held.add(address)
             return
@@ -114,7 +114,7 @@ class ResultCollector:
 
     def _count(self, scored: ScoredEpisode, cause: str) -> None:
         request, counts = scored.episode.request, self.ledger.counts
-        turns = f"turns_{curves.turns_from(len(scored.episode.turns))}"
+        turns = f"turns_{batch_metrics.turns_bin(len(scored.episode.turns))}"
         self._read[request.task_id] += 1
         counts[f"read/{turns}"] += 1
         if cause:

@@ -24,7 +24,7 @@ from hpc_swe.records import RolloutRequest, Sampling, Split
 RATE_FLOOR = 0.1  # a bad spell must not send out an unbounded number of groups
 
 
-def digest(*parts: object) -> int:
+def stable_hash(*parts: object) -> int:
     """A number of 31 bits that depends on the parts and on nothing else."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:4], "big") >> 1
 
@@ -55,15 +55,15 @@ def request(seed: int, split: Split, group_id: int, index: int, what: tuple[str,
         group_id=group_id,
         index=index,
         task_id=what[0],
-        seed=digest(seed, split, group_id, index),
+        seed=stable_hash(seed, split, group_id, index),
         sampling=what[1],
     )
 
 
-def again(failed: RolloutRequest) -> RolloutRequest:
+def retry_request(failed: RolloutRequest) -> RolloutRequest:
     """The request after an infrastructure failure: one attempt more, another seed."""
     attempt = failed.attempt + 1
-    return msgspec.structs.replace(failed, attempt=attempt, seed=digest(failed.seed, attempt))
+    return msgspec.structs.replace(failed, attempt=attempt, seed=stable_hash(failed.seed, attempt))
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class DispatchWindow:
     signal_rate: float
 
 
-def horizon(first: int, has_signal: Callable[[int], bool | None], window: DispatchWindow) -> int:
+def dispatch_end(first: int, has_signal: Callable[[int], bool | None], window: DispatchWindow) -> int:
     """The first group from `first` on that must still wait; `has_signal` is None while one is open."""
     # Groups with signal that may lie before a group; the rest is for rounding.
     room = (window.last_batch + 1 - window.next_batch) * window.groups_per_step - 1e-6

@@ -17,7 +17,7 @@ from hpc_swe.metrics import Log
 from hpc_swe.records import Episode, Outcome, RolloutRequest
 from hpc_swe.roles.coordinator.collect import ResultCollector
 from hpc_swe.roles.coordinator.dispatch import request
-from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, Member, failure
+from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, Member, failure_cause
 from hpc_swe.roles.coordinator.maintenance import Progress, RunSnapshot
 from hpc_swe.roles.coordinator.samples import sampled_tokens
 from hpc_swe.rundir import RunDir
@@ -39,13 +39,13 @@ class Evaluator:
     tasks: Sequence[str]
     config: EvalConfig
     seed: int
-    curves_log: Log
+    metrics_log: Log
     every: int = 0
     _done: set[str] = field(default_factory=set, init=False)
     """Labels of tables that exist."""
 
     def __post_init__(self) -> None:
-        self._look()
+        self._list_done()
 
     def label(self, number: int) -> str:
         """Name of a round's table."""
@@ -77,9 +77,9 @@ class Evaluator:
             "evaluation/infra": [float(sum(_outcome(member) == "infra_error" for member in closed))],
         }
 
-    def round(self, collector: ResultCollector, snapshot: RunSnapshot) -> str:
+    def iterate(self, collector: ResultCollector, snapshot: RunSnapshot) -> str:
         """Ask for what may be under way, and write the table when all is in; what is waited for."""
-        self._look()
+        self._list_done()
         self._forget(collector)  # rounds that another coordinator finished
         number = self._current(collector.ledger, snapshot)
         if number is None:
@@ -95,7 +95,7 @@ class Evaluator:
         self._forget(collector)
         return ""
 
-    def _look(self) -> None:
+    def _list_done(self) -> None:
         self._done = {name.removesuffix(".parquet") for name in atomic.names(self.run.evals)}
 
     def _forget(self, collector: ResultCollector) -> None:
@@ -117,7 +117,7 @@ class Evaluator:
         taken = sum(m.state == "open" for key in keys if key in groups for m in groups[key].members)
         for key in keys:
             if key not in groups and taken + members <= limit:
-                collector.ask(key, snapshot)
+                collector.request(key, snapshot)
                 taken += members
 
     def _write(self, number: int, groups: Sequence[Group]) -> None:
@@ -129,7 +129,7 @@ class Evaluator:
         for label in self.config.decodings:
             values |= summary(label, rows)
         log.info("evaluation %s: %s", self.label(number), values)
-        self.curves_log.write(number * self.every, values)
+        self.metrics_log.write(number * self.every, values)
 
 
 class Evaluating:
@@ -139,11 +139,11 @@ class Evaluating:
         self._evaluator = evaluator
         self._collector = ResultCollector(run, Ledger(max_attempts), self._expects)
 
-    def round(self, snapshot: RunSnapshot) -> Progress:
+    def iterate(self, snapshot: RunSnapshot) -> Progress:
         """Do what can be done now."""
-        self._collector.round(snapshot)
-        waits_for = self._evaluator.round(self._collector, snapshot)
-        recent = self._evaluator.curves_log.recent | self._evaluator.progress(self._collector.ledger)
+        self._collector.collect(snapshot)
+        waits_for = self._evaluator.iterate(self._collector, snapshot)
+        recent = self._evaluator.metrics_log.recent | self._evaluator.progress(self._collector.ledger)
         return Progress(waits_for, 0, recent, self._collector.errors)
 
     def _expects(self, key: Key) -> list[RolloutRequest] | None:
@@ -192,7 +192,7 @@ def _attempt(member: Member, label: str, sample: int) -> Attempt:
         submission=episode.submission,
         passed=score.passed,
         failed=score.failed,
-        detail=(failure(scored) if member.state == "failed" else "") or score.detail,
+        detail=(failure_cause(scored) if member.state == "failed" else "") or score.detail,
         messages=episode.messages,
         record=msgspec.msgpack.encode(scored),
     )

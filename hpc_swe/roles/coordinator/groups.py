@@ -21,7 +21,7 @@ NAME = re.compile(r"(eval|train)-([0-9]{6}|[1-9][0-9]{6,8})-([0-9]{2}|[1-9][0-9]
 SCANS = 2  # a message on its way back from a worker can escape one listing, not two
 
 
-def locate(identity: str) -> tuple[Key, int] | None:
+def parse_name(identity: str) -> tuple[Key, int] | None:
     """Group and index of a message; None when it is foreign."""
     parts = NAME.fullmatch(identity)
     if parts is None:
@@ -29,11 +29,11 @@ def locate(identity: str) -> tuple[Key, int] | None:
     return ("eval" if parts[1] == "eval" else "train", int(parts[2])), int(parts[3])
 
 
-def failure(scored: ScoredEpisode) -> str:
+def failure_cause(scored: ScoredEpisode) -> str:
     """Why this is no result of the policy; empty when it is one."""
     if scored.score.outcome == "infra_error" or scored.episode.exit_status == ExitStatus.INFRA_ERROR:
         return scored.episode.error or scored.score.detail or "infrastructure"
-    return samples.flaw(scored.episode)
+    return samples.find_flaw(scored.episode)
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Member:
     """One episode of a group."""
 
     request: RolloutRequest
-    asked: float
+    requested_at: float
     """When, on our own clock."""
     scored: ScoredEpisode | None = None
     """The result, or the last failure."""
@@ -50,7 +50,7 @@ class Member:
     state: Literal["open", "done", "failed"] = "open"
     queue_s: float = 0.0
     """Between request and result, the seconds that nobody worked on it."""
-    absent: int = 0
+    missed_scans: int = 0
 
 
 @dataclass
@@ -86,25 +86,25 @@ class Ledger:
         """Begin to expect a group."""
         self.groups[key] = Group(key, [Member(request, now) for request in requests])
 
-    def take(self, address: Address, scored: ScoredEpisode, now: float) -> Literal["keep", "drop", "retry"]:
+    def record(self, address: Address, scored: ScoredEpisode, now: float) -> Literal["keep", "drop", "retry"]:
         """Enter a result: keep its message, drop it, or drop it and ask again for the member."""
         member = self.member(address.identity)
         if member is None or member.state == "done":
             self.counts["episodes/duplicates"] += 1
             return "drop"
-        cause, attempt = failure(scored), scored.episode.request.attempt
+        cause, attempt = failure_cause(scored), scored.episode.request.attempt
         if cause:
             self.counts["episodes/infra"] += 1
             if attempt < member.request.attempt:
                 return "drop"  # a late duplicate of an attempt that was already made again
             if attempt + 1 < self.max_attempts and member.state == "open":
-                member.request, member.asked = dispatch.again(scored.episode.request), now
+                member.request, member.requested_at = dispatch.retry_request(scored.episode.request), now
                 return "retry"
         member.scored, member.address, member.state = scored, address, "failed" if cause else "done"
-        member.queue_s = max(0.0, now - member.asked - worked(scored))
+        member.queue_s = max(0.0, now - member.requested_at - worked_s(scored))
         return "keep"
 
-    def bury(self, identities: Collection[str]) -> None:
+    def close_dead(self, identities: Collection[str]) -> None:
         """Close members whose message lies among the dead."""
         for identity in identities:
             member = self.member(identity)
@@ -112,13 +112,13 @@ class Ledger:
                 member.state = "failed"
                 self.counts["episodes/infra"] += 1
 
-    def absent(self, found: Collection[str]) -> list[RolloutRequest]:
+    def find_lost(self, found: Collection[str]) -> list[RolloutRequest]:
         """Requests to put again: open members that two scans running found nowhere."""
         lost = []
         for member in self._open_members():
-            member.absent = 0 if member.request.name in found else member.absent + 1
-            if member.absent == SCANS:
-                member.absent = 0
+            member.missed_scans = 0 if member.request.name in found else member.missed_scans + 1
+            if member.missed_scans == SCANS:
+                member.missed_scans = 0
                 self.counts["episodes/absent"] += 1
                 lost.append(member.request)
         return lost
@@ -141,7 +141,7 @@ class Ledger:
 
     def member(self, identity: str) -> Member | None:
         """The member that a message is of; None when its group is not in the ledger."""
-        place = locate(identity)
+        place = parse_name(identity)
         group = self.groups.get(place[0]) if place else None
         return group.members[place[1]] if group and place and place[1] < len(group.members) else None
 
@@ -149,7 +149,7 @@ class Ledger:
         return [m for g in self.groups.values() if g.is_open for m in g.members if m.state == "open"]
 
 
-def worked(scored: ScoredEpisode) -> float:
+def worked_s(scored: ScoredEpisode) -> float:
     """Seconds that workers spent on a result."""
     return scored.episode.timing.total_s + scored.score.seconds
 

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 class Mode(Protocol):
     """The work of one mode: Training, Evaluating or WarmStart."""
 
-    def round(self, snapshot: RunSnapshot) -> Progress:
+    def iterate(self, snapshot: RunSnapshot) -> Progress:
         """Do what can be done now, without waiting."""
 
 
@@ -65,7 +65,7 @@ class Coordinator:
         while True:
             try:
                 with atomic.storage(self._run.root):
-                    if self._is_over() or self.round():
+                    if self._is_over() or self.iterate():
                         return
                 refusals = 0
             except StorageError as error:
@@ -75,15 +75,15 @@ class Coordinator:
             pause = min(self._config.poll_s * 2**refusals, max(self._config.poll_s, BACK_OFF_S))
             time.sleep(pause * random.uniform(0.5, 1.5))
 
-    def round(self) -> bool:
+    def iterate(self) -> bool:
         """One look and one round; True when all is done."""
-        snapshot = self._maintenance.look()
+        snapshot = self._maintenance.snapshot()
         if self._mode is None:
             self._mode = self._make()
-        progress = self._mode.round(snapshot)
+        progress = self._mode.iterate(snapshot)
         status_s = self._config.status_s if progress.waits_for else 0.0
         self._maintenance.publish(snapshot, progress, self._desired, status_s)
-        self._maintenance.tidy(snapshot)
+        self._maintenance.clean_up(snapshot)
         if snapshot.now >= self._draw_at:
             self._drawing.update()
             self._draw_at = snapshot.now + self._config.status_s

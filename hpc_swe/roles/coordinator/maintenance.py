@@ -53,13 +53,13 @@ class RunSnapshot:
     has_room: bool
 
     @cached_property
-    def found(self) -> set[str]:
+    def identities(self) -> set[str]:
         """Identities that lie in some spool and are not dead."""
         states = ("ready", "claimed")
         return {a.identity for spool in self.scan.values() for state in states for a in spool[state]}
 
     @cached_property
-    def dead(self) -> set[str]:
+    def dead_identities(self) -> set[str]:
         """Identities that were buried."""
         return {address.identity for spool in self.scan.values() for address in spool["dead"]}
 
@@ -157,7 +157,7 @@ class Maintenance:
         self._endpoints: list[Endpoint] | None = None
         self._beat = 0
 
-    def look(self) -> RunSnapshot:
+    def snapshot(self) -> RunSnapshot:
         """See the run, and put back the claims of the dead."""
         now = self._clock()
         scan = {
@@ -199,7 +199,7 @@ class Maintenance:
         atomic.put(self._run.status, self._report(snapshot, progress, desired), durable=False)
         atomic.put(self._run.watch, self._watcher.memory(), durable=False)
 
-    def tidy(self, snapshot: RunSnapshot) -> None:
+    def clean_up(self, snapshot: RunSnapshot) -> None:
         """Delete what retention lets go, once a beat, and what dead processes left, six times an hour."""
         if self._is_due("retain", self._lease.beat_s, snapshot.now):
             for folder in retention.superseded(self._run, self._kept, snapshot.nodes):
@@ -222,7 +222,7 @@ class Maintenance:
     def _sweep(self, snapshot: RunSnapshot) -> None:
         alive = {node.owner[-8:] for node in snapshot.nodes} | {atomic.identity()}
         found = [
-            path for folder in retention.swept(self._run) for path in retention.temporaries(folder, alive)
+            path for folder in retention.swept_folders(self._run) for path in retention.orphans(folder, alive)
         ]
         self._orphans = {path: self._orphans.get(path, snapshot.now) for path in found}
         for path, since in self._orphans.items():

@@ -28,7 +28,7 @@ FILLER = MicroBatch(
 """What a rank runs when it has nothing left: the collectives of all ranks must stay in step."""
 
 
-def weigh(tokens: Sequence[int], aggregate: Aggregate, constant_length: int) -> list[float]:
+def token_weights(tokens: Sequence[int], aggregate: Aggregate, constant_length: int) -> list[float]:
     """Weight of one trained token of each episode, from the episodes' trained tokens.
 
     An episode without trained tokens (masked as overlong, or stale as a whole) is in no denominator.

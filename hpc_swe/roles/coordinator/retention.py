@@ -31,7 +31,7 @@ def superseded(run: RunDir, retention: RetentionConfig, nodes: Iterable[Node]) -
     old = [run.checkpoint(*checkpoint) for checkpoint in found if checkpoint not in kept]
     old = [path for path in old if path.name not in in_use]
     first = first_kept_batch(found)
-    old += [run.batch(step) for step in batches.steps(run)[:-1] if step < first]
+    old += [run.batch(step) for step in batches.published_steps(run)[:-1] if step < first]
     return old + [run.weight(version) for version in _superseded_weights(run, retention, in_use)]
 
 
@@ -51,14 +51,14 @@ def first_kept_batch(published: Sequence[Checkpoint]) -> int:
     return min(newest_checkpoints(published))[0] if len(published) > 1 else 0
 
 
-def temporaries(folder: Path, alive: Iterable[str]) -> list[Path]:
+def orphans(folder: Path, alive: Iterable[str]) -> list[Path]:
     """Half-written names in a folder whose process is not alive."""
     with atomic.storage(folder):
         found = [path for path in folder.iterdir() if TEMPORARY.fullmatch(path.name)]
     return [path for path in found if path.name[-8:] not in alive]
 
 
-def swept(run: RunDir) -> list[Path]:
+def swept_folders(run: RunDir) -> list[Path]:
     """Folders in which cells, messages and folders are published."""
     spools = [run.spool(name) / state for name in SPOOLS for state in STATES]
     cells = [run.root, run.nodes, run.evals, run.archives, run.endpoints.parent]

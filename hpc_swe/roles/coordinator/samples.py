@@ -45,7 +45,7 @@ def sampled_tokens(episode: Episode) -> int:
     return sum(len(turn.completion) for turn in episode.turns)
 
 
-def flaw(episode: Episode) -> str:
+def find_flaw(episode: Episode) -> str:
     """What makes an episode's tokens unusable; empty when nothing does."""
     for index, turn in enumerate(episode.turns):
         length, logprobs = len(turn.completion), records.float_array(turn.logprobs)
@@ -80,7 +80,7 @@ def trained_turns(turns: Sequence[Turn], chains: Chains, main: int = -1) -> list
     ]
 
 
-def lineage(turns: Sequence[Turn], leaf: int) -> list[int]:
+def path_to(turns: Sequence[Turn], leaf: int) -> list[int]:
     """Turns from the start of the chain to `leaf`."""
     path: list[int] = []
     index: int | None = leaf
@@ -96,12 +96,12 @@ def leaf_chains(turns: Sequence[Turn], trained: Sequence[int]) -> list[list[int]
     paths = []
     for index in sorted(trained, reverse=True):
         if index not in covered:
-            paths.append(lineage(turns, index))
+            paths.append(path_to(turns, index))
             covered.update(paths[-1])
     return paths[::-1]
 
 
-def conversations(turns: Sequence[Turn]) -> int:
+def count_sequences(turns: Sequence[Turn]) -> int:
     """Token sequences of an episode, trained or not; 1 when each prompt extends the one before."""
     return len(leaf_chains(turns, trained_turns(turns, "all")))
 

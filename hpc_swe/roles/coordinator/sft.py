@@ -20,12 +20,12 @@ from hpc_swe.errors import ConfigError, LostRace
 from hpc_swe.metrics import Log
 from hpc_swe.plugins.agents.base import Preface
 from hpc_swe.records import CoordinatorState, Message, Sample, ScoredEpisode
-from hpc_swe.roles.coordinator import batches, curves
+from hpc_swe.roles.coordinator import batch_metrics, batches
 from hpc_swe.roles.coordinator.batches import BatchPlan
-from hpc_swe.roles.coordinator.dispatch import digest
-from hpc_swe.roles.coordinator.groups import failure
+from hpc_swe.roles.coordinator.dispatch import stable_hash
+from hpc_swe.roles.coordinator.groups import failure_cause
 from hpc_swe.roles.coordinator.maintenance import Progress, RunSnapshot
-from hpc_swe.roles.coordinator.packing import pack, weigh
+from hpc_swe.roles.coordinator.packing import pack, token_weights
 from hpc_swe.roles.coordinator.samples import Chains, make_samples
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import checkpoints
@@ -51,14 +51,16 @@ class SftSchedule:
 class WarmStart:
     """`stream` gives samples of at most microbatch_tokens tokens, without end."""
 
-    def __init__(self, run: RunDir, stream: Iterator[Sample], schedule: SftSchedule, curves_log: Log) -> None:
-        self._run, self._schedule, self._log = run, schedule, curves_log
-        self.step = max(batches.steps(run), default=-1) + 1
+    def __init__(
+        self, run: RunDir, stream: Iterator[Sample], schedule: SftSchedule, metrics_log: Log
+    ) -> None:
+        self._run, self._schedule, self._log = run, schedule, metrics_log
+        self.step = max(batches.published_steps(run), default=-1) + 1
         self._stream = islice(stream, self.step * schedule.samples_per_step, None)
 
-    def round(self, snapshot: RunSnapshot) -> Progress:
+    def iterate(self, snapshot: RunSnapshot) -> Progress:
         """Publish what the learner may soon want."""
-        if self.step in batches.steps(self._run):
+        if self.step in batches.published_steps(self._run):
             raise LostRace(f"{self._run.batch(self.step)} was published by another coordinator")
         steps = self._schedule.steps
         while self.step < min(steps, snapshot.learner_step + AHEAD) and snapshot.has_room:
@@ -69,16 +71,18 @@ class WarmStart:
 
     def _publish(self, samples: list[Sample]) -> None:
         tokens = [int(sample.mask_array.sum()) for sample in samples]
-        weights = weigh(tokens, "token_mean", 1)
+        weights = token_weights(tokens, "token_mean", 1)
         schedule = self._schedule
         packed = pack(self.step, samples, weights, schedule.microbatch_tokens, schedule.data_parallel)
-        values = curves.of_packing(packed, schedule.microbatch_tokens)
+        values = batch_metrics.of_packing(packed, schedule.microbatch_tokens)
         batches.commit(self._run, BatchPlan(self.step, [], [], {}, CoordinatorState()), packed, values)
         self._log.write(self.step, values)
         self.step += 1
 
 
-def as_shown(conversations: Iterable[Sequence[Message]], preface: Preface) -> Iterator[list[Message]]:
+def with_system_prompt(
+    conversations: Iterable[Sequence[Message]], preface: Preface
+) -> Iterator[list[Message]]:
     """Demonstrations as the agent would have had them, with its system prompt.
 
     Raises:
@@ -96,40 +100,40 @@ def as_shown(conversations: Iterable[Sequence[Message]], preface: Preface) -> It
 
 
 def from_conversations(
-    conversations: Iterable[Sequence[Message]], encode: Encode, limit: int, curves_log: Log
+    conversations: Iterable[Sequence[Message]], encode: Encode, limit: int, metrics_log: Log
 ) -> Iterator[Sample]:
     """Demonstrations as samples; what is over `limit` tokens is cut after its last turn that fits."""
     counts = {"sft/cut": 0, "sft/dropped": 0}
     for number, conversation in enumerate(conversations):
         ids, mask = (np.asarray(part) for part in encode(conversation))
-        end = fitting(mask, limit)
+        end = fitting_length(mask, limit)
         counts["sft/cut"] += 0 < end < len(ids)
         counts["sft/dropped"] += end == 0
         if 0 < len(ids) != end:
-            curves_log.write(number, counts)
+            metrics_log.write(number, counts)
         if end:
             yield _sample(f"demonstration-{number:06d}", ids[:end], mask[:end])
 
 
 def from_episodes(
-    episodes: Iterable[ScoredEpisode], chains: Chains, least: float, seed: int, limit: int, curves_log: Log
+    episodes: Iterable[ScoredEpisode], chains: Chains, least: float, seed: int, limit: int, metrics_log: Log
 ) -> Iterator[Sample]:
     """Rejection sampling: what the policy sampled in episodes of at least this reward, over and over."""
-    chosen = [s for s in episodes if not failure(s) and (s.score.reward or 0.0) >= least]
+    chosen = [s for s in episodes if not failure_cause(s) and (s.score.reward or 0.0) >= least]
     whole = [sample for s in chosen for sample in make_samples(s.episode, 1.0, chains, 0, 0).samples]
     shortened = [_shortened(sample, limit) for sample in whole]
     samples = [sample for sample in shortened if any(sample.mask)]
     changed = sum(len(short) < len(long) for short, long in zip(shortened, whole, strict=True))
     dropped = len(whole) - len(samples)
-    curves_log.write(0, {"sft/cut": changed - dropped, "sft/dropped": dropped})
+    metrics_log.write(0, {"sft/cut": changed - dropped, "sft/dropped": dropped})
     if not samples:
         raise ConfigError(f"no archived episode has sft.min_reward = {least}; lower it")
     for epoch in count():
-        order = sorted(range(len(samples)), key=lambda i: (digest(seed, "sft", epoch, i), i))
+        order = sorted(range(len(samples)), key=lambda i: (stable_hash(seed, "sft", epoch, i), i))
         yield from (samples[i] for i in order)
 
 
-def fitting(mask: np.ndarray[tuple[int], np.dtype[np.integer]], limit: int) -> int:
+def fitting_length(mask: np.ndarray[tuple[int], np.dtype[np.integer]], limit: int) -> int:
     """Length of the longest start of at most `limit` tokens that ends with a turn; all when it fits."""
     if len(mask) <= limit:
         return len(mask)
@@ -139,7 +143,7 @@ def fitting(mask: np.ndarray[tuple[int], np.dtype[np.integer]], limit: int) -> i
 
 def _shortened(sample: Sample, limit: int) -> Sample:
     """Cut after its last turn that fits; empty when none does."""
-    end = fitting(sample.mask_array, limit)
+    end = fitting_length(sample.mask_array, limit)
     numbers = {name: getattr(sample, name)[: 4 * end] for name in NUMBERS}
     return msgspec.structs.replace(sample, mask=sample.mask[:end], **numbers)
 

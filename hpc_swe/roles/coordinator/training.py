@@ -16,12 +16,12 @@ from math import ceil
 from hpc_swe.errors import LostRace
 from hpc_swe.metrics import Log
 from hpc_swe.records import CoordinatorState, RolloutRequest, ScoredEpisode
-from hpc_swe.roles.coordinator import archive, batches, curves
+from hpc_swe.roles.coordinator import archive, batch_metrics, batches
 from hpc_swe.roles.coordinator.batches import BatchPlan, BatchSettings, GroupDecision
 from hpc_swe.roles.coordinator.collect import ResultCollector
-from hpc_swe.roles.coordinator.dispatch import RATE_FLOOR, DispatchWindow, RequestPlan, horizon
+from hpc_swe.roles.coordinator.dispatch import RATE_FLOOR, DispatchWindow, RequestPlan, dispatch_end
 from hpc_swe.roles.coordinator.evaluation import Evaluator
-from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, locate
+from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, parse_name
 from hpc_swe.roles.coordinator.maintenance import Progress, RunSnapshot
 from hpc_swe.roles.coordinator.samples import sampled_tokens
 from hpc_swe.rundir import RunDir
@@ -43,16 +43,16 @@ class Training:
         settings: BatchSettings,
         steps: int,
         evaluator: Evaluator,
-        curves_log: Log,
+        metrics_log: Log,
     ) -> None:
         self._run, self._plan, self._settings, self._steps = run, plan, settings, steps
-        self._evaluator, self._log = evaluator, curves_log
+        self._evaluator, self._log = evaluator, metrics_log
         self._decisions: dict[int, tuple[int, GroupDecision]] = {}
         self._published_at: float | None = None
         limits = settings.groups
         self._farthest = ceil((limits.max_staleness + AHEAD + 1) * limits.groups_per_step / RATE_FLOOR)
         """Groups are dispatched in the order of their numbers: after a gap so wide, a message is nobody's."""
-        last = batches.newest(run)
+        last = batches.last_manifest(run)
         self.step = last.step + 1 if last else 0
         self.state = last.after if last else CoordinatorState()
         self._collector = ResultCollector(run, Ledger(settings.groups.max_attempts), self._expects)
@@ -64,19 +64,19 @@ class Training:
     def _ledger(self) -> Ledger:
         return self._collector.ledger
 
-    def round(self, snapshot: RunSnapshot) -> Progress:
+    def iterate(self, snapshot: RunSnapshot) -> Progress:
         """Do what can be done now.
 
         Raises:
             LostRace: Another coordinator published the batch that this one is at.
             StorageError: The file system refuses; make this object anew.
         """
-        if self.step in batches.steps(self._run):
+        if self.step in batches.published_steps(self._run):
             raise LostRace(f"{self._run.batch(self.step)} was published by another coordinator")
-        self._collector.round(snapshot)
+        self._collector.collect(snapshot)
         self._ledger.close_stragglers(snapshot.worked_s, self._settings.groups.straggler_s)
         self._advance(snapshot)
-        evaluating = self._evaluator.round(self._collector, snapshot)
+        evaluating = self._evaluator.iterate(self._collector, snapshot)
         if snapshot.has_room:
             self._dispatch(snapshot)
         waits_for = self._waits_for(snapshot) or evaluating
@@ -94,16 +94,16 @@ class Training:
         """Publish the next batch if it is complete and its time has come."""
         if self.step < min(self._steps, snapshot.learner_step + AHEAD + 1):
             limit = self._settings.groups.groups_per_step
-            batch_plan = batches.compose(self._decision, self.state, self.step, limit)
+            batch_plan = batches.plan_batch(self._decision, self.state, self.step, limit)
             if batch_plan is not None:
                 self._publish(batch_plan, snapshot)
 
     def _publish(self, batch_plan: BatchPlan, snapshot: RunSnapshot) -> None:
         groups = [self._ledger.groups[("train", number)] for number in batch_plan.decisions]
-        packed = batches.assemble(batch_plan, self._settings)
+        packed = batches.build_batches(batch_plan, self._settings)
         values = {
-            **curves.of_batch(groups, batch_plan),
-            **curves.of_packing(packed, self._settings.batches.microbatch_tokens),
+            **batch_metrics.of_batch(groups, batch_plan),
+            **batch_metrics.of_packing(packed, self._settings.batches.microbatch_tokens),
         }
         batches.commit(self._run, batch_plan, packed, values)
         log.info("published batch %d from groups %s", batch_plan.step, batch_plan.groups)
@@ -121,8 +121,8 @@ class Training:
         counts = self._ledger.counts
         tokens = sum(sampled_tokens(s.episode) for group in groups for s in group.results)
         read = counts["episodes/infra"] + sum(len(group.results) for group in groups)
-        values |= curves.of_queue(groups, snapshot.depths)
-        values |= curves.of_collected(counts)
+        values |= batch_metrics.of_queue(groups, snapshot.depths)
+        values |= batch_metrics.of_collected(counts)
         values |= {name: float(counts[name]) for name in COUNTED}
         values["episodes/infra_rate"] = counts["episodes/infra"] / max(1, read)
         values["groups/open"] = float(len(self._ledger.groups))
@@ -137,8 +137,8 @@ class Training:
         last = min(snapshot.newest.step + limits.max_staleness, self._steps - 1)
         window = DispatchWindow(self.step, last, limits.groups_per_step, self.state.signal_rate)
         first = self.state.next_group
-        for group in range(first, horizon(first, self._has_signal, window)):
-            self._collector.ask(("train", group), snapshot)
+        for group in range(first, dispatch_end(first, self._has_signal, window)):
+            self._collector.request(("train", group), snapshot)
 
     def _decision(self, number: int) -> GroupDecision | None:
         group = self._ledger.groups.get(("train", number))
@@ -146,7 +146,7 @@ class Training:
             return None
         results = len(group.results)
         if self._decisions.get(number, (-1, None))[0] != results:  # a straggler may still come
-            self._decisions[number] = (results, batches.judge(group, self.step, self._settings))
+            self._decisions[number] = (results, batches.decide(group, self.step, self._settings))
         return self._decisions[number][1]
 
     def _has_signal(self, number: int) -> bool | None:
@@ -175,6 +175,6 @@ COUNTED = ("episodes/infra", "episodes/duplicates", "episodes/absent", "groups/s
 def _lying(run: RunDir, consumed: set[Key]) -> list[ScoredEpisode]:
     """Results of consumed groups that still lie in scored/."""
     spool = Spool(run.scored, ScoredEpisode)
-    places = [(a, locate(a.identity)) for a in spool.addresses("ready")]
+    places = [(a, parse_name(a.identity)) for a in spool.addresses("ready")]
     found = [spool.read(a) for a, place in places if place and place[0] in consumed]
     return [scored for scored in found if scored is not None]

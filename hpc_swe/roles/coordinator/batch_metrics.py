@@ -14,7 +14,7 @@ import numpy as np
 from hpc_swe.records import Batch, ScoredEpisode
 from hpc_swe.roles.coordinator.batches import BatchPlan, GroupDecision, has_signal
 from hpc_swe.roles.coordinator.groups import Group
-from hpc_swe.roles.coordinator.samples import conversations, sampled_tokens
+from hpc_swe.roles.coordinator.samples import count_sequences, sampled_tokens
 
 Decided = list[tuple[Group, GroupDecision]]
 RECORDED = ("chains", "undelivered", "continued", "parse_errors", "context_full", "ignored_settings")
@@ -66,7 +66,7 @@ def of_queue(groups: Sequence[Group], depths: Mapping[str, Mapping[str, int]]) -
     return {**spools, "seconds/queue": _mean(waits)}
 
 
-def turns_from(turns: int) -> int:
+def turns_bin(turns: int) -> int:
     """The beginning of the range that a number of turns is in."""
     return max(first for first in TURNS if first <= turns)
 
@@ -109,7 +109,7 @@ def _episodes(results: Sequence[ScoredEpisode]) -> dict[str, float]:
     return {
         "outcome/cheated": 0.0,  # a curve from the start, so that the first one shows
         **{name: number / len(results) for name, number in sorted((exits + outcomes).items())},
-        "episodes/samples": _mean([conversations(episode.turns) for episode in episodes]),
+        "episodes/samples": _mean([count_sequences(episode.turns) for episode in episodes]),
         **{f"recorder/{name}": _mean([e.counts.get(name, 0) for e in episodes]) for name in RECORDED},
         "episodes/turns": _mean([len(episode.turns) for episode in episodes]),
         "episodes/tokens": _mean([sampled_tokens(episode) for episode in episodes]),
