@@ -259,7 +259,8 @@ def test_weights_that_fail_their_probe_never_stamp_a_token(fresh: Server) -> Non
 
 
 def test_every_route_but_health_needs_the_token(server: Server) -> None:
-    schema = httpx.get(f"{server.url}/openapi.json", headers={"Authorization": f"Bearer {TOKEN}"}).json()
+    own = {"Authorization": f"Bearer {TOKEN}"}
+    schema = httpx.get(f"{server.url}/openapi.json", headers=own, timeout=120).json()
     routes = [(path, method) for path, methods in schema["paths"].items() for method in methods]
     routes += [("/openapi.json", "get"), ("/docs", "get"), ("/metrics", "get"), ("/nowhere", "get")]
     assert ("/collective_rpc", "post") in routes
