@@ -80,7 +80,7 @@ def _archived(run: RunDir) -> Iterator[ScoredEpisode]:
 def work(run: RunDir, config: RunConfig) -> None:
     """Until the run has finished or is ordered to end."""
     with entry.lease(run, config, "coordinator") as lease:
-        lease.show(state="ready")
+        lease.publish(state="ready")
         curves = Log(run.metric_log(lease.owner))
         maintenance = Maintenance(run, config.retention, config.lease, config.groups.max_losses)
         make = partial(mode, run, config, curves)

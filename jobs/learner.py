@@ -53,7 +53,7 @@ def _voice(run: RunDir, config: RunConfig) -> Iterator[tuple[str, OnStep]]:
 
         def tell(step: int, metrics: dict[str, float]) -> None:
             try:
-                lease.show(step=step, state="ready")
+                lease.publish(step=step, state="ready")
             except StorageError as error:
                 log.warning("not shown: %s", error)  # the beat thread tries again
             if metrics:

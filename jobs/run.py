@@ -239,7 +239,7 @@ def _work(arguments: argparse.Namespace, run: RunDir, config: RunConfig) -> int:
         log.error("%s", error)
         code = error.exit_code
     _show(arguments, run, time.monotonic() - began, code)
-    if gang.is_warned and not orders.standing(run):
+    if gang.is_warned and not orders.active(run):
         config.executor.requeue()
     return code
 
@@ -273,7 +273,7 @@ def _show(arguments: argparse.Namespace, run: RunDir, seconds: float, code: int)
     )
     index = int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))
     try:
-        submissions.show(run, arguments.role, arguments.submission, index, started)
+        submissions.report(run, arguments.role, arguments.submission, index, started)
     except StorageError as error:
         log.warning("not noted: %s", error)  # for people and for the next tick; the work goes on
 

@@ -135,7 +135,7 @@ def write(run: RunDir, config: RunConfig) -> Summary:
         trained_on=trained_on(Path(manifest.folder, config.model), held_out),
         decodings={label: decoding(attempts, label, s) for label, s in config.eval.decodings.items()},
     )
-    evals.write(run.results, attempts, without=evals.WORDY)
+    evals.write(run.results, attempts, without=evals.LONG_COLUMNS)
     atomic.write(run.summary, msgspec.json.format(msgspec.json.encode(summary), indent=2))
     _hand_in(run, config, attempts, {task.task_id: task for task in held_out})
     return summary

@@ -20,7 +20,7 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.runs.environment import own_environment
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, checkpoints, orders, submissions, weights
-from hpc_swe.store.submissions import Entry, Started, Submitted
+from hpc_swe.store.submissions import LatestSubmission, Started, Submitted
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class TickResult:
     """Stuck roles of which no job lives."""
 
 
-def decide(wanted: int, jobs: Sequence[Job], newest: Entry) -> Decision:
+def decide(wanted: int, jobs: Sequence[Job], newest: LatestSubmission) -> Decision:
     """About one role, from its jobs in the queue and its newest submission."""
     living = [job for job in jobs if job.state != "broken" and job.submission not in newest.voided]
     broken = [job.job for job in jobs if job not in living]
@@ -135,10 +135,10 @@ def tick(run: RunDir, config: RunConfig) -> TickResult:
     Raises:
         SchedulerError: The scheduler does not answer; nothing was submitted.
     """
-    if orders.standing(run):
+    if orders.active(run):
         return TickResult()
     newest, queue, decided = _look(run, config)
-    if orders.standing(run):  # written before the queue ran empty because of it
+    if orders.active(run):  # written before the queue ran empty because of it
         return TickResult()
     for role, decision in decided.items():
         _settle(run, role, newest[role].number, decision)
@@ -160,7 +160,9 @@ def tick(run: RunDir, config: RunConfig) -> TickResult:
     return TickResult(submitted, cancel, stuck, lost)
 
 
-def _look(run: RunDir, config: RunConfig) -> tuple[dict[Role, Entry], list[Job], dict[Role, Decision]]:
+def _look(
+    run: RunDir, config: RunConfig
+) -> tuple[dict[Role, LatestSubmission], list[Job], dict[Role, Decision]]:
     wanted = _needed(run, config)
     newest = {role: submissions.newest(run, role) for role in wanted}
     queue = config.executor.queue(run)
@@ -252,4 +254,4 @@ def _submit(run: RunDir, config: RunConfig, role: Role, last: int, missing: int)
 
 def _note(run: RunDir, role: Role, number: int, job: str, count: int) -> None:
     noted = Submitted(job=job, count=count, host=socket.gethostname(), at=time.time())
-    submissions.note(run, role, number, noted)
+    submissions.confirm(run, role, number, noted)

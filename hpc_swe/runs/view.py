@@ -70,7 +70,7 @@ class RunReader:
             name=run.root.name,
             steps=0 if config.mode == "eval" else config.steps,
             desired=job_counts.desired(config),
-            orders=orders.standing(run),
+            orders=orders.active(run),
             queue=self._queue,
             report=report,
             silent_s=silent_s,

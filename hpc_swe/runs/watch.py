@@ -58,7 +58,7 @@ def watch(run: RunDir, config: RunConfig, timeout_s: float) -> None:
 
 def _watch(run: RunDir, config: RunConfig, timeout_s: float, each: Callable[[], None]) -> None:
     deadline = time.monotonic() + timeout_s
-    while not orders.standing(run) or alive(run, config):
+    while not orders.active(run) or alive(run, config):
         plan = _tick_patiently(run, config)
         if plan.lost or time.monotonic() > deadline:
             why = "; ".join(f"{role}: {plan.stuck[role]}" for role in plan.lost)

@@ -1,1 +1,1 @@
-"""How things are put on the shared file system, not what they mean; all of it may raise StorageError."""
+"""Put things on the shared file system, without knowing what they mean; all of it may raise StorageError."""

@@ -1,4 +1,4 @@
-"""Cells: small files that are published whole or not at all."""
+"""Publish cells: small files that a reader sees whole or not at all."""
 
 import contextlib
 import errno
@@ -28,7 +28,7 @@ REFUSALS = {
     errno.EPERM: "permission is denied; is the run yours? see `ls -ld`",
 }
 NO_FILE = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
-"""What opening says of a name under which somebody put something else than a file."""
+"""Errors of opening a name under which there is something else than a regular file."""
 
 
 @lru_cache(maxsize=1)
@@ -37,18 +37,18 @@ def _identity(pid: int) -> str:
 
 
 def identity() -> str:
-    """Eight random hex digits of this process. A requeued Slurm job keeps its id; this never repeats."""
+    """Return eight random hex digits of this process. They never repeat, unlike a Slurm job's id."""
     return _identity(os.getpid())
 
 
 def temporary(final: Path, prefix: str = "") -> Path:
-    """A dot name beside `final` that nobody else uses and that tells whose it is."""
+    """Name a hidden file beside `final`, unique to this call; the name ends in this process's identity."""
     return final.with_name(f".{prefix}{final.name}~{os.urandom(3).hex()}-{identity()}")
 
 
 @contextlib.contextmanager
 def storage(path: Path) -> Iterator[None]:
-    """Tell the file system's refusals (full, quota, I/O) apart from mistakes.
+    """Turn refusals of the file system (full, quota, I/O) in the block into StorageError.
 
     Raises:
         StorageError: One of `REFUSALS`; the caller backs off and tries again.
@@ -62,37 +62,37 @@ def storage(path: Path) -> Iterator[None]:
 
 
 def write(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Publish `data` at `path` so that no reader on any node sees part of it; what was there is replaced.
+    """Publish `data` at `path` so that no reader on any node sees part of it; an existing file is replaced.
 
     Raises:
-        StorageError: Nothing was published, and no temporary is left.
+        StorageError: Nothing was published, and no temporary file is left.
     """
     with _written(path, data, durable) as name:
         try:
             os.replace(name, path)
-        except IsADirectoryError:  # somebody else's, whom it is left to
+        except IsADirectoryError:  # not ours: move it aside for its owner
             os.rename(path, path.with_name(f"{path.name}.broken-{os.urandom(4).hex()}"))
             os.replace(name, path)
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """The same, but what is there stays. A link can do that on every file system, a rename cannot.
+    """Publish `data` at `path` unless it exists. A link does that on every file system; a rename cannot.
 
     Raises:
-        FileExistsError: Something lies there; nothing was published.
+        FileExistsError: `path` exists; nothing was published.
     """
     with _written(path, data, True) as name:
         os.link(name, path)
-        with contextlib.suppress(OSError):  # it is published; the coordinator sweeps what is left
+        with contextlib.suppress(OSError):  # it is published; the coordinator removes leftover temporaries
             os.unlink(name)
 
 
 @contextlib.contextmanager
 def _written(path: Path, data: bytes, durable: bool) -> Iterator[Path]:
-    """A file of another name, which is removed on error.
+    """Write `data` to a temporary file beside `path`, which is removed when the block fails.
 
     The fsync is not for power cuts: a Lustre client that dies with dirty pages would leave a renamed
-    but empty file behind, since the name lives on another server than the data. Beats do without.
+    but empty file behind, since names and data are on different servers. Heartbeats do without it.
     """
     name = temporary(path)
     with storage(path):
@@ -103,22 +103,22 @@ def _written(path: Path, data: bytes, durable: bool) -> Iterator[Path]:
                 if durable:
                     os.fsync(file.fileno())
             yield name
-        except BaseException:  # also an order to exit
+        except BaseException:  # SystemExit and KeyboardInterrupt too
             with contextlib.suppress(OSError):
                 os.unlink(name)
             raise
 
 
 def encode(path: Path, record: Record) -> bytes:
-    """JSON for names that end in .json, MessagePack for all others."""
+    """Encode a record as JSON for names that end in .json, as MessagePack for all others."""
     return msgspec.json.encode(record) if path.suffix == ".json" else msgspec.msgpack.encode(record)
 
 
 def decode(path: Path, data: bytes, kind: type[R]) -> R:
-    """Inverse of `encode`.
+    """Decode what `encode` wrote.
 
     Raises:
-        CorruptRecord: The bytes are no such record; names the file.
+        CorruptRecord: The bytes are not a record of this kind; the message names the file.
     """
     try:
         if path.suffix == ".json":
@@ -137,8 +137,8 @@ def get(path: Path, kind: type[R]) -> R:
     """Read a cell.
 
     Raises:
-        FileNotFoundError: Nothing was published there.
-        CorruptRecord: What lies there is no such record.
+        FileNotFoundError: Nothing was published at `path`.
+        CorruptRecord: The file is not a record of this kind.
     """
     try:
         with storage(path):
@@ -151,7 +151,7 @@ def get(path: Path, kind: type[R]) -> R:
 
 
 def _content(path: Path) -> bytes:
-    """Of a regular file; a pipe under its name would be waited for, a device read without end."""
+    """Read a regular file. Reading a pipe could block for ever, and a device may have no end."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.ENXIO, "not a regular file", str(path))
@@ -159,6 +159,6 @@ def _content(path: Path) -> bytes:
 
 
 def names(folder: Path) -> list[str]:
-    """Published names of a folder, sorted; dot names do not exist."""
+    """List the published names of a folder, sorted; hidden names are skipped."""
     with storage(folder):
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: which there are, and whether the learner has written its last."""
+"""List the checkpoints on disk, and tell whether the learner has written its last one."""
 
 import re
 
@@ -13,14 +13,14 @@ Checkpoint = tuple[int, int]
 
 
 def published(run: RunDir) -> list[Checkpoint]:
-    """All published checkpoints, by step."""
+    """List all published checkpoints, sorted by step and incarnation."""
     return sorted(
         folders.published(run.checkpoints, CheckpointManifest, _parse, lambda m: (m.step, m.incarnation))
     )
 
 
 def is_trained(run: RunDir, newest: WeightVersion | None, steps: int) -> bool:
-    """Whether the learner has published its last weights, and the checkpoint that it writes after them."""
+    """Tell whether the learner has published its last weights and the checkpoint that follows them."""
     return newest is not None and newest.step >= steps and any(step >= steps for step, _ in published(run))
 
 

@@ -1,6 +1,6 @@
-"""One finished evaluation as a parquet file, one row an episode: written once, opened with any tool.
+"""Store a finished evaluation as a parquet file with one row per episode, which any tool can open.
 
-Columns for people, and the whole record beside them, as in the archive of training's episodes.
+It has columns for people and, beside them, the whole record, as in the archive of training's episodes.
 """
 
 import io
@@ -18,20 +18,20 @@ from hpc_swe.records import Message, Outcome, Record
 from hpc_swe.store import atomic
 
 CALLS = pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.string())]))
-TEXTS = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", CALLS)]))
-"""A conversation: `Message`s with what they call."""
+CONVERSATION = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", CALLS)]))
+"""A list of `Message`s with their tool calls."""
 
 
 class Attempt(Record, frozen=True, kw_only=True):
-    """One episode of an evaluation. What infrastructure failed to the last is ``infra_error``."""
+    """Describe one episode of an evaluation; ``infra_error`` if all its attempts failed on infrastructure."""
 
     task_id: str
     index: int
-    """Among all episodes of the task."""
+    """Number among all episodes of the task, from 0."""
     sampling: str
     """Label of the decoding."""
     sample: int
-    """Among those of the decoding, from 0."""
+    """Number among the task's episodes of this decoding, from 0."""
     outcome: Outcome
     reward: float | None
     exit_status: str = ""
@@ -44,38 +44,37 @@ class Attempt(Record, frozen=True, kw_only=True):
     engine_s: float = 0.0
     tools_s: float = 0.0
     episode_s: float = 0.0
-    """The whole episode, its grading apart."""
+    """The whole episode without its grading."""
     grading_s: float = 0.0
     queue_s: float = 0.0
     versions: list[str] = []
-    """Weights that sampled it; v000000-i00 are those that the engine was started with."""
+    """Weight versions that sampled it; v000000-i00 is the model that the engine was started with."""
     submission: str = ""
     passed: list[str] = []
     failed: list[str] = []
     detail: str = ""
-    """What the grader said, or what broke."""
+    """The grader's message, or the error."""
     messages: list[Message] = []
     record: bytes = b""
-    """The ScoredEpisode as MessagePack, tokens and all; empty when no episode came back."""
+    """The ScoredEpisode as MessagePack, with its tokens; empty when no episode came back."""
 
 
-WORDY = ("submission", "passed", "failed", "detail", "messages", "record")
-"""Columns that are long."""
-LONGEST = ("messages", "record")
+LONG_COLUMNS = ("submission", "passed", "failed", "detail", "messages", "record")
+LONGEST_COLUMNS = ("messages", "record")
 _KINDS: dict[type | UnionType, pa.DataType] = {
     str: pa.string(),
     int: pa.int64(),
     float: pa.float64(),
     float | None: pa.float64(),
     list[str]: pa.list_(pa.string()),
-    list[Message]: TEXTS,
+    list[Message]: CONVERSATION,
     bytes: pa.binary(),
 }
 SCHEMA = pa.schema([(name, _KINDS.get(kind, pa.string())) for name, kind in get_type_hints(Attempt).items()])
 
 
 def write(path: Path, attempts: Sequence[Attempt], *, without: Sequence[str] = ()) -> None:
-    """Publish the table."""
+    """Publish the table, leaving out the columns `without`."""
     rows = [msgspec.to_builtins(attempt, builtin_types=(bytes,)) for attempt in attempts]
     sink = io.BytesIO()
     table = pa.Table.from_pylist(rows, schema=SCHEMA).drop_columns(list(without))
@@ -83,11 +82,11 @@ def write(path: Path, attempts: Sequence[Attempt], *, without: Sequence[str] = (
     atomic.write(path, sink.getvalue())
 
 
-def read(path: Path, *, without: Sequence[str] = LONGEST) -> list[Attempt]:
-    """Inverse of `write`, columns that are not asked for apart.
+def read(path: Path, *, without: Sequence[str] = LONGEST_COLUMNS) -> list[Attempt]:
+    """Read what `write` published; fields of the columns `without` keep their defaults.
 
     Raises:
-        CorruptRecord: There is no such table, or it is none of an evaluation.
+        CorruptRecord: The file is missing, or is not the table of an evaluation.
     """
     try:
         columns = [name for name in SCHEMA.names if name not in without]

@@ -1,9 +1,9 @@
-"""Folders: many large files that belong together, published by one rename.
+"""Publish folders: many large files that belong together, committed by one rename.
 
-Files are written into a dot-named folder beside the final one; the manifest is written last; the
-rename onto the final name is the commit. A folder that exists is therefore complete, and of two
-writers one gets LostRace. What only has the name of such a folder, and no manifest that says the same, was
-put there by somebody else: it is passed over, and moved aside where it is in the way.
+Files are written into a hidden folder beside the final one, the manifest last; the rename onto the final
+name is the commit. A folder that exists is therefore complete, and of two writers one gets LostRace. A path
+that has the name of such a folder, but no manifest of the same version, was not published by a process of
+the run: readers skip it, and a writer moves it aside when it needs the name.
 """
 
 import errno
@@ -30,19 +30,19 @@ SMALL = 1 << 17
 OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 PIECE = 1 << 22
 NICE = 10
-"""Who verifies gives way to those who serve on the same node."""
+"""Verification gives way to the engines and workers of the same node."""
 Identity = tuple[int, int, int]
 """Size, time of the last change in nanoseconds, inode: another file or content differs in one of them."""
 _KEYS: dict[Path, object] = {}
-"""Of folders whose manifest was read: what is published never changes."""
+"""Keys of folders whose manifest was read: a published folder never changes."""
 _FOREIGN: set[Path] = set()
-"""Paths that a warning was given about."""
+"""Paths that a warning was logged for."""
 
 log = logging.getLogger(__name__)
 
 
 def staging(final: Path) -> Path:
-    """Make the dot-named folder that will become `final`."""
+    """Make the hidden folder that will become `final`."""
     folder = atomic.temporary(final, "tmp-")
     with atomic.storage(folder):
         folder.mkdir(parents=True)
@@ -50,17 +50,17 @@ def staging(final: Path) -> Path:
 
 
 def require_room(stage: Path) -> None:
-    """Raise StorageError where not even a small file finds room: what libraries raise there says less."""
+    """Raise StorageError when the file system has no room for a small file; errors of libraries say less."""
     probe = stage / "room"
     atomic.write(probe, bytes(SMALL))
     probe.unlink()
 
 
 def commit(stage: Path, final: Path, manifest: Manifest) -> None:
-    """Make the files durable, write the manifest, rename. The stage is gone afterwards, come what may.
+    """Make the files durable, write the manifest and rename. The stage is always gone afterwards.
 
     Raises:
-        LostRace: `final` exists: somebody published first.
+        LostRace: Another process published `final` first.
     """
     try:
         with atomic.storage(final):
@@ -92,7 +92,7 @@ def publish(final: Path, fill: Callable[[Path], Manifest]) -> None:
 
 
 def describe(path: Path) -> FileInfo:
-    """Size and checksum of a file just written."""
+    """Return the size and the checksum of a file just written."""
     with atomic.storage(path), path.open("rb") as file:
         return FileInfo(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
@@ -105,17 +105,17 @@ def write(stage: Path, name: str, data: bytes) -> FileInfo:
 
 
 def manifest(folder: Path, kind: type[M]) -> M:
-    """The manifest of a published folder."""
+    """Read the manifest of a published folder."""
     return atomic.get(folder / NAME, kind)
 
 
 def published(
     parent: Path, kind: type[M], parse: Callable[[str], K | None], key: Callable[[M], K]
 ) -> list[K]:
-    """Keys of the whole folders below `parent`, in the order of their names.
+    """List the keys of the published folders below `parent`, in the order of their names.
 
-    A folder counts when `parse` reads the key in its name and its manifest has the same. A process reads each
-    manifest once. What else lies there costs a warning.
+    A folder counts when `parse` reads a key in its name and its manifest has the same key. A process reads
+    each manifest once. Anything else below `parent` is skipped with one warning.
     """
     found: list[K] = []
     for name in atomic.names(parent):
@@ -131,11 +131,11 @@ def published(
 
 
 def read(folder: Path, name: str, listed: Manifest) -> bytes:
-    """One file of a published folder, checked against its manifest.
+    """Read one file of a published folder and check it against the folder's manifest.
 
     Raises:
         CorruptRecord: The file is missing, not listed, or differs from what was published.
-        FileNotFoundError: The whole folder is gone: retention let it go.
+        FileNotFoundError: The whole folder is gone: retention removed it.
     """
     path, info = folder / name, listed.files.get(name)
     if info is None:
@@ -157,12 +157,12 @@ def read(folder: Path, name: str, listed: Manifest) -> bytes:
 
 
 def verify(folder: Path, listed: Manifest, is_cancelled: Callable[[], bool]) -> dict[str, Identity]:
-    """Hold all files of a published folder against its manifest; returns which ones these were.
+    """Check all files of a published folder against its manifest; return the identity of each file read.
 
     Raises:
         CorruptRecord: A file is missing, or differs from what was published.
-        FileNotFoundError: The whole folder is gone: retention let it go.
-        CancelledError: `is_cancelled` was true.
+        FileNotFoundError: The whole folder is gone: retention removed it.
+        CancelledError: `is_cancelled` returned True meanwhile.
     """
 
     def check(name: str) -> Identity:
@@ -183,18 +183,18 @@ def verify(folder: Path, listed: Manifest, is_cancelled: Callable[[], bool]) -> 
             raise CorruptRecord(f"{folder / name}: its sha256 is not the manifest's")
         return seen
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), initializer=_give_way) as pool:
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), initializer=_lower_priority) as pool:
         return dict(zip(listed.files, pool.map(check, listed.files), strict=True))
 
 
 def identity(file: int) -> Identity:
-    """Of an open file."""
+    """Return the identity of an open file, given its descriptor."""
     found = os.fstat(file)
     return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def remove(folder: Path) -> None:
-    """Delete a published folder: out of sight first, so that no reader finds half of it."""
+    """Delete a published folder. It is renamed to a hidden name first, so that no reader finds half of it."""
     trash = atomic.temporary(folder, "trash-")
     try:
         with atomic.storage(folder):
@@ -212,13 +212,13 @@ def _note_key(path: Path, kind: type[M], key: Callable[[M], K]) -> None:
 
 
 def _clear(final: Path, kind: type[M]) -> None:
-    """Move what is in the way aside, for people to look at.
+    """Move aside whatever occupies the name `final`, for people to look at.
 
     Raises:
-        LostRace: It is a folder that a process published.
+        LostRace: A process published that folder.
     """
     aside = final.with_name(f"{final.name}.broken-{os.urandom(4).hex()}")
-    for path in (final, aside):  # another may have published between the look and the rename
+    for path in (final, aside):  # another process may publish between the check and the rename
         try:
             manifest(path, kind)
         except (FileNotFoundError, CorruptRecord) as error:
@@ -237,7 +237,7 @@ def _sync(path: Path) -> None:
 
 
 def _open(path: Path) -> io.BufferedReader:
-    """Only what is a plain file: another kind might never end."""
+    """Open a regular file; reading another kind of file might never end."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -245,5 +245,5 @@ def _open(path: Path) -> io.BufferedReader:
     return os.fdopen(file, "rb")
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

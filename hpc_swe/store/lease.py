@@ -1,8 +1,8 @@
-"""Leases: who is alive, judged without comparing two nodes' clocks.
+"""Keep leases: tell which processes are alive without comparing the clocks of two nodes.
 
-A holder rewrites its cell nodes/<owner>.json with a beat that grows. A watcher looks once a beat and
-calls an owner dead after `ttl` looks of its own without growth. Looks are counted, not seconds, so a
-watcher that was itself asleep for an hour does not wake up to a dead world.
+A holder rewrites its cell nodes/<owner>.json with a beat that grows. A watcher looks at the cells once per
+beat and declares an owner dead after `ttl_s / beat_s` of its own looks without growth. It counts looks, not
+seconds, so a watcher that was suspended for an hour does not find all other processes dead.
 """
 
 import logging
@@ -21,18 +21,18 @@ from hpc_swe.records import Node, Record, Role
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
 
-PATIENCE = 3  # looks that a stall of most leases at once is forgiven
+MAX_STALLS = 3  # successive looks at which a stall of most leases at once is forgiven
 
 log = logging.getLogger(__name__)
 
 
 def owner_name(role: Role, job: str) -> str:
-    """A name for this process; job is for people, the random end makes it unique."""
+    """Name this process. The job is for people to read; the random end makes the name unique."""
     return f"{role}-{job}-{atomic.identity()}"
 
 
 class Lease:
-    """The holder's side: a thread beats until `close`, also while the process works."""
+    """Hold a lease inside the `with` block: a thread beats there, also while the process works."""
 
     def __init__(self, run: RunDir, role: Role, job: str, beat_s: float) -> None:
         self._run, self._beat_s = run, beat_s
@@ -45,16 +45,16 @@ class Lease:
 
     @property
     def node(self) -> Node:
-        """What the cell says now."""
+        """Return the cell's present content."""
         return self._node
 
     @property
     def owner(self) -> str:
-        """This process's name."""
+        """Return the name of this process."""
         return self._node.owner
 
     def __enter__(self) -> "Lease":
-        self.show()
+        self.publish()
         self._thread.start()
         return self
 
@@ -63,8 +63,8 @@ class Lease:
         self._thread.join()
         _remove(self._run.node(self.owner))
 
-    def show(self, **changes: object) -> None:
-        """Change what the cell says of this process, at once.
+    def publish(self, **changes: object) -> None:
+        """Change fields of this process's cell and write it at once.
 
         Raises:
             StorageError: The cell could not be written; the beat thread will try again.
@@ -73,15 +73,15 @@ class Lease:
             self._node = msgspec.structs.replace(self._node, beat=self._node.beat + 1, **changes)
             atomic.put(self._run.node(self.owner), self._node, durable=False)
 
-    def note(self, **changes: object) -> None:
-        """Change what the next beat says."""
+    def update(self, **changes: object) -> None:
+        """Change fields of this process's cell; the next beat writes them."""
         with self._lock:
             self._node = msgspec.structs.replace(self._node, **changes)
 
     def _run_beats(self) -> None:
         while not self._closed.wait(self._beat_s):
             try:
-                self.show()
+                self.publish()
             except (StorageError, OSError) as error:
                 log.warning("beat failed: %s", error)
 
@@ -90,28 +90,30 @@ class Lease:
 class _Sighting:
     node: Node | None
     beat: int
-    """At the last look that counted; -1 where none was read."""
-    shown: bool = True
+    """The beat at the last look that counted; -1 when none was read."""
+    is_present: bool = True
     """Whether the last look found the cell; a process that ends in order removes it."""
     missed: int = 0
+    """Successive looks without a new beat."""
     grown: int = 0
     """Looks that found a new beat."""
     unnamed: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Claim -> `grown` when it was first and last found unnamed."""
+    """Claim -> `grown` when the claim was first and last found missing from the cell."""
 
 
 class Memory(Record, frozen=True, kw_only=True):
-    """What a watcher has counted, for the next one: it may be started anew before it comes to an end."""
+    """Carry a watcher's counts over a restart, so that restarts do not keep dead owners alive."""
 
     since_look_s: float = 0.0
-    """How long it had lived since its last look."""
+    """Seconds between the watcher's last look and the writing of this record."""
     stalls: int = 0
+    """Successive looks at which a stall was forgiven."""
     still: dict[str, tuple[int, int]] = {}
-    """Owner -> its beat at the last look, -1 where none was read, and the looks that found it so."""
+    """Owner -> its beat at the last look (-1 when none was read), and the looks that found the same beat."""
 
 
 class Watcher:
-    """The observer's side. An owner never seen before gets the full grace."""
+    """Watch the leases of other processes. An owner that was never seen before gets the full time to live."""
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ class Watcher:
         self._stalls = self._remembered.stalls
 
     def look(self, owners: Iterable[str] = ()) -> None:
-        """Look at all cells, at most once a beat. `owners` hold claims and may never have shown a cell."""
+        """Look at all cells, at most once per beat. `owners` hold claims; they may have no cell."""
         now = self._clock()
         if now - self._last < self._beat_s:
             return
@@ -142,20 +144,20 @@ class Watcher:
         self._forgive_stall(alive)
 
     def memory(self) -> Memory:
-        """What the next watcher shall go on from; who grew at the last look needs nobody's memory."""
+        """Return the counts for the next watcher; an owner whose beat grew at the last look needs none."""
         still = {owner: (s.beat, s.missed) for owner, s in self._seen.items() if s.missed or not s.grown}
         return Memory(since_look_s=self._clock() - self._last, stalls=self._stalls, still=still)
 
     def is_dead(self, owner: str) -> bool:
-        """Whether the owner's beat stood still for the whole grace."""
+        """Tell whether the owner's beat did not change for the whole time to live."""
         sighting = self._seen.get(owner)
         return sighting is not None and sighting.missed >= self._limit
 
     def is_abandoned(self, owner: str, claim: str) -> bool:
-        """Whether two looks running found a live owner not to name a claim that lies under its name.
+        """Tell whether a live owner left a claim out of its cell at two successive looks.
 
-        Looks, not beats: an owner may beat at a change too, and may be about to name what it just took.
-        Ask at every look; a claim that was not asked for at the look before counts as new.
+        Looks count, not beats: an owner also beats at each change, and may be about to name a claim that it
+        just took. Ask at every look; a claim that was not asked about at the look before counts as new.
         """
         sighting = self._seen.get(owner)
         if sighting is None or sighting.node is None or self.is_dead(owner):
@@ -170,16 +172,16 @@ class Watcher:
         return sighting.grown >= first + 2
 
     def live(self, role: Role | None = None) -> list[Node]:
-        """Cells of the living."""
-        shown = [(o, s.node) for o, s in sorted(self._seen.items()) if s.shown and s.node is not None]
-        return [node for o, node in shown if not self.is_dead(o) and role in (None, node.role)]
+        """Return the cells of live processes, sorted by owner; of one role when it is given."""
+        present = [(o, s.node) for o, s in sorted(self._seen.items()) if s.is_present and s.node is not None]
+        return [node for o, node in present if not self.is_dead(o) and role in (None, node.role)]
 
     def silent(self) -> list[Node]:
-        """Those of the living whose beat stood still at the last two looks."""
+        """Return the cells of live processes whose beat did not change at the last two looks."""
         return [node for node in self.live() if self._seen[node.owner].missed >= 2]
 
     def forget(self, keep: Iterable[str]) -> list[str]:
-        """Dead owners that hold nothing any more: their cells are removed and they are forgotten."""
+        """Forget dead owners other than those to `keep`, remove their cells, and return their names."""
         gone = sorted({owner for owner in self._seen if self.is_dead(owner)} - set(keep))
         for owner in gone:
             del self._seen[owner]
@@ -197,7 +199,7 @@ class Watcher:
                     found[owner] = node
             except FileNotFoundError:
                 continue
-            except CorruptRecord as error:  # counts: beats are not synced, so a node that dies may leave it
+            except CorruptRecord as error:  # counts as a look: a node that dies in a write leaves such a cell
                 log.warning("corrupt lease: %s", error)
             except (StorageError, OSError) as error:
                 log.warning("unreadable lease: %s", error)
@@ -207,11 +209,11 @@ class Watcher:
     def _count(self, owner: str, node: Node | None) -> None:
         sighting = self._seen.get(owner)
         if sighting is None:
-            late = -1 if self._remembered.since_look_s else 0  # part of the time to the next look has gone by
+            late = -1 if self._remembered.since_look_s else 0  # the first look after a restart comes early
             beat, missed = self._remembered.still.get(owner, (node.beat if node else -1, late))
             self._seen[owner] = _Sighting(node, beat, node is not None, missed)
             return
-        sighting.shown = node is not None
+        sighting.is_present = node is not None
         if node is not None and node.beat != sighting.beat:
             sighting.node, sighting.missed, sighting.grown = node, 0, sighting.grown + 1
             sighting.beat = node.beat
@@ -219,14 +221,18 @@ class Watcher:
             sighting.missed += 1
 
     def _forgive_stall(self, alive: set[str]) -> None:
-        """`alive` were so before this look. Beats fall between two looks, so a stall ends them over two."""
+        """Keep owners alive when most leases stop growing together: then the file system is at fault.
+
+        `alive` are the owners that lived before this look. Their beats fall anywhere between two looks, so a
+        common stall makes them expire over two successive looks.
+        """
         expired = {owner for owner in alive if self.is_dead(owner)}
         still = [owner for owner in alive if self._seen[owner].missed >= self._limit - 1]
-        if not expired or len(still) < 3 or 2 * len(still) <= len(alive) or self._stalls == PATIENCE:
+        if not expired or len(still) < 3 or 2 * len(still) <= len(alive) or self._stalls == MAX_STALLS:
             self._stalls = 0
             return
         self._stalls += 1
-        log.warning("stall: %d of %d leases stood still together; looking again", len(still), len(alive))
+        log.warning("stall: %d of %d leases stopped growing together; looking again", len(still), len(alive))
         for owner in expired:
             self._seen[owner].missed = self._limit - 1
 
@@ -235,4 +241,4 @@ def _remove(cell: Path) -> None:
     try:
         cell.unlink(missing_ok=True)
     except OSError as error:
-        log.warning("lease not removed: %s", error)  # a cell that stays dies by itself
+        log.warning("lease not removed: %s", error)  # watchers will find that it no longer grows

@@ -1,4 +1,4 @@
-"""control/: which orders stand. What else lies there is nobody's order, and stops nothing."""
+"""Read the orders (DRAIN, STOP, FINISHED) in control/. Any other file there is ignored."""
 
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
@@ -6,6 +6,6 @@ from hpc_swe.store import atomic
 KNOWN = tuple(path.name for path in (RunDir.drain, RunDir.stop, RunDir.finished))
 
 
-def standing(run: RunDir) -> list[str]:
-    """Names of the orders that stand, in one listing."""
+def active(run: RunDir) -> list[str]:
+    """List the names of the orders in force, by one listing of the folder."""
     return [name for name in atomic.names(run.control) if name in KNOWN]

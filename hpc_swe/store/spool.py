@@ -1,13 +1,13 @@
-"""A spool: a folder of immutable messages whose state is where they lie.
+"""Pass messages between roles through a spool: a folder in which a message's subfolder is its state.
 
     ready/      <identity>~<losses>            published, waiting for a worker
     claimed/    <identity>~<losses>~<owner>    one worker has it
     dead/       <identity>~<losses>            lost too often or corrupt, kept for a person to look at
 
 Every change of state is one rename(2) inside one file system, which is atomic: a reader never sees
-half a message, and of two workers that reach for one, exactly one gets it. There are no locks. A
-message that is dealt with is unlinked. A worker that dies leaves its claim behind; `recover` puts
-it back, one loss older.
+half a message, and of two workers that claim the same one, exactly one gets it. There are no locks. A
+finished message is unlinked. A worker that dies leaves its claim behind; `recover` puts it back and
+counts one more loss.
 """
 
 import logging
@@ -27,8 +27,8 @@ R = TypeVar("R", bound=Record)
 M = TypeVar("M")
 STATES = ("ready", "claimed", "dead")
 NAME = re.compile(r"([^~]+)~(0|[1-9][0-9]{0,3})(?:~([^~]+))?")
-LONGEST = 205  # bytes of a name in ready/; the rest of 255 is for an owner's, or for a temporary's
-WINDOW = 32  # a claim starts anywhere among the oldest, so that two workers seldom reach for the same
+MAX_NAME_BYTES = 205  # of a name in ready/; the rest of 255 is for the owner's name or a temporary suffix
+WINDOW = 32  # a claim starts anywhere among so many oldest, so that two workers seldom try the same message
 TRIES = 3
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Address:
-    """A message's file name, taken apart."""
+    """Hold the parts of a message's file name."""
 
     identity: str
     losses: int
@@ -44,26 +44,26 @@ class Address:
 
     @classmethod
     def parse(cls, name: str) -> "Address | None":
-        """None for a foreign file: not ours to touch."""
+        """Parse a file name; None for a foreign file, which must not be touched."""
         parts = NAME.fullmatch(name)
-        if parts is None or len(os.fsencode(f"{parts[1]}~{parts[2]}")) > LONGEST:
+        if parts is None or len(os.fsencode(f"{parts[1]}~{parts[2]}")) > MAX_NAME_BYTES:
             return None
         return cls(parts[1], int(parts[2]), parts[3] or "")
 
     @property
     def ready(self) -> str:
-        """Name in ready/ and dead/."""
+        """Return the name in ready/ and dead/."""
         return f"{self.identity}~{self.losses}"
 
     @property
     def claimed(self) -> str:
-        """Name in claimed/."""
+        """Return the name in claimed/."""
         return f"{self.ready}~{self.owner}"
 
 
 @dataclass(frozen=True)
 class Claim(Generic[R]):
-    """A message that this process alone holds, until it finishes, gives back or dies."""
+    """Hold a message for this process alone, until the process finishes it, gives it back or dies."""
 
     root: Path
     address: Address
@@ -71,16 +71,16 @@ class Claim(Generic[R]):
 
     @property
     def name(self) -> str:
-        """The message's identity; results are named by it."""
+        """Return the message's identity, by which results are named."""
         return self.address.identity
 
     @property
     def path(self) -> Path:
-        """Where the claim lies."""
+        """Return the path of the claim's file."""
         return self.root / "claimed" / self.address.claimed
 
     def finish(self) -> bool:
-        """Drop the message. Publish what came of it first. False when the claim was lost meanwhile."""
+        """Remove the message; publish its result first. Return False when the claim was lost meanwhile."""
         try:
             with atomic.storage(self.path):
                 os.unlink(self.path)
@@ -90,23 +90,23 @@ class Claim(Generic[R]):
         return True
 
     def give_back(self) -> bool:
-        """Put the message back undone; counts against nobody. False when the claim was lost meanwhile."""
+        """Return the message to ready/ without counting a loss; False when the claim was lost meanwhile."""
         return _move(self.path, self.root / "ready" / self.address.ready)
 
 
 class Spool(Generic[R]):
-    """Messages of one record type in one folder."""
+    """Read and write the messages of one record type in one folder."""
 
     def __init__(self, root: Path, record: type[R]) -> None:
         self.root = root
         self._record = record
         self.misses = 0
-        """Claims that others were faster at, so far."""
+        """Claims that another worker took first, so far."""
 
     def put(self, name: str, message: R) -> None:
-        """Publish a result under its identity. One that lies there stays, and this one is dropped.
+        """Publish a result under its identity, unless there is one: then the first stays.
 
-        A process that was given up may come late, when the reader has counted the first already.
+        A process that was declared dead may publish late, when the reader has already counted the first.
         """
         path = self.root / "ready" / Address(name, 0).ready
         try:
@@ -114,46 +114,46 @@ class Spool(Generic[R]):
         except FileExistsError:
             log.warning("dropped a second result of %s: the first lies in %s", name, path.parent)
 
-    def ask(self, name: str, message: R) -> None:
-        """Publish a request under its identity. What lies there is the same request, and is replaced."""
+    def overwrite(self, name: str, message: R) -> None:
+        """Publish a request under its identity; an older copy of the same request is replaced."""
         atomic.put(self.root / "ready" / Address(name, 0).ready, message)
 
     def addresses(self, state: str) -> list[Address]:
-        """Messages in one state; evaluation first, then oldest first, which is how identities sort."""
+        """List the messages in one state: evaluations first, then by age, which is how identities sort."""
         found = (Address.parse(name) for name in atomic.names(self.root / state))
         return [address for address in found if address and bool(address.owner) == (state == "claimed")]
 
     def claim(self, owner: str) -> Claim[R] | None:
-        """Take one of the oldest ready messages, or None when there is none or others are at it."""
+        """Claim one of the oldest ready messages; None when there is none or other workers were faster."""
         return next(self.claims(owner), None)
 
     def claims(self, owner: str) -> Iterator[Claim[R]]:
-        """Take messages off one listing, as many as the caller asks for."""
+        """Claim messages from one listing, as many as the caller takes from the iterator."""
         until = self.misses + TRIES
-        for address in in_turn(self.addresses("ready")):
+        for address in rotated(self.addresses("ready")):
             mine = Address(address.identity, address.losses, owner)
             if not _move(self.root / "ready" / address.ready, self.root / "claimed" / mine.claimed):
                 self.misses += 1
                 if self.misses == until:
                     return
                 continue
-            # Gone when it was recovered between the rename and the read: another has it.
+            # None when it was recovered between the rename and the read: another worker has it.
             message = self._read(self.root / "claimed" / mine.claimed, mine)
             if message is not None:
                 yield Claim(self.root, mine, message)
 
     def read(self, address: Address) -> R | None:
-        """A ready message, for a spool with a single reader. None when it is gone, or corrupt and buried."""
+        """Read a ready message of a spool with a single reader; None when it is gone or corrupt."""
         return self._read(self.root / "ready" / address.ready, address)
 
     def remove(self, address: Address) -> None:
-        """Drop a ready message that the single reader has dealt with."""
+        """Remove a ready message that the single reader has finished."""
         path = self.root / "ready" / address.ready
         with atomic.storage(path):
             path.unlink(missing_ok=True)
 
     def recover(self, is_lost: Callable[[Address], bool], max_losses: int) -> list[Address]:
-        """Put back lost claims, or bury those lost too often. Only the coordinator calls this."""
+        """Return lost claims to ready/, or to dead/ when lost too often. Only the coordinator calls this."""
         moved = []
         for address in self.addresses("claimed"):
             if not is_lost(address):
@@ -176,8 +176,8 @@ class Spool(Generic[R]):
             return None
 
 
-def in_turn(ready: Sequence[M]) -> list[M]:
-    """The order in which a worker reaches for ready messages: from anywhere among the oldest on."""
+def rotated(ready: Sequence[M]) -> list[M]:
+    """Return the order in which a worker tries ready messages: from a random one of the oldest onward."""
     offset = random.randrange(min(len(ready), WINDOW)) if ready else 0
     return [*ready[offset:], *ready[:offset]]
 
@@ -187,5 +187,5 @@ def _move(source: Path, target: Path) -> bool:
         with atomic.storage(source):
             os.rename(source, target)
     except FileNotFoundError:
-        return False  # somebody was faster
+        return False  # another process was faster
     return True

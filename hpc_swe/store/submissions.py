@@ -1,9 +1,9 @@
-"""launch/: what was submitted, and what came of it.
+"""Record in launch/ what was submitted to the scheduler, and how each job started and ended.
 
-Submission n of a role is taken by mkdir before the scheduler is asked, so two ticks at once make one. A tick
-that dies before it noted the job's id leaves its submission open. The next ticks find its jobs in the queue
-and note them; or, when two looks find none, they void it, and a job that turns up late reads that and ends.
-Only the newest submission of a role can be open: no other is taken before it is closed.
+Submission n of a role is taken by mkdir before the scheduler is asked, so two concurrent ticks make one
+submission. A tick that dies before it confirms the job's id leaves its submission open. The next ticks find
+its jobs in the queue and confirm it; or, when two ticks find none, they void it, and a job that starts later
+reads that and ends. Only the newest submission of a role can be open: it is closed before another is taken.
 """
 
 import logging
@@ -17,16 +17,16 @@ from hpc_swe.store import atomic
 
 DOUBTED, VOID = "doubted", "void"
 NUMBER = re.compile("[0-9]{6}|[1-9][0-9]{6,8}")
-GAP = 1000  # submissions are counted one by one: a number so far beyond the one before it is no submission's
+GAP = 1000  # numbers grow one by one: a folder whose number is so far beyond the one before is not ours
 
 log = logging.getLogger(__name__)
 
 
 class Submitted(Record, frozen=True, kw_only=True):
-    """A submission that the scheduler has accepted."""
+    """Record a submission that the scheduler has accepted."""
 
     job: str
-    """The scheduler's id; of an array, without the index."""
+    """The scheduler's id, without the index of an array task."""
     count: int
     host: str
     at: float
@@ -34,55 +34,56 @@ class Submitted(Record, frozen=True, kw_only=True):
 
 
 class Started(Record, frozen=True, kw_only=True):
-    """One job on its node, as it says itself; written at its start and again at its end."""
+    """Report one job from its node; the job writes it at its start and again at its end."""
 
     job: str
     host: str
     pid: int
     start_time: str
-    """In clock ticks: a pid that comes back is not the same job."""
+    """When the process started, in clock ticks: it tells a reused pid from the same job."""
     at: float
     """Seconds since the epoch on the clock of `host`, when this was written."""
     restarts: int = 0
-    """Times that the scheduler has put it back into the queue."""
+    """Times that the scheduler has put the job back into the queue."""
     seconds: float = -1.0
-    """How long it ran; negative while it does."""
+    """Seconds that the job ran; negative while it runs."""
     code: int = 0
+    """Exit code."""
 
     @property
     def process(self) -> str:
-        """Its process, as the executor `local` names it."""
+        """The job's process, as the executor `local` names it."""
         return f"{self.pid}:{self.start_time}"
 
 
 @dataclass(frozen=True)
-class Entry:
-    """The newest submission of a role."""
+class LatestSubmission:
+    """Describe the newest submission of a role; number 0 when there is none."""
 
     number: int = 0
     is_open: bool = False
-    """Taken, but neither noted nor voided."""
+    """It was taken, but neither confirmed nor voided."""
     is_doubted: bool = False
-    """An earlier look found it open and not in the queue."""
+    """An earlier tick found it open and not in the queue."""
     voided: frozenset[int] = frozenset()
-    """Submissions whose jobs, if any turn up, have nothing to do: others have taken their place."""
+    """Submissions whose jobs must end at once if any start: others have taken their place."""
 
 
-def newest(run: RunDir, role: Role) -> Entry:
-    """The last submission of a role; number 0 when there was none."""
+def newest(run: RunDir, role: Role) -> LatestSubmission:
+    """Read the state of a role's newest submission."""
     names = set(atomic.names(run.launches / role))
     numbers = _numbers(names)
     if not numbers:
-        return Entry()
+        return LatestSubmission()
     last = numbers[-1]
     is_open = f"{last:06d}.{VOID}" not in names and not run.submitted(role, last).exists()
     void_of = {name.removesuffix(f".{VOID}") for name in names if name.endswith(f".{VOID}")}
     voided = frozenset(int(name) for name in void_of if NUMBER.fullmatch(name))
-    return Entry(last, is_open, is_open and f"{last:06d}.{DOUBTED}" in names, voided)
+    return LatestSubmission(last, is_open, is_open and f"{last:06d}.{DOUBTED}" in names, voided)
 
 
 def take(run: RunDir, role: Role, number: int) -> bool:
-    """Take a submission; False when another tick has it."""
+    """Take the next submission; return False when another tick has taken it."""
     try:
         with atomic.storage(run.launches / role):
             run.submission(role, number).mkdir()
@@ -91,13 +92,13 @@ def take(run: RunDir, role: Role, number: int) -> bool:
     return True
 
 
-def note(run: RunDir, role: Role, number: int, submitted: Submitted) -> None:
-    """Close a submission: the scheduler has it."""
+def confirm(run: RunDir, role: Role, number: int, submitted: Submitted) -> None:
+    """Close a submission that the scheduler has accepted."""
     atomic.put(run.submitted(role, number), submitted)
 
 
 def doubt(run: RunDir, role: Role, number: int) -> None:
-    """Mark an open submission that the queue does not show."""
+    """Mark an open submission whose jobs are not in the queue."""
     _mark(run, role, number, DOUBTED)
 
 
@@ -108,33 +109,34 @@ def release(run: RunDir, role: Role, number: int) -> None:
 
 
 def void(run: RunDir, role: Role, number: int) -> None:
-    """Close a submission whose tick died; its jobs, should there be any, end at once."""
+    """Close a submission whose tick died; if one of its jobs starts later, it ends at once."""
     _mark(run, role, number, VOID)
 
 
 def is_void(run: RunDir, role: Role, number: int) -> bool:
-    """Whether a job of this submission has nothing to do."""
+    """Tell whether jobs of this submission must end at once."""
     return run.marked(role, number, VOID).exists()
 
 
-def show(run: RunDir, role: Role, number: int, index: int, started: Started) -> None:
-    """What a job says of itself."""
+def report(run: RunDir, role: Role, number: int, index: int, started: Started) -> None:
+    """Publish a job's own report."""
     atomic.put(run.started(role, number, index), started)
 
 
 def jobs(run: RunDir, role: Role) -> list[tuple[int, str]]:
-    """Number and id of every submission of one job, for an executor without a scheduler that could tell."""
+    """List the number and the job id of every submission of a role, for an executor without a scheduler."""
     found = []
     for number in _numbers(set(atomic.names(run.launches / role))):
-        noted = _noted(run, role, number)
-        found += [(number, noted.job)] if noted else [(number, s.process) for s in _said(run, role, number)]
+        submitted = _confirmed(run, role, number)
+        reports = [] if submitted else _reports(run, role, number)
+        found += [(number, submitted.job)] if submitted else [(number, report.process) for report in reports]
     return found
 
 
 def history(run: RunDir, role: Role, last: int) -> list[tuple[int, Submitted, list[Started]]]:
-    """The last noted submissions with what their jobs said, oldest first."""
+    """Return the confirmed ones of a role's `last` submissions with the reports of their jobs, by number."""
     numbers = _numbers(set(atomic.names(run.launches / role)))[-last:]
-    return [(n, noted, _said(run, role, n)) for n in numbers if (noted := _noted(run, role, n))]
+    return [(n, found, _reports(run, role, n)) for n in numbers if (found := _confirmed(run, role, n))]
 
 
 def _numbers(names: set[str]) -> list[int]:
@@ -153,23 +155,23 @@ def _mark(run: RunDir, role: Role, number: int, mark: str) -> None:
         run.marked(role, number, mark).mkdir(exist_ok=True)
 
 
-def _noted(run: RunDir, role: Role, number: int) -> Submitted | None:
+def _confirmed(run: RunDir, role: Role, number: int) -> Submitted | None:
     try:
         return atomic.get(run.submitted(role, number), Submitted)
-    except (FileNotFoundError, CorruptRecord):  # open, or of a tick that died in the write
+    except (FileNotFoundError, CorruptRecord):  # still open, or its tick died while writing
         return None
 
 
-def _said(run: RunDir, role: Role, number: int) -> list[Started]:
+def _reports(run: RunDir, role: Role, number: int) -> list[Started]:
     found = []
     try:
         names = atomic.names(run.submission(role, number))
-    except (FileNotFoundError, NotADirectoryError):  # given back meanwhile, or somebody else's
+    except (FileNotFoundError, NotADirectoryError):  # released meanwhile, or a foreign file
         return []
     for name in names:
         if name != run.submitted(role, number).name:
             try:
                 found.append(atomic.get(run.submission(role, number) / name, Started))
-            except (CorruptRecord, FileNotFoundError) as error:  # of a node that died in the write
+            except (CorruptRecord, FileNotFoundError) as error:  # its node died while writing
                 log.warning("passed over: %s", error)
     return found

@@ -1,4 +1,4 @@
-"""The run's tasks as one parquet file: written once, opened by people with any tool."""
+"""Store the run's tasks as one parquet file, written once, which people can open with any tool."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ SPLITS: tuple[Split, ...] = ("train", "eval")
 
 
 def write(path: Path, tasks: Mapping[Split, Sequence[Task]]) -> None:
-    """Publish the tasks; columns for people, and the record whole."""
+    """Publish the tasks: columns for people, and the whole record beside them."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -34,16 +34,16 @@ def write(path: Path, tasks: Mapping[Split, Sequence[Task]]) -> None:
 
 
 def write_hidden(path: Path, texts: dict[str, str]) -> None:
-    """Publish what is known of tasks by their ids, apart from them: no rollout worker ever holds it."""
+    """Publish hidden texts by task id, in a file of their own that no rollout worker reads."""
     atomic.write(path, msgspec.json.encode(texts))
 
 
 def read_hidden(path: Path) -> dict[str, str]:
-    """Inverse of `write_hidden`; empty for a task set that gives none.
+    """Read what `write_hidden` published; empty when the taskset has no hidden texts.
 
     Raises:
-        CorruptRecord: It is there, and is none.
-        StorageError: The file system refuses.
+        CorruptRecord: The file cannot be decoded.
+        StorageError: The file system refused.
     """
     try:
         with atomic.storage(path):
@@ -51,11 +51,15 @@ def read_hidden(path: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CorruptRecord(f"{path}: not what a run hides: {error}") from error
+        raise CorruptRecord(f"{path}: not a file of hidden texts: {error}") from error
 
 
 def read(path: Path) -> dict[Split, list[Task]]:
-    """Inverse of `write`."""
+    """Read what `write` published, by split.
+
+    Raises:
+        CorruptRecord: The file is not the tasks of a run.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

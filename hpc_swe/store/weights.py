@@ -1,4 +1,4 @@
-"""Weight versions on disk: publish, follow the newest, retain."""
+"""List the weight versions on disk, find the newest, and choose which ones retention removes."""
 
 from collections.abc import Collection
 
@@ -8,20 +8,20 @@ from hpc_swe.store import folders
 
 
 def published(run: RunDir) -> list[WeightVersion]:
-    """All published versions, oldest first; those of the live incarnation come last."""
+    """List all published versions, oldest first; those of the live incarnation come last."""
     return sorted(folders.published(run.weights, WeightManifest, _version, lambda manifest: manifest.version))
 
 
 def newest(run: RunDir) -> WeightVersion | None:
-    """The newest version of the live incarnation, which is the highest; None before any is published."""
+    """Return the highest version, which is the live incarnation's newest; None before any is published."""
     return max(published(run), default=None)
 
 
 def manifest(run: RunDir, version: WeightVersion) -> WeightManifest:
-    """What a version's folder holds.
+    """Read the manifest of a version's folder.
 
     Raises:
-        FileNotFoundError: It is not, or no longer, published: take the newest.
+        FileNotFoundError: The version is not published, or was removed: use the newest instead.
     """
     return folders.manifest(run.weight(version), WeightManifest)
 
@@ -36,9 +36,9 @@ def _version(name: str) -> WeightVersion | None:
 def superseded(
     versions: Collection[WeightVersion], in_use: Collection[str], keep_last: int, keep_every: int
 ) -> list[WeightVersion]:
-    """Versions that retention lets go: not among the last, no milestone, not named by a live lease.
+    """List the versions to remove: neither among the last, nor a milestone, nor named by a live lease.
 
-    The newest is never let go, whatever the limits.
+    The newest is never among them, whatever the limits.
     """
     ordered = sorted(versions)
     kept = set(ordered[-max(1, keep_last) :])

@@ -1,8 +1,8 @@
-"""The claim loop of every worker: messages of one spool become messages of the next.
+"""Run the claim loop of every worker: turn messages of one spool into messages of the next.
 
-Consumes `source`; produces `results`. Waits for a message to be ready, which the role before makes so. One
-thread claims and looks for orders, one listing a round for the whole process; what is claimed is worked on
-in a thread of its own.
+It consumes `source`, produces `results`, and waits for ready messages, which the previous role publishes. One
+thread claims messages and reads orders, with one listing per iteration for the whole process; each claimed
+message is worked on in a thread of its own.
 """
 
 import contextlib
@@ -28,240 +28,240 @@ from hpc_swe.store.spool import Claim, Spool
 M = TypeVar("M", bound=Record)
 R = TypeVar("R", bound=Record)
 FIRST_PAUSE_S = 0.05
-SLOWEST = 10.0  # times poll_s; by default orders are seen within 7.5 s, before `launch stop --now` kills
-MOST_TROUBLE_S = 300.0
-LONGEST_ROUND_S = 60.0  # adds a round to a claim's clock at most: a process that was frozen did no work
+MAX_SLOWDOWN = 10.0  # times poll_s; by default orders are seen within 7.5 s, before `launch stop --now` kills
+MAX_STORAGE_PAUSE_S = 300.0
+MAX_ITERATION_S = 60.0  # the most that one iteration adds to a claim's clock: a frozen process did no work
 
 log = logging.getLogger(__name__)
 
 
-class Undone(Exception):
-    """What the work needs went away before anything was done; the message goes back."""
+class GiveBack(Exception):
+    """Return the message to its spool: what the work needs went away before anything was done."""
 
 
 class Work(Generic[R]):
-    """What is done about one message."""
+    """Process one message."""
 
     def run(self) -> R:
-        """In its own thread; an exception ends the process, and the claim counts as lost.
+        """Produce the result, in a thread of its own. An exception ends the process: the claim is lost.
 
         Raises:
-            Undone: The message shall go back.
+            GiveBack: The message should go back to its spool.
         """
         raise NotImplementedError
 
     def after(self) -> None:
-        """In the same thread and slot, once the result is out; a drain neither begins nor awaits it."""
+        """Do extra work in the same thread after publication; a drain neither starts nor awaits it."""
 
     def overdue(self) -> R | None:
-        """What to publish when `run` hangs; None while it may still end."""
+        """Return the result to publish when `run` hangs; None while it may still end."""
         return None
 
     def stop(self) -> None:
-        """The message goes back; `run` shall trouble nobody any more."""
+        """Make `run` harmless: its message goes back to the spool, and another worker may take it."""
 
 
 @dataclass
-class Rests:
-    """How long a worker rests between rounds; thousands of them ask one metadata server.
+class Backoff:
+    """Choose a worker's pause between iterations: thousands of workers share one metadata server.
 
-    Twice as long after each round that found nothing, up to `poll_s`. A lost race says that too many ask: it
-    doubles all rests, and a claim without one halves them, so that workers lose hardly more races than they
-    win, whatever their number. Without a free slot there is nothing to ask for but orders: what ends wakes
-    the worker.
+    The pause doubles after each iteration that found nothing, up to `poll_s`. A lost race is a sign of too
+    many requests: it doubles all pauses, and an iteration that claimed without one halves them, so that
+    workers lose hardly more races than they win, whatever their number. Without a free slot a worker only
+    reads orders; a thread that ends wakes it.
     """
 
     poll_s: float
-    slowest: float = SLOWEST
+    max_slowdown: float = MAX_SLOWDOWN
     pause_s: float = FIRST_PAUSE_S
     _idle_s: float = FIRST_PAUSE_S
-    _slowness: float = 1.0
+    _slowdown: float = 1.0
 
     def after(self, free: int, found: int, lost: int) -> None:
-        """A round that left `free` slots."""
+        """Set the pause after an iteration: `found` claims, `lost` races, and `free` slots left."""
         if lost:
-            self._slowness = min(2 * self._slowness, self.slowest)
+            self._slowdown = min(2 * self._slowdown, self.max_slowdown)
         elif found:
-            self._slowness = max(self._slowness / 2, 1.0)
+            self._slowdown = max(self._slowdown / 2, 1.0)
         self._idle_s = FIRST_PAUSE_S if found or not free else min(2 * self._idle_s, self.poll_s)
-        self.pause_s = self._slowness * self._idle_s if free else self.slowest * self.poll_s
+        self.pause_s = self._slowdown * self._idle_s if free else self.max_slowdown * self.poll_s
 
 
 @dataclass
-class _Held(Generic[M, R]):
-    """Whoever settles it first decides what becomes of the claim."""
+class _Slot(Generic[M, R]):
+    """Hold a claim and its work; the first thread to settle it decides what happens to the claim."""
 
     claim: Claim[M]
     work: Work[R]
     thread: threading.Thread = field(init=False)
     crash: BaseException | None = None
-    is_out: bool = False
-    """Its result, that is; only what comes after may go on."""
+    is_published: bool = False
+    """The result is published, or the message given back; only `after` may still run."""
     is_over: bool = False
-    """Nothing more is to come of it; the thread of one that was overdue may go on."""
+    """The worker is done with it; the thread of overdue work may still run."""
     worked_s: float = 0.0
-    """Since the claim, without the time that what it needs was away."""
+    """Seconds since the claim, without those in which what it needs was away."""
     _unsettled: threading.Lock = field(default_factory=threading.Lock)
 
     def settle(self) -> bool:
-        """True for the first caller."""
+        """Return True to the first caller only."""
         return self._unsettled.acquire(blocking=False)
 
 
 @dataclass
 class Worker(Generic[M, R]):
-    """One process, `slots` messages at once."""
+    """Work on `slots` messages at once in one process."""
 
     run: RunDir
     lease: Lease
     source: Spool[M]
     results: Spool[R]
-    begin: Callable[[Claim[M]], Work[R]]
+    make_work: Callable[[Claim[M]], Work[R]]
     slots: int
     poll_s: float
-    closing_s: float = 0.0
-    """What threads get to clean up in when the process must end."""
-    is_served: Callable[[], bool] = lambda: True
-    """Whether what the work needs is there. Without it nothing is claimed, and the clocks of claims stand."""
-    _active: list[_Held[M, R]] = field(default_factory=list, init=False)
+    cleanup_s: float = 0.0
+    """Seconds that threads get to clean up when the process must end."""
+    can_work: Callable[[], bool] = lambda: True
+    """Tells whether what the work needs is there. If not, nothing is claimed and the claims' clocks stop."""
+    _active: list[_Slot[M, R]] = field(default_factory=list, init=False)
     _wake: Flag = field(default_factory=Flag, init=False)
-    _told: bool = field(default=False, init=False)
+    _must_stop: bool = field(default=False, init=False)
     _is_warned: bool = field(default=False, init=False)
     """The scheduler will end this process before long; SIGTERM follows."""
-    _drains: bool = field(default=False, init=False)
-    _trouble: StorageError | None = field(default=None, init=False)
-    _trouble_s: float = field(default=1.0, init=False)
-    _looked_at: float = field(default_factory=time.monotonic, init=False)
-    _rests: Rests = field(init=False)
+    _is_draining: bool = field(default=False, init=False)
+    _storage_error: StorageError | None = field(default=None, init=False)
+    _storage_pause_s: float = field(default=1.0, init=False)
+    _clocked_at: float = field(default_factory=time.monotonic, init=False)
+    _backoff: Backoff = field(init=False)
 
     def __post_init__(self) -> None:
-        self._rests = Rests(self.poll_s)
+        self._backoff = Backoff(self.poll_s)
 
     def work(self) -> None:
-        """Until STOP, SIGTERM, the run's end, or after DRAIN or SIGUSR2 until what is at work has ended."""
+        """Work until STOP, SIGTERM or the run's end; after DRAIN or SIGUSR2 finish the claimed work first."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-                signal.signal(number, self._tell)
+                signal.signal(number, self._on_signal)
         try:
-            self.lease.show(state="ready", slots=self.slots)
-            while self._round():
-                self._wake.wait(random.uniform(0.5, 1.5) * self._rests.pause_s)
+            self.lease.publish(state="ready", slots=self.slots)
+            while self._iterate():
+                self._wake.wait(random.uniform(0.5, 1.5) * self._backoff.pause_s)
                 self._wake.clear()
         finally:
-            self._give_back()
+            self._give_back_all()
 
-    def _tell(self, number: int, _: FrameType | None) -> None:
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGUSR2:
             self._is_warned = True
         else:
-            self._told = True
+            self._must_stop = True
         self._wake.set()
 
-    def _round(self) -> bool:
-        """Look at orders and work, claim what fits; False when all is over."""
+    def _iterate(self) -> bool:
+        """Read orders, collect ended work, fill free slots; return False when the worker must end."""
         self._reap()
         try:
-            told = orders.standing(self.run)
-            drains = self._drains = self._is_warned or "DRAIN" in told
-            has_ended = all(held.is_out for held in self._active)
-            if self._told or {"STOP", "FINISHED"} & {*told} or (drains and has_ended):
+            active = orders.active(self.run)
+            self._is_draining = self._is_warned or "DRAIN" in active
+            has_drained = self._is_draining and all(slot.is_published for slot in self._active)
+            if self._must_stop or {"STOP", "FINISHED"} & {*active} or has_drained:
                 return False
-            is_served = self._run_clocks()
-            if drains:
-                self._rests.after(0, 0, 0)
-            elif self._trouble is None:
-                self._claim() if is_served else self._rests.after(self.slots, 0, 0)
-            self.lease.note(
-                claims=[held.claim.name for held in self._active],
-                worked_s=[held.worked_s for held in self._active],
-                state="draining" if drains else "ready",
+            can_work = self._advance_clocks()
+            if self._is_draining:
+                self._backoff.after(0, 0, 0)
+            elif self._storage_error is None:
+                self._claim() if can_work else self._backoff.after(self.slots, 0, 0)
+            self.lease.update(
+                claims=[slot.claim.name for slot in self._active],
+                worked_s=[slot.worked_s for slot in self._active],
+                state="draining" if self._is_draining else "ready",
             )
         except StorageError as error:
-            self._trouble = error
-        self._rest()
+            self._storage_error = error
+        self._pause_after_refusal()
         return True
 
     def _reap(self) -> None:
-        """Forget what has ended, raise what broke, give up what hangs."""
-        for held in list(self._active):
-            if not held.is_over and (result := held.work.overdue()) is not None:
-                self._publish(held, result)
-                held.is_over = True
-            if held.is_over:
-                self._active.remove(held)
-            if held.crash is not None:
-                raise held.crash
+        """Forget work that has ended, raise its errors, and publish for work that hangs."""
+        for slot in list(self._active):
+            if not slot.is_over and (result := slot.work.overdue()) is not None:
+                self._publish(slot, result)
+                slot.is_over = True
+            if slot.is_over:
+                self._active.remove(slot)
+            if slot.crash is not None:
+                raise slot.crash
 
-    def _run_clocks(self) -> bool:
-        """Add the time since the last round to the claims' clocks, if what they need is there."""
-        is_served, now = self.is_served(), time.monotonic()
-        if is_served:
-            for held in self._active:
-                held.worked_s += min(now - self._looked_at, LONGEST_ROUND_S)
-        self._looked_at = now
-        return is_served
+    def _advance_clocks(self) -> bool:
+        """Add the time since the last iteration to the claims' clocks, if what they need is there."""
+        can_work, now = self.can_work(), time.monotonic()
+        if can_work:
+            for slot in self._active:
+                slot.worked_s += min(now - self._clocked_at, MAX_ITERATION_S)
+        self._clocked_at = now
+        return can_work
 
     def _claim(self) -> None:
         before, misses = len(self._active), self.source.misses
         for claim in islice(self.source.claims(self.lease.owner), self.slots - before):
             log.info("claimed %s", claim.name)
-            held = _Held(claim, self.begin(claim))
-            held.thread = threading.Thread(target=self._play, args=(held,), name=claim.name, daemon=True)
-            self._active.append(held)
-            held.thread.start()
+            slot = _Slot(claim, self.make_work(claim))
+            slot.thread = threading.Thread(target=self._run, args=(slot,), name=claim.name, daemon=True)
+            self._active.append(slot)
+            slot.thread.start()
         now = len(self._active)
-        self._rests.after(self.slots - now, now - before, self.source.misses - misses)
+        self._backoff.after(self.slots - now, now - before, self.source.misses - misses)
 
-    def _play(self, held: _Held[M, R]) -> None:
+    def _run(self, slot: _Slot[M, R]) -> None:
         try:
-            self._publish(held, held.work.run())
-            held.is_out = True
-            if not self._drains:
-                held.work.after()
-        except Undone as reason:
-            self._undo(held, reason)
+            self._publish(slot, slot.work.run())
+            slot.is_published = True
+            if not self._is_draining:
+                slot.work.after()
+        except GiveBack as reason:
+            self._give_back(slot, reason)
         except BaseException as error:  # noqa: BLE001 - the main thread raises it; a panic of Rust is one, too
-            held.crash = error
-        held.is_over = True
+            slot.crash = error
+        slot.is_over = True
         self._wake.set()
 
-    def _publish(self, held: _Held[M, R], result: R) -> None:
-        """The result first, then the claim: dying between the two makes a duplicate, never a loss."""
-        if not held.settle():
+    def _publish(self, slot: _Slot[M, R], result: R) -> None:
+        """Publish the result, then remove the message: dying in between duplicates it but never loses it."""
+        if not slot.settle():
             return
         try:
-            self.results.put(held.claim.name, result)
-            held.claim.finish()
+            self.results.put(slot.claim.name, result)
+            slot.claim.finish()
         except StorageError as error:
-            self._trouble = error
-            with contextlib.suppress(StorageError):  # its lease gives it back later
-                held.claim.give_back()
+            self._storage_error = error
+            with contextlib.suppress(StorageError):  # the coordinator will recover the claim
+                slot.claim.give_back()
 
-    def _undo(self, held: _Held[M, R], reason: Undone) -> None:
-        if held.settle():
-            log.warning("given back %s: %s", held.claim.name, reason)
-            held.is_out = True
+    def _give_back(self, slot: _Slot[M, R], reason: GiveBack) -> None:
+        if slot.settle():
+            log.warning("given back %s: %s", slot.claim.name, reason)
+            slot.is_published = True
             try:
-                held.claim.give_back()
-            except StorageError as error:  # its lease gives it back later
-                self._trouble = error
+                slot.claim.give_back()
+            except StorageError as error:  # the coordinator will recover the claim
+                self._storage_error = error
 
-    def _rest(self) -> None:
-        """After a refusal of the file system, wait up to five minutes before trying again."""
-        if self._trouble is None:
-            self._trouble_s = 1.0
+    def _pause_after_refusal(self) -> None:
+        """Wait longer after each successive refusal of the file system, up to five minutes."""
+        if self._storage_error is None:
+            self._storage_pause_s = 1.0
             return
-        log.warning("storage refuses, waiting %g s: %s", self._trouble_s, self._trouble)
-        self._rests.pause_s, self._trouble = self._trouble_s, None
-        self._trouble_s = min(2 * self._trouble_s, MOST_TROUBLE_S)
+        log.warning("storage refuses, waiting %g s: %s", self._storage_pause_s, self._storage_error)
+        self._backoff.pause_s, self._storage_error = self._storage_pause_s, None
+        self._storage_pause_s = min(2 * self._storage_pause_s, MAX_STORAGE_PAUSE_S)
 
-    def _give_back(self) -> None:
-        """Put unfinished claims back, which counts against nobody, and let their threads clean up."""
-        for held in self._active:
-            if held.settle():
-                held.work.stop()
+    def _give_back_all(self) -> None:
+        """Give back unfinished claims without counting a loss, and wait for their threads to clean up."""
+        for slot in self._active:
+            if slot.settle():
+                slot.work.stop()
                 with contextlib.suppress(StorageError):
-                    held.claim.give_back()
-        until = time.monotonic() + self.closing_s
-        for held in self._active:
-            held.thread.join(max(0.0, until - time.monotonic()))
+                    slot.claim.give_back()
+        until = time.monotonic() + self.cleanup_s
+        for slot in self._active:
+            slot.thread.join(max(0.0, until - time.monotonic()))

@@ -118,7 +118,7 @@ def test_a_run_among_foreign_names_does_what_it_does_without_them(tmp_path, foun
         house.publish(house.snapshot(), training(run, steps=DEEP).iterate(house.snapshot()), {}, 0.0)
     assert weights.newest(run) == WeightVersion(step=DEEP)
     assert checkpoints.is_trained(run, weights.newest(run), DEEP)
-    assert orders.standing(run) == []
+    assert orders.active(run) == []
     assert submissions.newest(run, "rollout").number < 1_000_000
     assert submissions.history(run, "rollout", 3) == []
     submissions.jobs(run, "rollout")

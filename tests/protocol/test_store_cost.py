@@ -18,7 +18,7 @@ def put(root) -> None:
 
 
 def ask(root) -> None:
-    Spool(root, type(request())).ask("a", request())
+    Spool(root, type(request())).overwrite("a", request())
 
 
 def claim_and_finish(root) -> None:

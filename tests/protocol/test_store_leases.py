@@ -9,7 +9,7 @@ from waiting import DEADLINE_S, until
 
 from hpc_swe.records import Node
 from hpc_swe.store import atomic
-from hpc_swe.store.lease import PATIENCE, Lease, Watcher, owner_name
+from hpc_swe.store.lease import MAX_STALLS, Lease, Watcher, owner_name
 
 BEAT, TTL = 30.0, 120.0
 LIMIT = 4  # looks without growth
@@ -131,7 +131,7 @@ def test_a_stall_of_everybody_robs_nobody(watch, late):
 
 def test_a_stall_that_does_not_end_is_death_after_the_patience(watch):
     watch.look(CREW)
-    for _ in range(LIMIT - 1 + PATIENCE):
+    for _ in range(LIMIT - 1 + MAX_STALLS):
         watch.look()
         assert watch.dead() == set()
     watch.look()
@@ -251,7 +251,7 @@ def test_a_process_beats_while_it_works_and_takes_its_cell_with_it(run):
     with Lease(run, "rollout", "1", beat_s=0.01) as lease:
         first = atomic.get(run.node(lease.owner), Node).beat
         until(lambda: atomic.get(run.node(lease.owner), Node).beat > first + 2, "a third beat")
-        lease.show(claims=["x"], slots=8)
+        lease.publish(claims=["x"], slots=8)
         node = atomic.get(run.node(lease.owner), Node)
         assert (node.claims, node.slots, node) == (["x"], 8, lease.node)
     assert atomic.names(run.nodes) == []
@@ -260,9 +260,9 @@ def test_a_process_beats_while_it_works_and_takes_its_cell_with_it(run):
 def test_a_note_is_not_written_before_the_next_beat_says_it(run):
     with Lease(run, "rollout", "1", beat_s=600.0) as lease:
         before = atomic.get(run.node(lease.owner), Node)
-        lease.note(claims=["x"])
+        lease.update(claims=["x"])
         assert atomic.get(run.node(lease.owner), Node) == before
-        lease.show()  # as a beat does
+        lease.publish()  # as a beat does
         assert atomic.get(run.node(lease.owner), Node).claims == ["x"]
 
 

@@ -135,8 +135,8 @@ def test_of_two_results_of_one_request_the_first_stays_and_leaves_no_temporary(t
 
 def test_asking_again_replaces_the_request(tmp_path):
     made = spool(tmp_path)
-    made.ask("a", request(attempt=0))
-    made.ask("a", request(attempt=1))
+    made.overwrite("a", request(attempt=0))
+    made.overwrite("a", request(attempt=1))
     assert shown(tmp_path) == ["ready/a~0"]
     assert made.claim("w").message.attempt == 1
 

@@ -133,7 +133,7 @@ def learner(run: RunDir, steps: int) -> None:
             world.learn(run, steps)
             serving = [weights.newest(run) or WeightVersion()]
             if mine.node.versions != serving:
-                mine.show(state="ready", url="http://toy", versions=serving)
+                mine.publish(state="ready", url="http://toy", versions=serving)
             time.sleep(0.2)
 
 

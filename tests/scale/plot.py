@@ -1,6 +1,6 @@
 """Draws docs/scale.png and prints its tables: python tests/scale/plot.py --out docs/scale.png.
 
-The simulation with more requests than slots and with fewer, each as it is and without `Rests` slowing down.
+The simulation with more requests than slots and with fewer, each as it is and without `Backoff` slowing down.
 """
 
 import argparse
@@ -16,10 +16,10 @@ import matplotlib as mpl
 mpl.use("Agg")
 
 from matplotlib import pyplot
-from simulate import SLOWEST, Settings, simulate, table
+from simulate import MAX_SLOWDOWN, Settings, simulate, table
 
 LOADS = {1.1: "requests wait", 0.5: "workers wait"}
-PACES = {1.0: "without slowing down", SLOWEST: "as it is"}
+PACES = {1.0: "without slowing down", MAX_SLOWDOWN: "as it is"}
 STYLES = {1.1: "o", 0.5: "s"}
 FOLDERS = ("requests/claimed", "scored/ready", "requests/ready", "episodes/claimed", "episodes/ready")
 
@@ -54,7 +54,7 @@ def draw(found: Runs, out: Path) -> None:
             )
     races.axhline(1.0, color="grey", linewidth=0.5)
     for name in FOLDERS:
-        rows = found[1.1, SLOWEST]
+        rows = found[1.1, MAX_SLOWDOWN]
         most = [max(1.0, row[f"most in {name}"]) for row in rows]
         folders.plot([row["workers"] for row in rows], most, "-o", markersize=4, label=name)
     calls.set_title("metadata calls a second, whole run")
@@ -62,7 +62,9 @@ def draw(found: Runs, out: Path) -> None:
     folders.set_title("most entries in a folder, requests wait")
     for axes in (calls, races, folders):
         axes.set(xscale="log", yscale="log", xlabel="workers")
-        axes.set_xticks(ticks := [row["workers"] for row in found[1.1, SLOWEST]], map("{:.0f}".format, ticks))
+        axes.set_xticks(
+            ticks := [row["workers"] for row in found[1.1, MAX_SLOWDOWN]], map("{:.0f}".format, ticks)
+        )
         axes.minorticks_off()
     calls.legend(fontsize=7, loc="lower right")
     folders.set_ylim(top=1e6)

@@ -21,8 +21,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from hpc_swe.store.spool import TRIES, in_turn
-from hpc_swe.store.worker import SLOWEST, Rests
+from hpc_swe.store.spool import TRIES, rotated
+from hpc_swe.store.worker import MAX_SLOWDOWN, Backoff
 
 PAGE = 500  # names that one getdents64 gives
 CHANGES_PER_ASK, CHANGES_PER_PUT, CHANGES_PER_BEAT, AHEAD = 2, 3, 2, 4
@@ -43,7 +43,7 @@ class Settings:
     episode_s: float = 300.0
     grading_s: float = 20.0
     poll_s: float = 0.5
-    slowest: float = SLOWEST
+    slowest: float = MAX_SLOWDOWN
     beat_s: float = 30.0
     coordinator_poll_s: float = 1.0
     op_s: float = 0.001
@@ -128,7 +128,7 @@ class World:
 
 
 class Worker:
-    """Plays hpc_swe.store.worker.Worker: `_round`, `_claim`, and the wait between two rounds."""
+    """Plays hpc_swe.store.worker.Worker: `_iterate`, `_claim`, and the wait between two rounds."""
 
     def __init__(self, world: World, role: str, results: Callable[[int], None]) -> None:
         settings = world.settings
@@ -138,7 +138,7 @@ class Worker:
         self._slots = settings.rollout_slots if rolls else settings.reward_slots
         self._work_s = settings.episode_s if rolls else settings.grading_s
         self._active, self._wait, self._woken = 0, 0, False
-        self._rests = Rests(settings.poll_s, settings.slowest)
+        self._rests = Backoff(settings.poll_s, settings.slowest)
         world.after(random.uniform(0, settings.poll_s), self._round)
         world.after(random.uniform(0, settings.beat_s), self._beat)
 
@@ -165,7 +165,7 @@ class Worker:
             ready = list(self._source.ready)
             self._world.listing(f"list for {self._role}", len(ready))
             yield op_s
-            for message in in_turn(ready) if ready else ():
+            for message in rotated(ready) if ready else ():
                 yield op_s
                 if self._source.take(message):
                     self._world.count("claimed")

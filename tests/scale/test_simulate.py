@@ -9,11 +9,11 @@ sys.path.append(str(Path(__file__).parent))
 
 from simulate import Settings, simulate
 
-from hpc_swe.store.worker import FIRST_PAUSE_S, SLOWEST, Rests
+from hpc_swe.store.worker import FIRST_PAUSE_S, MAX_SLOWDOWN, Backoff
 
 
 def rests(*rounds: tuple[int, int, int], poll_s: float = 0.5) -> list[float]:
-    worker = Rests(poll_s)
+    worker = Backoff(poll_s)
     found = []
     for free, claimed, lost in rounds:
         worker.after(free, claimed, lost)
@@ -26,13 +26,17 @@ def test_a_worker_that_finds_nothing_rests_twice_as_long_each_time():
 
 
 def test_a_worker_without_a_free_slot_only_looks_for_orders():
-    assert rests((0, 3, 0), (0, 0, 0), (1, 0, 0)) == [SLOWEST * 0.5, SLOWEST * 0.5, 2 * FIRST_PAUSE_S]
+    assert rests((0, 3, 0), (0, 0, 0), (1, 0, 0)) == [
+        MAX_SLOWDOWN * 0.5,
+        MAX_SLOWDOWN * 0.5,
+        2 * FIRST_PAUSE_S,
+    ]
 
 
 def test_lost_races_slow_a_worker_down_and_claims_speed_it_up_again():
     slowed = rests(*[(1, 0, 3)] * 8)
     assert slowed[0] == 2 * 0.1
-    assert slowed[-1] == SLOWEST * 0.5
+    assert slowed[-1] == MAX_SLOWDOWN * 0.5
     assert rests(*[(1, 0, 3)] * 8, *[(1, 1, 0)] * 8)[-1] == FIRST_PAUSE_S
 
 

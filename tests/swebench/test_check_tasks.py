@@ -379,7 +379,7 @@ def test_a_worker_without_references_says_so_where_there_should_be_some(tmp_path
     assert references(made, configuration.read(*demo, overrides=["reward.sentinel_every=0"])) == {}
     assert caplog.records == []
     made.references.mkdir()
-    with pytest.raises(CorruptRecord, match=r"references.json: not what a run hides"):
+    with pytest.raises(CorruptRecord, match=r"references.json: not a file of hidden texts"):
         tasks.read_hidden(made.references)
 
 

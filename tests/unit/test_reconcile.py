@@ -17,34 +17,42 @@ from hpc_swe.runs import submit as run_submit
 from hpc_swe.runs.submit import Decision, decide, failures
 from hpc_swe.settings import InferenceConfig, LearnerConfig
 from hpc_swe.store import folders, submissions
-from hpc_swe.store.submissions import Entry, Started, Submitted
+from hpc_swe.store.submissions import LatestSubmission, Started, Submitted
 
 
 def job(number: int, state: str = "running", submission: int = 1) -> Job:
     return Job("rollout", f"{submission}7_{number}", submission, state)
 
 
-NOTED, OPEN, DOUBTED = Entry(1), Entry(1, is_open=True), Entry(1, is_open=True, is_doubted=True)
+NOTED, OPEN, DOUBTED = (
+    LatestSubmission(1),
+    LatestSubmission(1, is_open=True),
+    LatestSubmission(1, is_open=True, is_doubted=True),
+)
 RUNNING, WAITING = [job(0), job(1)], [job(0, "waiting"), job(1, "waiting")]
 
 
 @pytest.mark.parametrize(
     ("jobs", "newest", "decision"),
     [
-        ([], Entry(), Decision(missing=2)),
+        ([], LatestSubmission(), Decision(missing=2)),
         (RUNNING[:1], NOTED, Decision(missing=1)),
         (RUNNING, NOTED, Decision()),
         (WAITING, NOTED, Decision()),
         ([*RUNNING, job(2)], NOTED, Decision()),  # what runs is never cancelled
-        ([*RUNNING, job(0, "waiting", 2)], Entry(2), Decision(cancel=["27_0"])),
-        ([*WAITING, job(0, "waiting", 2)], Entry(2), Decision(cancel=["27_0"])),
+        ([*RUNNING, job(0, "waiting", 2)], LatestSubmission(2), Decision(cancel=["27_0"])),
+        ([*WAITING, job(0, "waiting", 2)], LatestSubmission(2), Decision(cancel=["27_0"])),
         ([job(0, "held"), job(1)], NOTED, Decision()),  # somebody holds it, and knows why
         ([job(0, "broken"), job(1)], NOTED, Decision(missing=1, cancel=["17_0"])),
         (RUNNING, OPEN, Decision(close="17")),
         ([], OPEN, Decision(doubt=True)),
         ([], DOUBTED, Decision(missing=2, void=True)),
-        ([job(0, submission=1)], Entry(2, is_open=True), Decision(doubt=True)),
-        ([job(0, submission=1)], Entry(2, is_open=True, is_doubted=True), Decision(missing=1, void=True)),
+        ([job(0, submission=1)], LatestSubmission(2, is_open=True), Decision(doubt=True)),
+        (
+            [job(0, submission=1)],
+            LatestSubmission(2, is_open=True, is_doubted=True),
+            Decision(missing=1, void=True),
+        ),
     ],
 )
 def test_decision(jobs, newest, decision):
@@ -247,7 +255,7 @@ def test_jobs_of_a_tick_that_was_slow_and_not_dead_make_way(run, config):
 def test_refusal_is_told_and_tried_again(run, config):
     config.executor.dies = "refused"
     assert "no such partition" in run_submit.tick(run, config).stuck["rollout"]
-    assert submissions.newest(run, "rollout") == Entry(), "a refused submission leaves nothing"
+    assert submissions.newest(run, "rollout") == LatestSubmission(), "a refused submission leaves nothing"
     config.executor.dies = ""
     assert run_submit.tick(run, config).submit == {"rollout": 200}
 
@@ -263,7 +271,7 @@ def test_silent_scheduler_means_that_nothing_is_submitted(run, config):
     config.executor.dies = "silent"
     with pytest.raises(SchedulerError):
         run_submit.tick(run, config)
-    assert submissions.newest(run, "rollout") == Entry()
+    assert submissions.newest(run, "rollout") == LatestSubmission()
 
 
 @pytest.mark.parametrize("order", ["DRAIN", "STOP", "FINISHED"])
@@ -340,12 +348,12 @@ def test_foreign_names_in_control_and_launch_stop_no_tick(run, config, make):
 def test_role_that_keeps_failing_is_left_alone_until_it_has_rested(run, config):
     for number in (1, 2, 3):
         assert run_submit.tick(run, config).submit == {"rollout": 200}
-        submissions.show(run, "rollout", number, 0, started())
+        submissions.report(run, "rollout", number, 0, started())
         config.executor.running.clear()
     assert "failed (exit code 1 on c1)" in run_submit.tick(run, config).stuck["rollout"]
     noted = Submitted(job="3", count=200, host="login", at=time.time() - run_submit.REST_S)
-    submissions.note(run, "rollout", 3, noted)
-    submissions.show(run, "rollout", 3, 0, started(at=time.time()))
+    submissions.confirm(run, "rollout", 3, noted)
+    submissions.report(run, "rollout", 3, 0, started(at=time.time()))
     assert run_submit.tick(run, config).lost == ["rollout"], "it took long to fail, and rests from then on"
-    submissions.show(run, "rollout", 3, 0, started())
+    submissions.report(run, "rollout", 3, 0, started())
     assert run_submit.tick(run, config).submit == {"rollout": 200}

@@ -20,7 +20,7 @@ from hpc_swe.records import Episode, IdArray, ScoredEpisode
 from hpc_swe.roles.coordinator.groups import dispatch_step
 from hpc_swe.roles.coordinator.samples import sampled_tokens
 from hpc_swe.store import atomic
-from hpc_swe.store.evals import TEXTS
+from hpc_swe.store.evals import CONVERSATION
 
 NAME = re.compile(r"step_[0-9]{6,}\.parquet")
 Columns = dict[str, tuple[pa.DataType, Callable[[ScoredEpisode], object]]]
@@ -63,7 +63,7 @@ def _columns(trained: set[int]) -> Columns:
         "turns": (pa.int64(), lambda s: len(s.episode.turns)),
         "sampled_tokens": (pa.int64(), lambda s: sampled_tokens(s.episode)),
         "sampled_ids": (pa.list_(pa.int32()), lambda s: _sampled_ids(s.episode)),
-        "messages": (TEXTS, lambda s: msgspec.to_builtins(s.episode.messages)),
+        "messages": (CONVERSATION, lambda s: msgspec.to_builtins(s.episode.messages)),
         "submission": (pa.string(), lambda s: s.episode.submission),
         "detail": (pa.string(), lambda s: s.score.detail),
         "record": (pa.binary(), msgspec.msgpack.encode),

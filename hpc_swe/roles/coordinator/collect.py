@@ -60,7 +60,7 @@ class ResultCollector:
         self.ledger.close_dead(snapshot.dead_identities)
         for request in self.ledger.find_lost(snapshot.identities):
             log.warning("lost %s, asked again", request.name)
-            self._requests.ask(request.name, request)
+            self._requests.overwrite(request.name, request)
 
     def request(self, key: Key, snapshot: RunSnapshot) -> None:
         """Open a group and request the members that are not under way already."""
@@ -70,7 +70,7 @@ class ResultCollector:
         self.ledger.open(key, requests, snapshot.now)
         for request in requests:
             if request.name not in snapshot.identities:
-                self._requests.ask(request.name, request)
+                self._requests.overwrite(request.name, request)
 
     def forget(self, groups: list[Group]) -> None:
         """Drop the messages of groups that were consumed."""
@@ -109,7 +109,7 @@ class ResultCollector:
         member = self.ledger.member(address.identity)
         if verdict == "retry" and member is not None:
             log.info("retry %s: %s", address.identity, cause)
-            self._requests.ask(member.request.name, member.request)
+            self._requests.overwrite(member.request.name, member.request)
         self._drop(address)
 
     def _count(self, scored: ScoredEpisode, cause: str) -> None:

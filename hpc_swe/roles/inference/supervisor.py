@@ -96,7 +96,7 @@ class Supervisor:
         try:
             if self._is_healthy_in_time(served):
                 self._give(served, wanted)
-                self.lease.show(state="ready", url=served.url, versions=[self._version], reading="")
+                self.lease.publish(state="ready", url=served.url, versions=[self._version], reading="")
                 log.info("serving %s at %s", self._version.name, served.url)
                 self._since = time.monotonic()
                 with Pulse(alive, self.config.hang_s) as pulse:
@@ -105,7 +105,7 @@ class Supervisor:
             raise EngineError(f"{error}; {served.remedy}") from error
         finally:
             state = "draining" if self._told.is_set() else "starting"
-            self.lease.show(state=state, url="", versions=[], reading="")
+            self.lease.publish(state=state, url="", versions=[], reading="")
             served.leave()
 
     def _meet(self, token: str, folder: Path) -> Served:
@@ -127,7 +127,7 @@ class Supervisor:
         for version in reversed(weights.published(self.run)):
             if version in self._refused:
                 continue
-            self.lease.show(reading=version.name)
+            self.lease.publish(reading=version.name)
             try:
                 return self._verify(version)
             except (FileNotFoundError, CorruptRecord) as error:
@@ -178,11 +178,11 @@ class Supervisor:
 
     def _update(self, served: Served, newest: WeightVersion, pulse: Pulse) -> None:
         began = time.monotonic()
-        self.lease.show(reading=newest.name)
+        self.lease.publish(reading=newest.name)
         try:
             wanted = self._beside(partial(self._verify, newest), served.require_serving, pulse.require)
             verified = time.monotonic()
-            self.lease.show(state="updating", versions=[self._version, newest])
+            self.lease.publish(state="updating", versions=[self._version, newest])
             self._beside(partial(served.update, wanted), served.require_coming)  # one that loads is silent
             pulse.renew()
         except FileNotFoundError:
@@ -202,7 +202,7 @@ class Supervisor:
                 verified - began,
                 now - verified,
             )
-        self.lease.show(state="ready", reading="", versions=[self._version])
+        self.lease.publish(state="ready", reading="", versions=[self._version])
 
     def _beside(self, work: Callable[[], T], *looks: Callable[[], None]) -> T:
         """Work in a thread: an engine that dies or stops meanwhile is seen, and an order to end heard."""

@@ -14,7 +14,7 @@ from hpc_swe.roles.rollout.episode import Played, RolloutResources
 from hpc_swe.rundir import RunDir
 from hpc_swe.store.lease import Lease
 from hpc_swe.store.spool import Spool
-from hpc_swe.store.worker import Undone, Work, Worker
+from hpc_swe.store.worker import GiveBack, Work, Worker
 
 CLOSING_S = 15.0
 """What sandboxes get to close in when the process must end; Slurm kills 90 s after its signal."""
@@ -38,7 +38,7 @@ class EpisodeWork(Work[Episode]):
         made = episode.record(self._request, self._recorder, outcome, self._owner)
         failure = self._recorder.failure
         if isinstance(failure, EngineError) and not made.turns and not self._resources.sampler.is_served():
-            raise Undone(f"no engine serves, and nothing was sampled yet: {failure}")
+            raise GiveBack(f"no engine serves, and nothing was sampled yet: {failure}")
         log.info("finished %s: %s, %d turns", self._request.name, made.exit_status, len(made.turns))
         return made
 
