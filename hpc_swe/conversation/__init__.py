@@ -1,7 +1,7 @@
-"""From messages to token ids and back; the same for the recorder and for demonstrations.
+"""Turn messages into token ids and back, in the same way for the recorder and for demonstrations.
 
-The one idea: ids are only ever appended. A conversation keeps what the engine saw and sampled, and
-the template renders nothing but the messages that are new.
+Ids are only ever appended: a conversation keeps the ids that the engine saw and sampled, and the template
+renders only the messages that are new.
 """
 
 from hpc_swe.conversation.builder import TokenBuilder

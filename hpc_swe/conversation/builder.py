@@ -1,13 +1,13 @@
-"""TokenBuilder: what the engine is asked, as ids, and what it answered, as a reply.
+"""Build prompts as token ids, and parse completions into replies.
 
 A chain of turns is built by `start` once and `extend` for every later prompt:
 
     start([system, user])         P0             then the engine samples A0
     extend(A0[-1], [tool])        P1             prompt of turn 1 is P0 A0 P1: nothing is rendered twice
 
-Templates render history differently from the latest turn (Qwen3 drops old thoughts), so P1 is not a
-difference of two renderings of this conversation. It is what the template writes after the answer of
-a fixed small conversation; the checks at load prove that it does not depend on what came before.
+Templates render history differently from the latest turn (Qwen3 drops old thoughts), so P1 is not the
+difference of two renderings of this conversation. It is the text that the template writes after the answer
+of a fixed small conversation; the checks at load prove that it does not depend on the messages before.
 """
 
 import itertools
@@ -15,7 +15,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from hpc_swe.conversation.marks import Said
+from hpc_swe.conversation.marks import CompletionText
 from hpc_swe.conversation.replies import ToolFormat, parse
 from hpc_swe.conversation.template import ChatTemplate, Rendering
 from hpc_swe.conversation.tokens import Tokens
@@ -47,7 +47,7 @@ _TOOLS = json.dumps(
 
 
 class TokenBuilder:
-    """Reads tokenizer.json, tokenizer_config.json and the chat template of a Hugging Face model folder."""
+    """Encode and decode conversations with the tokenizer and chat template of a Hugging Face model folder."""
 
     def __init__(
         self,
@@ -56,8 +56,10 @@ class TokenBuilder:
         arguments: Mapping[str, object] | None = None,
         stops: Collection[int] = (),
     ) -> None:
-        """`arguments` go to the template as they are, for example ``enable_thinking``. `stops` are ids at
-        which the engine stops beside those of the folder.
+        """Read tokenizer.json, tokenizer_config.json and the chat template, and check that they can be used.
+
+        The `arguments` are passed to the template, for example ``enable_thinking``. `stops` are ids at which
+        the engine stops beside those of the folder.
 
         Raises:
             ConfigError: A file is missing, or the template cannot be used append-only.
@@ -77,29 +79,29 @@ class TokenBuilder:
             ) from error
 
     def start(self, messages: Sequence[Message], tools: str = "", served: bool = False) -> list[int]:
-        """The first prompt of a chain; `served` as an engine that renders chats itself would write it."""
+        """Return a chain's first prompt; with `served`, as an engine that renders chats would write it."""
         rendering = self._template.render(messages, tools, generate=True, served=served)
         return self.tokens.encode_parts(rendering.flagged)
 
     def extend(self, last_id: int, messages: Sequence[Message], tools: str = "") -> list[int]:
-        """What follows a completion that ended in `last_id`: its end of turn if cut, then the messages."""
+        """Return the ids after a completion that ended in `last_id`: a missing end of turn, the messages."""
         ids = self.tokens.encode_parts(self._after(_BASE, messages, tools).flagged)
         return ids[1:] if last_id == self.end_id else ids
 
-    def written(self, message: Message) -> list[int]:
-        """The ids with which a policy would have said an assistant's message, end of turn included."""
-        return self.tokens.encode_parts(self._spoken(message).flagged) + [self.end_id]
+    def encode_answer(self, message: Message) -> list[int]:
+        """Return the ids that a policy would sample for an assistant's message, with its end of turn."""
+        return self.tokens.encode_parts(self._answer(message).flagged) + [self.end_id]
 
     def reply(self, completion: Sequence[int], *, truncated: bool = False, tools: str = "") -> Reply:
-        """What a completion says."""
-        said = completion[:-1] if completion and completion[-1] == self.end_id else completion
-        spelled = Said(*self.tokens.spell(said))
+        """Parse the text and the tool calls of a completion, given as ids with or without its end of turn."""
+        ids = completion[:-1] if completion and completion[-1] == self.end_id else completion
+        spelled = CompletionText(*self.tokens.spell(ids))
         return parse(spelled, self._format, truncated=truncated, tools=tools, thinking=self._thinks)
 
     def demonstration(self, messages: Sequence[Message], tools: str = "") -> tuple[list[int], list[int]]:
-        """Ids and mask of a whole conversation; 1 on what the policy is to say, its end of turn included.
+        """Return the ids and the mask of a conversation; the mask is 1 on answers and their ends of turn.
 
-        What follows the last answer is left out. A recorded conversation has the very same ids and mask.
+        Messages after the last answer are left out. A recorded conversation has the same ids and mask.
         """
         answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
         ids: list[int] = []
@@ -108,30 +110,34 @@ class TokenBuilder:
         for index in answers:
             new = messages[done:index]
             prompt = self.extend(ids[-1], new, tools) if ids else self.start(new, tools)
-            answer = self.written(messages[index])
+            answer = self.encode_answer(messages[index])
             ids += prompt + answer
             mask += [0] * len(prompt) + [1] * len(answer)
             done = index + 1
         return ids, mask
 
     def _after(self, base: Sequence[Message], messages: Sequence[Message], tools: str) -> Rendering:
-        """What the template writes after the answer that ends `base`: its end of turn, then `messages`."""
+        """Render what follows the answer that ends `base`: its end of turn, then `messages`."""
         rendering = self._template.render([*base, *messages], _TOOLS if tools else "", generate=True)
         return rendering.cut(len(base) - 1)[1]
 
-    def _spoken(self, message: Message) -> Rendering:
-        """An assistant's message without the template's head and end of turn."""
+    def _answer(self, message: Message) -> Rendering:
+        """Render an assistant's message without the template's head and end of turn."""
         head, end = self._template.render(_BASE, "", generate=False).cut(1)
-        _, said = self._template.render([_ASKED, message], "", generate=False).cut(0)
+        _, answer = self._template.render([_ASKED, message], "", generate=False).cut(0)
         opening, closing = head.parts[-1], end.text
-        if not (said.parts[0].startswith(opening) and said.parts[-1].endswith(closing)):
+        if not (answer.parts[0].startswith(opening) and answer.parts[-1].endswith(closing)):
             raise AgentError("the chat template writes this answer unlike a plain one")
-        parts = [said.parts[0].removeprefix(opening), *said.parts[1:]]
+        parts = [answer.parts[0].removeprefix(opening), *answer.parts[1:]]
         parts[-1] = parts[-1].removesuffix(closing)
-        return Rendering(parts, said.slots)
+        return Rendering(parts, answer.slots)
 
     def _check(self) -> None:
-        """Prove on a small conversation that appending is right."""
+        """Prove on a small conversation that ids can be appended.
+
+        Raises:
+            ConfigError: The template or the tokenizer does not allow it.
+        """
         for new in (_NEW[:1], _NEW[:2], _NEW, _NEW[2:]):
             for tools in ("", _TOOLS):
                 short, long = (self._after(_BASE * times, new, tools) for times in (1, 2))
@@ -147,20 +153,24 @@ class TokenBuilder:
         self._check_calls()
 
     def _check_calls(self) -> None:
-        """Prove that calls are read as the template writes them, which of the marks ever are tokens."""
+        """Prove that tool calls are parsed as the template writes them, with or without control tokens."""
         for thought, content in itertools.product(("", "<think>\nhm\n</think>\n\n"), ("", "Let me see.")):
             message = Message(role="assistant", content=content, tool_calls=[_CALL, _CALL])
-            ids = self.tokens.encode_parts([(thought, True), *self._spoken(message).flagged])
-            said = Said(*self.tokens.spell(ids))
-            reply = parse(said, self._format, truncated=False, tools=_TOOLS, thinking=False)
+            ids = self.tokens.encode_parts([(thought, True), *self._answer(message).flagged])
+            spelled = CompletionText(*self.tokens.spell(ids))
+            reply = parse(spelled, self._format, truncated=False, tools=_TOOLS, thinking=False)
             read = [(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
             expected = [(_CALL.name, json.loads(_CALL.arguments))] * 2
             if read != expected or reply.content != (thought + content).rstrip():
-                raise ConfigError(f"it writes a tool call as {said.text!r}, which is not {self._format}")
+                raise ConfigError(f"it writes a tool call as {spelled.text!r}, which is not {self._format}")
 
 
 def _end_of_turn(tokens: Tokens, template: ChatTemplate, folder: Path, stops: Collection[int]) -> int:
-    """The control token that the template writes after an answer, which must also stop the engine."""
+    """Return the control token that the template writes after an answer; it must also stop the engine.
+
+    Raises:
+        ConfigError: It is not a control token, or the engine does not stop at it.
+    """
     _, end = template.render(_BASE, "", generate=False).cut(1)
     ids = tokens.encode_parts(end.flagged)
     names = {number: name for name, number in tokens.control.items()}
@@ -177,9 +187,9 @@ def _end_of_turn(tokens: Tokens, template: ChatTemplate, folder: Path, stops: Co
 
 
 def _stop_ids(folder: Path) -> tuple[str, list[int]]:
-    """The file that says where an engine ends a completion, and its ids; "" where there is none.
+    """Return the file that lists the ids at which engines stop, and these ids; "" and none without a file.
 
-    Engines read config.json only in a folder without generation_config.json, whether or not that has any.
+    Engines read config.json only in a folder without generation_config.json, even if that lists no ids.
     """
     for name in ("generation_config.json", "config.json"):
         path = folder / name

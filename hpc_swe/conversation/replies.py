@@ -1,8 +1,8 @@
-"""Reading tool calls out of what the policy wrote.
+"""Parse the tool calls of a completion.
 
-A policy may quote marks that it came upon: in a file, in an issue. Where it sampled any mark as the control
-token that it is, only such are marks, and quoted ones are text. A mark for which the tokenizer has no token
-can only be spelled, and is always read.
+A policy may quote marks that it has seen in a file or an issue. If it sampled any mark as a control token,
+only control tokens are marks, and spelled ones are text. A mark for which the tokenizer has no token can
+only be spelled, and always counts.
 """
 
 import json
@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from hpc_swe.conversation import xml_calls
-from hpc_swe.conversation.marks import CLOSE, OPEN, THINK, THOUGHT, Malformed, Said
+from hpc_swe.conversation.marks import CLOSE, OPEN, THINK, THOUGHT, CompletionText, Malformed
 from hpc_swe.plugins.agents.base import Reply
 from hpc_swe.records import ToolCall
 
@@ -26,40 +26,47 @@ class _Call(Struct):
     arguments: Raw
 
 
-def parse(said: Said, tool_format: ToolFormat, *, truncated: bool, tools: str, thinking: bool) -> Reply:
-    """What the policy said and which tools it calls.
+def parse(
+    spelled: CompletionText, tool_format: ToolFormat, *, truncated: bool, tools: str, thinking: bool
+) -> Reply:
+    """Parse a completion into its content and tool calls; calls inside a thought do not count.
 
-    A call that cannot be read makes the whole text plain content, and `parse_error` tells the policy why.
-    `thinking` says that the prompt itself opened a thought. `tools` types the arguments of qwen3_coder.
+    A malformed call makes the whole text plain content, and `parse_error` explains the fault to the policy.
+    `thinking` means that the prompt itself opened a thought. `tools`, the JSON list of an OpenAI request,
+    gives the types of qwen3_coder's arguments.
     """
-    start, text = 0, said.text
-    if thinking or said.find(THINK, 0) == len(text) - len(text.lstrip()):
-        end = said.find(THOUGHT, 0)
+    start, text = 0, spelled.text
+    if thinking or spelled.find(THINK, 0) == len(text) - len(text.lstrip()):
+        end = spelled.find(THOUGHT, 0)
         start = len(text) if end < 0 else end + len(THOUGHT)
+    read = _json_calls if tool_format == "hermes" else xml_calls.read
     try:
-        first, calls = _json(said, start) if tool_format == "hermes" else xml_calls.read(said, start, tools)
-        if first < 0 <= said.find(CLOSE, start):
+        first, calls = read(spelled, start, tools)
+        if first < 0 <= spelled.find(CLOSE, start):
             raise Malformed(f"{OPEN} is missing before {CLOSE}")
     except Malformed as error:
         return Reply(text, truncated=truncated, parse_error=f"Tool call not understood: {error}")
     return Reply(text[:first].rstrip(), calls, truncated) if calls else Reply(text, truncated=truncated)
 
 
-def _json(said: Said, start: int) -> tuple[int, list[ToolCall]]:
-    """Where the first call's mark is, and all calls; -1 and none without one."""
-    first, found = said.find(OPEN, start), list[ToolCall]()
+def _json_calls(spelled: CompletionText, start: int, _: str) -> tuple[int, list[ToolCall]]:
+    """Read the calls of hermes; return the place of the first opening mark (-1 without one) and all calls."""
+    first, found = spelled.find(OPEN, start), list[ToolCall]()
     at = first
     while at >= 0:
-        call, at = _hermes(said.text, at + len(OPEN))
-        if not said.text.startswith(CLOSE, at):
+        call, at = _json_call(spelled.text, at + len(OPEN))
+        if not spelled.text.startswith(CLOSE, at):
             raise Malformed(f"{CLOSE} is missing after the call of {call.name!r}")
         found.append(call)
-        at = said.find(OPEN, at)
+        at = spelled.find(OPEN, at)
     return first, found
 
 
-def _hermes(text: str, at: int) -> tuple[ToolCall, int]:
-    """JSON is decoded where it stands, so that a closing mark inside one of its strings ends nothing."""
+def _json_call(text: str, at: int) -> tuple[ToolCall, int]:
+    """Decode the JSON at `at`; return the call and the place after it.
+
+    The decoder finds the end, so that a closing mark inside a string of the JSON ends nothing.
+    """
     at += len(text[at:]) - len(text[at:].lstrip())
     try:
         _, end = _JSON.raw_decode(text, at)

@@ -1,8 +1,7 @@
-"""A model folder's chat template, rendered with placeholders in place of every message's text.
+"""Render a model's chat template with a placeholder for each text of people, tools and the policy.
 
-What people and tools wrote never goes through the template: it sees placeholders, and its answer is
-cut at them. So the template's own text, which may hold control tokens, and everybody else's text,
-which may not, stay apart.
+The template sees only placeholders, and the rendering is split at them. So the template's own text, which
+may contain control tokens, stays apart from all other text, which may not.
 """
 
 import json
@@ -31,25 +30,25 @@ _SCHEMA = frozenset(
         "additionalProperties string integer number boolean object array null",
     )
 )
-"""Words of a tool's schema that templates ask for; all others are the client's."""
+"""Words of a tool's schema that templates test for; all other strings are the client's and are hidden."""
 
 
 class _Slots:
-    """The texts of one rendering, by number."""
+    """Number the hidden texts of one rendering."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self._names: dict[str, str] = {}
 
     def hide(self, text: str) -> str:
-        """A placeholder; empty text stays, since templates ask whether there is any."""
+        """Return a placeholder for a text; empty text stays empty, since templates test for it."""
         if not text:
             return ""
         self.texts.append(text)
         return f"{_MARK}.{len(self.texts) - 1};"
 
     def hide_all(self, value: object) -> object:
-        """Every string of a JSON value hidden, keys too."""
+        """Hide every string of a JSON value, keys too."""
         if isinstance(value, str):
             return self.hide(value)
         if isinstance(value, dict):
@@ -59,7 +58,7 @@ class _Slots:
         return value
 
     def hide_schema(self, value: object) -> object:
-        """The same of tools, but for the schema's own words; equal strings stay equal."""
+        """Hide the strings of a tool's JSON but the schema's own words; equal strings stay equal."""
         if isinstance(value, str) and value not in _SCHEMA:
             if value not in self._names:
                 self._names[value] = self.hide(value)
@@ -69,34 +68,38 @@ class _Slots:
         return [self.hide_schema(item) for item in value] if isinstance(value, list) else value
 
     def reveal_json(self, text: str) -> str:
-        """JSON text with its placeholders filled in."""
+        """Fill in the placeholders of a JSON text."""
         return _SLOT.sub(lambda match: _dumps(self.texts[int(match[1])])[1:-1], text)
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """Template text and hidden texts in turns: parts[0] is the template's, parts[1] the text of slots[0]."""
+    """Hold template and hidden texts in turn: parts[0] is the template's, parts[1] the text of slots[0]."""
 
     parts: list[str]
     slots: list[int]
 
     @property
     def flagged(self) -> list[tuple[str, bool]]:
-        """Each part, and whether the template wrote it."""
+        """Pair each part with whether the template wrote it."""
         return [(part, index % 2 == 0) for index, part in enumerate(self.parts)]
 
     @property
     def contents(self) -> list[str]:
-        """The hidden texts in order."""
+        """Return the hidden texts in order."""
         return self.parts[1::2]
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """Return the whole rendering."""
         return "".join(self.parts)
 
     def cut(self, slot: int) -> "tuple[Rendering, Rendering]":
-        """What stands before and after a slot."""
+        """Split into the parts before and after a slot.
+
+        Raises:
+            ConfigError: The slot is missing or rendered more than once.
+        """
         if self.slots.count(slot) != 1:
             raise ConfigError(f"it renders one message {self.slots.count(slot)} times")
         at = self.slots.index(slot)
@@ -105,7 +108,7 @@ class Rendering:
 
 
 class ChatTemplate:
-    """The compiled template and the arguments of the run."""
+    """Hold the compiled template and the run's arguments for it."""
 
     def __init__(self, folder: Path, arguments: Mapping[str, object]) -> None:
         source, special = _read(folder)
@@ -117,16 +120,20 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
-            raise ConfigError(f"{folder}: the chat template is no Jinja: {error}") from None
+            raise ConfigError(f"{folder}: the chat template is not valid Jinja: {error}") from None
         self._arguments = special | dict(arguments)
 
     def render(
         self, messages: Sequence[Message], tools: str, generate: bool, served: bool = False
     ) -> Rendering:
-        """The messages as the template writes them; `tools` is an OpenAI request's JSON list, or empty.
+        """Render messages; `tools` is the JSON list of an OpenAI request, or empty.
 
-        With `served` it sees the marks of thoughts in earlier answers, which it may then drop, and which
-        are control tokens as they are for an engine that renders chats itself.
+        With `generate` the opening of the next answer follows. With `served` the template sees the marks of
+        thoughts in earlier answers: it may drop these thoughts, and the marks are control tokens, as they are
+        for an engine that renders chats itself.
+
+        Raises:
+            AgentError: The template refuses the messages.
         """
         slots = _Slots()
         try:
@@ -169,9 +176,9 @@ def _for_template(message: Message, slots: _Slots, served: bool) -> dict[str, ob
 
 
 def _hide_thought(content: str, slots: _Slots) -> str:
-    """An answer with its thought; the marks stay, and the line ends beside them, which templates strip.
+    """Hide an answer but for the marks of its thought and the newlines beside them, which templates strip.
 
-    The expression holds no line ends: beside a mark that is missing it would take hours over many.
+    The expression contains no newlines: with a missing mark it would take hours over many of them.
     """
     parts = re.split(r"(</?think>)", content)
     for number in range(0, len(parts), 2):
@@ -197,7 +204,7 @@ def _dumps(value: object, **options: object) -> str:
 
 @pass_context
 def _tojson(context: Context, value: object, **options: object) -> str:
-    """Not Jinja's own, which escapes HTML; its answer is text, so it is hidden in its turn."""
+    """Replace Jinja's own filter, which escapes HTML; the result is hidden as one text."""
     slots: _Slots = context["hpc_swe_slots"]
     return slots.hide(slots.reveal_json(_dumps(value, **options)))
 
@@ -211,7 +218,7 @@ def _now(form: str) -> str:
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks the assistant's text for other programs; here it changes nothing."""
+    """Accept and ignore ``{% generation %}``, which marks the assistant's text for other programs."""
 
     tags = {"generation"}
 

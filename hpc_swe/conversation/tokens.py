@@ -1,4 +1,4 @@
-"""A model folder's tokenizer, used so that text never becomes a control token.
+"""Use a model's tokenizer so that text never becomes a control token.
 
 Control tokens are the tokenizer's added tokens (turn marks, tool-call marks). Only the chat template's
 own text may contain them; all other text goes through a copy of the tokenizer that does not know them.
@@ -16,7 +16,7 @@ from hpc_swe.errors import ConfigError, boundary
 
 
 class Tokens:
-    """Encodes and decodes; holds no state of a conversation."""
+    """Encode and decode text, without any state of a conversation."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "tokenizer.json"
@@ -33,15 +33,14 @@ class Tokens:
         self._check()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of text that is not the template's; control ids are never among them."""
+        """Encode text that is not the template's; the ids contain no control token."""
         ids: list[int] = self._plain.encode(_encodable(text), add_special_tokens=False).ids
         return ids
 
     def encode_parts(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
-        """Ids of adjacent texts; only in those flagged True do control tokens count.
+        """Encode adjacent texts; control tokens count only in those flagged True, the template's.
 
-        Text between two control tokens is encoded as one, whoever wrote it, which is what the model
-        was trained on.
+        Text between two control tokens is encoded as one piece, whoever wrote it, as in the model's training.
         """
         ids: list[int] = []
         run: list[str] = []
@@ -57,12 +56,12 @@ class Tokens:
         return ids + self.encode("".join(run))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids, control tokens spelled out."""
+        """Decode ids to text, with control tokens spelled out."""
         text: str = self._full.decode(list(ids), skip_special_tokens=False)
         return text
 
     def spell(self, ids: Iterable[int]) -> tuple[str, dict[str, list[int]]]:
-        """The same text, and where in it each control token stands as one, not merely spelled."""
+        """Decode ids to text; return it with the places where each control token was a token, not spelled."""
         pieces: list[str] = []
         places: dict[str, list[int]] = {name: [] for name in self.control}
         length = 0
@@ -75,7 +74,7 @@ class Tokens:
         return "".join(pieces), places
 
     def encode_whole(self, text: str) -> list[int]:
-        """Ids as any other program would make them, control tokens wherever they are spelled."""
+        """Encode text as other programs do, with control tokens wherever they are spelled."""
         ids: list[int] = self._full.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -86,20 +85,20 @@ class Tokens:
         sample = "def f(X):\n\treturn  {'\u00e9 e\u0301 \ufb01': X}\n"
         if self.decode(self.encode(sample)) != sample:
             raise ConfigError(
-                f"{self._path}: text does not survive encoding; a byte-level tokenizer would do"
+                f"{self._path}: text changes when it is encoded and decoded; use a byte-level tokenizer"
             )
 
 
 def _without_control(spec: dict[str, object]) -> dict[str, object]:
     plain = spec | {"added_tokens": [], "post_processor": None}
     if _composes(plain.get("normalizer")):
-        # A file's decomposed letters must reach the policy as they are, or its edits would not match.
+        # Decomposed letters of a file must reach the policy unchanged, or its edits would not match the file.
         plain["normalizer"] = None
     return plain
 
 
 def _composes(normalizer: object) -> bool:
-    """Whether it does nothing but write letters in another of Unicode's forms."""
+    """Tell whether a normalizer does nothing but convert between Unicode's composed and decomposed forms."""
     if not isinstance(normalizer, dict):
         return False
     if normalizer.get("type") == "Sequence":
@@ -108,5 +107,5 @@ def _composes(normalizer: object) -> bool:
 
 
 def _encodable(text: str) -> str:
-    """Lone surrogates (of JSON escapes, of undecodable file names) have no UTF-8."""
+    """Replace lone surrogates (of JSON escapes, of undecodable file names), which have no UTF-8 encoding."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

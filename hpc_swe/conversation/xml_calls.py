@@ -1,4 +1,4 @@
-"""The calls of Qwen3-Coder, in which names, keys and values stand bare:
+"""Parse the tool calls of Qwen3-Coder, in which names, keys and values are not quoted:
 
     <tool_call>
     <function=view>
@@ -8,9 +8,9 @@
     </function>
     </tool_call>
 
-Nothing in a value is escaped, so `</parameter>` ends one only where the call goes on or ends behind it.
-What no reader can tell apart is a value that spells, on lines of their own, this end and then the beginning
-of a parameter that the call does not have yet; it is read as that parameter.
+Nothing in a value is escaped, so `</parameter>` ends a value only where the call continues or ends after it.
+One case stays ambiguous: a value that spells, on lines of their own, this end and then the beginning of a
+parameter that the call does not have yet. It is read as that parameter.
 """
 
 import json
@@ -23,7 +23,7 @@ from itertools import islice
 import msgspec
 from msgspec import Raw, Struct
 
-from hpc_swe.conversation.marks import CLOSE, OPEN, Malformed, Said
+from hpc_swe.conversation.marks import CLOSE, OPEN, CompletionText, Malformed
 from hpc_swe.records import ToolCall
 
 _FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
@@ -32,13 +32,11 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
 _AS_WRITTEN = re.compile(r"\n</parameter>\n<parameter=[^\W\d]\w*>\n")
 _END, _ENDED = "</parameter>", "</function>"
 
-MOST_UNOPENED = 16
-"""Places that are tried, since each may take a look at all that follows."""
+MAX_UNOPENED = 16
+"""Most calls without an opening mark that are tried, since each may scan the rest of the text."""
 Kinds = Mapping[str, frozenset[str]]
-"""Parameter -> its JSON types; empty where it may be anything."""
+"""Parameter -> its JSON types; empty when it may have any type."""
 Tools = Mapping[str, Kinds]
-
-
 _TYPE = {
     str: "string",
     bool: "boolean",
@@ -51,7 +49,7 @@ _TYPE = {
 TEXT = frozenset(["string"])
 NESTED = frozenset(["array", "object"])
 ANYTHING = frozenset(_TYPE.values()) - TEXT
-"""What a value is tried as where a schema says nothing."""
+"""Types that a value is tried as when the schema does not give any."""
 
 
 class _Parameters(Struct, frozen=True):
@@ -74,12 +72,12 @@ class _Found:
     end: int
 
 
-def read(said: Said, start: int, tools: str) -> tuple[int, list[ToolCall]]:
-    """Where the first call begins, and all calls; -1 and none where there is nothing like one.
+def read(spelled: CompletionText, start: int, tools: str) -> tuple[int, list[ToolCall]]:
+    """Read all calls after `start`; return the place of the first (-1 without one) and the calls.
 
-    The policy often leaves out the opening mark. A call without one counts where it begins a line, names a
-    tool of `tools`, if there are any, and is followed by a closing mark, by the next call or by nothing. So
-    a call that is quoted on the way to a real one does not act.
+    The policy often leaves out the opening mark. A call without one counts if it begins a line, names a tool
+    of `tools` (any name if that is empty), and is followed by a closing mark, by the next call or by nothing.
+    So a call that is quoted before a real one is not executed.
 
     Raises:
         Malformed: A call cannot be read.
@@ -87,30 +85,32 @@ def read(said: Said, start: int, tools: str) -> tuple[int, list[ToolCall]]:
     known, found, complaints = _kinds(tools), list[_Found](), list[str]()
     at = start
     while True:
-        opened = said.find(OPEN, at)
+        opened = spelled.find(OPEN, at)
         taken = next(
-            _unopened(said, (at, opened if opened >= 0 else len(said.text)), known, complaints), None
+            _unopened(spelled, (at, opened if opened >= 0 else len(spelled.text)), known, complaints), None
         )
         if taken is None and opened >= 0:
-            taken = _call(said, said.skip(opened + len(OPEN)), known, opened)
+            taken = _call(spelled, spelled.skip(opened + len(OPEN)), known, opened)
         if taken is None:
             break
         found.append(taken)
         at = taken.end
     if complaints and not found:
         raise Malformed(complaints[0])
-    return (found[0].start, [one.call for one in found]) if found else (-1, [])
+    return (found[0].start, [each.call for each in found]) if found else (-1, [])
 
 
-def _unopened(said: Said, span: tuple[int, int], known: Tools, complaints: list[str]) -> Iterator[_Found]:
-    """Calls that begin lines of a span without an opening mark; what is none is complained of."""
-    for match in islice(_BARE.finditer(said.text, *span), MOST_UNOPENED):
-        name = _FUNCTION.match(said.text, match.end())
+def _unopened(
+    spelled: CompletionText, span: tuple[int, int], known: Tools, complaints: list[str]
+) -> Iterator[_Found]:
+    """Yield the calls without an opening mark that begin lines of a span; add why others are not calls."""
+    for match in islice(_BARE.finditer(spelled.text, *span), MAX_UNOPENED):
+        name = _FUNCTION.match(spelled.text, match.end())
         if name is None or (known and name[1].strip() not in known):
             complaints.append(f"no {OPEN} before it, and no such tool")
             continue
         try:
-            found = _call(said, match.end(), known, match.start())
+            found = _call(spelled, match.end(), known, match.start())
         except Malformed as error:
             complaints.append(f"no {OPEN} before it, and {error}")
             continue
@@ -118,9 +118,9 @@ def _unopened(said: Said, span: tuple[int, int], known: Tools, complaints: list[
             yield found
 
 
-def _call(said: Said, at: int, known: Tools, start: int) -> _Found:
-    """The call whose function begins at `at`; it ends where its closing mark begins."""
-    text, function = said.text, _FUNCTION.match(said.text, at)
+def _call(spelled: CompletionText, at: int, known: Tools, start: int) -> _Found:
+    """Read the call whose function begins at `at`; it ends where its closing mark begins."""
+    text, function = spelled.text, _FUNCTION.match(spelled.text, at)
     if function is None:
         raise Malformed(f"expected <function=NAME> ... {_ENDED}")
     name, at = function[1].strip(), function.end()
@@ -130,27 +130,27 @@ def _call(said: Said, at: int, known: Tools, start: int) -> _Found:
         if parameter is None:
             raise Malformed(f"expected <parameter=KEY> ... {_END} in the call of {name!r}")
         key = parameter[1].strip()
-        end, at = _value(said, parameter.end(), {*values, key}, kinds)
+        end, at = _value(spelled, parameter.end(), {*values, key}, kinds)
         value = text[parameter.end() : end].removesuffix("\n")
         values[key] = typed(value, kinds.get(key, TEXT))
-    end = said.skip(at + len(_ENDED))
-    if not _closes(said, end):
+    end = spelled.skip(at + len(_ENDED))
+    if not _closes(spelled, end):
         raise Malformed(f"{CLOSE} is missing after the call of {name!r}")
     return _Found(ToolCall(name=name, arguments=json.dumps(values)), start, end)
 
 
-def _value(said: Said, at: int, taken: Collection[str], kinds: Kinds) -> tuple[int, int]:
-    """Where a value ends, and where the call goes on."""
-    text, last = said.text, None
+def _value(spelled: CompletionText, at: int, taken: Collection[str], kinds: Kinds) -> tuple[int, int]:
+    """Find the end of a value, and the place where the call continues."""
+    text, last = spelled.text, None
     for match in re.compile(_END).finditer(text, at):
-        end, after = match.start(), said.skip(match.end())
+        end, after = match.start(), spelled.skip(match.end())
         parameter = _PARAMETER.match(text, after)
         if parameter is not None:
             key = parameter[1].strip()
             if key not in taken and (key in kinds or _AS_WRITTEN.match(text, end - 1)):
                 return end, after
-        elif text.startswith(_ENDED, after) and _closes(said, said.skip(after + len(_ENDED))):
-            if not _goes_on(said, after + len(_ENDED)):
+        elif text.startswith(_ENDED, after) and _closes(spelled, spelled.skip(after + len(_ENDED))):
+            if not _goes_on(spelled, after + len(_ENDED)):
                 return end, after
             last = last or (end, after)
     if last is None:
@@ -158,28 +158,28 @@ def _value(said: Said, at: int, taken: Collection[str], kinds: Kinds) -> tuple[i
     return last
 
 
-def _closes(said: Said, at: int) -> bool:
-    """Whether a call may end here: at its mark, at the next call, or with the reply."""
-    if at in (said.find(CLOSE, at), said.find(OPEN, at)) or _FUNCTION.match(said.text, at):
+def _closes(spelled: CompletionText, at: int) -> bool:
+    """Tell whether a call may end here: at its closing mark, at the next call, or at the end of the text."""
+    if at in (spelled.find(CLOSE, at), spelled.find(OPEN, at)) or _FUNCTION.match(spelled.text, at):
         return True
-    return not said.text[at:].removeprefix(CLOSE).strip()
+    return not spelled.text[at:].removeprefix(CLOSE).strip()
 
 
-def _goes_on(said: Said, at: int) -> bool:
-    """Whether ends follow before the next call begins: then what ended here was quoted in a value."""
-    at = said.skip(at)
-    at = said.skip(at + len(CLOSE) if said.find(CLOSE, at) == at else at)
-    if _FUNCTION.match(said.text, at):
+def _goes_on(spelled: CompletionText, at: int) -> bool:
+    """Tell whether more end marks come before the next call: then the end marks here were part of a value."""
+    at = spelled.skip(at)
+    at = spelled.skip(at + len(CLOSE) if spelled.find(CLOSE, at) == at else at)
+    if _FUNCTION.match(spelled.text, at):
         return False
-    opened = said.find(OPEN, at)
-    until = opened if opened >= 0 else len(said.text)
-    return any(said.text.find(mark, at, until) >= 0 for mark in (_END, _ENDED))
+    opened = spelled.find(OPEN, at)
+    until = opened if opened >= 0 else len(spelled.text)
+    return any(spelled.text.find(mark, at, until) >= 0 for mark in (_END, _ENDED))
 
 
 def typed(value: str, kinds: Collection[str]) -> object:
-    """A value by its JSON types; text where it is none of them.
+    """Convert a value to one of its JSON types; it stays text when it has none of them.
 
-    Templates write what is no text, list or object as Python does: True, False, None.
+    Templates write booleans and null as Python does: True, False, None.
     """
     if kinds == TEXT:
         return value
@@ -200,7 +200,7 @@ def _refuse(word: str) -> None:
 
 
 def _kinds(tools: str) -> dict[str, Kinds]:
-    """Tool -> its parameters' types. What describes none in the usual way is no fault of the policy's."""
+    """Map each tool to the types of its parameters; skip a tool whose schema has another form."""
     known: dict[str, Kinds] = {}
     for tool in msgspec.json.decode(tools, type=list[Raw]) if tools else []:
         with suppress(msgspec.ValidationError, RecursionError):
@@ -211,13 +211,13 @@ def _kinds(tools: str) -> dict[str, Kinds]:
 
 
 def _types(schema: object, depth: int = 4) -> frozenset[str]:
-    """The JSON types that a schema allows; empty when it does not say."""
+    """Collect the JSON types that a schema allows; empty when it gives none."""
     if not isinstance(schema, dict) or not depth:
         return frozenset()
-    said = _listed(schema.get("type"))
+    kinds = _listed(schema.get("type"))
     values = _listed(schema.get("enum")) + [schema[key] for key in ("const",) if key in schema]
     options = [option for key in ("anyOf", "oneOf", "allOf") for option in _listed(schema.get(key))]
-    found = {kind for kind in said if isinstance(kind, str)} | {_TYPE[type(value)] for value in values}
+    found = {kind for kind in kinds if isinstance(kind, str)} | {_TYPE[type(value)] for value in values}
     return frozenset(found.union(*(_types(option, depth - 1) for option in options)))
 
 

@@ -88,7 +88,7 @@ def test_what_the_template_writes_is_read_back(builder, asked, said):
     assume(not any(map(is_ambiguous, asked)))
     tool_calls = [ToolCall(name="view", arguments=json.dumps(values)) for values in asked]
     message = Message(role="assistant", content=said, tool_calls=tool_calls)
-    reply = builder.reply(builder.written(message), tools=TOOLS)
+    reply = builder.reply(builder.encode_answer(message), tools=TOOLS)
     assert (calls(reply), reply.parse_error) == ([("view", values) for values in asked], "")
     assert reply.content == said
 
@@ -98,7 +98,7 @@ def test_what_the_template_writes_is_read_back(builder, asked, said):
 def test_what_the_template_writes_is_read_back_without_an_opening_mark(builder, asked, missing):
     assume(not any(map(is_ambiguous, asked)))
     tool_calls = [ToolCall(name="view", arguments=json.dumps(values)) for values in asked]
-    ids = builder.written(Message(role="assistant", content="", tool_calls=tool_calls))
+    ids = builder.encode_answer(Message(role="assistant", content="", tool_calls=tool_calls))
     opening = builder.tokens.control["<tool_call>"]
     places = [place for place, token in enumerate(ids) if token == opening]
     del ids[places[min(missing, len(places) - 1)]]
