@@ -5,7 +5,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from hpc_swe.errors import ConfigError, EngineError
-from hpc_swe.plugins.engines.base import Offer
+from hpc_swe.plugins.engines.base import EngineInfo
 from hpc_swe.settings import RunConfig
 
 KEY = "VLLM_API_KEY"
@@ -34,12 +34,12 @@ def require_usable(config: RunConfig, key: str) -> None:
         raise ConfigError(f"inference.url = {url!r}: {lack}. Either {', or '.join(ways)}")
 
 
-def _lack(config: RunConfig, offer: Offer) -> str:
-    if not _is_same(offer.model, Path(config.model)):
-        return f"it serves another model, {offer.model}, than model = {config.model!r}"
-    if offer.max_model_len < config.rollout.context:
-        return f"it takes {offer.max_model_len} tokens, less than rollout.context = {config.rollout.context}"
-    if config.mode == "grpo" and not offer.can_update:
+def _lack(config: RunConfig, info: EngineInfo) -> str:
+    if not _is_same(info.model, Path(config.model)):
+        return f"it serves another model, {info.model}, than model = {config.model!r}"
+    if info.max_model_len < config.rollout.context:
+        return f"it takes {info.max_model_len} tokens, less than rollout.context = {config.rollout.context}"
+    if config.mode == "grpo" and not info.can_update:
         return "it has no routes that update its weights, so that the policy could not be sampled"
     return ""
 

@@ -1,1 +1,1 @@
-"""Who samples tokens."""
+"""Sample tokens from the policy's weights."""

@@ -1,4 +1,4 @@
-"""What vLLM answers, release by release, read into one shape: `Answer`."""
+"""Read the answers of vLLM's routes, which differ between releases, into one shape: `Answer`."""
 
 import math
 from collections.abc import Sequence
@@ -11,16 +11,17 @@ from hpc_swe.errors import EngineError
 from hpc_swe.records import WeightVersion
 
 PENDING = "?"
-UNTOUCHED = "default"
-"""What vLLM stamps until its weights are given a name: those it came up with."""
-NOTHING = -9999.0
-"""What vLLM writes in place of a log-probability that is not finite."""
+"""Suffix of the stamp of weights that have not passed their probe yet."""
+INITIAL = "default"
+"""Stamp of the weights that vLLM starts with, until they are given a name."""
+NOT_FINITE = -9999.0
+"""Value that vLLM writes in place of a log-probability that is not finite."""
 Span = tuple[int, int, WeightVersion]
 _T = TypeVar("_T")
 
 
 class Logprob(Struct):
-    """Of one token; 0.32 gives its id, 0.26 the text "token_id:493"."""
+    """Hold one token's log-probability; vLLM 0.32 gives its id, 0.26 the text "token_id:493"."""
 
     logprob: float
     token_id: int = -1
@@ -28,18 +29,18 @@ class Logprob(Struct):
 
     @property
     def id(self) -> int:
-        """The token's."""
+        """Return the token's id."""
         return self.token_id if not self.token else int(self.token.removeprefix("token_id:"))
 
 
 class Logprobs(Struct):
-    """Of the sampled tokens."""
+    """Hold the log-probabilities of the sampled tokens."""
 
     content: list[Logprob]
 
 
 class Stamp(Struct):
-    """Which weights sampled tokens start .. end - 1."""
+    """Name the weights that sampled tokens start .. end - 1."""
 
     version: str
     start: int
@@ -47,7 +48,7 @@ class Stamp(Struct):
 
 
 class Choice(Struct):
-    """One completion."""
+    """Hold one completion."""
 
     token_ids: list[int]
     finish_reason: str
@@ -57,7 +58,7 @@ class Choice(Struct):
 
 
 class Answer(Struct):
-    """Of /inference/v1/generate."""
+    """Hold an answer of /inference/v1/generate."""
 
     choices: list[Choice]
     prompt_logprobs: list[dict[str, Logprob] | None] | None = None
@@ -80,47 +81,47 @@ class _TextAnswer(Struct):
 
 
 class WeightInfo(Struct):
-    """Of /weight_info."""
+    """Hold an answer of /weight_info."""
 
     weight_version: str
 
 
-class Card(Struct):
-    """A model that is served."""
+class ModelCard(Struct):
+    """Describe a model that is served."""
 
     root: str
     max_model_len: int
 
 
-class Cards(Struct):
-    """Of /v1/models."""
+class Models(Struct):
+    """Hold an answer of /v1/models."""
 
-    data: list[Card]
+    data: list[ModelCard]
 
 
-class Transfer(Struct):
-    """How weights come in."""
+class WeightTransfer(Struct):
+    """Name the back end through which weights are updated."""
 
     backend: str
 
 
-class Config(Struct, frozen=True):
-    """The part of vLLM's configuration that we ask for."""
+class VllmConfig(Struct, frozen=True):
+    """Hold the part of vLLM's configuration that matters here."""
 
-    weight_transfer_config: Transfer | None = None
+    weight_transfer_config: WeightTransfer | None = None
 
 
 class ServerInfo(Struct):
-    """Of /server_info."""
+    """Hold an answer of /server_info."""
 
-    vllm_config: Config = Config()
+    vllm_config: VllmConfig = VllmConfig()
 
 
 def decode(kind: type[_T], url: str, data: bytes) -> _T:
-    """Read an answer.
+    """Decode an answer of the route `url`.
 
     Raises:
-        EngineError: It is none; the message shows its beginning.
+        EngineError: The data is no such answer; the message shows its beginning.
     """
     try:
         return msgspec.json.decode(data, type=kind)
@@ -129,7 +130,7 @@ def decode(kind: type[_T], url: str, data: bytes) -> _T:
 
 
 def from_completions(url: str, data: bytes) -> Answer:
-    """An answer of /v1/completions."""
+    """Read an answer of /v1/completions."""
     text = decode(_TextAnswer, url, data).choices[0]
     pairs = zip(text.token_ids, text.logprobs.token_logprobs, strict=False)
     sampled = Logprobs([Logprob(logprob, token_id) for token_id, logprob in pairs])
@@ -138,7 +139,11 @@ def from_completions(url: str, data: bytes) -> Answer:
 
 
 def sampled_logprobs(choice: Choice) -> list[float]:
-    """One for each token id."""
+    """Return the log-probability of each token id of the completion.
+
+    Raises:
+        EngineError: They are not those of the token ids, or not finite.
+    """
     entries = choice.logprobs.content
     if [entry.id for entry in entries] != choice.token_ids:
         raise EngineError(f"{len(entries)} log-probabilities do not match {len(choice.token_ids)} token ids")
@@ -148,19 +153,23 @@ def sampled_logprobs(choice: Choice) -> list[float]:
 
 
 def require_finite(values: Sequence[float]) -> None:
-    """Raise EngineError for the first that is not."""
+    """Raise EngineError for the first log-probability that is not finite."""
     for place, value in enumerate(values):
-        if not math.isfinite(value) or value <= NOTHING:
+        if not math.isfinite(value) or value <= NOT_FINITE:
             raise EngineError(f"log-probability {place} of {len(values)} is {value}")
 
 
-def tile(stamps: list[Stamp], length: int) -> list[Span]:
-    """Spans without gap or overlap, neighbours of one version joined."""
+def to_spans(stamps: list[Stamp], length: int) -> list[Span]:
+    """Return the spans of `length` tokens by weight version, with neighbours of one version joined.
+
+    Raises:
+        EngineError: A stamp is unknown, or the stamps leave a gap or overlap.
+    """
     spans: list[Span] = []
     for stamp in stamps:
         name = stamp.version.removesuffix(PENDING)
         try:
-            version = WeightVersion() if name == UNTOUCHED else WeightVersion.parse(name)
+            version = WeightVersion() if name == INITIAL else WeightVersion.parse(name)
         except ValueError as error:
             raise EngineError(f"unknown stamp on tokens: {error}") from None
         if stamp.start != (spans[-1][1] if spans else 0):

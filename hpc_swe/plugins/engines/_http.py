@@ -1,7 +1,8 @@
-"""One kept-alive connection per thread and engine: a client library costs more than the tokens.
+"""Send HTTP requests to engines over one kept-alive connection per thread and engine.
 
-A request that samples may take hours, so silence alone ends no wait: after each `timeout_s` of silence the
-caller's `patience` says whether to wait on.
+A general client library would cost more CPU time than the tokens. A sampling request may take hours, so a
+time without data does not end the wait by itself: after each `timeout_s` without data the caller's
+`keep_waiting` decides.
 """
 
 import http.client
@@ -15,15 +16,24 @@ from urllib.parse import urlsplit
 from hpc_swe.errors import EngineError, NoAnswer
 
 JSON = "application/json"
-SECURE_S = 3600.0
-Patience = Callable[[], bool]
-_LOST = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError)
+TLS_READ_TIMEOUT_S = 3600.0
+KeepWaiting = Callable[[], bool]
+_DISCONNECTED = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError)
 KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
-_local = threading.local()
+
+
+class _PerThread(threading.local):
+    """Hold the connections of the current thread, by URL."""
+
+    def __init__(self) -> None:
+        self.connections: dict[str, http.client.HTTPConnection] = {}
+
+
+_local = _PerThread()
 
 
 class _Plain(http.client.HTTPConnection):
-    """Fails within a minute when the engine's node is gone: a machine without power refuses nothing."""
+    """Fail within a minute when the engine's node is gone: a machine without power refuses nothing."""
 
     def connect(self) -> None:
         super().connect()
@@ -31,7 +41,7 @@ class _Plain(http.client.HTTPConnection):
 
 
 class _Secure(http.client.HTTPSConnection):
-    """The same by TLS; the engine's certificate must be one that this machine trusts."""
+    """Do the same over TLS; this machine must trust the engine's certificate."""
 
     def connect(self) -> None:
         super().connect()
@@ -45,97 +55,91 @@ def _keep_alive(connected: socket.socket) -> None:
 
 
 class Refused(EngineError):
-    """The engine answered with another status than 200."""
+    """Report that the engine answered with a status other than 200."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
 
 
-def never() -> bool:
-    """The patience of a request that is due at its time-out."""
-    return False
-
-
 def call(
-    url: str, token: str, path: str, body: bytes | None, timeout_s: float, patience: Patience = never
+    url: str,
+    token: str,
+    path: str,
+    body: bytes | None,
+    timeout_s: float,
+    keep_waiting: KeepWaiting | None = None,
 ) -> bytes:
-    """POST a JSON body, or GET where it is None; returns the body of the answer.
+    """Send a POST with a JSON body, or a GET where it is None, and return the body of the answer.
 
     Raises:
         Refused: A status other than 200; the message carries the answer's beginning.
-        NoAnswer: None within the time, and `patience` was False, or the connection broke.
+        NoAnswer: No data came in `timeout_s` and `keep_waiting` did not return True, or the connection broke.
     """
     try:
-        status, data = _exchange(url, token, path, body, timeout_s, patience)
+        status, data = _exchange(url, token, path, body, timeout_s, keep_waiting)
     except (OSError, http.client.HTTPException) as error:
-        _connections().pop(url).close()
+        _local.connections.pop(url).close()
         raise NoAnswer(
             f"{url}{path}: no answer in {timeout_s:g} s: {type(error).__name__}: {error}"
         ) from error
     except EngineError:
-        _connections().pop(url).close()  # the answer may still come, and would be taken for another's
+        _local.connections.pop(url).close()  # a late answer would be taken for the next request's
         raise
     if status != 200:
         raise Refused(f"{url}{path}: HTTP {status}: {data[:600].decode(errors='replace')}", status)
     return data
 
 
-def ask_apart(url: str, token: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
-    """`call` over a connection of its own, as while this thread's other one waits.
+def call_on_new_connection(url: str, token: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
+    """Do what `call` does over a new connection, while this thread's own one waits for an answer.
 
     Raises:
-        EngineError: As `call`.
+        EngineError: See `call`.
     """
-    kept, _local.connections = _connections(), {}
+    kept, _local.connections = _local.connections, {}
     try:
         return call(url, token, path, body, timeout_s)
     finally:
-        for connection in _connections().values():
+        for connection in _local.connections.values():
             connection.close()
         _local.connections = kept
 
 
-def _connections() -> dict[str, http.client.HTTPConnection]:
-    if not hasattr(_local, "connections"):
-        _local.connections = {}
-    found: dict[str, http.client.HTTPConnection] = _local.connections
-    return found
-
-
 def _exchange(
-    url: str, token: str, path: str, body: bytes | None, timeout_s: float, patience: Patience
+    url: str, token: str, path: str, body: bytes | None, timeout_s: float, keep_waiting: KeepWaiting | None
 ) -> tuple[int, bytes]:
     parts = urlsplit(url)
     kind = _Secure if parts.scheme == "https" else _Plain
-    connection = _connections().setdefault(url, kind(parts.netloc))
+    connection = _local.connections.setdefault(url, kind(parts.netloc))
     connection.timeout, path = timeout_s, parts.path + path
     is_reused = connection.sock is not None
     headers = {"Authorization": f"Bearer {token}", "Content-Type": JSON}
     request = ("GET" if body is None else "POST", path, body, headers)
     try:
-        return _send(connection, request, patience)
-    except _LOST:
+        return _send(connection, request, keep_waiting)
+    except _DISCONNECTED:
         connection.close()
         if not is_reused:
             raise
-        return _send(connection, request, patience)  # the server had closed an idle connection
+        return _send(connection, request, keep_waiting)  # the server had closed an idle connection
 
 
 def _send(
     connection: http.client.HTTPConnection,
     request: tuple[str, str, bytes | None, dict[str, str]],
-    patience: Patience,
+    keep_waiting: KeepWaiting | None,
 ) -> tuple[int, bytes]:
     if connection.sock is not None:
         connection.sock.settimeout(connection.timeout)
     connection.request(*request)
-    look = select.poll()
-    look.register(connection.sock, select.POLLIN)
-    while not look.poll(1000 * (connection.timeout or 0.0)):
-        if not patience():
-            raise TimeoutError("silence")
-    if isinstance(connection.sock, ssl.SSLSocket) and patience is not never:
-        connection.sock.settimeout(SECURE_S)  # what made it readable may be a session ticket, and no answer
+    readable = select.poll()
+    readable.register(connection.sock, select.POLLIN)
+    while not readable.poll(1000 * (connection.timeout or 0.0)):
+        if keep_waiting is None or not keep_waiting():
+            raise TimeoutError("no data")
+    if isinstance(connection.sock, ssl.SSLSocket) and keep_waiting is not None:
+        # What made the socket readable may be a TLS session ticket, and no answer.
+        connection.sock.settimeout(TLS_READ_TIMEOUT_S)
     response = connection.getresponse()
     return response.status, response.read()

@@ -1,9 +1,9 @@
-"""What vLLM's own processes load of us: weights from a folder, and a token before every route.
+"""Extend vLLM's own processes: load weights from a folder, and require a token on every route.
 
-`FolderTransfer` is a back end of vLLM's weight-transfer API. It touches the model only when nothing is left
-to go wrong: vLLM's own reload empties the layers first, so a bad file would leave an engine that dies at
-its next forward pass. It reads no more than headers before that: all requests wait while it reads, so
-whoever asks for the update has verified the files before, and says which ones these were.
+`FolderTransfer` is a back end of vLLM's weight-transfer API. It changes the model only when nothing can fail
+any more: vLLM's own reload empties the layers first, so that a bad file would leave an engine that dies at
+its next forward pass. Before that it reads headers only, since all requests wait while it reads. The caller
+has verified the files before, and names them in the update.
 """
 
 import ctypes
@@ -37,29 +37,29 @@ Scope = MutableMapping[str, Any]
 
 log = logging.getLogger(__name__)
 
-# vLLM's core outlives its API server when that is killed; every process that imports this does not.
+# vLLM's core outlives its API server when that is killed. A process that imports this dies with its parent.
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass
 class NoInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """A folder needs no handshake."""
+    """Carry nothing: a folder needs no handshake."""
 
 
 @dataclass
 class Folder(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One version to load."""
+    """Name one version to load."""
 
     path: str
-    """Empty goes back to the one before."""
+    """Folder of the version; empty is the version before the served one."""
     files: dict[str, list[int]] | None = None
-    """Weight file -> size, time of change in ns and inode; None trusts the folder, as one that served."""
+    """Weight file -> size, time of change in ns and inode; None trusts the folder, as one that was served."""
     dtypes: dict[str, str] | None = None
     """Tensor name -> type, for example float32."""
 
 
 def shards(folder: Path) -> list[Path]:
-    """The weight files.
+    """Return the weight files of a folder, sorted by name.
 
     Raises:
         ValueError: There is none.
@@ -71,7 +71,7 @@ def shards(folder: Path) -> list[Path]:
 
 
 def shapes(folder: Path, is_tied: bool) -> dict[str, list[int]]:
-    """Tensor name -> shape, of headers only and of what a model takes from a checkpoint."""
+    """Read the shapes of the tensors that a model takes from a checkpoint, by name, from headers only."""
     found: dict[str, list[int]] = {}
     for file in shards(folder):
         with safe_open(file, framework="pt") as shard:
@@ -84,14 +84,14 @@ def shapes(folder: Path, is_tied: bool) -> dict[str, list[int]]:
 
 
 def _is_unused(name: str, is_tied: bool) -> bool:
-    """A head that is tied to the embedding is stored in vain, and so are the angles of older checkpoints."""
+    """Return whether vLLM ignores a tensor: a head tied to the embedding, or angles of older checkpoints."""
     return (is_tied and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
 
 
 def _is_tied(config: Any) -> bool:
-    """Whether the model's configuration ties the head to the embedding.
+    """Return whether the model's configuration ties the head to the embedding.
 
-    vLLM notes the contrary while it loads a checkpoint that stores the head all the same.
+    vLLM records that they are untied while it loads a checkpoint that stores the head nevertheless.
     """
     return bool(
         getattr(config.hf_text_config, "tie_word_embeddings", False)
@@ -100,10 +100,10 @@ def _is_tied(config: Any) -> bool:
 
 
 def check_files(folder: Path, files: dict[str, list[int]]) -> None:
-    """Compare every weight file with what was verified.
+    """Compare every weight file with the state in which it was verified.
 
     Raises:
-        ValueError: Names the file.
+        ValueError: A file changed, is missing or was not verified; the message names it.
     """
     if names := {path.name for path in shards(folder)} ^ files.keys():
         raise ValueError(f"{min(names)}: it was not verified, or is missing")
@@ -116,10 +116,11 @@ def check_files(folder: Path, files: dict[str, list[int]]) -> None:
 def read(
     folder: Path, wanted: dict[str, list[int]], dtypes: dict[str, str] | None, is_tied: bool
 ) -> dict[str, torch.Tensor]:
-    """All tensors, mapped: what a worker does not copy is not read. A missing one would keep its old value.
+    """Return all tensors by name, mapped into memory: what a worker does not copy is never read.
 
     Raises:
-        ValueError: A tensor is missing, unknown, or of another shape or type; names it.
+        ValueError: A tensor is unknown, of another shape or type, or missing, so that its old value would
+            stay; the message names it.
     """
     tensors = {}
     for file in shards(folder):
@@ -139,7 +140,10 @@ def read(
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:
-    """A CPU packs experts once, with their kernel; vLLM would copy later weights in as they are, unpacked."""
+    """Drop the kernels of experts, so that they are packed again.
+
+    On a CPU vLLM packs experts once, together with their kernel, and would copy later weights in unpacked.
+    """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if method is not None and hasattr(method, "moe_kernel"):
@@ -147,14 +151,14 @@ def _forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def _repack_head(model: torch.nn.Module) -> None:
-    """A CPU computes logits from a packed copy of the head; of a tied head, reloading leaves the old copy."""
+    """Pack the head again: a CPU uses a packed copy for logits, and reloading a tied head leaves it old."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
 
 
 class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc]
-    """One worker's side of an update: start, update (look), finish (swap)."""
+    """Carry out one worker's part of an update in three calls: start, update (check) and finish (swap)."""
 
     init_info_cls = NoInit
     update_info_cls = Folder
@@ -169,21 +173,21 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         self._is_cpu = device.type == "cpu"
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Nothing to do."""
+        """Do nothing: a folder needs no handshake."""
 
     def start_weight_update(self) -> None:
-        """Nothing is touched yet."""
+        """Forget the tensors of an update that did not finish; the model does not change."""
         self._tensors = {}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Look. The base class would synchronize an accelerator, which a CPU worker has not."""
+        """Check the folder. The base class would synchronize an accelerator, which a CPU worker lacks."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Folder) -> None:
-        """Hold a folder against what is wanted, and keep its tensors at hand.
+        """Check a folder against the model, and keep its tensors for `finish_weight_update`.
 
         Raises:
-            ValueError: The folder is not what it should be; the model is as it was.
+            ValueError: The folder does not fit; the model did not change.
         """
         folder = Path(update_info.path) if update_info.path else self._previous
         self._tensors = read(folder, self._wanted, update_info.dtypes, self._is_tied)
@@ -192,7 +196,10 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
             check_files(folder, self._files)
 
     def finish_weight_update(self) -> None:
-        """Swap. A failure here leaves half a model, which must never answer: the process ends."""
+        """Swap the weights in.
+
+        A failure would leave half a model, which must never answer: it ends the process.
+        """
         try:
             if self._is_cpu:
                 _forget_packed_experts(self.model)
@@ -201,7 +208,7 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
             finalize_layerwise_reload(self.model, self.model_config)
             _repack_head(self.model)
             if self._files is not None:
-                check_files(self._staging, self._files)  # nor did they change while they were read
+                check_files(self._staging, self._files)  # they must not have changed while they were read
         except BaseException:
             log.exception("swap failed half-way; ending this engine")
             os._exit(1)
@@ -209,11 +216,11 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         self._previous, self._serving = self._serving, self._staging
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Refuse: the learner writes a folder. vLLM 0.26 asks every back end for this method.
+        """Refuse: the learner writes a folder. vLLM 0.26 requires this method of every back end.
 
         Raises:
             NotImplementedError: Always.
@@ -225,22 +232,22 @@ WeightTransferEngineFactory.register_engine(BACKEND, FolderTransfer)
 
 
 class WorkerExtension:
-    """Named in --worker-extension-cls so that workers import this module, which registers the back end."""
+    """Make workers import this module, which registers the back end; --worker-extension-cls names it."""
 
 
 class BearerToken:
-    """ASGI middleware: vLLM's --api-key leaves the control routes open; this guards all but /health."""
+    """Guard all routes but /health, as ASGI middleware: vLLM's --api-key leaves the control routes open."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app, self._expected = app, f"Bearer {os.environ[TOKEN]}".encode()
 
     async def __call__(self, scope: Scope, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-        """Answer 401, or pass on."""
-        if scope["type"] == "lifespan" or scope["path"] == "/health" or self._knows(scope):
+        """Pass the request on, or answer 401."""
+        if scope["type"] == "lifespan" or scope["path"] == "/health" or self._has_token(scope):
             await self._app(scope, receive, send)
         else:
             await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
             await send({"type": "http.response.body"})
 
-    def _knows(self, scope: Scope) -> bool:
+    def _has_token(self, scope: Scope) -> bool:
         return hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._expected)

@@ -1,4 +1,4 @@
-"""The seam: the program that samples tokens, and how its weights are changed."""
+"""Define an inference engine: the server that samples tokens, and how its weights are updated."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,67 +11,69 @@ from hpc_swe.store.folders import Identity
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine sampled."""
+    """Hold one sampled completion."""
 
     token_ids: list[int]
-    """With the token that ended the turn, if one did."""
+    """The sampled tokens, with the one that ended the turn, if one did."""
     logprobs: list[float]
+    """Log-probability of each sampled token."""
     finish_reason: str
     """stop, length or abort."""
     spans: list[tuple[int, int, WeightVersion]] | None
-    """(start, end, version) stamped by the engine; None where a release cannot, then the node cell tells."""
+    """(start, end, version) as the engine stamped them; None where the release has no stamps, and the
+    engine's cell in nodes/ names the version."""
 
 
 @dataclass(frozen=True)
-class Offer:
-    """What an engine says of itself."""
+class EngineInfo:
+    """Describe a running engine in its own words."""
 
     model: str
-    """Folder or name of the weights that it came up with."""
+    """Folder or name of the weights that it started with."""
     max_model_len: int
     can_update: bool
-    """Whether `reload` can work; any other engine serves what it came up with."""
+    """Whether `reload` can work; any other engine keeps the weights that it started with."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """The plugin. Its methods may be called from many threads."""
+    """Start an engine's server, and talk to it. The methods may be called from many threads."""
 
     max_model_len: int
-    """Most tokens of prompt and completion that it takes."""
+    """Largest number of tokens of prompt and completion together."""
 
     def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
-        """Argument vector that serves the weights in folder `model` under `name`.
+        """Return the command that serves the weights in folder `model` under `name`.
 
         Raises:
             ConfigError: The program or the folder is missing.
         """
 
     def environment(self, token: str) -> dict[str, str]:
-        """All variables of the server's process. The token goes here, never into argv."""
+        """Return all environment variables of the server. They carry the token, which argv never may."""
 
     def is_healthy(self, url: str) -> bool:
-        """Whether the engine can answer now."""
+        """Return whether the server accepts requests now."""
 
     def is_alive(self, url: str, token: str, timeout_s: float) -> bool:
-        """Whether each process of it that samples answers in time: one that hangs may still look healthy."""
+        """Return whether each sampling process answers in time: one that hangs may still look healthy."""
 
-    def inspect(self, url: str, token: str) -> Offer:
-        """Ask an engine that somebody else started, and change nothing.
+    def inspect(self, url: str, token: str) -> EngineInfo:
+        """Describe an engine that somebody else started, and change nothing.
 
         Raises:
             EngineError: No answer, a refused key, or an answer that is no engine's.
         """
 
     def stamp(self, url: str, token: str) -> str | None:
-        """What it writes on the tokens that it samples now; None where the release has no stamps.
+        """Return the stamp of tokens that are sampled now; None where the release has no stamps.
 
         Raises:
             EngineError: No answer, or a refused key.
         """
 
     def adopt(self, url: str, token: str, version: WeightVersion, probe: ProbeScore | None) -> None:
-        """Check the weights that an engine came up with, and have it stamp tokens with their version.
+        """Check the weights that an engine started with, and make it stamp tokens with their version.
 
         Raises:
             EngineError: No answer, or the probe's log-probabilities are not the learner's.
@@ -87,28 +89,28 @@ class Engine(Protocol):
     ) -> None:
         """Swap in a published version, or without a manifest the model that the run starts from.
 
-        With `files` it loads only what still is the file that somebody verified.
-        On any other error than NoAnswer the old weights go on serving, or the engine ends.
+        With `files` it loads only files that did not change since they were verified.
+        After any error but NoAnswer the engine serves the old weights, or has ended.
 
         Raises:
-            NoAnswer: The engine is dead or hangs; this says nothing of the version.
+            NoAnswer: The engine is dead or hangs; this says nothing about the version.
             EngineError: The engine refused; the message names the file or tensor.
         """
 
     def generate(
         self, url: str, token: str, prompt: IdArray, sampling: Sampling, timeout_s: float
     ) -> Completion:
-        """Sample one completion; after each `timeout_s` of silence the engine is asked whether it is alive.
+        """Sample one completion; check after each `timeout_s` without data that the engine is alive.
 
         Raises:
-            NoAnswer: It is not.
-            Overdue: It is, but the completion took far longer than its tokens may.
-            EngineError: An answer that cannot be trusted.
+            NoAnswer: The engine is dead or hangs.
+            Overdue: It works, but the completion took far longer than its tokens may.
+            EngineError: The answer cannot be trusted.
         """
 
 
 @runtime_checkable
 class Stopping(Protocol):
-    """An engine that is told of tokens at which it stops, beside those that the model's folder names."""
+    """An engine that accepts further stop tokens, beside those that the model's folder names."""
 
     stop_token_ids: Sequence[int]

@@ -1,9 +1,9 @@
-"""vLLM: token ids in, token ids out, weights by its weight-transfer API.
+"""Run vLLM: token ids go in and come out, and weights are updated through its weight-transfer API.
 
-What crosses is /inference/v1/generate, so that nothing is ever re-tokenized, and vLLM runs without a
-tokenizer (--tokens-only). An engine that somebody else runs may offer /v1/completions alone. Releases
-differ in what an answer carries (0.26 stamps no versions and spells ids as "token_id:7"); each difference
-is read from the answer, in `_answers`.
+Requests use /inference/v1/generate, so that nothing is ever tokenized again and vLLM needs no tokenizer
+(--tokens-only). An engine that somebody else runs may serve /v1/completions alone. Releases differ in their
+answers (0.26 stamps no versions and writes ids as "token_id:7"); `_answers` reads each difference from the
+answer itself.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from hpc_swe.plugins.engines import _http
 from hpc_swe.plugins.engines._answers import (
     PENDING,
     Answer,
-    Cards,
     Choice,
+    Models,
     ServerInfo,
     Span,
     WeightInfo,
@@ -35,22 +35,22 @@ from hpc_swe.plugins.engines._answers import (
     from_completions,
     require_finite,
     sampled_logprobs,
-    tile,
+    to_spans,
 )
-from hpc_swe.plugins.engines.base import Completion, Offer
+from hpc_swe.plugins.engines.base import Completion, EngineInfo
 from hpc_swe.records import IdArray, ProbeScore, Sampling, WeightManifest, WeightVersion
 from hpc_swe.store.folders import Identity
 
 TOKEN = "HPC_SWE_ENGINE_TOKEN"
 BACKEND = "hpc_swe_folder"
-ANSWER_S = 60.0
-SLOWEST = 0.5
-"""Tokens a second of one completion, queueing included; an engine that is slower has lost the request."""
+ANSWER_TIMEOUT_S = 60.0
+SLOWEST_TOKENS_PER_S = 0.5
+"""Slowest rate of one completion, queueing included; an engine that is slower has lost the request."""
 GREEDY = Sampling(temperature=0.0, max_tokens=1)
 
 
 class Vllm(Plugin, frozen=True, kw_only=True):
-    """`vllm serve` as a child process."""
+    """Run `vllm serve` as a child process."""
 
     loads_weights: ClassVar[bool] = True
     max_model_len: int = 32768
@@ -58,23 +58,23 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     """Requests that one forward pass may serve."""
     kv_cache_bytes: int = 0
-    """0: what vLLM finds free. Say it on a CPU, and where other processes use the same GPU."""
+    """Bytes of the KV cache; 0 is what vLLM finds free. Set it on a CPU, or where processes share a GPU."""
     gpu_memory_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    """Share of each GPU's memory that must be free when the engine starts, and that bounds what it takes."""
+    """Share of each GPU's memory that the engine may use, and that must be free when it starts."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
-    """Of weights and activations; auto is what the model's config.json says."""
+    """Type of weights and activations; auto is what the model's config.json says."""
     tensor_parallel: Annotated[int, Meta(ge=1)] = 1
     """GPUs, or CPU workers, that share each layer."""
     enforce_eager: bool = False
-    """Without CUDA graphs: slower, but ready sooner."""
+    """Run without CUDA graphs: slower, but ready sooner."""
     device: Literal["gpu", "cpu"] = "gpu"
-    """gpu needs `tensor_parallel` of them, and an engine that finds fewer refuses."""
+    """Device of the model; gpu needs `tensor_parallel` GPUs, and the engine does not start with fewer."""
     threads: int = 1
-    """Of each CPU worker."""
+    """Threads of each CPU worker."""
     stop_token_ids: list[int] = []
-    """Beside those of the model's generation_config.json; the chat template's end of turn, if it is none."""
+    """Further stop tokens; the chat template's end of turn, where generation_config.json does not name it."""
     update_timeout_s: float = 300.0
-    """Longest wait for an answer while weights are changed or probed; an engine without one is replaced."""
+    """Seconds to wait for an answer while weights are updated or probed; a slower engine is replaced."""
     program: str = ""
     """Path of vllm; empty finds it beside this interpreter, then on PATH."""
     environ: dict[str, str] = {}
@@ -83,7 +83,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     """More arguments of vllm serve."""
 
     def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
-        """Argument vector of `vllm serve`."""
+        """Return the command line of `vllm serve`."""
         if not (model / "config.json").is_file():
             raise ConfigError(f"[engine] model = {str(model)!r}: no config.json there; name a model's folder")
         options = {
@@ -111,7 +111,10 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         return [self._program(), "serve", str(model), *pairs, *flags, *eager, *self.extra]
 
     def environment(self, token: str) -> dict[str, str]:
-        """Ours, without inherited settings of vLLM (VLLM_CPU_KVCACHE_SPACE overrides kv_cache_bytes)."""
+        """Return this process's variables and those that vLLM needs.
+
+        Inherited settings of vLLM are left out: VLLM_CPU_KVCACHE_SPACE, for one, overrides kv_cache_bytes.
+        """
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
         here = str(Path(__file__).parents[3])
         always = {
@@ -122,12 +125,12 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             "DO_NOT_TRACK": "1",
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
-            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",  # an agent's tools take longer than the 5 s of default
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",  # an agent's tools take longer than the default of 5 s
         }
         return inherited | always | (self._cpu_environment() if self.device == "cpu" else {}) | self.environ
 
     def is_healthy(self, url: str) -> bool:
-        """Whether /health says 200."""
+        """Return whether /health answers 200."""
         try:
             _http.call(url, "", "/health", None, 10.0)
         except EngineError:
@@ -135,32 +138,36 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         return True
 
     def is_alive(self, url: str, token: str, timeout_s: float) -> bool:
-        """By a call that every worker answers between two forward passes."""
+        """Return whether every worker answers a call, which it does between two forward passes."""
         body = msgspec.json.encode({"method": "check_health"})
         try:
-            _http.ask_apart(url, token, "/collective_rpc", body, timeout_s)
+            _http.call_on_new_connection(url, token, "/collective_rpc", body, timeout_s)
         except _http.Refused as error:
-            return error.status == 404 and self.is_healthy(url)  # an engine that offers no control
+            return error.status == 404 and self.is_healthy(url)  # an engine without control routes
         except NoAnswer:
             return False
         return True
 
-    def inspect(self, url: str, token: str) -> Offer:
-        """By two routes; the second is there only in development mode, without which there is no update."""
-        [card, *_] = decode(Cards, url, self._get(url, token, "/v1/models")).data
+    def inspect(self, url: str, token: str) -> EngineInfo:
+        """Read /v1/models and /server_info.
+
+        The second route exists only in vLLM's development mode, without which weights cannot be updated.
+        """
+        [card, *_] = decode(Models, url, self._get(url, token, "/v1/models")).data
         info = self._get(url, token, "/server_info?config_format=json", absent=b"{}")
         transfer = decode(ServerInfo, url, info).vllm_config.weight_transfer_config
-        return Offer(card.root, card.max_model_len, transfer is not None and transfer.backend == BACKEND)
+        can_update = transfer is not None and transfer.backend == BACKEND
+        return EngineInfo(card.root, card.max_model_len, can_update)
 
     def stamp(self, url: str, token: str) -> str | None:
-        """By /weight_info."""
+        """Read the stamp from /weight_info; return None where the release has no such route."""
         data = self._get(url, token, "/weight_info", absent=b"")
         return decode(WeightInfo, url, data).weight_version if data else None
 
     def adopt(self, url: str, token: str, version: WeightVersion, probe: ProbeScore | None) -> None:
-        """Probe, then stamp where the release has stamps."""
+        """Compare the probe, then set the stamp where the release has stamps."""
         if probe is not None:
-            self._check(url, token, version, probe)
+            self._check_probe(url, token, version, probe)
         if self.stamp(url, token) is not None:
             self._control(url, token, "/update_weight_version", {"new_version": version.name})
 
@@ -172,10 +179,10 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         manifest: WeightManifest | None,
         files: dict[str, Identity] | None = None,
     ) -> None:
-        """Pause, swap, resume, probe; a version that fails its probe is swapped out again.
+        """Pause, swap, resume, then probe; a version that fails its probe is swapped out again.
 
-        Between resume and verdict tokens bear the version with a question mark; `generate` waits for the
-        verdict before it hands such tokens on.
+        Until the probe has passed, tokens are stamped with the version and a question mark, and `generate`
+        waits for its outcome before it returns such tokens.
         """
         before = self.stamp(url, token)
         version, probe = (manifest.version, manifest.probe) if manifest else (WeightVersion(), None)
@@ -201,9 +208,9 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     def generate(
         self, url: str, token: str, prompt: IdArray, sampling: Sampling, timeout_s: float
     ) -> Completion:
-        """Sample one completion; every setting that shapes the distribution is sent."""
-        wait = (timeout_s, timeout_s + sampling.max_tokens / SLOWEST)
-        choice = self._ask(url, token, prompt.tolist(), sampling, wait).choices[0]
+        """Sample one completion; the request names every setting that shapes the distribution."""
+        wait = (timeout_s, timeout_s + sampling.max_tokens / SLOWEST_TOKENS_PER_S)
+        choice = self._request(url, token, prompt.tolist(), sampling, wait).choices[0]
         ids = choice.token_ids
         logprobs = sampled_logprobs(choice)
         if choice.finish_reason not in ("stop", "length", "abort"):
@@ -214,9 +221,13 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         return Completion(ids, logprobs, choice.finish_reason, spans)
 
     def score(self, url: str, token: str, token_ids: Sequence[int]) -> list[float]:
-        """Prompt log-probabilities; vLLM recomputes them without its prefix cache."""
-        wait = (min(ANSWER_S, self.update_timeout_s), self.update_timeout_s)
-        answer = self._ask(url, token, list(token_ids), GREEDY, wait, prompt_logprobs=0)
+        """Return the log-probabilities of all tokens but the first; vLLM does not use its prefix cache here.
+
+        Raises:
+            EngineError: Their number is wrong, or one is missing or not finite.
+        """
+        wait = (min(ANSWER_TIMEOUT_S, self.update_timeout_s), self.update_timeout_s)
+        answer = self._request(url, token, list(token_ids), GREEDY, wait, prompt_logprobs=0)
         rows = answer.prompt_logprobs or []
         if len(rows) != len(token_ids):
             raise EngineError(f"{url}: {len(rows)} prompt log-probabilities of {len(token_ids)} tokens")
@@ -225,7 +236,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         require_finite(values)
         return values
 
-    def _ask(
+    def _request(
         self,
         url: str,
         token: str,
@@ -234,7 +245,11 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         wait: tuple[float, float],
         **more: int,
     ) -> Answer:
-        """`wait`: seconds of silence after which to look whether the engine is alive, and seconds in all."""
+        """Request one completion.
+
+        Args:
+            wait: Seconds without data after which to check that the engine is alive, and seconds in all.
+        """
         # No seed: on a CPU with chunked prefill a seeded request ends the engine for everybody.
         settings = msgspec.structs.asdict(sampling) | {
             "repetition_penalty": 1.0,
@@ -246,47 +261,47 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             **more,
         }
         body = msgspec.json.encode({"token_ids": ids, "sampling_params": settings})
-        silence_s, due = wait[0], time.monotonic() + wait[1]
+        check_s, deadline = wait[0], time.monotonic() + wait[1]
 
-        def patience() -> bool:
-            if time.monotonic() > due:
+        def keep_waiting() -> bool:
+            if time.monotonic() > deadline:
                 raise Overdue(f"{url}: no completion of {sampling.max_tokens} tokens in {wait[1]:g} s")
-            return self.is_alive(url, token, silence_s)
+            return self.is_alive(url, token, check_s)
 
         try:
             path = "/inference/v1/generate"
-            return decode(Answer, url, _http.call(url, token, path, body, silence_s, patience))
+            return decode(Answer, url, _http.call(url, token, path, body, check_s, keep_waiting))
         except _http.Refused as error:
             if error.status not in (403, 404):
                 raise
-        del settings["detokenize"]  # the route that every vLLM has does not know it
+        del settings["detokenize"]  # /v1/completions, which every vLLM serves, does not know it
         body = msgspec.json.encode({"prompt": ids, "return_token_ids": True, **settings})
-        return from_completions(url, _http.call(url, token, "/v1/completions", body, silence_s, patience))
+        return from_completions(url, _http.call(url, token, "/v1/completions", body, check_s, keep_waiting))
 
     def _swap(self, url: str, token: str, update: dict[str, object], stamp: str | None) -> None:
-        self._begin(url, token)
-        self._control(url, token, "/update_weights", {"update_info": update})  # looks; nothing is paused
+        self._start_update(url, token)
+        self._control(url, token, "/update_weights", {"update_info": update})  # checks; nothing is paused
         try:
-            # What was computed with the old weights goes: a prompt must not be half of one, half of another.
+            # The caches of the old weights go: no prompt may be computed with two versions.
             self._control(url, token, "/pause?mode=keep&clear_cache=true", {})
             self._control(url, token, "/finish_weight_update", {"weight_version": stamp} if stamp else {})
             self._control(url, token, "/reset_prefix_cache?reset_running_requests=true", {})
         except NoAnswer:
-            raise  # one that hangs must not go on with what it has, should it wake up
+            raise  # an engine that hangs must not resume with half an update, should it wake up
         except EngineError:
             self._control(url, token, "/resume", {})
             raise
         self._control(url, token, "/resume", {})
 
-    def _begin(self, url: str, token: str) -> None:
+    def _start_update(self, url: str, token: str) -> None:
         try:
             self._control(url, token, "/start_weight_update", {})
-        except _http.Refused:  # a supervisor that died left an update open; one that fails ends it
+        except _http.Refused:  # a supervisor that died left an update open; a failing update closes it
             with contextlib.suppress(_http.Refused):
                 self._control(url, token, "/update_weights", {"update_info": {"path": os.devnull}})
             self._control(url, token, "/start_weight_update", {})
 
-    def _check(self, url: str, token: str, version: WeightVersion, probe: ProbeScore) -> None:
+    def _check_probe(self, url: str, token: str, version: WeightVersion, probe: ProbeScore) -> None:
         scores = np.asarray(self.score(url, token, probe.token_ids))
         with boundary(EngineError, f"{version.name}: its manifest's probe"):
             worst = float(np.abs(scores - probe.logprobs).max())
@@ -301,22 +316,24 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         if stamps is None:
             return None
         if any(stamp.version.endswith(PENDING) for stamp in stamps):
-            self._await_verdict(url, token, {stamp.version for stamp in stamps})
-        return tile(stamps, len(choice.token_ids))
+            self._await_probe(url, token, {stamp.version for stamp in stamps})
+        return to_spans(stamps, len(choice.token_ids))
 
-    def _await_verdict(self, url: str, token: str, names: set[str]) -> None:
+    def _await_probe(self, url: str, token: str, names: set[str]) -> None:
         deadline = time.monotonic() + self.update_timeout_s
-        while (now := self.stamp(url, token)) is None or now.endswith(PENDING):
+        while (current := self.stamp(url, token)) is None or current.endswith(PENDING):
             if time.monotonic() > deadline:
-                raise EngineError(f"{url}: no verdict on {now} in {self.update_timeout_s:g} s")
+                raise EngineError(
+                    f"{url}: the probe of {current} has not ended in {self.update_timeout_s:g} s"
+                )
             time.sleep(0.05)
         pending = {name.removesuffix(PENDING) for name in names if name.endswith(PENDING)}
-        if refused := sorted(pending - names - {now}):
-            raise EngineError(f"{url}: tokens of {refused[0]}, whose weights failed their probe")
+        if refused := sorted(pending - names - {current}):
+            raise EngineError(f"{url}: tokens were sampled by {refused[0]}, whose weights failed their probe")
 
     def _get(self, url: str, token: str, path: str, absent: bytes | None = None) -> bytes:
         try:
-            return _http.call(url, token, path, None, ANSWER_S)
+            return _http.call(url, token, path, None, ANSWER_TIMEOUT_S)
         except _http.Refused as error:
             if error.status == 404 and absent is not None:
                 return absent
@@ -337,7 +354,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     def _cpu_environment(self) -> dict[str, str]:
         return {
             "OMP_NUM_THREADS": str(self.threads),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else two engines of a node share core 0
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # only so does a CPU allow one process for core and worker
-            "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles, and without g++ ends the engine
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise two engines of a node share core 0
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a CPU then allows one process for core and worker
+            "TORCHDYNAMO_DISABLE": "1",  # otherwise it compiles at the first request; without g++ it ends
         }
