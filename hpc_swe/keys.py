@@ -62,9 +62,15 @@ def markdown(found: Iterable[Key]) -> Iterator[str]:
 
 HEAD = """# Every key of a configuration
 
-`python -m hpc_swe.launch keys --markdown > docs/configuration.md` writes this page, and a test compares it.
-Without the option the command lists the keys on the terminal, and `keys groups` those that begin so. A run
-that exists may go on with other values of the keys that say yes under *may change*, and with no others."""
+Do this to list the keys of one table, or leave the last word out to list all keys:
+
+    python -m hpc_swe.launch keys groups
+
+You will see the same tables as below. A configuration is one or more TOML files and words such as
+`groups.group_size=4`, merged from left to right. A run that exists may continue with other values of the
+keys that say yes under *may change*, and with no others, because they would change what is trained.
+
+`python -m hpc_swe.launch keys --markdown > docs/configuration.md` writes this page. A test compares both."""
 
 
 def _cell(text: str) -> str:
