@@ -72,12 +72,9 @@ RULES = (
     (r"(python -m hpc_swe\.status) (?:runs/\S+|evals/\S+|RUN)( --watch)?.*", RUN, r"\1 evals/mine\2"),
     (r"(python -m hpc_swe\.show) runs/demo-0/grpo --step 12", RUN, r"\1 evals/mine --step eval"),
     (r"(python -m hpc_swe\.show) (?:PATH|FILE_OR_FOLDER)", RUN, r"\1 evals/mine/run.json && \1 evals/mine"),
-<<<<<<< HEAD
     (r"(python -m hpc_swe\.show) runs/demo-0/grpo", RUN, r"\1 evals/mine"),
     (r"(python -m hpc_swe\.show) RUN( --limit \d+)", RUN, r"\1 evals/mine\2"),
-=======
     (r"(python -m hpc_swe\.show) RUN(/tasks\.parquet)?", RUN, r"\1 evals/mine\2"),
->>>>>>> fac7d89 (Walk with a task through a run; say the architecture in plain words)
     (r"(python -m hpc_swe\.show) RUN --task TASK", RUN, r"\1 evals/mine --task bugs-eval-0"),
     (r"(python -m hpc_swe\.show) RUN .*--outcome \w+", RUN, r"\1 evals/mine --outcome no_submission"),
     (r"(python -m hpc_swe\.launch start .*) model=/path/to/model (.*)", RUN, r"\1 model=models/tiny \2"),
