@@ -1,7 +1,7 @@
-"""The TensorBoard view, drawn from the logs, the configuration and the archives of a run.
+"""Draw the TensorBoard view from the logs, the configuration and the archives of a run.
 
-The logs are the truth and the view may be deleted. A step that is written twice, because a role was
-restarted from a checkpoint, is one point of one curve: the later line wins.
+The logs are the source and the view may be deleted. A step that was logged twice, because a role restarted
+from a checkpoint, is one point of one curve: the later line counts.
 """
 
 import logging
@@ -24,7 +24,7 @@ from hpc_swe.transcript import as_text
 
 FIRST = "0_overview"
 HEADLINES = re.compile(r"reward/(mean|trained_mean)|solve/(train|eval/.*)|groups/signal_rate")
-"""Curves that are drawn a second time under FIRST, whose place is the top of the page."""
+"""Curves that are drawn a second time under FIRST, which stands at the top of the page."""
 LAYOUT = {
     "Does it learn?": {
         "reward": ["reward/mean", "reward/trained_mean"],
@@ -52,28 +52,28 @@ LAYOUT = {
         "seconds of a step": ["step_seconds/.*"],
     },
 }
-"""Category -> chart -> expressions of its curves, in the tab "Custom Scalars"."""
+"""Category -> chart -> regular expressions of its curves, for the tab "Custom Scalars"."""
 ARCHIVE = re.compile(r"step_\d+\.parquet")
 DECILE = re.compile(r"(length/\w+)_d(\d)")
 BINS = 10
 DECILES = "episodes by decile of sampled tokens, the shortest in 0 .. 1: {} of them"
-TOLD, MOST_CHARS, AT_ONCE = 20, 20_000, 16
-"""Newest steps whose episodes are told; characters of each; records that are read at once."""
+EPISODE_STEPS, MAX_CHARS, CHUNK = 20, 20_000, 16
+"""Newest steps of which episodes are shown; characters shown of each; records that are read at once."""
 
 log = logging.getLogger(__name__)
 
 
-class _Page:
-    """One file of TensorBoard's, to which events are appended."""
+class _EventFile:
+    """Events are appended to one file of TensorBoard's format."""
 
     def __init__(self, file: Any, described: set[str]) -> None:
-        """`described` are the tags of the file that bear their meaning already; it grows."""
+        """Take over an open file; `described` holds the tags that have a description in it, and grows."""
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._writer, self._described = RecordWriter(file), described
 
     def begin(self, run: RunDir) -> None:
-        """The version of the format, the order of the charts, and the run's configuration."""
+        """Write the version of the format, the order of the charts, and the run's configuration."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
@@ -88,19 +88,19 @@ class _Page:
         )
         if run.config.exists():
             text = msgspec.json.format(run.config.read_bytes(), indent=2).decode()
-            self.text("run/configuration", text, "run.json, every default written out")
+            self.text("run/configuration", text, "run.json, with every default written out")
 
     def number(self, name: str, step: int, at: float, value: float) -> None:
-        """One point of a curve, and of its double in the overview."""
+        """Write one point of a curve, and of its copy in the overview."""
         from tensorboard.plugins.scalar import metadata
 
-        doubles = [f"{FIRST}/{name.replace('/', '_')}"] if HEADLINES.fullmatch(name) else []
-        for tag in (name, *doubles):
+        copies = [f"{FIRST}/{name.replace('/', '_')}"] if HEADLINES.fullmatch(name) else []
+        for tag in (name, *copies):
             about = metadata.create_summary_metadata("", meaning(name))
             self._event(tag, about, step, at, simple_value=value)
 
     def deciles(self, name: str, step: int, at: float, counts: Sequence[float]) -> None:
-        """A histogram over deciles."""
+        """Write a histogram over deciles."""
         import numpy as np
         from tensorboard.plugins.histogram import metadata
 
@@ -109,14 +109,14 @@ class _Page:
         self._tensor(name, buckets, about, step, at)
 
     def text(self, tag: str, text: str, about: str, step: int = 0) -> None:
-        """Text as it is: indented, Markdown leaves it alone."""
+        """Write a text unchanged: indentation keeps Markdown from formatting it."""
         from tensorboard.plugins.text import metadata
 
         lines = "\n".join(f"    {line}" for line in text.splitlines())
         self._tensor(tag, lines.encode(), metadata.create_summary_metadata("", about), step)
 
     def flush(self) -> None:
-        """To the file."""
+        """Write what is buffered to the file."""
         self._writer.flush()
 
     def _tensor(self, tag: str, value: Any, about: Any, step: int = 0, at: float = 0.0) -> None:
@@ -128,7 +128,7 @@ class _Page:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        # Of each tag TensorBoard keeps what the first value says of it.
+        # TensorBoard keeps the description of a tag's first value.
         described = {} if tag in self._described else {"metadata": about}
         self._described.add(tag)
         found = Summary.Value(tag=tag, **described, **value)
@@ -136,7 +136,7 @@ class _Page:
 
 
 class Drawing:
-    """The view in tensorboard/, drawn anew at the start and kept up by `update`."""
+    """The view in tensorboard/ is drawn anew by the first `update` and kept up to date by the next ones."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -144,14 +144,14 @@ class Drawing:
         self._points: dict[str, dict[int, MetricLine]] = {}
         self._last: dict[str, int] = {}
         """Newest step drawn, by curve."""
-        self._told: set[str] = set()
+        self._shown: set[str] = set()
         """Archives whose episodes are drawn."""
         self._described: set[str] = set()
         self._path: Path | None = None
-        """None when all is to be drawn anew."""
+        """File of the view; None when everything must be drawn anew."""
 
     def update(self) -> None:
-        """Draw what was logged since. A line about a step already drawn draws everything anew."""
+        """Draw what was logged since the last update; a line about a drawn step redraws everything."""
         try:
             for line in sorted(self._new_lines(), key=lambda line: line.time):
                 for name in line.values:
@@ -160,7 +160,7 @@ class Drawing:
                         self._path = None
             self._append(self._path or self._restart())
         except (OSError, StorageError) as error:
-            self._path = None  # half a record may have been written
+            self._path = None  # the last record may be incomplete
             log.warning("not drawn: %s", error)
 
     def _new_lines(self) -> list[MetricLine]:
@@ -177,11 +177,11 @@ class Drawing:
         old = list(self._run.tensorboard.glob("events.out.tfevents.*"))
         for path in old:
             path.unlink(missing_ok=True)
-        # TensorBoard reads the files of a folder by name, so the new name must be the last.
+        # TensorBoard reads the files of a folder by name, so the new name must sort last.
         stamps = [stamp for p in old if (stamp := p.name.split(".")[3]).isdecimal()]
         number = max([time.time_ns(), *(int(stamp) + 1 for stamp in stamps)])
         self._path = self._run.tensorboard / f"events.out.tfevents.{number}.hpc_swe"
-        self._last, self._told, self._described = {}, set(), set()
+        self._last, self._shown, self._described = {}, set(), set()
         return self._path
 
     def _append(self, path: Path) -> None:
@@ -191,53 +191,56 @@ class Drawing:
         }
         steps = sorted({step for missing in todo.values() for step in missing})
         with path.open("ab") as file:
-            page = _Page(file, self._described)
+            events = _EventFile(file, self._described)
             if file.tell() == 0:
-                page.begin(self._run)
+                events.begin(self._run)
             for step in steps:
-                due = {name: self._points[name][step] for name in sorted(todo) if step in todo[name]}
-                self._draw(page, step, due)
-            for name in self._untold():
-                self._tell(page, name)
-            page.flush()
+                lines = {name: self._points[name][step] for name in sorted(todo) if step in todo[name]}
+                self._draw(events, step, lines)
+            for name in self._new_archives():
+                self._draw_episodes(events, name)
+            events.flush()
 
-    def _draw(self, page: _Page, step: int, due: dict[str, MetricLine]) -> None:
-        """All that is due of one step."""
+    def _draw(self, events: _EventFile, step: int, lines: dict[str, MetricLine]) -> None:
+        """Draw one point of each curve in `lines`, and the histograms of the step."""
         deciles: dict[str, list[float]] = {}
-        for name, line in due.items():
+        for name, line in lines.items():
             decile = DECILE.fullmatch(name)
             if decile is None:
-                page.number(name, step, line.time, line.values[name])
+                events.number(name, step, line.time, line.values[name])
             else:
                 deciles.setdefault(decile[1], [0.0] * BINS)[int(decile[2])] = line.values[name]
             self._last[name] = step
         for name, counts in deciles.items():
-            page.deciles(name, step, due[f"{name}_d0"].time if f"{name}_d0" in due else time.time(), counts)
+            first = lines.get(f"{name}_d0")
+            events.deciles(name, step, first.time if first else time.time(), counts)
 
-    def _untold(self) -> list[str]:
-        """Archives of the newest steps that are not drawn yet."""
+    def _new_archives(self) -> list[str]:
+        """Return the archives of the newest steps whose episodes are not drawn yet."""
         names = [name for name in atomic.names(self._run.archives) if ARCHIVE.fullmatch(name)]
-        return [name for name in names[-TOLD:] if name not in self._told]
+        return [name for name in names[-EPISODE_STEPS:] if name not in self._shown]
 
-    def _tell(self, page: _Page, name: str) -> None:
-        """Three episodes of a step as text."""
-        self._told.add(name)
+    def _draw_episodes(self, events: _EventFile, name: str) -> None:
+        """Draw up to three episodes of a step as text."""
+        self._shown.add(name)
         step = name.removesuffix(".parquet").rpartition("_")[2]
         try:
-            found = [(kind, as_text(scored)) for kind, scored in _telling(self._run.archives / name)]
+            found = [(kind, as_text(scored)) for kind, scored in _examples(self._run.archives / name)]
         except (pa.ArrowException, OSError, KeyError, msgspec.DecodeError) as error:
             log.warning("%s: its episodes are not drawn: %s", name, error)
             return
         for kind, text in found:
-            cut = text if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]}\n(cut; `show` has all of it)"
-            page.text(f"episodes/{kind}", cut, f"{kind}, of the batch of this step", int(step))
+            cut = (
+                text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}\n(cut here; `show` prints all of it)"
+            )
+            events.text(f"episodes/{kind}", cut, f"{kind}, of the batch of this step", int(step))
 
 
-def _telling(path: Path) -> Iterator[tuple[str, ScoredEpisode]]:
-    """The first episode of an archive that resolved, the first that did not, and the longest other seen."""
+def _examples(path: Path) -> Iterator[tuple[str, ScoredEpisode]]:
+    """Yield an archive's first resolved episode, its first other one, and the longest of the rest read."""
     found: dict[str, ScoredEpisode] = {}
     others: list[ScoredEpisode] = []
-    for rows in pq.ParquetFile(path).iter_batches(AT_ONCE, columns=["record"]):
+    for rows in pq.ParquetFile(path).iter_batches(CHUNK, columns=["record"]):
         for data in rows.column(0).to_pylist():
             scored = msgspec.msgpack.decode(data, type=ScoredEpisode)
             kind = "resolved" if scored.score.outcome == "resolved" else "unresolved"

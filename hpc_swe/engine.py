@@ -1,6 +1,6 @@
-"""python -m hpc_swe.engine CONFIG...: prints the command of an engine that a run can attach to and update.
+"""Print the command of an engine that a run can attach to and update: python -m hpc_swe.engine CONFIG...
 
-Takes the words that `launch start` takes. The key is read when the printed line runs, from VLLM_API_KEY.
+The arguments are those of `launch start`. When the printed line runs, it takes the key from VLLM_API_KEY.
 """
 
 import os
@@ -18,20 +18,20 @@ PORT = 8000
 
 
 def line(config: RunConfig) -> str:
-    """For a shell on the engine's node, which must see the run's folder as the jobs do."""
+    """Return a line for a shell on the engine's node, which must see the run's folder as the jobs do."""
     model, port = Path(config.model).absolute(), urlsplit(config.inference.url).port or PORT
     words = config.engine.command(model, "0.0.0.0", port, model.name)  # noqa: S104  (guarded by the key)
     settings = [
         f'{name}="${{{KEY}:?}}"' if value == KEY else f"{name}={shlex.quote(value)}"
         for name, value in sorted(config.engine.environment(KEY).items())
-        if os.environ.get(name) != value  # what is inherited, that shell has too
+        if os.environ.get(name) != value  # that shell inherits the others too
     ]
     return f"env {' '.join(settings)} {shlex.join(words)}"
 
 
 @cli.command
 def main() -> None:
-    """The command line."""
+    """Print the line for the configuration that the arguments name."""
     print(line(configuration.from_words(sys.argv[1:])))
 
 

@@ -1,7 +1,7 @@
-"""python -m hpc_swe.evaluate CONFIG... --out FOLDER: what a model solves. See docs/evaluate.md.
+"""Measure how many tasks a model solves: python -m hpc_swe.evaluate CONFIG... --out FOLDER.
 
-An evaluation is a run of mode eval: its folder, jobs, claims and restarts are any run's. This is the person's
-side of it: the words that make one, the bar while it lasts, and the results when it has finished.
+An evaluation is a run of mode eval, with the folder, jobs, claims and restarts of any run. This command is
+for people: it makes the configuration, shows a progress bar and prints the results. See docs/evaluate.md.
 """
 
 import argparse
@@ -24,48 +24,48 @@ FLAGS = {
     "tasks": "tasks.eval",
     "history": "rollout.history",
 }
-"""Option -> the key that it is a short word for."""
+"""Option -> the key that it sets."""
 
 
 def finish(run: RunDir, config: RunConfig, console: Console) -> None:
-    """Write the results and show them."""
+    """Write the results of a finished evaluation, and show them."""
     tables.show(console, *results.shown(results.write(run, config)))
     tables.show(console, f"results: {run.summary}, {run.results}, {run.predictions('*')}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m hpc_swe.evaluate", description="What a model solves.")
+    parser = argparse.ArgumentParser(prog="python -m hpc_swe.evaluate", description="Evaluate a model.")
     add = parser.add_argument
-    add("config", nargs="*", help="TOML files, merged left to right, and overrides; none to go on")
+    add("config", nargs="*", help="TOML files, merged left to right, and overrides; none to continue one")
     add("--out", type=cli.folder, required=True, help="the evaluation's folder, a run folder")
     add("--model", type=cli.folder, help="Hugging Face folder, or a run's weights/v...")
-    add("--url", help="an engine that serves it already, http://host:port; its key in VLLM_API_KEY")
-    add("--samples", type=int, help="episodes a task and decoding")
-    add("--tasks", type=int, help="held-out tasks, the first so many")
-    add("--history", choices=("keep", "template"), help="how a conversation's past is rendered")
+    add("--url", help="engine that already serves the model, http://host:port; its key in VLLM_API_KEY")
+    add("--samples", type=int, help="episodes per task and decoding")
+    add("--tasks", type=int, help="number of held-out tasks")
+    add("--history", choices=("keep", "template"), help="how earlier messages are rendered into a prompt")
     add("--detach", action="store_true", help="submit and return")
     add("--dry-run", action="store_true", help="print configuration, batch scripts and costs; make nothing")
     add("--compare", type=cli.folder, help="folder of an earlier evaluation of the same tasks")
-    add("--common", action="store_true", help="compare on the tasks that are in both")
+    add("--common", action="store_true", help="compare only on the tasks that both evaluations have")
     return parser
 
 
 def _words(arguments: argparse.Namespace) -> list[str]:
     if arguments.model:
-        arguments.model = arguments.model.resolve()  # a link may point elsewhere tomorrow
+        arguments.model = arguments.model.resolve()  # a symbolic link may change later
     given = {key: getattr(arguments, flag) for flag, key in FLAGS.items()}
     return [*arguments.config, *(f"{key}={value}" for key, value in given.items() if value is not None)]
 
 
 def _run(run: RunDir, arguments: argparse.Namespace, console: Console) -> None:
     other = RunDir(arguments.compare) if arguments.compare else None
-    before = results.read(other) if other else None  # now, not after hours
+    before = results.read(other) if other else None  # read now, to fail now rather than after hours
     config = configured(run, _words(arguments))
     if arguments.dry_run:
         preview.preview(run, config)
         return
     if not evaluate(run, config, detach=arguments.detach, console=console):
-        console.print("the same command shows how it goes, and writes the results when it has finished")
+        console.print("the same command shows the progress, and writes the results once it has finished")
         return
     finish(run, config, console)
     if before:
@@ -75,7 +75,7 @@ def _run(run: RunDir, arguments: argparse.Namespace, console: Console) -> None:
 
 @cli.command
 def main() -> None:
-    """The command line."""
+    """Evaluate, or continue an evaluation; the umask keeps its files private."""
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     arguments = cli.parse(_parser())

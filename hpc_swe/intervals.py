@@ -1,6 +1,6 @@
-"""What a number of solved tasks says: means with intervals over tasks, paired gains, pass@k.
+"""Estimate solve rates with intervals over tasks, paired gains between two evaluations, and pass@k.
 
-Episodes of one task are not independent, so it is tasks that are resampled.
+Episodes of one task are not independent, so the bootstrap resamples tasks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,14 +15,14 @@ from hpc_swe.store.evals import Attempt
 
 DRAWS = 10_000
 POWER, LEVEL = 0.8, 0.05
-ROUNDING = 1e-9  # differences of means that are the same
+ROUNDING = 1e-9  # means that differ by less are equal
 Outcomes = Mapping[str, Sequence[float]]
 """Task id -> one number per episode, 1 where it was resolved."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over tasks and its 95 % percentile bootstrap interval."""
+    """A mean over tasks is given with its 95 % percentile bootstrap interval."""
 
     mean: float
     low: float
@@ -33,7 +33,7 @@ class Estimate:
 
 
 def outcomes(attempts: Iterable[Attempt], sampling: str) -> dict[str, list[float]]:
-    """Of one decoding, from an evaluation's table."""
+    """Return the outcomes of one decoding, from the rows of an evaluation's table."""
     found: dict[str, list[float]] = {}
     for attempt in attempts:
         if attempt.sampling == sampling:
@@ -42,33 +42,41 @@ def outcomes(attempts: Iterable[Attempt], sampling: str) -> dict[str, list[float
 
 
 def solve_rate(outcomes: Outcomes) -> Estimate:
-    """Mean over tasks of each task's mean. Source: Efron and Tibshirani 1993, chapter 13."""
+    """Return the mean over tasks of each task's mean. Source: Efron and Tibshirani 1993, chapter 13."""
     return _bootstrap(np.array([np.mean(outcomes[task]) for task in sorted(outcomes)]))
 
 
 def pass_rate(outcomes: Outcomes, k: int) -> Estimate:
-    """Mean over tasks of the unbiased chance that one of k episodes is resolved."""
+    """Return the mean over tasks of the unbiased chance that one of k episodes is resolved."""
     found = [pass_at_k(len(outcomes[task]), round(sum(outcomes[task])), k) for task in sorted(outcomes)]
     return _bootstrap(np.array(found))
 
 
 def gain(before: Outcomes, after: Outcomes) -> Estimate:
-    """Mean difference after - before, paired by task."""
+    """Return the mean difference after - before, paired by task."""
     return _bootstrap(_differences(before, after))
 
 
 def detectable(outcomes: Outcomes) -> float:
-    """Smallest paired gain that so many tasks would show with POWER, for independent halves."""
+    """Return the smallest paired gain that another evaluation on these tasks would detect with POWER.
+
+    The two evaluations are assumed to be independent, and equally noisy.
+    """
     return _smallest(np.array([np.mean(outcomes[task]) for task in outcomes]) * np.sqrt(2.0))
 
 
 def detectable_gain(before: Outcomes, after: Outcomes) -> float:
-    """The same of two evaluations that are there, from the spread of their differences by task."""
+    """Return the smallest gain that two evaluations detect, from the spread of their differences by task."""
     return _smallest(_differences(before, after))
 
 
 def pass_at_k(episodes: int, resolved: int, k: int) -> float:
-    """Unbiased chance that one of k episodes is resolved. Source: Chen et al. 2021, arXiv 2107.03374."""
+    """Return the unbiased chance that one of k episodes is resolved (Chen et al. 2021, arXiv 2107.03374).
+
+    Example:
+        >>> pass_at_k(episodes=4, resolved=1, k=2)
+        0.5
+    """
     if episodes - resolved < k:
         return 1.0
     return 1.0 - comb(episodes - resolved, k) / comb(episodes, k)
@@ -81,10 +89,10 @@ def _differences(before: Outcomes, after: Outcomes) -> NDArray[np.float64]:
 
 
 def _smallest(values: NDArray[np.float64]) -> float:
-    """Mean of such values that a two-sided test tells from 0; nothing is certain of a single task.
+    """Return the smallest mean that a two-sided test would distinguish from 0; 1 for a single task.
 
-    Tasks that are all alike show no spread, but one in 3/n may yet differ unseen. Source: Hanley and
-    Lippman-Hand 1983, "If nothing goes wrong, is everything all right?".
+    When all tasks are alike there is no spread, but up to a share of 3/n could still differ. Source: Hanley
+    and Lippman-Hand 1983, "If nothing goes wrong, is everything all right?".
     """
     if len(values) < 2:
         return 1.0

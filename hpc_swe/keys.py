@@ -1,4 +1,4 @@
-"""Every key of a configuration with its type, its default and its meaning, read from the tables' source."""
+"""List every key of a configuration with its type, its default and its meaning, read from the source code."""
 
 import ast
 import importlib
@@ -21,26 +21,26 @@ BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 @dataclass(frozen=True)
 class Key:
-    """One key."""
+    """A key is described to people by this."""
 
     table: str
-    """As TOML writes it, for example [policy] type = "megatron"; empty is the top of the file."""
+    """Its table in TOML, for example [policy] type = "megatron"; empty is the top of the file."""
     name: str
-    """With all tables, for example policy.device."""
+    """Its name with all tables, for example policy.device."""
     kind: str
     default: str
     meaning: str
     may_change: bool
-    """In a run that exists."""
+    """Whether it may change in an existing run."""
 
 
 def listed(prefix: str = "") -> list[Key]:
-    """All whose names begin so."""
+    """Return all keys whose names start with a prefix."""
     return [key for key in _of_table(RunConfig, "", "") if key.name.startswith(prefix)]
 
 
 def as_lines(found: Iterable[Key]) -> Iterator[str]:
-    """Lines for a terminal."""
+    """Yield lines for a terminal."""
     for key in found:
         yield f"{key.name}: {key.kind}, {key.default}{', may change in a run' if key.may_change else ''}"
         where = f" ({key.table})" if "type =" in key.table else ""
@@ -48,7 +48,7 @@ def as_lines(found: Iterable[Key]) -> Iterator[str]:
 
 
 def markdown(found: Iterable[Key]) -> Iterator[str]:
-    """Lines of docs/configuration.md."""
+    """Yield the lines of docs/configuration.md."""
     yield from HEAD.splitlines()
     table = None
     for key in found:
@@ -98,7 +98,7 @@ def _of_table(kind: type, table: str, prefix: str) -> Iterator[Key]:
 
 @cache
 def _sources(kind: type) -> dict[str, tuple[str, str, str]]:
-    """Field -> its type, its default and what is said below it, as the class and its bases write them."""
+    """Return field -> type, default and the docstring below it, from the source of a class and its bases."""
     found: dict[str, tuple[str, str, str]] = {}
     for base in reversed(kind.__mro__):
         if base in (object, msgspec.Struct) or not issubclass(base, msgspec.Struct):
@@ -108,8 +108,8 @@ def _sources(kind: type) -> dict[str, tuple[str, str, str]]:
         for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 default = f"default {ast.unparse(node.value)}" if node.value else "required"
-                said = found.get(node.target.id, ("", "", ""))[2]
-                found[node.target.id] = (_kind(node.annotation), default, _docstring(after) or said)
+                inherited = found.get(node.target.id, ("", "", ""))[2]
+                found[node.target.id] = (_kind(node.annotation), default, _docstring(after) or inherited)
     return found
 
 

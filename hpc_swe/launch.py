@@ -1,4 +1,4 @@
-"""python -m hpc_swe.launch start | tick | stop. See docs/operations.md."""
+"""Start, continue and stop a run: python -m hpc_swe.launch start | tick | stop. See docs/operations.md."""
 
 import argparse
 import logging
@@ -8,10 +8,7 @@ from pathlib import Path
 
 from hpc_swe import cli
 from hpc_swe import config as configuration
-from hpc_swe.errors import (
-    ConfigError,
-    DeadlineError,
-)
+from hpc_swe.errors import ConfigError, DeadlineError
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import submit
 from hpc_swe.runs.control import start, stop, tell
@@ -22,7 +19,7 @@ from hpc_swe.runs.watch import left, watch
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     parser = argparse.ArgumentParser(
-        prog="python -m hpc_swe.launch", description="Start, keep and end a run."
+        prog="python -m hpc_swe.launch", description="Start, continue and stop a run."
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
     begin = verbs.add_parser("start", help="make the run folder and submit its jobs")
@@ -31,24 +28,26 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add(
         "--run", type=cli.folder, help="run folder (default: $HPC_SWE_RUNS or runs/, named by the first file)"
     )
-    add("--wait", type=float, metavar="SECONDS", help="stay and tick until the run has finished")
+    add("--wait", type=float, metavar="SECONDS", help="tick until the run has finished, at most so long")
     add("--dry-run", action="store_true", help="print configuration, batch scripts and costs; make nothing")
-    add("--upgrade", action="store_true", help="go on with this code, not with the one of the run's start")
-    again = verbs.add_parser("tick", help="submit what is missing; cron calls this")
+    add(
+        "--upgrade", action="store_true", help="continue with this code, not with the code of the run's start"
+    )
+    again = verbs.add_parser("tick", help="submit the jobs that are missing; cron calls this")
     again.add_argument("run", type=cli.folder)
     listed = verbs.add_parser("keys", help="list the keys of a configuration, with type, default and meaning")
-    listed.add_argument("prefix", nargs="?", default="", help="only those that begin so, for example groups")
-    listed.add_argument("--markdown", action="store_true", help="as docs/configuration.md")
-    end = verbs.add_parser("stop", help="let the run drain")
+    listed.add_argument("prefix", nargs="?", default="", help="start of the keys' names, for example groups")
+    listed.add_argument("--markdown", action="store_true", help="in the form of docs/configuration.md")
+    end = verbs.add_parser("stop", help="let jobs finish their work and exit")
     end.add_argument("run", type=cli.folder)
-    end.add_argument("--now", action="store_true", help="exit at once, then end what is left")
+    end.add_argument("--now", action="store_true", help="let jobs exit at once, then cancel what is left")
     return parser, dict(verbs.choices)
 
 
 def _start(arguments: argparse.Namespace) -> None:
     files = [Path(word) for word in arguments.config if "=" not in word]
     if not files:
-        raise ConfigError("no CONFIG.toml; give the files that say what is run, as configs/demo.toml")
+        raise ConfigError("no CONFIG.toml is given; name the run's configuration, such as configs/demo.toml")
     config = configuration.from_words(arguments.config)
     runs = Path(os.environ.get("HPC_SWE_RUNS") or "runs").absolute()
     run = RunDir(arguments.run or runs / files[0].stem)
@@ -66,18 +65,18 @@ def _start(arguments: argparse.Namespace) -> None:
 
 
 def _list_keys(arguments: argparse.Namespace) -> None:
-    from hpc_swe import keys  # which reads the source of every plugin
+    from hpc_swe import keys  # imported here, since it imports every plugin
 
     found = keys.listed(arguments.prefix)
     if not found:
         names = [key.name for key in keys.listed()]
-        raise ConfigError(f"no key begins with {arguments.prefix!r}{cli.suggestion(arguments.prefix, names)}")
+        raise ConfigError(f"no key starts with {arguments.prefix!r}{cli.suggestion(arguments.prefix, names)}")
     print("\n".join(keys.markdown(found) if arguments.markdown else keys.as_lines(found)))
 
 
 @cli.command
 def main() -> None:
-    """The command line."""
+    """Do what the verb says."""
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     parser, verbs = _parser()

@@ -1,4 +1,4 @@
-"""Processes of this machine, by what Linux says of them."""
+"""Inspect the processes of this machine through Linux's /proc."""
 
 import contextlib
 import ctypes
@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
-OF_KERNEL = 0x00200000  # PF_KTHREAD of linux/sched.h: no program, so no environment
-LOOKS = 100
+PF_KTHREAD = 0x00200000  # of linux/sched.h: a kernel thread runs no program, so it has no environment
+RETRIES = 100
 MEETING = "HPC_SWE_MEETING"
 """The environment variable that names the folder in which the processes of a job meet."""
-LIBC = ctypes.CDLL(None)  # loaded here, since a child between fork and exec must not
+LIBC = ctypes.CDLL(None)  # loaded here, since a child must not load it between fork and exec
 
 
 class Flag:
@@ -52,82 +52,88 @@ class Flag:
 
 
 def start_time(pid: int) -> str | None:
-    """When a process started, in clock ticks; None when there is none. A pid alone may come back."""
+    """Return the start time of a process in clock ticks since boot, which with the pid identifies it.
+
+    None when no such process lives; a pid alone may be reused.
+    """
     state, *fields = _stat(pid) or ["X"]
     return None if state in "ZX" else fields[18]
 
 
 def descendants(pid: int) -> list[int]:
-    """Children, their children and so on, each after its parent.
+    """Return all children, their children and so on, each after its parent.
 
-    Every process is asked for its parent: each thread lists its children, but while one ends they are in
-    no list.
+    This reads the parent of every process. The lists of children that /proc has per thread miss some while a
+    thread ends.
     """
     children: dict[int, list[int]] = {}
     for each in map(int, filter(str.isdigit, os.listdir("/proc"))):
         if fields := _stat(each):
             children.setdefault(int(fields[1]), []).append(each)
     found = list(children.get(pid, []))
-    for each in found:  # which grows meanwhile
+    for each in found:  # the list grows during the loop
         found += children.get(each, [])
     return found
 
 
 def leader(pid: int) -> int:
-    """The leader of its process group; 0 when there is no such process."""
+    """Return the leader of a process's group; 0 when there is no such process."""
     fields = _stat(pid)
     return int(fields[2]) if fields else 0
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether somebody has stopped it with a signal."""
+    """Tell whether a signal has stopped the process."""
     return _stat(pid)[:1] in (["T"], ["t"])
 
 
-class Stopped:
-    """Finds processes that stay stopped; a debugger or a scheduler may stop one for a moment."""
+class StoppedProcesses:
+    """Find processes that stay stopped; a debugger or a scheduler may stop one only for a moment."""
 
-    def __init__(self, looks: int = 10) -> None:
-        self._looks = looks
-        self._seen: dict[int, int] = {}
+    def __init__(self, checks: int = 10) -> None:
+        self._checks = checks
+        self._stopped: dict[int, int] = {}
 
-    def look(self, pids: Iterable[int]) -> list[int]:
-        """Return those that were stopped at this look and at all of the last ones."""
-        self._seen = {pid: self._seen.get(pid, 0) + 1 for pid in pids if is_stopped(pid)}
-        return [pid for pid, looks in self._seen.items() if looks >= self._looks]
+    def find(self, pids: Iterable[int]) -> list[int]:
+        """Check the processes; return those that were stopped in each of the last checks."""
+        self._stopped = {pid: self._stopped.get(pid, 0) + 1 for pid in pids if is_stopped(pid)}
+        return [pid for pid, checks in self._stopped.items() if checks >= self._checks]
 
 
 def variable(pid: int, name: str) -> str | None:
-    """An environment variable, as it was when the process began its program; None when it cannot be read."""
+    """Return an environment variable as of the start of a process's program; None if it is not readable."""
     start = os.fsencode(f"{name}=")
     words = _environ(pid).split(b"\0")
     return next((os.fsdecode(word[len(start) :]) for word in words if word.startswith(start)), None)
 
 
 def with_variable(name: str) -> dict[int, str]:
-    """Its value for each living process that has it, as far as this user may look."""
+    """Return pid -> value of a variable, for the live processes that have it and that this user may read."""
     pids = map(int, filter(str.isdigit, os.listdir("/proc")))
     found = {pid: value for pid in pids if (value := variable(pid, name)) is not None}
     return {pid: value for pid, value in found.items() if start_time(pid)}
 
 
 def _environ(pid: int) -> bytes:
-    """A process that is just beginning a program shows nothing for a moment, so it is looked at again."""
-    for _ in range(LOOKS):
+    """Read a process's environment; retry, since it is empty for a moment while a program starts."""
+    for _ in range(RETRIES):
         try:
             if found := Path(f"/proc/{pid}/environ").read_bytes():
                 return found
         except OSError:
             break
         fields = _stat(pid) or ["X"]
-        if fields[0] in "ZX" or int(fields[6]) & OF_KERNEL:
+        if fields[0] in "ZX" or int(fields[6]) & PF_KTHREAD:
             break
         time.sleep(0.001)
     return b""
 
 
 def _stat(pid: int) -> list[str]:
-    """From its state on; nothing once it has ended. Its name comes before, in bytes of its own choice."""
+    """Return the fields of /proc/PID/stat from the state on, or none once the process has ended.
+
+    The program's name before them may hold any bytes.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except OSError:
@@ -147,5 +153,5 @@ def free_port(host: str = "", wanted: int = 0) -> int:
 
 
 def die_with_parent() -> None:
-    """For `preexec_fn`: the child is killed when the thread that started it ends."""
+    """Let the kernel kill this process when the thread that started it ends; for `preexec_fn`."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""RunDir: every path of docs/protocol.md, by name. Nothing else builds paths."""
+"""Name every path of docs/protocol.md; no other module builds paths of a run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ SPOOLS = ("requests", "episodes", "scored")
 
 
 class _At:
-    """A path below the run folder; of the class itself, the path relative to it."""
+    """Give the path below a run's folder; on the class itself, the path relative to that folder."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -22,7 +22,7 @@ class _At:
 
 @dataclass(frozen=True)
 class RunDir:
-    """One run on the shared file system."""
+    """Every path of one run on the shared file system is an attribute or a method of this."""
 
     root: Path
 
@@ -39,13 +39,13 @@ class RunDir:
     token = _At("token")
     """Cell, mode 0600: the bearer token of every engine route."""
     control = _At("control")
-    """Orders of a person: empty files."""
+    """Orders that a person gives: empty files."""
     drain = _At("control/DRAIN")
-    """Order: take no new claim, finish, exit 0."""
+    """Order: make no new claim, finish the claims at work, exit 0."""
     stop = _At("control/STOP")
     """Order: exit now."""
     finished = _At("control/FINISHED")
-    """No order, but looked for with them: the run has done all its steps; exit."""
+    """Not an order, but checked with them: the run has done all its steps, so exit."""
     nodes = _At("nodes")
     """Cells: one Node per live process."""
     requests = _At("requests")
@@ -53,7 +53,7 @@ class RunDir:
     episodes = _At("episodes")
     """Spool of Episode, rollout to reward."""
     scored = _At("scored")
-    """Spool of ScoredEpisode, reward to coordinator; one reader, so no claims."""
+    """Spool of ScoredEpisode, reward to coordinator; it has one reader and needs no claims."""
     batches = _At("batches")
     """Folders of Batch files, coordinator to learner."""
     weights = _At("weights")
@@ -73,11 +73,11 @@ class RunDir:
     evals = _At("evals")
     """Cells: evaluations."""
     results = _At("results.parquet")
-    """Cell: one row an episode of a finished evaluation, without what is long."""
+    """Cell: one row per episode of a finished evaluation, without the long columns."""
     summary = _At("summary.json")
-    """Cell: a finished evaluation in numbers."""
+    """Cell: the numbers of a finished evaluation."""
     archives = _At("archive/episodes")
-    """Cells: one parquet file a step."""
+    """Cells: one parquet file per step."""
     metrics = _At("metrics")
     """Logs: one JSONL file per writer."""
     tensorboard = _At("tensorboard")
@@ -88,70 +88,70 @@ class RunDir:
     """The packages that every job of the run imports."""
 
     def node(self, owner: str) -> Path:
-        """Cell: the lease of one process."""
+        """Return the cell with the lease of one process."""
         return self.nodes / f"{owner}.json"
 
     def batch(self, step: int) -> Path:
-        """Folder: what optimizer step `step` consumes."""
+        """Return the folder of the batch that optimizer step `step` consumes."""
         return self.batches / f"step_{step:06d}"
 
     @staticmethod
     def rank_file(rank: int) -> str:
-        """File of one data-parallel rank inside a batch folder."""
+        """Return the name of a data-parallel rank's file in a batch folder."""
         return f"rank_{rank:04d}.msgpack"
 
     def weight(self, version: WeightVersion) -> Path:
-        """Folder: one weight version."""
+        """Return the folder of one weight version."""
         return self.weights / version.name
 
     def checkpoint(self, step: int, incarnation: int) -> Path:
-        """Folder: the learner's state after `step` steps."""
+        """Return the folder of the learner's state after `step` steps."""
         return self.checkpoints / f"step_{step:06d}-i{incarnation:02d}"
 
     def eval_table(self, label: str) -> Path:
-        """Cell: one finished evaluation as parquet."""
+        """Return the cell with one finished evaluation, as parquet."""
         return self.evals / f"{label}.parquet"
 
     def predictions(self, label: str) -> Path:
-        """Cell: what one sample of an evaluation handed in for every task, as swebench reads it."""
+        """Return the cell with one sample's patch for every task of an evaluation, as swebench reads it."""
         return self.root / f"predictions.{label}.jsonl"
 
     def archive(self, step: int) -> Path:
-        """Cell: the scored episodes that a batch consumed, as parquet."""
+        """Return the cell with the scored episodes that a batch consumed, as parquet."""
         return self.archives / f"step_{step:06d}.parquet"
 
     def metric_log(self, owner: str) -> Path:
-        """Log: one process's metrics."""
+        """Return the log of one process's metrics."""
         return self.metrics / f"{owner}.jsonl"
 
     def logs(self, role: Role) -> Path:
-        """Folder of one role's standard output and error."""
+        """Return the folder of one role's standard output and error."""
         return self.root / "logs" / role
 
     def submission(self, role: Role, number: int) -> Path:
-        """Folder: one submission, taken by mkdir."""
+        """Return the folder of one submission, which is taken by mkdir."""
         return self.launches / role / f"{number:06d}"
 
     def marked(self, role: Role, number: int, mark: str) -> Path:
-        """Folder: an open submission that was doubted, or voided."""
+        """Return the folder that marks an unfinished submission as doubtful or void."""
         return self.launches / role / f"{number:06d}.{mark}"
 
     def submitted(self, role: Role, number: int) -> Path:
-        """Cell: the scheduler has accepted the submission."""
+        """Return the cell that says that the scheduler has accepted the submission."""
         return self.submission(role, number) / "submitted.json"
 
     def started(self, role: Role, number: int, index: int) -> Path:
-        """Cell: one job of the submission, as it says itself."""
+        """Return the cell in which one job of the submission describes itself."""
         return self.submission(role, number) / f"job_{index:04d}.json"
 
     def spool(self, name: str) -> Path:
-        """Folder of one of SPOOLS."""
+        """Return the folder of one of SPOOLS."""
         return self.root / name
 
     def make(self) -> None:
         """Make the folders of an empty run, private to the user."""
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.root.chmod(0o700)  # it may have been there, and empty
+        self.root.chmod(0o700)  # an empty folder may have existed with other permissions
         for folder in (
             self.control,
             self.nodes,

@@ -1,8 +1,8 @@
-"""Node-local folders that go with the processes that use them, also when these were killed.
+"""Make node-local folders that somebody removes once the processes that use them are dead, even if killed.
 
-Each holds a file that tells whose it is: processes by pid and start time, within one boot and one pid
-namespace. Whoever makes the next folder sweeps those whose processes are all dead. A folder of another
-user, namespace or program is never touched.
+A file in each folder lists its owners: processes by pid and start time, within one boot and one pid
+namespace. Making a folder first sweeps all folders whose owners are dead. A folder of another user,
+namespace or program is never touched.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ PREFIX = "hpc_swe-"
 OWNERS = "owners"
 SHARED = "shared_memory"
 MEMORY = Path("/dev/shm")
-LONGEST = 40  # characters of TMPDIR: a socket's path holds 107, and an engine needs about 50 of its own
+LONGEST = 40  # characters of TMPDIR: a socket's path has at most 107, and an engine adds about 50
 
 
 def make(places: Sequence[Path] = ()) -> Path:
-    """A folder of this process, mode 0700, in the first place; those of the dead are swept in all.
+    """Make a folder of this process, mode 0700, in the first of `places`, after a sweep of all of them.
 
-    `places` are TMPDIR and /tmp, the first of them whose name is short enough for sockets.
+    `places` defaults to TMPDIR and /tmp; /tmp comes first when TMPDIR is too long for the paths of sockets.
     """
     sweep(places)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=(places or _places())[0]))
@@ -34,17 +34,17 @@ def make(places: Sequence[Path] = ()) -> Path:
 
 
 def own(folder: Path) -> None:
-    """This process uses the folder, too."""
+    """Register this process as another owner of the folder."""
     pid = os.getpid()
     with (folder / OWNERS).open("a") as file:
-        file.write(f"{pid} {start_time(pid)} {_world()}\n")
+        file.write(f"{pid} {start_time(pid)} {_boot_and_namespace()}\n")
 
 
 def note_memory(folder: Path, pids: Iterable[int]) -> None:
-    """Keep the names of shared memory that processes have mapped: afterwards nobody can tell whose it was."""
+    """Record the shared memory that processes have mapped: nobody knows its owner once they are dead."""
     lines = set()
     for pid in pids:
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended
             words = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
             lines |= {f"{w[4]} {w[5]}" for w in words if len(w) == 6 and Path(w[5]).parent == MEMORY}
     known = _lines(folder / SHARED)
@@ -54,7 +54,7 @@ def note_memory(folder: Path, pids: Iterable[int]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """The folder, and the shared memory that was noted in it."""
+    """Remove a folder, and the shared memory that was recorded in it."""
     for line in _lines(folder / SHARED):
         inode, _, name = line.partition(" ")
         with contextlib.suppress(OSError):
@@ -64,7 +64,7 @@ def remove(folder: Path) -> None:
 
 
 def sweep(places: Sequence[Path] = ()) -> list[Path]:
-    """Remove what dead processes left; returns it."""
+    """Remove the folders whose owners are all dead, and return them."""
     left = [path for place in places or _places() for path in place.glob(f"{PREFIX}*") if _is_left(path)]
     for path in left:
         remove(path)
@@ -72,7 +72,7 @@ def sweep(places: Sequence[Path] = ()) -> list[Path]:
 
 
 def _is_left(folder: Path) -> bool:
-    with contextlib.suppress(OSError, ValueError, TypeError):  # gone meanwhile, or not of our writing
+    with contextlib.suppress(OSError, ValueError, TypeError):  # it is gone, or another program made it
         found = folder.lstat()
         owners = [line.split() for line in _lines(folder / OWNERS)]
         is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
@@ -80,14 +80,14 @@ def _is_left(folder: Path) -> bool:
     return False
 
 
-def _is_dead(pid: str, began: str, boot: str, namespace: str) -> bool:
-    ours = _world().split()
-    if boot != ours[0]:
-        return True  # the node was started anew since
-    return namespace == ours[1] and start_time(int(pid)) != began
+def _is_dead(pid: str, started: str, boot: str, namespace: str) -> bool:
+    this_boot, this_namespace = _boot_and_namespace().split()
+    if boot != this_boot:
+        return True  # the node has been rebooted since
+    return namespace == this_namespace and start_time(int(pid)) != started
 
 
-def _world() -> str:
+def _boot_and_namespace() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
 
@@ -97,6 +97,6 @@ def _lines(path: Path) -> list[str]:
 
 
 def _places() -> list[Path]:
-    """Where folders are made, and where earlier ones may lie."""
+    """Return the folders in which scratch folders are made, the preferred one first."""
     usual, short = Path(tempfile.gettempdir()), Path("/tmp")
     return [usual, short] if len(str(usual)) <= LONGEST else [short, usual]

@@ -1,4 +1,4 @@
-"""What the jobs that a person starts show: lines as they are, and bars."""
+"""Print lines and progress bars of the jobs that a person starts."""
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -8,12 +8,11 @@ console = tables.screen()
 
 
 def say(line: str) -> None:
-    """A line as it is: brackets in it are no markup, and it goes on where the terminal ends."""
+    """Print a line unchanged: without markup, and not wrapped at the terminal's width."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def bars() -> Progress:
-    """Bars that count, with room for a word."""
-    told = TextColumn("{task.description}", markup=False)
-    columns = (told, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console)
+    """Return progress bars with a description, a count and the time elapsed."""
+    description = TextColumn("{task.description}", markup=False)
+    return Progress(description, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console)

@@ -1,8 +1,8 @@
-"""python -m hpc_swe.show PATH: any file or folder of a run; with filters, its episodes as conversations.
+"""Print any file or folder of a run; with filters, its episodes as conversations.
 
-show RUN                                     what the run holds
-show RUN --task bugs-train-7                 conversations, the newest step first
-show RUN --outcome unresolved --step 12      those of one step; of an evaluation by its label
+python -m hpc_swe.show RUN                   list what the run holds
+show RUN --task bugs-train-7                 conversations about a task, the newest step first
+show RUN --outcome unresolved --step 12      those of one step (a number) or one evaluation (its label)
 show RUN/archive/episodes/step_000012.parquet --exit context --json
 """
 
@@ -24,18 +24,18 @@ from hpc_swe.store import atomic
 
 
 def episodes(path: Path, wanted: dict[str, str], step: str) -> Iterator[ScoredEpisode]:
-    """Those of a table, or of all tables of a run, the newest first, and what no batch has consumed yet.
+    """Yield the episodes of a table, or of a run: those not yet consumed by a batch, then the newest first.
 
-    `wanted` is column -> value; `step` the number of a batch or the label of an evaluation, or empty.
+    `wanted` is column -> value; `step` is the number of a batch, the label of an evaluation, or empty.
     """
     if not path.is_dir():
         yield from exhibits.records(path, wanted)
         return
     run = RunDir(path)
     if not run.config.exists():
-        raise HpcSweError(f"{path}: no run.json, so it is no run; name a run's folder or a table of episodes")
+        raise HpcSweError(f"{path} is not a run: it has no run.json; name a run or a table of episodes")
     if not step:
-        yield from _lying(run, wanted)
+        yield from _unconsumed(run, wanted)
     for table in (*_tables(run.archives), *_tables(run.evals)):
         number = table.stem.removeprefix("step_")
         if not step or step == table.stem or (number.isdecimal() and step == str(int(number))):
@@ -47,17 +47,19 @@ def _tables(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names, reverse=True) if name.endswith(".parquet")]
 
 
-def _lying(run: RunDir, wanted: dict[str, str]) -> Iterator[ScoredEpisode]:
+def _unconsumed(run: RunDir, wanted: dict[str, str]) -> Iterator[ScoredEpisode]:
     ready = run.scored / "ready"
     for name in atomic.names(ready) if ready.is_dir() else []:
-        with suppress(FileNotFoundError, CorruptRecord):  # consumed meanwhile; the coordinator buries it
+        with suppress(
+            FileNotFoundError, CorruptRecord
+        ):  # just consumed; or left for the coordinator to reject
             scored = atomic.get(ready / name, ScoredEpisode)
-            has = {
+            columns = {
                 "task_id": scored.episode.request.task_id,
                 "outcome": scored.score.outcome,
                 "exit_status": scored.episode.exit_status.value,
             }
-            if wanted.items() <= has.items():
+            if wanted.items() <= columns.items():
                 yield scored
 
 
@@ -65,45 +67,50 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hpc_swe.show", description="Print any part of a run.")
     add = parser.add_argument
     add("path", type=Path, help="a run, or any file or folder of one")
-    add("--task", help="episodes of this task only")
-    add("--outcome", choices=get_args(Outcome), help="episodes with this outcome only")
-    add("--exit", choices=[status.value for status in ExitStatus], help="episodes that ended so only")
+    add("--task", help="only episodes of this task")
+    add("--outcome", choices=get_args(Outcome), help="only episodes with this outcome")
+    add("--exit", choices=[status.value for status in ExitStatus], help="only episodes that ended this way")
     add("--step", default="", help="number of a batch, or label of an evaluation")
-    add("--limit", type=int, default=20, help="most episodes; 0 is all")
-    add("--json", action="store_true", help="one record of JSON a line, tokens and all")
+    add("--limit", type=int, default=20, help="maximum number of episodes (default: 20); 0 is all")
+    add("--json", action="store_true", help="one JSON record per line, with all tokens")
     return parser
 
 
-def shown(arguments: argparse.Namespace) -> Iterator[str]:
-    """The parts of what is printed."""
+def parts(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield the texts to print, one per episode or file.
+
+    Raises:
+        HpcSweError: No episode fits the filters.
+    """
     keys = {"task_id": arguments.task, "outcome": arguments.outcome, "exit_status": arguments.exit}
     wanted = {key: value for key, value in keys.items() if value}
     if not wanted and not arguments.step and not (arguments.json and arguments.path.is_dir()):
         yield exhibits.exhibit(arguments.path)
         return
-    found = islice(episodes(arguments.path, wanted, arguments.step), arguments.limit or None)
     count = 0
-    for scored in found:
+    for scored in islice(episodes(arguments.path, wanted, arguments.step), arguments.limit or None):
         count += 1
-        whole = msgspec.json.encode(exhibits.readable(scored)).decode() if arguments.json else ""
-        yield whole or transcript.as_text(scored)
+        if arguments.json:
+            yield msgspec.json.encode(exhibits.readable(scored)).decode()
+        else:
+            yield transcript.as_text(scored)
     if not count:
-        raise HpcSweError(f"{arguments.path}: no such episode")
+        raise HpcSweError(f"{arguments.path}: no episode fits the filters")
     if count == arguments.limit and not arguments.json:
-        yield f"the first {count} only; --limit 0 shows all"
+        yield f"only the first {count} are shown; --limit 0 shows all"
 
 
 @cli.command
 def main() -> None:
-    """The command line."""
+    """Print the parts one by one."""
     arguments = cli.parse(_parser())
-    parts = shown(arguments)
+    texts = parts(arguments)
     while True:
         with boundary(HpcSweError, f"show {arguments.path}"):
-            part = next(parts, None)
-        if part is None:
+            text = next(texts, None)
+        if text is None:
             return
-        print(part, flush=True)  # outside: a pager that is left is no error of the run
+        print(text, flush=True)  # outside the block: a closed pager is not an error of the run
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""python -m hpc_swe.status RUN: what a run is doing, on one screen.
+"""Show what a run is doing on one screen: python -m hpc_swe.status RUN.
 
-All of it is read in the run folder, but for what waits in the queue, which one question to the scheduler
-tells. When the scheduler is silent, the screen says so and shows the rest.
+Everything is read from the run folder, except for the jobs in the queue, which one question to the scheduler
+tells. When the scheduler does not answer, the screen says so and shows the rest.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from hpc_swe.runs.view import ASK_S, RunReader, RunView, duration
 BARS = " _.-=*#@"
 WIDE, BAR, NAME = 20, 16, 24
 REDRAW_S = 2.0
-LINES = 8  # of errors: all else fits above them on a screen of 40
+LINES = 8  # of errors; everything else fits above them on a screen of 40
 HEADLINES = (
     "reward/mean",
     "solve/train",
@@ -40,27 +40,27 @@ HEADLINES = (
     "episodes/infra_rate",
     "batch/tokens",
 )
-"""Curves and families of curves; TensorBoard has all."""
+"""Curves and families of curves on the screen; TensorBoard has all."""
 MEANINGS = {
-    "DRAIN": "nothing new is begun",
+    "DRAIN": "nothing new is started",
     "STOP": "all processes exit",
     "FINISHED": "the run has done all its steps",
 }
 
 
 def render(view: RunView, width: int = 80) -> RenderableType:
-    """One screen of at most 40 lines, of plain ASCII."""
+    """Render one screen of at most 40 lines, in plain ASCII."""
     report = view.report
-    told: list[str | Table] = [*_head(view), "", _roles(view, width), *_engines(view)]
-    told += ["", _spools(report)] if report else []
-    told += ["", _curves(report)] if report and report.recent else []
+    parts: list[str | Table] = [*_head(view), "", _roles(view, width), *_engines(view)]
+    parts += ["", _spools(report)] if report else []
+    parts += ["", _curves(report)] if report and report.recent else []
     errors = [view.queue.silence, *view.queue.failures, *(report.errors[-LINES // 2 :] if report else [])]
-    told += _folded([f"error: {line}" for line in errors if line], width)
-    return Group(*(part if isinstance(part, Table) else Text(part[:width]) for part in told))
+    parts += _wrap([f"error: {line}" for line in errors if line], width)
+    return Group(*(part if isinstance(part, Table) else Text(part[:width]) for part in parts))
 
 
 def spark(values: Sequence[float]) -> str:
-    """Values as one line of characters, low to high."""
+    """Draw values as one line of characters, from low to high."""
     low, high = min(values, default=0.0), max(values, default=0.0)
     if low == high:
         return BARS[3] * len(values)
@@ -70,23 +70,24 @@ def spark(values: Sequence[float]) -> str:
 
 def _head(view: RunView) -> list[str]:
     report = view.report
-    orders = [f"order: {name} stands: {MEANINGS.get(name, 'unknown')}" for name in view.orders]
+    orders = [f"order {name}: {MEANINGS.get(name, 'unknown')}" for name in view.orders]
     if report is None:
-        return [view.name, *orders, "waits for the coordinator, which has not reported yet"]
+        return [view.name, *orders, "waits for the first report of the coordinator"]
     waits = [f"waits for {report.waits_for}"] if report.waits_for else []
     return [_progress(view, report), *orders, *waits, *_age(view)]
 
 
 def _age(view: RunView) -> list[str]:
-    """What to think of a report that nobody renews."""
+    """Return a warning when the coordinator no longer renews its report."""
     if "FINISHED" in view.orders or view.silent_s <= ASK_S:
         return []
     is_known = view.desired.get("coordinator", 0) > 0 and not view.queue.silence
     running = {job.role for job in view.queue.jobs if job.state == "running"}
     if is_known and "coordinator" not in running:
-        return [f"no coordinator runs: what follows is {duration(view.silent_s)} old"]
-    silence = f"the coordinator is silent for {duration(view.silent_s)}: what follows is old"
-    return [silence] if view.silent_s > 60 else []
+        return [f"no coordinator is running: everything below is {duration(view.silent_s)} old"]
+    if view.silent_s > 60:
+        return [f"the coordinator has not reported for {duration(view.silent_s)}: everything below is old"]
+    return []
 
 
 def _progress(view: RunView, report: StatusReport) -> str:
@@ -108,13 +109,13 @@ def _roles(view: RunView, width: int) -> Table:
         jobs = [job for job in view.queue.jobs if job.role == role]
         counts = Counter(job.state for job in jobs)
         known = [counts["running"], len(jobs) - counts["running"]]
-        told = ["?", "?"] if view.queue.silence else [str(count) for count in known]
+        queued = ["?", "?"] if view.queue.silence else [str(count) for count in known]
         since = view.queue.submitted_s.get(role)
         leases = ["-" if since is None else f"{duration(since)} ago"]
         if view.report:
             status = reported.get(role, RoleStatus(role=role, desired=desired, alive=0))
             leases = [str(status.alive), str(status.silent)]
-        _add(table, role, str(desired), *told, *leases, _reasons(jobs))
+        _add(table, role, str(desired), *queued, *leases, _reasons(jobs))
     return table
 
 
@@ -154,7 +155,7 @@ def _curves(report: StatusReport) -> Table:
 
 
 def _table(first: str, *columns: str) -> Table:
-    """Names and numbers stay whole at any width; what a screen has no room for is cut at its right."""
+    """Return a table that keeps names and numbers whole; a narrow screen cuts it at its right edge."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold underline")
     table.add_column(first, no_wrap=True, overflow="crop")
     for column in columns:
@@ -173,30 +174,30 @@ def _cell(text: str) -> Text:
     return Text(text, overflow="crop", no_wrap=True)
 
 
-def _folded(lines: Sequence[str], width: int) -> list[str]:
-    """Long lines go on below, as far as the screen reaches."""
+def _wrap(lines: Sequence[str], width: int) -> list[str]:
+    """Wrap each line to at most two lines of the screen; keep the first LINES of them."""
     return [line[i : i + width] for line in lines for i in range(0, min(len(line), 2 * width), width)][:LINES]
 
 
 def _watch(reader: RunReader, run: RunDir, console: Console) -> None:
     with Live(_screen(reader, console), console=console, auto_refresh=False) as live:
-        is_over = False
-        while not is_over:
+        has_finished = False
+        while not has_finished:
             time.sleep(REDRAW_S)
-            is_over = run.finished.exists()  # before the look, so that the last screen is of the end
+            has_finished = run.finished.exists()  # checked first, so that the last screen shows the end
             live.update(_screen(reader, console), refresh=True)
 
 
 def _screen(reader: RunReader, console: Console) -> RenderableType:
     try:
         return render(reader.look(), console.width)
-    except (HpcSweError, OSError) as error:  # a file half gone, or a file system away for a while
-        return Text(f"error: {error}; looking again")
+    except (HpcSweError, OSError) as error:  # a file is being replaced, or the file system is away
+        return Text(f"error: {error}; trying again")
 
 
 @cli.command
 def main() -> None:
-    """The command line."""
+    """Show the screen once, or until the run has finished."""
     parser = argparse.ArgumentParser(prog="python -m hpc_swe.status", description="Show what a run is doing.")
     parser.add_argument("run", type=cli.folder)
     parser.add_argument(
@@ -204,7 +205,7 @@ def main() -> None:
     )
     arguments = cli.parse(parser)
     run, console = RunDir(arguments.run), Console(highlight=False)
-    with boundary(StorageError, f"look at {run.root}"):
+    with boundary(StorageError, f"reading {run.root}"):
         reader = RunReader(run, existing.load(run))
         if arguments.watch:
             _watch(reader, run, console)

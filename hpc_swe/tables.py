@@ -1,7 +1,7 @@
-"""Tables for people. What stands first in a row names it, so it is neither cut nor wrapped.
+"""Print tables for people. The first cell names its row, so it is neither cut nor wrapped.
 
-Columns for which the screen has no room follow below, in a table that repeats the first column. Where the
-output is no terminal there is no screen to end, and lines are longer.
+Columns that do not fit on the screen follow below, in a table that repeats the first column. Output that does
+not go to a terminal has no screen, and longer lines.
 """
 
 import copy
@@ -14,18 +14,18 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-WIDE = 160  # where the output is no terminal
-FOLDED = 24  # columns of text may be made as narrow as this
+WIDE = 160  # width of output that does not go to a terminal
+NARROWEST = 24  # width to which columns of text may shrink
 
 
 def screen() -> Console:
-    """Standard output, as wide as the terminal or COLUMNS says."""
-    is_told = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(highlight=False, width=None if is_told else WIDE)
+    """Return standard output as a console, as wide as the terminal or COLUMNS says."""
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, width=None if has_width else WIDE)
 
 
 def show(console: Console, *parts: RenderableType) -> None:
-    """Print tables, and lines as they are: no markup, and a long one goes on where the screen ends."""
+    """Print tables, and lines without markup and without wrapping."""
     for part in parts:
         if isinstance(part, Table):
             for band in bands(part, console.width):
@@ -35,9 +35,9 @@ def show(console: Console, *parts: RenderableType) -> None:
 
 
 def bands(table: Table, width: int) -> list[Table]:
-    """The same table as one or more, none wider than `width` unless two columns alone are.
+    """Split a table into tables that are no wider than `width`, unless two columns alone are wider.
 
-    The cells of the first column are taken as they are, without markup.
+    The cells of the first column are printed unchanged, without markup.
     """
     groups = _groups([_least(table, column) for column in table.columns], width)
     found = [_part(table, group) for group in groups]
@@ -50,7 +50,7 @@ def bands(table: Table, width: int) -> list[Table]:
 
 
 def _groups(least: Sequence[int], width: int) -> list[list[int]]:
-    """Numbers of the columns of each band, the first column in all of them."""
+    """Return the indices of the columns of each band; the first column is in all of them."""
     groups = [[0]]
     for number in range(1, len(least)):
         used = sum(least[each] for each in groups[-1]) + 1
@@ -61,11 +61,11 @@ def _groups(least: Sequence[int], width: int) -> list[list[int]]:
 
 
 def _least(table: Table, column: Column) -> int:
-    """Fewest characters of a column, with what lies between it and the next."""
+    """Return the smallest width of a column in characters, with the space before the next column."""
     cells = [column.header, *column.cells]
     longest = max(cell_len(line) for cell in cells for line in str(cell).splitlines() or [""])
     is_whole = column is table.columns[0] or column.no_wrap
-    return (longest if is_whole else min(longest, FOLDED)) + table.padding[1] + table.padding[3] + 1
+    return (longest if is_whole else min(longest, NARROWEST)) + table.padding[1] + table.padding[3] + 1
 
 
 def _part(table: Table, numbers: Sequence[int]) -> Table:

@@ -1,6 +1,6 @@
-"""An episode as text for people: what was said and called, what tools answered, and what came of it.
+"""Render an episode as text for people: messages, tool calls and their output, the diff and the test results.
 
-Policies and tools write what they like, so nothing of theirs reaches a terminal as a control character.
+Policies and tools write arbitrary text, so control characters are escaped before a terminal can see them.
 """
 
 import json
@@ -15,13 +15,13 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 
 
 def clean(text: str) -> str:
-    """Text in which control characters are written out, but for tabs and ends of lines."""
+    """Escape all control characters of a text except tabs and newlines."""
     text = text.replace("\r\n", "\n")
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def title(scored: ScoredEpisode) -> str:
-    """One line: which episode, and how it ended."""
+    """Return one line that says which episode this is and how it ended."""
     episode, score = scored.episode, scored.score
     reward = "no reward" if score.reward is None else f"reward {score.reward:g}"
     tokens = sum(len(turn.completion) for turn in episode.turns)
@@ -31,7 +31,7 @@ def title(scored: ScoredEpisode) -> str:
 
 
 def as_text(scored: ScoredEpisode) -> str:
-    """The whole conversation, the submission and the tests."""
+    """Return the whole conversation, the submission and the test results."""
     episode, score = scored.episode, scored.score
     parts = [RULE, title(scored), RULE, *map(_message, episode.messages)]
     if episode.error:
@@ -48,7 +48,7 @@ def _message(message: Message) -> str:
 
 
 def _call(call: ToolCall) -> Iterator[str]:
-    """Name and arguments; text of several lines as it is, not escaped."""
+    """Yield a tool call as its name and arguments; texts of several lines are indented, not quoted."""
     yield f">>> {clean(call.name)}"
     try:
         arguments = json.loads(call.arguments or "{}")

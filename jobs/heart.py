@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 
 from hpc_swe.errors import StorageError
-from hpc_swe.processes import MEETING, Stopped
+from hpc_swe.processes import MEETING, StoppedProcesses
 from hpc_swe.store import atomic
 
 BEAT_S = 2.0
@@ -67,7 +67,7 @@ class Watch:
         self._due = 0.0
         self._seen: dict[str, tuple[bytes, int]] = {}
         """By file: its last content, and looks since that changed."""
-        self._stopped = Stopped()
+        self._stopped = StoppedProcesses()
 
     def frozen(self, children: Iterable[int]) -> str:
         """Look, at most once a second; who does not run any more, in words, or nothing."""
@@ -75,7 +75,7 @@ class Watch:
             return ""
         self._due = time.monotonic() + self._look_s
         self._seen = {name: self._count(name, data) for name, data in self._read().items()}
-        stopped = [f"process {pid} is stopped" for pid in self._stopped.look(children)]
+        stopped = [f"process {pid} is stopped" for pid in self._stopped.find(children)]
         silent = [
             f"rank {name.removeprefix(BEATS)} gave no sign of life for {n * self._look_s:.0f} s"
             for name, (_, n) in self._seen.items()

@@ -83,7 +83,7 @@ def test_episodes_are_read_as_conversations(run):
     name = told.partition("train-")[2].partition(" ")[0]
     task = told.partition(f"train-{name} | ")[2].partition(" ")[0]
     assert f"| {task} |" in show(run.root, "--task", task, "--limit", "1")
-    assert "no such episode" in show(run.root, "--task", "nothing", code=1)
+    assert "no episode fits" in show(run.root, "--task", "nothing", code=1)
 
 
 def test_episodes_of_an_evaluation_are_there_too(run):

@@ -11,7 +11,7 @@ from tensorboard.context import RequestContext
 from tensorboard.data.provider import RunTagFilter
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from hpc_swe.drawing import FIRST, TOLD, Drawing
+from hpc_swe.drawing import EPISODE_STEPS, FIRST, Drawing
 from hpc_swe.metrics import METRICS, Log, meaning
 from hpc_swe.records import Message, ScoredEpisode, ToolCall
 from hpc_swe.roles.coordinator import archive
@@ -133,12 +133,12 @@ def test_the_configuration_and_three_episodes_a_step_can_be_read(run):
 
 
 def test_a_damaged_archive_and_a_long_run_cost_no_drawing(run, caplog):
-    for step in range(TOLD + 3):
+    for step in range(EPISODE_STEPS + 3):
         archive.write(run.archive(step), [spoken("x", reward=0.0)], [0])
-    run.archive(TOLD).write_bytes(b"x")
+    run.archive(EPISODE_STEPS).write_bytes(b"x")
     (run.archives / "foreign.parquet").write_bytes(b"x")
     Log(run.metric_log("a")).write(0, {"reward/mean": 0.5})
     Drawing(run).update()
     steps = [step for step, _ in Board(run).told("episodes/unresolved")]
-    assert steps == [step for step in range(3, TOLD + 3) if step != TOLD]
+    assert steps == [step for step in range(3, EPISODE_STEPS + 3) if step != EPISODE_STEPS]
     assert "its episodes are not drawn" in caplog.text

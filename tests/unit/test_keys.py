@@ -28,11 +28,12 @@ def test_every_key_says_what_it_means():
 def test_keys_are_listed_by_prefix_with_type_default_and_meaning():
     done = listed("groups.max_l")
     assert done.stdout == (
-        "groups.max_losses: int > 0, default 10\n    Lost leases of one message before it is buried.\n"
+        "groups.max_losses: int > 0, default 10\n"
+        "    Expired leases of one message before it moves to dead/.\n"
     )
 
 
 def test_a_prefix_that_no_key_has_is_answered_with_one_that_is_alike():
     done = listed("groups.group_sise")
     assert done.returncode == 2
-    assert "no key begins with 'groups.group_sise'; did you mean 'groups.group_size'?" in done.stderr
+    assert "no key starts with 'groups.group_sise'; did you mean 'groups.group_size'?" in done.stderr

@@ -77,7 +77,7 @@ def test_a_folder_that_does_not_say_whose_it_is_stays(place: Path, owners: str |
 
 
 def test_owners_of_another_pid_namespace_cannot_be_judged_and_of_another_boot_are_dead(place: Path) -> None:
-    boot, namespace = scratch._world().split()
+    boot, namespace = scratch._boot_and_namespace().split()
     folder = Path(tempfile.mkdtemp(prefix=scratch.PREFIX, dir=place))
     (folder / scratch.OWNERS).write_text(f"999999999 1 {boot} {int(namespace) + 1}\n")
     assert scratch.sweep([place]) == []

@@ -105,13 +105,13 @@ def test_spools_tell_how_long_their_oldest_message_lies():
 
 
 def test_orders_that_stand_are_shown_with_what_they_mean():
-    assert "order: DRAIN stands: nothing new is begun" in screen(view(orders=["DRAIN"]))
+    assert "order DRAIN: nothing new is started" in screen(view(orders=["DRAIN"]))
 
 
 def test_report_that_grows_old_is_called_old_unless_the_run_has_finished():
     queue = Queue([Job("coordinator", "7", 1, "running")])
     told = screen(view(silent_s=120.0, queue=queue))
-    assert "the coordinator is silent for 2 min: what follows is old" in told
+    assert "the coordinator has not reported for 2 min: everything below is old" in told
     assert "is old" not in screen(view(silent_s=30.0, queue=queue))
     assert "is silent" not in screen(view(silent_s=120.0, orders=["FINISHED"]))
 
@@ -130,7 +130,7 @@ def test_report_that_grows_old_is_called_old_unless_the_run_has_finished():
 )
 def test_counts_of_a_run_that_was_stopped_are_not_told_as_those_of_now(changes, is_told):
     text = screen(view(**({"silent_s": 30.0} | changes)))
-    assert ("no coordinator runs: what follows is 30 s old" in text) == is_told
+    assert ("no coordinator is running: everything below is 30 s old" in text) == is_told
 
 
 def test_run_without_steps_shows_no_bar():
@@ -248,7 +248,7 @@ def test_before_the_first_report_the_queue_is_shown_with_its_age(run, read):
     run.endpoints.parent.mkdir(exist_ok=True)
     submitted(run, "rollout", 1, "77:1", at=time.time() - 600)
     text = screen(RunReader(run, read()).look())
-    assert "waits for the coordinator, which has not reported yet" in text
+    assert "waits for the first report of the coordinator" in text
     assert rows(text)["rollout"][1:] == ["1", "0", "0", "10", "min", "ago"]
     assert rows(text)["reward"][-1] == "-"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpc_swe import scratch
 from hpc_swe.errors import EngineError, NoAnswer
-from hpc_swe.processes import Stopped, descendants
+from hpc_swe.processes import StoppedProcesses, descendants
 
 STOP_S = 15.0
 """More than the guard takes."""
@@ -24,7 +24,7 @@ class Child:
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], output: Path) -> None:
         self.output = output
-        self._stopped, self._due = Stopped(), 0.0
+        self._stopped, self._due = StoppedProcesses(), 0.0
         self._folder = scratch.make()  # after those of engines that were killed together with their guard
         guard = [sys.executable, "-m", "hpc_swe.roles.inference.guard", str(self._folder), *command]
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ class Child:
         if time.monotonic() < self._due:
             return
         self._due = time.monotonic() + LOOK_S
-        if stopped := self._stopped.look([self._guard.pid, *descendants(self._guard.pid)]):
+        if stopped := self._stopped.find([self._guard.pid, *descendants(self._guard.pid)]):
             raise NoAnswer(f"process {stopped[0]} of the engine is stopped")
 
     def stop(self) -> None:
