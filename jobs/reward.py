@@ -5,7 +5,7 @@ import sys
 from functools import partial
 
 from hpc_swe.plugins.graders.base import carrying
-from hpc_swe.plugins.sandboxes._watched import Watched
+from hpc_swe.plugins.sandboxes.base import WatchedSandboxes
 from hpc_swe.plugins.tasksets.base import Referenced
 from hpc_swe.records import Task
 from hpc_swe.roles.reward import alone
@@ -37,7 +37,7 @@ def work_alone(run: RunDir, config: RunConfig) -> None:
 def _resources(run: RunDir, config: RunConfig) -> RewardResources:
     return RewardResources(
         tasks=graded(run),
-        sandboxes=Watched(config.sandbox),
+        sandboxes=WatchedSandboxes(config.sandbox),
         grader=config.grader,
         config=config.reward,
         references=references(run, config),

@@ -1,6 +1,6 @@
 """python -m jobs.rollout RUN: one rollout worker."""
 
-from hpc_swe.plugins.sandboxes._watched import Watched
+from hpc_swe.plugins.sandboxes.base import WatchedSandboxes
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.episode import RolloutResources
 from hpc_swe.roles.rollout.sampler import Sampler
@@ -20,7 +20,7 @@ def work(run: RunDir, config: RunConfig) -> None:
     sampler = Sampler(config.engine, endpoints, run.token.read_text(encoding="ascii"), table.engine_wait_s)
     resources = RolloutResources(
         tasks={task.task_id: task for found in tasks.read(run.tasks).values() for task in found},
-        sandboxes=Watched(config.sandbox),
+        sandboxes=WatchedSandboxes(config.sandbox),
         agent=config.agent,
         builder=token_builder(config),
         sampler=sampler,

@@ -41,16 +41,10 @@ CIRCLES = {
     "roles.rollout.recorder",
 }
 FOREIGN = {
-    "agents.cli_agent -> tools._text",
-    "agents.tool_agent -> tools._text",
-    "graders.pytest -> tools._pytest",
-    "jobs.reward -> sandboxes._watched",
-    "jobs.rollout -> sandboxes._watched",
     "roles.reward.alone -> graders._again",
     "runs.checks -> policies._megatron.shape",
     "runs.estimate -> policies._megatron.shape",
     "runs.preview -> policies._megatron.shape",
-    "tasks.check -> sandboxes._watched",
     "tasks.check -> tasksets._checked",
     "tasks.images.leaks -> tasksets._swebench_rows",
     "tasks.images.sources -> sandboxes._local",

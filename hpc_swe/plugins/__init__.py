@@ -1,13 +1,13 @@
-"""Extension points. A plugin is one frozen struct in one file.
+"""Load the plugins that a configuration names. A plugin is one frozen struct in one file.
 
-Its fields are its TOML table, its methods are its job, and its file name is its ``type``:
+Its fields are its TOML table, its methods do its work, and its file name is its ``type``:
 
     [advantage]
     type = "grpo"            # plugins/advantages/grpo.py, class Grpo
     scale_by_std = false     # field of that class
 
-A plugin of your own lives anywhere importable: ``type = "my_lab.advantages:Rloo"``. Importing a
-plugin file is cheap; what is heavy is imported in the method that needs it.
+A plugin of your own may be in any importable module: ``type = "my_lab.advantages:Rloo"``. Importing a plugin
+file is cheap; heavy libraries are imported in the method that needs them.
 """
 
 import importlib
@@ -21,11 +21,11 @@ from hpc_swe.cli import suggestion
 from hpc_swe.errors import ConfigError
 
 TABLES = {"policies": "policy", "sandboxes": "sandbox", "tools": "agent.tools"}
-"""Family -> its table in TOML, where that is more than a letter shorter."""
+"""Family -> its table in TOML, where that is not the family without its last letter."""
 
 
 class Plugin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every plugin."""
+    """Serve as the base of every plugin."""
 
 
 def load(family: str, table: dict[str, Any]) -> Any:
@@ -34,11 +34,12 @@ def load(family: str, table: dict[str, Any]) -> Any:
     Raises:
         ConfigError: The type is unknown, or a field is missing, misspelt or of the wrong type.
     """
-    name_of_table = TABLES.get(family, family.removesuffix("s"))
     if not isinstance(table, dict) or not isinstance(table.get("type"), str):
-        raise ConfigError(f"[{name_of_table}] must be a table with a type; known: {', '.join(known(family))}")
+        raise ConfigError(
+            f"[{_table(family)}] must be a table with a type; known: {', '.join(known(family))}"
+        )
     fields = dict(table)
-    kind = fields.pop("type", "")
+    kind = fields.pop("type")
     module, _, name = kind.partition(":") if ":" in kind else (f"hpc_swe.plugins.{family}.{kind}", "", "")
     try:
         plugin = getattr(importlib.import_module(module), name or kind.title().replace("_", ""))
@@ -54,13 +55,13 @@ def load(family: str, table: dict[str, Any]) -> Any:
         names = plugin.__struct_fields__
         unknown = re.search(r"unknown field `(\w+)`", str(error))
         raise ConfigError(
-            f"[{name_of_table}] type = {kind!r}: {error}{suggestion(unknown[1], names) if unknown else ''}; "
+            f"[{_table(family)}] type = {kind!r}: {error}{suggestion(unknown[1], names) if unknown else ''}; "
             f"its fields: {', '.join(names) or 'none'}"
         ) from None
 
 
 def dump(plugin: Plugin) -> dict[str, Any]:
-    """The TOML table of a plugin: inverse of `load`."""
+    """Return the TOML table of a plugin, from which `load` builds the same one."""
     cls = type(plugin)
     shipped = cls.__module__.startswith("hpc_swe.plugins.")
     kind = cls.__module__.rpartition(".")[2] if shipped else f"{cls.__module__}:{cls.__name__}"
@@ -68,7 +69,7 @@ def dump(plugin: Plugin) -> dict[str, Any]:
 
 
 def known(family: str) -> list[str]:
-    """Types that ship with hpc_swe."""
+    """List the types of a family that ship with hpc_swe."""
     package = importlib.import_module(f"hpc_swe.plugins.{family}")
     return sorted(
         m.name
@@ -77,10 +78,12 @@ def known(family: str) -> list[str]:
     )
 
 
+def _table(family: str) -> str:
+    return TABLES.get(family, family.removesuffix("s"))
+
+
 def _unknown(family: str, kind: str) -> ConfigError:
-    names = known(family)
     return ConfigError(
-        f"[{TABLES.get(family, family.removesuffix('s'))}] has no type {kind!r}{suggestion(kind, names)}; "
-        f"known: {', '.join(names)}; "
-        f"for your own write type = 'package.module:Class'"
+        f"[{_table(family)}] has no type {kind!r}{suggestion(kind, known(family))}; "
+        f"known: {', '.join(known(family))}; for your own write type = 'package.module:Class'"
     )

@@ -9,7 +9,6 @@ than they were, and when the host was to blame. `taskset.checked` makes a run ta
 import argparse
 import logging
 import os
-import socket
 import sys
 import time
 from collections import Counter
@@ -28,9 +27,15 @@ from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError, boundary
 from hpc_swe.plugins.graders.base import Examiner, Grader, Resitting, Version
 from hpc_swe.plugins.patch import apply
-from hpc_swe.plugins.sandboxes._watched import Watched
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
-from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Sandbox, Sandboxes, TreeEntry
+from hpc_swe.plugins.sandboxes.base import (
+    Clock,
+    CommandResult,
+    Sandbox,
+    Sandboxes,
+    SandboxWrapper,
+    WatchedSandboxes,
+)
 from hpc_swe.plugins.tasksets import _checked
 from hpc_swe.plugins.tasksets._checked import Kind, Seconds, TaskCheck
 from hpc_swe.plugins.tasksets.base import Referenced
@@ -76,40 +81,21 @@ class Clocked(Sandboxes):
 
 
 @dataclass
-class _ClockedSandbox(Sandbox):
-    sandbox: Sandbox
+class _ClockedSandbox(SandboxWrapper):
     began: float = field(default_factory=time.monotonic)
     ended: float = field(default_factory=time.monotonic)
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
         self.began = time.monotonic()
-        result = self.sandbox.run(command, timeout_s, clock)
+        result = super().run(command, timeout_s, clock)
         self.ended = time.monotonic()
         return result
 
     def python(self, program: str, timeout_s: float) -> CommandResult:
         self.began = time.monotonic()
-        result = self.sandbox.python(program, timeout_s)
+        result = super().python(program, timeout_s)
         self.ended = time.monotonic()
         return result
-
-    def listen(self, port: int) -> socket.socket:
-        return self.sandbox.listen(port)
-
-    def read(self, path: str) -> bytes:
-        return self.sandbox.read(path)
-
-    def write(self, path: str, data: bytes) -> None:
-        self.sandbox.write(path, data)
-
-    def paths(self) -> list[str]:
-        return self.sandbox.paths()
-
-    def entries(self, folder: str) -> dict[str, TreeEntry]:
-        return self.sandbox.entries(folder)
-
-    def target(self, path: str) -> str:
-        return self.sandbox.target(path)
 
 
 @dataclass(frozen=True)
@@ -337,7 +323,7 @@ def main() -> None:
         tasks, references = wanted(config)
         config.sandbox.check()
         images = Path(config.sandbox.images) if isinstance(config.sandbox, Apptainer) else None
-        checker = Checker(config.grader, Watched(config.sandbox), max(1, arguments.runs), images)
+        checker = Checker(config.grader, WatchedSandboxes(config.sandbox), max(1, arguments.runs), images)
         verdicts = run(checker, tasks, references, arguments.out, max(1, arguments.jobs))
     except HpcSweError as error:
         say(f"error: {error}")

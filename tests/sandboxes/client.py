@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpc_swe.errors import SandboxError
-from hpc_swe.plugins.sandboxes._session import _numbers, end_namespace
+from hpc_swe.plugins.sandboxes._session import end_namespace, namespace_pids
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.processes import descendants
 from hpc_swe.records import Task, TestPlan
@@ -86,7 +86,7 @@ def play(number: int, fate: str) -> str:
 
 def befall(fate: str, sandbox) -> None:
     apptainer = sandbox._container._process.pid
-    depth = {pid: numbers for pid in descendants(apptainer) if (numbers := _numbers(pid))}
+    depth = {pid: numbers for pid in descendants(apptainer) if (numbers := namespace_pids(pid))}
     inside = [pid for pid, numbers in depth.items() if len(numbers) == 3]
     outside = [pid for pid, numbers in depth.items() if len(numbers) == 1]
     first = [pid for pid in inside if depth[pid][-1] == "1"]

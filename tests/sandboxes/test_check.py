@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hpc_swe.errors import ConfigError, NodeError, SandboxError
-from hpc_swe.plugins.sandboxes._watched import PATIENCE, Watched
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
+from hpc_swe.plugins.sandboxes.base import FAILURES_BEFORE_CHECK, WatchedSandboxes
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.processes import descendants
 
@@ -91,8 +91,8 @@ def test_a_warm_up_that_fails_is_told(apptainer: Apptainer, task):
 
 def test_a_node_that_opens_none_ends_its_worker_before_it_has_failed_many(tmp_path: Path, task):
     (tmp_path / "python-pytest.sif").write_text("no image")
-    sick = Watched(Apptainer(images=str(tmp_path), executable="false"))
-    for _ in range(PATIENCE - 1):
+    sick = WatchedSandboxes(Apptainer(images=str(tmp_path), executable="false"))
+    for _ in range(FAILURES_BEFORE_CHECK - 1):
         with pytest.raises(SandboxError), sick.open(task):
             pass
     with pytest.raises(NodeError, match="8 sandboxes in a row could not be opened on"), sick.open(task):
@@ -104,15 +104,15 @@ def test_a_broken_image_of_one_task_does_not_make_the_node_sick(tmp_path: Path, 
         def open(self, task):
             raise SandboxError("this image is broken")
 
-    well = Watched(Mostly())
-    for _ in range(3 * PATIENCE):
+    well = WatchedSandboxes(Mostly())
+    for _ in range(3 * FAILURES_BEFORE_CHECK):
         with pytest.raises(SandboxError), well.open(task):
             pass
 
 
 def test_a_sandbox_that_opens_clears_the_count_and_its_own_errors_count_nowhere(task):
-    well = Watched(Process())
-    for _ in range(2 * PATIENCE):
+    well = WatchedSandboxes(Process())
+    for _ in range(2 * FAILURES_BEFORE_CHECK):
         with pytest.raises(SandboxError), well.open(task):
             raise SandboxError("in mid-episode")
 

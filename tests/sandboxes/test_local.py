@@ -45,7 +45,7 @@ def disk(tmp_path) -> Path:
 
 
 def local(disk: Path, most_gb: float = 50.0) -> LocalImages:
-    _local._told.clear()
+    _local._warned.clear()
     return LocalImages(str(disk), most_gb, 300.0, "apptainer")
 
 
@@ -169,7 +169,7 @@ def test_a_folder_that_others_could_have_filled_is_not_used(sif, disk, mode, cap
 def test_without_the_nodes_disk_it_is_told_once_and_sandboxes_open(sif, task, caplog):
     caplog.set_level(logging.WARNING)
     sandboxes = Apptainer(images=str(sif.parent), local="$NO_SUCH_DISK", shared_container=False)
-    _local._told.clear()
+    _local._warned.clear()
     for _ in range(2):
         with sandboxes.open(msgspec.structs.replace(task, image="small")) as sandbox:
             assert sandbox.run("true", 30).exit_code == 0

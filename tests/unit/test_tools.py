@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins import known, load
+from hpc_swe.plugins import _pytest_command, known, load
 from hpc_swe.plugins.sandboxes._tree import Tree
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox
 from hpc_swe.plugins.sandboxes.process import Process
-from hpc_swe.plugins.tools import _pytest
 from hpc_swe.plugins.tools.base import SandboxBroken, ToolError, invoke, schema
 from hpc_swe.records import Task, TestPlan
 
@@ -368,7 +367,7 @@ def test_a_test_command_that_is_no_pytest_is_a_configuration_error():
 
     plan = msgspec.structs.replace(TASK.tests, command="make test")
     with pytest.raises(ConfigError, match="task t: tests.command 'make test'"):
-        _pytest.arguments(msgspec.structs.replace(TASK, tests=plan))
+        _pytest_command.arguments(msgspec.structs.replace(TASK, tests=plan))
 
 
 # What is planted in a folder must not lead the host's hand out of it.

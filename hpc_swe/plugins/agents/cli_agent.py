@@ -14,7 +14,7 @@ from hpc_swe.errors import ConfigError, SandboxError
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.agents.base import Chat, ChatAddress, Refusal, Result
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox
-from hpc_swe.plugins.tools._text import cut
+from hpc_swe.plugins.tools.base import cut
 from hpc_swe.records import ExitStatus, Message, Task
 
 MODEL = "policy"

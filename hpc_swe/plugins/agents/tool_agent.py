@@ -5,7 +5,6 @@ fail otherwise, and those errors pass through.
 """
 
 import json
-import socket
 import time
 from dataclasses import dataclass, field, replace
 
@@ -13,9 +12,8 @@ import msgspec
 
 from hpc_swe.plugins import Plugin, load
 from hpc_swe.plugins.agents.base import Chat, ContextFull, Preface, Result
-from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Sandbox, TreeEntry
-from hpc_swe.plugins.tools._text import cut
-from hpc_swe.plugins.tools.base import SandboxBroken, Tool, ToolError, invoke, schema
+from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Sandbox, SandboxWrapper
+from hpc_swe.plugins.tools.base import SandboxBroken, Tool, ToolError, cut, invoke, schema
 from hpc_swe.records import ExitStatus, Message, Task, ToolCall
 
 
@@ -114,37 +112,18 @@ class _Episode:
 
 
 @dataclass
-class _Bounded(Sandbox):
+class _Bounded(SandboxWrapper):
     """A call that outlasts the budget could outlast the episode, which is the host's failure then."""
 
-    sandbox: Sandbox
     until: float
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
         left_s = self._left_s
-        return replace(self.sandbox.run(command, min(timeout_s, left_s), clock), left_s=round(left_s, 1))
+        return replace(super().run(command, min(timeout_s, left_s), clock), left_s=round(left_s, 1))
 
     def python(self, program: str, timeout_s: float) -> CommandResult:
         left_s = self._left_s
-        return replace(self.sandbox.python(program, min(timeout_s, left_s)), left_s=round(left_s, 1))
-
-    def read(self, path: str) -> bytes:
-        return self.sandbox.read(path)
-
-    def write(self, path: str, data: bytes) -> None:
-        self.sandbox.write(path, data)
-
-    def listen(self, port: int) -> socket.socket:
-        return self.sandbox.listen(port)
-
-    def paths(self) -> list[str]:
-        return self.sandbox.paths()
-
-    def entries(self, folder: str) -> dict[str, TreeEntry]:
-        return self.sandbox.entries(folder)
-
-    def target(self, path: str) -> str:
-        return self.sandbox.target(path)
+        return replace(super().python(program, min(timeout_s, left_s)), left_s=round(left_s, 1))
 
     @property
     def _left_s(self) -> float:

@@ -14,13 +14,12 @@ from typing import Literal
 import msgspec
 
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins import Plugin
+from hpc_swe.plugins import Plugin, _pytest_command
 from hpc_swe.plugins.graders._again import settled
 from hpc_swe.plugins.graders._report import unsealed
 from hpc_swe.plugins.graders._sealed import seal
 from hpc_swe.plugins.patch import BadSubmission, apply
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandboxes
-from hpc_swe.plugins.tools import _pytest
 from hpc_swe.records import Score, Task
 
 _TEXTS = [Path(__file__).with_name(name) for name in ("_guard.py", "_report.py", "_runner.py")]
@@ -125,7 +124,12 @@ class _Exam:
             f"def test_bad():\n    assert {number} + 1 == {number + 2}\n"
         )
         self._laid = msgspec.structs.replace(task, files=files)
-        self._arguments = [*_pytest.off(), *_OPTIONS, *_pytest.arguments(task), self.canaries]
+        self._arguments = [
+            *_pytest_command.disabling_options(),
+            *_OPTIONS,
+            *_pytest_command.arguments(task),
+            self.canaries,
+        ]
 
     def sit(self, sandboxes: Sandboxes) -> tuple[CommandResult, _Report]:
         """Run the tests; the report is empty when they did not come to their end."""

@@ -1,1 +1,1 @@
-"""Where an episode acts."""
+"""Isolate what an episode runs."""

@@ -1,10 +1,11 @@
 # ruff: noqa: BLE001, PTH101, PTH102, PTH103, PTH110, PTH123, PTH211
-"""The program inside a container. It is sent there as text: standard library only, no imports of ours.
+"""Run inside a container and open its sandboxes.
 
-A warm interpreter serves the host: for each sandbox it forks, and the child goes into user, process,
-mount, network, IPC, control group and host-name namespaces of its own, over a root whose writable layer
-is a tmpfs of limited size. That child is process 1 of the sandbox: nothing inside can kill, trace or
-outlive it, and when its socket closes it exits and the kernel ends all the rest.
+The program is sent there as text, so it imports the standard library only. A warm interpreter serves the
+host: for each sandbox it forks, and the child enters user, process, mount, network, IPC, control group and
+host-name namespaces of its own, over a root whose writable layer is a tmpfs of limited size. That child is
+process 1 of the sandbox: nothing inside can kill, trace or outlive it, and when its socket closes it exits
+and the kernel ends all the rest.
 
     container  <- settings, then one socket per sandbox
     sandbox    -> b"process" + pidfd, b"ready" + work directory  <- {"kind", "timeout_s"} + program, output
@@ -42,10 +43,10 @@ PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 
 SIOCSIFFLAGS, IFF_UP_RUNNING = 0x8914, 0x41
 CAPABILITY_V3 = 0x20080522
 BASE, SCRATCH = "/mnt", "/tmp"
-LOOK_S = 0.25
+MEMORY_CHECK_S = 0.25
 PAGE = resource.getpagesize()
-# Counted for the host's user over all sandboxes, unless they have a bound of their own.
-OF_A_USER = {"max_user_namespaces": 0, "max_inotify_instances": 32, "max_inotify_watches": 16384}
+# Linux counts these for the host's user over all sandboxes, unless a namespace has a bound of its own.
+USER_LIMITS = {"max_user_namespaces": 0, "max_inotify_instances": 32, "max_inotify_watches": 16384}
 LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -74,7 +75,7 @@ def serve(channel: socket.socket) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     exec(settings["warm_up"], {"__name__": "warm_up"})
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # The root as a mount without locked children: only such a one may be the lower layer of an overlay.
+    # Bind the root without its locked child mounts: only then may it be the lower layer of an overlay.
     call("mount", None, "/", None, MS_PRIVATE, None)
     call("mount", "/", BASE, None, MS_BIND, None)
     gc.collect()
@@ -93,7 +94,7 @@ def serve(channel: socket.socket) -> None:
 
 
 def start(host: socket.socket, workdir: str, settings: dict[str, Any]) -> NoReturn:
-    """Become a sandbox; whatever fails is said to the host."""
+    """Become a sandbox, and send any error to the host."""
     try:
         user, group = os.geteuid(), os.getegid()
         call("unshare", NEW_NAMESPACES)
@@ -102,20 +103,20 @@ def start(host: socket.socket, workdir: str, settings: dict[str, Any]) -> NoRetu
         put("/proc/self/gid_map", f"0 {group} 1")
         if os.fork():
             os._exit(0)
-        # From here on the first process of the new process namespace.
+        # From here on this is the first process of the new process namespace.
         socket.send_fds(host, [b"process"], [os.pidfd_open(os.getpid())])
         set_up_files(settings["disk_mb"], workdir, settings["mounts"])
-        give_up_rights(settings["processes"])
+        drop_privileges(settings["processes"])
         socket.send_fds(host, [b"ready"], [os.open(workdir, os.O_RDONLY | os.O_DIRECTORY)])
         os.closerange(host.fileno() + 1, 256)
-        obey(host, workdir, settings)
+        serve_host(host, workdir, settings)
     except BaseException:
         host.send(b"failed: " + traceback.format_exc().encode()[-2000:])
     os._exit(1)
 
 
 def set_up_files(disk_mb: int, workdir: str, mounts: list[str]) -> None:
-    """A root of our own: the image below, a tmpfs above, and nothing that a sibling could see."""
+    """Change to a root of the sandbox's own: the image below, a tmpfs above, nothing shared with others."""
     call("mount", None, "/", None, MS_REC | MS_PRIVATE, None)
     mount("tmpfs", SCRATCH, 0, f"size={disk_mb}m,nr_inodes={disk_mb}k,mode=700")
     root, dev = f"{SCRATCH}/root", f"{SCRATCH}/root/dev"
@@ -127,7 +128,7 @@ def set_up_files(disk_mb: int, workdir: str, mounts: list[str]) -> None:
         if os.path.exists(f"/dev/{name}"):
             put(f"{dev}/{name}", "")
             call("mount", f"/dev/{name}", f"{dev}/{name}", None, MS_BIND, None)
-            # A host user who is root owns the node itself, and could change its mode for the whole host.
+            # Read-only: a host user who is root owns the device node, and could change its mode for the host.
             flags = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID_NOEXEC
             call("mount", None, f"{dev}/{name}", None, flags, None)
     mount("devpts", f"{dev}/pts", 0, "newinstance,ptmxmode=0666,mode=620")
@@ -136,7 +137,7 @@ def set_up_files(disk_mb: int, workdir: str, mounts: list[str]) -> None:
     os.makedirs(f"{dev}/shm", exist_ok=True)
     for folder in (f"{dev}/shm", f"{root}/tmp", f"{root}/var/tmp"):
         os.chmod(folder, 0o1777)
-    for path in mounts:  # which the container mounted read-only, and a bind mount stays so
+    for path in mounts:  # the container mounted them read-only, and a bind mount stays read-only
         os.makedirs(root + path, exist_ok=True)
         call("mount", path, root + path, None, MS_BIND, None)
     mount("proc", f"{root}/proc", MS_NOSUID_NODEV_NOEXEC)
@@ -148,16 +149,16 @@ def set_up_files(disk_mb: int, workdir: str, mounts: list[str]) -> None:
     os.chdir(workdir)
 
 
-def give_up_rights(processes: int) -> None:
-    """Loopback up, then no capabilities, none to be had again, and no namespaces below this one."""
+def drop_privileges(processes: int) -> None:
+    """Set the loopback up, forbid further namespaces, then drop all capabilities for good."""
     call("sethostname", "sandbox", 7)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP_RUNNING))
-    for name, most in OF_A_USER.items():
+    for name, most in USER_LIMITS.items():
         put(f"/proc/sys/user/{name}", str(most))
     limit_processes(processes)
-    put("/proc/self/oom_score_adj", "1000")  # when memory runs out, it is this sandbox's doing
-    # Where the host user is root, /proc/sys and sysrq-trigger would open to us without a capability.
+    put("/proc/self/oom_score_adj", "1000")  # when the node runs out of memory, end sandboxes first
+    # Where the host user is root, /proc/sys and sysrq-trigger would be writable without any capability.
     call("mount", None, "/proc", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID_NODEV_NOEXEC, None)
     for capability in range(64):
         if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
@@ -168,9 +169,9 @@ def give_up_rights(processes: int) -> None:
 
 
 def limit_processes(processes: int) -> None:
-    """For a container of root, whom RLIMIT_NPROC does not bind; per namespace since Linux 6.14.
+    """Bound the pids of this namespace, which works since Linux 6.14: RLIMIT_NPROC does not bind root.
 
-    Linux hands out the numbers below 300 only once.
+    Linux assigns the numbers below 300 only once.
     """
     try:
         put("/proc/sys/kernel/pid_max", str(300 + processes))
@@ -178,10 +179,10 @@ def limit_processes(processes: int) -> None:
         return
 
 
-def obey(host: socket.socket, workdir: str, settings: dict[str, Any]) -> None:
-    """Run the host's commands, one at a time; nothing of a command is left when it is answered.
+def serve_host(host: socket.socket, workdir: str, settings: dict[str, Any]) -> None:
+    """Run the host's commands one at a time; all processes of a command have ended when it is answered.
 
-    Whatever the host says meanwhile ends the command; a b"stop" that comes too late means nothing.
+    Any message during a command ends the command; a b"stop" that comes after its end is ignored.
     """
     while True:
         message, files, _, _ = socket.recv_fds(host, 4096, 2)
@@ -201,7 +202,7 @@ def obey(host: socket.socket, workdir: str, settings: dict[str, Any]) -> None:
         if not in_time:
             os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
-        end_everybody()
+        kill_all()
         for file in (handle, *files):
             os.close(file)
         code = os.waitstatus_to_exitcode(status)
@@ -211,11 +212,11 @@ def obey(host: socket.socket, workdir: str, settings: dict[str, Any]) -> None:
 
 
 def await_end(child: int, host: int, timeout_s: float | None, memory_mb: int) -> bool:
-    """Wait for a command's end, and cause it when memory is used up; False when its time is."""
-    until = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
+    """Wait for a command's end, and kill it when it uses too much memory; return False after its time."""
+    deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
     while True:
-        left_s = max(until - time.monotonic(), 0.0)
-        ready = select.select([child, host], [], [], min(left_s, LOOK_S))[0]
+        left_s = max(deadline - time.monotonic(), 0.0)
+        ready = select.select([child, host], [], [], min(left_s, MEMORY_CHECK_S))[0]
         if ready or not left_s:
             return child in ready
         if used_mb("statm") > memory_mb and used_mb("smaps_rollup") > memory_mb:
@@ -223,9 +224,10 @@ def await_end(child: int, host: int, timeout_s: float | None, memory_mb: int) ->
 
 
 def used_mb(source: str) -> float:
-    """Memory of all processes of this namespace but this one; what several share counts once in the second.
+    """Sum the memory of all processes of this namespace but this one, by their files `source` in /proc.
 
-    A process that hides how much it shares is taken to share nothing.
+    smaps_rollup counts shared memory once, statm for each process. A process that hides how much it shares is
+    taken to share nothing.
     """
     total = 0
     for pid in os.listdir("/proc"):
@@ -246,7 +248,7 @@ def used_mb(source: str) -> float:
 
 
 def listen(host: socket.socket, port: int) -> None:
-    """Give the host a socket of this network: it accepts there, and nothing in here can take its place."""
+    """Pass the host a listening socket of this network: it accepts there, and no process inside can."""
     try:
         with socket.create_server(("127.0.0.1", port), backlog=64) as server:
             socket.send_fds(host, [b"listening"], [server.fileno()])
@@ -254,8 +256,8 @@ def listen(host: socket.socket, port: int) -> None:
         host.send(f"failed: {error}".encode())
 
 
-def end_everybody() -> None:
-    """From process 1, -1 means all others of the namespace, at once."""
+def kill_all() -> None:
+    """Kill and reap all other processes: for process 1, pid -1 means all others of the namespace, at once."""
     try:
         os.kill(-1, signal.SIGKILL)
         while True:
@@ -265,7 +267,7 @@ def end_everybody() -> None:
 
 
 def run(kind: str, files: list[int], workdir: str, settings: dict[str, Any]) -> NoReturn:
-    """In the child: one shell line, or one Python program in the interpreter that is already warm."""
+    """Run one shell command, or one Python program in this warm interpreter; called in the forked child."""
     try:
         program = read(files[0])
         os.setsid()
@@ -281,11 +283,11 @@ def run(kind: str, files: list[int], workdir: str, settings: dict[str, Any]) -> 
         limit(resource.RLIMIT_MSGQUEUE, 0)
         limit(resource.RLIMIT_SIGPENDING, 1024)
         limit(resource.RLIMIT_MEMLOCK, 1 << 16)
-        # Not 0: a core_pattern that is a program of the host's is called all the same; for 1 it is not.
+        # Not 0: with 0 Linux still starts a core_pattern that is a program of the host; with 1 it does not.
         limit(resource.RLIMIT_CORE, 1)
         os.nice(settings["nice"])
         if kind == "shell":
-            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and exec would keep so
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would keep that
                 signal.signal(number, signal.SIG_DFL)
             os.execvpe("bash", ["bash", "--noprofile", "--norc", "-c", program], INITIAL)
         os._exit(execute(program))
@@ -296,7 +298,7 @@ def run(kind: str, files: list[int], workdir: str, settings: dict[str, Any]) -> 
 
 
 def execute(program: str) -> int:
-    """What ``python3 -I`` does with a program."""
+    """Run a program as ``python3 -I`` does, and return its exit code."""
     os.environ.clear()
     os.environ.update(INITIAL)
     sys.argv[:] = [""]

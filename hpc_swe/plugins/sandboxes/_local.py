@@ -1,12 +1,13 @@
-"""Images unpacked to a node's own disk, once per node, by whoever needs one first.
+"""Unpack images to a node's own disk, once per node; the first process that needs one does it.
 
-    <local>/hpc_swe-<uid>/                     ours alone, or not used; locked while an image is unpacked
+    <local>/hpc_swe-<uid>/                     private to this user, or unused; locked while an image is
+    unpacked
         <image>-<size>-<time of change>.<boot> locked, shared, by each process that runs a container of it
             tree/, bytes
-        anything else                          being unpacked, or left by a dead process or node
+        anything else                          an unfinished image, or what a dead process or node left
 
-Locks are flock's: they end with the process that holds them, whatever ended it. What fails here costs speed
-only, since the .sif can be run as it is; so it is said once and nothing is raised.
+Locks are those of flock: they end with the process that holds them, whatever ended it. A failure here costs
+speed only, since the .sif itself can be run. So it is logged once, and nothing is raised.
 """
 
 import contextlib
@@ -28,25 +29,25 @@ from hpc_swe.processes import die_with_parent
 log = logging.getLogger(__name__)
 
 SQUASHFS = re.compile(r"\|(\d+)-\d+ *\|FS \(Squashfs/\*System")
-"""Where a .sif holds its files, in what `apptainer sif list` prints."""
-# What only root can make, and no image is asked for: a sandbox has a /dev of its own.
+"""Finds the offset of a .sif's files, in bytes, in the output of `apptainer sif list`."""
+# Only root can make devices, and no sandbox needs those of its image: it has a /dev of its own.
 _DEVICE = re.compile(r"create_inode: could not create \w+ device .*because you're not superuser")
-_NOT_ALL = 2
-_GROWTH = 4  # an image unpacked takes about three times its .sif
+_INCOMPLETE = 2  # exit code of unsquashfs when it could not make every file
+_GROWTH = 4  # an unpacked image takes about three times the space of its .sif
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
-class _Unfit(Exception):
-    """Why the .sif is used as it is."""
+class _CannotUnpack(Exception):
+    """Say why the .sif itself must be run."""
 
 
-_FAILURES = (_Unfit, OSError, ValueError, subprocess.SubprocessError)
+_FAILURES = (_CannotUnpack, OSError, ValueError, subprocess.SubprocessError)
 
 
 @dataclass(frozen=True)
 class LocalImages:
-    """The unpacked images of this node."""
+    """Provide the unpacked images of this node."""
 
     folder: str
     most_gb: float
@@ -55,43 +56,43 @@ class LocalImages:
 
     @contextmanager
     def unpacked(self, sif: Path) -> Iterator[Path | None]:
-        """The image's tree, there until exit; None when this node cannot have it."""
+        """Return the image's tree, which stays until exit; None when this node cannot unpack it."""
         with ExitStack() as held:
             try:
-                tree = self._borrowed(sif, held)
+                tree = self._hold_tree(sif, held)
             except _FAILURES as error:
-                _tell(self.folder, str(error))
+                _warn_once(self.folder, str(error))
                 tree = None
             yield tree
 
     def forget(self, tree: Path) -> None:
-        """Remove a tree that a cleaner of the disk has thinned, unless somebody still runs it."""
+        """Remove a tree of which a cleaner of the disk deleted files, unless a process still runs it."""
         image, root = tree.parent, tree.parent.parent
         try:
             with ExitStack() as alone:
-                _await(_open(root, alone), self.timeout_s, root)
+                _lock(_open(root, alone), self.timeout_s, root)
                 if _evict(image):
-                    log.warning("thinned: %s did not start, though its .sif does; it is forgotten", image)
+                    log.warning("thinned: %s did not start, though its .sif does; it is removed", image)
         except _FAILURES as error:
-            _tell(self.folder, str(error))
+            _warn_once(self.folder, str(error))
 
-    def _borrowed(self, sif: Path, held: ExitStack) -> Path:
+    def _hold_tree(self, sif: Path, held: ExitStack) -> Path:
         root = _root(self.folder)
-        about = sif.stat()
+        state = sif.stat()
         boot = "." + _BOOT.read_text()[:8]
-        image = root / f"{sif.stem}-{about.st_size:x}-{about.st_mtime_ns:x}{boot}"
+        image = root / f"{sif.stem}-{state.st_size:x}-{state.st_mtime_ns:x}{boot}"
         if not _hold(image, held):
             with ExitStack() as alone:
                 lock = _open(root, alone)
-                _await(lock, self.timeout_s, root)
+                _lock(lock, self.timeout_s, root)
                 if not _hold(image, held):
                     for leftover in root.iterdir():
                         if not leftover.name.endswith(boot):
                             _remove(leftover)
-                    _make_room(root, _GROWTH * about.st_size, int(self.most_gb * 1e9))
+                    _make_room(root, _GROWTH * state.st_size, int(self.most_gb * 1e9))
                     self._unpack(sif, image, lock)
                     if not _hold(image, held):
-                        raise _Unfit(f"{image} has gone again")
+                        raise _CannotUnpack(f"{image} was removed at once")
         os.utime(image)
         return image / "tree"
 
@@ -101,7 +102,7 @@ class LocalImages:
         try:
             command = ["unsquashfs", "-quiet", "-no-progress", "-no-xattrs"]
             place = ["-offset", str(self._offset(sif)), "-dest", str(part / "tree"), str(sif)]
-            # It keeps the lock, should this process die first.
+            # unsquashfs inherits the lock, and holds it should this process die first.
             _run([*command, *place], self.timeout_s, lock)
             (part / "bytes").write_text(
                 _run(["du", "-s", "-B1", str(part / "tree")], self.timeout_s).split()[0]
@@ -114,20 +115,20 @@ class LocalImages:
         listing = _run([self.executable, "sif", "list", str(sif)], self.timeout_s)
         found = SQUASHFS.search(listing)
         if not found:
-            raise _Unfit(f"{sif.name} holds no plain squashfs")
+            raise _CannotUnpack(f"{sif.name} holds no plain squashfs")
         return int(found[1])
 
 
 def _root(folder: str) -> Path:
-    place = os.path.expandvars(folder)
-    if "$" in place:
-        raise _Unfit("there is no such environment variable here")
-    root = Path(place, f"hpc_swe-{os.geteuid()}")
+    expanded = os.path.expandvars(folder)
+    if "$" in expanded:
+        raise _CannotUnpack("there is no such environment variable here")
+    root = Path(expanded, f"hpc_swe-{os.geteuid()}")
     with contextlib.suppress(FileExistsError):
         root.mkdir(mode=0o700)
-    about = root.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
-        raise _Unfit(f"{root} is no folder of ours alone (mode 0700)")
+    state = root.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o077:
+        raise _CannotUnpack(f"{root} is no private folder of this user (mode 0700)")
     return root
 
 
@@ -137,19 +138,21 @@ def _open(folder: Path, until: ExitStack) -> int:
     return handle
 
 
-def _await(lock: int, timeout_s: float, root: Path) -> None:
+def _lock(handle: int, timeout_s: float, root: Path) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise _Unfit(f"another process has unpacked in {root} for {timeout_s:.0f} s") from None
+                raise _CannotUnpack(
+                    f"another process has been unpacking in {root} for {timeout_s:.0f} s"
+                ) from None
         time.sleep(0.05)
 
 
 def _hold(image: Path, held: ExitStack) -> bool:
-    """Whether it is there, and from now on stays."""
+    """Keep an unpacked image until `held` closes; return False when there is none."""
     with ExitStack() as opened:
         try:
             handle = _open(image, opened)
@@ -157,24 +160,28 @@ def _hold(image: Path, held: ExitStack) -> bool:
             if not os.path.samestat(os.fstat(handle), image.stat()):
                 return False
         except (FileNotFoundError, BlockingIOError):
-            return False  # or it is just being removed
+            return False  # missing, or just being removed
         held.push(opened.pop_all())
     return True
 
 
 def _make_room(root: Path, needed: int, most: int) -> None:
-    """Remove whose use is longest ago, but none that is in use."""
+    """Remove the least recently used images, but none in use, until `needed` bytes are free.
+
+    Raises:
+        _CannotUnpack: All that is left is in use.
+    """
     images = sorted(root.iterdir(), key=lambda image: image.stat().st_mtime_ns)
     sizes = {image: size for image in images if (size := _size(image)) or not _evict(image)}
     while needed > min(shutil.disk_usage(root).free, most - sum(sizes.values())):
         victim = next((image for image in images if image in sizes and _evict(image)), None)
         if victim is None:
-            raise _Unfit(f"no room for {needed / 1e9:.1f} GB in {root} beside the images in use")
+            raise _CannotUnpack(f"no room for {needed / 1e9:.1f} GB in {root} beside the images in use")
         del sizes[victim]
 
 
 def _size(image: Path) -> int:
-    """What it takes, as noted when it was unpacked; 0 when a cleaner of the disk has been at it."""
+    """Return the size that was recorded when it was unpacked; 0 when a cleaner deleted the record."""
     try:
         return int((image / "bytes").read_text())
     except (FileNotFoundError, ValueError):
@@ -188,7 +195,7 @@ def _evict(image: Path) -> bool:
         except BlockingIOError:
             return False
         part = image.with_name(f"{image.name}.part")
-        image.rename(part)  # at once, so that no half of an image is ever taken for a whole one
+        image.rename(part)  # atomic, so that no half of an image is ever taken for a whole one
     _remove(part)
     return True
 
@@ -203,13 +210,13 @@ def _run(command: list[str], timeout_s: float, *kept: int) -> str:
     done = subprocess.run(
         command, timeout=timeout_s, capture_output=True, text=True, pass_fds=kept, preexec_fn=die_with_parent
     )
-    wrong = [line for line in done.stderr.splitlines() if line and not _DEVICE.match(line)]
-    if done.returncode and (wrong or done.returncode != _NOT_ALL):
-        raise _Unfit(f"{command[0]}: {' '.join(wrong)[-300:] or done.returncode}")
+    errors = [line for line in done.stderr.splitlines() if line and not _DEVICE.match(line)]
+    if done.returncode and (errors or done.returncode != _INCOMPLETE):
+        raise _CannotUnpack(f"{command[0]}: {' '.join(errors)[-300:] or done.returncode}")
     return done.stdout
 
 
-def _tell(folder: str, reason: str) -> None:
-    if folder not in _told:
-        _told.add(folder)
-        log.warning("packed: local = %r: %s; sandboxes start from .sif files (said once)", folder, reason)
+def _warn_once(folder: str, reason: str) -> None:
+    if folder not in _warned:
+        _warned.add(folder)
+        log.warning("packed: local = %r: %s; sandboxes start from .sif files (logged once)", folder, reason)

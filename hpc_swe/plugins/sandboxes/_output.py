@@ -1,10 +1,10 @@
-"""What a command wrote, cut in the middle when it is long."""
+"""Read the output of commands, which may be long."""
 
 import os
 
 
 def collected(file: int, most: int) -> str:
-    """Text of an open file, at most about `most` bytes of it."""
+    """Return the text of an open file; when it has more than `most` bytes, the middle is cut out."""
     size = os.fstat(file).st_size
     if size <= most:
         return os.pread(file, most, 0).decode(errors="replace")

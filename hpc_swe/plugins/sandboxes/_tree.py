@@ -1,7 +1,7 @@
-"""The host's hand in a folder that hostile code owns.
+"""Read and write a folder that hostile code owns.
 
-Every path is walked component by component from one open directory, and no link is ever followed:
-whatever is planted there, the host reads and writes inside that folder's own file system or fails.
+Every path is walked component by component from one open directory, and no link is ever followed. Whatever
+the code plants there, the host reads and writes inside that folder's own file system, or fails.
 """
 
 import errno
@@ -15,24 +15,24 @@ from typing import Literal
 from hpc_swe.plugins.sandboxes.base import TreeEntry
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Opening a pipe must not wait for its other end, nor a terminal become ours.
+# Opening a pipe must not wait for its other end, and no terminal may become this process's own.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MOST_FILES = 20_000
 _MOST_ENTRIES = 50_000
-"""Names that are looked at in one call, of whatever kind."""
+"""Names of any kind that one call lists."""
 _DEEPEST = 64
 
 
 class Tree:
-    """Files below one open directory."""
+    """Access the files below one open directory."""
 
     def __init__(self, root: int, most_bytes: int) -> None:
         self._root = root
         self._most_bytes = most_bytes
 
     def read(self, path: str) -> bytes:
-        """Content of a regular file."""
+        """Return the content of a regular file."""
         with self._parent(path) as (folder, name):
             file = os.open(name, _READ, dir_fd=folder)
             with os.fdopen(file, "rb") as handle:
@@ -41,12 +41,12 @@ class Tree:
                 if os.fstat(file).st_size > self._most_bytes:
                     raise _error(errno.EFBIG, path, f"larger than {self._most_bytes} bytes")
                 data = handle.read(self._most_bytes + 1)
-        if len(data) > self._most_bytes:  # it grows
+        if len(data) > self._most_bytes:  # it grew meanwhile
             raise _error(errno.EFBIG, path, f"larger than {self._most_bytes} bytes")
         return data
 
     def write(self, path: str, data: bytes) -> None:
-        """Put a file under its name at once, with the permissions of the one it replaces."""
+        """Write a file atomically, with the permissions of the file that it replaces."""
         with self._parent(path, make=True) as (folder, name):
             temporary = f".{secrets.token_hex(8)}"
             file = os.open(temporary, _WRITE, 0o644, dir_fd=folder)
@@ -60,7 +60,7 @@ class Tree:
                 raise
 
     def entries(self, folder: str) -> dict[str, TreeEntry]:
-        """What a folder holds."""
+        """List a folder by name."""
         found: dict[str, TreeEntry] = {}
         with self._folder(folder, folder.split("/")) as here, os.scandir(here) as names:
             for name in names:
@@ -70,26 +70,26 @@ class Tree:
         return found
 
     def target(self, path: str) -> str:
-        """What a link points to."""
+        """Return the target of a link, as written in it."""
         with self._parent(path) as (folder, name):
             return os.readlink(name, dir_fd=folder)
 
     def paths(self) -> list[str]:
-        """Every regular file, sorted."""
+        """List every regular file, sorted."""
         found: list[str] = []
-        for looked, path in enumerate(self._walk(self._root, "", _DEEPEST)):
+        for count, path in enumerate(self._walk(self._root, "", _DEEPEST)):
             if path is not None:
                 found.append(path)
-            if len(found) > _MOST_FILES or looked > _MOST_ENTRIES:
+            if len(found) > _MOST_FILES or count > _MOST_ENTRIES:
                 raise _error(errno.EFBIG, ".", f"more than {_MOST_FILES} files or {_MOST_ENTRIES} names")
         return sorted(found)
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Close the directory."""
         os.close(self._root)
 
     def _walk(self, folder: int, prefix: str, depth: int) -> Iterator[str | None]:
-        """Files; None for all else that is met, so that the caller can count it."""
+        """Yield files, and None for any other name, so that the caller can count it."""
         for entry in os.scandir(folder):
             is_file = entry.is_file(follow_symlinks=False)
             yield prefix + entry.name if is_file else None

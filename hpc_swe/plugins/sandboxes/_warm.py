@@ -1,8 +1,8 @@
-"""The warm containers of one process: one per image in use, and a few that wait for the next sandbox.
+"""Keep the containers of one process: one per image in use, and a few idle ones for the next sandboxes.
 
-A task set has hundreds of images, and a container costs forty megabytes. So those that idle are bounded,
-and whoever has idled longest is ended first. One that a sandbox uses is never ended, and starting one keeps
-nobody waiting who wants another image.
+A task set has hundreds of images, and a container costs forty megabytes. So the number of idle containers is
+bounded, and the one that has been idle longest ends first. A container in use never ends, and starting one
+does not delay sandboxes of other images.
 """
 
 import threading
@@ -16,7 +16,7 @@ from hpc_swe.plugins.sandboxes._session import Container
 
 @dataclass
 class _Slot:
-    """The container of one image, or the place for it."""
+    """Hold the container of one image, once it has started."""
 
     life: ExitStack = field(default_factory=ExitStack)
     container: Container | None = None
@@ -30,32 +30,33 @@ class _Slot:
 
 @dataclass
 class Warm:
-    """Containers by image."""
+    """Share containers between sandboxes, by image."""
 
     run: Callable[[str], AbstractContextManager[Container]]
     """Starts the container of an image, and ends it at exit."""
     idle: int
+    """Largest number of idle containers."""
     start_timeout_s: float
     _slots: dict[str, _Slot] = field(default_factory=dict, init=False)
-    """Whose use began or ended last comes last."""
+    """By image, in the order in which their last use began or ended."""
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @contextmanager
     def container(self, image: str) -> Iterator[Container]:
-        """A running container, not ended before exit."""
+        """Return a running container that does not end before exit."""
         with self._lock:
             slot = self._slots[image] = self._slots.pop(image, _Slot())
             slot.users += 1
         try:
             yield self._running(slot, image)
         finally:
-            for surplus in self._give_back(slot, image):
+            for surplus in self._release(slot, image):
                 _end(surplus)
 
     def _running(self, slot: _Slot, image: str) -> Container:
         if not slot.starting.acquire(timeout=self.start_timeout_s):
             raise SandboxError(
-                f"awaited the container of {image}, which another thread starts, {self.start_timeout_s:.0f} s"
+                f"another thread has not started the container of {image} in {self.start_timeout_s:.0f} s"
             )
         try:
             if slot.container is None or not slot.is_warm:
@@ -65,12 +66,12 @@ class Warm:
         finally:
             slot.starting.release()
 
-    def _give_back(self, slot: _Slot, image: str) -> list[_Slot]:
-        """Count a user less; who idles beyond the bound is no longer known, and is to be ended."""
+    def _release(self, slot: _Slot, image: str) -> list[_Slot]:
+        """Count one user less; remove and return the idle slots above the bound, for the caller to end."""
         with self._lock:
             slot.users -= 1
             self._slots[image] = self._slots.pop(image)
-            unused = [name for name, known in self._slots.items() if not known.users]
+            unused = [name for name, each in self._slots.items() if not each.users]
             warm = [name for name in unused if self._slots[name].is_warm]
             dead = [name for name in unused if name not in warm]
             return [self._slots.pop(name) for name in [*dead, *warm[: max(0, len(warm) - self.idle)]]]

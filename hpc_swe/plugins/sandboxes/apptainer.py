@@ -1,9 +1,9 @@
-"""Sandboxes by Apptainer: warm containers by image, one set of namespaces per sandbox.
+"""Open sandboxes with Apptainer: one warm container per image, one set of namespaces per sandbox.
 
-Starting Apptainer costs about a hundred milliseconds of CPU, a sandbox inside a running container a
-tenth of that. Everything a sandbox writes lies in its own tmpfs and every process of it in its own
-process namespace, so there is nothing to sweep up: when this process ends, by whatever signal, the
-container reads the end of its socket and exits, and the kernel takes the rest.
+Starting Apptainer costs about a hundred milliseconds of CPU time, a sandbox inside a running container a
+tenth of that. All files of a sandbox are in its own tmpfs and all its processes in its own process namespace,
+so nothing needs to be cleaned up: when this process ends, by whatever signal, the container reads the end of
+its socket and exits, and the kernel removes the rest.
 """
 
 import logging
@@ -24,9 +24,9 @@ from hpc_swe.plugins.sandboxes.base import Sandbox
 from hpc_swe.records import Task
 
 _ISOLATION = ["--containall", "--no-home", "--cleanenv", "--no-mount=bind-paths", "--net", "--network=none"]
-# Keyrings belong to the user id, which no namespace changes; the other calls only widen what can be attacked.
+# Keyrings belong to the user id, which no namespace changes; the other calls would widen the attack surface.
 _SECCOMP = Path(__file__).with_name("_seccomp.json")
-# One id, mapped to root inside: the same on hosts with and without /etc/subuid.
+# Maps one id to root inside, in the same way on hosts with and without /etc/subuid.
 _AS_USER = ["--fakeroot", "--ignore-subuid", "--ignore-fakeroot-command"]
 _AS_ROOT = ["--userns"]
 _WARM_UP = """
@@ -46,27 +46,27 @@ log = logging.getLogger(__name__)
 
 
 class Apptainer(Plugin, frozen=True, kw_only=True):
-    """User, process, mount, network, IPC and host-name namespaces of its own; no capabilities."""
+    """Isolate each sandbox by namespaces (user, process, mount, network, IPC, host name), no capabilities."""
 
     images: str = ".cache/images"
-    """Folder of ``<image>.sif`` files; a folder ``<image>`` of ours beside one, unpacked, is preferred."""
+    """Folder of ``<image>.sif`` files; an unpacked folder ``<image>`` that this user owns is preferred."""
     limits: Limits = Limits()
     start_timeout_s: float = 120.0
     """Seconds that a container may take to start."""
     shared_container: bool = True
-    """False: one container per sandbox, at ten times the cost."""
+    """Run the sandboxes of one image in one container; false costs ten times as much per sandbox."""
     warm_containers: int = 8
-    """Containers of a process that idle until their image is wanted again, at 40 MB each."""
+    """Idle containers that a process keeps until their image is needed again, at 40 MB each."""
     local: str = ""
-    """A folder on the node's own disk, as ``$TMPDIR``: a .sif is unpacked there once per node, then run."""
+    """Folder on the node's own disk, such as ``$TMPDIR``, where each .sif is unpacked once per node."""
     local_gb: float = 50.0
-    """What unpacked images may take there; whose use is longest ago goes first."""
+    """Space for unpacked images there; the least recently used image is removed first."""
     mounts: tuple[str, ...] = ()
     """Folders, or squashfs files, that sandboxes see read-only: ``.cache/agents/qwen-code:/opt/agent``."""
     python: str = "python3"
-    """The image's interpreter that serves the host and runs `Sandbox.python`."""
+    """Interpreter in the image that serves the host and runs `Sandbox.python`."""
     warm_up: str = _WARM_UP
-    """Program run once per container; every sandbox starts with its imports done."""
+    """Program that runs once per container; every sandbox starts with the program's imports done."""
     executable: str = "apptainer"
     """Name or path of Apptainer."""
 
@@ -81,7 +81,7 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
             raise ConfigError(
                 f"[sandbox] images: no .sif file in {self.images}: run containers/build_image.sh"
             )
-        for trial in range(TRIALS):  # a container that somebody kills says nothing about the configuration
+        for trial in range(TRIALS):  # one failure may have another cause than the configuration
             try:
                 with self._running(images[0].stem) as container, container.open("/trial"):
                     return
@@ -95,7 +95,7 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
 
     @contextmanager
     def open(self, task: Task) -> Iterator[Sandbox]:
-        """A fresh sandbox of the task's image with the task's files in its work directory."""
+        """Open a fresh sandbox of the task's image with the task's files in its work directory."""
         containers = self._containers().container if self.shared_container else self._running
         with containers(task.image) as container, container.open(task.workdir) as sandbox:
             with boundary(SandboxError, f"lay out the files of {task.task_id}"):
@@ -104,9 +104,13 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
             yield sandbox
 
     def image(self, name: str) -> Path:
-        """The file or folder that an image name stands for."""
+        """Return the file or folder of an image.
+
+        Raises:
+            ConfigError: There is none, or others may change it.
+        """
         folder, file = Path(self.images, name), Path(self.images, f"{name}.sif")
-        # Somebody else's files have no owner inside, and nothing could be written beside them.
+        # Files of other users have no owner inside a container, and nothing could be written beside them.
         if folder.is_dir() and folder.stat().st_uid == os.geteuid():
             return folder
         if file.exists():
@@ -126,7 +130,7 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
 
     @contextmanager
     def _running(self, name: str) -> Iterator[Container]:
-        """A container of an image, ended at exit."""
+        """Run a container of an image until exit."""
         sif = Path(self.images, f"{name}.sif")
         with ExitStack() as life:
             tree = None
@@ -154,22 +158,24 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
             return Container(command, self.limits, self.warm_up, self.start_timeout_s, targets)
 
     def _mount(self, mount: str) -> tuple[str, str]:
-        """Apptainer's option, and where it appears."""
+        """Return Apptainer's option for a mount, and its path in the container."""
         source, _, target = mount.rpartition(":")
         path = Path(source).resolve()
         if not source or not path.exists() or not target.startswith("/"):
             raise ConfigError(
-                f"[sandbox] mounts: {mount!r} must be FOLDER:/WHERE, and the folder must be there; "
+                f"[sandbox] mounts: {mount!r} must be FOLDER:/WHERE, and the folder must exist; "
                 "containers/build_agents.sh makes those of the agents that ship"
             )
         return f"{path}:{target}:ro" if path.is_dir() else f"{path}:{target}:image-src=/,ro", target
 
 
 def _require_ours(file: Path) -> None:
-    """Refuse an image that somebody else may change: what runs in it is what rewards are made of."""
+    """Refuse an image that other users may change: what runs in it decides rewards."""
     for path in (file.resolve(), file.resolve().parent):
         found = path.stat()
-        is_shared = path.is_dir() and found.st_mode & stat.S_ISVTX  # where nobody renames another's files
+        is_shared = (
+            path.is_dir() and found.st_mode & stat.S_ISVTX
+        )  # users cannot rename each other's files there
         if found.st_uid not in (0, os.geteuid()):
             raise ConfigError(
                 f"[sandbox] images: {path} belongs to user {found.st_uid}; copy it to a folder of yours"

@@ -1,20 +1,24 @@
-"""The seam: a container that an episode acts in."""
+"""Define a sandbox: the container in which an episode acts, and its tests run."""
 
 import math
 import socket
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
+from hpc_swe.errors import ConfigError, NodeError, SandboxError
 from hpc_swe.records import Task
 
+FAILURES_BEFORE_CHECK = 8
+"""Sandboxes in a row that do not open before the node itself is checked."""
 Clock = Callable[[], float]
-"""Seconds that count; they may stand still, and infinity ends what is timed."""
+"""Returns seconds; they may stand still, and infinity ends what is timed."""
 
 
 class TreeEntry(NamedTuple):
-    """One name in a folder of a sandbox."""
+    """Describe one name in a folder of a sandbox."""
 
     kind: Literal["file", "executable", "link", "folder", "other"]
     size: int
@@ -22,37 +26,38 @@ class TreeEntry(NamedTuple):
 
     @property
     def is_folder(self) -> bool:
-        """A folder, and no link to one."""
+        """Return whether it is a folder, and no link to one."""
         return self.kind == "folder"
 
     @property
     def is_file_or_link(self) -> bool:
-        """What a difference can hold."""
+        """Return whether a patch can hold it."""
         return self.kind in ("file", "executable", "link")
 
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What a command in the sandbox left."""
+    """Hold how a command in the sandbox ended, and its output."""
 
     exit_code: int
     output: str
-    """Standard output and error, merged, cut in the middle when too long."""
+    """Standard output and error, merged; the middle is cut out when they are too long."""
     timed_out: bool = False
     broke_sandbox: bool = False
-    """The command ended the sandbox itself; the policy's own doing once the agent has acted."""
+    """The command ended the sandbox itself. Once the agent has acted, the policy caused this."""
     left_s: float = math.inf
-    """Of a budget when it began: no more than that was it given, whatever was asked for."""
+    """Seconds left of a budget when the command began; they bound its time whatever was asked for."""
 
 
 class Sandbox(Protocol):
-    """One open sandbox. After `broke_sandbox` every further command answers the same.
+    """Run commands and exchange files with one open sandbox.
 
-    Processes end with the command that started them. Files stay readable after the sandbox broke.
+    Processes end with the command that started them. After a command broke the sandbox all further ones
+    report the same, and files stay readable.
     """
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
-        """Run a shell line in the work directory. Its time is the wall's, or that of `clock`.
+        """Run a shell command in the work directory. Its time is wall time, or that of `clock`.
 
         Raises:
             SandboxError: The host failed, not the command.
@@ -66,60 +71,139 @@ class Sandbox(Protocol):
         """
 
     def read(self, path: str) -> bytes:
-        """Content of a regular file, relative to the work directory. Starts nothing in the sandbox.
+        """Return the content of a regular file below the work directory. This starts no process there.
 
         Raises:
             OSError: No such regular file, too large, or reached through a link or ``..``.
         """
 
     def write(self, path: str, data: bytes) -> None:
-        """Put a regular file, making its folders. Starts nothing in the sandbox.
+        """Write a regular file, and make its folders. This starts no process in the sandbox.
 
         Raises:
             OSError: Disk full, or the path is a folder, or leads through a link or ``..``.
         """
 
     def listen(self, port: int) -> socket.socket:
-        """A socket that listens on 127.0.0.1 of the sandbox's own network; only this host can accept there.
+        """Return a socket that listens on 127.0.0.1 of the sandbox's network; only this host accepts on it.
 
-        Where that network is the host's own, any free port is taken.
+        Where the sandbox uses the host's network, the socket takes any free port. Call this before the agent
+        acts: the policy could take the port.
 
         Raises:
-            SandboxError: It could not be made. Ask before the agent acts, or the policy holds the port.
+            SandboxError: The socket could not be made.
         """
 
     def entries(self, folder: str) -> dict[str, TreeEntry]:
-        """What a folder below the work directory holds; the empty name is the work directory's.
+        """List a folder below the work directory by name; the empty path is the work directory itself.
 
         Raises:
-            OSError: No such folder, closed, behind a link or ``..``, or more than a sandbox gives out.
+            OSError: No such folder, no access, reached through a link or ``..``, or too many names.
         """
 
     def target(self, path: str) -> str:
-        """What a link points to, as it is written in it.
+        """Return the target of a link, as written in it.
 
         Raises:
             OSError: No such link, or reached through another one or ``..``.
         """
 
     def paths(self) -> list[str]:
-        """Every regular file below the work directory, sorted; links are not followed.
+        """List every regular file below the work directory, sorted; links are not followed.
 
         Raises:
-            OSError: More files than a sandbox gives out.
+            OSError: Too many files.
         """
+
+
+@dataclass
+class SandboxWrapper(Sandbox):
+    """Forward every call to another sandbox; subclasses change some of them."""
+
+    sandbox: Sandbox
+
+    def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
+        return self.sandbox.run(command, timeout_s, clock)
+
+    def python(self, program: str, timeout_s: float) -> CommandResult:
+        return self.sandbox.python(program, timeout_s)
+
+    def read(self, path: str) -> bytes:
+        return self.sandbox.read(path)
+
+    def write(self, path: str, data: bytes) -> None:
+        self.sandbox.write(path, data)
+
+    def listen(self, port: int) -> socket.socket:
+        return self.sandbox.listen(port)
+
+    def entries(self, folder: str) -> dict[str, TreeEntry]:
+        return self.sandbox.entries(folder)
+
+    def target(self, path: str) -> str:
+        return self.sandbox.target(path)
+
+    def paths(self) -> list[str]:
+        return self.sandbox.paths()
 
 
 @runtime_checkable
 class Sandboxes(Protocol):
-    """The plugin: opens sandboxes."""
+    """Open sandboxes for tasks."""
 
     def check(self) -> None:
         """Raise ConfigError, with the remedy, when this machine cannot open sandboxes."""
 
     def open(self, task: Task) -> AbstractContextManager[Sandbox]:
-        """A fresh sandbox of the task's image with the task's files in its work directory.
+        """Open a fresh sandbox of the task's image with the task's files in its work directory.
 
         Raises:
             SandboxError: It did not start.
         """
+
+
+@dataclass
+class WatchedSandboxes(Sandboxes):
+    """End the process on a node that opens no sandbox any more.
+
+    Such a node fails episodes faster than all other nodes complete them, and would use up a run's groups.
+    """
+
+    sandboxes: Sandboxes
+    _failures: int = field(default=0, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def check(self) -> None:
+        """Check the wrapped sandboxes."""
+        self.sandboxes.check()
+
+    @contextmanager
+    def open(self, task: Task) -> Iterator[Sandbox]:
+        """Open a sandbox, and count failures in a row.
+
+        Raises:
+            SandboxError: It did not start.
+            NodeError: None of the last ones started, and this machine cannot open any.
+        """
+        with ExitStack() as stack:
+            try:
+                sandbox = stack.enter_context(self.sandboxes.open(task))
+            except SandboxError as error:
+                self._count(error)
+                raise
+            with self._lock:
+                self._failures = 0
+            yield sandbox
+
+    def _count(self, error: SandboxError) -> None:
+        with self._lock:
+            self._failures += 1
+            if self._failures % FAILURES_BEFORE_CHECK:
+                return
+            try:
+                self.sandboxes.check()  # when it passes, the images of some tasks may be broken
+            except ConfigError:
+                host = socket.gethostname()
+                raise NodeError(
+                    f"{self._failures} sandboxes in a row could not be opened on {host}: {error}"
+                ) from error

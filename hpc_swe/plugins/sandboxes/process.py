@@ -1,6 +1,6 @@
-"""Sandboxes that are no sandboxes: a temporary folder and plain subprocesses.
+"""Run commands as plain subprocesses in a temporary folder, without any isolation.
 
-For machines without Apptainer and for tests of everything else. What runs here runs as you.
+This serves machines without Apptainer, and tests of everything else. The policy's code runs as your user.
 """
 
 import logging
@@ -24,15 +24,15 @@ from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Sandbox
 from hpc_swe.records import Task
 
 MARK = "HPC_SWE_SANDBOX"
-"""What the environment of all its processes holds, whatever else they change in it."""
-LOOK_S = 0.2
-"""How often another clock than the wall's is looked at."""
+"""Environment variable of all its processes; a process shows the environment with which it began."""
+CLOCK_CHECK_S = 0.2
+"""Seconds between two readings of a clock other than wall time."""
 
 log = logging.getLogger(__name__)
 
 
 class Process(Plugin, frozen=True, kw_only=True):
-    """No isolation at all; the task's work directory is a temporary folder, its image is ignored."""
+    """Provide no isolation: the work directory is a temporary folder, and the task's image is ignored."""
 
     scratch: str = ""
     """Folder for work directories; empty means the system's."""
@@ -42,12 +42,12 @@ class Process(Plugin, frozen=True, kw_only=True):
     """Bytes of a file that are read."""
 
     def check(self) -> None:
-        """Every machine can do this."""
+        """Accept every machine, and warn once."""
         _warn()
 
     @contextmanager
     def open(self, task: Task) -> Iterator[Sandbox]:
-        """A fresh folder with the task's files."""
+        """Open a fresh folder with the task's files."""
         _warn()
         with tempfile.TemporaryDirectory(
             prefix="hpc_swe.", dir=self.scratch or None, ignore_cleanup_errors=True
@@ -111,22 +111,22 @@ class _Folder:
                 )
             timed_out, code = False, None
             try:
-                until = clock() + timeout_s
-                while code is None and not (timed_out := clock() >= until):
+                deadline = clock() + timeout_s
+                while code is None and not (timed_out := clock() >= deadline):
                     with suppress(subprocess.TimeoutExpired):
-                        code = process.wait(max(min(until - clock(), LOOK_S), 0.0))
+                        code = process.wait(max(min(deadline - clock(), CLOCK_CHECK_S), 0.0))
             finally:
-                _end_all(self._folder)
+                _kill_all(self._folder)
                 process.wait()
             code = 137 if code is None else code
             text = collected(output.fileno(), self._output_bytes)
         return CommandResult(exit_code=code if code >= 0 else 128 - code, output=text, timed_out=timed_out)
 
 
-def _end_all(folder: Path) -> None:
-    """End what a sandbox started, daemons of their own session too: the environment names the folder."""
+def _kill_all(folder: Path) -> None:
+    """Kill all processes of a sandbox, daemons in other sessions too: their environment names the folder."""
     mark = f"{MARK}={folder}\0".encode()
-    looks = 2  # one that is just executing a program shows an empty environment
+    passes = 2  # a process that is just executing a program shows an empty environment
     for _ in range(100):
         found = False
         for entry in Path("/proc").glob("[0-9]*"):
@@ -134,8 +134,8 @@ def _end_all(folder: Path) -> None:
                 if mark in (entry / "environ").read_bytes():
                     os.kill(int(entry.name), signal.SIGKILL)
                     found = True
-        looks = 2 if found else looks - 1
-        if not looks:
+        passes = 2 if found else passes - 1
+        if not passes:
             return
         time.sleep(0.01)
 

@@ -1,1 +1,1 @@
-"""What the agent can do in its sandbox."""
+"""Provide the tools that an agent can call in its sandbox."""

@@ -1,4 +1,4 @@
-"""Text files of the work directory, for tools. No process is started in the sandbox."""
+"""Read and write text files of the work directory, without starting a process in the sandbox."""
 
 from hpc_swe.plugins.sandboxes.base import Sandbox
 from hpc_swe.plugins.tools._text import name
@@ -7,7 +7,11 @@ from hpc_swe.records import Task
 
 
 def read_text(sandbox: Sandbox, task: Task, path: str) -> str:
-    """A text file."""
+    """Read a text file.
+
+    Raises:
+        ToolError: It cannot be read, or is not text.
+    """
     try:
         return sandbox.read(below(task, path)).decode()
     except UnicodeDecodeError:
@@ -17,14 +21,18 @@ def read_text(sandbox: Sandbox, task: Task, path: str) -> str:
 
 
 def read_lines(sandbox: Sandbox, task: Task, path: str) -> list[str]:
-    """Lines of a text file, each with its end."""
-    # Not str.splitlines, which also splits at form feeds and other marks that no editor counts.
+    """Read the lines of a text file, each with its line end."""
+    # Not str.splitlines, which also splits at form feeds and other characters that no editor counts.
     *lines, last = read_text(sandbox, task, path).split("\n")
     return [f"{line}\n" for line in lines] + ([last] if last else [])
 
 
 def write_text(sandbox: Sandbox, task: Task, path: str, text: str) -> None:
-    """Replace a text file, or make one."""
+    """Replace a text file, or make one.
+
+    Raises:
+        ToolError: It cannot be written, or the text cannot be encoded.
+    """
     try:
         sandbox.write(below(task, path), text.encode())
     except UnicodeEncodeError:
@@ -34,7 +42,7 @@ def write_text(sandbox: Sandbox, task: Task, path: str, text: str) -> None:
 
 
 def is_missing(sandbox: Sandbox, task: Task, path: str) -> bool:
-    """Whether there is nothing of that name, so that a file can be made."""
+    """Return whether nothing has that name, so that a file can be made."""
     try:
         sandbox.read(below(task, path))
     except FileNotFoundError:
@@ -45,6 +53,6 @@ def is_missing(sandbox: Sandbox, task: Task, path: str) -> bool:
 
 
 def below(task: Task, path: str) -> str:
-    """The path relative to the work directory; what leads out of it the sandbox refuses."""
+    """Return a path relative to the work directory; the sandbox refuses paths that lead out of it."""
     workdir = task.workdir.rstrip("/")
     return "." if path.rstrip("/") == workdir else path.removeprefix(f"{workdir}/")

@@ -1,16 +1,8 @@
-"""What tools answer, kept short and in one piece."""
-
-
-def cut(text: str, most: int) -> str:
-    """At most about `most` characters: the beginning, how much is missing at least, and the end."""
-    if len(text) <= most:
-        return text
-    tail = len(text) - most // 2
-    return f"{text[: most // 2]}\n[... at least {tail - most // 2} characters cut ...]\n{text[tail:]}"
+"""Write text as a file and an answer need it."""
 
 
 def with_ends(new: str, text: str, at: int) -> str:
-    """New text with the line end next to where it goes: that after it, or where none is, the one before it.
+    """Return `new` with the line ends of `text` at its place: the one after it, or where none is, before it.
 
     New text that has a \\r itself stays as it is.
     """
@@ -19,5 +11,5 @@ def with_ends(new: str, text: str, at: int) -> str:
 
 
 def name(path: str) -> str:
-    """A file's name on one line, whatever it is made of."""
+    """Return a file's name on one line, whatever characters it has."""
     return path if path.isprintable() else ascii(path)

@@ -1,4 +1,4 @@
-"""The seam: one thing that the agent can do."""
+"""Define a tool: one action that an agent can take in its sandbox."""
 
 import inspect
 from functools import cache
@@ -11,21 +11,21 @@ from hpc_swe.records import Task
 
 
 class ToolError(Exception):
-    """The call cannot be carried out; the text goes to the policy as the tool's answer."""
+    """The call cannot be carried out; its text goes to the policy as the tool's answer."""
 
 
 class SandboxBroken(ToolError):
-    """The call ended the sandbox itself, by the policy's own doing."""
+    """The call ended the sandbox itself, which is the policy's own fault."""
 
 
 @runtime_checkable
 class Tool(Protocol):
-    """A tool's name is its file's; its arguments are the keyword parameters of `__call__`."""
+    """A tool has the name of its file; its arguments are the keyword parameters of `__call__`."""
 
     ends_episode: ClassVar[bool]
 
     def __call__(self, sandbox: Sandbox, task: Task, **arguments: object) -> str:
-        """Act and answer.
+        """Act, and return the answer for the policy.
 
         Raises:
             ToolError: The arguments are wrong, or the sandbox refuses.
@@ -34,7 +34,7 @@ class Tool(Protocol):
 
 
 class Schema(msgspec.Struct, frozen=True):
-    """What a policy is told of a tool."""
+    """Describe a tool to the policy."""
 
     name: str
     description: str
@@ -43,7 +43,7 @@ class Schema(msgspec.Struct, frozen=True):
 
 
 def schema(tool: Tool) -> Schema:
-    """From the tool's file name, the first line of its docstring and the parameters of its `__call__`."""
+    """Describe a tool by its file name, the first line of its docstring and the parameters of `__call__`."""
     cls = type(tool)
     _, components = msgspec.json.schema_components([_arguments(cls)])
     parameters = {key: value for key, value in components["Arguments"].items() if key != "title"}
@@ -54,15 +54,23 @@ def invoke(tool: Tool, arguments: str, sandbox: Sandbox, task: Task) -> str:
     """Call a tool with the JSON text that the policy wrote.
 
     Raises:
-        ToolError: The text is no JSON object of the tool's arguments, or the tool says so.
+        ToolError: The text is no JSON object of the tool's arguments, or the tool refuses.
         SandboxError: The host failed.
     """
     try:
-        # Not strict: a policy that writes "3" for a line number has made itself clear.
+        # Not strict: the meaning of "3" for a line number is clear.
         values = msgspec.convert(msgspec.json.decode(arguments or "{}"), _arguments(type(tool)), strict=False)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ToolError(f"Wrong arguments: {error}") from None
     return tool(sandbox, task, **msgspec.structs.asdict(values))
+
+
+def cut(text: str, most: int) -> str:
+    """Keep the beginning and end of a text, about `most` characters in all, and say how much is missing."""
+    if len(text) <= most:
+        return text
+    tail = len(text) - most // 2
+    return f"{text[: most // 2]}\n[... at least {tail - most // 2} characters cut ...]\n{text[tail:]}"
 
 
 @cache

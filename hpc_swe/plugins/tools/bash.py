@@ -1,15 +1,14 @@
-"""bash: a shell line."""
+"""Run a shell command."""
 
 from typing import ClassVar
 
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.tools._text import cut
-from hpc_swe.plugins.tools.base import SandboxBroken, ToolError
+from hpc_swe.plugins.tools.base import SandboxBroken, ToolError, cut
 from hpc_swe.records import Task
 
 _MOST_BYTES = 100_000
-"""Linux takes 131,072 bytes as one argument; a longer command would fail on the host's side."""
+"""Linux accepts 131,072 bytes as one argument; a longer command would fail on the host's side."""
 
 
 class Bash(Plugin, frozen=True, kw_only=True):
@@ -20,8 +19,8 @@ class Bash(Plugin, frozen=True, kw_only=True):
     most_chars: int = 8000
 
     def __call__(self, sandbox: Sandbox, task: Task, *, command: str, timeout_s: float = 60.0) -> str:
-        """Output and errors as they came, and how it ended."""
-        # Written so that NaN, which a lax reading of numbers lets through, is refused as well.
+        """Return output and errors in their order, and how the command ended."""
+        # Written so that NaN, which a lenient conversion of numbers accepts, is refused as well.
         if not 0 < timeout_s <= self.most_timeout_s:
             raise ToolError(f"timeout_s must be above 0 and at most {self.most_timeout_s:g}.")
         if "\0" in command or len(command.encode()) > _MOST_BYTES:

@@ -1,4 +1,4 @@
-"""edit: a piece of a file."""
+"""Replace a piece of a file."""
 
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ from hpc_swe.plugins.tools.base import ToolError
 from hpc_swe.records import Task
 
 _NAMED = 5
-"""Lines that an error names at most."""
+"""Largest number of lines that an error names."""
 
 
 class Edit(Plugin, frozen=True, kw_only=True):
@@ -19,20 +19,20 @@ class Edit(Plugin, frozen=True, kw_only=True):
     ends_episode: ClassVar[bool] = False
 
     def __call__(self, sandbox: Sandbox, task: Task, *, path: str, old: str, new: str) -> str:
-        """Edit and answer ``ok``."""
+        """Edit the file and answer ``ok``."""
         if not old and is_missing(sandbox, task, path):
             write_text(sandbox, task, path, new)
             return "ok"
         text = read_text(sandbox, task, path)
         if not old:
             raise ToolError(f"{name(path)} is there; old must be a piece of it.")
-        # As view shows it: a policy that has not found out that lines end in \r\n writes \n.
+        # The text as view shows it: a policy that cannot see that lines end in \r\n writes \n.
         seen = text if "\r" in old else text.replace("\r\n", "\n")
         first = seen.find(old)
         if first < 0:
             raise ToolError(f"old is not in {name(path)}.{_near(seen, old)}")
         if seen.find(old, first + 1) >= 0:
-            # Occurrences that overlap are two as well.
+            # str.count counts overlapping occurrences as one.
             count, lines = max(seen.count(old), 2), _lines(seen, old)
             raise ToolError(f"old occurs {count} times in {name(path)}, first at lines {lines}; add to it.")
         start, end = (_place(text, seen, at) for at in (first, first + len(old)))
@@ -42,7 +42,7 @@ class Edit(Plugin, frozen=True, kw_only=True):
 
 
 def _place(text: str, seen: str, at: int) -> int:
-    """Where in the text a place of it as seen is."""
+    """Return the place in `text` of the place `at` in `seen`."""
     ended = [] if seen == text else text.split("\n")[: seen.count("\n", 0, at)]
     return at + sum(line.endswith("\r") for line in ended)
 
@@ -56,7 +56,7 @@ def _lines(text: str, old: str) -> str:
 
 
 def _near(text: str, old: str) -> str:
-    """Lines that are the first of `old` but for the space around, which is what most misses are about."""
+    """Name the lines that equal the first line of `old` but for surrounding space, the usual mistake."""
     first = next(filter(None, map(str.strip, old.split("\n"))), "")
     near = [n for n, line in enumerate(text.split("\n"), 1) if first and line.strip() == first][:_NAMED]
     return f" Its first line is like {', '.join(map(str, near))}; compare what follows." if near else ""

@@ -1,10 +1,9 @@
-"""evaluate: run the tests that the agent can see."""
+"""Run the tests that the agent can see."""
 
 from typing import ClassVar
 
-from hpc_swe.plugins import Plugin
+from hpc_swe.plugins import Plugin, _pytest_command
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.tools import _pytest
 from hpc_swe.plugins.tools.base import SandboxBroken
 from hpc_swe.records import Task
 
@@ -18,9 +17,10 @@ class Evaluate(Plugin, frozen=True, kw_only=True):
     most_chars: int = 1000
 
     def __call__(self, sandbox: Sandbox, task: Task) -> str:
-        """The end of pytest's output."""
-        visible = [name for name in _pytest.arguments(task) if name.partition("::")[0] in task.files]
-        result = sandbox.python(_pytest.program([*self.options, *visible]), self.timeout_s)
+        """Return the end of pytest's output."""
+        arguments = _pytest_command.arguments(task)
+        visible = [name for name in arguments if name.partition("::")[0] in task.files]
+        result = sandbox.python(_pytest_command.program([*self.options, *visible]), self.timeout_s)
         if result.broke_sandbox:
             raise SandboxBroken("The tests ended the sandbox.")
         if result.timed_out:

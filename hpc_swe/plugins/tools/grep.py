@@ -1,4 +1,4 @@
-"""grep: lines that match."""
+"""Find lines that match a pattern."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -6,8 +6,7 @@ from typing import ClassVar
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
 from hpc_swe.plugins.tools._files import below
-from hpc_swe.plugins.tools._text import cut
-from hpc_swe.plugins.tools.base import SandboxBroken, ToolError
+from hpc_swe.plugins.tools.base import SandboxBroken, ToolError, cut
 from hpc_swe.records import Task
 
 _PROGRAM = Path(__file__).with_name("_search.py").read_text(encoding="utf-8")
@@ -23,7 +22,7 @@ class Grep(Plugin, frozen=True, kw_only=True):
     most_chars: int = 8000
 
     def __call__(self, sandbox: Sandbox, task: Task, *, pattern: str, path: str = ".") -> str:
-        """Numbered lines below the name of their file."""
+        """Return the matching lines with their numbers, below the name of their file."""
         arguments = (pattern, below(task, path), self.most_matches, self.most_line_chars)
         call = f"sys.stdout.buffer.write(search{arguments!r}.encode(errors='replace'))"
         result = sandbox.python(f"{_PROGRAM}\n\n{call}\n", self.timeout_s)

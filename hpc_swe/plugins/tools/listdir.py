@@ -1,4 +1,4 @@
-"""listdir: what files there are."""
+"""List files as a tree."""
 
 from collections.abc import Iterable
 from typing import ClassVar
@@ -18,7 +18,7 @@ class Listdir(Plugin, frozen=True, kw_only=True):
     most_lines: int = 200
 
     def __call__(self, sandbox: Sandbox, task: Task, *, path: str = ".", depth: int = 2) -> str:
-        """One name a line, folders with a slash; those too deep to show say how many files they hold."""
+        """Return one name per line, folders with a slash; the deepest ones with their number of files."""
         folder = "/".join(part for part in below(task, path).split("/") if part not in ("", "."))
         try:
             files = sandbox.paths()
@@ -34,7 +34,7 @@ class Listdir(Plugin, frozen=True, kw_only=True):
 
 
 def _tree(files: Iterable[list[str]], depth: int) -> list[str]:
-    # A folder's key ends in an empty name; the order is that of the first file below it.
+    # A folder's key ends in an empty name; folders come in the order of their first file.
     counts: dict[tuple[str, ...], int] = {}
     for parts in files:
         for end in range(1, min(len(parts), max(depth, 1)) + 1):

@@ -1,4 +1,4 @@
-"""replace: a piece of one line."""
+"""Replace a piece of one line."""
 
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ class Replace(Plugin, frozen=True, kw_only=True):
     ends_episode: ClassVar[bool] = False
 
     def __call__(self, sandbox: Sandbox, task: Task, *, path: str, line: int, old: str, new: str) -> str:
-        """Edit and answer ``ok``."""
+        """Edit the file and answer ``ok``."""
         lines = read_lines(sandbox, task, path)
         if not 1 <= line <= len(lines):
             raise ToolError(f"{path} has {len(lines)} lines.")

@@ -1,4 +1,4 @@
-"""rewrite: a range of lines."""
+"""Replace a range of lines."""
 
 from typing import ClassVar
 
@@ -18,7 +18,7 @@ class Rewrite(Plugin, frozen=True, kw_only=True):
     def __call__(
         self, sandbox: Sandbox, task: Task, *, path: str, start: int, end: int, new_code: str
     ) -> str:
-        """Edit and answer ``ok``; lines 1 to 0 of a file that is not there make it."""
+        """Edit the file and answer ``ok``; start = 1 and end = 0 make a file that does not exist."""
         is_new = (start, end) == (1, 0) and is_missing(sandbox, task, path)
         lines = [] if is_new else read_lines(sandbox, task, path)
         if not 1 <= start <= len(lines) + 1 or not start - 1 <= end <= len(lines):
@@ -28,7 +28,7 @@ class Rewrite(Plugin, frozen=True, kw_only=True):
         new, line_end = (with_ends(code, text, len(before)) for code in (new_code, "\n"))
         if new and before and not before.endswith("\n"):
             before += line_end
-        # A last line that has no end gets one only from the policy.
+        # A last line without a line end gets one only if the policy writes it.
         if new and not new.endswith("\n") and (not old or old.endswith("\n")):
             new += line_end
         write_text(sandbox, task, path, before + new + after)

@@ -1,4 +1,4 @@
-"""submit: end the episode."""
+"""End the episode."""
 
 from typing import ClassVar
 
@@ -13,5 +13,5 @@ class Submit(Plugin, frozen=True, kw_only=True):
     ends_episode: ClassVar[bool] = True
 
     def __call__(self, sandbox: Sandbox, task: Task) -> str:
-        """Nothing is left to do; the files are taken as they stand."""
+        """Do nothing: the patch is made from the files as they are."""
         return "ok"

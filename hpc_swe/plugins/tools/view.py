@@ -1,4 +1,4 @@
-"""view: a file with line numbers."""
+"""Show a file with line numbers."""
 
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ class View(Plugin, frozen=True, kw_only=True):
     most_lines: int = 200
 
     def __call__(self, sandbox: Sandbox, task: Task, *, path: str, start: int = 1, end: int = 0) -> str:
-        """Numbered lines, at most `most_lines` of them."""
+        """Return the lines with their numbers, at most `most_lines` of them."""
         lines = read_lines(sandbox, task, path)
         if not 1 <= start <= max(len(lines), 1):
             raise ToolError(f"{path} has {len(lines)} lines.")
