@@ -72,7 +72,7 @@ RULES = (
     (r"(python -m hpc_swe\.status) (?:runs/\S+|evals/\S+|RUN)( --watch)?.*", RUN, r"\1 evals/mine\2"),
     (r"(python -m hpc_swe\.show) runs/demo-0/grpo --step 12", RUN, r"\1 evals/mine --step eval"),
     (r"(python -m hpc_swe\.show) (?:PATH|FILE_OR_FOLDER)", RUN, r"\1 evals/mine/run.json && \1 evals/mine"),
-    (r"(python -m hpc_swe\.show) runs/demo-0/grpo", RUN, r"\1 evals/mine"),
+    (r"(python -m hpc_swe\.show) runs/demo-0/grpo(/tasks\.parquet)?", RUN, r"\1 evals/mine\2"),
     (r"(python -m hpc_swe\.show) RUN( --limit \d+)", RUN, r"\1 evals/mine\2"),
     (r"(python -m hpc_swe\.show) RUN(/tasks\.parquet)?", RUN, r"\1 evals/mine\2"),
     (r"(python -m hpc_swe\.show) RUN --task TASK", RUN, r"\1 evals/mine --task bugs-eval-0"),
