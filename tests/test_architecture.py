@@ -61,7 +61,6 @@ NAMED_PLUGINS = {
     "job_counts -> policies.megatron",
     "jobs.entry -> executors.local",
     "jobs.entry -> executors.slurm",
-    "roles.coordinator.batches -> advantages.shuffled",
     "runs.checks -> engines.vllm",
     "runs.checks -> executors.local",
     "runs.checks -> executors.slurm",

@@ -10,3 +10,11 @@ class Advantage(Protocol):
 
     def __call__(self, rewards: Sequence[float]) -> list[float]:
         """Return one advantage per reward, in the same order; all are 0 when the group has no signal."""
+
+
+@runtime_checkable
+class PerGroup(Protocol):
+    """Mark an estimator that differs by group; the coordinator asks it for the one of each group."""
+
+    def for_group(self, group_id: int) -> Advantage:
+        """Return the estimator of one group."""

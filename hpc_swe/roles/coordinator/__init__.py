@@ -1,1 +1,1 @@
-"""The coordinator: dispatches requests, assembles groups, publishes batches."""
+"""Run the coordinator, which dispatches requests, assembles groups and publishes batches."""

@@ -1,13 +1,13 @@
-"""archive/episodes/step_n.parquet: every episode that batch n consumed, for people and for later training.
+"""Keep every episode that batch n consumed in archive/episodes/step_n.parquet, for people and later training.
 
-Columns that any tool opens, and the whole record beside them. The table is written after the batch is
-committed and before its messages are dropped from scored/, so a crash between the two finds it missing
-and the messages still there.
+The table has columns that any tool can read, and the whole record. It is written after the batch is
+committed and before its messages are removed from scored/. So if a crash comes between the two and the table
+is missing, the messages still exist.
 """
 
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,24 +24,25 @@ from hpc_swe.store.evals import CONVERSATION
 
 NAME = re.compile(r"step_[0-9]{6,}\.parquet")
 Columns = dict[str, tuple[pa.DataType, Callable[[ScoredEpisode], object]]]
+"""Maps a column to its type, and to the function that computes its value."""
 
 
-def publish(path: Path, schema: pa.Schema, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write a parquet table as a cell."""
+def write(path: Path, episodes: Sequence[ScoredEpisode], trained: Iterable[int]) -> None:
+    """Publish the table; `trained` are the ids of the groups with a loss."""
+    columns = _columns(set(trained))
+    schema = pa.schema([(name, kind) for name, (kind, _) in columns.items()])
+    rows = [{name: value(scored) for name, (_, value) in columns.items()} for scored in episodes]
     sink = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink, compression="zstd")
     atomic.write(path, sink.getvalue())
 
 
-def write(path: Path, episodes: Sequence[ScoredEpisode], trained: Iterable[int]) -> None:
-    """Publish the table; `trained` are the groups that had a loss."""
-    columns = _columns(set(trained))
-    schema = pa.schema([(name, kind) for name, (kind, _) in columns.items()])
-    publish(path, schema, [{name: of(scored) for name, (_, of) in columns.items()} for scored in episodes])
-
-
 def read(path: Path) -> list[ScoredEpisode]:
-    """The very records that `write` was given."""
+    """Read back the records that `write` wrote.
+
+    Raises:
+        CorruptRecord: The file is not such a table.
+    """
     try:
         column = pq.read_table(path, columns=["record"])["record"].to_pylist()
         return [msgspec.msgpack.decode(data, type=ScoredEpisode) for data in column]

@@ -1,8 +1,7 @@
-"""A batch in numbers: pure, so that the same results give the same manifest.
+"""Compute the metrics of a batch. The functions are pure, so the same results give the same manifest.
 
-Reward and solve rate are over every episode of every group that the batch closes, trained or filtered,
-in group order, which is the order of dispatch. So they do not depend on which groups had signal, nor on
-which were quick.
+Reward and solve rate include every episode of every group that the batch closes, trained or filtered, in the
+order of dispatch. So they depend neither on which groups had signal nor on which finished first.
 """
 
 from collections import Counter
@@ -18,13 +17,13 @@ from hpc_swe.roles.coordinator.samples import count_sequences, sampled_tokens
 
 Decided = list[tuple[Group, GroupDecision]]
 RECORDED = ("chains", "undelivered", "continued", "parse_errors", "context_full", "ignored_settings")
-"""The recorder's tallies, `Episode.counts`."""
+"""Counters of the recorder in `Episode.counts`."""
 TURNS = (0, 1, 4, 16, 64)
-"""Where the ranges begin by which infrastructure failures are told apart."""
+"""Lower bounds of the ranges of turns for which infrastructure failures are counted separately."""
 
 
 def of_batch(groups: Sequence[Group], batch_plan: BatchPlan) -> dict[str, float]:
-    """All curves that follow from results alone; `groups` are those that the batch closes."""
+    """Return all metrics that follow from results alone; `groups` are those that the batch closes."""
     decided = [(group, batch_plan.decisions[group.key[1]]) for group in groups]
     results = [scored for group in groups for scored in group.results]
     rewards = _rewards(results)
@@ -47,7 +46,7 @@ def of_batch(groups: Sequence[Group], batch_plan: BatchPlan) -> dict[str, float]
 
 
 def of_packing(batches: Sequence[Batch], budget: int) -> dict[str, float]:
-    """How full the microbatches are."""
+    """Return the size of a batch, and how full its microbatches are; `budget` is in tokens."""
     micro = [m for batch in batches for m in batch.microbatches]
     return {
         "batch/tokens": float(sum(int(m.mask_array.sum()) for m in micro)),
@@ -58,7 +57,7 @@ def of_packing(batches: Sequence[Batch], budget: int) -> dict[str, float]:
 
 
 def of_queue(groups: Sequence[Group], depths: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-    """What depends on when the work was done, and is therefore in no manifest."""
+    """Return the metrics that depend on when the work was done, which are therefore not in a manifest."""
     waits = [m.queue_s for group in groups for m in group.members if m.state == "done"]
     spools = {
         f"spool/{name}_{state}": float(n) for name, spool in depths.items() for state, n in spool.items()
@@ -67,16 +66,19 @@ def of_queue(groups: Sequence[Group], depths: Mapping[str, Mapping[str, int]]) -
 
 
 def turns_bin(turns: int) -> int:
-    """The beginning of the range that a number of turns is in."""
+    """Return the lower bound of the range of TURNS that contains a number of turns."""
     return max(first for first in TURNS if first <= turns)
 
 
 def of_collected(counts: Mapping[str, int]) -> dict[str, float]:
-    """What was read since the last batch, retried and dropped results too; a share of nothing is no point."""
+    """Return failure rates of what was read since the last batch, including retried and dropped results.
+
+    A rate without any result is left out.
+    """
     values = {"grader/sentinels": float(counts["grader/sentinels"])}
     shares = [(f"infra/turns_{first}", f"read/turns_{first}") for first in TURNS]
     shares += [("grader/sentinel_errors", "grader/sentinels")]
-    shares += [(f"grader/{what}", "grader/results") for what in ("broke", "disagrees", "silent")]
+    shares += [(f"grader/{kind}", "grader/results") for kind in ("broke", "disagrees", "silent")]
     for name, of in shares:
         if counts[of]:
             values[name] = counts[name] / counts[of]
@@ -107,7 +109,7 @@ def _episodes(results: Sequence[ScoredEpisode]) -> dict[str, float]:
     exits = Counter(f"exit/{episode.exit_status.value}" for episode in episodes)
     outcomes = Counter(f"outcome/{scored.score.outcome}" for scored in results)
     return {
-        "outcome/cheated": 0.0,  # a curve from the start, so that the first one shows
+        "outcome/cheated": 0.0,  # always present, so that the curve shows the first one
         **{name: number / len(results) for name, number in sorted((exits + outcomes).items())},
         "episodes/samples": _mean([count_sequences(episode.turns) for episode in episodes]),
         **{f"recorder/{name}": _mean([e.counts.get(name, 0) for e in episodes]) for name in RECORDED},
@@ -121,7 +123,10 @@ def _episodes(results: Sequence[ScoredEpisode]) -> dict[str, float]:
 
 
 def _deciles(decided: Decided) -> dict[str, float]:
-    """Longest last; a drop or a mask that hits long episodes more than short ones shows here."""
+    """Count finished, trained and dropped episodes by decile of length, the longest in d9.
+
+    The counts show when long episodes are dropped or masked more often than short ones.
+    """
     rows = []
     for group, decision in decided:
         trained = {
@@ -130,7 +135,7 @@ def _deciles(decided: Decided) -> dict[str, float]:
         dropped = decision.status in ("too_few", "too_old")
         for s in group.results:
             rows.append((sampled_tokens(s.episode), s.episode.request.index in trained, dropped))
-    values = {f"length/{what}_d{d}": 0.0 for what in ("finished", "trained", "dropped") for d in range(10)}
+    values = {f"length/{kind}_d{d}": 0.0 for kind in ("finished", "trained", "dropped") for d in range(10)}
     for place, (_, trained_too, dropped_too) in enumerate(sorted(rows, key=lambda row: row[0])):
         decile = place * 10 // len(rows)
         values[f"length/finished_d{decile}"] += 1

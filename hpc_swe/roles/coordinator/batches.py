@@ -1,8 +1,8 @@
-"""Groups -> the next batch: judge, compose, assemble (pure), then commit.
+"""Turn groups into the next batch: decide about groups, plan and build the batch (all pure), then commit.
 
-The rename onto batches/step_n is the only commit point. Its manifest carries the coordinator's state
-after it, which is one group number and one rate: whoever starts next reads it there and finds all else
-in the spools. What a batch holds is a function of the results of its groups.
+The rename to batches/step_n is the only commit point. The manifest contains the coordinator's state after the
+batch, which is one group number and one rate. A coordinator that starts reads it there, and finds everything
+else in the spools. The content of a batch is a function of the results of its groups.
 """
 
 import re
@@ -12,8 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
-from hpc_swe.plugins.advantages.base import Advantage
-from hpc_swe.plugins.advantages.shuffled import Shuffled
+from hpc_swe.plugins.advantages.base import Advantage, PerGroup
 from hpc_swe.records import Batch, BatchManifest, CoordinatorState, ScoredEpisode
 from hpc_swe.roles.coordinator.groups import Group
 from hpc_swe.roles.coordinator.packing import pack, token_weights
@@ -22,13 +21,13 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.settings import BatchesConfig, GroupsConfig
 from hpc_swe.store import atomic, folders
 
-NO_SIGNAL = 1e-9  # advantages below are rounding
+NO_SIGNAL = 1e-9  # smaller advantages are rounding errors
 STEP = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,8})")
 
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """How groups become batches."""
+    """Set how groups become batches."""
 
     groups: GroupsConfig
     batches: BatchesConfig
@@ -38,7 +37,7 @@ class BatchSettings:
 
 @dataclass(frozen=True)
 class GroupDecision:
-    """What becomes of a closed group in one step."""
+    """Record what is done with a closed group in one step."""
 
     status: Literal["trained", "no_signal", "too_few", "too_old"]
     episodes: list[EpisodeSamples]
@@ -47,21 +46,25 @@ class GroupDecision:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The next batch, decided."""
+    """Record which groups the next batch trains and closes."""
 
     step: int
     groups: list[int]
+    """Groups that are trained."""
     closed: list[int]
+    """Groups that are closed without being trained."""
     decisions: dict[int, GroupDecision]
     after: CoordinatorState
+    """State of the coordinator after the batch."""
 
 
 def decide(group: Group, step: int, settings: BatchSettings) -> GroupDecision:
-    """Advantages and samples of a group in batch `step`.
+    """Compute the advantages and samples of a group in batch `step`, and decide if it is trained.
 
-    A truncated episode counts for all (``train``), for its siblings' baseline only (``mask_loss``), or
-    for nothing (``drop_from_baseline``); without a loss it is in no denominator. A group with a token
-    over `hard_max_staleness` goes as a whole: without its longest member its baseline would be biased.
+    A truncated episode is trained (``train``), counts for the baseline of its siblings only (``mask_loss``),
+    or does not count at all (``drop_from_baseline``); an episode without a loss is in no denominator. A group
+    with a token over `hard_max_staleness` is dropped as a whole: without its longest member its baseline
+    would be biased.
     """
     overlong, limits = settings.batches.overlong, settings.groups
     baseline = [s for s in group.results if overlong != "drop_from_baseline" or not _is_truncated(s)]
@@ -85,14 +88,14 @@ def plan_batch(
     step: int,
     groups_per_step: int,
 ) -> BatchPlan | None:
-    """The batch after `state`; None while a group that it depends on is open."""
+    """Choose the groups of the batch that follows `state`; return None while one that it needs is open."""
     decisions: dict[int, GroupDecision] = {}
     for group in count(state.next_group):
         decision = decision_of(group)
         if decision is None:
             return None
         decisions[group] = decision
-        trained = [g for g, v in decisions.items() if v.status == "trained"]
+        trained = [g for g, d in decisions.items() if d.status == "trained"]
         if len(trained) == groups_per_step:
             closed = sorted(decisions.keys() - set(trained))
             rate = (state.signal_rate * groups_per_step + len(trained)) / (groups_per_step + len(decisions))
@@ -102,7 +105,7 @@ def plan_batch(
 
 
 def build_batches(batch_plan: BatchPlan, settings: BatchSettings) -> list[Batch]:
-    """Weights and microbatches of a plan, one batch per data-parallel rank."""
+    """Build the planned batch, one part for each data-parallel rank."""
     episodes = [c for group in batch_plan.groups for c in batch_plan.decisions[group].episodes]
     weights = token_weights(
         [c.tokens for c in episodes], settings.batches.aggregate, settings.batches.constant_length
@@ -118,7 +121,7 @@ def build_batches(batch_plan: BatchPlan, settings: BatchSettings) -> list[Batch]
 
 
 def commit(run: RunDir, batch_plan: BatchPlan, batches: list[Batch], stats: dict[str, float]) -> None:
-    """Publish the batch.
+    """Publish the batch; `stats` are the metrics in its manifest.
 
     Raises:
         LostRace: Another coordinator published this step.
@@ -140,12 +143,12 @@ def commit(run: RunDir, batch_plan: BatchPlan, batches: list[Batch], stats: dict
 
 
 def published_steps(run: RunDir) -> list[int]:
-    """Published batches, oldest first."""
+    """Return the steps of the published batches, oldest first."""
     return sorted(folders.published(run.batches, BatchManifest, _step, lambda manifest: manifest.step))
 
 
 def last_manifest(run: RunDir) -> BatchManifest | None:
-    """The last commit; None in a new run."""
+    """Read the manifest of the last batch; return None in a new run."""
     published = published_steps(run)
     return folders.manifest(run.batch(published[-1]), BatchManifest) if published else None
 
@@ -161,11 +164,11 @@ def _is_truncated(scored: ScoredEpisode) -> bool:
 
 def _advantages(group: Group, baseline: list[ScoredEpisode], settings: BatchSettings) -> Iterator[float]:
     estimator = settings.advantage
-    if isinstance(estimator, Shuffled):
+    if isinstance(estimator, PerGroup):
         estimator = estimator.for_group(group.key[1])
     yield from estimator([s.score.reward or 0.0 for s in baseline])
 
 
 def has_signal(c: EpisodeSamples) -> bool:
-    """Whether an episode says anything about what was better."""
+    """Tell whether an episode has trained tokens and an advantage that is not 0."""
     return c.tokens > 0 and abs(c.advantage) > NO_SIGNAL

@@ -1,12 +1,12 @@
-"""Carry results from scored/ into the ledger, and ask again for what failed or got lost.
+"""Enter results from scored/ into the ledger, and request again what failed or got lost.
 
 consumes      scored/, read in ready/: the coordinator is its only reader, so nothing is claimed
-produces      the ledger; requests/ for second attempts
+produces      the ledger; requests/ for further attempts
 waits for     nothing
-unblocked by  each round looks at one listing of every spool
+unblocked by  each iteration, which reads one listing of every spool
 
-The message of a result stays in scored/ until a batch or table that holds it is published: what lies
-there is the coordinator's memory across restarts.
+The message of a result stays in scored/ until a batch or table that contains it is published. So scored/ is
+the coordinator's memory across restarts.
 """
 
 import logging
@@ -21,13 +21,16 @@ from hpc_swe.roles.coordinator.maintenance import RunSnapshot
 from hpc_swe.rundir import RunDir
 from hpc_swe.store.spool import Address, Spool
 
-WORST = 5  # tasks that people are told of
+WORST_TASKS = 5  # how many tasks with infrastructure failures the status names
 
 log = logging.getLogger(__name__)
 
 
 class ResultCollector:
-    """`expects` gives the requests of a group, or None when the group was consumed or is nobody's."""
+    """Keep the ledger up to date with the spools.
+
+    `expects` returns the requests of a group; None when the group was consumed or is not one of this run.
+    """
 
     def __init__(
         self, run: RunDir, ledger: Ledger, expects: Callable[[Key], list[RolloutRequest] | None]
@@ -39,31 +42,34 @@ class ResultCollector:
         self._held: set[Address] = set()
         self._errors: deque[str] = deque(maxlen=5)
         self._wrong: deque[str] = deque(maxlen=1)
-        """The last sentinel that was misjudged; whoever doubts the grader must not miss it."""
+        """The last sentinel that was graded wrongly; the status keeps it, since the grader is in doubt."""
         self._read: Counter[str] = Counter()
+        """Number of results read, by task."""
         self._failed: Counter[str] = Counter()
-        """Results read, and infrastructure failures among them, by task."""
+        """Number of infrastructure failures among them, by task."""
 
     @property
     def errors(self) -> list[str]:
-        """For people: the last failures, the tasks that failed most, and a grader that errs."""
-        worst = [f"{task} {failed} of {self._read[task]}" for task, failed in self._failed.most_common(WORST)]
+        """Return for the status: the last failures, the tasks that failed most, and a grader that errs."""
+        worst = [
+            f"{task} {failed} of {self._read[task]}" for task, failed in self._failed.most_common(WORST_TASKS)
+        ]
         by_task = [f"infrastructure failures: {', '.join(worst)}"] if worst else []
         return [*self._errors, *by_task, *self._wrong]
 
     def collect(self, snapshot: RunSnapshot) -> None:
-        """Enter what is new."""
+        """Enter new results, close what is dead, and request again what was lost."""
         self._adopt(snapshot)
         for address in snapshot.scan["scored"]["ready"]:
             if address not in self._held and parse_name(address.identity):
                 self._record(address, snapshot.now)
         self.ledger.close_dead(snapshot.dead_identities)
         for request in self.ledger.find_lost(snapshot.identities):
-            log.warning("lost %s, asked again", request.name)
+            log.warning("lost %s, requested again", request.name)
             self._requests.overwrite(request.name, request)
 
     def request(self, key: Key, snapshot: RunSnapshot) -> None:
-        """Open a group and request the members that are not under way already."""
+        """Open a group, and request its members that are not in a spool already."""
         requests = self._expects(key)
         if requests is None or key in self.ledger.groups:
             return
@@ -73,14 +79,14 @@ class ResultCollector:
                 self._requests.overwrite(request.name, request)
 
     def forget(self, groups: list[Group]) -> None:
-        """Drop the messages of groups that were consumed."""
+        """Remove the messages of groups that were consumed."""
         for group in groups:
             for member in group.members:
                 if member.address is not None:
                     self._drop(member.address)
 
     def _adopt(self, snapshot: RunSnapshot) -> None:
-        """Groups under way that a former coordinator dispatched, and requests that nobody needs now."""
+        """Open the groups that a former coordinator dispatched, and remove requests that no group needs."""
         for key in sorted(
             {place[0] for place in map(parse_name, snapshot.identities) if place} - self.ledger.groups.keys()
         ):
@@ -102,12 +108,12 @@ class ResultCollector:
             return
         cause = failure_cause(scored)
         self._count(scored, cause)
-        verdict = self.ledger.record(address, scored, now)
-        if verdict == "keep":
+        action = self.ledger.record(address, scored, now)
+        if action == "keep":
             self._held.add(address)
             return
         member = self.ledger.member(address.identity)
-        if verdict == "retry" and member is not None:
+        if action == "retry" and member is not None:
             log.info("retry %s: %s", address.identity, cause)
             self._requests.overwrite(member.request.name, member.request)
         self._drop(address)
@@ -121,7 +127,7 @@ class ResultCollector:
             self._errors.append(f"{request.name} a{request.attempt}: {cause}")
             self._failed[request.task_id] += 1
             counts[f"infra/{turns}"] += 1
-        wrong = [told for told in scored.sentinels if told]
+        wrong = [message for message in scored.sentinels if message]
         self._wrong.extend(wrong)
         counts["grader/results"] += 1
         if scored.score.detail.startswith(GRADER_BROKE):

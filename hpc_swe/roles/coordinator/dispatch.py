@@ -1,15 +1,15 @@
-"""What is asked for, and when it may be: two pure functions.
+"""Decide which requests are made, and when they may be made. Both decisions are pure functions.
 
-*What.* Groups are numbered 0, 1, 2 .. for the whole run, and everything about group g is computed from
-the run's seed and g. A second coordinator therefore writes the very same requests.
+Which: Groups are numbered 0, 1, 2 .. for the whole run, and everything about group g is computed from the
+run's seed and g. A second coordinator therefore writes exactly the same requests.
 
-*When.* Batch n is the next `groups_per_step` groups with signal in the order of their numbers, and is
-ready when every lower-numbered group is closed. So what a batch holds depends on what came out, never
-on what came out first: short episodes get no head start. It also makes the batch of a group that is not
-dispatched yet foreseeable: groups that closed count exactly, open ones by the running share of groups
-with signal. A group is dispatched once its foreseen batch is at most `max_staleness` ahead of the newest
-exported weights. Groups that turn out without signal lower the count, so that their replacements go
-out at once, and no finished group is ever thrown away for its age.
+When: Batch n is the next `groups_per_step` groups with signal in the order of their numbers, and is ready
+when every lower-numbered group is closed. So the content of a batch depends on the results, never on their
+order of arrival, and short episodes get no advantage. This also predicts the batch of a group that is not
+dispatched yet: closed groups count exactly, and open ones by the running share of groups with signal. A group
+is dispatched once its predicted batch is at most `max_staleness` ahead of the newest exported weights. Groups
+that turn out to have no signal lower the count, so their replacements are dispatched at once, and no finished
+group is ever discarded for its age.
 """
 
 import hashlib
@@ -21,17 +21,17 @@ import msgspec
 
 from hpc_swe.records import RolloutRequest, Sampling, Split
 
-RATE_FLOOR = 0.1  # a bad spell must not send out an unbounded number of groups
+RATE_FLOOR = 0.1  # when few groups have signal, the number of groups in flight must stay bounded
 
 
 def stable_hash(*parts: object) -> int:
-    """A number of 31 bits that depends on the parts and on nothing else."""
+    """Return a number of 31 bits that depends on the parts alone."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:4], "big") >> 1
 
 
 @dataclass(frozen=True)
 class RequestPlan:
-    """Which task and seeds every training group has."""
+    """Determine the task and the seeds of every training group."""
 
     seed: int
     tasks: tuple[str, ...]
@@ -39,7 +39,7 @@ class RequestPlan:
     sampling: Sampling
 
     def group(self, group_id: int) -> list[RolloutRequest]:
-        """The requests of a group; each pass over the tasks has its own order."""
+        """Return the requests of a group; each pass over the tasks has its own order."""
         epoch, place = divmod(group_id, len(self.tasks))
         task = _order(self.seed, epoch, self.tasks)[place]
         return [
@@ -49,7 +49,7 @@ class RequestPlan:
 
 
 def request(seed: int, split: Split, group_id: int, index: int, what: tuple[str, Sampling]) -> RolloutRequest:
-    """The first request of a member."""
+    """Build the first request of a member; `what` is its task and its sampling settings."""
     return RolloutRequest(
         split=split,
         group_id=group_id,
@@ -61,25 +61,28 @@ def request(seed: int, split: Split, group_id: int, index: int, what: tuple[str,
 
 
 def retry_request(failed: RolloutRequest) -> RolloutRequest:
-    """The request after an infrastructure failure: one attempt more, another seed."""
+    """Build the request after an infrastructure failure: the next attempt, with another seed."""
     attempt = failed.attempt + 1
     return msgspec.structs.replace(failed, attempt=attempt, seed=stable_hash(failed.seed, attempt))
 
 
 @dataclass(frozen=True)
 class DispatchWindow:
-    """How far dispatch may go now."""
+    """Limit how many groups may be dispatched now."""
 
     next_batch: int
     last_batch: int
-    """The last that may be sampled for now: newest exported weights plus staleness, or the run's last."""
+    """The last batch that may be sampled now: newest exported weights plus staleness, or the run's last."""
     groups_per_step: int
     signal_rate: float
 
 
 def dispatch_end(first: int, has_signal: Callable[[int], bool | None], window: DispatchWindow) -> int:
-    """The first group from `first` on that must still wait; `has_signal` is None while one is open."""
-    # Groups with signal that may lie before a group; the rest is for rounding.
+    """Return the first group from `first` on that must not be dispatched yet.
+
+    `has_signal` of a group is None while it is open.
+    """
+    # The number of groups with signal that may come before a group; 1e-6 absorbs rounding.
     room = (window.last_batch + 1 - window.next_batch) * window.groups_per_step - 1e-6
     rate = min(1.0, max(RATE_FLOOR, window.signal_rate))
     group, expected = first, 0.0

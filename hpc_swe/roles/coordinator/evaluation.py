@@ -1,8 +1,8 @@
-"""Held-out evaluation: in training every so many steps, or as a run of its own.
+"""Evaluate on held-out tasks: during training every `every` steps, or as a run of its own.
 
-An evaluation is a set of groups of split eval, one per task, with every decoding and sample as a
-member. They go through the same spools and ledger as training groups, and sort before them. What
-failed for want of infrastructure is retried like any other, and then counts as not resolved.
+An evaluation is a set of groups of split eval, one per task, whose members are all decodings and samples.
+They go through the same spools and ledger as training groups, and sort before them. Infrastructure failures
+are retried as in training; an attempt that fails to the end counts as not resolved.
 """
 
 import logging
@@ -25,15 +25,15 @@ from hpc_swe.settings import EvalConfig
 from hpc_swe.store import atomic, evals
 from hpc_swe.store.evals import Attempt
 
-SHARE = 4  # beside training, evaluation holds at most every fourth slot
-OUTSTANDING = 512  # requests at once in a run of its own: no folder shall hold thousands
+SHARE = 4  # during training, evaluation uses at most one slot in four
+OUTSTANDING = 512  # open requests in a run of its own: no folder should contain thousands
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Evaluator:
-    """Evaluation round r is of weights r * every; with every = 0 there is one, named ``eval``."""
+    """Run evaluation rounds. Round r is of weights r * every; with every = 0 there is one, named ``eval``."""
 
     run: RunDir
     tasks: Sequence[str]
@@ -42,21 +42,21 @@ class Evaluator:
     metrics_log: Log
     every: int = 0
     _done: set[str] = field(default_factory=set, init=False)
-    """Labels of tables that exist."""
+    """Labels of the tables that exist."""
 
     def __post_init__(self) -> None:
         self._list_done()
 
     def label(self, number: int) -> str:
-        """Name of a round's table."""
+        """Return the name of a round's table."""
         return f"step_{number * self.every:06d}" if self.every else "eval"
 
     def step(self, key: Key) -> int:
-        """Optimizer steps after which the round of a group is due."""
+        """Return the optimizer step at which the round of a group is due."""
         return key[1] // max(1, len(self.tasks)) * self.every
 
     def expects(self, key: Key) -> list[RolloutRequest] | None:
-        """The requests of one task of a round; None when its table exists."""
+        """Return the requests of one task of a round; None when its table exists."""
         number, place = divmod(key[1], max(1, len(self.tasks)))
         is_only = number == 0 or self.every
         if not self.tasks or not is_only or self.label(number) in self._done:
@@ -68,9 +68,9 @@ class Evaluator:
         ]
 
     def progress(self, ledger: Ledger) -> dict[str, list[float]]:
-        """How far the round under way is, for people."""
-        found = [m for key, group in ledger.groups.items() if key[0] == "eval" for m in group.members]
-        closed = [member for member in found if member.state != "open"]
+        """Return the progress of the current round, for the status."""
+        groups = [group for key, group in ledger.groups.items() if key[0] == "eval"]
+        closed = [member for group in groups for member in group.members if member.state != "open"]
         return {
             "evaluation/done": [float(len(closed))],
             "evaluation/resolved": [float(sum(_outcome(member) == "resolved" for member in closed))],
@@ -78,9 +78,13 @@ class Evaluator:
         }
 
     def iterate(self, collector: ResultCollector, snapshot: RunSnapshot) -> str:
-        """Ask for what may be under way, and write the table when all is in; what is waited for."""
+        """Request as many episodes as the limits allow, and write the table when all are done.
+
+        Returns:
+            What the round waits for; empty when no round is unfinished.
+        """
         self._list_done()
-        self._forget(collector)  # rounds that another coordinator finished
+        self._forget(collector)  # of rounds that another coordinator finished
         number = self._current(collector.ledger, snapshot)
         if number is None:
             return ""
@@ -102,7 +106,7 @@ class Evaluator:
         collector.forget(collector.ledger.drop(lambda key: key[0] == "eval" and self.expects(key) is None))
 
     def _current(self, ledger: Ledger, snapshot: RunSnapshot) -> int | None:
-        """The oldest round under way, else the one that is due; a round that was missed is not made up."""
+        """Return the oldest unfinished round, else the one that is due; a missed round is not made up for."""
         if not self.tasks or not self.config.decodings:
             return None
         under_way = [group // len(self.tasks) for split, group in ledger.groups if split == "eval"]
@@ -133,14 +137,14 @@ class Evaluator:
 
 
 class Evaluating:
-    """The work of a run that only evaluates."""
+    """Do the work of a run that only evaluates."""
 
     def __init__(self, run: RunDir, evaluator: Evaluator, max_attempts: int) -> None:
         self._evaluator = evaluator
         self._collector = ResultCollector(run, Ledger(max_attempts), self._expects)
 
     def iterate(self, snapshot: RunSnapshot) -> Progress:
-        """Do what can be done now."""
+        """Do what can be done now, without waiting."""
         self._collector.collect(snapshot)
         waits_for = self._evaluator.iterate(self._collector, snapshot)
         recent = self._evaluator.metrics_log.recent | self._evaluator.progress(self._collector.ledger)
@@ -151,7 +155,7 @@ class Evaluating:
 
 
 def summary(label: str, rows: Sequence[Attempt]) -> dict[str, float]:
-    """Solve rate of one decoding with its 95 % interval over tasks, and what is to be seen beside it."""
+    """Return the metrics of one decoding: its solve rate with the 95 % interval over tasks, and others."""
     outcomes = intervals.outcomes(rows, label)
     rate = intervals.solve_rate(outcomes)
     return {
@@ -199,7 +203,10 @@ def _attempt(member: Member, label: str, sample: int) -> Attempt:
 
 
 def _outcome(member: Member) -> Outcome:
-    """What was flawed to the last is nobody's doing, whatever the grader made of it."""
+    """Return the outcome; attempts that always failed on infrastructure count as infra_error.
+
+    That holds whatever the grader said about the last of them.
+    """
     if member.state != "done" or member.scored is None:
         return "infra_error"
     return member.scored.score.outcome

@@ -1,13 +1,13 @@
-"""The coordinator: one look at the run a round, one round of its work, and the house kept in order.
+"""Run the coordinator. Each iteration takes a snapshot of the run, does the mode's work, and cleans up.
 
-consumes      nodes/, control/, and what its work consumes
-produces      state/endpoints.json, state/status.json, what its work produces, and at last state/finished
-waits for     its work to be done
+consumes      nodes/, control/, and what the mode consumes
+produces      state/endpoints.json, state/status.json, what the mode produces, and at last state/finished
+waits for     the mode's work to be done
 unblocked by  time: it never blocks on anything
 
-It holds no state that the run folder does not. When the file system refuses, its work is made anew
-from the folder, exactly as after a restart: there is no second way back. Two coordinators do no harm:
-they ask for the same, and whoever loses a batch leaves.
+It has no state that is not in the run folder. When the file system refuses a write, the mode is built again
+from the folder, exactly as after a restart, so there is only one way to recover. Two coordinators do no harm:
+they write the same requests, and the one that loses the race for a batch exits.
 """
 
 import logging
@@ -24,20 +24,23 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.settings import CoordinatorConfig
 from hpc_swe.store import atomic
 
-BACK_OFF_S = 300.0  # longest pause after refusals of the file system
+BACK_OFF_S = 300.0  # longest pause after the file system refused a write
 
 log = logging.getLogger(__name__)
 
 
 class Mode(Protocol):
-    """The work of one mode: Training, Evaluating or WarmStart."""
+    """Do the work of one mode: Training, Evaluating or WarmStart."""
 
     def iterate(self, snapshot: RunSnapshot) -> Progress:
         """Do what can be done now, without waiting."""
 
 
 class Coordinator:
-    """Runs `mode`, made anew from the run folder at need, until it is done or a person orders an end."""
+    """Iterate until the mode has finished or an order ends the run.
+
+    `mode` builds the mode from the run folder; it is called again after a refused write.
+    """
 
     def __init__(
         self,
@@ -55,11 +58,11 @@ class Coordinator:
         self._progress: tuple[object, float] = (None, 0.0)
 
     def work(self) -> None:
-        """Until all is done.
+        """Iterate until the work is done or an order says to end.
 
         Raises:
-            LostRace: Another coordinator is at work.
-            DeadlineError: Nothing moved for `wait_s` although others live.
+            LostRace: Another coordinator is running.
+            DeadlineError: Nothing changed for `wait_s` although other processes are alive.
         """
         refusals = 0
         while True:
@@ -76,7 +79,7 @@ class Coordinator:
             time.sleep(pause * random.uniform(0.5, 1.5))
 
     def iterate(self) -> bool:
-        """One look and one round; True when all is done."""
+        """Run one iteration; return True when all work is done."""
         snapshot = self._maintenance.snapshot()
         if self._mode is None:
             self._mode = self._make()
@@ -99,14 +102,14 @@ class Coordinator:
         return any(path.exists() for path in (self._run.drain, self._run.stop, self._run.finished))
 
     def _check_progress(self, snapshot: RunSnapshot, progress: Progress) -> None:
-        """A peer that lives and does nothing for so long is a fault; without peers, only time can tell."""
-        seen = (snapshot.scan, snapshot.newest, snapshot.learner_step, progress.step)
-        if seen != self._progress[0] or all(node.role == "coordinator" for node in snapshot.nodes):
-            self._progress = (seen, snapshot.now)
-        silent_s = snapshot.now - self._progress[1]
-        if silent_s > self._config.wait_s:
+        """Fail when nothing changed for `wait_s` although others are alive; wait when nobody else is."""
+        state = (snapshot.scan, snapshot.newest, snapshot.learner_step, progress.step)
+        if state != self._progress[0] or all(node.role == "coordinator" for node in snapshot.nodes):
+            self._progress = (state, snapshot.now)
+        unchanged_s = snapshot.now - self._progress[1]
+        if unchanged_s > self._config.wait_s:
             alive = ", ".join(sorted({node.owner for node in snapshot.nodes if node.role != "coordinator"}))
             raise DeadlineError(
-                f"nothing moved for {silent_s:.0f} s (coordinator.wait_s); waits for {progress.waits_for}; "
-                f"alive: {alive}; see their logs under {self._run.root / 'logs'}"
+                f"nothing changed for {unchanged_s:.0f} s (coordinator.wait_s); waits for "
+                f"{progress.waits_for}; alive: {alive}; see their logs under {self._run.root / 'logs'}"
             )

@@ -1,7 +1,7 @@
-"""What the coordinator sees of the run, and what it puts in order: recovery, retention, sweeping, cells.
+"""Take snapshots of the run, recover lost claims, delete what nothing needs, and publish the status.
 
-One `look` a round: one listing of every spool in the order in which messages move, so that a message
-that moves on meanwhile is seen twice rather than not at all.
+Each iteration takes one snapshot, which lists every spool once. Spools are listed in the order in which
+messages move, so a message that moves in the meantime is seen twice rather than not at all.
 """
 
 import logging
@@ -32,7 +32,7 @@ from hpc_swe.store import atomic, folders, weights
 from hpc_swe.store.lease import Memory, Watcher
 from hpc_swe.store.spool import STATES, Address, Spool
 
-ORPHAN_S = 3600.0  # a temporary whose process shows no lease is left alone for so long
+ORPHAN_S = 3600.0  # a temporary file whose process shows no lease is kept this long
 
 Scan = dict[str, dict[str, list[Address]]]
 
@@ -41,39 +41,41 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """One look at the run."""
+    """Hold the state of the run at one moment."""
 
     now: float
-    """Our own monotonic clock."""
+    """Time on this process's monotonic clock, in seconds."""
     scan: Scan
     newest: WeightVersion
-    """Newest exported weights; version 0 before there are any."""
+    """Newest exported weights; version 0 before the first export."""
     nodes: list[Node]
-    """The living."""
+    """Leases of the processes that are alive."""
     has_room: bool
+    """True when the file system has more free space than the configured floor."""
 
     @cached_property
     def identities(self) -> set[str]:
-        """Identities that lie in some spool and are not dead."""
+        """Return the names of all messages in any spool, apart from those in dead/."""
         states = ("ready", "claimed")
         return {a.identity for spool in self.scan.values() for state in states for a in spool[state]}
 
     @cached_property
     def dead_identities(self) -> set[str]:
-        """Identities that were buried."""
+        """Return the names of all messages in dead/."""
         return {address.identity for spool in self.scan.values() for address in spool["dead"]}
 
     @property
     def engines(self) -> list[Node]:
-        """Those that serve."""
+        """Return the leases of the engines that serve."""
         serving = [n for n in self.nodes if n.role == "inference" and n.state in ("ready", "updating")]
         return [node for node in serving if node.url]
 
     @cached_property
     def worked_s(self) -> dict[str, float]:
-        """Members that a rollout worker has, and no result of -> seconds that it has worked on them.
+        """Map the requests that a rollout worker has, and that have no result yet, to seconds of work.
 
-        The workers' leases say so: their clocks stand while no engine serves, and end with the claim.
+        The leases of the workers report them: their clocks pause while no engine serves, and end with the
+        claim.
         """
         rollout = [node for node in self.nodes if node.role == "rollout"]
         clocks = {(n.owner, c): s for n in rollout for c, s in zip(n.claims, n.worked_s, strict=False)}
@@ -84,42 +86,45 @@ class RunSnapshot:
 
     @property
     def learner_step(self) -> int:
-        """Optimizer steps that the learner has taken, as far as is known."""
+        """Return the optimizer steps that the learner has taken, as far as is known."""
         return max([self.newest.step, *(node.step for node in self.nodes if node.role == "learner")])
 
     @property
     def slots(self) -> int:
-        """Episodes that all workers together can run at once."""
+        """Return how many episodes all rollout workers together can run at once."""
         return sum(node.slots for node in self.nodes if node.role == "rollout")
 
     @property
     def depths(self) -> dict[str, dict[str, int]]:
-        """Spool -> state -> messages."""
+        """Count messages by spool and state."""
         return {
-            name: {state: len(found) for state, found in spool.items()} for name, spool in self.scan.items()
+            name: {state: len(messages) for state, messages in spool.items()}
+            for name, spool in self.scan.items()
         }
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How the coordinator's work stands after a round."""
+    """Report the state of the mode's work after an iteration."""
 
     waits_for: str
-    """Empty when all is done."""
+    """What the work waits for; empty when all is done."""
     step: int
     """The next batch."""
     recent: dict[str, list[float]]
+    """The latest values of metrics, by name."""
     errors: list[str]
+    """Messages for people."""
 
 
 class StepTimer:
-    """How long the learner's steps take."""
+    """Measure how long the learner's steps take."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=20)
 
     def note(self, step: int, now: float) -> None:
-        """The learner has taken so many steps."""
+        """Note how many steps the learner has taken by now."""
         if self._seen and step < self._seen[-1][0]:  # it resumed
             self._seen.clear()
         if not self._seen or step > self._seen[-1][0]:
@@ -127,7 +132,7 @@ class StepTimer:
 
     @property
     def step_s(self) -> float:
-        """Seconds a step, over the last ones; 0 before there are two looks."""
+        """Return the mean seconds per step over the last steps; 0 until a step was measured."""
         if len(self._seen) < 2:
             return 0.0
         (first, began), (last, ended) = self._seen[0], self._seen[-1]
@@ -135,7 +140,7 @@ class StepTimer:
 
 
 class Maintenance:
-    """Looks each round; puts in order at its own pace."""
+    """Take a snapshot in each iteration; publish and clean up when it is due."""
 
     def __init__(
         self,
@@ -152,13 +157,13 @@ class Maintenance:
         self._done: dict[str, float] = {}
         self._orphans: dict[Path, float] = {}
         self._since: dict[tuple[str, str], float] = {}
-        """When a spool was first seen to hold an identity."""
+        """Time at which a message was first seen in a spool, by spool and name."""
         self._timer = StepTimer()
         self._endpoints: list[Endpoint] | None = None
         self._beat = 0
 
     def snapshot(self) -> RunSnapshot:
-        """See the run, and put back the claims of the dead."""
+        """Read the state of the run, and return the claims of dead processes to their spools."""
         now = self._clock()
         scan = {
             name: {state: Spool(self._run.spool(name), Episode).addresses(state) for state in STATES}
@@ -184,7 +189,7 @@ class Maintenance:
     def publish(
         self, snapshot: RunSnapshot, progress: Progress, desired: Mapping[Role, int], status_s: float
     ) -> None:
-        """The two cells that others read: engines, at once when they change, and how the run fares."""
+        """Publish the endpoints and the status: every `status_s`, and at once when the endpoints change."""
         engines = [
             Endpoint(owner=n.owner, url=n.url, versions=n.versions, updating=n.state == "updating")
             for n in snapshot.engines
@@ -200,7 +205,7 @@ class Maintenance:
         atomic.put(self._run.watch, self._watcher.memory(), durable=False)
 
     def clean_up(self, snapshot: RunSnapshot) -> None:
-        """Delete what retention lets go, once a beat, and what dead processes left, six times an hour."""
+        """Delete superseded folders once per beat, and files of dead processes six times an hour."""
         if self._is_due("retain", self._lease.beat_s, snapshot.now):
             for folder in retention.superseded(self._run, self._kept, snapshot.nodes):
                 log.info("removed %s", folder.name)
@@ -213,10 +218,10 @@ class Maintenance:
             address.owner, address.identity
         )
 
-    def _is_due(self, what: str, every_s: float, now: float) -> bool:
-        if now < self._done.get(what, float("-inf")) + every_s:
+    def _is_due(self, task: str, every_s: float, now: float) -> bool:
+        if now < self._done.get(task, float("-inf")) + every_s:
             return False
-        self._done[what] = now
+        self._done[task] = now
         return True
 
     def _sweep(self, snapshot: RunSnapshot) -> None:
@@ -236,9 +241,7 @@ class Maintenance:
         oldest: dict[str, float] = {}
         for (name, _), since in self._since.items():
             oldest[name] = max(oldest.get(name, 0.0), snapshot.now - since)
-        full = (
-            [] if snapshot.has_room else [f"{self._run.root}: too little free space; nothing is dispatched"]
-        )
+        full = f"{self._run.root}: too little free space; nothing is dispatched"
         return StatusReport(
             beat=self._beat,
             roles=[
@@ -252,7 +255,7 @@ class Maintenance:
             step_s=self._timer.step_s,
             newest=snapshot.newest,
             recent=progress.recent,
-            errors=full + progress.errors,
+            errors=[*([] if snapshot.has_room else [full]), *progress.errors],
         )
 
 

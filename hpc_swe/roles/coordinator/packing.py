@@ -1,7 +1,7 @@
-"""Samples -> microbatches: every token once, weighted, ranks balanced, all of it deterministic.
+"""Pack samples into microbatches: every token once, with its weight, the work balanced over ranks.
 
-The learner adds up weight times term and divides by nothing, so the denominator of the whole step is
-inside each weight, and how samples are packed cannot change the gradient.
+The learner adds up weight times term and divides by nothing. Each weight contains the denominator of the
+whole step, so the way in which samples are packed cannot change the gradient. Packing is deterministic.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from hpc_swe.errors import ConfigError
 from hpc_swe.records import Batch, MicroBatch, Sample
 
 Aggregate = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
-# Tokens at which attention costs as much as all else in a layer, for a hidden size of 2048. It only
-# steers the balance, so that it need not know the model.
+# Number of tokens at which attention costs as much as the rest of a layer, for a hidden size of 2048. It only
+# affects the balance, so it need not match the model.
 ATTENTION_TOKENS = 24_576
 FILLER = MicroBatch(
     token_ids=records.ids([0, 0]),
@@ -25,11 +25,11 @@ FILLER = MicroBatch(
     weights=records.floats([0, 0]),
     sequence_lengths=[2],
 )
-"""What a rank runs when it has nothing left: the collectives of all ranks must stay in step."""
+"""A rank without samples runs this, because all ranks must run the same collectives."""
 
 
 def token_weights(tokens: Sequence[int], aggregate: Aggregate, constant_length: int) -> list[float]:
-    """Weight of one trained token of each episode, from the episodes' trained tokens.
+    """Return the weight of each trained token of each episode, from the episodes' numbers of trained tokens.
 
     An episode without trained tokens (masked as overlong, or stale as a whole) is in no denominator.
 
@@ -53,30 +53,34 @@ def token_weights(tokens: Sequence[int], aggregate: Aggregate, constant_length: 
 def pack(
     step: int, samples: Sequence[Sample], weights: Sequence[float], budget: int, ranks: int
 ) -> list[Batch]:
-    """One batch per rank with equally many microbatches of at most `budget` tokens."""
+    """Build one batch per rank; all have equally many microbatches of at most `budget` tokens.
+
+    Raises:
+        ConfigError: A sample is longer than `budget`.
+    """
     lengths = [len(sample) for sample in samples]
     if max(lengths, default=0) > budget:
         raise ConfigError(
-            f"a sample of {max(lengths)} tokens is over batches.microbatch_tokens = {budget}; raise it"
+            f"a sample of {max(lengths)} tokens is longer than batches.microbatch_tokens = {budget}; raise it"
         )
     each = max(1, -(-sum(lengths) // (budget * ranks)))
     while (bins := _fill(lengths, each * ranks, budget)) is None:
         each += 1
     return [
-        Batch(step=step, rank=rank, microbatches=[_lay(samples, weights, bin) for bin in share])
-        for rank, share in enumerate(_deal(bins, lengths, ranks))
+        Batch(step=step, rank=rank, microbatches=[_microbatch(samples, weights, bin) for bin in share])
+        for rank, share in enumerate(_assign(bins, lengths, ranks))
     ]
 
 
 def cost(length: int) -> float:
-    """Work of one sequence in units of a token: linear layers, and attention with its square."""
+    """Return the work of one sequence in units of one token: linear layers, and attention with its square."""
     return length + length * length / ATTENTION_TOKENS
 
 
 def _fill(lengths: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
-    """Longest first into the cheapest bin with room; None when one finds none.
+    """Put each sample, the longest first, into the cheapest bin with room; return None when one has no room.
 
-    Ends in `pack` at the latest with one bin a sample.
+    `pack` tries with more and more bins, and succeeds at the latest with one bin per sample.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     costs, room = [0.0] * count, [budget] * count
@@ -91,8 +95,8 @@ def _fill(lengths: Sequence[int], count: int, budget: int) -> list[list[int]] | 
     return [sorted(bin) for bin in bins]
 
 
-def _deal(bins: list[list[int]], lengths: Sequence[int], ranks: int) -> list[list[list[int]]]:
-    """Dearest bin first to the rank with least work among those that have room for one more."""
+def _assign(bins: list[list[int]], lengths: Sequence[int], ranks: int) -> list[list[list[int]]]:
+    """Give each bin, the most expensive first, to the rank with the least work that may still get one."""
     shares: list[list[list[int]]] = [[] for _ in range(ranks)]
     costs, each = [0.0] * ranks, len(bins) // ranks
     price = [sum(cost(lengths[index]) for index in bin) for bin in bins]
@@ -103,16 +107,16 @@ def _deal(bins: list[list[int]], lengths: Sequence[int], ranks: int) -> list[lis
     return shares
 
 
-def _lay(samples: Sequence[Sample], weights: Sequence[float], bin: Sequence[int]) -> MicroBatch:
+def _microbatch(samples: Sequence[Sample], weights: Sequence[float], bin: Sequence[int]) -> MicroBatch:
     if not bin:
         return FILLER
-    mine = [samples[index] for index in bin]
+    chosen = [samples[index] for index in bin]
     weighted = [samples[i].mask_array * np.float32(weights[i]) for i in bin]
     return MicroBatch(
-        token_ids=b"".join([sample.token_ids for sample in mine]),
-        mask=b"".join([sample.mask for sample in mine]),
-        logprobs=b"".join([sample.logprobs for sample in mine]),
-        advantages=b"".join([sample.advantages for sample in mine]),
+        token_ids=b"".join([sample.token_ids for sample in chosen]),
+        mask=b"".join([sample.mask for sample in chosen]),
+        logprobs=b"".join([sample.logprobs for sample in chosen]),
+        advantages=b"".join([sample.advantages for sample in chosen]),
         weights=b"".join([records.floats(array) for array in weighted]),
-        sequence_lengths=[len(sample) for sample in mine],
+        sequence_lengths=[len(sample) for sample in chosen],
     )

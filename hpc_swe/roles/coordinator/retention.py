@@ -1,6 +1,6 @@
-"""What may go: folders that nothing needs any more, and what dead processes left half-written.
+"""Find what may be deleted: folders that nothing needs any more, and unfinished files of dead processes.
 
-The learner resumes from the newest checkpoint, or from the one before when that does not load, and then
+The learner resumes from the newest checkpoint, or from the one before it when that does not load, and then
 needs every batch from there on.
 """
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def superseded(run: RunDir, retention: RetentionConfig, nodes: Iterable[Node]) -> list[Path]:
-    """Published folders that nothing needs any more; the newest of a kind is always needed."""
+    """Return the published folders that nothing needs any more; the newest of each kind is always needed."""
     in_use = {Path(node.reading).name for node in nodes} | {v.name for node in nodes for v in node.versions}
     found = checkpoints.published(run)
     kept = kept_checkpoints(found, retention.keep_every)
@@ -36,37 +36,37 @@ def superseded(run: RunDir, retention: RetentionConfig, nodes: Iterable[Node]) -
 
 
 def newest_checkpoints(published: Sequence[Checkpoint]) -> set[Checkpoint]:
-    """The one to resume from and its fallback, whether newest means the step or the incarnation."""
+    """Return the checkpoint to resume from and its fallback, by step as well as by incarnation."""
     return {*sorted(published)[-2:], *sorted(published, key=lambda c: c[::-1])[-2:]}
 
 
 def kept_checkpoints(published: Sequence[Checkpoint], keep_every: int) -> set[Checkpoint]:
-    """The newest, and milestones."""
+    """Return the newest checkpoints, and those of every `keep_every` steps (0: none of these)."""
     milestones = {c for c in published if keep_every and c[0] % keep_every == 0}
     return milestones | newest_checkpoints(published)
 
 
 def first_kept_batch(published: Sequence[Checkpoint]) -> int:
-    """Where a learner may have to start again; from the beginning while there is no fallback."""
+    """Return the first step that a learner may have to repeat; 0 while there is no fallback checkpoint."""
     return min(newest_checkpoints(published))[0] if len(published) > 1 else 0
 
 
 def orphans(folder: Path, alive: Iterable[str]) -> list[Path]:
-    """Half-written names in a folder whose process is not alive."""
+    """Return the unfinished files in a folder whose process is not alive."""
     with atomic.storage(folder):
         found = [path for path in folder.iterdir() if TEMPORARY.fullmatch(path.name)]
     return [path for path in found if path.name[-8:] not in alive]
 
 
 def swept_folders(run: RunDir) -> list[Path]:
-    """Folders in which cells, messages and folders are published."""
+    """Return the folders in which cells, messages and folders are published."""
     spools = [run.spool(name) / state for name in SPOOLS for state in STATES]
     cells = [run.root, run.nodes, run.evals, run.archives, run.endpoints.parent]
     return [*cells, run.batches, run.weights, run.checkpoints, *spools]
 
 
 def _superseded_weights(run: RunDir, retention: RetentionConfig, in_use: set[str]) -> list[WeightVersion]:
-    """A delta is worth nothing without its parents, so these stay with it."""
+    """Return the versions to delete; the parents of a delta are kept as long as the delta."""
     published = weights.published(run)
     gone = set(weights.superseded(published, in_use, retention.keep_last, retention.keep_every))
     if not gone:
@@ -80,7 +80,7 @@ def _superseded_weights(run: RunDir, retention: RetentionConfig, in_use: set[str
 
 
 def _parent(run: RunDir, version: WeightVersion) -> WeightVersion | None:
-    """Without its manifest nobody can load a version, so it needs no other."""
+    """Read the parent of a version; one without a readable manifest cannot be loaded and needs no parent."""
     try:
         return weights.manifest(run, version).parent
     except (FileNotFoundError, CorruptRecord) as error:

@@ -1,13 +1,13 @@
-"""Episode -> Samples: one per leaf chain of the turn tree, each sampled token trained once or never.
+"""Cut an episode into samples: one per leaf of the tree of turns, each sampled token trained at most once.
 
-A chain is everything that grew from one turn without parent: a conversation. Where its prompts fork,
-the turns before the fork lie in several samples, but are trained in the first of them only:
+A chain is a conversation: all turns that descend from one turn without a parent. Where its prompts fork, the
+turns before the fork are in several samples, but are trained only in the first of them:
 
     turns   0 <- 1 <- 2          samples   [0 1 2]
                  1 <- 3                    [. . 3]   dots: context, mask 0
 
-A turn is trained when its reply was delivered and the conversation went on from it, or when it is the
-last one delivered in its chain. What an agent sampled and then dropped shaped nothing that was graded.
+A turn is trained when its reply was delivered and the conversation continued from it, or when it is the last
+delivered turn of its chain. Replies that an agent sampled and then discarded did not affect what was graded.
 """
 
 from collections import Counter
@@ -26,27 +26,27 @@ Chains = Literal["main", "all"]
 
 @dataclass(frozen=True)
 class EpisodeSamples:
-    """One episode, cut into samples for one step."""
+    """Hold one episode, cut into samples for one step."""
 
     episode: Episode
     samples: list[Sample]
     advantage: float
     tokens: int
-    """Trained tokens."""
+    """Number of trained tokens."""
     stale: int
-    """Tokens masked for their age."""
+    """Number of tokens that are masked for their staleness."""
     staleness: NDArray[np.int32]
-    """Steps, of every trained or masked token."""
+    """Staleness in steps of every trained or masked token."""
     untrained_turns: int
 
 
 def sampled_tokens(episode: Episode) -> int:
-    """Tokens that the engine sampled for an episode."""
+    """Return the number of tokens that the engine sampled for an episode."""
     return sum(len(turn.completion) for turn in episode.turns)
 
 
 def find_flaw(episode: Episode) -> str:
-    """What makes an episode's tokens unusable; empty when nothing does."""
+    """Return what makes an episode's tokens unusable; empty when nothing does."""
     for index, turn in enumerate(episode.turns):
         length, logprobs = len(turn.completion), records.float_array(turn.logprobs)
         edges = [edge for span in turn.spans for edge in (span.start, span.end)]
@@ -60,9 +60,9 @@ def find_flaw(episode: Episode) -> str:
 
 
 def trained_turns(turns: Sequence[Turn], chains: Chains, main: int = -1) -> list[int]:
-    """Turns with a loss; `main` starts the chain that ``main`` trains.
+    """Return the turns with a loss; `main` is the first turn of the chain that ``main`` trains.
 
-    Where it is not known, that is the first chain that went on, or else the first.
+    When it is negative, that is the first chain with more than one turn, or else the first chain.
     """
     root: list[int] = []
     for index, turn in enumerate(turns):
@@ -81,7 +81,7 @@ def trained_turns(turns: Sequence[Turn], chains: Chains, main: int = -1) -> list
 
 
 def path_to(turns: Sequence[Turn], leaf: int) -> list[int]:
-    """Turns from the start of the chain to `leaf`."""
+    """Return the turns from the start of the chain to `leaf`."""
     path: list[int] = []
     index: int | None = leaf
     while index is not None:
@@ -91,7 +91,7 @@ def path_to(turns: Sequence[Turn], leaf: int) -> list[int]:
 
 
 def leaf_chains(turns: Sequence[Turn], trained: Sequence[int]) -> list[list[int]]:
-    """Paths from a start to a trained turn that no other trained turn descends from."""
+    """Return the paths from a first turn to each trained turn that no other trained turn descends from."""
     covered: set[int] = set()
     paths = []
     for index in sorted(trained, reverse=True):
@@ -102,34 +102,34 @@ def leaf_chains(turns: Sequence[Turn], trained: Sequence[int]) -> list[list[int]
 
 
 def count_sequences(turns: Sequence[Turn]) -> int:
-    """Token sequences of an episode, trained or not; 1 when each prompt extends the one before."""
+    """Count an episode's token sequences, trained or not; it is 1 when each prompt extends the one before."""
     return len(leaf_chains(turns, trained_turns(turns, "all")))
 
 
 def make_samples(
     episode: Episode, advantage: float, chains: Chains, step: int, max_staleness: int
 ) -> EpisodeSamples:
-    """Cut an episode for batch `step`; tokens older than `max_staleness` (0 is off) are masked one by one."""
+    """Cut an episode for batch `step`; mask each token older than `max_staleness` steps (0 masks none)."""
     trained = trained_turns(episode.turns, chains, episode.main)
-    todo = set(trained)
+    untaken = set(trained)
     samples, ages, stale = [], [], 0
     for path in leaf_chains(episode.turns, trained):
-        ids, logprobs, versions = _lay(episode.turns, path, todo)
+        ids, logprobs, versions = _concatenate(episode.turns, path, untaken)
         sampled = versions >= 0
         old = sampled & (step - versions > max_staleness) if max_staleness else np.zeros_like(sampled)
         ages.append(step - versions[sampled])
         stale += int(old.sum())
         samples.append(_sample(episode.request.name, ids, (logprobs, versions), sampled & ~old, advantage))
-        todo -= set(path)
+        untaken -= set(path)
     ages_all = np.concatenate(ages) if ages else np.zeros(0, np.int32)
     untrained = len(episode.turns) - len(trained)
     return EpisodeSamples(episode, samples, advantage, len(ages_all) - stale, stale, ages_all, untrained)
 
 
-def _lay(
+def _concatenate(
     turns: Sequence[Turn], path: Sequence[int], trained: set[int]
 ) -> tuple[records.IdArray, records.FloatArray, records.IdArray]:
-    """Ids, log-probabilities and versions of a path end to end; 0 and -1 where nothing is trained."""
+    """Join ids, log-probabilities and versions of a path; the last two are 0 and -1 outside trained turns."""
     ids: list[NDArray[np.int32]] = []
     logprobs: list[NDArray[np.float32]] = []
     versions: list[NDArray[np.int32]] = []

@@ -1,11 +1,11 @@
-"""A warm start: the coordinator publishes batches of demonstrations, or of archived episodes that solved.
+"""Start warm: publish batches of demonstrations, or of archived episodes with a high reward.
 
 consumes      an endless stream of samples that is the same at every start
 produces      batches/step_n: samples n * size .. (n + 1) * size - 1 of the stream
-waits for     the learner, when AHEAD batches lie before the step it is at
+waits for     the learner, when AHEAD batches are published beyond its step
 unblocked by  the learner's steps
 
-Batch n is a function of the stream and n, so there is no state beyond which batches exist.
+Batch n is a function of the stream and n, so the only state is which batches exist.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,16 +31,15 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.store import checkpoints
 
 AHEAD = 32
-NUMBERS = ("token_ids", "logprobs", "advantages", "versions")
-"""Arrays of a sample with four bytes a token."""
+"""Number of batches that may be published beyond the learner's step."""
 
 Encode = Callable[[Sequence[Message]], tuple[Sequence[int], Sequence[int]]]
-"""A conversation as token ids and mask: what the recorder would have recorded."""
+"""Encodes a conversation as token ids and mask, exactly as the recorder would."""
 
 
 @dataclass(frozen=True)
 class SftSchedule:
-    """How much of the stream each step takes, and how it is packed."""
+    """Set how many samples each step takes, and how they are packed."""
 
     steps: int
     samples_per_step: int
@@ -49,7 +48,7 @@ class SftSchedule:
 
 
 class WarmStart:
-    """`stream` gives samples of at most microbatch_tokens tokens, without end."""
+    """Publish the endless `stream` of samples, each at most microbatch_tokens long, as batches."""
 
     def __init__(
         self, run: RunDir, stream: Iterator[Sample], schedule: SftSchedule, metrics_log: Log
@@ -59,7 +58,11 @@ class WarmStart:
         self._stream = islice(stream, self.step * schedule.samples_per_step, None)
 
     def iterate(self, snapshot: RunSnapshot) -> Progress:
-        """Publish what the learner may soon want."""
+        """Publish the batches that the learner needs next.
+
+        Raises:
+            LostRace: Another coordinator published the batch that this one would publish next.
+        """
         if self.step in batches.published_steps(self._run):
             raise LostRace(f"{self._run.batch(self.step)} was published by another coordinator")
         steps = self._schedule.steps
@@ -83,10 +86,10 @@ class WarmStart:
 def with_system_prompt(
     conversations: Iterable[Sequence[Message]], preface: Preface
 ) -> Iterator[list[Message]]:
-    """Demonstrations as the agent would have had them, with its system prompt.
+    """Yield demonstrations with the agent's system prompt in place of their own.
 
     Raises:
-        ConfigError: One calls a tool that the agent does not have.
+        ConfigError: A demonstration calls a tool that the agent does not have.
     """
     system = [Message(role="system", content=preface.system)] if preface.system else []
     for conversation in conversations:
@@ -102,7 +105,7 @@ def with_system_prompt(
 def from_conversations(
     conversations: Iterable[Sequence[Message]], encode: Encode, limit: int, metrics_log: Log
 ) -> Iterator[Sample]:
-    """Demonstrations as samples; what is over `limit` tokens is cut after its last turn that fits."""
+    """Yield demonstrations as samples; one over `limit` tokens is cut after its last turn that fits."""
     counts = {"sft/cut": 0, "sft/dropped": 0}
     for number, conversation in enumerate(conversations):
         ids, mask = (np.asarray(part) for part in encode(conversation))
@@ -118,7 +121,13 @@ def from_conversations(
 def from_episodes(
     episodes: Iterable[ScoredEpisode], chains: Chains, least: float, seed: int, limit: int, metrics_log: Log
 ) -> Iterator[Sample]:
-    """Rejection sampling: what the policy sampled in episodes of at least this reward, over and over."""
+    """Yield what the policy sampled in episodes with a reward of at least `least`, endlessly.
+
+    This is rejection sampling. Each pass over the samples has its own order.
+
+    Raises:
+        ConfigError: No episode has such a reward.
+    """
     chosen = [s for s in episodes if not failure_cause(s) and (s.score.reward or 0.0) >= least]
     whole = [sample for s in chosen for sample in make_samples(s.episode, 1.0, chains, 0, 0).samples]
     shortened = [_shortened(sample, limit) for sample in whole]
@@ -127,14 +136,17 @@ def from_episodes(
     dropped = len(whole) - len(samples)
     metrics_log.write(0, {"sft/cut": changed - dropped, "sft/dropped": dropped})
     if not samples:
-        raise ConfigError(f"no archived episode has sft.min_reward = {least}; lower it")
+        raise ConfigError(f"no archived episode has a reward of sft.min_reward = {least} or more; lower it")
     for epoch in count():
         order = sorted(range(len(samples)), key=lambda i: (stable_hash(seed, "sft", epoch, i), i))
         yield from (samples[i] for i in order)
 
 
 def fitting_length(mask: np.ndarray[tuple[int], np.dtype[np.integer]], limit: int) -> int:
-    """Length of the longest start of at most `limit` tokens that ends with a turn; all when it fits."""
+    """Return the length of the longest prefix of at most `limit` tokens that ends with a turn.
+
+    It is the whole length when that is at most `limit`, and 0 when no turn fits.
+    """
     if len(mask) <= limit:
         return len(mask)
     ends = np.flatnonzero(np.diff(mask.astype(np.int8)) == -1) + 1
@@ -142,10 +154,16 @@ def fitting_length(mask: np.ndarray[tuple[int], np.dtype[np.integer]], limit: in
 
 
 def _shortened(sample: Sample, limit: int) -> Sample:
-    """Cut after its last turn that fits; empty when none does."""
+    """Cut a sample after its last turn that fits; it is empty when none does."""
     end = fitting_length(sample.mask_array, limit)
-    numbers = {name: getattr(sample, name)[: 4 * end] for name in NUMBERS}
-    return msgspec.structs.replace(sample, mask=sample.mask[:end], **numbers)
+    return msgspec.structs.replace(
+        sample,
+        mask=sample.mask[:end],
+        token_ids=sample.token_ids[: 4 * end],  # four bytes per token, as in the next ones
+        logprobs=sample.logprobs[: 4 * end],
+        advantages=sample.advantages[: 4 * end],
+        versions=sample.versions[: 4 * end],
+    )
 
 
 def _sample(name: str, ids: records.IdArray, mask: records.IdArray) -> Sample:

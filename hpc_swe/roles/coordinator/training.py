@@ -1,13 +1,13 @@
-"""The coordinator's work in GRPO: dispatch groups, collect results, publish batches.
+"""Do the coordinator's work in GRPO: dispatch groups, collect results, publish batches.
 
 consumes      scored/, weights/ (only which is newest)
 produces      requests/, batches/step_n, archive/episodes/step_n.parquet
-waits for     results of open groups; the learner, when one batch lies ahead of its step
-unblocked by  rollout and reward workers; a new weight version; the clocks of stragglers
+waits for     results of open groups; the learner, when AHEAD batches are published beyond its step
+unblocked by  rollout and reward workers; a new weight version; the time limit of stragglers
 
-Publishing a batch is three acts: commit the batch, write its archive, drop its messages. After the
-first, a crash leaves messages of consumed groups behind; whoever starts next makes the archive of them
-if it is missing, and then drops them as it would any duplicate.
+A batch is published in three steps: commit the batch, write its archive, remove its messages. A crash after
+the first leaves messages of consumed groups in scored/. The coordinator that starts next writes the archive
+from them if it is missing, and then removes them like any duplicate.
 """
 
 import logging
@@ -28,13 +28,14 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.store import checkpoints
 from hpc_swe.store.spool import Spool
 
-AHEAD = 1  # batches that may lie published before the one the learner is at
+AHEAD = 1
+"""Number of batches that may be published beyond the learner's step."""
 
 log = logging.getLogger(__name__)
 
 
 class Training:
-    """Made anew from the run folder at every start, and after every refusal of the file system."""
+    """Train with GRPO. The object is built from the run folder at every start, and after a refused write."""
 
     def __init__(
         self,
@@ -51,25 +52,25 @@ class Training:
         self._published_at: float | None = None
         limits = settings.groups
         self._farthest = ceil((limits.max_staleness + AHEAD + 1) * limits.groups_per_step / RATE_FLOOR)
-        """Groups are dispatched in the order of their numbers: after a gap so wide, a message is nobody's."""
+        """Groups are dispatched in order of their numbers; a message of one this far ahead is foreign."""
         last = batches.last_manifest(run)
         self.step = last.step + 1 if last else 0
         self.state = last.after if last else CoordinatorState()
         self._collector = ResultCollector(run, Ledger(settings.groups.max_attempts), self._expects)
         if last is not None and not run.archive(last.step).exists():
             consumed: set[Key] = {("train", group) for group in (*last.groups, *last.closed)}
-            archive.write(run.archive(last.step), _lying(run, consumed), last.groups)
+            archive.write(run.archive(last.step), _leftover_results(run, consumed), last.groups)
 
     @property
     def _ledger(self) -> Ledger:
         return self._collector.ledger
 
     def iterate(self, snapshot: RunSnapshot) -> Progress:
-        """Do what can be done now.
+        """Do what can be done now, without waiting.
 
         Raises:
-            LostRace: Another coordinator published the batch that this one is at.
-            StorageError: The file system refuses; make this object anew.
+            LostRace: Another coordinator published the batch that this one would publish next.
+            StorageError: The file system refuses a write; build a new object.
         """
         if self.step in batches.published_steps(self._run):
             raise LostRace(f"{self._run.batch(self.step)} was published by another coordinator")
@@ -91,7 +92,7 @@ class Training:
         return self._plan.group(group) if first <= group <= last + self._farthest else None
 
     def _advance(self, snapshot: RunSnapshot) -> None:
-        """Publish the next batch if it is complete and its time has come."""
+        """Publish the next batch if its groups are closed and the learner is close enough."""
         if self.step < min(self._steps, snapshot.learner_step + AHEAD + 1):
             limit = self._settings.groups.groups_per_step
             batch_plan = batches.plan_batch(self._decision, self.state, self.step, limit)
@@ -145,7 +146,7 @@ class Training:
         if group is None or group.is_open:
             return None
         results = len(group.results)
-        if self._decisions.get(number, (-1, None))[0] != results:  # a straggler may still come
+        if self._decisions.get(number, (-1, None))[0] != results:  # a late result may have been entered
             self._decisions[number] = (results, batches.decide(group, self.step, self._settings))
         return self._decisions[number][1]
 
@@ -154,7 +155,7 @@ class Training:
         return None if decision is None else decision.status == "trained"
 
     def _waits_for(self, snapshot: RunSnapshot) -> str:
-        """The first thing in the way of the next batch; empty when there is none to come."""
+        """Return what the next batch waits for first; empty when training is finished."""
         if self.step >= self._steps and checkpoints.is_trained(self._run, snapshot.newest, self._steps):
             return ""
         if self.step >= min(self._steps, snapshot.learner_step + AHEAD + 1):
@@ -163,17 +164,17 @@ class Training:
         while (group := self._ledger.groups.get(("train", number))) and not group.is_open:
             number += 1
         if group is None:
-            return f"leave to dispatch group {number}: newest weights are {snapshot.newest.name}"
+            return f"newer weights than {snapshot.newest.name}, to dispatch group {number}"
         names = [m.request.name for m in group.members if m.state == "open"]
-        what = f"results of {', '.join(names[:3])}{' ..' if len(names) > 3 else ''}"
-        return what if snapshot.engines else f"{what}; no engine serves"
+        results = f"results of {', '.join(names[:3])}{' ..' if len(names) > 3 else ''}"
+        return results if snapshot.engines else f"{results}; no engine serves"
 
 
 COUNTED = ("episodes/infra", "episodes/duplicates", "episodes/absent", "groups/straggled")
 
 
-def _lying(run: RunDir, consumed: set[Key]) -> list[ScoredEpisode]:
-    """Results of consumed groups that still lie in scored/."""
+def _leftover_results(run: RunDir, consumed: set[Key]) -> list[ScoredEpisode]:
+    """Read the results of consumed groups that are still in scored/."""
     spool = Spool(run.scored, ScoredEpisode)
     places = [(a, parse_name(a.identity)) for a in spool.addresses("ready")]
     found = [spool.read(a) for a, place in places if place and place[0] in consumed]
