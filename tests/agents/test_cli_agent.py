@@ -128,7 +128,7 @@ def test_how_a_program_ended(tmp_path: Path, words: str) -> None:
 
 
 def test_a_side_call_that_was_not_understood_does_not_cost_the_work_of_a_program_that_hangs() -> None:
-    refusal = Refusal(ExitStatus.AGENT_ERROR, "no such role", is_aside=True)
+    refusal = Refusal(ExitStatus.AGENT_ERROR, "no such role", is_side_request=True)
     hung = CommandResult(137, "", timed_out=True)
     assert ended(CliAgent(command="true"), hung, refusal)[0] == ExitStatus.TOOL_TIME
     main = Refusal(ExitStatus.AGENT_ERROR, "no such role")

@@ -16,6 +16,7 @@ from hpc_swe.conversation import TokenBuilder  # noqa: E402
 from hpc_swe.plugins.engines.base import Completion  # noqa: E402
 from hpc_swe.records import Endpoint, EndpointTable, RolloutRequest, Sampling, WeightVersion  # noqa: E402
 from hpc_swe.roles.rollout.endpoints import Endpoints  # noqa: E402
+from hpc_swe.roles.rollout.openai_server import ServedRecorder  # noqa: E402
 from hpc_swe.roles.rollout.recorder import Recorder  # noqa: E402
 from hpc_swe.roles.rollout.sampler import Sampler  # noqa: E402
 from hpc_swe.rundir import RunDir  # noqa: E402
@@ -80,6 +81,6 @@ def stage(builders: dict[str, TokenBuilder], tmp_path_factory: pytest.TempPathFa
             group_id=0, index=0, task_id="t", seed=0, sampling=Sampling(max_tokens=100_000)
         )
         sampler = Sampler(engine, endpoints, "secret", 5.0, part=100_000)  # one answer a call
-        return Stage(builder, engine, Recorder(builder, sampler, request, RolloutConfig(context=10**6)))
+        return Stage(builder, engine, ServedRecorder(builder, sampler, request, RolloutConfig(context=10**6)))
 
     return make

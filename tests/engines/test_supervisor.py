@@ -30,7 +30,7 @@ from waiting import until
 from hpc_swe.errors import EngineError
 from hpc_swe.plugins.engines.scripted import SCORE, Scripted, ScriptedReply
 from hpc_swe.records import ProbeScore, Sampling, WeightVersion
-from hpc_swe.roles.inference.supervisor import REFUSALS
+from hpc_swe.roles.inference.supervisor import MAX_REFUSALS
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, weights
 from hpc_swe.store.lease import Lease
@@ -240,14 +240,14 @@ def test_many_refusals_in_a_row_start_the_engine_anew_and_are_said(
 ) -> None:
     process = start(changed=msgspec.structs.replace(engine, update_s=0.3))
     await_node(run, is_serving(version(0)))
-    for step in range(1, REFUSALS + 1):
+    for step in range(1, MAX_REFUSALS + 1):
         publish(run, model, version(step), probe=WRONG)
         await_node(run, lambda node: node.state == "updating")
         await_node(run, lambda node: node.state != "updating")
     await_node(run, lambda node: node.state == "starting")
     run.stop.touch()
     _, log = process.communicate(timeout=180)
-    assert f"{REFUSALS} versions in a row were refused" in log
+    assert f"{MAX_REFUSALS} versions in a row were refused" in log
 
 
 def test_verifying_a_version_is_cut_short_by_an_order_to_end(

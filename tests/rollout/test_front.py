@@ -240,11 +240,11 @@ def test_a_side_call_that_the_template_refuses_is_one_though_it_has_the_same_sys
         history = [*START, *observed(post(address, messages=START).json()["choices"][0]["message"])]
         assert post(address, messages=history).status_code == 200
         late = {"role": "system", "content": "A title."}
-        for messages, is_aside in (([START[0], late], True), ([*history, late], False)):
+        for messages, is_side_request in (([START[0], late], True), ([*history, late], False)):
             assert post(address, messages=messages).status_code == 400
             assert on.recorder.refusal is not None
             assert on.recorder.refusal.status == ExitStatus.AGENT_ERROR
-            assert on.recorder.refusal.is_aside == is_aside
+            assert on.recorder.refusal.is_side_request == is_side_request
 
 
 def test_a_program_that_compressed_may_work_as_long_as_any_other(on: Stage, address: ChatAddress) -> None:
@@ -271,7 +271,7 @@ def test_the_policy_keeps_only_its_own_agent_waiting(on: Stage) -> None:
         for client, start in zip(clients, starts * 20, strict=True):
             with contextlib.suppress(OSError):
                 client.sendall(start)
-        assert threading.active_count() <= before + 1 + openai_server.MOST_CONNECTIONS
+        assert threading.active_count() <= before + 1 + openai_server.MAX_CONNECTIONS
         until = time.monotonic() + DEADLINE_S
         status = 0
         while status != 200:

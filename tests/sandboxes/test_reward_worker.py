@@ -16,7 +16,7 @@ from hpc_swe.errors import ConfigError, SandboxError
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Episode, RolloutRequest, Sampling, Score, ScoredEpisode, Task, Timing
-from hpc_swe.roles.reward.worker import MOST_DETAIL, RewardResources, sentinel, worker
+from hpc_swe.roles.reward.worker import MAX_DETAIL, RewardResources, sentinel, worker
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RewardConfig
 from hpc_swe.store.lease import Lease
@@ -193,7 +193,7 @@ def test_a_wrong_configuration_of_a_grader_ends_the_worker(run, task):
 def test_text_that_a_submission_chose_does_not_fill_the_run(run, task):
     put(run, episode(0, "long"))
     work(run, task, lambda: len(scores(run)) == 1)
-    assert len(scores(run)[0].detail) == MOST_DETAIL
+    assert len(scores(run)[0].detail) == MAX_DETAIL
 
 
 def test_a_worker_that_is_told_to_end_gives_back_and_waits_for_nothing(run):

@@ -31,6 +31,7 @@ from hpc_swe.records import (
     id_array,
 )
 from hpc_swe.roles.rollout.endpoints import Endpoints
+from hpc_swe.roles.rollout.openai_server import ServedRecorder
 from hpc_swe.roles.rollout.recorder import Recorder
 from hpc_swe.roles.rollout.sampler import Sampler
 from hpc_swe.rundir import RunDir
@@ -94,7 +95,7 @@ def stage(
         split=split, group_id=0, index=0, task_id="t", seed=0, sampling=sampling or Sampling(max_tokens=200)
     )
     sampler = Sampler(engine, Endpoints(run, max_lag=1, fresh_s=0.0), "secret", wait_s)
-    return Stage(engine, Recorder(builder, sampler, request, RolloutConfig(**config)))
+    return Stage(engine, ServedRecorder(builder, sampler, request, RolloutConfig(**config)))
 
 
 def answer(reply: Reply) -> Message:

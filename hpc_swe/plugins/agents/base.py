@@ -44,7 +44,7 @@ class Refusal:
 
     status: ExitStatus
     why: str
-    is_aside: bool = False
+    is_side_request: bool = False
     """It was of no conversation, as a title's request is: a program may well have ended without it."""
 
 

@@ -110,7 +110,9 @@ def ended(agent: CliAgent, result: CommandResult, refusal: Refusal | None) -> tu
     said = f"exit code {result.exit_code}: {result.output[-500:]}"
     known = {"0": ExitStatus.SUBMITTED} | agent.exit_codes
     ended_itself = not (result.broke_sandbox or result.timed_out) and str(result.exit_code) in known
-    if refusal is not None and (not refusal.is_aside or (refusal.status.is_truncated and not ended_itself)):
+    if refusal is not None and (
+        not refusal.is_side_request or (refusal.status.is_truncated and not ended_itself)
+    ):
         return refusal.status, refusal.why
     if result.broke_sandbox:
         return ExitStatus.AGENT_ERROR, said

@@ -1,1 +1,1 @@
-"""The inference supervisor: keeps one engine alive and its weights new."""
+"""Keep one engine alive and its weights new: the inference supervisor."""

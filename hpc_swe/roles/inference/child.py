@@ -1,4 +1,4 @@
-"""One running engine, and the promise that nothing of it is left behind."""
+"""Run an engine as a child process and leave nothing behind when it ends."""
 
 import contextlib
 import os
@@ -14,18 +14,18 @@ from hpc_swe.errors import EngineError, NoAnswer
 from hpc_swe.processes import StoppedProcesses, descendants
 
 STOP_S = 15.0
-"""More than the guard takes."""
+"""Longest wait for the guard's end, which takes less."""
 LOOK_S = 1.0
-"""Between looks for stopped processes."""
+"""Seconds between two looks for stopped processes."""
 
 
 class Child:
-    """An engine under its guard, in a process group of their own."""
+    """Run an engine under its guard, in a process group of their own."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], output: Path) -> None:
         self.output = output
         self._stopped, self._due = StoppedProcesses(), 0.0
-        self._folder = scratch.make()  # after those of engines that were killed together with their guard
+        self._folder = scratch.make()  # also removes folders of engines killed together with their guard
         guard = [sys.executable, "-m", "hpc_swe.roles.inference.guard", str(self._folder), *command]
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("ab") as out:
@@ -39,11 +39,11 @@ class Child:
             )
 
     def require_alive(self) -> None:
-        """Look.
+        """Check the engine's processes.
 
         Raises:
-            EngineError: The engine ended; names its log.
-            NoAnswer: One of its processes is stopped, and stays so.
+            EngineError: The engine ended; the message names its log.
+            NoAnswer: One of its processes was stopped by a signal, and stays stopped.
         """
         if self._guard.poll() is not None:
             raise EngineError(f"the engine ended; see {self.output}")
@@ -54,12 +54,12 @@ class Child:
             raise NoAnswer(f"process {stopped[0]} of the engine is stopped")
 
     def stop(self) -> None:
-        """End it; returns when no process of it is left."""
+        """End the engine, and return when none of its processes is left."""
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(STOP_S)
-        with contextlib.suppress(ProcessLookupError):  # a guard that was itself killed cleaned nothing up
+        with contextlib.suppress(ProcessLookupError):  # in case the guard was killed itself
             os.killpg(self._guard.pid, signal.SIGKILL)
         self._guard.wait()
         scratch.remove(self._folder)

@@ -1,8 +1,8 @@
-"""Runs an engine that must not outlive its supervisor: python -m ...guard FOLDER COMMAND...
+"""Run an engine that must not outlive its supervisor: python -m ...guard FOLDER COMMAND...
 
 Standard input is a pipe whose other end only the supervisor holds. Its end of file means that the
-supervisor wants the engine gone, or is gone itself, however it died. The guard leads a process group of
-its own, ends whatever is left in it, and removes FOLDER, the engine's temporary files.
+supervisor ends the engine, or has died in whatever way. The guard leads a process group of its own, kills
+all that is left in it, and removes FOLDER, the engine's temporary files.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from hpc_swe.processes import die_with_parent
 
 GRACE_S = 8.0
 TRACKERS_S = 5.0
-NOTE_S = 5.0  # between looks at the shared memory that the engine has
+NOTE_S = 5.0  # between two listings of the engine's shared memory
 
 
 def main(folder: str, command: Sequence[str]) -> None:
-    """Until the engine ends, or standard input does."""
+    """Run the engine until it ends or standard input does, then clean up."""
     scratch.own(Path(folder))
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
     due = 0.0
@@ -33,12 +33,12 @@ def main(folder: str, command: Sequence[str]) -> None:
             due = time.monotonic() + NOTE_S
             scratch.note_memory(Path(folder), _others())
     print(
-        "guard: engine", "told to end" if child.poll() is None else f"ended with {child.poll()}", flush=True
+        "guard: engine", "asked to end" if child.poll() is None else f"ended with {child.poll()}", flush=True
     )
     child.terminate()
     _await_end(child, GRACE_S)
     for pid, command_line in _others().items():
-        # Python's resource trackers unlink the semaphores of the dead, once all that used them are gone.
+        # Python's resource trackers unlink semaphores once all processes that used them have ended.
         if b"resource_tracker" not in command_line:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -54,7 +54,7 @@ def _await_end(child: "subprocess.Popen[bytes]", timeout_s: float) -> None:
 
 
 def _others() -> dict[int, bytes]:
-    """Command lines of the group's living members but ourselves."""
+    """Map the pid of each other live process of the group to its command line."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile

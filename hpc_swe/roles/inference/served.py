@@ -1,4 +1,4 @@
-"""What a supervisor looks after: an engine that it starts, or one that somebody else runs."""
+"""Give a supervisor one interface to an engine that it starts and to one that somebody else runs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,72 +13,72 @@ from hpc_swe.store.folders import Identity
 
 @dataclass(frozen=True)
 class Weights:
-    """What an engine shall serve."""
+    """Name the weights that an engine should serve."""
 
     version: WeightVersion
     folder: Path
     manifest: WeightManifest | None
-    """None of the model that the run starts from."""
+    """None for the model that the run starts from."""
     files: dict[str, Identity] | None
-    """The files as they were when they were verified against the manifest; None without one."""
+    """The files as they were verified against the manifest; None without a manifest."""
 
 
-class Served(Protocol):
-    """An engine with an address. Its methods raise EngineError when it is not fit to serve."""
+class ServedEngine(Protocol):
+    """Reach an engine at an address. The methods raise EngineError when it is not fit to serve."""
 
     url: str
     remedy: str
     """Where to look, or what to do, when it is not healthy."""
 
-    def require_coming(self) -> None:
-        """While it is awaited."""
+    def require_starting(self) -> None:
+        """Check the engine while its start is awaited."""
 
     def require_serving(self) -> None:
-        """While it serves."""
+        """Check the engine while it serves."""
 
-    def take(self, weights: Weights) -> None:
-        """See to it that these weights are served, and that tokens are stamped with their version."""
+    def load(self, weights: Weights) -> None:
+        """Make the engine serve these first weights and stamp tokens with their version."""
 
     def update(self, weights: Weights) -> None:
-        """Swap these weights in while requests run; on an error those before go on serving."""
+        """Swap weights while requests run; after an error the previous weights stay."""
 
-    def leave(self) -> None:
-        """We end."""
+    def release(self) -> None:
+        """Give the engine up, since the supervisor ends or replaces it."""
 
 
-class Ours:
-    """An engine of our own: it comes up with the weights, and ends with us."""
+class OwnEngine:
+    """Run an engine of our own: it starts with the weights and ends with the supervisor."""
 
     def __init__(self, engine: Engine, url: str, token: str, child: Child) -> None:
         self._engine, self._token, self._child = engine, token, child
         self.url, self.remedy = url, f"see {child.output}"
 
-    def require_coming(self) -> None:
-        """Its process lives."""
+    def require_starting(self) -> None:
+        """Check that its processes run."""
         self._child.require_alive()
 
     def require_serving(self) -> None:
-        """Its process lives."""
+        """Check that its processes run."""
         self._child.require_alive()
 
-    def take(self, weights: Weights) -> None:
-        """It came up with them."""
+    def load(self, weights: Weights) -> None:
+        """Adopt the weights that it was started with."""
         probe = weights.manifest.probe if weights.manifest else None
         self._engine.adopt(self.url, self._token, weights.version, probe)
 
     def update(self, weights: Weights) -> None:
-        """By its routes."""
+        """Reload the weights over HTTP."""
         self._engine.reload(self.url, self._token, weights.folder, weights.manifest, weights.files)
 
-    def leave(self) -> None:
-        """No process of it is left."""
+    def release(self) -> None:
+        """End all its processes."""
         self._child.stop()
 
 
-class Theirs:
-    """An engine of somebody else's. What it served before is unknown, so it is given its weights anew.
+class ExternalEngine:
+    """Use an engine that somebody else runs. Its weights are unknown, so it is always given the first ones.
 
-    One that cannot be updated serves the model that it came up with: enough to evaluate that model.
+    An engine that cannot be updated serves the model that it was started with: enough to evaluate that model.
     """
 
     def __init__(self, engine: Engine, url: str, token: str) -> None:
@@ -86,21 +86,21 @@ class Theirs:
         self.url, self.remedy = url, "somebody else runs it: ask them, or `launch start` with another"
         self._stamp: str | None = None
 
-    def require_coming(self) -> None:
-        """Only time can tell."""
+    def require_starting(self) -> None:
+        """Check nothing: its processes are not ours to see."""
 
     def require_serving(self) -> None:
-        """Its health, and its stamp: one that restarted between two looks is healthy, and has lost both.
+        """Check its health and its stamp: an engine that restarted unseen is healthy, but has lost its stamp.
 
-        A release without stamps that restarts unseen cannot be told from one that did not.
+        If the engine's release has no stamps, an unseen restart cannot be detected.
         """
         if not self._engine.is_healthy(self.url):
             raise EngineError(f"no health at {self.url}; {self.remedy}")
         if (stamp := self._engine.stamp(self.url, self._token)) != self._stamp:
             raise EngineError(f"{self.url} stamps {stamp}, and was given {self._stamp}; {self.remedy}")
 
-    def take(self, weights: Weights) -> None:
-        """By an update, where it offers that."""
+    def load(self, weights: Weights) -> None:
+        """Update the engine if it offers updates; else it must already serve the run's model."""
         if self._engine.inspect(self.url, self._token).can_update:
             self._engine.reload(
                 self.url, self._token, weights.folder.absolute(), weights.manifest, weights.files
@@ -110,9 +110,9 @@ class Theirs:
         self._stamp = self._engine.stamp(self.url, self._token)
 
     def update(self, weights: Weights) -> None:
-        """By its routes."""
+        """Reload the weights over HTTP."""
         self._engine.reload(self.url, self._token, weights.folder, weights.manifest, weights.files)
         self._stamp = self._engine.stamp(self.url, self._token)
 
-    def leave(self) -> None:
-        """As it is."""
+    def release(self) -> None:
+        """Leave the engine as it is."""

@@ -1,12 +1,13 @@
-"""Keeps one engine serving, on the newest weights.
+"""Keep one engine serving the newest weights.
 
-Consumes weights/; produces its node cell (address, versions, state). Waits for a newer version of the
-live incarnation, which the learner publishes, and for the health of an engine that somebody else runs,
-which is up to them. Whatever it reads it names in its cell first, so that retention leaves it alone, and
-before weights change the cell names both versions.
+The supervisor consumes weights/ and produces its node cell (address, versions, state). It waits for a newer
+version of the live incarnation, which the learner publishes, and for the health of an engine that somebody
+else runs. It names a version in its cell before it reads it, so that retention keeps the version; before
+weights change, the cell names both versions.
 
-A version is verified here, while the engine serves, and once however many workers the engine has. A version
-is refused for what an engine says of it; an engine that says nothing is hung or dead, and is replaced.
+A version is verified here, while the engine serves, and only once for all workers of the engine. A version
+is refused when the engine reports an error about it; an engine that does not answer is hung or dead, and is
+replaced.
 """
 
 import logging
@@ -26,16 +27,16 @@ from hpc_swe.plugins.engines.base import Engine
 from hpc_swe.processes import Flag, free_port
 from hpc_swe.records import WeightVersion
 from hpc_swe.roles.inference.child import Child
-from hpc_swe.roles.inference.pulse import Pulse
-from hpc_swe.roles.inference.served import Ours, Served, Theirs, Weights
+from hpc_swe.roles.inference.liveness import LivenessMonitor
+from hpc_swe.roles.inference.served import ExternalEngine, OwnEngine, ServedEngine, Weights
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import InferenceConfig, LeaseConfig
 from hpc_swe.store import folders, weights
 from hpc_swe.store.lease import Lease, Watcher
 
-QUIET_S = 300.0  # an engine that lived this long has earned its restarts back
-LOOK_S = 0.5  # between looks at an engine while a version is verified or loaded
-REFUSALS = 3  # versions in a row; then the engine is more likely at fault than all of them
+QUIET_S = 300.0  # after so long without a failure, restarts are counted from 0 again
+LOOK_S = 0.5  # between two checks of an engine while a version is verified or loaded
+MAX_REFUSALS = 3  # successive refused versions after which the engine, not the weights, is blamed
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Supervisor:
-    """One engine of a run."""
+    """Supervise one engine of a run."""
 
     run: RunDir
     lease: Lease
@@ -57,25 +58,25 @@ class Supervisor:
     """Name or address by which rollout workers reach this node."""
     _version: WeightVersion = field(default=WeightVersion(), init=False)
     _since: float = field(default=float("inf"), init=False)
-    """When it began to serve."""
+    """When the engine began to serve."""
     _refused: set[WeightVersion] = field(default_factory=set, init=False)
-    _row: int = field(default=0, init=False)
-    """Refusals since the last version that was taken."""
-    _told: Flag = field(default_factory=Flag, init=False)
+    _refusals: int = field(default=0, init=False)
+    """Refusals since the last version that was loaded."""
+    _stopping: Flag = field(default_factory=Flag, init=False)
 
     def __post_init__(self) -> None:
         self._watcher = Watcher(self.run, self.leases.beat_s, self.leases.ttl_s)
 
     def serve(self) -> None:
-        """Until STOP, the run's end or a signal; after DRAIN until no rollout worker lives.
+        """Serve until STOP, the run's end or a signal; after DRAIN until no rollout worker lives.
 
         Raises:
             ConfigError: The engine cannot be started as configured.
-            EngineError: It failed more often than `max_restarts`; the message names its log, or whose it is.
+            EngineError: It failed more than `max_restarts` times; the message names its log or its owner.
         """
         restarts = 0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-            signal.signal(number, self._tell)
+            signal.signal(number, self._on_signal)
         while not self._must_end():
             self._since = float("inf")
             try:
@@ -85,34 +86,34 @@ class Supervisor:
                 if restarts > self.config.max_restarts:
                     raise
                 log.warning("restart %d of %d: %s", restarts, self.config.max_restarts, error)
-                self._told.wait(min(2.0 ** (restarts - 1), 60.0))
+                self._stopping.wait(min(2.0 ** (restarts - 1), 60.0))
 
     def _serve_once(self) -> None:
         token = self.run.token.read_text().strip()
         wanted = self._choose()
         self._version = wanted.version
-        served = self._meet(token, wanted.folder)
-        alive = partial(self.engine.is_alive, served.url, token)
+        served = self._start(token, wanted.folder)
+        is_alive = partial(self.engine.is_alive, served.url, token)
         try:
             if self._is_healthy_in_time(served):
-                self._give(served, wanted)
+                self._load(served, wanted)
                 self.lease.publish(state="ready", url=served.url, versions=[self._version], reading="")
                 log.info("serving %s at %s", self._version.name, served.url)
                 self._since = time.monotonic()
-                with Pulse(alive, self.config.hang_s) as pulse:
-                    self._follow(served, pulse)
+                with LivenessMonitor(is_alive, self.config.hang_s) as monitor:
+                    self._follow(served, monitor)
         except NoAnswer as error:
             raise EngineError(f"{error}; {served.remedy}") from error
         finally:
-            state = "draining" if self._told.is_set() else "starting"
+            state = "draining" if self._stopping.is_set() else "starting"
             self.lease.publish(state=state, url="", versions=[], reading="")
-            served.leave()
+            served.release()
 
-    def _meet(self, token: str, folder: Path) -> Served:
-        """The engine that the configuration names, else one of ours, just started."""
+    def _start(self, token: str, folder: Path) -> ServedEngine:
+        """Attach to the engine that the configuration names, or else start one."""
         if self.config.url:
             log.info("attaching to %s", self.config.url)
-            return Theirs(self.engine, self.config.url, token)
+            return ExternalEngine(self.engine, self.config.url, token)
         port = self._free_port()
         url, output = (
             f"http://{self.host}:{port}",
@@ -120,10 +121,10 @@ class Supervisor:
         )
         command = self.engine.command(folder, self.host, port, self.run.root.name)
         log.info("starting %s at %s, output in %s", folder, url, output)
-        return Ours(self.engine, url, token, Child(command, self.engine.environment(token), output))
+        return OwnEngine(self.engine, url, token, Child(command, self.engine.environment(token), output))
 
     def _choose(self) -> Weights:
-        """The newest version that was not refused, else the model."""
+        """Choose the newest version that was not refused, or else the model."""
         for version in reversed(weights.published(self.run)):
             if version in self._refused:
                 continue
@@ -139,62 +140,67 @@ class Supervisor:
     def _verify(self, version: WeightVersion) -> Weights:
         manifest = weights.manifest(self.run, version)
         folder = self.run.weight(version)
-        return Weights(version, folder, manifest, folders.verify(folder, manifest, self._told.is_set))
+        return Weights(version, folder, manifest, folders.verify(folder, manifest, self._stopping.is_set))
 
-    def _is_healthy_in_time(self, served: Served) -> bool:
-        """False when we are told to end meanwhile."""
+    def _is_healthy_in_time(self, served: ServedEngine) -> bool:
+        """Wait until the engine is healthy; return False when the supervisor must end meanwhile.
+
+        Raises:
+            EngineError: The engine ended, or did not become healthy in time.
+        """
         deadline = time.monotonic() + self.config.start_timeout_s
         while not self.engine.is_healthy(served.url):
-            served.require_coming()
+            served.require_starting()
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"no health at {served.url} in {self.config.start_timeout_s:g} s; {served.remedy}"
                 )
-            if self._told.wait(0.25) or self._must_end():
+            if self._stopping.wait(0.25) or self._must_end():
                 return False
         return True
 
-    def _give(self, served: Served, wanted: Weights) -> None:
+    def _load(self, served: ServedEngine, wanted: Weights) -> None:
         try:
-            served.take(wanted)
+            served.load(wanted)
         except (NoAnswer, Overdue):
             raise
         except EngineError:
-            if self.engine.is_healthy(served.url):  # one that died says nothing about the version
-                self._refused.add(wanted.version)  # the next start takes the one before
+            if self.engine.is_healthy(served.url):  # a death of the engine is no fault of the version
+                self._refused.add(wanted.version)  # the next start loads the version before
             raise
 
-    def _follow(self, served: Served, pulse: Pulse) -> None:
+    def _follow(self, served: ServedEngine, monitor: LivenessMonitor) -> None:
         while not self._must_end():
             served.require_serving()
-            pulse.require()
+            monitor.require_alive()
             try:
                 newest = weights.newest(self.run)
                 if newest is not None and newest > self._version and newest not in self._refused:
-                    self._update(served, newest, pulse)
+                    self._update(served, newest, monitor)
             except StorageError as error:
                 log.warning("looking again: %s", error)
-            self._told.wait(self.config.poll_s * random.uniform(0.5, 1.5))
+            self._stopping.wait(self.config.poll_s * random.uniform(0.5, 1.5))
 
-    def _update(self, served: Served, newest: WeightVersion, pulse: Pulse) -> None:
+    def _update(self, served: ServedEngine, newest: WeightVersion, monitor: LivenessMonitor) -> None:
         began = time.monotonic()
         self.lease.publish(reading=newest.name)
         try:
-            wanted = self._beside(partial(self._verify, newest), served.require_serving, pulse.require)
+            verify = partial(self._verify, newest)
+            wanted = self._run_watched(verify, served.require_serving, monitor.require_alive)
             verified = time.monotonic()
             self.lease.publish(state="updating", versions=[self._version, newest])
-            self._beside(partial(served.update, wanted), served.require_coming)  # one that loads is silent
-            pulse.renew()
+            self._run_watched(partial(served.update, wanted), served.require_starting)  # no answers meanwhile
+            monitor.reset()
         except FileNotFoundError:
-            log.warning("%s is gone; the next look takes the newest", newest.name)
+            log.warning("%s is gone; the newest is looked up again", newest.name)
         except CancelledError:
             return
         except (NoAnswer, Overdue):
-            raise  # it says nothing of the version
+            raise  # no fault of the version
         except (EngineError, CorruptRecord) as error:
             self._refuse(served, newest, error)
         else:
-            self._version, self._row = newest, 0
+            self._version, self._refusals = newest, 0
             now = time.monotonic()
             log.info(
                 "updated to %s: verified in %.2f s, swapped in %.2f s",
@@ -204,44 +210,50 @@ class Supervisor:
             )
         self.lease.publish(state="ready", reading="", versions=[self._version])
 
-    def _beside(self, work: Callable[[], T], *looks: Callable[[], None]) -> T:
-        """Work in a thread: an engine that dies or stops meanwhile is seen, and an order to end heard."""
-        pool = ThreadPoolExecutor(1, "beside")
+    def _run_watched(self, work: Callable[[], T], *checks: Callable[[], None]) -> T:
+        """Run `work` in a thread, calling the `checks` meanwhile, which raise when the engine dies or hangs.
+
+        Raises:
+            CancelledError: The supervisor must end.
+        """
+        pool = ThreadPoolExecutor(1, "watched")
         done = pool.submit(work)
         pool.shutdown(wait=False)
         while not wait([done], LOOK_S).done:
-            for look in looks:
-                look()
-            if self._told.is_set():
+            for check in checks:
+                check()
+            if self._stopping.is_set():
                 raise CancelledError
         return done.result()
 
-    def _refuse(self, served: Served, version: WeightVersion, error: Exception) -> None:
-        """Go on with the weights before, but not for ever.
+    def _refuse(self, served: ServedEngine, version: WeightVersion, error: Exception) -> None:
+        """Keep serving the previous weights after an error about `version`.
 
         Raises:
-            EngineError: The engine died meanwhile, or refused so many in a row that it is started anew.
+            EngineError: The engine died meanwhile, or refused `MAX_REFUSALS` successive versions.
         """
-        if not self.engine.is_healthy(served.url):  # it died, and says nothing about the version
+        if not self.engine.is_healthy(served.url):  # a death of the engine is no fault of the version
             raise EngineError(f"the engine died while {version.name} was loaded: {error}") from error
         self._refused.add(version)
-        self._row += 1
+        self._refusals += 1
         log.error("refused %s, serving %s: %s", version.name, self._version.name, error)
-        if self._row >= REFUSALS:
+        if self._refusals >= MAX_REFUSALS:
             self._refused.clear()
-            self._row = 0
-            raise EngineError(f"{REFUSALS} versions in a row were refused, the last since {error}") from error
+            self._refusals = 0
+            raise EngineError(
+                f"{MAX_REFUSALS} versions in a row were refused, the last since {error}"
+            ) from error
 
     def _must_end(self) -> bool:
-        if self._told.is_set() or self.run.stop.exists() or self.run.finished.exists():
+        if self._stopping.is_set() or self.run.stop.exists() or self.run.finished.exists():
             return True
         if not self.run.drain.exists():
             return False
         self._watcher.look()
-        return not self._watcher.live("rollout")  # they finish what they began, and need us for it
+        return not self._watcher.live("rollout")  # draining rollout workers still need the engine
 
-    def _tell(self, _number: int, _frame: FrameType | None) -> None:
-        self._told.set()
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._stopping.set()
 
     def _free_port(self) -> int:
         try:

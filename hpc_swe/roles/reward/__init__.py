@@ -1,1 +1,1 @@
-"""The reward worker: grades episodes in fresh sandboxes."""
+"""Grade episodes in fresh sandboxes: the reward worker."""

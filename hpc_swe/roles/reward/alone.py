@@ -1,10 +1,10 @@
-"""A grading in a process of its own, for an episode whose grading was lost before.
+"""Grade an episode in a process of its own after a worker was lost while grading it.
 
-A lost claim does not say whom to blame. The node may have gone, or the submission may have killed or frozen
-the process that graded it; then the next worker would be lost too, and in the end the episode would have no
+A lost claim does not tell the cause. The node may have failed, or the patch may have killed or frozen the
+process that graded it; then each further worker would be lost too, and in the end the episode would have no
 reward. So the next worker only watches a child that grades. If the child dies or shows no sign of life while
-the worker lives on, the submission did it and is unresolved. What ends the job or the node ends the worker
-as well, and no verdict is made.
+the worker lives on, the patch is to blame, and the episode is unresolved. Whatever ends the job or the node
+ends the worker as well, and then no score is made.
 """
 
 import logging
@@ -30,21 +30,21 @@ from hpc_swe.records import Episode, Score
 BEAT_S = 2.0
 LOOK_S = 1.0
 WAIT_S = 900.0
-"""Longest wait for others to be done, before a child that may have died for want of memory is tried again."""
-_OURS = range(2, 10)
-"""Exit codes of our errors (errors.py); none of these is the submission's doing."""
+"""Longest wait for other gradings to end before a child that may have lacked memory is tried again."""
+_OWN_EXIT_CODES = range(2, 10)
+"""Exit codes of our own errors (errors.py), which a patch cannot cause."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SilenceLimits:
-    """With a child."""
+    """Limit how long a child may be silent, and how soon its end is blamed on the patch."""
 
     silent: int = 120
-    """Looks without a sign of life. A worker that was frozen itself did not look."""
+    """Successive looks without a sign of life. Looks count, so that a worker that was frozen counts none."""
     leave_s: float = 10.0
-    """What ends a whole job takes no longer until it ends the worker too."""
+    """Seconds to wait after a child's end: whatever ends the whole job ends the worker within them."""
 
 
 def watch(
@@ -53,10 +53,10 @@ def watch(
     unresolved_reward: float,
     limits: SilenceLimits = SilenceLimits(),
 ) -> Score:
-    """The score of an episode, by a command that runs `answer`.
+    """Grade an episode by a command that runs `answer`, and watch it.
 
     Raises:
-        SandboxError: The child ended by an error that names the host or the configuration.
+        SandboxError: The child ended with an error of the host or the configuration.
     """
     found = settled(lambda: _watch(command, episode, limits), lambda _: False, WAIT_S)
     if isinstance(found, Score):
@@ -67,23 +67,23 @@ def watch(
 
 
 def answer(judge: Callable[[Episode], Score]) -> None:
-    """In the child: judge the episode of the standard input, and show signs of life meanwhile.
+    """Judge the episode of the standard input in the child, and write signs of life meanwhile.
 
-    The worker says when to end, by its own end: the scheduler's signals are not for the child.
+    The child ends with the worker and ignores the scheduler's signals, which are meant for the worker.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)  # a handler, which programs started here do not inherit
-    told = os.dup(1)
-    os.dup2(2, 1)  # what else is printed is no part of the answer
+    output = os.dup(1)
+    os.dup2(2, 1)  # other prints must not mix with the answer
     episode = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Episode)
     done = Flag()
-    beats = threading.Thread(target=_beat, args=(told, done), name="beats", daemon=True)
-    os.write(told, b".")
+    beats = threading.Thread(target=_beat, args=(output, done), name="beats", daemon=True)
+    os.write(output, b".")
     beats.start()
     score = judge(episode)
     done.set()
     beats.join()
-    with os.fdopen(told, "wb") as file:
+    with os.fdopen(output, "wb") as file:
         file.write(b"\n" + msgspec.json.encode(score))
 
 
@@ -93,7 +93,7 @@ def _beat(file: int, done: Flag) -> None:
 
 
 def _watch(command: Sequence[str], episode: Episode, limits: SilenceLimits) -> Score | str:
-    """The child's score, or what became of it. Its output is a dot a beat, then a line end and the score."""
+    """Return the child's score, or how the child ended. It prints a dot per beat, a newline and the score."""
     environment = {name: value for name, value in os.environ.items() if name != MEETING}
     with boundary(SandboxError, "start a grading alone"), tempfile.TemporaryFile() as given:
         given.write(msgspec.msgpack.encode(episode))
@@ -103,13 +103,13 @@ def _watch(command: Sequence[str], episode: Episode, limits: SilenceLimits) -> S
         )
     assert child.stdout is not None
     with child, child.stdout:
-        told, looks, look = b"", 0, select.poll()
-        look.register(child.stdout, select.POLLIN)
+        output, looks, poll = b"", 0, select.poll()
+        poll.register(child.stdout, select.POLLIN)
         while looks < limits.silent:
-            if not look.poll(LOOK_S * 1000):
+            if not poll.poll(LOOK_S * 1000):
                 looks += 1
             elif data := os.read(child.stdout.fileno(), 1 << 16):
-                told, looks = told + data, 0
+                output, looks = output + data, 0
             else:
                 break
         is_frozen = looks == limits.silent
@@ -118,8 +118,8 @@ def _watch(command: Sequence[str], episode: Episode, limits: SilenceLimits) -> S
         code = child.wait()
     state = f"showed no sign of life for {looks * LOOK_S:g} s" if is_frozen else f"ended with code {code}"
     if code == 0:
-        return msgspec.json.decode(told.partition(b"\n")[2], type=Score)
-    if not told or code in _OURS:
+        return msgspec.json.decode(output.partition(b"\n")[2], type=Score)
+    if not output or code in _OWN_EXIT_CODES:
         raise SandboxError(f"a grading alone of {episode.request.name} {state}; the worker's log says why")
     time.sleep(limits.leave_s)
     return state

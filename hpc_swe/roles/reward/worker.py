@@ -1,8 +1,8 @@
-"""The reward worker: episodes become scored episodes.
+"""Turn episodes into scored episodes: the reward worker.
 
-Consumes episodes/; produces scored/. Waits for a finished episode (rollout workers make them). Each
-grading has fresh sandboxes, which end with the process. Now and then the grader itself is tried, in the
-slot of an episode whose result is out already: what came of it goes with the next result.
+It consumes episodes/, produces scored/, and waits for finished episodes, which rollout workers make. Each
+grading has fresh sandboxes, which end with the process. At intervals a sentinel check tests the grader itself
+on a known patch, after an episode's result is published; its finding travels with the next result.
 """
 
 import hashlib
@@ -26,73 +26,73 @@ from hpc_swe.store.spool import Spool
 from hpc_swe.store.worker import Work, Worker
 
 Sentinel = Literal["reference", "nothing"]
-MOST_DETAIL = 2000
-"""Characters of a score's detail, which a submission can fill; every table and archive of a run holds it."""
+"""The known patch of a sentinel check: the task's reference solution, or an empty patch."""
+MAX_DETAIL = 2000
+"""Most characters of a score's detail: a patch can fill it, and every table and archive of a run keeps it."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RewardResources:
-    """What all gradings of a process are made with."""
+    """Hold what all gradings of a process share."""
 
     tasks: Mapping[str, Task]
     sandboxes: Sandboxes
     grader: Grader
     config: RewardConfig
     references: Mapping[str, str] = field(default_factory=dict)
-    """Task id -> a submission that is right."""
+    """Task id -> a patch that is right."""
     alone: Sequence[str] = ()
-    """Command that grades an episode in a process of its own, whose grading was lost; without one, here."""
-    told: deque[str] = field(default_factory=deque)
-    """What sentinels came to that no result has taken along yet."""
+    """Command that grades one episode in a process of its own, after a lost grading; empty grades it here."""
+    findings: deque[str] = field(default_factory=deque)
+    """Results of sentinel checks that no scored episode carries yet; an empty one is a check that passed."""
 
 
 @dataclass(frozen=True)
 class Grading(Work[ScoredEpisode]):
-    """One grading."""
+    """Grade one episode."""
 
     resources: RewardResources
     episode: Episode
     losses: int = 0
 
     def run(self) -> ScoredEpisode:
-        """Judge."""
-        is_apart = self.losses and self.resources.alone
-        score = (
-            _judge_alone(self.resources, self.episode) if is_apart else judge(self.resources, self.episode)
-        )
+        """Judge the episode, in a process of its own if its grading was lost before."""
+        grade = _judge_alone if self.losses and self.resources.alone else judge
+        score = grade(self.resources, self.episode)
         log.info("graded %s: %s in %.2f s", self.episode.request.name, score.outcome, score.seconds)
-        return ScoredEpisode(episode=self.episode, score=score, sentinels=list(_taken(self.resources.told)))
+        findings = list(_drain(self.resources.findings))
+        return ScoredEpisode(episode=self.episode, score=score, sentinels=findings)
 
     def after(self) -> None:
-        """Try the grader on the task in hand, under the load that the episode was graded under."""
+        """Run a sentinel check on the same task, under the load under which the episode was graded."""
         task = self.resources.tasks.get(self.episode.request.task_id)
         which = sentinel(self.episode.request.name, self.resources.config.sentinel_every)
         if which is not None and task is not None:
-            stand(self.resources, task, which)
+            check_grader(self.resources, task, which)
 
 
 def judge(resources: RewardResources, episode: Episode) -> Score:
-    """The score of an episode. What the host does wrong has no reward, and none can be gained by it."""
+    """Score an episode: a host failure has no reward, whatever a policy can cause is unresolved."""
     task = resources.tasks.get(episode.request.task_id)
     if episode.exit_status == ExitStatus.INFRA_ERROR:
         return Score(outcome="infra_error", reward=None, detail=episode.error)
     if task is None:
         detail = f"task {episode.request.task_id!r} is not in the run's tasks.parquet"
         return Score(outcome="infra_error", reward=None, detail=detail)
-    # An agent that broke, or that broke its sandbox, has handed nothing in.
-    submission = "" if episode.exit_status == ExitStatus.AGENT_ERROR else episode.submission
+    # An agent that broke, or that broke its sandbox, counts as having no patch.
+    patch = "" if episode.exit_status == ExitStatus.AGENT_ERROR else episode.submission
     try:
-        score = resources.grader.grade(task, submission, resources.sandboxes)
-        return msgspec.structs.replace(score, detail=score.detail[:MOST_DETAIL])
+        score = resources.grader.grade(task, patch, resources.sandboxes)
+        return msgspec.structs.replace(score, detail=score.detail[:MAX_DETAIL])
     except EpisodeError as error:
-        return Score(outcome="infra_error", reward=None, detail=str(error)[:MOST_DETAIL])
-    except HpcSweError:  # the run's configuration, not the submission, is wrong
+        return Score(outcome="infra_error", reward=None, detail=str(error)[:MAX_DETAIL])
+    except HpcSweError:  # the run's configuration, not the patch, is wrong
         raise
-    except Exception as error:  # noqa: BLE001 - what breaks a grader was chosen by the policy, and costs its episode alone
+    except Exception as error:  # noqa: BLE001 - the policy chose the patch that broke the grader: only its episode pays
         log.exception("grader broke on %s", episode.request.name)
-        detail = f"{GRADER_BROKE}: {type(error).__name__}: {error}"[:MOST_DETAIL]
+        detail = f"{GRADER_BROKE}: {type(error).__name__}: {error}"[:MAX_DETAIL]
         return Score(outcome="unresolved", reward=resources.grader.unresolved_reward, detail=detail)
 
 
@@ -105,50 +105,53 @@ def _judge_alone(resources: RewardResources, episode: Episode) -> Score:
 
 
 def sentinel(request: str, every: int) -> Sentinel | None:
-    """What follows the grading of a request: one in `every`, and the same when it is graded again."""
+    """Choose the sentinel check after a request's grading: one in `every`, the same at each repetition."""
     number = int.from_bytes(hashlib.sha256(request.encode()).digest()[:8], "big")
     if not every or number % every:
         return None
     return "reference" if number // every % 2 else "nothing"
 
 
-def stand(resources: RewardResources, task: Task, which: Sentinel) -> None:
-    """Grade what is known to be right, or wrong; without a reference, or with a simple grader, the other."""
+def check_grader(resources: RewardResources, task: Task, which: Sentinel) -> None:
+    """Grade a patch that is known to be right or wrong, and add a finding.
+
+    Without a reference the empty patch is graded instead, and the reference if the grader is no Examiner.
+    """
     reference, grader = resources.references.get(task.task_id, ""), resources.grader
     if isinstance(grader, Examiner) and (which == "nothing" or not reference):
-        submission, expected, grade = "", "unresolved", grader.examine
+        patch, expected, grade = "", "unresolved", grader.examine
     elif reference:
-        submission, expected, grade = reference, "resolved", grader.grade
+        patch, expected, grade = reference, "resolved", grader.grade
     else:
         return
     try:
-        score = grade(task, submission, resources.sandboxes)
+        score = grade(task, patch, resources.sandboxes)
     except EpisodeError as error:
-        log.warning("sentinel of %s told nothing: %s", task.task_id, error)
+        log.warning("sentinel check of %s failed to run: %s", task.task_id, error)
         return
     except HpcSweError:
         raise
     except Exception as error:  # noqa: BLE001
         log.exception("grader broke on a sentinel of %s", task.task_id)
         score = Score(outcome="unresolved", reward=0.0, detail=f"{GRADER_BROKE}: {error!r}")
-    what = "the reference" if submission else "nothing"
+    what = "the reference" if patch else "nothing"
     wrong = f"sentinel: {what} of {task.task_id} is {score.outcome}: {score.detail[:300]}"
-    resources.told.append("" if score.outcome == expected else wrong)
+    resources.findings.append("" if score.outcome == expected else wrong)
     if score.outcome != expected:
         log.error("%s; failed %s", wrong, score.failed[:5])
 
 
-def _taken(told: deque[str]) -> Iterator[str]:
-    """Each by one thread only."""
+def _drain(findings: deque[str]) -> Iterator[str]:
+    """Yield and remove all findings; each goes to one thread only."""
     try:
         while True:
-            yield told.popleft()
+            yield findings.popleft()
     except IndexError:
         return
 
 
 def worker(run: RunDir, lease: Lease, resources: RewardResources) -> Worker[Episode, ScoredEpisode]:
-    """Threads get no time to clean up: the kernel ends the sandboxes of a process that ends."""
+    """Make the reward worker. Its threads get no time to clean up: sandboxes end with the process."""
     return Worker(
         run,
         lease,

@@ -1,1 +1,1 @@
-"""The rollout worker: runs episodes and records their tokens."""
+"""Run episodes and record their tokens: the rollout worker."""

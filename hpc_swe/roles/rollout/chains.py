@@ -1,8 +1,9 @@
-"""Which earlier turn a request extends: chains of turns, found by comparing messages.
+"""Find the earlier turn that a request extends, by comparing messages; turns form chains.
 
-An agent sends its whole history each time. When the part up to its last answer equals a history that
-a delivered reply ended, the request extends that turn. All else (a compressed history, an edited answer,
-a side call) starts a chain, and a repeated request gets a sibling of the turn whose reply was lost.
+An agent sends its whole history each time. If the part up to the last answer equals a history that ended in
+a delivered reply, the request extends that reply's turn. Any other request (with a compressed history, an
+edited answer, or a side request) starts a chain, and a repeated request becomes a sibling of the turn whose
+reply was lost.
 """
 
 import json
@@ -17,27 +18,30 @@ from hpc_swe.records import Ids, Message, ToolCall, Turn
 
 @dataclass(frozen=True)
 class ChainPlace:
-    """Where a request belongs."""
+    """Say which turn a request extends and with which messages."""
 
     parent: int | None
+    """Index of the extended turn; None when the request starts a chain."""
     new: list[Message]
-    """Messages that no turn's prompt holds yet: all of them when a chain starts."""
+    """Messages that are in no turn's prompt yet: all of them when a chain starts."""
     key: bytes
-    """Of the whole history asked."""
+    """Digest of the request's whole history and tools."""
     shows_tools: bool = False
 
 
 class Chains:
-    """The turns of an episode. Not thread-safe; the recorder locks."""
+    """Keep the turns of an episode. It is not thread-safe; the recorder holds a lock."""
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self._ends: dict[bytes, int] = {}
+        """Digest of a history that ended in a delivered reply -> its turn."""
         self._digests: dict[int, tuple[Message, bytes]] = {}
+        """Object id -> message and digest, for the last request's messages."""
         self._with_tools: set[int] = set()
 
     def place(self, messages: Sequence[Message], tools: str) -> ChainPlace:
-        """The turn that the messages extend, if any. Other tools make another chain: prompts show them."""
+        """Find the turn that the messages extend, if any; with other tools, prompts differ from the start."""
         digests = self._digest_all(messages)
         answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
         start = answers[-1] + 1 if answers else 0
@@ -47,7 +51,7 @@ class Chains:
         return ChainPlace(parent, list(messages if parent is None else messages[start:]), key, bool(tools))
 
     def prefix(self, parent: int | None) -> list[Ids]:
-        """All ids up to the end of a turn, in order, in pieces."""
+        """Return all ids up to the end of a turn, in order, in pieces."""
         pieces = []
         while parent is not None:
             turn = self.turns[parent]
@@ -56,32 +60,32 @@ class Chains:
         return pieces[::-1]
 
     def add(self, turn: Turn) -> int:
-        """Keep a turn whose reply is still on its way."""
+        """Add a turn whose reply is not delivered yet; return its index."""
         self.turns.append(turn)
         return len(self.turns) - 1
 
     def main(self) -> int:
-        """Where the agent's own conversation starts, whose work is graded; -1 when nothing was delivered.
+        """Return the turn that starts the agent's own conversation, the graded one; -1 if none was delivered.
 
-        The first that shows tools, or where none does, the first of all. Before it only the program speaks;
-        what the policy starts from the sandbox, however long it grows, comes after its first reply.
+        It is the first chain that shows tools, or the first of all when none does. Before it only the agent
+        program makes requests; any chain that the policy starts from the sandbox comes after its first reply.
         """
         starts = [index for index, turn in enumerate(self.turns) if turn.parent is None and turn.delivered]
         return min(starts, key=lambda index: (index not in self._with_tools, index), default=-1)
 
     def deliver(self, index: int, place: ChainPlace, reply: Message) -> None:
-        """The reply arrived: from now on requests may extend it."""
+        """Mark a reply as delivered, so that later requests may extend its turn."""
         self.turns[index] = msgspec.structs.replace(self.turns[index], delivered=True)
         self._ends[_fold(place.key, [_digest(reply)])] = index
         self._with_tools |= {index} if place.shows_tools else set()
 
     def retract(self, index: int) -> None:
-        """The reply did not arrive; nothing extends its turn."""
+        """Mark a reply as not delivered, so that no request extends its turn."""
         self.turns[index] = msgspec.structs.replace(self.turns[index], delivered=False)
         self._ends = {key: end for key, end in self._ends.items() if end != index}
 
     def _digest_all(self, messages: Sequence[Message]) -> list[bytes]:
-        """Agents of this process send the same objects again; remembering the last request's is enough."""
+        """Hash each message, or reuse its digest: agents of this process resend the same objects."""
         old = self._digests
         self._digests = {}
         for message in messages:
@@ -97,7 +101,7 @@ def _fold(key: bytes, digests: Sequence[bytes]) -> bytes:
 
 
 def _digest(message: Message) -> bytes:
-    """Of what clients preserve: they trim text, drop thoughts, and write arguments with other spaces."""
+    """Hash what clients preserve of a message: they trim text, drop thoughts and reformat arguments."""
     content = message.content
     if message.role == "assistant":
         content = content.rpartition("</think>")[2]

@@ -1,4 +1,4 @@
-"""Which engine to ask: the coordinator's endpoints cell, read at most once a second by a process."""
+"""Choose an engine for each request from the coordinator's endpoints cell, read at most once a second."""
 
 import logging
 import random
@@ -13,17 +13,17 @@ from hpc_swe.records import Endpoint, EndpointTable, Node, WeightVersion
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
 
-REST_S = (1.0, 30.0)
-"""A failing engine is left alone for so long, first and at most; each failure in a row doubles it."""
+SUSPENSION_S = (1.0, 30.0)
+"""First and longest suspension of a failing engine; each successive failure doubles it."""
 
 log = logging.getLogger(__name__)
 
 
 class Endpoints:
-    """Shared by the episode threads of a process."""
+    """Share the engines among the episode threads of a process."""
 
     def __init__(self, run: RunDir, max_lag: int, fresh_s: float = 1.0) -> None:
-        """Engines more than `max_lag` steps behind the newest weights are not asked."""
+        """Exclude engines more than `max_lag` steps behind the newest weights; reread after `fresh_s`."""
         self._run, self._max_lag, self._fresh_s = run, max_lag, fresh_s
         self._lock = threading.Lock()
         self._table: EndpointTable | None = None
@@ -34,13 +34,13 @@ class Endpoints:
 
     @contextmanager
     def take(self, prefer: str, wait_s: float) -> Iterator[Endpoint]:
-        """An engine for one request: `prefer` while it serves, else the least loaded.
+        """Lend an engine for one request: `prefer` while it serves, else the least loaded.
 
-        An EngineError of the block rests the engine, since all threads would run into it; one of a single
-        request (Overdue) does not.
+        An EngineError of the block suspends the engine, since all threads would meet it; Overdue, which
+        concerns a single request, does not.
 
         Raises:
-            EngineError: None came to serve within `wait_s`.
+            EngineError: No engine served within `wait_s`.
         """
         endpoint = self._wait(prefer, wait_s)
         try:
@@ -48,7 +48,7 @@ class Endpoints:
         except Overdue:
             raise
         except EngineError as error:
-            self._rest(endpoint.owner, error)
+            self._suspend(endpoint.owner, error)
             raise
         else:
             self._failures.pop(endpoint.owner, None)
@@ -56,20 +56,20 @@ class Endpoints:
             with self._lock:
                 self._busy[endpoint.owner] -= 1
 
-    def serves(self) -> bool:
-        """Whether the coordinator lists an engine that may be asked; one that only rests counts."""
+    def has_engine(self) -> bool:
+        """Tell whether the coordinator lists an engine recent enough; suspended engines count."""
         with self._lock:
             table = self._read()
             return table is not None and any(not self._is_behind(e, table.newest) for e in table.endpoints)
 
     def versions(self, endpoint: Endpoint) -> list[WeightVersion]:
-        """Weights that the engine's own cell names at this moment.
+        """Read the weight versions in the engine's own cell.
 
-        The table is a copy some seconds old, and an engine may have changed its weights since. The
-        supervisor names both versions before it swaps, so what is read after an answer came covers it.
+        The table is some seconds old, and the engine may have changed its weights since. The supervisor
+        names both versions before it swaps, so a cell that is read after an answer covers that answer.
 
         Raises:
-            EngineError: The cell is gone or names none: the engine was ending, and nobody knows at which.
+            EngineError: The cell is gone or names no version: the engine was ending, its version is unknown.
         """
         try:
             versions = atomic.get(self._run.node(endpoint.owner), Node).versions
@@ -88,7 +88,7 @@ class Endpoints:
                     self._busy[found.owner] += 1
                     return found
             if time.monotonic() >= until:
-                raise EngineError(f"no engine came to serve in {wait_s:g} s: {self._why()}")
+                raise EngineError(f"no engine served within {wait_s:g} s: {self._describe()}")
             time.sleep(random.uniform(0.5, 1.5) * min(self._fresh_s, wait_s) / 4)
 
     def _choose(self, table: EndpointTable | None, prefer: str) -> Endpoint | None:
@@ -117,18 +117,18 @@ class Endpoints:
         except FileNotFoundError:
             pass  # the coordinator has not written it yet
         except (CorruptRecord, StorageError) as error:
-            log.warning("unreadable endpoints, going on with the last: %s", error)
+            log.warning("unreadable endpoints, using the last ones read: %s", error)
         return self._table
 
-    def _rest(self, owner: str, error: EngineError) -> None:
+    def _suspend(self, owner: str, error: EngineError) -> None:
         with self._lock:
             count = self._failures.get(owner, (0, 0.0))[0] + 1
-            rest = min(REST_S[0] * 2 ** (count - 1), REST_S[1])
-            self._failures[owner] = (count, time.monotonic() + rest)
+            seconds = min(SUSPENSION_S[0] * 2 ** (count - 1), SUSPENSION_S[1])
+            self._failures[owner] = (count, time.monotonic() + seconds)
             self._last_error = f"{owner}: {error}"
-        log.warning("failing engine %s rests %g s: %s", owner, rest, error)
+        log.warning("failing engine %s suspended for %g s: %s", owner, seconds, error)
 
-    def _why(self) -> str:
+    def _describe(self) -> str:
         if self._table is None:
             return f"the coordinator has not written {self._run.endpoints}"
         listed = [f"{e.owner} at {[v.name for v in e.versions]}" for e in self._table.endpoints]

@@ -1,4 +1,4 @@
-"""One attempt of the agent at a task, from the request to the record."""
+"""Run one attempt of the agent at a task, from the request to the record."""
 
 import logging
 import time
@@ -11,7 +11,7 @@ from hpc_swe.plugins import patch
 from hpc_swe.plugins.agents.base import Agent, ContextFull, Result
 from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
 from hpc_swe.records import Episode, ExitStatus, RolloutRequest, Task, Timing
-from hpc_swe.roles.rollout.recorder import Recorder
+from hpc_swe.roles.rollout.openai_server import ServedRecorder
 from hpc_swe.roles.rollout.sampler import Sampler
 from hpc_swe.settings import RolloutConfig
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RolloutResources:
-    """What all episodes of a process are made with."""
+    """Hold what all episodes of a process share."""
 
     tasks: Mapping[str, Task]
     sandboxes: Sandboxes
@@ -29,77 +29,79 @@ class RolloutResources:
     sampler: Sampler
     config: RolloutConfig
 
-    def recorder(self, request: RolloutRequest) -> Recorder:
-        """A fresh recorder; its clock starts."""
-        return Recorder(self.builder, self.sampler, request, self.config)
+    def recorder(self, request: RolloutRequest) -> ServedRecorder:
+        """Make an episode's recorder, which starts the episode's clock."""
+        return ServedRecorder(self.builder, self.sampler, request, self.config)
 
 
 @dataclass
 class Played:
-    """How far an attempt came; the worker reads it from outside when the attempt hangs."""
+    """Collect the results of an attempt."""
 
     result: Result | None = None
-    submission: str = ""
+    patch: str = ""
+    """The diff that the agent left in its sandbox."""
     sandbox_s: float = 0.0
+    """Seconds in which the sandbox was opened and closed."""
 
 
-def play(resources: RolloutResources, request: RolloutRequest, recorder: Recorder) -> Played:
-    """Open a sandbox, let the agent work in it, take what it hands in.
+def play(resources: RolloutResources, request: RolloutRequest, recorder: ServedRecorder) -> Played:
+    """Open a sandbox, let the agent work in it and take its patch.
 
-    After the agent's first action the policy answers for its sandbox; only errors that name the host
-    or the engine are infrastructure failures, and those of closing the sandbox come too late to matter.
+    After the agent's first action the policy is responsible for its sandbox: only errors that name the host
+    or the engine are infrastructure failures, and errors of closing the sandbox come too late to matter.
     """
-    outcome = Played()
+    played = Played()
     task = resources.tasks.get(request.task_id)
     if task is None:
-        outcome.result = failed(f"task {request.task_id!r} is not in the run's tasks.parquet")
-        return outcome
+        played.result = failed(f"task {request.task_id!r} is not in the run's tasks.parquet")
+        return played
     started = time.monotonic()
     try:
         with resources.sandboxes.open(task) as sandbox:
-            outcome.sandbox_s = time.monotonic() - started
+            played.sandbox_s = time.monotonic() - started
             result = _solve(resources.agent, task, sandbox, recorder)
-            outcome.submission = patch.take(task, sandbox, resources.sandboxes)
-            outcome.result = result
+            played.patch = patch.take(task, sandbox, resources.sandboxes)
+            played.result = result
             started = time.monotonic()
-        outcome.sandbox_s += time.monotonic() - started
+        played.sandbox_s += time.monotonic() - started
     except (SandboxError, EngineError) as error:
         log.warning("failed %s: %s", request.name, error)
-        outcome.result = outcome.result or failed(str(error))
-    except (HpcSweError, OSError, MemoryError):  # the run's configuration or the host
+        played.result = played.result or failed(str(error))
+    except (HpcSweError, OSError, MemoryError):  # the run's configuration or the host is at fault
         raise
     except Exception as error:
         if not recorder.has_sampled:
             raise
-        # What breaks our code was chosen by the policy then, and costs its episode alone.
+        # The policy chose the input that broke our code, so it costs this episode alone.
         log.exception("broke on %s", request.name)
-        told = f"the worker broke on it: {type(error).__name__}: {error}"[:1000]
-        told = told.encode("utf-8", "replace").decode()
-        outcome.result = outcome.result or Result(ExitStatus.AGENT_ERROR, recorder.messages, error=told)
+        message = f"the worker broke on it: {type(error).__name__}: {error}"[:1000]
+        message = message.encode("utf-8", "replace").decode()
+        played.result = played.result or Result(ExitStatus.AGENT_ERROR, recorder.messages, error=message)
     if recorder.failure is not None:
-        # A program reports its model's errors as it likes, or not at all.
-        outcome.result = failed(str(recorder.failure))
-    return outcome
+        # Agent programs report errors of their model in their own ways, or not at all.
+        played.result = failed(str(recorder.failure))
+    return played
 
 
 def failed(error: str) -> Result:
-    """An infrastructure failure."""
+    """Make the result of an infrastructure failure."""
     return Result(ExitStatus.INFRA_ERROR, [], error=error)
 
 
-def record(request: RolloutRequest, recorder: Recorder, outcome: Played, worker: str) -> Episode:
-    """The episode. From now on the recorder refuses whatever a leftover of the agent asks."""
+def record(request: RolloutRequest, recorder: ServedRecorder, played: Played, worker: str) -> Episode:
+    """Make the episode's record and close the recorder, which then refuses requests of a leftover agent."""
     turns = recorder.close("the episode is over")
-    result = outcome.result or failed("the episode did not end")
+    result = played.result or failed("the episode did not end")
     is_infra = result.exit_status == ExitStatus.INFRA_ERROR
     return Episode(
         request=request,
         turns=turns,
         messages=result.messages or recorder.messages,
         exit_status=result.exit_status,
-        submission="" if is_infra else outcome.submission,
+        submission="" if is_infra else played.patch,
         timing=Timing(
-            sandbox_s=outcome.sandbox_s,
+            sandbox_s=played.sandbox_s,
             engine_s=recorder.engine_s,
             tools_s=result.tools_s,
             total_s=recorder.total_s,
@@ -111,7 +113,7 @@ def record(request: RolloutRequest, recorder: Recorder, outcome: Played, worker:
     )
 
 
-def _solve(agent: Agent, task: Task, sandbox: Sandbox, recorder: Recorder) -> Result:
+def _solve(agent: Agent, task: Task, sandbox: Sandbox, recorder: ServedRecorder) -> Result:
     try:
         return agent.solve(task, sandbox, recorder)
     except ContextFull as error:

@@ -1,9 +1,9 @@
-"""The recorder as an OpenAI-style server, for command-line agents: /v1/chat/completions and /v1/models.
+"""Serve the recorder to agent programs as an OpenAI-style server: /v1/chat/completions and /v1/models.
 
-One server an episode, on a socket that listens inside its sandbox. Only messages and tools are taken from
-a request; whatever else shapes the sampling is the recorder's, so it is ignored and counted. Anything in
-the sandbox may connect, so a connection carries one request of bounded size in bounded time, and few are
-served at once: the policy can keep only its own agent waiting.
+Each episode has a server of its own, on a socket that listens inside its sandbox. Only messages and tools
+are taken from a request; the recorder alone sets how tokens are sampled, so other settings are ignored and
+counted. Any process in the sandbox may connect, so a connection carries one request of bounded size in
+bounded time, and few are served at once: the policy can keep only its own agent waiting.
 """
 
 import logging
@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -24,23 +24,21 @@ from msgspec import Meta, Raw, Struct
 from hpc_swe.errors import AgentError, EpisodeError, SandboxError
 from hpc_swe.plugins.agents.base import ChatAddress, ContextFull, TurnsSpent
 from hpc_swe.records import ExitStatus, Message, ToolCall
+from hpc_swe.roles.rollout.recorder import Exchange, Recorder
 
-if TYPE_CHECKING:
-    from hpc_swe.roles.rollout.recorder import Exchange, Recorder
-
-MOST_BYTES = 4 * 1024**2
-"""Of a request: more than fits into any context."""
-MOST_MESSAGES, MOST_PARTS = 10_000, 1_000
-MOST_CONNECTIONS = 8
+MAX_BYTES = 4 * 1024**2
+"""Longest body of a request: more than fits into any context."""
+MAX_MESSAGES, MAX_PARTS = 10_000, 1_000
+MAX_CONNECTIONS = 8
 READ_S = 30.0
-"""Longest silence of a client that is in the middle of a request."""
+"""Longest silence of a client in the middle of a request."""
 RESET_MS = 100
-"""Longest wait for a closed peer's answer, which the loopback gives at once."""
+"""Longest wait for the reset of a closed peer, which the loopback sends at once."""
 TAKEN = {"model", "messages", "tools", "stream", "stream_options", "user", "metadata", "store"}
-"""Fields that are honoured or mean nothing; every other one is a setting that is ignored."""
+"""Fields that are honoured or have no effect on sampling; every other field counts as an ignored setting."""
 ROLES = {"developer": "system", "function": "tool"}
 _parsing = threading.Lock()
-"""What a body becomes may be fifty times its size: the episodes of a process take turns."""
+"""A parsed body may take fifty times its size in memory, so a process parses one at a time."""
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +56,10 @@ class _Call(Struct):
     function: _Function
 
 
-class _Said(Struct):
+class _Message(Struct):
     role: str
-    content: str | Annotated[list[_Text], Meta(max_length=MOST_PARTS)] | None = None
-    tool_calls: Annotated[list[_Call], Meta(max_length=MOST_PARTS)] | None = None
+    content: str | Annotated[list[_Text], Meta(max_length=MAX_PARTS)] | None = None
+    tool_calls: Annotated[list[_Call], Meta(max_length=MAX_PARTS)] | None = None
 
 
 class _StreamOptions(Struct):
@@ -69,17 +67,28 @@ class _StreamOptions(Struct):
 
 
 class _Request(Struct):
-    messages: Annotated[list[_Said], Meta(max_length=MOST_MESSAGES)]
+    messages: Annotated[list[_Message], Meta(max_length=MAX_MESSAGES)]
     tools: Raw = Raw(b"null")
     stream: bool = False
     stream_options: _StreamOptions | None = None
 
 
+class ServedRecorder(Recorder):
+    """Record a chat that an agent program may also reach as an OpenAI-style server."""
+
+    @contextmanager
+    def serve(self, listener: socket.socket, most_turns: int) -> Iterator[ChatAddress]:
+        """Serve at most `most_turns` replies on a listening socket until the block ends, which closes it."""
+        self.limit_turns(most_turns)
+        with serve(self, listener) as address:
+            yield address
+
+
 @contextmanager
-def serve(recorder: "Recorder", listener: socket.socket, read_s: float = READ_S) -> Iterator[ChatAddress]:
-    """Serve on a socket that listens until the block ends, which closes it."""
+def serve(recorder: Recorder, listener: socket.socket, read_s: float = READ_S) -> Iterator[ChatAddress]:
+    """Serve on a listening socket until the block ends, which closes it."""
     server = _Server(recorder, listener, read_s)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="front", daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="openai-server", daemon=True)
     thread.start()
     try:
         yield ChatAddress(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", server.key)
@@ -92,21 +101,21 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, recorder: "Recorder", listener: socket.socket, read_s: float) -> None:
+    def __init__(self, recorder: Recorder, listener: socket.socket, read_s: float) -> None:
         super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
         self.recorder, self.key, self.read_s = recorder, secrets.token_hex(16), read_s
-        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
     def verify_request(self, request: object, client_address: object) -> bool:
-        return self._places.acquire(blocking=False)
+        return self._connections.acquire(blocking=False)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._connections.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
         error = sys.exception()
@@ -114,15 +123,16 @@ class _Server(ThreadingHTTPServer):
             log.debug("broken request: %s", error)
             return
         log.exception("broken request")
-        # A fault of ours, for which nobody is rewarded.
-        self.recorder.failure = self.recorder.failure or SandboxError(f"the front broke: {error!r}")
+        # Our own fault, so the episode is an infrastructure failure and gets no reward.
+        self.recorder.failure = self.recorder.failure or SandboxError(f"the OpenAI server broke: {error!r}")
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
     connection: socket.socket
-    _asked: tuple[list[Message], str] = ([], "")
+    _request: tuple[list[Message], str] = ([], "")
+    """Messages and tools of the connection's request, once they are parsed."""
 
     def setup(self) -> None:
         self.request.settimeout(self.server.read_s)
@@ -142,8 +152,8 @@ class _Handler(BaseHTTPRequestHandler):
                 request = msgspec.json.decode(body, type=_Request)
                 recorder.ignore(len(msgspec.json.decode(body, type=dict[str, Raw]).keys() - TAKEN))
                 tools = "" if bytes(request.tools) in (b"null", b"[]") else bytes(request.tools).decode()
-                self._asked = [_message(said) for said in request.messages], tools
-            exchange = recorder.ask(*self._asked)
+                self._request = [_convert(message) for message in request.messages], tools
+            exchange = recorder.ask(*self._request)
         except ContextFull as error:
             self._end(ExitStatus.CONTEXT, str(error), "context_length_exceeded")
         except TurnsSpent as error:
@@ -155,8 +165,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer(request, exchange)
 
-    def _answer(self, request: _Request, exchange: "Exchange") -> None:
-        """Delivered before all of it is sent: the next request may come before the last write returns."""
+    def _answer(self, request: _Request, exchange: Exchange) -> None:
+        """Mark the reply as delivered, then send it: the next request may come before the write returns."""
         recorder = self.server.recorder
         if request.stream:
             usage = request.stream_options is not None and request.stream_options.include_usage
@@ -176,7 +186,10 @@ class _Handler(BaseHTTPRequestHandler):
             recorder.retract(exchange)
 
     def _is_gone(self) -> bool:
-        """After the head: a closed peer resets at it, one that only has no more to ask still listens."""
+        """Tell whether the client closed its connection, once the head was sent.
+
+        A closed peer answers the head with a reset; one that only shut down its sending side does not.
+        """
         look = select.poll()
         look.register(self.connection, select.POLLIN)
         if not look.poll(0) or self.connection.recv(1, socket.MSG_PEEK):
@@ -199,8 +212,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not size:
             self._refuse(411, "Content-Length must be given; chunked bodies are not read", "no_length")
             return None
-        if not (size.isascii() and size.isdigit() and len(size) < 20) or int(size) > MOST_BYTES:
-            why = f"Content-Length must be at most {MOST_BYTES}, not {size[:20]!r}"
+        if not (size.isascii() and size.isdigit() and len(size) < 20) or int(size) > MAX_BYTES:
+            why = f"Content-Length must be at most {MAX_BYTES}, not {size[:20]!r}"
             self.server.recorder.refuse(ExitStatus.CONTEXT, why)
             self._refuse(413, why, "too_large")
             return None
@@ -209,7 +222,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _end(self, status: ExitStatus, message: str, code: str) -> None:
         recorder = self.server.recorder
-        recorder.refuse(status, message, is_aside=recorder.is_aside(status, *self._asked))
+        is_side_request = recorder.is_side_request(status, *self._request)
+        recorder.refuse(status, message, is_side_request=is_side_request)
         self._refuse(400, message, code)
 
     def _refuse(self, status: int, message: str, code: str) -> None:
@@ -228,26 +242,26 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(size))
         self.send_header("Connection", "close")
         if status >= 500:
-            self.send_header("x-should-retry", "false")  # the clients of OpenAI heed it
+            self.send_header("x-should-retry", "false")  # OpenAI's own clients obey it
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
         log.debug(format, *args)
 
 
-def _message(said: _Said) -> Message:
-    content = said.content or ""
+def _convert(message: _Message) -> Message:
+    content = message.content or ""
     text = content if isinstance(content, str) else "".join(part.text for part in content)
-    calls = [ToolCall(name=c.function.name, arguments=c.function.arguments) for c in said.tool_calls or []]
-    fields = {"role": ROLES.get(said.role, said.role), "content": text, "tool_calls": calls}
+    calls = [ToolCall(name=c.function.name, arguments=c.function.arguments) for c in message.tool_calls or []]
+    fields = {"role": ROLES.get(message.role, message.role), "content": text, "tool_calls": calls}
     return msgspec.convert(fields, Message)
 
 
-def _head(exchange: "Exchange", kind: str) -> dict[str, object]:
+def _head(exchange: Exchange, kind: str) -> dict[str, object]:
     return {"id": f"turn-{exchange.index}", "object": kind, "created": int(time.time()), "model": "policy"}
 
 
-def _said(exchange: "Exchange") -> dict[str, object]:
+def _message(exchange: Exchange) -> dict[str, object]:
     calls: list[dict[str, object]] = [
         {
             "index": number,
@@ -257,29 +271,29 @@ def _said(exchange: "Exchange") -> dict[str, object]:
         }
         for number, call in enumerate(exchange.reply.tool_calls)
     ]
-    said: dict[str, object] = {"role": "assistant", "content": exchange.reply.content}
-    return said | ({"tool_calls": calls} if calls else {})
+    message: dict[str, object] = {"role": "assistant", "content": exchange.reply.content}
+    return message | ({"tool_calls": calls} if calls else {})
 
 
-def _finish(exchange: "Exchange") -> str:
+def _finish(exchange: Exchange) -> str:
     if exchange.reply.tool_calls:
         return "tool_calls"
     return "length" if exchange.reply.truncated else "stop"
 
 
-def _usage(exchange: "Exchange") -> dict[str, int]:
+def _usage(exchange: Exchange) -> dict[str, int]:
     prompt, completion = exchange.prompt_tokens, exchange.completion_tokens
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _completion(exchange: "Exchange") -> dict[str, object]:
-    choice = {"index": 0, "message": _said(exchange), "finish_reason": _finish(exchange), "logprobs": None}
+def _completion(exchange: Exchange) -> dict[str, object]:
+    choice = {"index": 0, "message": _message(exchange), "finish_reason": _finish(exchange), "logprobs": None}
     return _head(exchange, "chat.completion") | {"choices": [choice], "usage": _usage(exchange)}
 
 
-def _chunks(exchange: "Exchange", usage: bool) -> list[dict[str, object]]:
+def _chunks(exchange: Exchange, usage: bool) -> list[dict[str, object]]:
     head = _head(exchange, "chat.completion.chunk")
-    first = {"index": 0, "delta": _said(exchange), "finish_reason": None}
+    first = {"index": 0, "delta": _message(exchange), "finish_reason": None}
     last = {"index": 0, "delta": {}, "finish_reason": _finish(exchange)}
     chunks = [head | {"choices": [first]}, head | {"choices": [last]}]
     return [*chunks, head | {"choices": [], "usage": _usage(exchange)}] if usage else chunks

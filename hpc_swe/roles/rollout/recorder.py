@@ -1,11 +1,11 @@
-"""Recorder: stands between an agent and the engines, and keeps what was sampled, token by token.
+"""Record an agent's chat with the engines, token by token.
 
-It alone sets how tokens are sampled. Agents of ours call it; command-line agents reach it by `front`.
+The recorder alone sets how tokens are sampled. Agents of this package call it; agent programs reach it
+through `openai_server`.
 """
 
 import dataclasses
 import math
-import socket
 import threading
 import time
 from collections import Counter
@@ -17,35 +17,36 @@ from msgspec.structs import replace
 
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import ConfigError, EngineError, EpisodeError, SandboxError
-from hpc_swe.plugins.agents.base import ChatAddress, ContextFull, Refusal, Reply, TurnsSpent
+from hpc_swe.plugins.agents.base import ContextFull, Refusal, Reply, TurnsSpent
 from hpc_swe.records import ExitStatus, Message, RolloutRequest, Sampling, Turn, floats, id_array, ids
-from hpc_swe.roles.rollout import openai_server
 from hpc_swe.roles.rollout.chains import ChainPlace, Chains
 from hpc_swe.roles.rollout.sampler import Sampled, Sampler
 from hpc_swe.settings import RolloutConfig
 
-MOST_CHARS = 16
-"""Of a token, on average; more is no text but a flood."""
+MAX_TOKEN_CHARS = 16
+"""Highest mean of a prompt that is tokenized; real text has far fewer characters per token."""
 LINGER_S = 30.0
-"""What a program gets to end, or to get an answer to less, after a full context or its last turn."""
+"""Time of a program to end or to send a shorter request, after a full context or its last turn."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """An answered request, not yet handed to the agent."""
+    """Hold the answer to a request until it is delivered to the agent."""
 
     index: int
+    """Of the answer's turn."""
     place: ChainPlace
     history: list[Message]
-    goes_on: bool
-    """Whether the request extends an earlier one; side calls do not."""
+    """The request's messages and the answer."""
+    continues: bool
+    """Whether the request extends an earlier one; side requests do not."""
     reply: Reply
     prompt_tokens: int
     completion_tokens: int
 
 
 class Recorder:
-    """One episode's chat, from one or several threads."""
+    """Answer and record the requests of one episode, from one or several threads."""
 
     def __init__(
         self, builder: TokenBuilder, sampler: Sampler, request: RolloutRequest, config: RolloutConfig
@@ -53,7 +54,7 @@ class Recorder:
         """Start the episode's clock.
 
         Raises:
-            ConfigError: Training with settings under which the log-probabilities are not the sampler's.
+            ConfigError: A training request has sampling settings that change the token probabilities.
         """
         if request.split == "train" and not request.sampling.is_plain:
             raise ConfigError(
@@ -65,43 +66,46 @@ class Recorder:
         self._chains = Chains()
         self._closed = ""
         self._started = time.monotonic()
-        self._asking = 0
-        self._asked_at = 0.0
+        self._in_flight = 0
+        """Requests that are at the engines."""
+        self._busy_since = 0.0
         self._engine_s = 0.0
         self._turns_left = math.inf
         self._refused_at = math.inf
+        """The clock beside the engine when a limit refused a request, unless one was answered since."""
         self.linger_s = LINGER_S
         self.counts: Counter[str] = Counter()
-        self._opened: list[list[Message]] = []
+        self._openings: list[list[Message]] = []
+        """The first message of each conversation that was continued."""
         self.messages: list[Message] = []
-        """The history that the last delivered reply ended, side calls apart; for people."""
+        """The history that ended in the last delivered reply, without side requests; for people."""
         self.failure: EpisodeError | None = None
-        """What makes the episode an infrastructure failure, whatever the agent made of it."""
+        """The infrastructure failure of the episode, however the agent reports it."""
         self.refusal: Refusal | None = None
-        """Why a request was not answered, unless a conversation went on since."""
+        """Why the last request was refused, unless a conversation continued since."""
 
     def __call__(self, messages: Sequence[Message], tools: str = "") -> Reply:
-        """The policy's next message. `tools` is the JSON list that the chat template shows, or empty.
+        """Return the policy's next message. `tools` is the JSON list that the chat template shows, or empty.
 
         Raises:
-            ContextFull: The prompt leaves no room to answer.
+            ContextFull: The prompt leaves no room for an answer.
             EngineError: No engine answered in time.
-            SandboxError: The episode took too long beside the engine.
+            SandboxError: The episode exceeded its time-out beside the engines.
             AgentError: The chat template refuses the messages.
-            TurnsSpent: All turns that `serve` allows are.
+            TurnsSpent: All turns that `limit_turns` allows are spent.
         """
         exchange = self.ask(messages, tools)
         self.deliver(exchange)
         return exchange.reply
 
     def ask(self, messages: Sequence[Message], tools: str = "") -> Exchange:
-        """Sample an answer; `deliver` says that it arrived. Raises as a call does."""
+        """Sample an answer without delivering it; it raises what a call raises."""
         started = time.monotonic()
         self._require_open()
         self._require_size(messages, tools)
         with self._lock:
             place = self._chains.place(messages, tools)
-            goes_on = place.parent is not None
+            continues = place.parent is not None
             engine = "" if place.parent is None else self._chains.turns[place.parent].engine
             if self._config.history == "template":
                 place = dataclasses.replace(place, parent=None, new=list(messages))
@@ -115,74 +119,74 @@ class Recorder:
         index = self._keep(place.parent, appended, sampling, sampled, seconds)
         reply = self._reply(sampled, tools)
         history = [*messages, Message(role="assistant", content=reply.content, tool_calls=reply.tool_calls)]
-        return Exchange(index, place, history, goes_on, reply, len(prompt), len(sampled.token_ids))
+        return Exchange(index, place, history, continues, reply, len(prompt), len(sampled.token_ids))
 
     def deliver(self, exchange: Exchange) -> None:
-        """The reply reached the agent: its turn may be trained and extended."""
+        """Note that the reply reached the agent, so that its turn may be trained and extended."""
         with self._lock:
             self._chains.deliver(exchange.index, exchange.place, exchange.history[-1])
-            if exchange.goes_on or not self.messages:
+            if exchange.continues or not self.messages:
                 self.messages = exchange.history
-            # Whoever was answered lives on: what it does next may take longer than it lingers.
+            # The program got an answer and goes on: its next action may take longer than `linger_s`.
             self._refused_at = math.inf
-            if exchange.goes_on:
+            if exchange.continues:
                 self.refusal = None
-                self._opened.append(exchange.history[:1])
+                self._openings.append(exchange.history[:1])
 
     def retract(self, exchange: Exchange) -> None:
-        """The reply did not arrive after all."""
+        """Note that a delivered reply did not reach the agent after all."""
         with self._lock:
             self._chains.retract(exchange.index)
 
-    def is_aside(self, status: ExitStatus, messages: Sequence[Message], tools: str) -> bool:
-        """Whether a refused request is of no conversation; a limit meets those that were rewritten, too."""
+    def is_side_request(self, status: ExitStatus, messages: Sequence[Message], tools: str) -> bool:
+        """Tell whether a refused request belongs to none of the conversations so far.
+
+        One that a limit refused may have been rewritten, so its first message decides.
+        """
         with self._lock:
-            opened = [self.messages[:1], *self._opened]
-            if not self.messages or (status.is_truncated and list(messages[:1]) in opened):
+            openings = [self.messages[:1], *self._openings]
+            if not self.messages or (status.is_truncated and list(messages[:1]) in openings):
                 return False
             return self._chains.place(messages, tools).parent is None
 
-    def refuse(self, status: ExitStatus, why: str, *, is_aside: bool = False) -> None:
-        """A request was not answered, and the episode ends so if the program leaves it at that."""
+    def refuse(self, status: ExitStatus, why: str, *, is_side_request: bool = False) -> None:
+        """Note that a request was refused; the episode ends with this status if the program ends now."""
         now = self.beside_engine_s
         with self._lock:
-            if self.refusal is None or self.refusal.is_aside or not is_aside:
-                self.refusal = Refusal(status, why, is_aside)
+            if self.refusal is None or self.refusal.is_side_request or not is_side_request:
+                self.refusal = Refusal(status, why, is_side_request)
             if status.is_truncated:
                 self._refused_at = min(self._refused_at, now)
 
     def ignore(self, count: int) -> None:
-        """Count settings that a client sent and that are the recorder's alone to choose."""
+        """Count sampling settings that a client sent, which are ignored."""
         with self._lock:
             self.counts["ignored_settings"] += count
 
-    @contextmanager
-    def serve(self, listener: socket.socket, most_turns: int) -> Iterator[ChatAddress]:
-        """This chat as an OpenAI-style server, for agents that are programs; see `front`."""
-        self._turns_left = most_turns
-        with openai_server.serve(self, listener) as address:
-            yield address
+    def limit_turns(self, most: int) -> None:
+        """Allow `most` more turns."""
+        self._turns_left = most
 
     def clock(self) -> float:
-        """Seconds beside the engine; infinite when a program that goes on could change nothing."""
+        """Return the seconds beside the engines; infinite once the episode's result can no longer change."""
         spent_s = self.beside_engine_s
         is_over = self._closed or self.failure is not None or spent_s > self._refused_at + self.linger_s
         return math.inf if is_over else spent_s
 
     @property
     def has_sampled(self) -> bool:
-        """Whether the policy has said anything."""
+        """Tell whether the policy has sampled a turn."""
         with self._lock:
             return bool(self._chains.turns)
 
     @property
     def main(self) -> int:
-        """Index of the turn that starts the agent's own conversation."""
+        """Return the index of the turn that starts the agent's own conversation."""
         with self._lock:
             return self._chains.main()
 
     def close(self, why: str) -> list[Turn]:
-        """All turns; what is still asked from now on is refused."""
+        """Return all turns, and refuse further requests with the reason `why`."""
         with self._lock:
             self._closed = why
             turns = list(self._chains.turns)
@@ -192,18 +196,18 @@ class Recorder:
 
     @property
     def total_s(self) -> float:
-        """Wall seconds since the episode began."""
+        """Return the wall seconds since the episode began."""
         return time.monotonic() - self._started
 
     @property
     def engine_s(self) -> float:
-        """Those in which at least one request was at the engines."""
+        """Return the wall seconds in which at least one request was at the engines."""
         with self._lock:
-            return self._engine_s + (time.monotonic() - self._asked_at if self._asking else 0.0)
+            return self._engine_s + (time.monotonic() - self._busy_since if self._in_flight else 0.0)
 
     @property
     def beside_engine_s(self) -> float:
-        """The others."""
+        """Return the wall seconds in which no request was at the engines."""
         return self.total_s - self.engine_s
 
     @contextmanager
@@ -212,8 +216,8 @@ class Recorder:
             if self._turns_left <= 0:
                 raise TurnsSpent("all turns of the episode are spent")
             self._turns_left -= 1
-            self._asked_at = self._asked_at if self._asking else time.monotonic()
-            self._asking += 1
+            self._busy_since = self._busy_since if self._in_flight else time.monotonic()
+            self._in_flight += 1
         try:
             yield
         except EngineError as error:
@@ -221,8 +225,8 @@ class Recorder:
             raise
         finally:
             with self._lock:
-                self._asking -= 1
-                self._engine_s += 0.0 if self._asking else time.monotonic() - self._asked_at
+                self._in_flight -= 1
+                self._engine_s += 0.0 if self._in_flight else time.monotonic() - self._busy_since
 
     def _require_open(self) -> None:
         if self._closed:
@@ -236,13 +240,13 @@ class Recorder:
             raise self.failure
 
     def _require_size(self, messages: Sequence[Message], tools: str) -> None:
-        """Before the tokenizer sees it, which takes a hundred times the memory of the text."""
+        """Refuse a huge prompt before it is tokenized, which takes a hundred times the memory of the text."""
         calls = sum(len(call.arguments) for message in messages for call in message.tool_calls)
         size = len(tools) + calls + sum(len(message.content) for message in messages)
-        if size > MOST_CHARS * self._config.context:
+        if size > MAX_TOKEN_CHARS * self._config.context:
             self.counts["context_full"] += 1
             raise ContextFull(
-                f"the prompt's {size} characters are over {MOST_CHARS} a token of the context length "
+                f"the prompt's {size} characters are over {MAX_TOKEN_CHARS} a token of the context length "
                 f"{self._config.context}"
             )
 

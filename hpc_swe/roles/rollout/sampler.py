@@ -1,11 +1,11 @@
-"""One completion, whatever happens to the engines meanwhile.
+"""Sample a completion across pauses, restarts and failures of the engines.
 
-A completion is asked for in parts of at most `PART` tokens, so that the death of an engine costs one part.
-An aborted part (an engine paused, died or was preempted) is continued from the prompt and what was already
+A completion is requested in parts of at most `PART` tokens, so that the death of an engine costs one part.
+An aborted part (an engine paused, died or was preempted) is continued from the prompt and the tokens already
 sampled, on the same engine or another; each part keeps its log-probabilities and versions.
 
-How long a completion takes is no failure: a request waits for as long as its engine is alive. Only the time
-in which no engine serves is bounded.
+A long completion is not a failure: a request waits as long as its engine is alive. Only the time in which no
+engine serves is bounded.
 """
 
 import math
@@ -25,14 +25,14 @@ from hpc_swe.roles.rollout.endpoints import Endpoints
 
 RETRY_S = 0.05
 PART = 2048
-"""Tokens of one request. The next part finds its prompt in the engine's prefix cache."""
+"""Most tokens of one request. The next part finds its prompt in the engine's prefix cache."""
 SILENCE_S = 60.0
-"""After so long without an answer, an engine is asked whether it is alive."""
+"""Seconds without an answer after which an engine is asked whether it is alive."""
 
 
 @dataclass
 class Sampled:
-    """A completion, perhaps of several parts."""
+    """Collect a completion, perhaps of several parts."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -40,27 +40,28 @@ class Sampled:
     engine: str = ""
     finish_reason: Literal["stop", "length"] = "length"
     continued: int = 0
+    """Aborted parts that were continued."""
 
 
-class _Patience:
-    """The time that is left without progress; what a working engine takes for an answer is not counted."""
+class _ProgressTimer:
+    """Measure the time without progress, not counting the time that a working engine takes to answer."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
-        self.renew()
+        self.restart()
 
-    def renew(self) -> None:
-        """There was progress."""
+    def restart(self) -> None:
+        """Start again, since there was progress."""
         self._until = time.monotonic() + self._wait_s
 
     @property
     def left_s(self) -> float:
-        """Seconds; 0 when it ran out."""
+        """Return the seconds left; 0 when the time has run out."""
         return max(self._until - time.monotonic(), 0.0)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """The block's time is the engine's, unless that lost the request."""
+    def paused(self) -> Iterator[None]:
+        """Stop the clock during the block, unless the engine lost the request (Overdue)."""
         began = time.monotonic()
         try:
             yield
@@ -72,58 +73,58 @@ class _Patience:
 
 
 class Sampler:
-    """Asks engines; shared by the episode threads of a process."""
+    """Sample completions for the episode threads of a process, which share it."""
 
     def __init__(
         self, engine: Engine, endpoints: Endpoints, token: str, wait_s: float, part: int = PART
     ) -> None:
-        """`wait_s` bounds the time without an engine that serves; `part` the tokens of one request."""
+        """Bound the time without an engine that serves by `wait_s`, the tokens of one request by `part`."""
         self._engine, self._endpoints, self._token, self._wait_s = engine, endpoints, token, wait_s
-        self._most = part
+        self._part_tokens = part
 
-    def is_served(self) -> bool:
-        """Whether an engine is listed that may be asked."""
-        return self._endpoints.serves()
+    def has_engine(self) -> bool:
+        """Tell whether the coordinator lists an engine that may be asked."""
+        return self._endpoints.has_engine()
 
     def sample(self, prompt: IdArray, sampling: Sampling, prefer: str) -> Sampled:
-        """Sample until the turn ends or `sampling.max_tokens` are there; `prefer` names the chain's engine.
+        """Sample until the turn ends or has `sampling.max_tokens`; `prefer` names the chain's engine.
 
         Raises:
             EngineError: No engine made progress in time, or one gave an answer that cannot be trusted.
         """
-        done, patience = Sampled(engine=prefer), _Patience(self._wait_s)
+        done, timer = Sampled(engine=prefer), _ProgressTimer(self._wait_s)
         while True:
             before = len(done.token_ids)
-            finish = self._try(prompt, sampling, done, patience)
+            finish = self._try(prompt, sampling, done, timer)
             if finish in ("stop", "length") or len(done.token_ids) == sampling.max_tokens:
                 done.finish_reason = "stop" if finish == "stop" else "length"
                 return done
             if len(done.token_ids) > before:
-                patience.renew()
-            elif not patience.left_s:
+                timer.restart()
+            elif not timer.left_s:
                 raise EngineError(f"{done.engine} aborted every request for {self._wait_s:g} s")
             if finish == "abort":
                 done.continued += 1
                 time.sleep(RETRY_S)
 
-    def _try(self, prompt: IdArray, sampling: Sampling, done: Sampled, patience: _Patience) -> str:
+    def _try(self, prompt: IdArray, sampling: Sampling, done: Sampled, timer: _ProgressTimer) -> str:
         try:
-            return self._part(prompt, sampling, done, patience)
+            return self._part(prompt, sampling, done, timer)
         except _Untrusted:
             raise
         except EngineError:
-            if not patience.left_s:
+            if not timer.left_s:
                 raise
-            return "abort"  # if it failed it rests now, so the next request goes to another
+            return "abort"  # an engine that failed is suspended now, so the next request goes to another
 
-    def _part(self, prompt: IdArray, sampling: Sampling, done: Sampled, patience: _Patience) -> str:
-        """How the part ended; `more` is a full part of an unfinished completion."""
+    def _part(self, prompt: IdArray, sampling: Sampling, done: Sampled, timer: _ProgressTimer) -> str:
+        """Sample one part; return how it ended, `more` for a full part of an unfinished completion."""
         room = sampling.max_tokens - len(done.token_ids)
-        part = msgspec.structs.replace(sampling, max_tokens=min(room, self._most))
-        text = np.concatenate([prompt, np.asarray(done.token_ids, dtype="<i4")])
-        with self._endpoints.take(done.engine, patience.left_s) as endpoint, patience.apart():
+        part = msgspec.structs.replace(sampling, max_tokens=min(room, self._part_tokens))
+        ids = np.concatenate([prompt, np.asarray(done.token_ids, dtype="<i4")])
+        with self._endpoints.take(done.engine, timer.left_s) as endpoint, timer.paused():
             silence_s = min(self._wait_s, SILENCE_S)
-            completion = self._engine.generate(endpoint.url, self._token, text, part, silence_s)
+            completion = self._engine.generate(endpoint.url, self._token, ids, part, silence_s)
             _check(completion, part.max_tokens, endpoint)
             done.spans += self._spans(completion, endpoint, len(done.token_ids))
         done.token_ids += completion.token_ids
@@ -133,7 +134,7 @@ class Sampler:
         return "more" if is_full and completion.finish_reason == "length" else completion.finish_reason
 
     def _spans(self, completion: Completion, endpoint: Endpoint, offset: int) -> list[VersionSpan]:
-        """Where the engine stamps nothing: everything that it may have served since the table was read."""
+        """Return the tokens' versions: the engine's stamps, or else all that it may have served meanwhile."""
         if completion.spans is not None:
             return [_span(offset + start, offset + end, [v]) for start, end, v in completion.spans]
         if not completion.token_ids:
@@ -143,7 +144,7 @@ class Sampler:
 
 
 class _Untrusted(EngineError):
-    """An answer that another engine's would not mend: it is not asked for again."""
+    """The engine's answer cannot be trusted; asking another engine would hide the fault."""
 
 
 def _span(start: int, end: int, versions: list[WeightVersion]) -> VersionSpan:

@@ -1,8 +1,8 @@
-"""The rollout worker: requests become episodes.
+"""Turn requests into episodes: the rollout worker.
 
-Consumes requests/; produces episodes/. Waits for a ready request (the coordinator dispatches) and for an
-engine that serves (endpoints cell): without one it claims nothing, and a request of which nothing was sampled
-when the engines went away goes back.
+It consumes requests/ and produces episodes/. It waits for a ready request, which the coordinator dispatches,
+and for an engine in the endpoints cell: without one it claims nothing, and a request whose episode had
+sampled nothing when the engines went away goes back.
 """
 
 import logging
@@ -16,14 +16,14 @@ from hpc_swe.store.lease import Lease
 from hpc_swe.store.spool import Spool
 from hpc_swe.store.worker import GiveBack, Work, Worker
 
-CLOSING_S = 15.0
-"""What sandboxes get to close in when the process must end; Slurm kills 90 s after its signal."""
+CLEANUP_S = 15.0
+"""Time for sandboxes to close when the process must end; Slurm kills 90 s after its signal."""
 
 log = logging.getLogger(__name__)
 
 
 class EpisodeWork(Work[Episode]):
-    """One episode, and the watch over it from outside."""
+    """Run one episode, and give it up from outside when it hangs."""
 
     def __init__(
         self, resources: RolloutResources, owner: str, hung_s: float, request: RolloutRequest
@@ -33,17 +33,17 @@ class EpisodeWork(Work[Episode]):
         self._longest_s = resources.config.episode_timeout_s + hung_s
 
     def run(self) -> Episode:
-        """Play, and record what came of it."""
-        outcome = episode.play(self._resources, self._request, self._recorder)
-        made = episode.record(self._request, self._recorder, outcome, self._owner)
+        """Run the episode and make its record."""
+        played = episode.play(self._resources, self._request, self._recorder)
+        made = episode.record(self._request, self._recorder, played, self._owner)
         failure = self._recorder.failure
-        if isinstance(failure, EngineError) and not made.turns and not self._resources.sampler.is_served():
+        if isinstance(failure, EngineError) and not made.turns and not self._resources.sampler.has_engine():
             raise GiveBack(f"no engine serves, and nothing was sampled yet: {failure}")
         log.info("finished %s: %s, %d turns", self._request.name, made.exit_status, len(made.turns))
         return made
 
     def overdue(self) -> Episode | None:
-        """An infrastructure failure, when the episode exceeds its backstop without noticing."""
+        """Return an infrastructure failure when the episode hangs beyond its time-out."""
         if self._recorder.beside_engine_s <= self._longest_s:
             return None
         why = f"the episode hangs, {self._longest_s:g} s beside the engine; [rollout] episode_timeout_s"
@@ -51,14 +51,14 @@ class EpisodeWork(Work[Episode]):
         return episode.record(self._request, self._recorder, Played(episode.failed(why)), self._owner)
 
     def stop(self) -> None:
-        """What the agent still asks is refused."""
+        """Refuse further requests of the agent."""
         self._recorder.close("the worker is stopping")
 
 
 def worker(
     run: RunDir, lease: Lease, resources: RolloutResources, hung_s: float = 60.0
 ) -> Worker[RolloutRequest, Episode]:
-    """An episode that exceeds its backstop by `hung_s` without noticing is given up from outside."""
+    """Make the rollout worker, which gives up an episode that exceeds its time-out by `hung_s`."""
     return Worker(
         run,
         lease,
@@ -67,6 +67,6 @@ def worker(
         lambda claim: EpisodeWork(resources, lease.owner, hung_s, claim.message),
         resources.config.slots,
         resources.config.poll_s,
-        CLOSING_S,
-        resources.sampler.is_served,
+        CLEANUP_S,
+        resources.sampler.has_engine,
     )

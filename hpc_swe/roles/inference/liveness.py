@@ -1,4 +1,4 @@
-"""Whether an engine is alive, asked again and again in a thread of its own.
+"""Check repeatedly, in a thread, whether an engine is alive.
 
 A stopped or hung engine keeps its processes, its port and often its health route; only an answer of the
 processes that sample tells it from one that works.
@@ -10,32 +10,32 @@ from collections.abc import Callable
 
 from hpc_swe.errors import NoAnswer
 
-ASKED = 6
-"""Times within the limit."""
+CHECKS = 6
+"""Checks within the limit."""
 
 
-class Pulse:
-    """Asks until the block ends."""
+class LivenessMonitor:
+    """Check an engine in a thread until the `with` block ends."""
 
     def __init__(self, is_alive: Callable[[float], bool], limit_s: float) -> None:
-        """`is_alive` is given the seconds after which an answer is none."""
+        """Take the check `is_alive`, which is called with its time-out in seconds."""
         self._is_alive, self._limit_s = is_alive, limit_s
         self._closed = threading.Event()
-        self.renew()
+        self.reset()
 
-    def __enter__(self) -> "Pulse":
-        threading.Thread(target=self._ask, name="pulse", daemon=True).start()
+    def __enter__(self) -> "LivenessMonitor":
+        threading.Thread(target=self._run, name="liveness", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
 
-    def renew(self) -> None:
-        """It gave another sign of life, or was busy with what it was told to do."""
+    def reset(self) -> None:
+        """Restart the clock: the engine answered, or was busy with an order of ours."""
         self._last = time.monotonic()
 
-    def require(self) -> None:
-        """Look.
+    def require_alive(self) -> None:
+        """Raise unless the engine answered within the limit.
 
         Raises:
             NoAnswer: There was no sign of life for longer than the limit.
@@ -43,7 +43,7 @@ class Pulse:
         if (silent_s := time.monotonic() - self._last) > self._limit_s:
             raise NoAnswer(f"the engine gave no sign of life for {silent_s:.0f} s")
 
-    def _ask(self) -> None:
-        while not self._closed.wait(self._limit_s / ASKED):
+    def _run(self) -> None:
+        while not self._closed.wait(self._limit_s / CHECKS):
             if self._is_alive(self._limit_s):
-                self.renew()
+                self.reset()
