@@ -67,13 +67,14 @@ def decide(group: Group, step: int, settings: BatchSettings) -> GroupDecision:
     would be biased.
     """
     overlong, limits = settings.batches.overlong, settings.groups
-    baseline = [s for s in group.results if overlong != "drop_from_baseline" or not _is_truncated(s)]
+    drops = overlong == "drop_from_baseline"
+    baseline = [s for s in group.results if not (drops and s.episode.exit_status.is_truncated)]
     if len(baseline) < 2:
         return GroupDecision("too_few", [])
     episodes = [
         make_samples(s.episode, advantage, settings.batches.train_chains, step, limits.max_token_staleness)
         for s, advantage in zip(baseline, _advantages(group, baseline, settings), strict=True)
-        if overlong == "train" or not _is_truncated(s)
+        if overlong == "train" or not s.episode.exit_status.is_truncated
     ]
     if limits.hard_max_staleness and any((c.staleness > limits.hard_max_staleness).any() for c in episodes):
         return GroupDecision("too_old", [])
@@ -156,10 +157,6 @@ def last_manifest(run: RunDir) -> BatchManifest | None:
 def _step(name: str) -> int | None:
     parts = STEP.fullmatch(name)
     return int(parts[1]) if parts else None
-
-
-def _is_truncated(scored: ScoredEpisode) -> bool:
-    return scored.episode.exit_status.is_truncated
 
 
 def _advantages(group: Group, baseline: list[ScoredEpisode], settings: BatchSettings) -> Iterator[float]:

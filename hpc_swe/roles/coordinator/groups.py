@@ -116,7 +116,8 @@ class Ledger:
     def find_lost(self, found: Collection[str]) -> list[RolloutRequest]:
         """Return the requests to repeat: those of open members that SCANS consecutive scans did not find."""
         lost = []
-        for member in self._open_members():
+        groups = [group for group in self.groups.values() if group.is_open]
+        for member in [m for group in groups for m in group.members if m.state == "open"]:
             member.missed_scans = 0 if member.request.name in found else member.missed_scans + 1
             if member.missed_scans == SCANS:
                 member.missed_scans = 0
@@ -145,9 +146,6 @@ class Ledger:
         place = parse_name(identity)
         group = self.groups.get(place[0]) if place else None
         return group.members[place[1]] if group and place and place[1] < len(group.members) else None
-
-    def _open_members(self) -> list[Member]:
-        return [m for g in self.groups.values() if g.is_open for m in g.members if m.state == "open"]
 
 
 def worked_s(scored: ScoredEpisode) -> float:

@@ -119,7 +119,9 @@ def make_samples(
         old = sampled & (step - versions > max_staleness) if max_staleness else np.zeros_like(sampled)
         ages.append(step - versions[sampled])
         stale += int(old.sum())
-        samples.append(_sample(episode.request.name, ids, (logprobs, versions), sampled & ~old, advantage))
+        samples.append(
+            build_sample(episode.request.name, ids, (logprobs, versions), sampled & ~old, advantage)
+        )
         untaken -= set(path)
     ages_all = np.concatenate(ages) if ages else np.zeros(0, np.int32)
     untrained = len(episode.turns) - len(trained)
@@ -146,13 +148,14 @@ def _concatenate(
     return np.concatenate(ids), np.concatenate(logprobs), np.concatenate(versions)
 
 
-def _sample(
+def build_sample(
     name: str,
     ids: records.IdArray,
     sampled: tuple[records.FloatArray, records.IdArray],
     mask: NDArray[np.bool_],
     advantage: float,
 ) -> Sample:
+    """Build a sample; `sampled` are log-probabilities and versions, which count where `mask` is true."""
     return Sample(
         episode=name,
         token_ids=records.ids(ids),

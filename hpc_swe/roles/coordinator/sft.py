@@ -15,7 +15,6 @@ from itertools import count, islice
 import msgspec
 import numpy as np
 
-from hpc_swe import records
 from hpc_swe.errors import ConfigError, LostRace
 from hpc_swe.metrics import Log
 from hpc_swe.plugins.agents.base import Preface
@@ -26,7 +25,7 @@ from hpc_swe.roles.coordinator.dispatch import stable_hash
 from hpc_swe.roles.coordinator.groups import failure_cause
 from hpc_swe.roles.coordinator.maintenance import Progress, RunSnapshot
 from hpc_swe.roles.coordinator.packing import pack, token_weights
-from hpc_swe.roles.coordinator.samples import Chains, make_samples
+from hpc_swe.roles.coordinator.samples import Chains, build_sample, make_samples
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import checkpoints
 
@@ -115,7 +114,8 @@ def from_conversations(
         if 0 < len(ids) != end:
             metrics_log.write(number, counts)
         if end:
-            yield _sample(f"demonstration-{number:06d}", ids[:end], mask[:end])
+            known = (np.zeros(end, np.float32), np.zeros(end, np.int32))
+            yield build_sample(f"demonstration-{number:06d}", ids[:end], known, mask[:end] != 0, 1.0)
 
 
 def from_episodes(
@@ -163,16 +163,4 @@ def _shortened(sample: Sample, limit: int) -> Sample:
         logprobs=sample.logprobs[: 4 * end],
         advantages=sample.advantages[: 4 * end],
         versions=sample.versions[: 4 * end],
-    )
-
-
-def _sample(name: str, ids: records.IdArray, mask: records.IdArray) -> Sample:
-    trained = mask.astype(np.uint8)
-    return Sample(
-        episode=name,
-        token_ids=records.ids(ids),
-        mask=trained.tobytes(),
-        logprobs=records.floats(np.zeros(len(ids), np.float32)),
-        advantages=records.floats(trained.astype(np.float32)),
-        versions=records.ids(np.where(trained, 0, -1)),
     )

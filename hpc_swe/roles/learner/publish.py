@@ -6,9 +6,10 @@ Checksums are divided among the ranks: each file is read by one of them.
 import logging
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from hpc_swe.errors import CorruptRecord
 from hpc_swe.plugins.policies.base import Learner, Ranks
@@ -25,6 +26,8 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, folders
 
 INCARNATION = re.compile("[0-9]{2}|[1-9][0-9]{2,3}")
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -106,9 +109,7 @@ class Publisher:
 
     def _describe(self, stage: Path) -> dict[str, FileInfo]:
         names = on_rank_zero(self._ranks, lambda: sorted(path.name for path in stage.iterdir()))
-        share = names[self._ranks.rank :: self._ranks.size]
-        mine = on_all_ranks(self._ranks, lambda: {name: folders.describe(stage / name) for name in share})
-        return {name: info for part in self._ranks.gather(mine) for name, info in part.items()}
+        return _divide(self._ranks, names, lambda name: folders.describe(stage / name))
 
     def _probe(self) -> ProbeScore:
         """Score a text with which engines check the weights that they loaded.
@@ -160,10 +161,15 @@ def _require_first_batch(run: RunDir) -> None:
 
 
 def _damaged(folder: Path, files: dict[str, FileInfo], ranks: Ranks) -> list[str]:
-    share = sorted(files)[ranks.rank :: ranks.size]
-    mine = on_all_ranks(ranks, lambda: [name for name in share if not _is_intact(folder / name, files[name])])
-    return [name for part in ranks.gather(mine) for name in part]
+    def is_intact(name: str) -> bool:
+        path, info = folder / name, files[name]
+        return path.exists() and path.stat().st_size == info.size and folders.describe(path) == info
+
+    return [name for name, intact in _divide(ranks, sorted(files), is_intact).items() if not intact]
 
 
-def _is_intact(path: Path, info: FileInfo) -> bool:
-    return path.exists() and path.stat().st_size == info.size and folders.describe(path) == info
+def _divide(ranks: Ranks, names: Sequence[str], act: Callable[[str], T]) -> dict[str, T]:
+    """Call `act` for each name on one of the ranks; return all answers on every rank."""
+    share = names[ranks.rank :: ranks.size]
+    answers = on_all_ranks(ranks, lambda: {name: act(name) for name in share})
+    return {name: answer for part in ranks.gather(answers) for name, answer in part.items()}

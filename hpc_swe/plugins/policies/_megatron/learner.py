@@ -88,7 +88,6 @@ class MegatronLearner:
         self._packer = packing.Packer(shape.head_dim, shape.theta, DTYPES[settings.dtype], multiple)
 
     def train(self, batch: Batch, objective: Objective) -> dict[str, float]:
-        """Take one optimizer step over the microbatches of this data-parallel rank."""
         if (batch.step, batch.rank) != (self.step, self.ranks.data_rank):
             raise ProtocolError(
                 f"got the batch of step {batch.step}, rank {batch.rank}; "
@@ -111,25 +110,20 @@ class MegatronLearner:
         return self.ranks.broadcast(metrics)
 
     def logprobs(self, token_ids: list[int]) -> list[float]:
-        """Return the log-probabilities of one sequence's tokens, without its first token."""
         with torch.no_grad():
             logprobs, _ = self._forward(np.asarray(token_ids), [len(token_ids)], np.arange(1, len(token_ids)))
         return [float(value) for value in logprobs.tolist()]
 
     def export(self, folder: Path) -> dict[str, TensorInfo]:
-        """Write this rank's share of the Hugging Face files; rank 0 adds index, tokenizer and config."""
         return self._exporter.write(folder)
 
     def save(self, folder: Path) -> None:
-        """Write a distributed checkpoint into an empty folder."""
         self._checkpointer.save(folder, self.step)
 
     def load(self, folder: Path) -> None:
-        """Resume from a checkpoint."""
         self.step = self._checkpointer.load(folder)
 
     def close(self) -> None:
-        """Leave the process group."""
         self.ranks.close()
 
     def _forward(self, ids: np.ndarray, lengths: Sequence[int], trained: np.ndarray) -> tuple[Tensor, Tensor]:

@@ -42,19 +42,16 @@ class TorchRanks:
         self.data_rank: int = self.data_group.rank()
 
     def broadcast(self, value: T) -> T:
-        """Return the value of rank 0 on every rank."""
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in order of ranks, on every rank."""
         values: list[T] = [value] * self.size
         dist.all_gather_object(values, value)
         return values
 
     def close(self) -> None:
-        """Leave the process group."""
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
