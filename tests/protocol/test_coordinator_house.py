@@ -15,8 +15,9 @@ from hpc_swe.records import (
     WeightVersion,
 )
 from hpc_swe.roles.coordinator import batches
-from hpc_swe.roles.coordinator.maintenance import ORPHAN_S, Progress
+from hpc_swe.roles.coordinator.maintenance import ORPHAN_S
 from hpc_swe.roles.coordinator.retention import first_kept_batch, kept_checkpoints, superseded
+from hpc_swe.roles.coordinator.snapshot import Progress
 from hpc_swe.settings import RetentionConfig
 from hpc_swe.store import atomic
 from hpc_swe.store.spool import Spool

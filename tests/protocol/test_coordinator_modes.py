@@ -34,7 +34,7 @@ from hpc_swe.roles.coordinator import archive, batches, sft
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator, summary
 from hpc_swe.roles.coordinator.loop import Coordinator
-from hpc_swe.roles.coordinator.maintenance import Progress
+from hpc_swe.roles.coordinator.snapshot import Progress
 from hpc_swe.settings import CoordinatorConfig, GroupsConfig
 from hpc_swe.store import atomic
 from hpc_swe.store.evals import Attempt

@@ -17,7 +17,7 @@ from hpc_swe.plugins.graders.base import DISAGREES, GRADER_BROKE, SILENT
 from hpc_swe.records import RolloutRequest, ScoredEpisode
 from hpc_swe.roles.coordinator import batch_metrics
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, failure_cause, parse_name
-from hpc_swe.roles.coordinator.maintenance import RunSnapshot
+from hpc_swe.roles.coordinator.snapshot import RunSnapshot
 from hpc_swe.rundir import RunDir
 from hpc_swe.store.spool import Address, Spool
 

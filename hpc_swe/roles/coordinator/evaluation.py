@@ -18,8 +18,8 @@ from hpc_swe.records import Episode, Outcome, RolloutRequest
 from hpc_swe.roles.coordinator.collect import ResultCollector
 from hpc_swe.roles.coordinator.dispatch import request
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, Member, failure_cause
-from hpc_swe.roles.coordinator.maintenance import Progress, RunSnapshot
 from hpc_swe.roles.coordinator.samples import sampled_tokens
+from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import EvalConfig
 from hpc_swe.store import atomic, evals
@@ -90,7 +90,7 @@ class Evaluator:
             return ""
         keys: list[Key] = [("eval", number * len(self.tasks) + place) for place in range(len(self.tasks))]
         if snapshot.has_room:
-            self._ask(keys, collector, snapshot)
+            self._request(keys, collector, snapshot)
         groups = [collector.ledger.groups[key] for key in keys if key in collector.ledger.groups]
         waiting = len(keys) - sum(not group.is_open for group in groups)
         if waiting:
@@ -114,7 +114,7 @@ class Evaluator:
         number = min(under_way, default=due)
         return None if self.label(number) in self._done else number
 
-    def _ask(self, keys: Sequence[Key], collector: ResultCollector, snapshot: RunSnapshot) -> None:
+    def _request(self, keys: Sequence[Key], collector: ResultCollector, snapshot: RunSnapshot) -> None:
         members = len(self.config.decodings) * self.config.samples
         limit = max(members, snapshot.slots // SHARE) if self.every else OUTSTANDING
         groups = collector.ledger.groups
@@ -169,7 +169,7 @@ def summary(label: str, rows: Sequence[Attempt]) -> dict[str, float]:
 
 def _attempt(member: Member, label: str, sample: int) -> Attempt:
     request, scored = member.request, member.scored
-    asked = Attempt(
+    attempt = Attempt(
         task_id=request.task_id,
         index=request.index,
         sampling=label,
@@ -179,10 +179,10 @@ def _attempt(member: Member, label: str, sample: int) -> Attempt:
         reward=scored.score.reward if scored and member.state == "done" else None,
     )
     if scored is None:
-        return asked
+        return attempt
     episode, score, timing = scored.episode, scored.score, scored.episode.timing
     return msgspec.structs.replace(
-        asked,
+        attempt,
         exit_status=episode.exit_status.value,
         turns=len(episode.turns),
         sampled_tokens=sampled_tokens(episode),

@@ -19,7 +19,8 @@ from typing import Protocol
 from hpc_swe.drawing import Drawing
 from hpc_swe.errors import DeadlineError, StorageError
 from hpc_swe.records import Role
-from hpc_swe.roles.coordinator.maintenance import Maintenance, Progress, RunSnapshot
+from hpc_swe.roles.coordinator.maintenance import Maintenance
+from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import CoordinatorConfig
 from hpc_swe.store import atomic
@@ -51,7 +52,7 @@ class Coordinator:
         desired: Mapping[Role, int],
     ) -> None:
         self._run, self._maintenance, self._config, self._desired = run, maintenance, config, desired
-        self._make = mode
+        self._build_mode = mode
         self._mode: Mode | None = None
         self._drawing = Drawing(run)
         self._draw_at = float("-inf")
@@ -82,7 +83,7 @@ class Coordinator:
         """Run one iteration; return True when all work is done."""
         snapshot = self._maintenance.snapshot()
         if self._mode is None:
-            self._mode = self._make()
+            self._mode = self._build_mode()
         progress = self._mode.iterate(snapshot)
         status_s = self._config.status_s if progress.waits_for else 0.0
         self._maintenance.publish(snapshot, progress, self._desired, status_s)

@@ -9,8 +9,6 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from hpc_swe.errors import CorruptRecord
@@ -18,7 +16,6 @@ from hpc_swe.records import (
     Endpoint,
     EndpointTable,
     Episode,
-    Node,
     Role,
     RoleStatus,
     RolloutRequest,
@@ -26,6 +23,7 @@ from hpc_swe.records import (
     WeightVersion,
 )
 from hpc_swe.roles.coordinator import retention
+from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import SPOOLS, RunDir
 from hpc_swe.settings import LeaseConfig, RetentionConfig
 from hpc_swe.store import atomic, folders, weights
@@ -34,87 +32,7 @@ from hpc_swe.store.spool import STATES, Address, Spool
 
 ORPHAN_S = 3600.0  # a temporary file whose process shows no lease is kept this long
 
-Scan = dict[str, dict[str, list[Address]]]
-
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RunSnapshot:
-    """Hold the state of the run at one moment."""
-
-    now: float
-    """Time on this process's monotonic clock, in seconds."""
-    scan: Scan
-    newest: WeightVersion
-    """Newest exported weights; version 0 before the first export."""
-    nodes: list[Node]
-    """Leases of the processes that are alive."""
-    has_room: bool
-    """True when the file system has more free space than the configured floor."""
-
-    @cached_property
-    def identities(self) -> set[str]:
-        """Return the names of all messages in any spool, apart from those in dead/."""
-        states = ("ready", "claimed")
-        return {a.identity for spool in self.scan.values() for state in states for a in spool[state]}
-
-    @cached_property
-    def dead_identities(self) -> set[str]:
-        """Return the names of all messages in dead/."""
-        return {address.identity for spool in self.scan.values() for address in spool["dead"]}
-
-    @property
-    def engines(self) -> list[Node]:
-        """Return the leases of the engines that serve."""
-        serving = [n for n in self.nodes if n.role == "inference" and n.state in ("ready", "updating")]
-        return [node for node in serving if node.url]
-
-    @cached_property
-    def worked_s(self) -> dict[str, float]:
-        """Map the requests that a rollout worker has, and that have no result yet, to seconds of work.
-
-        The leases of the workers report them: their clocks pause while no engine serves, and end with the
-        claim.
-        """
-        rollout = [node for node in self.nodes if node.role == "rollout"]
-        clocks = {(n.owner, c): s for n in rollout for c, s in zip(n.claims, n.worked_s, strict=False)}
-        states = (("episodes", "ready"), ("episodes", "claimed"), ("scored", "ready"))
-        beyond = {a.identity for spool, state in states for a in self.scan[spool][state]}
-        held = {(a.owner, a.identity) for a in self.scan["requests"]["claimed"]} & clocks.keys()
-        return {claim: clocks[owner, claim] for owner, claim in held if claim not in beyond}
-
-    @property
-    def learner_step(self) -> int:
-        """Return the optimizer steps that the learner has taken, as far as is known."""
-        return max([self.newest.step, *(node.step for node in self.nodes if node.role == "learner")])
-
-    @property
-    def slots(self) -> int:
-        """Return how many episodes all rollout workers together can run at once."""
-        return sum(node.slots for node in self.nodes if node.role == "rollout")
-
-    @property
-    def depths(self) -> dict[str, dict[str, int]]:
-        """Count messages by spool and state."""
-        return {
-            name: {state: len(messages) for state, messages in spool.items()}
-            for name, spool in self.scan.items()
-        }
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Report the state of the mode's work after an iteration."""
-
-    waits_for: str
-    """What the work waits for; empty when all is done."""
-    step: int
-    """The next batch."""
-    recent: dict[str, list[float]]
-    """The latest values of metrics, by name."""
-    errors: list[str]
-    """Messages for people."""
 
 
 class StepTimer:
@@ -241,7 +159,7 @@ class Maintenance:
         oldest: dict[str, float] = {}
         for (name, _), since in self._since.items():
             oldest[name] = max(oldest.get(name, 0.0), snapshot.now - since)
-        full = f"{self._run.root}: too little free space; nothing is dispatched"
+        full = f"{self._run.root}: too little free space; no request is dispatched"
         return StatusReport(
             beat=self._beat,
             roles=[
@@ -263,5 +181,5 @@ def _remembered(run: RunDir) -> Memory:
     try:
         return atomic.get(run.watch, Memory)
     except (FileNotFoundError, CorruptRecord) as error:
-        log.info("counting from zero: %s", error)
+        log.info("counting the silence of processes from zero: %s", error)
         return Memory()

@@ -111,10 +111,10 @@ def make_samples(
 ) -> EpisodeSamples:
     """Cut an episode for batch `step`; mask each token older than `max_staleness` steps (0 masks none)."""
     trained = trained_turns(episode.turns, chains, episode.main)
-    untaken = set(trained)
+    remaining = set(trained)
     samples, ages, stale = [], [], 0
     for path in leaf_chains(episode.turns, trained):
-        ids, logprobs, versions = _concatenate(episode.turns, path, untaken)
+        ids, logprobs, versions = _concatenate(episode.turns, path, remaining)
         sampled = versions >= 0
         old = sampled & (step - versions > max_staleness) if max_staleness else np.zeros_like(sampled)
         ages.append(step - versions[sampled])
@@ -122,7 +122,7 @@ def make_samples(
         samples.append(
             build_sample(episode.request.name, ids, (logprobs, versions), sampled & ~old, advantage)
         )
-        untaken -= set(path)
+        remaining -= set(path)
     ages_all = np.concatenate(ages) if ages else np.zeros(0, np.int32)
     untrained = len(episode.turns) - len(trained)
     return EpisodeSamples(episode, samples, advantage, len(ages_all) - stale, stale, ages_all, untrained)

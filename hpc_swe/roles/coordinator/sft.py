@@ -23,9 +23,9 @@ from hpc_swe.roles.coordinator import batch_metrics, batches
 from hpc_swe.roles.coordinator.batches import BatchPlan
 from hpc_swe.roles.coordinator.dispatch import stable_hash
 from hpc_swe.roles.coordinator.groups import failure_cause
-from hpc_swe.roles.coordinator.maintenance import Progress, RunSnapshot
 from hpc_swe.roles.coordinator.packing import pack, token_weights
 from hpc_swe.roles.coordinator.samples import Chains, build_sample, make_samples
+from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import checkpoints
 

@@ -22,8 +22,8 @@ from hpc_swe.roles.coordinator.collect import ResultCollector
 from hpc_swe.roles.coordinator.dispatch import RATE_FLOOR, DispatchWindow, RequestPlan, dispatch_end
 from hpc_swe.roles.coordinator.evaluation import Evaluator
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, parse_name
-from hpc_swe.roles.coordinator.maintenance import Progress, RunSnapshot
 from hpc_swe.roles.coordinator.samples import sampled_tokens
+from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import checkpoints
 from hpc_swe.store.spool import Spool
