@@ -12,7 +12,7 @@ from toy_engine import ToyEngine
 
 from hpc_swe.errors import ConfigError, EngineError
 from hpc_swe.plugins.agents.base import Refusal
-from hpc_swe.plugins.agents.cli_agent import CliAgent, ended
+from hpc_swe.plugins.agents.cli_agent import CliAgent, outcome
 from hpc_swe.plugins.sandboxes.base import CommandResult
 from hpc_swe.records import Episode, ExitStatus, id_array
 
@@ -130,9 +130,9 @@ def test_how_a_program_ended(tmp_path: Path, words: str) -> None:
 def test_a_side_call_that_was_not_understood_does_not_cost_the_work_of_a_program_that_hangs() -> None:
     refusal = Refusal(ExitStatus.AGENT_ERROR, "no such role", is_side_request=True)
     hung = CommandResult(137, "", timed_out=True)
-    assert ended(CliAgent(command="true"), hung, refusal)[0] == ExitStatus.TOOL_TIME
+    assert outcome(CliAgent(command="true"), hung, refusal)[0] == ExitStatus.TOOL_TIME
     main = Refusal(ExitStatus.AGENT_ERROR, "no such role")
-    assert ended(CliAgent(command="true"), hung, main) == (ExitStatus.AGENT_ERROR, "no such role")
+    assert outcome(CliAgent(command="true"), hung, main) == (ExitStatus.AGENT_ERROR, "no such role")
 
 
 def test_engines_that_fail_end_the_program_at_once(tmp_path: Path) -> None:

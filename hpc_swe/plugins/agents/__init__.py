@@ -1,1 +1,1 @@
-"""Who acts."""
+"""Act in a sandbox for the policy."""

@@ -1,4 +1,4 @@
-"""The seam: the program that acts in the sandbox."""
+"""Define an agent: it calls the policy, and acts in the sandbox as the policy says."""
 
 import socket
 from collections.abc import Sequence
@@ -12,27 +12,27 @@ from hpc_swe.records import ExitStatus, Message, Task, ToolCall
 
 @dataclass(frozen=True)
 class Reply:
-    """One assistant message, parsed."""
+    """Hold one assistant message, parsed."""
 
     content: str
     tool_calls: list[ToolCall] = field(default_factory=list)
     truncated: bool = False
-    """The turn ran into its token limit."""
+    """The turn reached its token limit."""
     parse_error: str = ""
-    """Why a tool call could not be read, in words for the policy; `content` is then all that it wrote."""
+    """Why a tool call could not be parsed, for the policy to read; `content` is then the whole text."""
 
 
 class ContextFull(Exception):
-    """The next prompt would leave no room to answer."""
+    """The next prompt would leave no room for an answer."""
 
 
 class TurnsSpent(Exception):
-    """The episode has had its turns."""
+    """The episode has used up its turns."""
 
 
 @dataclass(frozen=True)
 class ChatAddress:
-    """Where a program finds the policy, and with which key."""
+    """Name the URL at which a program reaches the policy, and the key for it."""
 
     url: str
     key: str
@@ -40,7 +40,7 @@ class ChatAddress:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why the last request of a program was not answered."""
+    """Say why the last request of a program was not answered."""
 
     status: ExitStatus
     why: str
@@ -49,31 +49,35 @@ class Refusal:
 
 
 class Chat(Protocol):
-    """The policy, seen by an agent; every token of it is recorded."""
+    """Let an agent talk to the policy; every token is recorded."""
 
     messages: list[Message]
     """The history that the last reply ended, side calls apart."""
     refusal: Refusal | None
-    """Set when a request was refused by a limit or not understood, until a conversation goes on."""
+    """Set when a limit refused a request or it was not understood, until a conversation goes on."""
 
     def __call__(self, messages: Sequence[Message], tools: str = "") -> Reply:
-        """The policy's next message; `tools` is the JSON list that the chat template shows, or empty.
+        """Return the policy's next message.
+
+        Args:
+            messages: The conversation so far.
+            tools: The JSON list that the chat template shows, or empty.
 
         Raises:
-            ContextFull: No room is left.
+            ContextFull: No room is left for an answer.
             EngineError: No engine answered in time.
         """
 
     def serve(self, listener: socket.socket, most_turns: int) -> AbstractContextManager[ChatAddress]:
-        """As an OpenAI-style server for a program, which gets `most_turns` replies in all."""
+        """Serve the policy to a program like OpenAI's API, with `most_turns` replies in all."""
 
     def clock(self) -> float:
-        """Wall seconds of the episode without those at the engines; infinite once nothing can come of it."""
+        """Return the episode's wall seconds without those at the engines; infinite once it cannot succeed."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How an agent ended."""
+    """Hold how an agent ended, and its conversation."""
 
     exit_status: ExitStatus
     messages: list[Message]
@@ -83,11 +87,11 @@ class Result:
 
 @runtime_checkable
 class Agent(Protocol):
-    """The plugin."""
+    """Solve tasks with the policy."""
 
     @property
     def budget_s(self) -> float:
-        """Seconds beside the engines that an episode may take before the agent ends it."""
+        """Return the seconds, without those at the engines, after which the agent ends an episode."""
 
     def solve(self, task: Task, sandbox: Sandbox, chat: Chat) -> Result:
         """Work on the task until the agent submits or a budget ends.
@@ -100,7 +104,7 @@ class Agent(Protocol):
 
 @dataclass(frozen=True)
 class Preface:
-    """What the policy is shown beside the conversation itself."""
+    """Hold what the policy is shown besides the conversation itself."""
 
     system: str
     """The system prompt; empty when there is none."""
@@ -112,8 +116,8 @@ class Preface:
 
 @runtime_checkable
 class Prefaced(Protocol):
-    """An agent that can say so before any episode; demonstrations are rendered as its episodes will be."""
+    """An agent that knows its preface before any episode, so that demonstrations can be rendered with it."""
 
     @property
     def preface(self) -> Preface:
-        """The same in every episode."""
+        """Return the preface, which is the same in every episode."""

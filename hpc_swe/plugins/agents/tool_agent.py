@@ -1,7 +1,7 @@
-"""An agent of ours: the policy speaks, its tool calls are carried out, their answers are its next prompt.
+"""Run the built-in agent: it carries out the policy's tool calls, and the answers are the next prompt.
 
-Whatever the policy does to its sandbox ends at worst its own episode. Only the engine and the host can
-fail otherwise, and those errors pass through.
+Whatever the policy does to its sandbox ends at worst its own episode. Only errors of the engine and of the
+host pass through.
 """
 
 import json
@@ -18,38 +18,40 @@ from hpc_swe.records import ExitStatus, Message, Task, ToolCall
 
 
 class ToolAgent(Plugin, frozen=True, kw_only=True):
-    """Chat with tools until submitted or a budget is spent."""
+    """Chat with tools until the policy submits or a budget is spent."""
 
     tools: tuple[str | dict[str, object], ...] = ("view", "replace", "rewrite", "evaluate", "submit")
     """Names of plugins/tools/, or tables with a type and its fields."""
     max_turns: int = 10
-    """Answers of the model after which an episode ends."""
+    """Replies of the policy after which an episode ends."""
     tool_budget_s: float = 300.0
-    """Seconds that all tool calls of an episode may take together; the last one's commands end with them."""
+    """Seconds for all tool calls of an episode together; a command that runs at their end is stopped."""
     most_chars: int = 10_000
-    """Of one tool's answer."""
+    """Characters of one tool's answer."""
     system_prompt: str = "Fix the bug."
-    """The system's message."""
+    """System message; empty sends none."""
     nudge: str = "Call a tool."
-    """What answers a reply without a tool call; one that cannot be read is told why."""
+    """User message after a reply without a tool call, behind the reason where a call could not be parsed."""
     show_tools: bool = False
-    """Whether the chat template gets the tools' schemas."""
+    """Pass the tools' schemas to the chat template."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a tool that there is not."""
+        """Raise ConfigError for an unknown tool."""
         _load(self)
 
     @property
     def budget_s(self) -> float:
-        """Of all its tools."""
+        """Return the time limit of all tool calls together."""
         return self.tool_budget_s
 
     @property
     def preface(self) -> Preface:
-        """The system prompt, and the tools if the template shows them."""
+        """Return the system prompt, and the tools if the template shows them."""
         tools = _load(self)
-        shown = json.dumps([_shown(tool) for tool in tools.values()]) if self.show_tools else ""
-        return Preface(self.system_prompt, shown, list(tools))
+        shown = [
+            {"type": "function", "function": msgspec.to_builtins(schema(tool))} for tool in tools.values()
+        ]
+        return Preface(self.system_prompt, json.dumps(shown) if self.show_tools else "", list(tools))
 
     def solve(self, task: Task, sandbox: Sandbox, chat: Chat) -> Result:
         """Work on the task until the agent submits or a budget ends."""
@@ -76,46 +78,47 @@ class _Episode:
                 reply = chat(list(self.messages), preface.tools)
             except ContextFull:
                 return ExitStatus.CONTEXT
-            said = Message(role="assistant", content=reply.content, tool_calls=reply.tool_calls)
-            self.messages.append(said)
+            message = Message(role="assistant", content=reply.content, tool_calls=reply.tool_calls)
+            self.messages.append(message)
             if not reply.tool_calls:
-                why = self._fit(reply.parse_error)
-                self.messages.append(Message(role="user", content=f"{why}\n{self.agent.nudge}".lstrip("\n")))
+                reason = self._fit(reply.parse_error)
+                nudge = f"{reason}\n{self.agent.nudge}".lstrip("\n")
+                self.messages.append(Message(role="user", content=nudge))
             for call in reply.tool_calls:
-                ended = self._act(tools, call)
-                if ended is not None:
-                    return ended
+                status = self._carry_out(tools, call)
+                if status is not None:
+                    return status
         return ExitStatus.MAX_TURNS
 
-    def _act(self, tools: dict[str, Tool], call: ToolCall) -> ExitStatus | None:
+    def _carry_out(self, tools: dict[str, Tool], call: ToolCall) -> ExitStatus | None:
         started = time.monotonic()
-        ended = None
+        status = None
         try:
             tool = tools.get(call.name)
             if tool is None:
                 raise ToolError(f"No tool {call.name[:50]!r}; tools: {', '.join(tools)}")
             bounded = _Bounded(self.sandbox, started + self.agent.tool_budget_s - self.tools_s)
             answer = invoke(tool, call.arguments, bounded, self.task)
-            ended = ExitStatus.SUBMITTED if tool.ends_episode else None
+            status = ExitStatus.SUBMITTED if tool.ends_episode else None
         except SandboxBroken as error:
             answer = self.error = str(error)
-            ended = ExitStatus.AGENT_ERROR
+            status = ExitStatus.AGENT_ERROR
         except ToolError as error:
             answer = str(error)
         self.tools_s += time.monotonic() - started
         self.messages.append(Message(role="tool", content=self._fit(answer)))
-        return ended or (ExitStatus.TOOL_TIME if self.tools_s >= self.agent.tool_budget_s else None)
+        return status or (ExitStatus.TOOL_TIME if self.tools_s >= self.agent.tool_budget_s else None)
 
     def _fit(self, text: str) -> str:
-        """What a record can hold: file names that are no text would break it, and end the worker."""
+        """Make a text fit a record: a file name that is no valid text would break it, and end the worker."""
         return cut(text, self.agent.most_chars).encode("utf-8", "replace").decode()
 
 
 @dataclass
 class _Bounded(SandboxWrapper):
-    """A call that outlasts the budget could outlast the episode, which is the host's failure then."""
+    """Bound commands by the budget: one that outlasts the episode would count as a failure of the host."""
 
-    until: float
+    deadline: float
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
         left_s = self._left_s
@@ -127,14 +130,10 @@ class _Bounded(SandboxWrapper):
 
     @property
     def _left_s(self) -> float:
-        return max(0.0, self.until - time.monotonic())
+        return max(0.0, self.deadline - time.monotonic())
 
 
 def _load(agent: ToolAgent) -> dict[str, Tool]:
     tables = [{"type": tool} if isinstance(tool, str) else tool for tool in agent.tools]
     loaded: list[Tool] = [load("tools", table) for table in tables]
     return {schema(tool).name: tool for tool in loaded}
-
-
-def _shown(tool: Tool) -> dict[str, object]:
-    return {"type": "function", "function": msgspec.to_builtins(schema(tool))}

@@ -56,7 +56,6 @@ class Scripted(Vllm, frozen=True, kw_only=True):
     """Seconds that a swap of weights takes."""
 
     def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
-        """Return the command line of this module's server."""
         if not Path(self.replies).is_file():
             raise ConfigError(f"[engine] replies = {self.replies!r}: no such file")
         words = [host, str(port), self.replies, str(model), str(self.max_model_len)]

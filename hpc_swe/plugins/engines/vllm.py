@@ -83,7 +83,6 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     """More arguments of vllm serve."""
 
     def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
-        """Return the command line of `vllm serve`."""
         if not (model / "config.json").is_file():
             raise ConfigError(f"[engine] model = {str(model)!r}: no config.json there; name a model's folder")
         options = {
@@ -130,7 +129,6 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         return inherited | always | (self._cpu_environment() if self.device == "cpu" else {}) | self.environ
 
     def is_healthy(self, url: str) -> bool:
-        """Return whether /health answers 200."""
         try:
             _http.call(url, "", "/health", None, 10.0)
         except EngineError:

@@ -68,7 +68,6 @@ class Local(Plugin, frozen=True, kw_only=True):
             )
 
     def script(self, run: RunDir, submission: Submission) -> str:
-        """Return the script that bash runs."""
         bound = ["--while", _id(os.getpid())] if self.foreground else []
         return "\n".join(job_script(submission, self.setup, self.environ, bound))
 

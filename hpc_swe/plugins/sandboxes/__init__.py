@@ -1,1 +1,1 @@
-"""Isolate what an episode runs."""
+"""Open the sandboxes in which episodes act and tests run."""

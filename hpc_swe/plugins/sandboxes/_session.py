@@ -11,20 +11,22 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 from msgspec import Struct
 
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.sandboxes._output import collected
 from hpc_swe.plugins.sandboxes._tree import Tree
-from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, TreeEntry
+from hpc_swe.plugins.sandboxes.base import Clock, CommandResult
 from hpc_swe.processes import descendants, start_time
 
 log = logging.getLogger(__name__)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 PROGRAM = Path(__file__).with_name("_container.py")
 # The interpreter starts again with the image's own environment, without the variables that Apptainer adds or
@@ -185,42 +187,20 @@ class Container:
 
 
 class Session:
-    """Control one sandbox of a container."""
+    """Run commands in one sandbox of a container, and exchange files with it, as `Sandbox` describes."""
 
     def __init__(self, container: Container, host: socket.socket, tree: Tree, output_bytes: int) -> None:
         self._container = container
         self._host = host
         self._output_bytes = output_bytes
-        self._tree = tree
         self._is_broken = False
-
-    def read(self, path: str) -> bytes:
-        """Return the content of a regular file."""
-        with self._attributed():
-            return self._tree.read(path)
-
-    def write(self, path: str, data: bytes) -> None:
-        """Write a file atomically."""
-        with self._attributed():
-            self._tree.write(path, data)
-
-    def paths(self) -> list[str]:
-        """List every regular file, sorted."""
-        with self._attributed():
-            return self._tree.paths()
-
-    def entries(self, folder: str) -> dict[str, TreeEntry]:
-        """List a folder by name."""
-        with self._attributed():
-            return self._tree.entries(folder)
-
-    def target(self, path: str) -> str:
-        """Return the target of a link, as written in it."""
-        with self._attributed():
-            return self._tree.target(path)
+        self.read = self._attributed(tree.read)
+        self.write = self._attributed(tree.write)
+        self.paths = self._attributed(tree.paths)
+        self.entries = self._attributed(tree.entries)
+        self.target = self._attributed(tree.target)
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
-        """Run a shell command in the work directory."""
         return self._execute("shell", command, timeout_s, clock)
 
     def python(self, program: str, timeout_s: float) -> CommandResult:
@@ -266,14 +246,17 @@ class Session:
         self._host.send(b"stop")
         return self._host.recv(4096)
 
-    @contextmanager
-    def _attributed(self) -> Iterator[None]:
-        """Let an OSError pass as the policy's only while the container is alive."""
-        try:
-            yield
-        except OSError as error:
-            self._container.require_alive(ENDING_S if error.errno in _FUSE_ERRORS else 0.0)
-            raise
+    def _attributed(self, access: Callable[_P, _T]) -> Callable[_P, _T]:
+        """Attribute an OSError of `access` to the policy only while the container is alive."""
+
+        def attributed(*arguments: _P.args, **named: _P.kwargs) -> _T:
+            try:
+                return access(*arguments, **named)
+            except OSError as error:
+                self._container.require_alive(ENDING_S if error.errno in _FUSE_ERRORS else 0.0)
+                raise
+
+        return attributed
 
     def _broken(self) -> CommandResult:
         self._is_broken = True

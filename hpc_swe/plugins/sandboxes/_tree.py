@@ -9,7 +9,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Literal
 
 from hpc_swe.plugins.sandboxes.base import TreeEntry
@@ -25,24 +25,23 @@ _DEEPEST = 64
 
 
 class Tree:
-    """Access the files below one open directory."""
+    """Read, write and list files below one open directory, as `Sandbox` describes it."""
 
     def __init__(self, root: int, most_bytes: int) -> None:
         self._root = root
         self._most_bytes = most_bytes
 
     def read(self, path: str) -> bytes:
-        """Return the content of a regular file."""
         with self._parent(path) as (folder, name):
             file = os.open(name, _READ, dir_fd=folder)
             with os.fdopen(file, "rb") as handle:
                 if not stat.S_ISREG(os.fstat(file).st_mode):
-                    raise _error(errno.EINVAL, path, "not a regular file")
+                    raise OSError(errno.EINVAL, "not a regular file", path)
                 if os.fstat(file).st_size > self._most_bytes:
-                    raise _error(errno.EFBIG, path, f"larger than {self._most_bytes} bytes")
+                    raise OSError(errno.EFBIG, f"larger than {self._most_bytes} bytes", path)
                 data = handle.read(self._most_bytes + 1)
         if len(data) > self._most_bytes:  # it grew meanwhile
-            raise _error(errno.EFBIG, path, f"larger than {self._most_bytes} bytes")
+            raise OSError(errno.EFBIG, f"larger than {self._most_bytes} bytes", path)
         return data
 
     def write(self, path: str, data: bytes) -> None:
@@ -60,32 +59,28 @@ class Tree:
                 raise
 
     def entries(self, folder: str) -> dict[str, TreeEntry]:
-        """List a folder by name."""
         found: dict[str, TreeEntry] = {}
         with self._folder(folder, folder.split("/")) as here, os.scandir(here) as names:
             for name in names:
                 found[name.name] = _entry(name.stat(follow_symlinks=False))
                 if len(found) > _MOST_ENTRIES:
-                    raise _error(errno.EFBIG, folder, f"more than {_MOST_ENTRIES} names")
+                    raise OSError(errno.EFBIG, f"more than {_MOST_ENTRIES} names", folder)
         return found
 
     def target(self, path: str) -> str:
-        """Return the target of a link, as written in it."""
         with self._parent(path) as (folder, name):
             return os.readlink(name, dir_fd=folder)
 
     def paths(self) -> list[str]:
-        """List every regular file, sorted."""
         found: list[str] = []
         for count, path in enumerate(self._walk(self._root, "", _DEEPEST)):
             if path is not None:
                 found.append(path)
             if len(found) > _MOST_FILES or count > _MOST_ENTRIES:
-                raise _error(errno.EFBIG, ".", f"more than {_MOST_FILES} files or {_MOST_ENTRIES} names")
+                raise OSError(errno.EFBIG, f"more than {_MOST_FILES} files or {_MOST_ENTRIES} names", ".")
         return sorted(found)
 
     def close(self) -> None:
-        """Close the directory."""
         os.close(self._root)
 
     def _walk(self, folder: int, prefix: str, depth: int) -> Iterator[str | None]:
@@ -104,31 +99,25 @@ class Tree:
     def _parent(self, path: str, make: bool = False) -> Iterator[tuple[int, str]]:
         *folders, name = [part for part in path.split("/") if part != "."] or [""]
         if path.startswith("/") or not name or name == "..":
-            raise _error(errno.EINVAL, path, "not a path below the work directory")
+            raise OSError(errno.EINVAL, "not a path below the work directory", path)
         with self._folder(path, folders, make) as here:
             yield here, name
 
     @contextmanager
     def _folder(self, path: str, folders: list[str], make: bool = False) -> Iterator[int]:
         if "\0" in path or ".." in folders:
-            raise _error(errno.EINVAL, path, "not a path below the work directory")
+            raise OSError(errno.EINVAL, "not a path below the work directory", path)
         here = os.dup(self._root)
         try:
             for part in filter(None, folders):
                 if make:
-                    _make(here, part)
+                    with suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=here)
                 here, above = os.open(part, _FOLDER, dir_fd=here), here
                 os.close(above)
             yield here
         finally:
             os.close(here)
-
-
-def _make(folder: int, name: str) -> None:
-    try:
-        os.mkdir(name, dir_fd=folder)
-    except FileExistsError:
-        return
 
 
 def _entry(state: os.stat_result) -> TreeEntry:
@@ -146,7 +135,3 @@ def _mode(folder: int, name: str) -> int:
     except FileNotFoundError:
         return 0o644
     return mode & 0o777 if stat.S_ISREG(mode) else 0o644
-
-
-def _error(number: int, path: str, what: str) -> OSError:
-    return OSError(number, what, path)

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class Apptainer(Plugin, frozen=True, kw_only=True):
-    """Isolate each sandbox by namespaces (user, process, mount, network, IPC, host name), no capabilities."""
+    """Give each sandbox namespaces of its own, from user to network, and no capabilities."""
 
     images: str = ".cache/images"
     """Folder of ``<image>.sif`` files; an unpacked folder ``<image>`` that this user owns is preferred."""

@@ -174,7 +174,6 @@ class WatchedSandboxes(Sandboxes):
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def check(self) -> None:
-        """Check the wrapped sandboxes."""
         self.sandboxes.check()
 
     @contextmanager

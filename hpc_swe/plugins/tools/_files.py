@@ -1,7 +1,6 @@
 """Read and write text files of the work directory, without starting a process in the sandbox."""
 
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.tools._text import name
 from hpc_swe.plugins.tools.base import ToolError
 from hpc_swe.records import Task
 
@@ -56,3 +55,17 @@ def below(task: Task, path: str) -> str:
     """Return a path relative to the work directory; the sandbox refuses paths that lead out of it."""
     workdir = task.workdir.rstrip("/")
     return "." if path.rstrip("/") == workdir else path.removeprefix(f"{workdir}/")
+
+
+def with_ends(new: str, text: str, at: int) -> str:
+    """Return `new` with the line ends of `text` at its place: the one after it, or where none is, before it.
+
+    New text that has a \\r itself stays as it is.
+    """
+    end = max(text.find("\n", at), text.rfind("\n", 0, at)) + 1
+    return new.replace("\n", "\r\n") if text.endswith("\r\n", 0, end) and "\r" not in new else new
+
+
+def name(path: str) -> str:
+    """Return a file's name on one line, whatever characters it has."""
+    return path if path.isprintable() else ascii(path)

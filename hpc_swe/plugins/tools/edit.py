@@ -4,8 +4,7 @@ from typing import ClassVar
 
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.tools._files import is_missing, read_text, write_text
-from hpc_swe.plugins.tools._text import name, with_ends
+from hpc_swe.plugins.tools._files import is_missing, name, read_text, with_ends, write_text
 from hpc_swe.plugins.tools.base import ToolError
 from hpc_swe.records import Task
 
@@ -19,7 +18,6 @@ class Edit(Plugin, frozen=True, kw_only=True):
     ends_episode: ClassVar[bool] = False
 
     def __call__(self, sandbox: Sandbox, task: Task, *, path: str, old: str, new: str) -> str:
-        """Edit the file and answer ``ok``."""
         if not old and is_missing(sandbox, task, path):
             write_text(sandbox, task, path, new)
             return "ok"

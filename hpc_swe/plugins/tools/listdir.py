@@ -5,8 +5,7 @@ from typing import ClassVar
 
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.tools._files import below
-from hpc_swe.plugins.tools._text import name
+from hpc_swe.plugins.tools._files import below, name
 from hpc_swe.plugins.tools.base import ToolError
 from hpc_swe.records import Task
 

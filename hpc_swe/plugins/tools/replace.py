@@ -4,19 +4,17 @@ from typing import ClassVar
 
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.tools._files import read_lines, write_text
-from hpc_swe.plugins.tools._text import with_ends
+from hpc_swe.plugins.tools._files import read_lines, with_ends, write_text
 from hpc_swe.plugins.tools.base import ToolError
 from hpc_swe.records import Task
 
 
 class Replace(Plugin, frozen=True, kw_only=True):
-    """In one line of a file, replace the first old by new."""
+    """Replace the first old by new in one line of a file."""
 
     ends_episode: ClassVar[bool] = False
 
     def __call__(self, sandbox: Sandbox, task: Task, *, path: str, line: int, old: str, new: str) -> str:
-        """Edit the file and answer ``ok``."""
         lines = read_lines(sandbox, task, path)
         if not 1 <= line <= len(lines):
             raise ToolError(f"{path} has {len(lines)} lines.")

@@ -4,8 +4,7 @@ from typing import ClassVar
 
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.tools._files import is_missing, read_lines, write_text
-from hpc_swe.plugins.tools._text import with_ends
+from hpc_swe.plugins.tools._files import is_missing, read_lines, with_ends, write_text
 from hpc_swe.plugins.tools.base import ToolError
 from hpc_swe.records import Task
 
