@@ -1,8 +1,8 @@
 """Derive from a configuration which roles a run has, how many jobs each wants, and how large one job is."""
 
-from hpc_swe.plugins.engines.vllm import Vllm
+from hpc_swe.plugins.engines.base import EstimatedEngine
 from hpc_swe.plugins.executors.base import SINGLETON_ROLES
-from hpc_swe.plugins.policies.megatron import Megatron
+from hpc_swe.plugins.policies.base import EstimatedPolicy
 from hpc_swe.records import Role
 from hpc_swe.settings import RunConfig
 
@@ -27,9 +27,9 @@ def processes(role: str, config: RunConfig) -> int:
 
 
 def gpus(role: str, config: RunConfig) -> int | None:
-    """Count the GPUs that one job of a role computes on; None where a plugin of your own does not tell."""
-    if role == "learner" and isinstance(config.policy, Megatron):
-        return processes(role, config) if config.policy.device == "gpu" else 0
-    if role == "inference" and isinstance(config.engine, Vllm):
-        return config.engine.tensor_parallel if config.engine.device == "gpu" else 0
+    """Count the GPUs that one job of a role computes on; None where the plugin does not know."""
+    if role == "learner" and isinstance(config.policy, EstimatedPolicy):
+        return processes(role, config) * config.policy.gpus
+    if role == "inference" and isinstance(config.engine, EstimatedEngine):
+        return config.engine.gpus
     return None

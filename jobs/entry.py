@@ -2,14 +2,13 @@
 
 import logging
 import os
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from hpc_swe import cli
 from hpc_swe.errors import HpcSweError, LostRace
-from hpc_swe.plugins.executors import local, slurm
+from hpc_swe.plugins.executors.base import own_job_id
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import existing
@@ -20,23 +19,9 @@ from jobs import heart
 log = logging.getLogger(__name__)
 
 
-def job_id() -> str:
-    """What people call this job: Slurm's id, on one machine the submission's number, else the process id."""
-    if "SLURM_JOB_ID" in os.environ:
-        return slurm.own_id()
-    if local.MARK in os.environ:
-        return local.log_name(os.environ[local.MARK])
-    return f"local-{os.getpid()}"
-
-
-def address() -> str:
-    """How other nodes of the job's cluster reach this one; the loopback outside Slurm."""
-    return socket.gethostname() if "SLURM_JOB_ID" in os.environ else "127.0.0.1"
-
-
 def lease(run: RunDir, config: RunConfig, role: Role) -> Lease:
     """This process's lease."""
-    return Lease(run, role, job_id(), config.lease.beat_s)
+    return Lease(run, role, own_job_id(), config.lease.beat_s)
 
 
 def enter(work: Callable[[RunDir, RunConfig], None]) -> None:

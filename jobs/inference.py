@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from hpc_swe.plugins.executors.base import own_address
 from hpc_swe.roles.inference.supervisor import Supervisor
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
@@ -18,7 +19,7 @@ def work(run: RunDir, config: RunConfig) -> None:
             config=config.inference,
             leases=config.lease,
             model=Path(config.model),
-            host=entry.address(),
+            host=own_address(),
         ).serve()
 
 

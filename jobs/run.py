@@ -24,6 +24,7 @@ from types import FrameType
 
 from hpc_swe import cli, gpus, job_counts, scratch
 from hpc_swe.errors import HpcSweError, NodeError, StorageError
+from hpc_swe.plugins.executors.base import own_address, own_job_id
 from hpc_swe.processes import MEETING, Flag, die_with_parent, free_port, start_time
 from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
@@ -31,7 +32,7 @@ from hpc_swe.runs import existing
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, orders, submissions
 from hpc_swe.store.submissions import Started
-from jobs import entry, heart
+from jobs import heart
 
 MISTAKES = (2, 3)  # exit codes of ConfigError and ProtocolError: starting again mends nothing
 REASONS = (*MISTAKES, StorageError.exit_code)  # all others may be those of a rank that lost another
@@ -84,7 +85,7 @@ class Gang:
         self._hearts = heart.Watch(self._place)
         meeting = {MEETING: str(self._place)}
         if nodes() > 1:
-            meeting |= {"MASTER_ADDR": entry.address(), "MASTER_PORT": str(free_port())}
+            meeting |= {"MASTER_ADDR": own_address(), "MASTER_PORT": str(free_port())}
             self._spawn(_srun(len(self._commands), self._commands[0]), meeting)
             return
         for rank, command in enumerate(self._commands):
@@ -129,7 +130,7 @@ class Gang:
     def _meeting(self) -> Path:
         if nodes() == 1 or self._shared is None:
             return scratch.make()
-        place = self._shared / f"{entry.job_id()}-{os.urandom(4).hex()}"
+        place = self._shared / f"{own_job_id()}-{os.urandom(4).hex()}"
         with atomic.storage(place):
             place.mkdir(parents=True, mode=0o700)
         return place
@@ -262,7 +263,7 @@ def _show(arguments: argparse.Namespace, run: RunDir, seconds: float, code: int)
         return
     pid = os.getpid()
     started = Started(
-        job=entry.job_id(),
+        job=own_job_id(),
         host=socket.gethostname(),
         pid=pid,
         start_time=start_time(pid) or "",

@@ -23,7 +23,7 @@ from hpc_swe import cli, intervals, tables
 from hpc_swe import config as configuration
 from hpc_swe.errors import HpcSweError
 from hpc_swe.evaluation.progress import size
-from hpc_swe.plugins.executors.local import Local
+from hpc_swe.plugins.executors.base import RunsHere
 from hpc_swe.records import MetricLine, StatusReport
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control as run_control
@@ -72,7 +72,7 @@ class Demo:
         words += [f"seed={self.seed}", f'model="{model.absolute()}"']
         words += [*(word for word in more if "=" in word), *self.overrides]
         config = configuration.from_words(words)
-        if isinstance(config.executor, Local):
+        if isinstance(config.executor, RunsHere):
             config = configuration.from_words([*words, "executor.foreground=true"])
         if not run.finished.exists():
             run_control.start(run, config)

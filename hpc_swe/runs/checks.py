@@ -10,29 +10,15 @@ from pathlib import Path
 
 from hpc_swe import job_counts
 from hpc_swe.errors import ConfigError
-from hpc_swe.gpus import usable
-from hpc_swe.plugins.engines.vllm import Vllm
-from hpc_swe.plugins.executors.local import Local
-from hpc_swe.plugins.executors.slurm import Resources, Slurm
-from hpc_swe.plugins.policies._megatron.shape import ModelShape
-from hpc_swe.plugins.policies.megatron import Megatron
+from hpc_swe.plugins.engines.base import EstimatedEngine
+from hpc_swe.plugins.executors.base import GrantsGpus, RunsHere
+from hpc_swe.plugins.policies.base import EstimatedPolicy
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import attach, create, environment, submit
 from hpc_swe.runs.create import Taken
 from hpc_swe.settings import RunConfig
 from hpc_swe.tokenization import token_builder
-
-UNTOLD = (
-    "gpus",
-    "gpus-per-task",
-    "gpus_per_task",
-    "constraint",
-    "exclusive",
-    "tres-per-node",
-    "tres-per-task",
-)
-"""Options of sbatch that may give GPUs without saying how many a node."""
 
 
 def require(run: RunDir, config: RunConfig) -> Taken:
@@ -75,7 +61,7 @@ def _counts(_: RunDir, config: RunConfig) -> Iterator[str]:
 def _model(_: RunDir, config: RunConfig) -> Iterator[str]:
     """Its files; of the weights only those roles ask that load them."""
     model, wanted, engine = Path(config.model), _wanted(config), config.engine
-    served = "inference" in wanted and isinstance(engine, Vllm) and engine.loads_weights
+    served = "inference" in wanted and isinstance(engine, EstimatedEngine) and engine.loads_weights
     for name in ("config.json", "tokenizer.json"):
         if not (model / name).is_file():
             yield f"model = {config.model!r}: no {name} there; give the folder of a Hugging Face model"
@@ -110,28 +96,13 @@ def _weights(key: str, folder: Path) -> Iterator[str]:
 
 def _parallel(_: RunDir, config: RunConfig) -> Iterator[str]:
     """Whether the model can be divided as the configuration says."""
-    wanted, engine, policy = _wanted(config), config.engine, config.policy
-    if not (Path(config.model) / "config.json").is_file():
+    model, wanted, engine, policy = Path(config.model), _wanted(config), config.engine, config.policy
+    if not (model / "config.json").is_file():
         return
-    if "learner" in wanted and isinstance(policy, Megatron):
-        yield from _said(
-            lambda: ModelShape.read(Path(config.model)).check_parallel(
-                policy.tensor_parallel, policy.sequence_parallel
-            )
-        )
-    if "inference" in wanted and isinstance(engine, Vllm):
-        known = json.loads((Path(config.model) / "config.json").read_text(encoding="utf-8"))
-        heads, longest = known.get("num_attention_heads", 0), known.get("max_position_embeddings", 0)
-        if heads % engine.tensor_parallel:
-            yield (
-                f"engine.tensor_parallel = {engine.tensor_parallel} does not divide the model's {heads} "
-                "attention heads; choose a number that does"
-            )
-        if longest and engine.max_model_len > longest:
-            yield (
-                f"engine.max_model_len = {engine.max_model_len} is over the model's max_position_embeddings "
-                f"= {longest}; lower it"
-            )
+    if "learner" in wanted and isinstance(policy, EstimatedPolicy):
+        yield from _said(lambda: policy.check_model(model))
+    if "inference" in wanted and isinstance(engine, EstimatedEngine):
+        yield from _said(lambda: engine.check_model(model))
 
 
 def _jobs(run: RunDir, config: RunConfig) -> Iterator[str]:
@@ -144,32 +115,19 @@ def _jobs(run: RunDir, config: RunConfig) -> Iterator[str]:
 
 def _gpus(_: RunDir, config: RunConfig) -> Iterator[str]:
     """Whether the executor is asked for as many GPUs as a role divides its work among."""
+    if not isinstance(config.executor, GrantsGpus):
+        return
     for role, count in job_counts.desired(config).items():
         needed = job_counts.gpus(role, config) if count else None
-        given, key = _given(role, config)
-        if not needed or given is None or given >= needed:
+        grant = config.executor.gpu_grant(role)
+        if not needed or grant is None or grant.count >= needed:
             continue
         sizes = "policy.tensor_parallel * learner.data_parallel"
         why, device = (sizes, "policy") if role == "learner" else ("engine.tensor_parallel", "engine")
         yield (
-            f"[executor] {key} gives a job of {role} {given} GPUs, but it needs {needed} ({why}); ask for "
-            f"{needed}, or set {device}.device = 'cpu'"
+            f"[executor] {grant.key} gives a job of {role} {grant.count} GPUs, but it needs {needed} "
+            f"({why}); ask for {needed}, or set {device}.device = 'cpu'"
         )
-
-
-def _given(role: Role, config: RunConfig) -> tuple[int | None, str]:
-    """GPUs of one job, and by which key; None where that is not told."""
-    executor = config.executor
-    if isinstance(executor, Local):
-        return executor.gpus.get(role, 0), f"gpus.{role} = {executor.gpus.get(role, 0)}"
-    if not isinstance(executor, Slurm):
-        return None, ""
-    resources = executor.roles.get(role, Resources())
-    each = executor.gpus_per_node(role)
-    if not each and any(option in executor.options | resources.options for option in UNTOLD):
-        return None, ""
-    nodes = f", on {resources.nodes} nodes," if resources.nodes > 1 else ""
-    return each * resources.nodes, f"roles.{role}.gpus_per_node = {each}{nodes}"
 
 
 def _machine(_: RunDir, config: RunConfig) -> Iterator[str]:
@@ -177,14 +135,8 @@ def _machine(_: RunDir, config: RunConfig) -> Iterator[str]:
     wanted, executor = job_counts.desired(config), config.executor
     if config.mode != "sft" and executor.is_here:
         yield from _said(config.sandbox.check)
-    if isinstance(executor, Local) and not executor.share_gpus:
-        asked = sum(executor.gpus.get(role, 0) * count for role, count in wanted.items())
-        here = len(usable(environment.own_environment())) if asked else 0
-        if asked > here:
-            yield (
-                f"[executor] gpus asks for {asked} GPUs in all, this machine has {here}; ask for fewer, or "
-                "set share_gpus = true"
-            )
+    if isinstance(executor, RunsHere):
+        yield from _said(lambda: executor.check_machine(wanted, environment.own_environment()))
 
 
 def _engine(run: RunDir, config: RunConfig) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """What `launch start --dry-run` prints: every batch script, and what the run would cost. It makes nothing."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -9,14 +9,13 @@ from rich.table import Table
 from hpc_swe import config as configuration
 from hpc_swe import job_counts
 from hpc_swe import tables as drawn
-from hpc_swe.plugins.engines.vllm import Vllm
-from hpc_swe.plugins.executors.slurm import Slurm
-from hpc_swe.plugins.policies._megatron.shape import ModelShape
-from hpc_swe.plugins.policies.megatron import Megatron
+from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part, total
+from hpc_swe.plugins.engines.base import EstimatedEngine
+from hpc_swe.plugins.executors.base import ResourceRequest, Scheduled
+from hpc_swe.plugins.policies.base import EstimatedPolicy
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import checks, estimate, submit
 from hpc_swe.runs.control import require_alike
-from hpc_swe.runs.estimate import GIB, Part, Request
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import submissions
 
@@ -49,75 +48,61 @@ def scripts(run: RunDir, config: RunConfig) -> list[str]:
 
 
 def tables(config: RunConfig) -> list[RenderableType]:
-    """Jobs, memory of the GPUs, room on disk."""
-    shape = ModelShape.read(Path(config.model))
+    """Return tables of jobs, memory of the GPUs, and room on disk."""
     found: list[RenderableType] = [_jobs(config)]
     wanted = job_counts.desired(config)
     if wanted.get("learner"):
-        found += _learner(config, shape)
+        found += _learner(config)
     if wanted.get("inference"):
-        found += _engine(config, shape)
-    return [*found, _disk(estimate.disk(config, shape))]
+        found += _engine(config)
+    return [*found, _disk(estimate.disk(config))]
 
 
 def _jobs(config: RunConfig) -> RenderableType:
-    if not isinstance(config.executor, Slurm):
+    if not isinstance(config.executor, Scheduled):
         counts = ", ".join(f"{count} {role}" for role, count in job_counts.desired(config).items() if count)
         return f"local: {counts}, all on this machine; nothing is asked of a scheduler"
-    requests = estimate.requests(config, config.executor)
+    found = estimate.requests(config, config.executor)
     columns = ["jobs", "nodes", "cores", "mem GB", "GPUs", "hours", "node-h", "core-h", "GPU-h"]
     table = _table("asked of Slurm at once, and used in one walltime", ["role"], columns)
-    for request in requests:
-        table.add_row(request.role, *_numbers([request]))
-    table.add_row("all", *_numbers(requests), style="bold")
+    for each in found:
+        table.add_row(each.role, *_numbers([each]))
+    table.add_row("all", *_numbers(found), style="bold")
     table.caption = "nodes and node-h: if jobs share none. A run that lasts longer than a walltime asks again"
     return table
 
 
-def _numbers(requests: Sequence[Request]) -> list[str]:
-    hours = {request.hours for request in requests}
+def _numbers(found: Sequence[ResourceRequest]) -> list[str]:
+    hours = {each.hours for each in found}
     sums = [
-        sum(request.jobs for request in requests),
-        sum(request.nodes for request in requests),
-        sum(request.cores for request in requests),
-        sum(request.memory_gb for request in requests),
-        sum(request.gpus for request in requests),
+        sum(each.jobs for each in found),
+        sum(each.nodes for each in found),
+        sum(each.cores for each in found),
+        sum(each.memory_gb for each in found),
+        sum(each.gpus for each in found),
         hours.pop() if len(hours) == 1 else None,
-        sum(request.nodes * request.hours for request in requests),
-        sum(request.cores * request.hours for request in requests),
-        sum(request.gpus * request.hours for request in requests),
+        sum(each.nodes * each.hours for each in found),
+        sum(each.cores * each.hours for each in found),
+        sum(each.gpus * each.hours for each in found),
     ]
     return [
         "" if number is None else f"{number:,.4g}" if number < 1e4 else f"{number:,.0f}" for number in sums
     ]
 
 
-def _learner(config: RunConfig, shape: ModelShape) -> list[RenderableType]:
-    policy, ranks = config.policy, config.learner.data_parallel
-    if not isinstance(policy, Megatron):
+def _learner(config: RunConfig) -> list[RenderableType]:
+    policy, learner = config.policy, config.learner
+    if not isinstance(policy, EstimatedPolicy):
         return [f"learner: {type(policy).__name__} is no policy whose memory is known here"]
-    count = estimate.parameters(shape).total
-    memory = estimate.learner_memory(shape, policy, ranks, config.batches.microbatch_tokens)
-    title = f"memory of each learner GPU: P = {count:,}, tp = {policy.tensor_parallel}, dp = {ranks}"
-    table = _memory(title, memory.parts)
-    table.add_row("peak", "leave 15 % for the allocator", f"{memory.peak / GIB:.2f}", style="bold")
-    pinned = estimate.host_memory(shape, policy, reference=config.learner.loss.kl_coefficient > 0)
-    if not pinned:
-        return [table]
-    return [table, f"reference model: {pinned / GIB:.2f} GiB of host memory for each learner process"]
+    tokens, reference = config.batches.microbatch_tokens, learner.loss.kl_coefficient > 0
+    return _memory(policy.memory(Path(config.model), learner.data_parallel, tokens, reference=reference))
 
 
-def _engine(config: RunConfig, shape: ModelShape) -> list[RenderableType]:
+def _engine(config: RunConfig) -> list[RenderableType]:
     engine = config.engine
-    if not isinstance(engine, Vllm):
+    if not isinstance(engine, EstimatedEngine):
         return [f"inference: {type(engine).__name__} is no engine whose memory is known here"]
-    parts = estimate.engine_memory(shape, engine, config.rollout.context)
-    token = estimate.kv_token(shape, engine)
-    table = _memory(f"memory of each engine GPU: tp = {engine.tensor_parallel}", parts)
-    if engine.kv_cache_bytes:
-        table.add_row("both", "", f"{estimate.total(parts).bytes / GIB:.2f}", style="bold")
-    takes = "" if engine.kv_cache_bytes else "; vLLM takes what it finds free"
-    return [table, f"KV cache: {token:,} bytes a token, {GIB // token:,} tokens a GiB{takes}"]
+    return _memory(engine.memory(Path(config.model), config.rollout.context))
 
 
 def _disk(parts: Sequence[Part]) -> RenderableType:
@@ -125,16 +110,18 @@ def _disk(parts: Sequence[Part]) -> RenderableType:
     table = _table(title, ["what", "formula"], ["bytes", "inodes"])
     for part in parts:
         table.add_row(part.what, part.formula, _size(part.bytes), f"{part.inodes:,}")
-    whole = estimate.total(parts)
+    whole = total(parts)
     table.add_row(whole.what, whole.formula, _size(whole.bytes), f"{whole.inodes:,}", style="bold")
     return table
 
 
-def _memory(title: str, parts: Iterable[Part]) -> Table:
-    table = _table(title, ["part", "formula"], ["GiB"])
-    for part in parts:
+def _memory(found: MemoryEstimate) -> list[RenderableType]:
+    table = _table(found.title, ["part", "formula"], ["GiB"])
+    for part in found.parts:
         table.add_row(part.what, part.formula, f"{part.bytes / GIB:.2f}")
-    return table
+    if found.total:
+        table.add_row(found.total.what, found.total.formula, f"{found.total.bytes / GIB:.2f}", style="bold")
+    return [table, *found.notes]
 
 
 def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:

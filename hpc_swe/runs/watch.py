@@ -10,7 +10,7 @@ from hpc_swe.errors import (
     SchedulerError,
     StorageError,
 )
-from hpc_swe.plugins.executors.local import Local
+from hpc_swe.plugins.executors.base import RunsHere
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import submit
 from hpc_swe.runs.control import alive, stop
@@ -82,7 +82,7 @@ def _tick_patiently(run: RunDir, config: RunConfig) -> TickResult:
 
 def left(run: RunDir, config: RunConfig) -> str:
     """What becomes of a run that nobody watches any more."""
-    if isinstance(config.executor, Local) and config.executor.foreground:
+    if isinstance(config.executor, RunsHere) and config.executor.foreground:
         return "left; its jobs end with this command, as [executor] foreground says"
     status, end = (f"`python -m hpc_swe.{verb} {run.root}`" for verb in ("status", "launch stop"))
     return f"left; its jobs go on. {status} shows how, {end} ends them"

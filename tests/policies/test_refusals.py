@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from hpc_swe import plugins  # noqa: E402
 from hpc_swe.errors import ConfigError, ProtocolError  # noqa: E402
+from hpc_swe.plugins.model_shape import ModelShape  # noqa: E402
 from hpc_swe.plugins.policies._megatron import state  # noqa: E402
 from hpc_swe.plugins.policies._megatron.packing import trained_positions  # noqa: E402
-from hpc_swe.plugins.policies._megatron.shape import ModelShape  # noqa: E402
 from hpc_swe.plugins.policies._megatron.weights import Snapshot  # noqa: E402
 from hpc_swe.records import MicroBatch, floats, ids  # noqa: E402
 

@@ -10,13 +10,15 @@ import pytest
 from toy_model import HERMES, make_model
 
 from hpc_swe import config as configuration
+from hpc_swe.plugins.costs import GIB
+from hpc_swe.plugins.engines._vllm_memory import cached_token
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.plugins.executors.slurm import Resources, Slurm
-from hpc_swe.plugins.policies._megatron.shape import ModelShape
+from hpc_swe.plugins.model_shape import ModelShape
+from hpc_swe.plugins.policies._megatron.memory import learner_memory, reference_memory
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import estimate, preview
-from hpc_swe.runs.estimate import GIB
 
 ROOT = Path(__file__).parents[2]
 QWEN3 = {
@@ -102,7 +104,7 @@ def read(tmp_path):
     [("0.6B", 596_049_920), ("4B", 4_022_468_096), ("8B", 8_190_735_360), ("30B-A3B", 30_532_122_624)],
 )
 def test_published_models_have_as_many_parameters_as_published(shape, name, count):
-    assert estimate.parameters(shape(name)).total == count
+    assert shape(name).parameters.total == count
 
 
 @pytest.mark.slow
@@ -117,12 +119,12 @@ def test_count_is_that_of_models_that_are_built(tmp_path):
     )
     for folder in [*models.values(), tmp_path / "demo"]:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        counted = estimate.parameters(ModelShape.read(folder)).total
+        counted = ModelShape.read(folder).parameters.total
         assert counted == sum(parameter.numel() for parameter in model.parameters()), folder.name
 
 
 def test_ranks_together_hold_the_model_and_norms_as_often_as_there_are_ranks(shape):
-    count = estimate.parameters(shape("30B-A3B"))
+    count = shape("30B-A3B").parameters
     assert count.of_rank(1) == count.total
     assert 4 * count.of_rank(4) == count.total + 3 * count.whole
 
@@ -148,22 +150,22 @@ def test_ranks_together_hold_the_model_and_norms_as_often_as_there_are_ranks(sha
 )
 def test_learner_memory_is_what_an_h200_was_measured_to_use(shape, name, tokens, settings, measured):
     """torch.cuda.max_memory_allocated of two whole steps, one GPU, torch 2.11, megatron-core 0.16.1."""
-    peak = estimate.learner_memory(shape(name), Megatron(**settings), 1, tokens).peak / GIB
+    peak = learner_memory(shape(name), Megatron(**settings), 1, tokens).peak / GIB
     assert peak == pytest.approx(measured, rel=0.03)
 
 
 def test_data_parallel_ranks_share_the_optimizer_and_only_when_told(shape):
     def optimizer(ranks, **settings):
-        memory = estimate.learner_memory(shape("8B"), Megatron(**settings), ranks, 4096)
+        memory = learner_memory(shape("8B"), Megatron(**settings), ranks, 4096)
         return next(part.bytes for part in memory.parts if part.what == "optimizer")
 
-    assert optimizer(4) == optimizer(1) / 4 == 3 * estimate.parameters(shape("8B")).total
+    assert optimizer(4) == optimizer(1) / 4 == 3 * shape("8B").parameters.total
     assert optimizer(4, distributed_optimizer=False) == optimizer(1)
 
 
 def test_tensor_parallel_ranks_share_weights_and_with_sequence_parallel_activations_too(shape):
     def part(name, **settings):
-        memory = estimate.learner_memory(shape("8B"), Megatron(**settings), 1, 32768)
+        memory = learner_memory(shape("8B"), Megatron(**settings), 1, 32768)
         return next(part.bytes for part in memory.parts if part.what == name)
 
     assert part("weights", tensor_parallel=4) == pytest.approx(part("weights") / 4, rel=0.001)
@@ -172,16 +174,16 @@ def test_tensor_parallel_ranks_share_weights_and_with_sequence_parallel_activati
 
 
 def test_reference_takes_host_memory_and_none_of_the_gpu(shape):
-    weights = 2 * estimate.parameters(shape("8B")).total
-    assert estimate.host_memory(shape("8B"), Megatron(), reference=True) == 2 * weights
-    assert estimate.host_memory(shape("8B"), Megatron(), reference=False) == 0
+    weights = 2 * shape("8B").parameters.total
+    assert reference_memory(shape("8B"), Megatron()) == 2 * weights
 
 
-def test_cache_holds_as_many_tokens_as_its_bytes_say_and_never_less_than_a_head(shape):
-    assert estimate.kv_token(shape("8B"), Vllm()) == 2 * 36 * 8 * 128 * 2
-    assert estimate.kv_token(shape("8B"), Vllm(tensor_parallel=8)) == 2 * 36 * 128 * 2
-    assert estimate.kv_token(shape("30B-A3B"), Vllm(tensor_parallel=8)) == 2 * 48 * 128 * 2
-    said = estimate.engine_memory(shape("8B"), Vllm(kv_cache_bytes=40 * GIB), 32768)
+def test_cache_holds_as_many_tokens_as_its_bytes_say_and_never_less_than_a_head(shape, tmp_path):
+    assert cached_token(shape("8B"), 1, 2) == 2 * 36 * 8 * 128 * 2
+    assert cached_token(shape("8B"), 8, 2) == 2 * 36 * 128 * 2
+    assert cached_token(shape("30B-A3B"), 8, 2) == 2 * 48 * 128 * 2
+    shape("8B")
+    said = Vllm(kv_cache_bytes=40 * GIB).memory(tmp_path, 32768).parts
     assert said[1].formula == "291,271 tokens: 8 full contexts"
     assert [round(part.bytes / GIB, 1) for part in said] == [15.3, 40.0]
 
@@ -217,7 +219,7 @@ def test_what_is_asked_of_slurm_is_counted_for_each_role(read):
 
 
 def parts(config):
-    return {part.what: part for part in estimate.disk(config, ModelShape.read(Path(config.model)))}
+    return {part.what: part for part in estimate.disk(config)}
 
 
 def test_folder_holds_the_newest_versions_and_every_milestone(read):

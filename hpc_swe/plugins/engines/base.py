@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
+from hpc_swe.plugins.costs import MemoryEstimate
 from hpc_swe.records import IdArray, ProbeScore, Sampling, WeightManifest, WeightVersion
 from hpc_swe.store.folders import Identity
 
@@ -114,3 +115,25 @@ class Stopping(Protocol):
     """An engine that accepts further stop tokens, beside those that the model's folder names."""
 
     stop_token_ids: Sequence[int]
+
+
+@runtime_checkable
+class EstimatedEngine(Protocol):
+    """Mark an engine that knows from a model's config.json whether it fits, and what it costs."""
+
+    loads_weights: ClassVar[bool]
+    """The engine reads the model's weights, so they must be complete."""
+
+    @property
+    def gpus(self) -> int:
+        """Return how many GPUs one engine computes on."""
+
+    def check_model(self, model: Path) -> None:
+        """Check that the engine can serve the model in a folder as configured.
+
+        Raises:
+            ConfigError: One line for each key that does not fit.
+        """
+
+    def memory(self, model: Path, context: int) -> MemoryEstimate:
+        """Estimate the memory of one GPU for conversations of `context` tokens."""

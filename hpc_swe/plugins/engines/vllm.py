@@ -22,7 +22,8 @@ from msgspec import Meta
 
 from hpc_swe.errors import ConfigError, EngineError, NoAnswer, Overdue, boundary
 from hpc_swe.plugins import Plugin
-from hpc_swe.plugins.engines import _http
+from hpc_swe.plugins.costs import MemoryEstimate
+from hpc_swe.plugins.engines import _http, _vllm_memory
 from hpc_swe.plugins.engines._answers import (
     PENDING,
     Answer,
@@ -38,6 +39,7 @@ from hpc_swe.plugins.engines._answers import (
     to_spans,
 )
 from hpc_swe.plugins.engines.base import Completion, EngineInfo
+from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.records import IdArray, ProbeScore, Sampling, WeightManifest, WeightVersion
 from hpc_swe.store.folders import Identity
 
@@ -127,6 +129,26 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",  # an agent's tools take longer than the default of 5 s
         }
         return inherited | always | (self._cpu_environment() if self.device == "cpu" else {}) | self.environ
+
+    @property
+    def gpus(self) -> int:
+        """Return the GPUs of one engine; none on a CPU."""
+        return self.tensor_parallel if self.device == "gpu" else 0
+
+    def check_model(self, model: Path) -> None:
+        """Check that ranks and contexts fit the model."""
+        _vllm_memory.check(model, self.tensor_parallel, self.max_model_len)
+
+    def memory(self, model: Path, context: int) -> MemoryEstimate:
+        """Estimate the memory of one rank."""
+        return _vllm_memory.estimate(
+            ModelShape.read(model),
+            self.tensor_parallel,
+            4 if self.dtype == "float32" else 2,
+            sequences=self.max_num_seqs,
+            context=context,
+            given=self.kv_cache_bytes,
+        )
 
     def is_healthy(self, url: str) -> bool:
         try:

@@ -1,7 +1,9 @@
 """Define an executor: it submits, lists and cancels jobs. What a job achieves is read in the run folder."""
 
+import os
 import re
 import shlex
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol, runtime_checkable
@@ -17,6 +19,8 @@ JOB_VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
 )
 """Names, or prefixes of names, of the variables in which a scheduler passes one job its resources."""
+MARK = "HPC_SWE_JOB"
+"""Variable that every process of a job of this machine inherits: role, submission and run folder."""
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|USERNAME|(^|_)(API)?KEYS?(_|$)|(^|_)AUTH(_|$)"
 )
@@ -53,6 +57,28 @@ class Job:
     """A held job waits for a person; a broken one will never start."""
     reason: str = ""
     """Why the job waits, in the scheduler's words."""
+
+
+@dataclass(frozen=True)
+class ResourceRequest:
+    """Describe what all jobs of one role ask of the scheduler together, for one walltime."""
+
+    role: Role
+    jobs: int
+    nodes: int
+    cores: int
+    memory_gb: float
+    gpus: int
+    hours: float
+
+
+@dataclass(frozen=True)
+class GpuGrant:
+    """Describe the GPUs that an executor gives each job of a role."""
+
+    count: int
+    key: str
+    """Key of [executor] that gives them, and its value."""
 
 
 @runtime_checkable
@@ -107,6 +133,63 @@ class Executor(Protocol):
 
     def requeue(self) -> None:
         """Ask the scheduler to run this job again; called inside a job that was warned of its end."""
+
+
+@runtime_checkable
+class GrantsGpus(Protocol):
+    """Mark an executor that knows how many GPUs a job of each role gets."""
+
+    def gpu_grant(self, role: Role) -> GpuGrant | None:
+        """Return the GPUs of one job; None where options of the scheduler give GPUs without a number."""
+
+
+@runtime_checkable
+class RunsHere(Protocol):
+    """Mark an executor whose jobs are processes of this machine."""
+
+    foreground: bool
+    """Jobs end with the process that submitted them."""
+
+    def check_machine(self, jobs: Mapping[Role, int], environment: Mapping[str, str]) -> None:
+        """Check that this machine can run the jobs of all roles at the same time.
+
+        Raises:
+            ConfigError: The message names the key.
+        """
+
+
+@runtime_checkable
+class Scheduled(Protocol):
+    """Mark an executor that asks a scheduler for nodes, cores and hours."""
+
+    def request(self, role: Role, jobs: int, processes: int) -> ResourceRequest:
+        """Return what so many jobs of a role, each of so many processes, ask for."""
+
+
+def own_job_id() -> str:
+    """Return the name of the job that this process belongs to.
+
+    It is Slurm's id, or the submission's number of a job of this machine, or else the process id. Slurm's
+    bare id of an array's last element means the whole array.
+    """
+    array, index = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    if array:
+        return f"{array}_{index}"
+    if "SLURM_JOB_ID" in os.environ:
+        return os.environ["SLURM_JOB_ID"]
+    if MARK in os.environ:
+        return log_name(os.environ[MARK])
+    return f"local-{os.getpid()}"
+
+
+def own_address() -> str:
+    """Return the address at which a job's other nodes reach this one; outside Slurm it is the loopback."""
+    return socket.gethostname() if "SLURM_JOB_ID" in os.environ else "127.0.0.1"
+
+
+def log_name(mark: str) -> str:
+    """Return the name of the log of a job of this machine, without its suffix."""
+    return f"{int(mark.split(':', 2)[1]):06d}"
 
 
 def job_script(

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, get_args
 
 from msgspec import Meta
@@ -21,7 +21,15 @@ from msgspec import Meta
 from hpc_swe.errors import ConfigError, SchedulerError
 from hpc_swe.gpus import VISIBLE, choose, usable
 from hpc_swe.plugins import Plugin
-from hpc_swe.plugins.executors.base import Job, Submission, check_environ, job_script
+from hpc_swe.plugins.executors.base import (
+    MARK,
+    GpuGrant,
+    Job,
+    Submission,
+    check_environ,
+    job_script,
+    log_name,
+)
 from hpc_swe.processes import descendants, is_stopped, leader, start_time, variable, with_variable
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
@@ -29,7 +37,7 @@ from hpc_swe.store import submissions
 
 END_TIMEOUT_S = 60.0
 LOCK_TIMEOUT_S = 60.0
-MARK, GPUS = "HPC_SWE_JOB", "HPC_SWE_GPUS"
+GPUS = "HPC_SWE_GPUS"
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +74,21 @@ class Local(Plugin, frozen=True, kw_only=True):
                 f"[executor] gpus.{submission.role} = {asked} for {submission.count} jobs, but this machine "
                 f"has {len(available)} GPUs; lower it or counts.{submission.role}, or set share_gpus = true"
             )
+
+    def check_machine(self, jobs: Mapping[Role, int], environment: Mapping[str, str]) -> None:
+        """Check that this machine has the GPUs of all jobs together, unless they share GPUs."""
+        asked = sum(self.gpus.get(role, 0) * count for role, count in jobs.items())
+        here = len(usable(environment)) if asked and not self.share_gpus else asked
+        if asked > here:
+            raise ConfigError(
+                f"[executor] gpus asks for {asked} GPUs in all, this machine has {here}; ask for fewer, or "
+                "set share_gpus = true"
+            )
+
+    def gpu_grant(self, role: Role) -> GpuGrant:
+        """Return the GPUs that a job of a role gets."""
+        count = self.gpus.get(role, 0)
+        return GpuGrant(count, f"gpus.{role} = {count}")
 
     def script(self, run: RunDir, submission: Submission) -> str:
         bound = ["--while", _id(os.getpid())] if self.foreground else []
@@ -169,11 +192,6 @@ def _gpu_lock() -> Iterator[None]:
                     ) from None
                 time.sleep(0.05)
         yield
-
-
-def log_name(mark: str) -> str:
-    """Return the name of a job's log, without its suffix."""
-    return f"{int(mark.split(':', 2)[1]):06d}"
 
 
 def _processes(run: RunDir) -> dict[tuple[str, int], list[int]]:

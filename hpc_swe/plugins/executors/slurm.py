@@ -23,10 +23,13 @@ from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.executors.base import (
     JOB_VARIABLES,
     SINGLETON_ROLES,
+    GpuGrant,
     Job,
+    ResourceRequest,
     Submission,
     check_environ,
     job_script,
+    own_job_id,
 )
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
@@ -44,6 +47,11 @@ HELD = (
     *("BadConstraints", "InvalidAccount", "InvalidQOS"),
 )
 BROKEN = ("launch failed requeued held", "DependencyNeverSatisfied")
+UNCOUNTED = (
+    *("gpus", "gpus-per-task", "gpus_per_task", "constraint", "exclusive"),
+    *("tres-per-node", "tres-per-task"),
+)
+"""Options of sbatch that may give GPUs without their number per node."""
 FILTERS = ("SQUEUE_", "SACCT_", "SCANCEL_")
 QUEUE_FORMAT = "%i|%k|%T|%r|%j"
 Options = dict[str, str | int | bool]
@@ -122,6 +130,27 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         texts = [f"gpu:{count}" for count in counts if count is not None] + [str(options.get("gres", ""))]
         return max(resources.gpus_per_node, *map(in_gres, texts))
 
+    def gpu_grant(self, role: Role) -> GpuGrant | None:
+        """Return the GPUs that a job of a role gets on all its nodes; None where options hide the number."""
+        resources, count = self._resources(role), self.gpus_per_node(role)
+        if not count and any(option in self.options | resources.options for option in UNCOUNTED):
+            return None
+        nodes = f", on {resources.nodes} nodes," if resources.nodes > 1 else ""
+        return GpuGrant(count * resources.nodes, f"roles.{role}.gpus_per_node = {count}{nodes}")
+
+    def request(self, role: Role, jobs: int, processes: int) -> ResourceRequest:
+        """Return what so many jobs of a role, each of so many processes, ask of Slurm together."""
+        each = self._resources(role)
+        return ResourceRequest(
+            role=role,
+            jobs=jobs,
+            nodes=jobs * each.nodes,
+            cores=jobs * processes * each.cpus_per_task,
+            memory_gb=jobs * each.nodes * each.mem_gb,
+            gpus=jobs * each.nodes * self.gpus_per_node(role),
+            hours=each.timeout_min / 60,
+        )
+
     def script(self, run: RunDir, submission: Submission) -> str:
         """Return the batch script; this works where there is no Slurm, too."""
         from submitit.slurm import slurm
@@ -187,7 +216,7 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
-            self._call("scontrol", "requeue", own_id())
+            self._call("scontrol", "requeue", own_job_id())
         except SchedulerError as error:
             log.warning("not requeued, the next tick submits another: %s", error)
 
@@ -292,15 +321,6 @@ def parse_queue(listing: str, run_id: str) -> list[Job]:
             number = int(comment) if comment.isdecimal() else 0
             found.append(Job(msgspec.convert(role, Role), job, number, _state(state, reason), reason))
     return found
-
-
-def own_id() -> str:
-    """Return this job's id for Slurm's commands.
-
-    The bare id of an array's last element means the whole array.
-    """
-    array, index = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{index}" if array else os.environ["SLURM_JOB_ID"]
 
 
 def _state(state: str, reason: str) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeVar, runtime
 
 from msgspec import Meta
 
+from hpc_swe.plugins.costs import MemoryEstimate, Part
 from hpc_swe.records import Batch, Record, TensorInfo
 
 if TYPE_CHECKING:
@@ -174,3 +175,28 @@ class Policy(Protocol):
         Raises:
             ConfigError: The model cannot be trained as configured.
         """
+
+
+@runtime_checkable
+class EstimatedPolicy(Protocol):
+    """Mark a policy that knows from a model's config.json whether it fits, and what it costs."""
+
+    @property
+    def gpus(self) -> int:
+        """Return how many GPUs each process computes on."""
+
+    def check_model(self, model: Path) -> None:
+        """Check that the model in a folder can be trained as configured.
+
+        Raises:
+            ConfigError: The message names the key.
+        """
+
+    def memory(self, model: Path, data_parallel: int, tokens: int, *, reference: bool) -> MemoryEstimate:
+        """Estimate the memory of one rank for microbatches of `tokens` tokens.
+
+        With `reference` the reference model is kept, too.
+        """
+
+    def files(self, model: Path) -> tuple[Part, Part]:
+        """Return the size of one exported version of the weights and of one checkpoint."""

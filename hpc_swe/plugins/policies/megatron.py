@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part
+from hpc_swe.plugins.model_shape import ModelShape
+from hpc_swe.plugins.policies._megatron import memory
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 from hpc_swe.plugins.policies.base import Learner, OptimizerConfig
 
@@ -26,3 +29,28 @@ class Megatron(MegatronSettings, frozen=True, kw_only=True):
             from hpc_swe.plugins.policies._megatron.learner import MegatronLearner
 
         return MegatronLearner(self, model, optimizer, reference)
+
+    @property
+    def gpus(self) -> int:
+        """Return the GPUs of each process: one, or none on a CPU."""
+        return int(self.device == "gpu")
+
+    def check_model(self, model: Path) -> None:
+        """Check that the model can be divided among the ranks."""
+        ModelShape.read(model).check_parallel(self.tensor_parallel, self.sequence_parallel)
+
+    def memory(self, model: Path, data_parallel: int, tokens: int, *, reference: bool) -> MemoryEstimate:
+        """Estimate the memory of one rank."""
+        shape = ModelShape.read(model)
+        found = memory.learner_memory(shape, self, data_parallel, tokens)
+        count, pinned = shape.parameters.total, memory.reference_memory(shape, self) / GIB
+        return MemoryEstimate(
+            f"memory of each learner GPU: P = {count:,}, tp = {self.tensor_parallel}, dp = {data_parallel}",
+            found.parts,
+            Part("peak", "leave 15 % for the allocator", found.peak),
+            [f"reference model: {pinned:.2f} GiB of host memory for each learner process"] * reference,
+        )
+
+    def files(self, model: Path) -> tuple[Part, Part]:
+        """Return one exported version and one checkpoint."""
+        return memory.files(ModelShape.read(model), self)

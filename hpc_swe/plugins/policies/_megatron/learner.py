@@ -16,12 +16,12 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from hpc_swe.errors import ConfigError, ProtocolError
+from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import packing, state, weights
 from hpc_swe.plugins.policies._megatron.compat import cpu_as_cuda
 from hpc_swe.plugins.policies._megatron.model import build_model
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
-from hpc_swe.plugins.policies._megatron.shape import ModelShape
 from hpc_swe.plugins.policies.base import Objective, OptimizerConfig
 from hpc_swe.records import Batch, TensorInfo, id_array
 

@@ -20,12 +20,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import compat
 from hpc_swe.plugins.policies._megatron.logprobs import linear_logprobs
 from hpc_swe.plugins.policies._megatron.packing import Packing, rotate
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
-from hpc_swe.plugins.policies._megatron.shape import ModelShape
 
 
 class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]

@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron.model import PolicyModel
 from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
-from hpc_swe.plugins.policies._megatron.shape import ModelShape
 from hpc_swe.records import TensorInfo
 from hpc_swe.store import atomic
 

@@ -10,6 +10,25 @@ KNOWN = ("qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True)
+class Parameters:
+    """Count a model's parameters by how tensor parallelism divides them."""
+
+    split: int
+    """Parameters that the ranks divide."""
+    whole: int
+    """Parameters that every rank holds: norms and routers."""
+
+    @property
+    def total(self) -> int:
+        """Return `sum(p.numel() for p in model.parameters())`."""
+        return self.split + self.whole
+
+    def of_rank(self, ranks: int) -> int:
+        """Return the parameters on each of so many ranks."""
+        return self.split // ranks + self.whole
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Hold everything that the architecture leaves open."""
 
@@ -65,6 +84,23 @@ class ModelShape:
             experts_per_token=int(config.get("num_experts_per_tok") or 0),
             renormalize=bool(config.get("norm_topk_prob", False)),
         )
+
+    @property
+    def parameters(self) -> Parameters:
+        """Count the parameters exactly, as the model is built.
+
+        With h hidden, H and G heads and key-value heads times head_dim, and f the inner width, a layer has q,
+        k, v and o of h (2 H + 2 G), their biases if any, an MLP of 3 h f or as many experts with a router of
+        h, two norms of h, and norms of q and k of head_dim each. Around the layers are the embedding, the
+        output unless it is tied, and the final norm.
+        """
+        heads, groups = self.heads * self.head_dim, self.groups * self.head_dim
+        attention = self.hidden * (2 * heads + 2 * groups) + self.qkv_bias * (heads + 2 * groups)
+        mlp = 3 * self.hidden * self.ffn * max(1, self.experts)
+        norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm + self.hidden * self.experts
+        tables = self.vocab * self.hidden * (1 if self.tied else 2)
+        split = self.layers * (attention + mlp) + tables
+        return Parameters(split, whole=self.layers * norms + self.hidden)
 
     def check_parallel(self, tensor_parallel: int, sequence_parallel: bool) -> None:
         """Refuse a parallel layout that this model cannot be split into.

@@ -1,0 +1,33 @@
+"""Describe what a run will cost as sums of parts, each with its formula, so that totals can be checked."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Part:
+    """Describe one summand."""
+
+    what: str
+    formula: str
+    bytes: float
+    inodes: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Describe the memory of one GPU."""
+
+    title: str
+    parts: list[Part]
+    total: Part | None
+    """None where the parts are not all in use at once, or grow to what is free."""
+    notes: list[str]
+    """Further lines for people."""
+
+
+def total(parts: Sequence[Part]) -> Part:
+    """Return the sum of parts."""
+    return Part("all", "", sum(part.bytes for part in parts), sum(part.inodes for part in parts))

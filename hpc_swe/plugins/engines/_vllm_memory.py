@@ -1,0 +1,63 @@
+"""Estimate from a model's config.json whether vLLM can serve it, and with how much memory."""
+
+import json
+import math
+from pathlib import Path
+
+from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part
+from hpc_swe.plugins.model_shape import ModelShape
+
+
+def check(model: Path, tensor_parallel: int, max_model_len: int) -> None:
+    """Check that the engine's ranks divide the model's heads, and that the model takes its contexts.
+
+    Raises:
+        ConfigError: One line for each key that does not fit.
+    """
+    known = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    heads, longest = known.get("num_attention_heads", 0), known.get("max_position_embeddings", 0)
+    found = []
+    if heads % tensor_parallel:
+        found.append(
+            f"engine.tensor_parallel = {tensor_parallel} does not divide the model's {heads} attention "
+            "heads; choose a number that does"
+        )
+    if longest and max_model_len > longest:
+        found.append(
+            f"engine.max_model_len = {max_model_len} is over the model's max_position_embeddings = "
+            f"{longest}; lower it"
+        )
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def cached_token(shape: ModelShape, tensor_parallel: int, size: int) -> int:
+    """Return the bytes of key-value cache per token and rank: a key and a value in each layer.
+
+    A number takes `size` bytes. A rank holds at least one whole head.
+    """
+    heads = math.ceil(shape.groups / tensor_parallel)
+    return 2 * shape.layers * heads * shape.head_dim * size
+
+
+def estimate(
+    shape: ModelShape, tensor_parallel: int, size: int, *, sequences: int, context: int, given: int
+) -> MemoryEstimate:
+    """Estimate the memory of one rank whose numbers take `size` bytes.
+
+    The key-value cache has the `given` bytes, or where they are 0 those that `sequences` conversations of
+    `context` tokens would fill.
+    """
+    token = cached_token(shape, tensor_parallel, size)
+    weights = Part("weights", f"{size} P / tp", size * shape.parameters.of_rank(tensor_parallel))
+    note = f"KV cache: {token:,} bytes a token, {GIB // token:,} tokens a GiB"
+    title = f"memory of each engine GPU: tp = {tensor_parallel}"
+    if given:
+        tokens = given // token
+        cache = Part("KV cache, as said", f"{tokens:,} tokens: {tokens // context} full contexts", given)
+        both = Part("both", "", weights.bytes + given)
+        return MemoryEstimate(title, [weights, cache], both, [note])
+    formula = f"{sequences} sequences x {context:,} tokens x {token:,} bytes"
+    cache = Part("KV cache, if all were full", formula, sequences * context * token)
+    return MemoryEstimate(title, [weights, cache], None, [f"{note}; vLLM takes what it finds free"])

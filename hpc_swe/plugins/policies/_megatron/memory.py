@@ -1,0 +1,110 @@
+"""Estimate the memory and the files of a learner, from the model's config.json alone.
+
+The estimate of GPU memory was compared with one H200 and is right to a few per cent; the measurements are in
+tests/unit/test_estimate.py.
+
+    P parameters   h hidden   H, G heads and key-value heads times head_dim   f inner width
+    T tokens of a microbatch   k experts a token   tp, dp tensor- and data-parallel sizes
+"""
+
+from dataclasses import dataclass
+
+from hpc_swe.plugins.costs import Part
+from hpc_swe.plugins.model_shape import ModelShape
+from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
+
+
+@dataclass(frozen=True)
+class LearnerMemory:
+    """Describe the memory of one learner GPU."""
+
+    parts: list[Part]
+    peak: float
+    """Largest number of bytes in use; the allocator reserves up to 15 % more, and CUDA about 1 GiB."""
+
+
+def learner_memory(
+    shape: ModelShape, policy: MegatronSettings, data_parallel: int, tokens: int
+) -> LearnerMemory:
+    """Estimate the memory of one rank for microbatches of `tokens` tokens.
+
+    Megatron's DistributedDataParallel and (Distributed)Optimizer hold in bfloat16 2 bytes of weight, 4 of
+    gradient, and 12 of optimizer state (float32 weight, two moments), the last divided by dp when the
+    optimizer is distributed; in float32 4, 4 and 8. AdamW's step makes one more float32 of its share.
+    The reference model is in host memory and takes none here.
+
+    The estimate leaves out float32 attention on CUDA, which has no kernel without score matrices.
+    """
+    count = shape.parameters.of_rank(policy.tensor_parallel)
+    size, states = (2, 12) if policy.dtype == "bfloat16" else (4, 8)
+    shards = data_parallel if policy.distributed_optimizer else 1
+    held = [
+        Part("weights", f"{size} P / tp", size * count),
+        Part("gradients", "4 P / tp", 4 * count),
+        Part("optimizer", f"{states} P / tp{' / dp' if shards > 1 else ''}", states * count / shards),
+    ]
+    saved = tokens * size * shape.layers * _saved(shape, policy, policy.recompute)
+    saved += tokens * size * 4 * shape.hidden
+    layer = tokens * size * _backward(shape, policy)
+    moment = max((_output(shape, policy, tokens), "the output layer"), (layer, "a layer's backward"))
+    computing = [
+        Part("activations", f"recompute = {policy.recompute}, T = {tokens}", saved),
+        Part(f"at most: {moment[1]}", f"logprob_chunk = {policy.logprob_chunk}", moment[0]),
+    ]
+    stepping = 4 * count / shards
+    step = Part("or then: AdamW's step", f"4 P / tp{' / dp' if shards > 1 else ''}", stepping)
+    most = max(saved + moment[0], stepping)
+    return LearnerMemory([*held, *computing, step], sum(part.bytes for part in held) + most)
+
+
+def reference_memory(shape: ModelShape, policy: MegatronSettings) -> float:
+    """Return the bytes of host memory that each rank pins for the KL divergence.
+
+    They hold the reference's weights, and room for the trained ones.
+    """
+    size = 2 if policy.dtype == "bfloat16" else 4
+    return 2.0 * size * shape.parameters.of_rank(policy.tensor_parallel)
+
+
+def files(shape: ModelShape, policy: MegatronSettings) -> tuple[Part, Part]:
+    """Return one exported version and one checkpoint.
+
+    A checkpoint has weights and optimizer state; a distributed optimizer saves float32 weights twice.
+    """
+    count = shape.parameters.total
+    size, state = (2, 14) if policy.dtype == "bfloat16" else (4, 16 if policy.distributed_optimizer else 12)
+    return Part("weights/", f"{size} P", size * count), Part("checkpoints/", f"{state} P", state * count)
+
+
+def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float:
+    """Return how many numbers a token and layer keep for backward.
+
+    Without recomputation: the inputs of two norms and of the two products behind them, 4 h (over tp with
+    sequence_parallel); attention's q, k, v as one, q by itself, q and k rotated, v rounded up, its output
+    twice, 5 H + 4 G; the MLP's 3 f, or with experts the routed tokens and five inner widths, k (h + 5 f).
+    Selective recomputes the core of attention and the MLP, full everything but the layer's input.
+    """
+    tp, ranks = policy.tensor_parallel, policy.tensor_parallel if policy.sequence_parallel else 1
+    residual = shape.hidden / ranks
+    heads, groups = shape.heads * shape.head_dim / tp, shape.groups * shape.head_dim / tp
+    if recompute == "full":
+        return residual
+    if recompute == "selective":
+        return 4 * residual + 4 * heads + 3 * groups
+    inner = 3 * shape.ffn / tp
+    if shape.experts:
+        inner = shape.experts_per_token * (shape.hidden + 5 * shape.ffn / tp)
+    return 4 * residual + 5 * heads + 4 * groups + inner
+
+
+def _backward(shape: ModelShape, policy: MegatronSettings) -> float:
+    """Return how many numbers a token makes in one layer's backward: recomputed ones and MLP gradients."""
+    gradients = 3 * shape.ffn / policy.tensor_parallel * max(1, shape.experts_per_token)
+    return _saved(shape, policy, "none") - _saved(shape, policy, policy.recompute) + gradients
+
+
+def _output(shape: ModelShape, policy: MegatronSettings, tokens: int) -> float:
+    """Return the bytes that logprobs.py works with: copies of a chunk's logits, and a weight gradient."""
+    chunk, width = min(policy.logprob_chunk, tokens), shape.hidden
+    copies = max(14 * chunk, 12 * chunk + 4 * width, 6 * chunk + 6 * width)
+    return shape.vocab / policy.tensor_parallel * copies
