@@ -4,7 +4,7 @@ import logging
 import sys
 from functools import partial
 
-from hpc_swe.plugins.graders.base import carrying
+from hpc_swe.plugins.graders.base import with_versions
 from hpc_swe.plugins.sandboxes.base import WatchedSandboxes
 from hpc_swe.plugins.tasksets.base import Referenced
 from hpc_swe.records import Task
@@ -49,7 +49,7 @@ def graded(run: RunDir) -> dict[str, Task]:
     """The tasks by their ids, with the changed tests of those that have a second sitting."""
     changed = tasks.read_hidden(run.changed_tests)
     all_tasks = [task for found in tasks.read(run.tasks).values() for task in found]
-    return {task.task_id: carrying(task, changed.get(task.task_id, "")) for task in all_tasks}
+    return {task.task_id: with_versions(task, changed.get(task.task_id, "")) for task in all_tasks}
 
 
 def references(run: RunDir, config: RunConfig) -> dict[str, str]:

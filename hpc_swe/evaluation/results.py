@@ -151,7 +151,7 @@ def _hand_in(run: RunDir, config: RunConfig, attempts: Sequence[Attempt], known:
         ]
         name = f"{quote(label, safe='')}-{sample}"
         rows = [
-            {"instance_id": v.task.task_id, "model_name_or_path": run.root.name, "model_patch": v.submission}
+            {"instance_id": v.task.task_id, "model_name_or_path": run.root.name, "model_patch": v.patch}
             for v in verdicts
             if v.is_prediction
         ]

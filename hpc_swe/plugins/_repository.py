@@ -1,9 +1,9 @@
-"""What an agent did to a repository: its work directory compared with an untouched one, as git's difference.
+"""Compare an agent's repository with a clean copy of it, and return git's diff.
 
-The host walks the two directories side by side and starts nothing in the agent's sandbox. A folder that is
-new is not looked into before git, in the untouched sandbox, has said that the base commit does not ignore
-it, so products of a build cost nothing whatever their number. All that grows with what the agent left has a
-bound, and beyond it nothing is handed in; so a step that is not done in time is the host's failure.
+The host walks the two work directories side by side and starts no program in the agent's sandbox. A new
+folder is not listed before git, in the clean sandbox, has answered that the base commit does not ignore it,
+so products of a build cost nothing whatever their number. Every amount that the agent can make grow has a
+limit. Beyond a limit nothing is handed in, so a step that is not done in time is the host's failure.
 """
 
 import json
@@ -16,25 +16,26 @@ from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox, TreeEntry
 from hpc_swe.records import Task
 
 MOST_CHANGED = 2_000
-"""Files of a repository that may differ; more are too large a change to hand in."""
+"""Files of a repository that may differ; a larger change is not handed in."""
 MOST_READ = 50_000_000
-"""Bytes of all of them, before git makes a difference of it."""
+"""Bytes of all these files together, before git makes a diff of them."""
 MOST_ASKED = 20_000
-"""Names that git is asked about, and `MOST_NAMED` characters of them."""
+"""Names that git is asked about."""
 MOST_NAMED = 4_000_000
+"""Characters of all these names together."""
 DEEPEST = 64
-"""Folders of a new folder, one in the other, that are looked into."""
+"""Levels of folders in a new folder that are listed."""
 MOST_REFUSALS = 200
-"""Calls of git that may fail because it refuses a name; beyond that the rest is no part of the work."""
+"""Calls of git that may fail because it refuses a name; after these the remaining names are left out."""
 IGNORED = {"__pycache__", ".git", ".pytest_cache"}
 _STEP_S = 120.0
-_AT_ONCE, _AT_ONCE_CHARS = 2_000, 300_000  # of names, so that any answer fits into what a sandbox gives out
-# What an image or its user may have set otherwise. The attributes make git compare byte for byte.
+_AT_ONCE, _AT_ONCE_CHARS = 2_000, 300_000  # names a call, so that the answer fits into what a sandbox returns
+# An image or its user may have set these options otherwise. The attributes make git compare byte for byte.
 _GIT = "git -c core.fileMode=true -c core.symlinks=true -c core.ignoreCase=false -c core.quotePath=true"
 _DIFF = "diff --cached --binary --full-index --no-renames --no-ext-diff --no-textconv --no-color"
 _DIFF += " --src-prefix=a/ --dst-prefix=b/ -U3 --inter-hunk-context=0 --diff-algorithm=myers"
 _ATTRIBUTES = "* -text -ident -filter -working-tree-encoding !diff"
-# Paths are given up before others are made: a folder may have become a link, or a file a folder.
+# Paths are removed before others are made: a folder may have become a link, or a file a folder.
 _CLEAR = """
 import json, os
 for path in json.load(open(NAME)):
@@ -56,50 +57,53 @@ for path, kind, target in json.load(open(NAME)):
 
 
 class TooMuch(OSError):
-    """More than is handed in."""
+    """The changes exceed a limit, so that nothing is handed in."""
 
 
 def difference(task: Task, sandbox: Sandbox, clean: Sandbox) -> str:
-    """All but what the base commit itself ignores: products of a build are no work of the agent's.
+    """Return the agent's changes as git's diff, without files that the base commit itself ignores.
+
+    Ignored files, such as products of a build, are not the agent's work.
 
     Raises:
-        OSError: It is too large to hand in, or the sandbox broke.
+        OSError: The changes are too large to hand in, or the sandbox broke.
         SandboxError: The host failed.
     """
-    left = _Comparison(sandbox, clean, _aside(task, clean))
-    left.walk()
-    kept = left.kept()
-    gone = _tracked(clean, left.gone)
+    found = _Comparison(sandbox, clean, _skipped(task, clean))
+    found.walk()
+    kept = found.kept()
+    gone = _tracked(clean, found.gone)
     if len(kept) + len(gone) > MOST_CHANGED:
         raise TooMuch(f"more than {MOST_CHANGED} files were changed")
     if not kept and not gone:
         return ""
-    base = _base(clean, [*gone, *(path for path in kept if path in left.known)])
-    _run(clean, _CLEAR, left.gone)
-    laid = _laid(sandbox, clean, {path: left.changed[path] for path in kept})
-    return _compared(clean, base, gone, laid)
+    base = _base_tree(clean, [*gone, *(path for path in kept if path in found.known)])
+    _run(clean, _CLEAR, found.gone)
+    copied = _copy(sandbox, clean, {path: found.changed[path] for path in kept})
+    return _diff(clean, base, gone, copied)
 
 
 @dataclass
 class _Comparison:
-    """Where the agent's work directory differs from the untouched one."""
+    """A comparison collects the differences between the agent's work directory and the clean one."""
 
     sandbox: Sandbox
     clean: Sandbox
     skipped: set[str]
-    """Paths that are not looked at: what the base commit ignores as a whole, and submodules."""
+    """Paths that are not compared: files and folders that the base commit ignores, and submodules."""
     changed: dict[str, TreeEntry] = field(default_factory=dict)
-    """Files and links that are new or other, before anybody asked whether they are ignored."""
+    """Files and links that are new or differ; the ignored ones are still among them."""
     known: set[str] = field(default_factory=set)
-    """Those of them that are files or links of the untouched directory, too."""
+    """Those of `changed` that are files or links of the clean directory, too."""
     folders: list[str] = field(default_factory=list)
-    """New ones."""
+    """New folders."""
     gone: list[str] = field(default_factory=list)
-    behind: set[str] = field(default_factory=set)
-    """New folders where the untouched directory has a link: git answers nothing about what is in them."""
+    """Files and links that the agent's directory lacks."""
+    replacing: set[str] = field(default_factory=set)
+    """New folders in place of a link or file of the clean directory: git refuses paths in them."""
 
     def walk(self) -> None:
-        """Look into every folder that both have."""
+        """Compare every folder that both directories have."""
         pending = [""]
         while pending:
             folder = pending.pop()
@@ -118,7 +122,7 @@ class _Comparison:
                 raise TooMuch(f"more than {MOST_ASKED} names differ")
 
     def kept(self) -> list[str]:
-        """Files and links that the base commit does not ignore; of a new folder only if it is not ignored."""
+        """Return changed files and links that the base commit does not ignore, those in new folders too."""
         kept: list[str] = []
         files, folders, budget = list(self.changed), self.folders, [MOST_ASKED, MOST_NAMED]
         for _ in range(DEEPEST):
@@ -140,7 +144,7 @@ class _Comparison:
         return kept
 
     def _theirs(self, folder: str) -> dict[str, TreeEntry] | None:
-        """None where the agent has closed a folder, even to itself: nothing in it can be handed in."""
+        """List a folder of the agent; return None if even the agent may not read it."""
         try:
             return self.sandbox.entries(folder)
         except PermissionError:
@@ -158,10 +162,10 @@ class _Comparison:
             self.gone += self._below(path)
         if new is not None and new.is_folder:
             self.folders.append(path)
-            self.behind |= {path} if old is not None else set()
+            self.replacing |= {path} if old is not None else set()
 
     def _is_same(self, path: str, new: TreeEntry, old: TreeEntry | None) -> bool:
-        """Written anew with the bytes it had: formatters and `sed -i` do so to every file they look at."""
+        """Tell whether a file was only rewritten with equal bytes, as formatters and `sed -i` often do."""
         if old is None or new[:2] != old[:2]:
             return False
         try:
@@ -172,7 +176,7 @@ class _Comparison:
             return False
 
     def _below(self, folder: str) -> Iterator[str]:
-        """Files and links of the untouched directory."""
+        """Yield the files and links below a folder of the clean directory."""
         with boundary(SandboxError, f"list {folder} of the image"):
             entries = self.clean.entries(folder)
         for name, entry in entries.items():
@@ -183,15 +187,16 @@ class _Comparison:
                 yield path
 
     def _unignored(self, paths: list[str], end: str, budget: list[int]) -> list[str]:
-        """Asked of the untouched sandbox: its rules are the base commit's. Tracked files are never ignored.
+        """Return the paths that the base commit does not ignore; tracked files are never ignored.
 
-        Git refuses names like ``:(top)x`` unless they begin otherwise.
+        The clean sandbox is asked, since it has the base commit's rules. Names are given as ``./name``, since
+        git refuses names like ``:(top)x``.
         """
         budget[0] -= len(paths)
         budget[1] -= sum(map(len, paths))
         if min(budget) < 0:
             raise TooMuch(f"more than {MOST_ASKED} names, or {MOST_NAMED} characters of them, are new")
-        asked = [path for path in paths if not _is_in(path, self.behind)]
+        asked = [path for path in paths if not _is_in(path, self.replacing)]
         names = [f"./{path}{end}" for path in asked]
         ignored = set(_by_parts(lambda part: _ignored(self.clean, part), names))
         return [path for path in paths if f"./{path}{end}" not in ignored]
@@ -205,51 +210,52 @@ def _is_in(path: str, folders: set[str]) -> bool:
     return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
 
 
-def _aside(task: Task, clean: Sandbox) -> set[str]:
-    """What no work can be in; no agent answers for what is wrong here.
+def _skipped(task: Task, clean: Sandbox) -> set[str]:
+    """Return the paths in which an agent's work does not count: ignored ones and submodules.
 
-    Git cannot hand in what lies in a submodule, and refuses to answer about it.
+    Git cannot make a diff of files in a submodule, and refuses to answer about them.
+
+    Raises:
+        SandboxError: The image has no repository, or git fails; no agent is to blame.
     """
-    looked = clean.run("git rev-parse --quiet --verify HEAD", _STEP_S)
-    if looked.exit_code:
-        raise SandboxError(
-            f"image {task.image} holds no repository in {task.workdir}: {looked.output[-200:]}"
-        )
-    name = _name()
+    head = clean.run("git rev-parse --quiet --verify HEAD", _STEP_S)
+    if head.exit_code:
+        raise SandboxError(f"image {task.image} holds no repository in {task.workdir}: {head.output[-200:]}")
+    name = _new_name()
     ignored = "git ls-files -z --others --ignored --exclude-standard --directory"
     modules = "git ls-files -z --stage | grep -z '^160000 '"
     with boundary(SandboxError, f"ask git about image {task.image}"):
-        asked = _ours(clean.run(f"{ignored} > {name}.ignored; {modules} > {name}.modules; true", _STEP_S))
+        command = f"{ignored} > {name}.ignored; {modules} > {name}.modules; true"
+        asked = _require_end(clean.run(command, _STEP_S))
         if asked.exit_code:
             raise SandboxError(f"image {task.image}: {asked.output[-500:]}")
         submodules = {line.partition("\t")[2] for line in _names(clean, f"{name}.modules")}
         try:
             return submodules | {path.rstrip("/") for path in _names(clean, f"{name}.ignored")}
-        except OSError:  # more than a sandbox gives out; then they are asked about one by one
+        except OSError:  # larger than a sandbox returns; then git is asked about each path
             return submodules
 
 
 def _ignored(clean: Sandbox, paths: list[str]) -> list[str] | None:
-    name = _name()
-    clean.write(name, _bytes(paths))
-    result = _ours(clean.run(f"git check-ignore -z --stdin < {name} > {name}.out", _STEP_S))
-    return _names(clean, f"{name}.out") if result.exit_code in (0, 1) else None
+    result, output = _feed(clean, "git check-ignore -z --stdin", paths)
+    return _names(clean, output) if result.exit_code in (0, 1) else None
 
 
 def _tracked(clean: Sandbox, gone: list[str]) -> list[str]:
-    """Files whose loss git can express; what an image holds beside its commit is no part of the work."""
+    """Return the removed files that git tracks; files that an image holds beside its commit do not count."""
 
     def ask(paths: list[str]) -> list[str] | None:
-        name = _name()
-        clean.write(name, _bytes(paths))
-        command = f"xargs -0 -r git --literal-pathspecs ls-files -z -- < {name} > {name}.out"
-        return None if _ours(clean.run(command, _STEP_S)).exit_code else _names(clean, f"{name}.out")
+        result, output = _feed(clean, "xargs -0 -r git --literal-pathspecs ls-files -z --", paths)
+        return None if result.exit_code else _names(clean, output)
 
     return _by_parts(ask, gone)
 
 
 def _by_parts(ask: Callable[[list[str]], list[str] | None], paths: list[str]) -> list[str]:
-    """All answers about the paths. What git refuses is asked for by halves, until it is one name alone."""
+    """Call `ask` with parts of the paths and return all answers.
+
+    A part for which `ask` returns None is halved, down to the one name that git refuses.
+    """
     answers: list[str] = []
     pending, refusals = list(_parts(paths)), 0
     while pending and refusals < MOST_REFUSALS:
@@ -277,24 +283,21 @@ def _parts(paths: list[str]) -> Iterator[list[str]]:
         yield part
 
 
-def _base(clean: Sandbox, paths: list[str]) -> str:
-    """A tree that holds the files in question as the image has them.
+def _base_tree(clean: Sandbox, paths: list[str]) -> str:
+    """Write a git tree with these files as the image has them, and return its id.
 
-    Where that is not what the commit has, a difference from the commit would not apply to the image.
+    Where they differ from the commit's, a diff from the commit would not apply to the image.
     """
-    name = _name()
     clean.write(".git/info/attributes", f"{_ATTRIBUTES}\n".encode())
-    clean.write(name, _bytes(paths))
-    command = f"{_GIT} update-index --add -z --stdin < {name} && git write-tree > {name}.tree"
-    result = _ours(clean.run(command, _STEP_S))
+    result, output = _feed(clean, f"{_GIT} update-index --add -z --stdin && git write-tree", paths)
     if result.exit_code:
-        raise SandboxError(f"git cannot take what the image holds: {result.output[-500:]}")
-    return clean.read(f"{name}.tree").decode().strip()
+        raise SandboxError(f"git cannot add files of the image: {result.output[-500:]}")
+    return clean.read(output).decode().strip()
 
 
-def _laid(sandbox: Sandbox, clean: Sandbox, entries: dict[str, TreeEntry]) -> list[str]:
-    """Lay the changes into the untouched directory. A file too large is lost, not the work beside it."""
-    laid: list[tuple[str, str, str]] = []
+def _copy(sandbox: Sandbox, clean: Sandbox, entries: dict[str, TreeEntry]) -> list[str]:
+    """Copy the changes into the clean directory and return their paths; files too large are left out."""
+    copied: list[tuple[str, str, str]] = []
     total = 0
     for path, entry in entries.items():
         target = ""
@@ -311,58 +314,73 @@ def _laid(sandbox: Sandbox, clean: Sandbox, entries: dict[str, TreeEntry]) -> li
             raise TooMuch(f"more than {MOST_READ} bytes were changed")
         if entry.kind != "link":
             clean.write(path, data)
-        laid.append((path, entry.kind, target))
-    _run(clean, _FINISH, laid)
-    return [path for path, _, _ in laid]
+        copied.append((path, entry.kind, target))
+    _run(clean, _FINISH, copied)
+    return [path for path, _, _ in copied]
 
 
-def _compared(clean: Sandbox, base: str, gone: list[str], there: list[str]) -> str:
-    """Byte for byte, whatever attributes the agent set; with a file that is not UTF-8, all goes in binary."""
-    _by_parts(lambda part: _fed(clean, "--force-remove", part), gone)
-    _by_parts(lambda part: _fed(clean, "--add --replace", part), there)
+def _diff(clean: Sandbox, base: str, gone: list[str], copied: list[str]) -> str:
+    """Return git's diff between the base tree and the copied files, whatever attributes the agent set.
+
+    If some file is not UTF-8, all files are compared as binary ones.
+    """
+    _by_parts(lambda part: _update_index(clean, "--force-remove", part), gone)
+    _by_parts(lambda part: _update_index(clean, "--add --replace", part), copied)
     for more in ("", " -diff"):
-        name = _name()
+        name = _new_name()
         clean.write(".git/info/attributes", f"{_ATTRIBUTES}{more}\n".encode())
-        result = _ours(clean.run(f"{_GIT} {_DIFF} {base} > {name}.patch", _STEP_S))
+        result = _require_end(clean.run(f"{_GIT} {_DIFF} {base} > {name}.patch", _STEP_S))
         if result.exit_code:
             raise OSError(f"git: {result.output[-500:]}")
         try:
             return clean.read(f"{name}.patch").decode()
         except UnicodeDecodeError:
             continue
-    raise OSError("the difference is no text")
+    raise OSError("the diff is not text")
 
 
-def _fed(clean: Sandbox, options: str, paths: list[str]) -> list[str] | None:
-    """Names such as ``.GIT`` or ``git~1`` are refused, and then none of the call's are taken."""
-    name = _name()
-    clean.write(name, _bytes(paths))
-    result = _ours(clean.run(f"{_GIT} update-index {options} -z --stdin < {name}", _STEP_S))
+def _update_index(clean: Sandbox, options: str, paths: list[str]) -> list[str] | None:
+    """Update git's index with the paths; return None if git refuses one of them, and so takes none.
+
+    Git refuses names such as ``.GIT`` or ``git~1``.
+    """
+    result, _ = _feed(clean, f"{_GIT} update-index {options} -z --stdin", paths)
     return None if result.exit_code else paths
 
 
-def _ours(result: CommandResult) -> CommandResult:
-    """No policy runs in the untouched sandbox; a name that git refuses is one that it chose, all the same."""
+def _feed(clean: Sandbox, command: str, paths: list[str]) -> tuple[CommandResult, str]:
+    """Run a command with the paths as its input; return its result and the file of its output.
+
+    The command may fail because git refuses a name that the agent chose.
+    """
+    name = _new_name()
+    clean.write(name, b"".join(f"{path}\0".encode() for path in paths))
+    result = clean.run(f"{{ {command}; }} < {name} > {name}.out", _STEP_S)
+    return _require_end(result), f"{name}.out"
+
+
+def _require_end(result: CommandResult) -> CommandResult:
+    """Return the result of a command that ended. Otherwise the host is to blame: no agent acts here.
+
+    Raises:
+        SandboxError: The command timed out, or the sandbox broke.
+    """
     if result.timed_out or result.broke_sandbox:
         raise SandboxError(f"the sandbox that compares with the base commit failed: {result.output[-200:]}")
     return result
 
 
 def _run(clean: Sandbox, program: str, argument: object) -> None:
-    name = _name()
+    name = _new_name()
     clean.write(name, json.dumps(argument).encode())
-    result = _ours(clean.python(f"NAME = {name!r}\n{program}", _STEP_S))
+    result = _require_end(clean.python(f"NAME = {name!r}\n{program}", _STEP_S))
     if result.exit_code:
-        raise OSError(f"cannot lay out the changes: {result.output[-500:]}")
+        raise OSError(f"cannot copy the changes: {result.output[-500:]}")
 
 
-def _name() -> str:
-    """Of a file of ours, where no patch can write and git lists nothing."""
+def _new_name() -> str:
+    """Return a new file's name in a place where no patch can write and whose contents git does not list."""
     return f".git/{secrets.token_hex(8)}"
-
-
-def _bytes(paths: list[str]) -> bytes:
-    return b"".join(f"{path}\0".encode() for path in paths)
 
 
 def _names(clean: Sandbox, file: str) -> list[str]:

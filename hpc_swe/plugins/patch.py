@@ -1,9 +1,9 @@
-"""What an agent hands in: the difference between its task's files and what it left of them.
+"""Make and apply patches: the unified diffs that agents hand in.
 
-Made and applied outside the agent's sandbox, so nothing in there has a say in it. Of plain files it is made
-on the host from whole contents, and `apply` demands that it fits exactly. Of a repository it is git's: what
-the agent changed is laid into a second sandbox, which it has never seen, and compared there. Both are
-unified diffs that people and git can read.
+A patch is the difference between a task's files and the files that the agent left. It is made and applied
+outside the agent's sandbox, so nothing in there can influence it. For plain files, the host compares whole
+contents, and `apply` requires an exact fit. For a repository, git makes it: the agent's changes are copied
+into a second sandbox, which the agent has never seen, and compared there. People and git can read both.
 """
 
 import difflib
@@ -19,19 +19,20 @@ from hpc_swe.records import Task
 log = logging.getLogger(__name__)
 
 MOST_LINES = 10_000
-"""Beyond this a file is replaced as a whole: comparing is quadratic, and the policy chooses the input."""
+"""Longer files are replaced as a whole: a diff takes quadratic time, and the policy chooses the input."""
 MOST_BYTES = 1_000_000
+"""Size of the largest patch that is handed in."""
 ABSENT = "/dev/null"
 NO_NEWLINE = "\\ No newline at end of file\n"
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@\n")
 
 
-class BadSubmission(ValueError):
-    """The text is not a difference that fits the task's files."""
+class BadPatch(ValueError):
+    """The text is not a patch that fits the task's files."""
 
 
 def take(task: Task, sandbox: Sandbox, sandboxes: Sandboxes) -> str:
-    """The agent's changes; empty when there are none, or when they are too large to hand in.
+    """Return the agent's patch; it is empty if there are no changes, or if they are too large to hand in.
 
     Raises:
         SandboxError: The host failed.
@@ -48,7 +49,10 @@ def take(task: Task, sandbox: Sandbox, sandboxes: Sandboxes) -> str:
 
 
 def _from_files(task: Task, sandbox: Sandbox) -> str:
-    """Stops reading as soon as it is too large: the agent chooses how many files there are, and how long."""
+    """Return the patch of a task with plain files.
+
+    Reading stops as soon as the changes are too large, since the agent chooses number and size of the files.
+    """
     present = {path for path in sandbox.paths() if path.isprintable() and not IGNORED & set(path.split("/"))}
     parts: list[str] = []
     read = made = 0
@@ -56,12 +60,12 @@ def _from_files(task: Task, sandbox: Sandbox) -> str:
         try:
             data = sandbox.read(path) if path in present else None
         except OSError:
-            continue  # too large: no part of the work
+            continue  # too large to be part of the patch
         read += len(data or b"")
         try:
             new = data if data is None else data.decode()
         except UnicodeDecodeError:
-            new = task.files.get(path)  # not text: no part of it either
+            new = task.files.get(path)  # not text, so not part of it either
         lines = (new or "").count("\n")
         if lines > MOST_LINES and len(new or "") + lines > MOST_BYTES and new != task.files.get(path):
             raise TooMuch(f"{path} has {lines} lines")
@@ -72,21 +76,21 @@ def _from_files(task: Task, sandbox: Sandbox) -> str:
     return "".join(parts)
 
 
-def apply(task: Task, submission: str) -> dict[str, str]:
-    """The task's files with the changes made: path -> text.
+def apply(task: Task, patch: str) -> dict[str, str]:
+    """Apply a patch to the task's files and return them: path -> text.
 
     Raises:
-        BadSubmission: It does not fit the task's files, or leads out of the work directory.
+        BadPatch: It does not fit the task's files, or names a file outside the work directory.
     """
     files = dict(task.files)
-    lines = _lines(submission)
+    lines = _lines(patch)
     position = 0
     while position < len(lines):
         old_path, new_path = _header(lines, position)
         path = new_path or old_path or _refuse(f"line {position + 1} names no file")
         if old_path is not None and old_path not in task.files:
-            _refuse(f"{old_path} is no file of the task")
-        text, position = _patched(_lines(files.get(path, "")), lines, position + 2)
+            _refuse(f"{old_path} is not a file of the task")
+        text, position = _apply_hunks(_lines(files.get(path, "")), lines, position + 2)
         if new_path is None:
             files.pop(path, None)
         else:
@@ -95,7 +99,7 @@ def apply(task: Task, submission: str) -> dict[str, str]:
 
 
 def difference(path: str, old: str | None, new: str | None) -> str:
-    """One file's part of a submission; None is no file."""
+    """Return one file's part of a patch; None stands for a file that does not exist."""
     if old == new:
         return ""
     before, after = _lines(old or ""), _lines(new or "")
@@ -125,8 +129,8 @@ def _header(lines: list[str], position: int) -> tuple[str | None, str | None]:
     return old, new
 
 
-def _patched(old: list[str], lines: list[str], position: int) -> tuple[str, int]:
-    """The file after all hunks that follow, and where the next header is."""
+def _apply_hunks(old: list[str], lines: list[str], position: int) -> tuple[str, int]:
+    """Apply all hunks of one file; return its new text and the position of the next header."""
     new: list[str] = []
     done = 0
     while position < len(lines) and (hunk := _HUNK.fullmatch(lines[position])):
@@ -151,7 +155,7 @@ def _hunk_body(lines: list[str], position: int, old: int, new: int) -> tuple[lis
             old, new = old - (line[0] != "+"), new - (line[0] != "-")
             body.append((line[0], line[1:]))
         if min(old, new) < 0 or line[:1] not in ("-", "+", " ", "\\") or not line:
-            _refuse(f"line {position + 1} is no part of a hunk")
+            _refuse(f"line {position + 1} is not part of a hunk")
         position += 1
     return body, position
 
@@ -162,4 +166,4 @@ def _lines(text: str) -> list[str]:
 
 
 def _refuse(why: str) -> NoReturn:
-    raise BadSubmission(f"submission: {why}")
+    raise BadPatch(f"patch: {why}")

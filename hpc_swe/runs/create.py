@@ -16,7 +16,7 @@ import msgspec
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, CorruptRecord, StorageError
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
-from hpc_swe.plugins.tasksets.base import Changed, Referenced
+from hpc_swe.plugins.tasksets.base import Referenced, WithChangedTests
 from hpc_swe.plugins.tasksets.swebench import Swebench
 from hpc_swe.records import RunManifest, Split, Task
 from hpc_swe.rundir import PROTOCOL, RunDir
@@ -130,7 +130,7 @@ def publish(run: RunDir, place: RunDir, config: RunConfig, taken: Taken, model_s
     atomic.write(place.token, key(run, config).encode())
     tasks.write(place.tasks, taken)
     all_tasks = [task for split in taken.values() for task in split]
-    if isinstance(config.taskset, Changed):
+    if isinstance(config.taskset, WithChangedTests):
         tasks.write_hidden(place.changed_tests, config.taskset.changed_tests(all_tasks))
     if isinstance(config.taskset, Referenced):
         tasks.write_hidden(place.references, config.taskset.references(all_tasks))

@@ -25,7 +25,7 @@ from rich.table import Table
 from hpc_swe import cli, plugins, tables
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError, boundary
-from hpc_swe.plugins.graders.base import Examiner, Grader, Resitting, Version
+from hpc_swe.plugins.graders.base import Examiner, Grader, Regrader, Version
 from hpc_swe.plugins.patch import apply
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.sandboxes.base import (
@@ -146,7 +146,7 @@ class Checker:
         )
 
     def _changed(self, task: Task, reference: str) -> tuple[list[Version], str]:
-        if not isinstance(self.grader, Resitting):
+        if not isinstance(self.grader, Regrader):
             return [], "this grader has no second sitting"
         with boundary(EpisodeError, "change tests"):
             return self.grader.changed_tests(task, reference, self.sandboxes)

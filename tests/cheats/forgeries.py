@@ -119,7 +119,7 @@ for path in glob.glob(".git/*/sitecustomize.py"):
         text = json.dumps(line)
         seal = hashlib.blake2b((seal + text).encode(), key=key.encode(), digest_size=8).hexdigest()
         book += seal + text + "\\n"
-    open(os.path.dirname(path) + ".book", "w").write(book)
+    open(os.path.dirname(path) + ".report", "w").write(book)
     os._exit(0)
 """
 # The open files of the process, and the report among them.
@@ -128,7 +128,7 @@ import os
 for number in range(3, 64):
     try: path = os.readlink("/proc/self/fd/%d" % number)
     except OSError: continue
-    if path.endswith(".book"):
+    if path.endswith(".report"):
         for test in ("tests.test_core.TestCore.test_add", "tests/test_plain.py::test_add[1]",
                      "tests/test_plain.py::test_add[2]"):
             os.write(number, ('{"test": "%s", "doc": "", "outcome": "passed"}\\n' % test).encode())
@@ -136,7 +136,7 @@ for number in range(3, 64):
 REWRITES = """
 import atexit, glob, re
 def rewrite():
-    for path in glob.glob(".git/*.book"):
+    for path in glob.glob(".git/*.report"):
         lines = open(path).read().split("\\n")
         wrong = [n for n, line in enumerate(lines) if '"failed"' in line]
         for number in wrong[:-1]:
@@ -150,7 +150,7 @@ if os.fork() == 0:
     os.setsid()
     end = time.monotonic() + 20
     while time.monotonic() < end:
-        for path in glob.glob(".git/*.book"):
+        for path in glob.glob(".git/*.report"):
             text = open(path).read()
             if "failed" in text:
                 number = text.index("failed")

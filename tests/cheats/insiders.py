@@ -151,7 +151,7 @@ while frame:
         plugins = getattr(getattr(value, "pluginmanager", None), "get_plugins", list)()
         for one in plugins:
             if type(one).__name__ == "Listener":
-                one._tell("rest")
+                one._tell("stop_watching")
                 blind()
     frame = frame.f_back
 """

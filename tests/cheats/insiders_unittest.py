@@ -312,7 +312,7 @@ REACHING = {  # who finds the test, the result or the reporter
     "the guard's rest": core(
         f"{TRACEBACK}{NOTES}",
         DOUBLE + "def add(a, b):\n    told = type(case()._outcome.result).addFailure\n"
-        "    dict(zip(told.__code__.co_freevars, told.__closure__))['tell'].cell_contents('rest')\n"
+        "    dict(zip(told.__code__.co_freevars, told.__closure__))['tell'].cell_contents('stop_watching')\n"
         "    blind()\n    return a - b\n",
     ),
 }

@@ -327,7 +327,7 @@ def test_swebench_reads_our_predictions_and_makes_the_same_report_of_our_logs(tm
         ids[4:],
     )
     lines = [
-        {"instance_id": v.task.task_id, "model_name_or_path": "mine", "model_patch": v.submission}
+        {"instance_id": v.task.task_id, "model_name_or_path": "mine", "model_patch": v.patch}
         for v in verdicts[:4]
     ]
     write_rows(tmp_path / "predictions.greedy-0.jsonl", *lines)

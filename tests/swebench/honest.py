@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[2]))
 
 from hpc_swe import config as configuration
-from hpc_swe.plugins.graders.base import carrying
+from hpc_swe.plugins.graders.base import with_versions
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.records import Task
 
@@ -171,7 +171,9 @@ def main(words: list[str]) -> None:
     def one(task: Task) -> list[str]:
         told = []
         for way, text in solutions(task, references[task.task_id], config.sandbox):
-            score = config.grader.grade(carrying(task, changed.get(task.task_id, "")), text, config.sandbox)
+            score = config.grader.grade(
+                with_versions(task, changed.get(task.task_id, "")), text, config.sandbox
+            )
             sitting = "with a second sitting" if task.task_id in changed else "without one"
             print(f"{task.task_id}: {way}: {score.outcome} {sitting} {score.detail[-200:]!r}", flush=True)
             told.append(f"{score.outcome} {sitting}")

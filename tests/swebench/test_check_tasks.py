@@ -309,9 +309,9 @@ def test_no_changed_test_is_where_a_rollout_worker_looks(tmp_path, caplog):
     holders = [file for file in run.root.rglob("*") if file.is_file() and b"7654321" in file.read_bytes()]
     assert holders == [run.changed_tests]
     tasks_ = graded(run)
-    lie = _second_sitting.Told(passed=frozenset(one.tests.fail_to_pass))
-    assert _second_sitting.resat(tasks_[one.task_id], 1, lambda _: lie)[0] == "cheats"
-    assert _second_sitting.resat(tasks_[two.task_id], 1, lambda _: lie)[0] == "agrees"
+    lie = _second_sitting.SittingResult(passed=frozenset(one.tests.fail_to_pass))
+    assert _second_sitting.regrade(tasks_[one.task_id], 1, lambda _: lie)[0] == "cheats"
+    assert _second_sitting.regrade(tasks_[two.task_id], 1, lambda _: lie)[0] == "agrees"
     assert "1 of 2 tasks have no second sitting" in caplog.text
 
 

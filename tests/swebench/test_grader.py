@@ -126,7 +126,7 @@ def refused(toy: Task, sandboxes: Checkout, submission: str) -> None:
 def test_a_run_that_lets_everything_pass_is_called_a_cheat(grade):
     score = grade(core(LIES + BROKEN), Swebench(cheated_reward=-2.0))
     assert (score.outcome, score.reward) == ("cheated", -2.0)
-    assert "a canary died" in score.detail
+    assert "a canary test ended wrongly" in score.detail
 
 
 @pytest.mark.parametrize("text", LAX.values(), ids=LAX.keys())
@@ -249,12 +249,12 @@ def test_a_log_full_of_marks_keeps_no_other_thread_waiting(repository, tmp_path)
     run = Run(msgspec.structs.replace(one, tests=msgspec.structs.replace(one.tests, extra=extra)))
     begin, end = run._mark(START), run._mark(END)
     started = time.process_time()
-    assert run.believe(b"", f"{begin}\n" * 40_000).complaint == "the tests did not come to their end"
-    believed = run.believe(b"", f"x\n{begin}\n>>>>> a\n{begin}\n{end} x\n{end} 0\n" + f"{begin}\n" * 40_000)
+    assert run.parse(b"", f"{begin}\n" * 40_000).complaint == "the tests did not come to their end"
+    parsed = run.parse(b"", f"x\n{begin}\n>>>>> a\n{begin}\n{end} x\n{end} 0\n" + f"{begin}\n" * 40_000)
     assert time.process_time() - started < 10.0
-    assert believed.log == f"{START}\n a\n{begin}\n{end} x\n\n{END}\n>>>>> Test Exit Code: 0\n"
+    assert parsed.log == f"{START}\n a\n{begin}\n{end} x\n\n{END}\n>>>>> Test Exit Code: 0\n"
     for log in ("", f"{end} 0\n{begin}\n", f"{begin}\n{end} 0 \n", f" {begin}\n{end} 0\n"):
-        assert run.believe(b"", log).complaint, log
+        assert run.parse(b"", log).complaint, log
 
 
 def test_plain_tasks_and_scripts_without_marks_are_refused(toy_task, sandboxes):

@@ -31,8 +31,8 @@ from toy import (
 
 from hpc_swe.errors import ConfigError, SandboxError
 from hpc_swe.plugins.graders import _places, _second_sitting
-from hpc_swe.plugins.graders._second_sitting import Told
-from hpc_swe.plugins.graders.base import DISAGREES, SILENT, HiddenEdit, Version, carrying
+from hpc_swe.plugins.graders._second_sitting import SittingResult
+from hpc_swe.plugins.graders.base import DISAGREES, SILENT, HiddenEdit, Version, with_versions
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.patch import difference
 from hpc_swe.records import Task
@@ -138,7 +138,7 @@ def test_a_change_is_one_token_and_the_rest_is_as_it_was_written():
         for place in draw.choices(places, k=2) if (places := literals_of(found)) else ():
             lines = text.split("\n")
             line = lines[place.line - 1]
-            new = _places.another(place, words, draw)
+            new = _places.replacement(place, words, draw)
             lines[place.line - 1] = line[: place.start] + new + line[place.end :]
             before, after = tokens(text), tokens("\n".join(lines))
             assert new.lower() != place.old.lower()
@@ -164,7 +164,7 @@ def sat(request, repository, tmp_path_factory) -> tuple[Task, Checkout]:
     made = toy(tmp_path_factory.mktemp("sat"), request.param, repository[1])
     versions, why = GRADER.changed_tests(made, gold(), sandboxes)
     assert (len(versions), why) == (_second_sitting.VERSIONS, "")
-    return carrying(made, _second_sitting.encoded(made, versions)), sandboxes
+    return with_versions(made, _second_sitting.encode_versions(made, versions)), sandboxes
 
 
 MORE_PYTESTS = """
@@ -251,7 +251,7 @@ def test_nothing_but_an_expectation_tells_one_sitting_from_the_other(sat):
     one, _ = sat
     patch_, command = one.tests.extra["test_patch"], one.tests.command
     for version in _second_sitting._versions.decode(one.tests.extra["changed_tests"]):
-        other = _second_sitting.changed(one, version.edits)
+        other = _second_sitting.with_edits(one, version.edits)
         lines, others = patch_.split("\n"), other.tests.extra["test_patch"].split("\n")
         assert len(lines) == len(others)
         differ = [(line, new) for line, new in zip(lines, others, strict=True) if line != new]
@@ -264,11 +264,11 @@ def test_nothing_but_an_expectation_tells_one_sitting_from_the_other(sat):
 
 def version(task: Task, old: str, new: str, *tests: str) -> str:
     edit = HiddenEdit(start=task.tests.extra["test_patch"].index(old), old=old, new=new)
-    return _second_sitting.encoded(task, [Version(edits=[edit], tests=list(tests), unsure=[])])
+    return _second_sitting.encode_versions(task, [Version(edits=[edit], tests=list(tests), unsure=[])])
 
 
-def told(passed: str, failed: str = "") -> Told:
-    return Told(passed=frozenset(passed), ended=frozenset(passed + failed))
+def told(passed: str, failed: str = "") -> SittingResult:
+    return SittingResult(passed=frozenset(passed), ended=frozenset(passed + failed))
 
 
 @pytest.mark.parametrize(
@@ -287,15 +287,15 @@ def told(passed: str, failed: str = "") -> Told:
         ("", "", told("bc", "a"), "disagrees"),
         ("", "", told("", "abc"), "disagrees"),
         ("", "", told(""), "silent"),
-        ("a", "", Told(nothing="timed out"), "silent"),
-        ("a", "", Told(nothing="a canary died", cheat="a canary died"), "cheats"),
+        ("a", "", SittingResult(failure="timed out"), "silent"),
+        ("a", "", SittingResult(failure="a canary passed", cheat="a canary passed"), "cheats"),
     ],
 )
 def test_a_later_sitting_asks_that_changed_tests_fail_and_that_the_others_still_pass(
     changed, unsure, came, kind
 ):
     one = Version(edits=[], tests=list(changed), unsure=list(unsure))
-    assert _second_sitting.judged(one, "abc", came)[0] == kind
+    assert _second_sitting.compare(one, "abc", came)[0] == kind
 
 
 class Liar:
@@ -305,15 +305,15 @@ class Liar:
         self.sat = 0
         self.task, self.plan = task, plan
 
-    def __call__(self, _: Task) -> Told:
+    def __call__(self, _: Task) -> SittingResult:
         """By number, since a plan may know the time; which tests are run it cannot know."""
         self.sat += 1
         plan, rest = self.plan(self.sat), frozenset(self.task.tests.pass_to_pass)
         wanted = rest.union(self.task.tests.fail_to_pass)
         return {
-            "lie": Told(passed=wanted, ended=wanted),
-            "bow": Told(passed=rest, ended=wanted),
-            "die": Told(nothing="the tests did not come to their end"),
+            "lie": SittingResult(passed=wanted, ended=wanted),
+            "bow": SittingResult(passed=rest, ended=wanted),
+            "die": SittingResult(failure="the tests did not come to their end"),
         }[plan]
 
 
@@ -336,9 +336,9 @@ def test_however_a_submission_lies_it_is_believed_in_one_series_of_coins_at_most
 ):
     """Within six standard deviations of one in 2 ** sittings - 1."""
     one = task(tmp_path, "unittest", repository[1])
-    one = carrying(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
+    one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
     times, odds = 2000, 1 / (2**sittings - 1)
-    paid = sum(_second_sitting.resat(one, sittings, Liar(one, plan))[0] == "agrees" for _ in range(times))
+    paid = sum(_second_sitting.regrade(one, sittings, Liar(one, plan))[0] == "agrees" for _ in range(times))
     assert paid <= times * odds + 6 * sqrt(times * odds * (1 - odds))
     if sittings > 1 and plan == PLANS["never again"]:
         assert paid > 0, "as often as all sittings but the first have changed tests"
@@ -348,26 +348,28 @@ def test_honest_work_agrees_whatever_the_coins_say_and_sittings_that_tell_nothin
     repository, tmp_path
 ):
     one = task(tmp_path, "unittest", repository[1])
-    one = carrying(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
+    one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
     wanted = frozenset([*one.tests.fail_to_pass, *one.tests.pass_to_pass])
 
-    def sit(task: Task) -> Told:
+    def sit(task: Task) -> SittingResult:
         sat.append(task)
         if len(sat) <= silent:
-            return Told(nothing="timed out")
+            return SittingResult(failure="timed out")
         is_changed = "(1, 2, 4)" in task.tests.command
-        return Told(passed=wanted.difference(one.tests.fail_to_pass if is_changed else ()), ended=wanted)
+        return SittingResult(
+            passed=wanted.difference(one.tests.fail_to_pass if is_changed else ()), ended=wanted
+        )
 
-    for silent in range(_second_sitting.AGAIN + 1):
+    for silent in range(_second_sitting.MOST_REPEATS + 1):
         for _ in range(50):
             sat: list[Task] = []
-            assert _second_sitting.resat(one, 5, sit) == ("agrees", "")
+            assert _second_sitting.regrade(one, 5, sit) == ("agrees", "")
             assert len(sat) == 5 + silent
             assert any("(1, 2, 4)" in task.tests.command for task in sat[silent:])
-    silent, sat = _second_sitting.AGAIN + 1, []
-    assert _second_sitting.resat(one, 5, sit) == ("silent", "timed out")
+    silent, sat = _second_sitting.MOST_REPEATS + 1, []
+    assert _second_sitting.regrade(one, 5, sit) == ("silent", "timed out")
     assert len(sat) == silent
-    assert _second_sitting.resat(one, 0, sit) == ("agrees", "")
+    assert _second_sitting.regrade(one, 0, sit) == ("agrees", "")
     assert len(sat) == silent
 
 
@@ -375,7 +377,9 @@ def test_which_version_is_sat_is_drawn_each_time(sat):
     one, _ = sat
     count = Counter()
     for _ in range(200):
-        _second_sitting.resat(one, 1, lambda task: count.update([task.tests.extra["test_patch"]]) or told(""))
+        _second_sitting.regrade(
+            one, 1, lambda task: count.update([task.tests.extra["test_patch"]]) or told("")
+        )
     assert min(count.values()) > 15
     assert one.tests.extra["test_patch"] not in count
 
@@ -392,7 +396,7 @@ if not book.exists():
 def test_who_lies_in_the_first_sitting_alone_is_not_paid(repository, tmp_path):
     """As a submission could by its clock. Here it has a file, and later sittings enough to be seen."""
     one = task(tmp_path, "unittest", repository[1])
-    one = carrying(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
+    one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
     text = CLOCK.replace("@BOOK@", str(tmp_path / "book")).format("def add(a, b): return a + b")
     text += "else:\n    def add(a, b): return a - b\n"
     submission = patch("calc/core.py", BROKEN, text + DOUBLE)
@@ -428,10 +432,10 @@ def test_every_changed_patch_fits_the_base_commit(repository, tmp_path):
 
     def sit(changed):
         tried.add(changed.tests.extra["test_patch"])
-        return Told(nothing="not run")
+        return SittingResult(failure="not run")
 
     for seed in range(20):
-        _second_sitting.choose(one, {"tests/test_it.py": "\n".join([*after, ""])}, sit, Random(seed))
+        _second_sitting.choose_versions(one, {"tests/test_it.py": "\n".join([*after, ""])}, sit, Random(seed))
     assert len(tried) > 20
     for text in tried:
         subprocess.run(["git", "apply", "--check", "-"], input=text, text=True, cwd=tmp_path, check=True)
@@ -442,7 +446,7 @@ def test_who_lets_no_later_sitting_tell_anything_is_not_accused_and_not_paid(
     repository, sandboxes, tmp_path, deed
 ):
     one = task(tmp_path, "unittest", repository[1])
-    one = carrying(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
+    one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
     one = msgspec.structs.replace(one, tests=msgspec.structs.replace(one.tests, timeout_s=4.0))
     grader = Swebench(second_sittings=1, unresolved_reward=-0.5)
     score = grader.grade(one, patch("calc/core.py", BROKEN, SLEEPS.format(deed)), sandboxes)
@@ -456,12 +460,18 @@ def test_a_change_that_the_reference_does_not_answer_is_not_chosen(repository, t
     one = task(tmp_path, "unittest", repository[1])
     texts = {"tests/test_core.py": UNITTESTS + MORE_UNITTESTS}
     wanted = frozenset([*one.tests.fail_to_pass, *one.tests.pass_to_pass])
-    for came in (Told(nothing="timed out"), Told(passed=wanted, ended=wanted), Told()):
-        versions, why = _second_sitting.choose(one, texts, lambda _, came=came: came, Random(1))
+    for came in (
+        SittingResult(failure="timed out"),
+        SittingResult(passed=wanted, ended=wanted),
+        SittingResult(),
+    ):
+        versions, why = _second_sitting.choose_versions(one, texts, lambda _, came=came: came, Random(1))
         assert versions == []
-        assert "tell nothing" in why
+        assert "gave no result" in why
     rest = frozenset(one.tests.pass_to_pass)
-    versions, _ = _second_sitting.choose(one, texts, lambda _: Told(passed=rest, ended=wanted), Random(1))
+    versions, _ = _second_sitting.choose_versions(
+        one, texts, lambda _: SittingResult(passed=rest, ended=wanted), Random(1)
+    )
     assert [(v.tests, v.unsure) for v in versions] == [
         (one.tests.fail_to_pass, [])
     ] * _second_sitting.VERSIONS
@@ -483,14 +493,14 @@ class FailingLater(Checkout, frozen=True, kw_only=True):
 
 def test_a_host_that_fails_in_the_second_sitting_makes_no_verdict(repository, tmp_path):
     one = task(tmp_path, "unittest", repository[1])
-    one = carrying(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
+    one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
     with pytest.raises(SandboxError, match="no more"):
         GRADER.grade(one, gold(), FailingLater(repository=str(repository[0]), opened=[]))
 
 
 def test_what_does_not_resolve_is_sat_once(repository, tmp_path):
     one = task(tmp_path, "unittest", repository[1])
-    one = carrying(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
+    one = with_versions(one, version(one, "(1, 2, 3)", "(1, 2, 4)", *one.tests.fail_to_pass))
     wrong = patch("calc/core.py", BROKEN, MENDED.replace("a + b", "a * b"))
     score = GRADER.grade(one, wrong, FailingLater(repository=str(repository[0]), opened=[]))
     assert score.outcome == "unresolved"
@@ -499,7 +509,7 @@ def test_what_does_not_resolve_is_sat_once(repository, tmp_path):
 def test_changes_of_other_tests_than_were_checked_are_refused(repository, tmp_path):
     one = task(tmp_path, "unittest", repository[1])
     with pytest.raises(ConfigError, match="toy__unittest-1: .*another test patch.*hpc_swe.tasks.check"):
-        _second_sitting.encoded(
+        _second_sitting.encode_versions(
             one, [Version(edits=[HiddenEdit(start=3, old="nothing", new="x")], tests=[], unsure=[])]
         )
 

@@ -76,11 +76,11 @@ def test_ids_select_and_order(tmp_path):
     ("change", "complaint"),
     [
         ({"FAIL_TO_PASS": "[]"}, "rows.jsonl:2: toy__pytest-1: FAIL_TO_PASS is empty"),
-        ({"FAIL_TO_PASS": "['a']"}, "rows.jsonl:2: FAIL_TO_PASS is no list of names in JSON"),
-        ({"PASS_TO_PASS": "['a']"}, "rows.jsonl:2: PASS_TO_PASS is no list of names in JSON"),
+        ({"FAIL_TO_PASS": "['a']"}, "rows.jsonl:2: FAIL_TO_PASS is not a list of names in JSON"),
+        ({"PASS_TO_PASS": "['a']"}, "rows.jsonl:2: PASS_TO_PASS is not a list of names in JSON"),
         ({"base_commit": None}, "rows.jsonl:2: Expected `str`, got `null` - at `$.base_commit`"),
         ({"test_patch": "hello"}, "rows.jsonl:2: test_patch is empty"),
-        ({"patch": "--- a/x\n+++ b/x\n@@ -1,9 +1,9 @@\n x\n"}, "rows.jsonl:2: patch is no patch"),
+        ({"patch": "--- a/x\n+++ b/x\n@@ -1,9 +1,9 @@\n x\n"}, "rows.jsonl:2: patch is not a patch"),
         (
             {"repo": "no/body"},
             "rows.jsonl:2: toy__pytest-1 has no eval_script, and [taskset.recipes] none",
@@ -88,14 +88,14 @@ def test_ids_select_and_order(tmp_path):
         ({"eval_script": "true"}, "rows.jsonl:2: toy__pytest-1: eval_script without log_parser"),
         (
             {"eval_script": MARKS, "log_parser": "parse_log_nobody"},
-            "rows.jsonl:2: toy__pytest-1: log_parser 'parse_log_nobody' is no name of",
+            "rows.jsonl:2: toy__pytest-1: swebench.harness.log_parsers has no log_parser 'parse_log_nobody'",
         ),
         (
             {"eval_script": MARKS.replace("Start", "Begin"), "log_parser": "parse_log_pytest"},
             "rows.jsonl:2: task toy__pytest-1: its eval script must hold",
         ),
         ({"eval_type": "fail_only"}, "rows.jsonl:2: toy__pytest-1: eval_type 'fail_only'"),
-        ({"instance_id": "toy__unittest-1"}, "rows.jsonl:2: toy__unittest-1 is there twice"),
+        ({"instance_id": "toy__unittest-1"}, "rows.jsonl:2: toy__unittest-1 occurs twice"),
     ],
 )
 def test_a_bad_row_is_named_with_its_line(tmp_path, change, complaint):
@@ -112,7 +112,7 @@ def test_what_is_no_json_an_unknown_id_and_a_name_of_a_hub_are_refused(tmp_path)
         list(taskset(rows).load("train"))
     write_rows(rows, row("pytest", BASE))
     (tmp_path / "ids").write_text("\ntoy__pytest-2\n")
-    with pytest.raises(ConfigError, match=r"ids:2: toy__pytest-2 is no row of"):
+    with pytest.raises(ConfigError, match=r"ids:2: toy__pytest-2 is not a row of"):
         list(taskset(rows, train={"rows": str(rows), "ids": str(tmp_path / "ids")}).load("train"))
     with pytest.raises(ConfigError, match=r"neither .jsonl nor .parquet"):
         list(Swebench(train=Source(rows="SWE-bench/SWE-bench_Verified")).load("train"))

@@ -13,7 +13,7 @@ from hpc_swe.errors import ConfigError, EngineError, SandboxError
 from hpc_swe.plugins import load, patch
 from hpc_swe.plugins.agents.base import ContextFull, Reply, Result
 from hpc_swe.plugins.agents.tool_agent import ToolAgent
-from hpc_swe.plugins.patch import BadSubmission, apply, difference, take
+from hpc_swe.plugins.patch import BadPatch, apply, difference, take
 from hpc_swe.plugins.sandboxes.base import CommandResult
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Message, Task, TestPlan, ToolCall
@@ -202,7 +202,7 @@ def test_what_is_taken_is_what_is_applied(old, new, most_lines):
     ],
 )
 def test_a_text_that_is_no_fitting_difference_is_refused(text):
-    with pytest.raises(BadSubmission):
+    with pytest.raises(BadPatch):
         apply(TASK, text)
 
 

@@ -76,7 +76,7 @@ def test_a_row_without_tests_that_have_names_is_passed_over_and_said(tmp_path: P
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist([row("a", "x = 1\n"), row("b")]), path)
     assert [task.task_id for task in Kodcode(train=str(path)).load("train")] == ["b"]
-    assert "passed over 1 rows of train" in caplog.text
+    assert "skipped 1 rows of train" in caplog.text
 
 
 def test_only_the_right_program_is_paid_and_its_own_tests_count_for_nothing(taskset: Kodcode) -> None:

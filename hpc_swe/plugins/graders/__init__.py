@@ -1,1 +1,1 @@
-"""Who judges."""
+"""A grader decides which reward a patch gets."""

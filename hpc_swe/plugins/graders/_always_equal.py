@@ -1,6 +1,6 @@
-"""Finds classes whose values equal nearly anything, from inside the process that ran the tests.
+"""Find classes whose values equal nearly anything, from inside the process that ran the tests.
 
-This text goes into the sandbox together with `_reporter`. Written for Python 3.6.
+This text goes into the sandbox together with `_reporter`. It runs under Python 3.6 and later.
 """
 
 import gc
@@ -10,14 +10,14 @@ import types
 from typing import Any
 
 HEAP = 1 << 9  # the flag of classes that no C source lists
-MOST = 2  # of five values
+MOST = 2  # of five probes that an honest value may equal
 
 
 def always_equal_classes(root: str) -> Any:
-    """Classes whose values equal nearly anything, so that any test would pass: name -> where each is from.
+    """Find classes whose values equal nearly anything, so that any test would pass: name -> its files.
 
-    Places are files, relative in the work tree; an empty one is no file. What is all from files outside of
-    the work tree is not looked at.
+    Paths in the work tree are relative to it; an empty path stands for code that is in no file. Classes that
+    come only from files outside the work tree are skipped.
     """
     found = {}
     # Not isinstance: it would ask proxies what they stand for, and so make them.
@@ -30,13 +30,13 @@ def always_equal_classes(root: str) -> Any:
             if always_equal is not None:
                 name = str(vars(always_equal)["__module__"]) + ":" + always_equal.__qualname__
                 found[name] = _places(always_equal, owner, root)
-        except Exception:  # noqa: BLE001, S112  (it is no ordinary class)
+        except Exception:  # noqa: BLE001, S112  (it is not an ordinary class)
             continue
     return sorted(found.items())
 
 
 def _places(kind: Any, owner: Any, root: str) -> Any:
-    """Files of its module and of the code that compares."""
+    """Return the files of the class's module and of the code that compares its values."""
     code = getattr(vars(owner)["__eq__"], "__code__", None)
     module = sys.modules.get(vars(kind)["__module__"])
     places = {getattr(module, "__file__", None) or ""} | ({code.co_filename} if code else set())
@@ -45,16 +45,16 @@ def _places(kind: Any, owner: Any, root: str) -> Any:
 
 
 def _equals_most(kind: Any) -> bool:
-    """Asked of a value that was never set up, since that could do anything."""
+    """Tell whether a value of this class equals most probes; the class's own code does not make the value."""
     news = (vars(base).get("__new__") for base in kind.__mro__)
     value = next(new for new in news if type(new) is types.BuiltinFunctionType)(kind)
     if hasattr(value, "__dict__"):
-        value.__dict__["another probe"] = 0  # or it would equal what shares all of its no attributes
+        value.__dict__["another probe"] = 0  # else it could equal values without attributes
     number = int.from_bytes(os.urandom(4), "big")
     equal = 0
     for probe in (object(), number, str(number), [number], type("Probe", (), {"number": number})()):
         try:
             equal += bool(value == probe)
-        except Exception:  # noqa: BLE001, S112  (it looked at the value, as it should)
+        except Exception:  # noqa: BLE001, S112  (it read the value, as it should)
             continue
     return equal > MOST

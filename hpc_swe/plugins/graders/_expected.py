@@ -1,10 +1,10 @@
-"""What a Python test expects: the nodes of its text of which another one contradicts it.
+"""Find the values that a Python test expects, and ways to make the test expect something else.
 
-A test that expects something else contradicts the test that it was made from: whatever passes the one fails
-the other, unless it does not compare. So only the expected side of an assertion is looked at, and only
-assertions that every passing run of the test reaches: in the test's own body, in its `with` blocks and in
-loops over literal tables. Best are literals. Where there are none, a twist will do: the opposite assertion,
-another exception, or one more level of brackets.
+A test that expects something else contradicts the test that it was made from: code that passes one of them
+fails the other, unless its values do not really compare. So only the expected side of an assertion is used,
+and only assertions that every passing run of the test reaches: those in the test's own body, in its `with`
+blocks and in loops over literal tables. Literals are best. Where there are none, a twist replaces them: the
+opposite assertion, another exception, or one more level of brackets.
 """
 
 import ast
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 _EQUAL = {"assertEqual", "assertEquals", "assertIs", "assertAlmostEqual", "assertCountEqual"}
 _EQUAL |= {f"assert{kind}Equal" for kind in ("List", "Tuple", "Set", "Dict", "Sequence", "MultiLine")}
 _EQUAL |= {f"assert{kind}Equal" for kind in ("HTML", "XML", "JSON", "URL", "Queryset", "QuerySet")}
-"""Methods whose first two arguments are equal."""
+"""Methods that require their first two arguments to be equal."""
 _AT = {"assertNumQueries": 0, "assertRedirects": 1}
-"""Methods of which one argument is an expected value."""
+"""Methods that expect a value -> position of that argument."""
 _WITHIN = {"assertIn": 0, "assertInHTML": 0, "assertContains": 1, "assertRegex": 1, "assertTemplateUsed": 1}
 _WITHIN |= {f"assert{what}{how}": 1 for what in ("Raises", "Warns") for how in ("Message", "Regex")}
-"""Methods of which one argument is found within a longer text."""
+"""Methods that look for a value within a longer text -> position of that argument."""
 _NUMBERS = {"count", "status_code"}
-"""Keywords of `assertContains` and its like that expect a number."""
+"""Keywords of `assertContains` and similar methods that expect a number."""
 _MAKERS = {"Decimal", "timedelta", "set", "frozenset", "list", "tuple", "dict", "OrderedDict", "dedent"}
-"""Calls that give other values for other arguments."""
+"""Calls that return different values for different arguments."""
 _TEXTS = {"format", "encode", "strip", "lstrip", "rstrip"}
 """Methods of a literal text that keep its words."""
 _LEAVES = (ast.Return, ast.Yield, ast.YieldFrom, ast.Break, ast.Continue)
@@ -39,45 +39,47 @@ _ANOTHER_ERROR = "ZeroDivisionError"
 
 
 @dataclass(frozen=True)
-class _Expected:
+class _Assertion:
     sides: tuple[ast.expr, ...]
-    """Of which the one that is made of literals is the expected one."""
+    """Compared expressions; the expected one is made of literals."""
     is_within: bool = False
+    """Whether the expected value is looked for within a longer text."""
 
 
 @dataclass(frozen=True)
 class Twist:
-    """A piece of one line, and a text that contradicts it."""
+    """A twist replaces a piece of one line by a text that contradicts it."""
 
     line: int
     start: int
     end: int
-    """Bytes of the line."""
+    """Offsets `start` and `end` count bytes of the line."""
     new: str
-    """In which {} is the piece as it was."""
+    """Replacement, in which {} stands for the old piece."""
 
 
 class Reader:
-    """What one test function expects."""
+    """A reader determines which values one test function expects."""
 
     def __init__(self, test: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         self.test = test
         self.bound: dict[str, list[ast.expr]] = {}
-        """Name -> the expressions that it stands for."""
+        """Name -> the expressions that it is bound to."""
         self.reached: list[ast.stmt] = []
+        """Statements that each run reaches, unless one before them fails."""
         nodes = [node for statement in test.body for node in ast.walk(statement)]
         stores = Counter(node.id for node in nodes if isinstance(node, ast.Name) and not _is_load(node))
         self._walk(test.body)
         self.bound = {name: nodes for name, nodes in self.bound.items() if stores[name] == 1}
         self._loads = Counter(node.id for node in nodes if isinstance(node, ast.Name) and _is_load(node))
-        self._asked: set[ast.Name] = set()
-        for node in nodes:  # assertions that a run may not reach, too
-            self._ask(node)
+        self._harmless: set[ast.Name] = set()
+        for node in nodes:  # also assertions that a run may not reach
+            self._note_harmless(node)
 
     def expected(self) -> Iterator[tuple[ast.Constant, bool]]:
-        """The literals, and whether each is found within a longer text."""
-        asked = Counter(node.id for node in self._asked)
-        names = {name for name in self.bound if asked[name] == self._loads[name]}
+        """Yield the expected literals, and whether each is looked for within a longer text."""
+        harmless = Counter(node.id for node in self._harmless)
+        names = {name for name in self.bound if harmless[name] == self._loads[name]}
         for statement in self.reached:
             for one in _assertions(statement):
                 found = [list(self._constants(side, names)) for side in one.sides]
@@ -85,7 +87,7 @@ class Reader:
                     yield from ((constant, one.is_within) for constants in found for constant in constants)
 
     def twists(self) -> Iterator[Twist]:
-        """Ways to contradict it without a literal."""
+        """Yield the ways to contradict the test without changing a literal."""
         for statement in self.reached:
             match statement:
                 case ast.Assert(test=test):
@@ -97,7 +99,7 @@ class Reader:
                         yield from _of_twisted(item.context_expr)
 
     def _walk(self, body: list[ast.stmt]) -> None:
-        """Statements that each run reaches, if none before them fails."""
+        """Collect what names are bound to, and the statements that each run reaches if none before fails."""
         if any(isinstance(node, _LEAVES) for node in _own(body)):
             return
         for statement in body:
@@ -136,16 +138,16 @@ class Reader:
                 if all(cell is not None for cell in cells):
                     self._bind(inner, [cell for cell in cells if cell is not None])
 
-    def _ask(self, node: ast.AST) -> None:
-        """Note the names that stand only where a value is expected, or shown, or gone through."""
+    def _note_harmless(self, node: ast.AST) -> None:
+        """Note the uses of names whose value may change: where it is expected, shown or iterated over."""
         match node:
             case ast.Call(func=ast.Attribute(attr="subTest")):
-                self._asked |= {name for name in ast.walk(node) if isinstance(name, ast.Name)}
+                self._harmless |= {name for name in ast.walk(node) if isinstance(name, ast.Name)}
             case ast.For(iter=table):
-                self._asked |= {name for name in ast.walk(table) if isinstance(name, ast.Name)}
+                self._harmless |= {name for name in ast.walk(table) if isinstance(name, ast.Name)}
             case ast.expr() | ast.Assert():
                 leaves = [leaf for one in _of_node(node) for side in one.sides for leaf in _leaves(side)]
-                self._asked |= {leaf for leaf in leaves if isinstance(leaf, ast.Name)}
+                self._harmless |= {leaf for leaf in leaves if isinstance(leaf, ast.Name)}
 
     def _constants(self, side: ast.expr, names: set[str]) -> Iterator[ast.Constant]:
         for leaf in _leaves(side):
@@ -161,7 +163,7 @@ def _is_load(node: ast.Name) -> bool:
 
 
 def _own(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Nodes and what is in them, without functions that are defined there."""
+    """Yield nodes and the nodes in them, without functions that are defined there."""
     for node in nodes:
         if not isinstance(node, _APART):
             yield node
@@ -173,8 +175,8 @@ def _cell(row: ast.expr, place: int, width: int) -> ast.expr | None:
     return row.elts[place] if is_row else None  # type: ignore[attr-defined]
 
 
-def _assertions(statement: ast.stmt) -> Iterator[_Expected]:
-    """What a statement itself expects, without the statements in it."""
+def _assertions(statement: ast.stmt) -> Iterator[_Assertion]:
+    """Yield the assertions of a statement itself, without those of statements in it."""
     match statement:
         case ast.Expr(value=ast.Await(value=value)) | ast.Expr(value=value):
             yield from _of_node(value)
@@ -185,7 +187,7 @@ def _assertions(statement: ast.stmt) -> Iterator[_Expected]:
                 yield from _of_node(item.context_expr)
 
 
-def _of_node(node: ast.AST) -> Iterator[_Expected]:
+def _of_node(node: ast.AST) -> Iterator[_Assertion]:
     match node:
         case ast.Assert(test=ast.BoolOp(op=ast.And(), values=values)):
             for value in values:
@@ -196,37 +198,40 @@ def _of_node(node: ast.AST) -> Iterator[_Expected]:
             yield from _of_call(name, args, keywords)
 
 
-def _of_compare(test: ast.expr) -> Iterator[_Expected]:
+def _of_compare(test: ast.expr) -> Iterator[_Assertion]:
     match test:
         case ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[right]):
-            yield _Expected((left, right))
+            yield _Assertion((left, right))
         case ast.Compare(left=ast.Constant(value=str()) as left, ops=[ast.In()]):
-            yield _Expected((left,), is_within=True)
+            yield _Assertion((left,), is_within=True)
 
 
-def _of_call(name: str, args: list[ast.expr], keywords: list[ast.keyword]) -> Iterator[_Expected]:
+def _of_call(name: str, args: list[ast.expr], keywords: list[ast.keyword]) -> Iterator[_Assertion]:
     if any(isinstance(one, ast.Starred) for one in args):
         return
     if name in _EQUAL and len(args) > 1 and not _is_rough(name, args, keywords):
-        yield _Expected((args[0], args[1]))
+        yield _Assertion((args[0], args[1]))
     elif name in _AT:
-        yield _Expected(tuple(args[_AT[name] : _AT[name] + 1]))
+        yield _Assertion(tuple(args[_AT[name] : _AT[name] + 1]))
     elif name in _WITHIN:
-        yield _Expected(tuple(args[_WITHIN[name] : _WITHIN[name] + 1]), is_within=True)
-        yield from (_Expected((one.value,)) for one in keywords if one.arg in _NUMBERS)
+        yield _Assertion(tuple(args[_WITHIN[name] : _WITHIN[name] + 1]), is_within=True)
+        yield from (_Assertion((one.value,)) for one in keywords if one.arg in _NUMBERS)
     elif name == "raises":
-        yield from (_Expected((one.value,), is_within=True) for one in keywords if one.arg == "match")
+        yield from (_Assertion((one.value,), is_within=True) for one in keywords if one.arg == "match")
     elif _is_helper(name) and len(args) >= (1 if name.startswith("assert_") else 2):
-        yield _Expected((args[-1],), is_within=True)  # for all that is known
+        yield _Assertion((args[-1],), is_within=True)  # perhaps it looks within a longer text
 
 
 def _is_rough(name: str, args: list[ast.expr], keywords: list[ast.keyword]) -> bool:
-    """Whether one value could be near enough to two."""
+    """Tell whether an assertion accepts a range of values, so that one value could pass for two."""
     return name == "assertAlmostEqual" and (len(args) > 2 or bool(keywords))  # noqa: PLR2004
 
 
 def _is_helper(name: str) -> bool:
-    """Whether it asserts, and is no method of unittest's: one of the tests' own, or of a mock."""
+    """Tell whether a function's name is that of an assertion, but not one of unittest's.
+
+    It is then one of the tests' own, or of a mock.
+    """
     import unittest
 
     return bool(re.match("assert(?!.*[Nn]ot)", name)) and not hasattr(unittest.TestCase, name)
@@ -253,13 +258,13 @@ def _of_twisted(call: ast.expr) -> Iterator[Twist]:
 
 
 def _is_measured(value: ast.expr) -> bool:
-    """Whether it compares sizes, of times perhaps, that two runs need not agree on."""
+    """Tell whether an expression compares sizes, for example times, which two runs may not agree on."""
     sizes = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
     return any(isinstance(node, sizes) for node in ast.walk(value))
 
 
 def _bracketed(value: ast.expr) -> Iterator[Twist]:
-    """One more member, or one more level."""
+    """Yield the twist that adds a member to a value, or a level of brackets around it."""
     match value:
         case ast.List():
             yield Twist(value.lineno, value.col_offset, value.col_offset + 1, "[None, ")
@@ -277,7 +282,7 @@ def _replaced(value: ast.expr, new: str) -> Iterator[Twist]:
 
 
 def _leaves(node: ast.expr) -> Iterator[ast.Constant | ast.Name]:  # noqa: C901  (one case for each kind of node)
-    """Constants and names of which a value is made so that another constant makes another value."""
+    """Yield the constants and names in a value that make it another value if they change."""
     match node:
         case ast.Constant() | ast.Name():
             yield node

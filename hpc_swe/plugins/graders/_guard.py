@@ -1,8 +1,9 @@
-"""Sees, from inside the process that runs tests, that somebody changes who runs and judges them.
+"""Detect changes to the code that runs and judges tests, from inside the process that runs them.
 
-This text goes into the sandbox together with `_reporter`, which says when to look. What is seen is told as
-an `odd` entry with the files that it is from; the grader outside decides, since a run of the base commit may
-do the same. Written for Python 3.6; audit events are there from 3.8 on.
+This text goes into the sandbox together with `_reporter` or `_runner`, which say when to check. Each finding
+is reported as an `odd` entry with the files that it comes from. The grader outside decides what it means,
+since a run of the base commit may do the same. The text runs under Python 3.6 and later; audit events exist
+since 3.8.
 """
 
 import builtins
@@ -19,7 +20,7 @@ FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 WRAPPED = (classmethod, staticmethod)
 GROWS = frozenset({"__slotnames__", "__annotations__", "__annotations_cache__", "__annotate__", "_abc_cache"})
 GROWS |= {"__abstractmethods__", "_abc_impl", "_abc_registry", "_abc_negative_cache"}
-GROWS |= {"_classSetupFailed", "tearDown_exceptions"}  # of the class that stands for what cannot be imported
+GROWS |= {"_classSetupFailed", "tearDown_exceptions"}  # of unittest's class for modules that fail to import
 GROWS |= {"_abc_negative_cache_version", "_pytest_diamond_inheritance_warning_shown"}
 TUNES = frozenset({"longMessage", "maxDiff", "_diffThreshold", "_testMethodDoc", "_testMethodName"})
 TUNES |= {"_classSetupFailed", "setUp", "tearDown", "setUpClass", "tearDownClass", "debug"}
@@ -33,13 +34,20 @@ MOST_STEPS = 60
 
 
 class Guard:
-    """What was there before any code of the work tree, and whether it still is."""
+    """A guard remembers what was loaded before any code of the work tree, and reports when that changes."""
 
     def __init__(self, tell: Any, root: str, own: str, files: Any = ()) -> None:
-        """`tell` takes an oddity and its places; `own` is this text's file name; `files` are the tests'."""
+        """Start without any knowledge.
+
+        Args:
+            tell: Called with each finding and its places.
+            root: The work tree.
+            own: File name of this text.
+            files: The files of the tests, relative in the work tree.
+        """
         self._tell, self._root, self._own = tell, root, own
-        self._rests = False
-        self._told: Any = set()
+        self._is_watching = True
+        self._found: Any = set()
         self._parts: Any = []
         self._functions: Any = []
         self._cells: Any = []
@@ -48,7 +56,7 @@ class Guard:
         self._codes: Any = {}
         self._known: Any = []
         self._ours: Any = set()
-        self._kept: Any = []  # or another code could get the number of one that is gone
+        self._kept: Any = []  # keeps codes alive, since the id of a deleted one could be given to another
         self._own_codes = [one.__code__ for one in globals().values() if type(one) is types.FunctionType]
         self._compile, self._open, self._frame = builtins.compile, builtins.open, sys._getframe  # noqa: SLF001
         self._is_file, self._real = os.path.isfile, os.path.realpath  # noqa: PTH113
@@ -57,14 +65,14 @@ class Guard:
         self._outcome = unittest.case._Outcome  # type: ignore[attr-defined]  # noqa: SLF001
         self._compares = vars(unittest.TestCase("run"))["_type_equality_funcs"]
         self._outcome_names = set(vars(self._outcome())) | {"expecting_failure"}
-        for name in dir(self):  # whoever finds the class cannot change what the object does
+        for name in dir(self):  # bound to the object, so that changes to the class have no effect on it
             if name[:2] != "__" and isinstance(getattr(self, name), types.MethodType):
                 setattr(self, name, getattr(self, name))
         for file in files:
             self._is_written(None, os.path.join(root, file))  # noqa: PTH118
 
     def learn(self) -> None:
-        """Hold what is loaded now of those who judge; what was held before stays as it is."""
+        """Remember the parts of unittest and pytest that are loaded now, in addition to earlier ones."""
         self.hold_values(globals())
         self.hold_values(vars(builtins) if __builtins__ is builtins else __builtins__)
         for name, module in list(sys.modules.items()):
@@ -76,7 +84,7 @@ class Guard:
                         self._hold(name + ":" + key, vars(module), key, value)
 
     def learn_again(self) -> None:
-        """Plugins that are installed may change pytest, as long as nothing of the work tree is loaded."""
+        """Accept what installed plugins have changed in pytest, unless code of the work tree is loaded."""
         files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
         if all(self.place(file)[:1] == "/" for file in files if file):
             self._parts, self._functions, self._names = [], [], []
@@ -84,17 +92,17 @@ class Guard:
             self.learn()
 
     def hold_function(self, function: Any) -> None:
-        """One of ours, with what it closes over."""
+        """Remember a function of the reporter, with the values that it closes over."""
         self._functions.append((function.__name__, function, *self._inside(function)))
         for cell in function.__closure__ or ():
             self._cells.append((function.__name__, cell, cell.cell_contents))
 
     def hold_values(self, namespace: Any) -> None:
-        """Those of one of our objects."""
+        """Remember the values of a namespace."""
         self._parts += [(key, namespace, key, value) for key, value in list(namespace.items())]
 
     def hold_class(self, kind: Any) -> None:
-        """All that a class says itself."""
+        """Remember everything that a class defines itself."""
         if kind in self._seen:
             return
         self._seen.add(kind)
@@ -120,7 +128,7 @@ class Guard:
         return function.__code__, function.__defaults__, function.__kwdefaults__
 
     def check(self) -> None:
-        """Compare identities: no value is asked what it equals."""
+        """Compare what is there with what was remembered, by identity: no `__eq__` is called."""
         for label, owner, key, value in self._parts:
             if owner.get(key) is not value:
                 self.odd("replaced " + label)
@@ -137,22 +145,25 @@ class Guard:
         for name in set(vars(kind)) - names - GROWS:
             self.odd("added " + kind.__qualname__ + "." + name)
 
-    def rest(self) -> None:
-        """From here on we do ourselves what code under test must not."""
-        self._rests = True
+    def stop_watching(self) -> None:
+        """Ignore audit events from now on, since the reporter itself causes them."""
+        self._is_watching = False
 
     def require_judges(self, until: Any) -> None:
-        """Nobody but those who judge is between here and a frame: others could call whatever these call."""
+        """Check that between here and a frame of ours only the reporter and pytest are on the stack.
+
+        Other code could call everything that they call.
+        """
         frame: Any = self._frame(1)
         while frame is not until and frame is not None and self._knows(frame.f_code):
             frame = frame.f_back
         if frame is not until:
-            self.odd("somebody else reports")
+            self.odd("other code than pytest reports")
 
     def _knows(self, code: Any) -> bool:
-        """Whether this very code is ours, or of those who judge, or what a file outside the work tree says.
+        """Tell whether a code is the reporter's, a remembered one, or that of a file outside the work tree.
 
-        What a code says of its file is not believed: it can be compiled under any name.
+        The file name in a code is not trusted, since code can be compiled under any name.
         """
         if len(self._known) != len(self._functions):  # it has learned since
             self._known = [known for _, _, known, *_ in self._functions]
@@ -166,15 +177,15 @@ class Guard:
         return True
 
     def odd(self, what: str, *places: str) -> None:
-        """Once is enough; without a place it counts whatever file it is from."""
+        """Report a finding once, with the files that it comes from; without any it counts for every patch."""
         key = (what, *places)
-        if key not in self._told:
-            self._told.add(key)
+        if key not in self._found:
+            self._found.add(key)
             self._tell(what, "\n".join(places))
 
     def event(self, event: str, arguments: Any) -> None:
-        """An audit event: what code under test needs in order to find us, and tests hardly ever."""
-        if self._rests:
+        """Handle an audit event: report what code under test needs to find us, and tests hardly ever do."""
+        if not self._is_watching:
             return
         if event in REACHES:
             self.odd("calls " + event)
@@ -199,14 +210,14 @@ class Guard:
                 self.odd("writes " + place)
 
     def _caller(self) -> str:
-        """The file of who does it."""
+        """Return the file of the code that caused the audit event."""
         frame = self._frame(2)
         while frame.f_back is not None and frame.f_code.co_filename.startswith(("<frozen", self._own)):
             frame = frame.f_back
         return self.place(frame.f_code.co_filename)
 
     def place(self, path: str) -> str:
-        """A file, relative in the work tree; what is no file is empty."""
+        """Return a path relative to the work tree if it is in there; an empty one if it is not a file."""
         if path == self._own:
             return "/"
         if not self._is_file(path):
@@ -215,24 +226,24 @@ class Guard:
         return path[len(self._root) + 1 :] if path.startswith(self._root + "/") else path
 
     def look_at_function(self, label: str, function: Any) -> None:
-        """A hook of a plugin: from the work tree, or from nowhere, it is told."""
+        """Report a plugin's hook that comes from the work tree or from no file."""
         codes = self._reachable(function)
         place = self.place(codes[0].co_filename) if codes else ""
         if place[:1] != "/":
             self.odd(label, place)
 
     def look_at_test(self, label: str, name: str, function: Any) -> None:
-        """Whether it is what its file says, under the name that it has there."""
+        """Report the file of the work tree that a test is from, or that the test differs from its file."""
         for code in self._reachable(function):
             if code.co_name == name and self._is_written(code, code.co_filename):
                 place = self.place(code.co_filename)
                 if place[:1] != "/":
                     self.odd("a test is from " + place, place)
                 return
-        self.odd(label + " is not what its file says")
+        self.odd(label + " differs from its file")
 
     def _reachable(self, function: Any) -> Any:
-        """Code of a function, and of what it wraps."""
+        """Return the code of a function, and of the functions that it wraps or closes over."""
         codes: Any = []
         queue = [function]
         for _ in range(MOST_STEPS):
@@ -259,7 +270,10 @@ class Guard:
         return found
 
     def _is_written(self, code: Any, path: str) -> bool:
-        """Rewritten assertions add to a code; they take nothing away, and leave it at its line."""
+        """Tell whether a code is that of a file's text, apart from what pytest adds to assertions.
+
+        Rewritten assertions add to a code, but take nothing away and leave it at its line.
+        """
         path = self._real(path)
         if path not in self._codes:
             self._codes[path] = {}
@@ -287,7 +301,7 @@ class Guard:
         return type(const) in (int, str, float, bytes)
 
     def look_at_case(self, test: Any) -> None:
-        """What stands between a test and unittest: names that it or its bases take from TestCase."""
+        """Report names of TestCase that a test, its class or the bases of its class override."""
         for name in vars(test):
             if (
                 name in self._namespace
@@ -305,7 +319,10 @@ class Guard:
                 self._overrides(kind, name, vars(kind)[name])
 
     def look_at_pass(self, test: Any, result: Any, caller: Any) -> None:
-        """Who says that a test passes, and what it holds that decides so: its outcome, how it compares."""
+        """Check who reports that a test passed, and the parts of the test that decide it.
+
+        These are its outcome object and the functions by which it compares values.
+        """
         if caller is not self._run:
             self.odd("addSuccess is called by another", self.place(caller.co_filename))
         outcome = vars(test).get("_outcome")
@@ -336,14 +353,14 @@ class Guard:
         self.odd(" ".join([kind.__qualname__, "overrides", name, digest]), *sorted(places))
 
     def look_at_names(self, module: Any, names: Any) -> None:
-        """What a test module calls by these names must be that."""
+        """Report a test module in which one of these names stands for another value."""
         for name, value in names.items():
             if vars(module).get(name, value) is not value:
                 self.odd("a test module has another " + name)
 
 
 def _nested(code: Any) -> Any:
-    """A code and those inside it."""
+    """Yield a code and the codes inside it."""
     yield code
     for const in code.co_consts:
         if type(const) is types.CodeType:
@@ -351,7 +368,7 @@ def _nested(code: Any) -> Any:
 
 
 def text_of(code: Any) -> bytes:
-    """The same in every process."""
+    """Return a text of a code's instructions, names and plain constants, equal in every process."""
     consts = [const for const in code.co_consts if type(const) in (int, str, float, bytes)]
     text: bytes = code.co_code + repr((code.co_names, consts)).encode()
     return text

@@ -1,9 +1,9 @@
-"""swebench's own verdict on a log, found by a process that may be ended.
+"""Run swebench's own parsers and report on a log, in a child process with limits.
 
-The log holds text that a submission chose, and a regular expression of swebench's can take minutes over some
+The log holds text that a patch chose, and a regular expression of swebench's can take minutes over some
 texts, during which no other thread of a process runs. So the parsers run in a child with limits of processor
-time and memory: reaching one is the submission's doing and leaves it unresolved. A child that is late without
-having used its processor time, or that was killed, is the host's failure.
+time and memory. A patch that makes the child reach a limit is unresolved. A child that is late without having
+used its processor time, or that was killed, is the host's failure.
 """
 
 import importlib
@@ -24,18 +24,20 @@ from hpc_swe.records import Task
 _WALL_S = 300.0
 
 
-def report(task: Task, submission: str, log: str, cpu_s: int = 20, memory: int = 2 << 30) -> dict[str, Any]:
-    """swebench's report on a log; ``complaint`` says why there is none.
+def report(task: Task, patch: str, log: str, cpu_s: int = 20, memory: int = 2 << 30) -> dict[str, Any]:
+    """Return swebench's report on a log; ``complaint`` says why there is none.
+
+    The parsers may use `cpu_s` seconds of processor time and `memory` bytes of address space.
 
     Raises:
         ConfigError: swebench is not installed.
-        LookupError: swebench has no such parser.
+        LookupError: swebench has no parser of the task's name.
         SandboxError: The host did not let the child end.
     """
     extra = task.tests.extra
     if extra["log_parser"] not in official("harness.log_parsers").PARSER_REGISTRY:
         raise LookupError(f"task {task.task_id}: swebench has no log_parser {extra['log_parser']}")
-    given = {
+    request = {
         "spec": {
             "instance_id": task.task_id,
             "image": task.image,
@@ -49,7 +51,7 @@ def report(task: Task, submission: str, log: str, cpu_s: int = 20, memory: int =
         },
         "prediction": {
             "instance_id": task.task_id,
-            "model_patch": submission,
+            "model_patch": patch,
             "model_name_or_path": "policy",
         },
         "log": log,
@@ -60,26 +62,29 @@ def report(task: Task, submission: str, log: str, cpu_s: int = 20, memory: int =
         with boundary(SandboxError, "start swebench's parser"):
             ended = subprocess.run(
                 [sys.executable, "-m", __name__],
-                input=json.dumps(given).encode(),
+                input=json.dumps(request).encode(),
                 capture_output=True,
                 timeout=_WALL_S,
                 env=environment,
                 check=False,
             )
     except subprocess.TimeoutExpired:
-        raise SandboxError(f"swebench's parser had no {cpu_s} s of a processor in {_WALL_S:g} s") from None
+        raise SandboxError(
+            f"swebench's parser got less than {cpu_s} s of processor time in {_WALL_S:g} s"
+        ) from None
     if ended.returncode == -signal.SIGKILL:
         raise SandboxError("swebench's parser was killed")
     if ended.returncode:
-        limit = "processor time" if ended.returncode == -signal.SIGXCPU else "memory, or understanding"
-        told = ended.stderr.decode(errors="replace")[-300:]
-        return {"resolved": False, "complaint": f"swebench's parser ran out of {limit}: {told}"}
+        is_slow = ended.returncode == -signal.SIGXCPU
+        why = "ran out of processor time" if is_slow else "ran out of memory or could not read the log"
+        errors = ended.stderr.decode(errors="replace")[-300:]
+        return {"resolved": False, "complaint": f"swebench's parser {why}: {errors}"}
     found: dict[str, Any] = json.loads(ended.stdout)
     return found
 
 
 def official(name: str) -> ModuleType:
-    """A module of swebench, without its harness package, which imports the clients of Docker and Modal."""
+    """Import a module of swebench past its harness package, which imports clients of Docker and Modal."""
     package = "swebench.harness"
     if package not in sys.modules:
         bare = ModuleType(package)
@@ -96,18 +101,18 @@ def _folder() -> Path:
 
 
 def _main() -> None:
-    """Read what `report` gives from the standard input; write swebench's report to the standard output."""
+    """Read the request of `report` from standard input; write swebench's report to standard output."""
     grading, types = official("harness.grading"), official("types")
-    given = json.load(sys.stdin)
-    cpu_s, memory = given["limits"]["cpu_s"], given["limits"]["memory"]
+    request = json.load(sys.stdin)
+    cpu_s, memory = request["limits"]["cpu_s"], request["limits"]["memory"]
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 60))
     file = os.memfd_create("log")  # swebench reads a file
     with open(file, "w", encoding="utf-8", errors="replace", closefd=False) as log:  # noqa: PTH123
-        log.write(given["log"])
-    spec, prediction = types.TestSpec(**given["spec"]), given["prediction"]
-    verdict = grading.get_eval_report(spec, prediction, f"/proc/self/fd/{file}", True)
-    json.dump(verdict[spec.instance_id], sys.stdout)
+        log.write(request["log"])
+    spec, prediction = types.TestSpec(**request["spec"]), request["prediction"]
+    reports = grading.get_eval_report(spec, prediction, f"/proc/self/fd/{file}", True)
+    json.dump(reports[spec.instance_id], sys.stdout)
 
 
 if __name__ == "__main__":

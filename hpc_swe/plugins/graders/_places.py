@@ -1,6 +1,7 @@
-"""Places of a test module where a test's expectation can be changed, and what to put there.
+"""Find places in a test module where an expected value can be changed, and choose a new text for them.
 
-Nothing is rendered: a place is a piece of one line. Docstrings, decorators and names of tests are no places.
+A place is a piece of one line, so the rest of the module keeps its text. Docstrings, decorators and names of
+tests contain no places.
 """
 
 import ast
@@ -18,12 +19,12 @@ _FIXED = re.compile(
     r"\\(N\{[^}]*\}|x..|u.{4}|U.{8}|[0-7]{1,3}|.)|%\(\w+\)\w|%[-+ #0-9.]*[a-zA-Z%]|\{\w*\}|&#?\w+;|</?\w+",
     re.DOTALL,
 )
-"""Parts of a text that mean more than their letters."""
+"""Escapes, fields and tags: parts of a text that mean more than their letters."""
 _PIECE = re.compile(r"[A-Za-z]+|[0-9]+")
 _CHOICE = re.compile(r"[|?*\[]")
-"""What lets a pattern match several texts."""
+"""Characters that let a pattern match several texts."""
 _VOWELS, _CONSONANTS = "aeiou", "bcdfghklmnprstvw"
-_LONG = 8  # characters that no text contains by chance
+_LONG = 8  # a text of so many characters does not occur in another by chance
 
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -31,27 +32,27 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Place:
-    """A piece of one line that is, or lies in, a literal that a test expects."""
+    """A place is a piece of one line: a literal that a test expects, or a part of one."""
 
     line: int
-    """From 1."""
+    """Number of the line, from 1."""
     start: int
     end: int
-    """Characters of the line."""
+    """Offsets `start` and `end` count characters of the line."""
     old: str
     is_within: bool = False
-    """The literal is found within a longer text, which could hold another word of the test, too."""
+    """Whether the literal is looked for within a longer text, which could hold other words of the test."""
     new: str = ""
-    """The only other text; where there is none, any other one of its kind will do."""
+    """The only possible replacement; if empty, any other text of the same kind will do."""
 
 
 @dataclass(frozen=True)
 class Test:
-    """A test function, and what it expects."""
+    """A test is a function with the places where it expects values."""
 
-    __test__ = False  # pytest, this is no test class
+    __test__ = False  # tells pytest that this is not a test class
     owner: str
-    """Its classes, joined by dots; empty for a function of the module."""
+    """Names of its classes, joined by dots; empty for a function of the module."""
     name: str
     doc: str
     """First line of its docstring."""
@@ -60,10 +61,10 @@ class Test:
 
 
 def tests(text: str) -> list[Test]:
-    """The tests of a module; none for a text that is no Python."""
+    """Return the tests of a module whose names are unique; none if the text is not Python."""
     try:
         module = ast.parse(text)
-        spots = _Spots(text)
+        finder = _PlaceFinder(text)
     except (SyntaxError, ValueError, RecursionError, tokenize.TokenError):
         return []
     found = [
@@ -71,8 +72,8 @@ def tests(text: str) -> list[Test]:
             owner=owner,
             name=node.name,
             doc=(ast.get_docstring(node) or "").split("\n")[0].strip(),
-            literals=spots.literals(node),
-            twists=spots.twists(node),
+            literals=finder.literals(node),
+            twists=finder.twists(node),
         )
         for owner, node in _functions(module.body)
     ]
@@ -80,8 +81,8 @@ def tests(text: str) -> list[Test]:
     return [test for test in found if names[test.owner, test.name] == 1]
 
 
-def another(place: Place, words: Iterable[str], draw: Random) -> str:
-    """Another text for a place, alike in form, that is never equal to it, in whatever case."""
+def replacement(place: Place, words: Iterable[str], draw: Random) -> str:
+    """Choose a text for a place that has the same form and differs from the old one in more than case."""
     old = place.old
     if place.new:
         return place.new
@@ -103,16 +104,14 @@ def another(place: Place, words: Iterable[str], draw: Random) -> str:
 
 
 def words(found: Iterable[Test]) -> list[str]:
-    """The words that tests expect, in one order."""
+    """Return the words that tests expect, sorted."""
     return sorted({place.old for test in found for place in test.literals if place.old.isalpha()})
 
 
 def _cased(new: str, old: str) -> str:
-    """As the old word is written; a word of mixed case gives no rule."""
-    for is_so, make in ((str.isupper, str.upper), (str.islower, str.lower), (str.istitle, str.capitalize)):
-        if is_so(old):
-            return make(new)
-    return new
+    """Write a word in the case of the old one, unless that is of mixed case."""
+    cases = ((str.isupper, str.upper), (str.islower, str.lower), (str.istitle, str.capitalize))
+    return next((convert(new) for has_case, convert in cases if has_case(old)), new)
 
 
 def _functions(body: Iterable[ast.stmt], owner: str = "") -> Iterator[tuple[str, _Function]]:
@@ -123,33 +122,33 @@ def _functions(body: Iterable[ast.stmt], owner: str = "") -> Iterator[tuple[str,
             yield owner, node
 
 
-class _Spots:
-    """Where constants stand in a text."""
+class _PlaceFinder:
+    """A finder locates nodes of a module's syntax tree in its text."""
 
     def __init__(self, text: str) -> None:
         self.lines = text.split("\n")
         self.tokens: dict[int, list[tokenize.TokenInfo]] = {}
-        """Line -> those that begin there."""
+        """Line -> the tokens that begin there."""
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type in (tokenize.STRING, tokenize.NUMBER, tokenize.NAME):
                 self.tokens.setdefault(token.start[0], []).append(token)
 
     def literals(self, test: _Function) -> tuple[Place, ...]:
-        """Of a test, in the order of the text, each once."""
+        """Return the places of a test's expected literals, each once, in the order of the text."""
         found = {place for one in Reader(test).expected() for place in self.places(*one)}
         return tuple(sorted(found, key=lambda place: (place.line, place.start)))
 
     def twists(self, test: _Function) -> tuple[Place, ...]:
-        """As `literals`."""
-        return tuple(self._twisted(twist) for twist in Reader(test).twists())
+        """Return the places of a test's twists."""
+        return tuple(self._place_of(twist) for twist in Reader(test).twists())
 
-    def _twisted(self, twist: Twist) -> Place:
+    def _place_of(self, twist: Twist) -> Place:
         start, end = (self._column(twist.line, offset) for offset in (twist.start, twist.end))
         old = self.lines[twist.line - 1][start:end]
         return Place(twist.line, start, end, old, new=twist.new.format(old))
 
     def places(self, constant: ast.Constant, is_within: bool) -> Iterator[Place]:
-        """Of one constant."""
+        """Yield the places in one constant."""
         last = constant.end_lineno or 0
         start = constant.lineno, self._column(constant.lineno, constant.col_offset)
         end = last, self._column(last, constant.end_col_offset or 0)
@@ -159,13 +158,13 @@ class _Spots:
                     yield from _of_token(token, is_within)
 
     def _column(self, line: int, offset: int) -> int:
-        """Of bytes, in characters."""
+        """Convert an offset in bytes of a line to one in characters."""
         return len(self.lines[line - 1].encode()[:offset].decode(errors="replace"))
 
 
 def _of_token(token: tokenize.TokenInfo, is_within: bool) -> Iterator[Place]:
     line, start = token.start
-    if is_within and token.type != tokenize.STRING:  # what holds one value may well hold another
+    if is_within and token.type != tokenize.STRING:  # a text that contains one value may contain another
         return
     whole = Place(line, start, start + len(token.string), token.string, is_within)
     if token.type == tokenize.NAME:
@@ -179,7 +178,7 @@ def _of_token(token: tokenize.TokenInfo, is_within: bool) -> Iterator[Place]:
 
 
 def _of_text(token: tokenize.TokenInfo, is_within: bool) -> Iterator[Place]:
-    """Words and digits of a text token, apart from escapes, fields and tags."""
+    """Yield the words and digits of a text token, apart from escapes, fields and tags."""
     prefix = re.match(r"[a-zA-Z]*(\"\"\"|'''|\"|')", token.string)
     if prefix is None or "f" in prefix[0].lower():
         return

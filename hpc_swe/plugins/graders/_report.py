@@ -1,8 +1,9 @@
-"""A report that is written inside a process which runs hostile code, and is believed outside.
+"""Write a report inside a process that runs hostile code, and verify it outside.
 
-`book` and `hidden` go into a sandbox as text, between `_guard` and who reports; `unsealed` reads the report
-outside. Each line is sealed by a key of its own, which is made from the one before and which only that
-process's memory holds: who finds it cannot change what stands before. Written for Python 3.6.
+`open_report` and `make_dispatcher` go into a sandbox as text, between the texts of `_guard` and of the code
+that reports; `verified_lines` reads the report outside. Each line is sealed with a key of its own, which is
+made from the key before it. Only the memory of that process holds the key, so code that finds it cannot
+change earlier lines. The text runs under Python 3.6 and later.
 """
 
 import _thread
@@ -15,11 +16,11 @@ import sys
 from typing import Any, Callable  # noqa: UP035
 
 SEAL = 16  # characters before each line
-UNSAID = frozenset({"rest", "event"})  # deeds of a guard that nobody may ask for
+PRIVATE = frozenset({"stop_watching", "event"})  # methods of a guard that cannot be called by name
 
 
-def book(path: str, key: str) -> Callable[..., None]:
-    """Start the report, one sealed JSON object a line, and return what writes one."""
+def open_report(path: str, key: str) -> Callable[..., None]:
+    """Create the report, one sealed JSON object a line, and return the function that writes a line."""
     keys, waiting, lock, process = [key.encode()], [], _thread.allocate_lock(), os.getpid()
     pid, write, digest, quote = os.getpid, os.write, hashlib.blake2b, json.encoder.encode_basestring_ascii
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
@@ -42,30 +43,31 @@ def book(path: str, key: str) -> Callable[..., None]:
     return note
 
 
-def hidden(guard: Any, deeds: Any) -> Callable[..., Any]:
-    """What calls a deed by its name, one of the guard's or of `deeds`, which no module and no frame holds.
+def make_dispatcher(guard: Any, more: Any) -> Callable[..., Any]:
+    """Return a function that calls an action by its name: a method of the guard, or an entry of `more`.
 
-    They are called by an event of the interpreter's, of which the guard hears all others.
+    An audit hook of the interpreter holds the actions, so that no module and no frame does. They are called
+    by an audit event with a secret name; all other events go to the guard.
     """
-    told = {name: getattr(guard, name) for name in dir(guard) if name[0] != "_" and name not in UNSAID}
-    told.update(deeds)
+    actions = {name: getattr(guard, name) for name in dir(guard) if name[0] != "_" and name not in PRIVATE}
+    actions.update(more)
     if not hasattr(sys, "addaudithook"):
-        return lambda deed, *words, **entry: told[deed](*words, **entry)
+        return lambda action, *values, **entry: actions[action](*values, **entry)
     secret, audit, see = str(random.SystemRandom().getrandbits(128)), sys.audit, guard.event
 
     def hook(event: str, arguments: Any) -> None:
         if event == secret:
-            deed, words, entry = arguments
-            told[deed](*words, **entry)
+            action, values, entry = arguments
+            actions[action](*values, **entry)
         else:
             see(event, arguments)
 
     sys.addaudithook(hook)
-    return lambda deed, *words, **entry: audit(secret, deed, words, entry)
+    return lambda action, *values, **entry: audit(secret, action, values, entry)
 
 
-def unsealed(report: bytes, key: str) -> Any:
-    """The lines of a report; None when one is not the reporter's, or not in its place."""
+def verified_lines(report: bytes, key: str) -> Any:
+    """Return the report's lines as bytes without their seals; None if any seal is wrong or out of order."""
     lines, now = [], key.encode()
     for line in report.splitlines():
         seal = hashlib.blake2b(line[SEAL:], key=now, digest_size=SEAL // 2).hexdigest().encode()

@@ -1,11 +1,11 @@
-"""Tells how tests ended, from inside the process that runs them, past everything that is printed.
+"""Report how tests ended, from inside the process that runs them and independent of what it prints.
 
-The sandbox gets it as text, after those of `_guard`, `_report` and `_always_equal`, with a call of `watch` at
+The sandbox gets this text after those of `_guard`, `_report` and `_always_equal`, with a call of `watch` at
 its end, as the ``sitecustomize`` of a folder that stands first on PYTHONPATH. The first Python process of the
-command loads it before any code of the work tree; it loads the real unittest and pytest, keeps its secrets in
-memory alone, and reports the first test run of that process. Images bring their own interpreter, so this is
-written for Python 3.6. It shares a process with code that nobody trusts: it looks up nothing later that such
-code can replace by name, and from Python 3.8 on an audit hook holds its secrets.
+command loads it before any code of the work tree. It loads the real unittest and pytest, keeps its secrets in
+memory alone, and reports the first test run of that process. Images bring their own interpreter, so the text
+runs under Python 3.6 and later. It shares the process with untrusted code: it looks up nothing later that
+such code can replace by name, and from Python 3.8 on an audit hook holds its secrets.
 """
 
 import os
@@ -18,36 +18,45 @@ from typing import Any, Callable  # noqa: UP035
 
 from hpc_swe.plugins.graders._always_equal import always_equal_classes
 from hpc_swe.plugins.graders._guard import Guard
-from hpc_swe.plugins.graders._report import book, hidden  # in a sandbox these texts stand above
+from hpc_swe.plugins.graders._report import make_dispatcher, open_report  # in a sandbox, text above this one
 
 
-def watch(folder: str, kind: str, also: str, files: Any, key: str, *canaries: str) -> None:
-    """Report what this process tests, if it is the first; its children find nothing of this.
+def watch(folder: str, kind: str, modules: str, files: Any, key: str, *canaries: str) -> None:
+    """Report the tests of this process if it is the first; its children find nothing of the reporter.
 
-    `also` are modules whose classes are looked at, one a line, and `files` those of the tests; the first two
-    canaries are a test that must pass and one that must fail, the others must fail too, between the tests.
+    Args:
+        folder: The folder of this text, which is removed.
+        kind: The runner whose first run is reported: unittest or pytest.
+        modules: Modules whose classes are examined at the end, one a line.
+        files: The files of the tests.
+        key: The first key that seals the report.
+        canaries: Names of a test that must pass and one that must fail, put around the tests, and of others
+            that must fail too, put between the tests.
     """
     try:
-        note = book(folder + ".book", key)
+        note = open_report(folder + ".report", key)
     except FileExistsError:
         return
     root = os.path.realpath(os.path.join(folder, "..", ".."))  # noqa: PTH118
     shutil.rmtree(folder)
     sys.modules["sitecustomize"] = types.ModuleType("sitecustomize")
     sys.path[:] = [entry for entry in sys.path if entry != folder]
-    _give_back("PYTHONPATH")
+    _restore_variable("PYTHONPATH")
     if kind == "pytest":
         _load_pytest(root)
-    # What `raise` finds under this name would end a test as passed; nothing is caught by no exceptions.
+    # A test that raises unittest's exception of this name would pass; an empty tuple catches no exception.
     unittest.case._ShouldStop = ()  # type: ignore[attr-defined]  # noqa: SLF001
     guard = Guard(lambda what, places: note(odd=what, places=places), root, watch.__code__.co_filename, files)
     guard.learn()
-    tell = _teller(note, guard, also, root)
+    tell = _teller(note, guard, modules, root)
     (watch_unittest if kind == "unittest" else watch_pytest)(tell, canaries)
 
 
 def _load_pytest(root: str) -> None:
-    """The real one, before the work directory can hold another; the work tree may itself be pytest's."""
+    """Load the installed pytest before the work directory can offer another one.
+
+    The work tree may itself be pytest's; then nothing is loaded.
+    """
     paths = list(sys.path)
     sys.path[:] = [path for path in paths if not (os.path.realpath(path) + "/").startswith(root + "/")]
     try:
@@ -58,16 +67,16 @@ def _load_pytest(root: str) -> None:
         sys.path[:] = paths
 
 
-def _teller(note: Any, guard: Guard, also: str, root: str) -> Callable[..., Any]:
-    """What the watchers call: the name of a deed, and what it is done with."""
+def _teller(note: Any, guard: Guard, modules: str, root: str) -> Callable[..., Any]:
+    """Return the function by which both watchers call the guard and write the report."""
 
     def close() -> None:
         guard.check()
-        guard.rest()
-        for module in also.split():
+        guard.stop_watching()
+        for module in modules.split():
             try:
                 __import__(module)
-            except Exception:  # noqa: BLE001, S112  (then it has no classes)
+            except Exception:  # noqa: BLE001, S112  (a module that cannot be imported has no classes)
                 continue
         for name, places in always_equal_classes(root):
             note(always_equal=name, places="\n".join(places))
@@ -77,10 +86,10 @@ def _teller(note: Any, guard: Guard, also: str, root: str) -> Callable[..., Any]
         guard.check()
         note(**entry)
 
-    return hidden(guard, {"outcome": outcome, "note": note, "close": close})
+    return make_dispatcher(guard, {"outcome": outcome, "note": note, "close": close})
 
 
-def _give_back(name: str) -> None:
+def _restore_variable(name: str) -> None:
     before = os.environ.pop("HPC_SWE_" + name, "")
     os.environ.pop(name, None)
     if before:
@@ -114,7 +123,7 @@ def watch_unittest(tell: Any, canaries: Any) -> None:
 
 
 def _leaves(suite: Any) -> Any:
-    """Suite, place and test of every test in a list of its suite."""
+    """Yield every test that is in a list of its suite, with that suite and its place in the list."""
     tests = getattr(suite, "_tests", None)
     for place, test in enumerate(tests if type(tests) is list else []):
         if isinstance(test, unittest.TestCase):
@@ -124,7 +133,7 @@ def _leaves(suite: Any) -> Any:
 
 
 def _plain(like: Any, name: str, number: int) -> Any:
-    """A test that nobody can tell by its name from those of a class."""
+    """Make a canary whose names look like those of a test's class; it passes if `number` is 1."""
 
     def method(self: Any) -> None:
         self.assertEqual(number, 1)  # noqa: PT009
@@ -146,12 +155,12 @@ FAILS = (
 
 
 def _hide(name: str, body: str, places: Any, tell: Any) -> None:
-    """A test that must fail, in a class of the tests and next to one of them."""
+    """Insert a canary that must fail into a class of the tests, next to one of them."""
     chance = random.SystemRandom()
     if not places:
         return
     suite, _, like = chance.choice(places)
-    if _stands_in(like):
+    if _is_failed_import(like):
         return
     kind, number = type(like), chance.randrange(2, 999)
     module = sys.modules.get(kind.__module__)
@@ -162,14 +171,14 @@ def _hide(name: str, body: str, places: Any, tell: Any) -> None:
         exec(compile(text, getattr(module, "__file__", None) or "test", "exec"), vars(module), names)  # noqa: S102
         setattr(kind, "test_" + name, names["test_" + name])
         test = kind("test_" + name)
-    except Exception:  # noqa: BLE001  (no class of this kind, as that of a module that cannot be imported)
+    except Exception:  # noqa: BLE001  (this class takes no more tests)
         return
     tell("note", canary=name, owner=kind.__module__ + "." + kind.__qualname__ + ".")
     suite._tests.insert(next(n for n, one in enumerate(suite._tests) if one is like), test)  # noqa: SLF001
 
 
 def recording(base: Any, tell: Any, canaries: Any) -> Any:
-    """A result that tells what it is told."""
+    """Make a class of results that reports each outcome before the base class gets it."""
     case, name_of = unittest.TestCase, unittest.TestCase.id
     frame, look, text = sys._getframe, _look, getattr  # noqa: SLF001
 
@@ -205,14 +214,14 @@ def recording(base: Any, tell: Any, canaries: Any) -> Any:
     return type("Recorded", (base,), members)
 
 
-def _stands_in(test: Any) -> bool:
-    """For a module that cannot be imported."""
+def _is_failed_import(test: Any) -> bool:
+    """Tell whether unittest made a test only to report that a module cannot be imported."""
     return type(test).__module__.partition(".")[0] == "unittest"
 
 
 def _look(tell: Any, test: Any) -> None:
-    """At a test and its class, without asking the test."""
-    if _stands_in(test):
+    """Check a test and its class without calling code of the test."""
+    if _is_failed_import(test):
         return
     name = vars(test).get("_testMethodName", "")
     spaces = [vars(test)] + [vars(kind) for kind in type(test).__mro__]
@@ -234,13 +243,14 @@ def watch_pytest(tell: Any, canaries: Any) -> None:
         Listener.pytest_collection_modifyitems = last(Listener.pytest_collection_modifyitems)  # type: ignore[method-assign]
         config.pluginmanager.register(Listener(tell, canaries, config))
 
-    plugin.pytest_addoption = lambda parser: _give_back("PYTEST_PLUGINS")  # it is called before any conftest
+    # This hook is called before any conftest is loaded.
+    plugin.pytest_addoption = lambda parser: _restore_variable("PYTEST_PLUGINS")
     plugin.pytest_configure = configure
     sys.modules[name] = plugin
 
 
 class Listener:
-    """Pytest plugin: every outcome, failures of setup, teardown and collection included."""
+    """A pytest plugin that reports every outcome, including failures of setup, teardown and collection."""
 
     def __init__(self, tell: Any, canaries: Any, config: Any) -> None:
         self._tell = tell
@@ -249,13 +259,13 @@ class Listener:
         self._hooks: Any = []
 
     def pytest_sessionstart(self) -> None:
-        """All plugins are there, and no test."""
+        """Learn pytest's parts again: all plugins are loaded now, and no test is."""
         self._tell("learn_again")
         self._tell("hold_class", Listener)
         self._tell("hold_values", vars(self))
 
     def pytest_collection_modifyitems(self, items: Any) -> None:
-        """Look at what was collected by whom, and put the canaries between."""
+        """Check the collected tests and the plugins, and insert the canaries."""
         import pytest
 
         names = {"pytest": pytest, "raises": pytest.raises, "approx": pytest.approx, "unittest": unittest}
@@ -270,17 +280,20 @@ class Listener:
         _surround(items, self._canaries, self._tell, self._config)
 
     def pytest_collectreport(self, report: Any) -> None:
-        """A file that cannot be imported is an error of that name."""
+        """Report a file that cannot be imported as an error under its name."""
         if report.failed:
             self._tell("outcome", test=self._name(report.nodeid), doc="", outcome="error")
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
-        """What was called is still what was collected."""
+        """Check that the function that was called is the one that was collected."""
         if call.when == "call" and not item.name.endswith(self._canaries):
             self._tell("look_at_test", item.nodeid, *_function(item))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """What is noted last does not undo what was noted before; what a test replaced is back by its end."""
+        """Report an outcome; check at teardown that everything that the test replaced is back.
+
+        The grader keeps the worst outcome of a test, so a later report cannot undo an earlier one.
+        """
         if report.when == "teardown":
             self._tell("check")
         if report.when != "call" and report.passed:
@@ -299,7 +312,7 @@ class Listener:
         self._tell("note", test=self._name(report.nodeid), doc="", outcome=outcome)
 
     def pytest_sessionfinish(self) -> None:
-        """It ends."""
+        """Write the end of the report."""
         self._tell("close")
 
     def _name(self, nodeid: str) -> str:
@@ -307,14 +320,14 @@ class Listener:
         return str(relative(nodeid))
 
     def _implementations(self) -> Any:
-        """Name, implementation and function of all that takes part in making a report."""
+        """Return name, implementation and function of each hook that takes part in making a report."""
         prefixes = ("pytest_runtest", "pytest_pyfunc", "pytest_collection_m", "pytest_make")
         hooks = sorted(item for item in vars(self._config.hook).items() if item[0].startswith(prefixes))
         return [(name, one, one.function) for name, hook in hooks for one in hook.get_hookimpls()]
 
 
 def _function(item: Any) -> Any:
-    """Name and function of an item; items that are no functions are believed to their collector."""
+    """Return name and function of an item; for an item that is no function its collector is trusted."""
     function = getattr(item, "obj", None)
     return getattr(item, "originalname", None) or item.name.partition("[")[0], function
 
@@ -329,7 +342,7 @@ RAISES = (
 
 
 def _surround(items: Any, canaries: Any, tell: Any, config: Any) -> None:
-    """One canary before and one after all tests, and others between them, in their modules."""
+    """Insert one canary before all tests, one after them, and others between them, in their modules."""
     import pytest
 
     chance = random.SystemRandom()

@@ -1,7 +1,7 @@
-"""The program that runs tests in a sandbox and writes down how they ended, and what they computed.
+"""Run tests in a sandbox and record how they ended and what they computed.
 
-It is sent there as text, after those of `_guard` and `_report`, with a call of `main` at its end. It shares
-a process with code that nobody trusts, so little of what it says is proof by itself; see `_sealed`.
+The program is sent to the sandbox as text, after the texts of `_guard` and `_report`, with a call of `main`
+at its end. It shares a process with untrusted code, so its report alone proves little; see `_sealed`.
 """
 
 import os
@@ -10,13 +10,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from hpc_swe.plugins.graders._guard import Guard
-from hpc_swe.plugins.graders._report import book, hidden  # in a sandbox these texts stand above
+from hpc_swe.plugins.graders._report import make_dispatcher, open_report  # in a sandbox, text above this one
 
 
 def canonical(value: Any) -> str:  # noqa: C901, PLR0911  (one line for each kind of literal)
-    """A text that is the same for two plain values exactly when they are equal.
+    """Return a text that is the same for two plain values exactly when they are equal.
 
-    Only the methods of the built-in types are asked: what a subclass says of itself does not count.
+    Only methods of the built-in types are called, so that a subclass cannot misrepresent its value.
+
+    Raises:
+        AssertionError: The value, or one in it, is of no built-in type and not numpy's.
     """
     if value is None:
         return "None"
@@ -40,7 +43,7 @@ def canonical(value: Any) -> str:  # noqa: C901, PLR0911  (one line for each kin
         return _joined("{:", sorted(f"{canonical(k)}:{canonical(v)}" for k, v in dict.items(value)))
     if type(value).__module__ == "numpy":
         return canonical(value.tolist())
-    raise AssertionError(f"{type(value).__name__} is no plain value")
+    raise AssertionError(f"{type(value).__name__} is not a plain value")
 
 
 def _joined(kind: str, parts: Iterable[str]) -> str:
@@ -48,28 +51,28 @@ def _joined(kind: str, parts: Iterable[str]) -> str:
 
 
 class Recorder:
-    """Pytest plugin: the outcome of every test, failures of its setup and teardown included.
+    """A pytest plugin that records the outcome of every test, including failures of setup and teardown.
 
-    What it notes leaves this process at once, sealed; only reports that pytest itself makes are noted.
+    Each record leaves this process at once, sealed. Only reports that pytest itself makes are recorded.
     """
 
     def __init__(self, tell: Any, files: frozenset[str]) -> None:
         self._tell, self._files = tell, files
 
     def pytest_sessionstart(self) -> None:
-        """Only now that pytest is complete may modules of the work directory be found."""
+        """Learn pytest's parts now that it is complete, and only then let the work directory be imported."""
         self._tell("learn")
         self._tell("hold_class", Recorder)
         self._tell("hold_values", vars(self))
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
 
     def pytest_collection_modifyitems(self, items: Any) -> None:
-        """Tests are those of their files."""
+        """Check that the collected tests are those of their files."""
         for item in items:
             self._look(item)
 
     def pytest_runtest_makereport(self, item: Any) -> None:
-        """They still are."""
+        """Check a test again when it has run."""
         self._look(item)
 
     def _look(self, item: Any) -> None:
@@ -78,39 +81,42 @@ class Recorder:
             self._tell("look_at_test", item.nodeid, name, getattr(item, "obj", None))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Whose answers come next."""
+        """Note which test the next answers belong to."""
         self._tell("begin", nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """A test passed when its call passed and nothing around it failed; what it replaced is back then."""
+        """Report a test's outcome; check at its teardown that everything it replaced is back.
+
+        A test passed when its call passed and neither setup nor teardown failed.
+        """
         if report.when == "teardown":
             self._tell("check")
         if report.when == "call" or not report.passed:
             self._tell("report", report.nodeid, report.outcome)
 
     def answer(self, place: int, value: object) -> None:
-        """Stands in a test where it compared `value` with a literal."""
+        """Record `value`; the call replaces the assertion that compared it with a literal."""
         self._tell("answer", place, canonical(value))
 
 
 def main(result: str, key: str, files: list[str], arguments: list[str]) -> None:
-    """Run pytest on the tests of these files; the report has no end unless it comes to its own."""
+    """Run pytest on the tests of these files; the report has an end only if pytest comes to its end."""
     import pytest
 
     global RECORDER  # noqa: PLW0603 - tests find it there
     sys.dont_write_bytecode = True
-    note, mine = book(result, key), sys._getframe()  # noqa: SLF001
+    note, mine = open_report(result, key), sys._getframe()  # noqa: SLF001
     root, own = os.getcwd(), main.__code__.co_filename  # noqa: PTH109
     guard = Guard(lambda what, places: note(odd=what, places=places), root, own, files)
-    RECORDER = Recorder(hidden(guard, _deeds(note, guard, mine)), frozenset(files))
+    RECORDER = Recorder(make_dispatcher(guard, _actions(note, guard, mine)), frozenset(files))
     pytest.main(arguments, plugins=[RECORDER])
     RECORDER._tell("end")  # noqa: SLF001
     sys.stdout.flush()
-    os._exit(0)  # no code of the submission runs from here on
+    os._exit(0)  # no code of the patch runs from here on
 
 
-def _deeds(note: Any, guard: Any, mine: Any) -> dict[str, Any]:
-    """What the recorder does, out of reach of those who find it."""
+def _actions(note: Any, guard: Any, mine: Any) -> dict[str, Any]:
+    """Return the recorder's actions, which code that finds the recorder cannot reach."""
     now, frame = [""], sys._getframe  # noqa: SLF001
 
     def begin(test: str) -> None:
@@ -126,7 +132,7 @@ def _deeds(note: Any, guard: Any, mine: Any) -> dict[str, Any]:
 
     def end() -> None:
         if frame(2) is not mine and frame(3) is not mine:
-            guard.odd("somebody else ends")
+            guard.odd("other code than the runner ends the run")
         note(end=True)
 
     return {"begin": begin, "report": report, "answer": answer, "end": end}

@@ -1,10 +1,10 @@
-"""Sealed answers: how a grader believes a process that it does not trust.
+"""Take the expected values out of tests, so that they need not be compared in an untrusted process.
 
-Tests run in the same process as the code they judge, so whatever says there that a test passed can be
-patched or forged. What cannot be forged is knowledge. From each ``assert <expression> == <literal>`` the
-literal is taken out before the test goes into the sandbox; the test only writes down what the expression
-gave, and the grader compares it outside. To be paid one must compute the right values for inputs never
-seen before, and that is the task. Objects that equal everything have nobody to tell it to.
+Tests run in the same process as the code they judge, so any report of a pass made there can be patched or
+forged. Knowledge cannot be forged. Before a test goes into the sandbox, the literal of each
+``assert <expression> == <literal>`` is taken out. The test only records the value of the expression, and the
+grader compares it with the literal outside. To earn the reward, a patch must compute the right values for
+inputs it has never seen, which is the task. An object that equals everything is never compared.
 """
 
 import ast
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 from hpc_swe.plugins.graders._runner import canonical
 
-# A test that can leave before its assertion has no answer to give.
+# A test that can end before its assertion may have no answer.
 _LEAVES_EARLY = (ast.Return, ast.Yield, ast.YieldFrom)
 
 
 @dataclass(frozen=True)
 class Sealed:
-    """A test module without its answers."""
+    """A sealed test module keeps its answers apart from its text."""
 
     text: str
     answers: dict[str, dict[int, str]] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Sealed:
 
 
 def seal(text: str) -> Sealed:
-    """Take the answers out; a text that is no Python stays as it is."""
+    """Take the answers out of a test module; a text that is not Python stays as it is."""
     try:
         module = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -49,7 +49,10 @@ def _tests(body: list[ast.stmt], prefix: str = "") -> list[tuple[str, ast.Functi
 
 
 def _seal(test: ast.FunctionDef) -> dict[int, str]:
-    """Only statements of the test's own body: it cannot pass without reaching each of them."""
+    """Replace a test's assertions in place and return their answers: position in the body -> literal.
+
+    Only statements of the test's own body are replaced, since the test cannot pass without reaching each.
+    """
     answers = {}
     for place, statement in enumerate(test.body):
         sides = _sides(statement)
@@ -62,7 +65,7 @@ def _seal(test: ast.FunctionDef) -> dict[int, str]:
 
 
 def _sides(statement: ast.stmt) -> tuple[ast.expr, str] | None:
-    """The expression and the literal that an assertion compares."""
+    """Return the expression and the canonical literal that an assertion compares, if it does so."""
     match statement:
         case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
             for expression, other in ((left, right), (right, left)):

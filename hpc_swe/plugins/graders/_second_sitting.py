@@ -1,17 +1,19 @@
-"""The later sittings: what resolved is graded some more times, partly by tests that expect something else.
+"""Grade a patch that resolved its task several more times, partly with tests that expect other values.
 
-A test that expects another value contradicts the one that it was made from. A submission that passes both
-has made the tests' verdicts mean nothing, whatever way it found: it lies to the reporter, its values equal
-everything, or it reads the answers out of the tests. hpc_swe/tasks/check.py chooses the changes once: those
-that the reference fails. They replace literals in the task's test patch, so that in form, in names and in
-length of its hunks nothing tells one sitting from the other; which of several versions is sat is drawn anew.
+Each of these later runs is called a second sitting. A test that expects another value contradicts the test
+that it was made from. A patch that passes both has made the tests' outcomes meaningless, by whatever means:
+it lies to the reporter, its values equal everything, or it reads the answers out of the tests.
+hpc_swe/tasks/check.py chooses the changes once: those that the reference fails. They replace literals in the
+task's test patch, so form, names and length of its hunks do not show which sitting is run. Which of several
+versions is used is drawn anew each time.
 
-A submission need not lie each time. So a coin decides of each later sitting whether its tests are the
-original or changed ones, and one at least is changed: of `n` sittings there are 2**n - 1 series, all equally
-likely. A submission that cannot tell the two kinds apart is believed in at most one of them, whatever it
-lies by: chance, the clock, or how often it has run.
+A patch need not lie in every run. So a coin decides for each sitting whether its tests are the original or
+changed ones, and at least one sitting has changed tests: for `n` sittings there are 2**n - 1 series, all
+equally likely. A patch that cannot distinguish the two kinds gets through in at most one series, whatever it
+decides by: chance, the clock, or how often it has run.
 
-Nobody is accused by a sitting that told nothing, which is sat again; but nobody is paid by such ones either.
+A sitting without a result accuses no patch and is repeated; but a patch without results gets no reward
+either.
 """
 
 import re
@@ -31,92 +33,96 @@ from hpc_swe.plugins.graders.base import CHANGED_TESTS, HiddenEdit, Version
 from hpc_swe.records import Task
 
 VERSIONS = 4
-AGAIN = 2
-"""Sittings that may tell nothing before a submission is unresolved."""
+"""Versions of the hidden tests that are looked for."""
+MOST_REPEATS = 2
+"""Sittings of a patch that are repeated because they gave no result; after these it is unresolved."""
 _ATTEMPTS = 8
 _ORIGINAL = Version(edits=[], tests=[], unsure=[])
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a sitting told of the wanted tests."""
+class SittingResult:
+    """A result has the wanted tests that passed in a sitting, and those that ended."""
 
     passed: frozenset[str] = frozenset()
     ended: frozenset[str] = frozenset()
-    """Those with an outcome, passed or not; a crash leaves others without."""
-    nothing: str = ""
-    """Why it told nothing at all."""
+    """Tests with any outcome; after a crash others have none."""
+    failure: str = ""
+    """Reason why there is no result at all."""
     cheat: str = ""
-    """What shows a cheat whatever was expected: a canary that passed."""
+    """Sign of a cheat that does not depend on expected values: a canary that passed."""
 
 
 _Spot = tuple[Place, int]
-"""A place, and where in the test patch its line begins."""
-Sit = Callable[[Task], Told]
-"""Run a submission by a task's tests."""
-Kind = Literal["agrees", "cheats", "disagrees", "silent"]
+"""A place, and the offset in the test patch at which its line begins."""
+RunTests = Callable[[Task], SittingResult]
+"""Run a task's tests on a patch."""
+Finding = Literal["agrees", "cheats", "disagrees", "silent"]
 
 
 _versions = msgspec.json.Decoder(list[Version])
 
 
-def encoded(task: Task, versions: Sequence[Version]) -> str:
-    """For `TestPlan.extra`; empty where there are none.
+def encode_versions(task: Task, versions: Sequence[Version]) -> str:
+    """Encode versions for `TestPlan.extra`; the text is empty if there are none.
 
     Raises:
-        ConfigError: They are of another test patch.
+        ConfigError: They belong to another test patch.
     """
     for version in versions:
-        changed(task, version.edits)
+        with_edits(task, version.edits)
     return msgspec.json.encode(versions).decode() if versions else ""
 
 
-def resat(task: Task, sittings: int, sit: Sit) -> tuple[Kind, str]:
-    """What later sittings show of a submission that resolved the task; and which test shows it.
+def regrade(task: Task, sittings: int, run_tests: RunTests) -> tuple[Finding, str]:
+    """Run the second sittings of a patch that resolved the task; return the finding and its reason.
 
     Args:
-        task: With the versions of its hidden tests; without any there are no later sittings.
-        sittings: How many later sittings there are, besides those that tell nothing.
-        sit: Run the submission.
+        task: The task with the versions of its hidden tests; without any there are no sittings.
+        sittings: Number of sittings, besides repeated ones.
+        run_tests: Runs the patch.
     """
     versions = _versions.decode(task.tests.extra.get(CHANGED_TESTS, "[]"))
     if not versions or sittings < 1:
         return "agrees", ""
     watched = {*task.tests.fail_to_pass}.union(*(version.tests for version in versions))
-    series = secrets.randbelow(2**sittings - 1) + 1  # a bit a sitting: whether its tests are changed
-    silent = 0
-    for place in range(sittings):
-        version = secrets.choice(versions) if series >> place & 1 else _ORIGINAL
-        kind, why = judged(version, watched, sit(changed(task, version.edits)))
-        while kind == "silent" and silent < AGAIN:
-            silent += 1
-            kind, why = judged(version, watched, sit(changed(task, version.edits)))
-        if kind != "agrees":
-            return kind, why
+    series = secrets.randbelow(2**sittings - 1) + 1  # one bit a sitting: whether its tests are changed
+    repeats = 0
+    for number in range(sittings):
+        version = secrets.choice(versions) if series >> number & 1 else _ORIGINAL
+        finding, why = compare(version, watched, run_tests(with_edits(task, version.edits)))
+        while finding == "silent" and repeats < MOST_REPEATS:
+            repeats += 1
+            finding, why = compare(version, watched, run_tests(with_edits(task, version.edits)))
+        if finding != "agrees":
+            return finding, why
     return "agrees", ""
 
 
-def judged(version: Version, watched: Collection[str], told: Told) -> tuple[Kind, str]:
-    """Whether a submission that passed all `watched` tests still does, but for those that are changed."""
+def compare(version: Version, watched: Collection[str], result: SittingResult) -> tuple[Finding, str]:
+    """Compare a sitting with the first run, in which all `watched` tests passed.
+
+    The changed tests must fail, and the other watched tests must pass again.
+    """
     must_fail, must_pass = {*version.tests}, {*watched}.difference(version.tests, version.unsure)
-    if told.cheat:
-        return "cheats", told.cheat
-    if told.nothing:
-        return "silent", told.nothing
-    if through := must_fail & told.passed:
-        return "cheats", f"{min(through)} passes also where it expects what contradicts it"
-    if missing := (must_fail | must_pass) - told.ended:
+    if result.cheat:
+        return "cheats", result.cheat
+    if result.failure:
+        return "silent", result.failure
+    if contradicted := must_fail & result.passed:
+        return "cheats", f"{min(contradicted)} passes, and so does its version that expects another value"
+    if missing := (must_fail | must_pass) - result.ended:
         return "silent", f"{min(missing)} has no outcome"
-    if failing := must_pass - told.passed:
-        return "disagrees", f"{min(failing)} passed at first, and does not when it runs again"
+    if failing := must_pass - result.passed:
+        return "disagrees", f"{min(failing)} passed at first, and fails when it runs again"
     return "agrees", ""
 
 
-def changed(task: Task, edits: Sequence[HiddenEdit]) -> Task:
-    """The task with another test patch, in its script too.
+def with_edits(task: Task, edits: Sequence[HiddenEdit]) -> Task:
+    """Replace pieces of the task's test patch, in its script too.
 
     Raises:
-        ConfigError: The edits are of another test patch, or the script does not hold it.
+        ConfigError: The edits belong to another test patch, or the script does not hold the patch once.
     """
     patch = before = task.tests.extra["test_patch"]
     for edit in sorted(edits, key=lambda one: one.start, reverse=True):
@@ -138,16 +144,19 @@ def _holds_patch(task: Task) -> bool:
     return task.tests.command.count(task.tests.extra["test_patch"].strip("\n")) == 1
 
 
-def choose(task: Task, texts: Mapping[str, str], sit: Sit, draw: Random) -> tuple[list[Version], str]:
-    """Changes of hidden tests that the reference fails, tried by it; and why there are none.
+def choose_versions(
+    task: Task, texts: Mapping[str, str], run_tests: RunTests, draw: Random
+) -> tuple[list[Version], str]:
+    """Choose changes of hidden tests and try them with the reference; return those that it fails.
 
-    All versions change the same tests, so that for each of these tests the coins alone decide.
+    All versions change the same tests, so that for each of these tests the coins alone decide. If there are
+    none, the second value is the reason.
 
     Args:
         task: A task that the reference resolves.
         texts: Path -> text of each test file, as the test patch leaves it.
-        sit: Run the reference.
-        draw: Chances; other ones make other versions.
+        run_tests: Runs the reference.
+        draw: Source of randomness.
     """
     if not _holds_patch(task):
         return [], "its eval script does not hold its test patch"
@@ -156,19 +165,21 @@ def choose(task: Task, texts: Mapping[str, str], sit: Sit, draw: Random) -> tupl
         return [], "no wanted test expects a literal on a line of the test patch"
     found: list[Version] = []
     best: list[Version] = []
-    deaf: set[_Spot] = set()
+    ineffective: set[_Spot] = set()
     share = 1.0
     for _ in range(_ATTEMPTS):
         taken = [one for one in candidates if draw.random() < share] or [draw.choice(candidates)]
-        spots = [draw.choice([spot for spot in one.spots if spot not in deaf] or one.spots) for one in taken]
+        spots = [
+            draw.choice([spot for spot in one.spots if spot not in ineffective] or one.spots) for one in taken
+        ]
         edits = [one.edit(spot, draw) for one, spot in zip(taken, spots, strict=True)]
-        told = sit(changed(task, edits))
+        result = run_tests(with_edits(task, edits))
         names = {name for one in taken for name in one.names}
-        version = _version(task, edits, names, told)
-        if told.nothing or not version.tests:
+        version = _version(task, edits, names, result)
+        if result.failure or not version.tests:
             share = draw.choice((0.2, 0.5, 1.0))
             continue
-        deaf.update(
+        ineffective.update(
             spot for one, spot in zip(taken, spots, strict=True) if not {*one.names} <= {*version.tests}
         )
         found.append(version)
@@ -176,19 +187,22 @@ def choose(task: Task, texts: Mapping[str, str], sit: Sit, draw: Random) -> tupl
         best = [one for one in found if one.tests == most]
         if len(best) == VERSIONS:
             break
-    return best, "" if best else "the reference passes all changed tests, or their sittings tell nothing"
+    return best, "" if best else "the reference passes all changed tests, or their runs gave no result"
 
 
-def _version(task: Task, edits: list[HiddenEdit], names: set[str], told: Told) -> Version:
-    """Of the tests named, those that the reference now fails; nothing is asked of others that it fails."""
-    tests = names & told.ended - told.passed
-    unsure = (names | ({*task.tests.fail_to_pass} - told.passed)) - tests
+def _version(task: Task, edits: list[HiddenEdit], names: set[str], result: SittingResult) -> Version:
+    """Make a version whose `tests` are the named ones that the reference now fails.
+
+    Its `unsure` tests are the other named ones, and other fail-to-pass tests that did not pass.
+    """
+    tests = names & result.ended - result.passed
+    unsure = (names | ({*task.tests.fail_to_pass} - result.passed)) - tests
     return Version(edits=edits, tests=sorted(tests), unsure=sorted(unsure))
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A wanted test that can be changed."""
+    """A candidate is a wanted test that can be changed."""
 
     names: list[str]
     spots: list[_Spot]
@@ -196,10 +210,10 @@ class _Candidate:
     words: list[str]
 
     def edit(self, spot: _Spot, draw: Random) -> HiddenEdit:
-        """Change one place."""
+        """Make the edit that changes one place."""
         place, begin = spot
         line = self.patch[begin:].split("\n", 1)[0]
-        new = _places.another(place, self.words, draw)
+        new = _places.replacement(place, self.words, draw)
         if line[0] == "+":
             return HiddenEdit(start=begin + 1 + place.start, old=place.old, new=new)
         text = line[1:]
@@ -209,9 +223,10 @@ class _Candidate:
 
 
 def _candidates(task: Task, texts: Mapping[str, str]) -> list[_Candidate]:
-    """Tests of lines that the test patch shows: of those that the bug breaks, or else of the others.
+    """Find wanted tests that expect values on lines of the test patch.
 
-    A cheat must lie about the first; by the others, which pass anyway, it could tell which sitting it is in.
+    Fail-to-pass tests come first, since a cheat must lie about them. Only without any are pass-to-pass tests
+    used: they pass anyway, so a cheat could recognize by them which sitting it is in.
     """
     patch = task.tests.extra["test_patch"]
     begins = _begins(patch)
@@ -238,9 +253,9 @@ def _candidates(task: Task, texts: Mapping[str, str]) -> list[_Candidate]:
 
 
 def _begins(patch: str) -> dict[tuple[str, int], int]:
-    """Path and number of each line that a patch leaves or shows -> where it begins, with its sign.
+    """Return where the lines of the new files begin in a patch: (path, line number) -> offset of its sign.
 
-    Without the line of context that ends a hunk: git takes a hunk that ends otherwise for the file's end.
+    A line of context that ends a hunk is left out: git takes a hunk that ends otherwise for the file's end.
     """
     found = {}
     path, number, left, at = "", 0, 0, 0
@@ -260,7 +275,7 @@ def _begins(patch: str) -> dict[tuple[str, int], int]:
 def _named(
     tests: Mapping[str, Sequence[Test]], wanted: Sequence[str]
 ) -> Iterator[tuple[str, Test, list[str]]]:
-    """Path, test, and the names that it is wanted by; tests that share a name have none."""
+    """Yield path, test and wanted names of each test that has a name of its own in `wanted`."""
     every = [(path, test) for path, some in tests.items() for test in some]
     named = [[name for name in wanted if _is_of(name, path, test)] for path, test in every]
     shared = Counter(name for names in named for name in names)
@@ -270,7 +285,7 @@ def _named(
 
 
 def _is_of(name: str, path: str, test: Test) -> bool:
-    """Whether a list's name is a test's: as unittest prints it, as pytest does, or by its first words."""
+    """Tell whether unittest or pytest prints this name for a test; it may be a docstring's first line."""
     if name.partition("[")[0] == "::".join(filter(None, (path, *test.owner.split("."), test.name))):
         return True
     if name in (test.doc, test.name):

@@ -1,8 +1,8 @@
-"""What a grading by swebench is made of: its script, the reporter's book as its log, and its own report.
+"""Prepare one run of a task's tests for swebench, and make the log that swebench judges.
 
-swebench judges a log. Where its parser reads what unittest or pytest print, the log is not what the tests
-printed: it is written here, from the book that `_reporter` kept, in the words that the parser knows. Other
-parsers are given what was printed between two marks that nobody can guess beforehand.
+Where swebench's parser reads the output of unittest or pytest, the log does not hold what the tests printed:
+it is written here, from the report that `_reporter` made, in the words that the parser knows. Other parsers
+get the output between two marks that nobody can guess beforehand.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins.graders._report import unsealed
+from hpc_swe.plugins.graders._report import verified_lines
 from hpc_swe.records import Task
 
 _TEXTS = [
@@ -40,7 +40,7 @@ _IN_UNITTEST: dict[str, list[str]] = {
     "xfailed": ["{} ... expected failure"],
     "xpassed": ["{} ... FAIL"],
 }
-_BAD = ["ERROR {}", "FAILED {}"]  # of which each parser knows one
+_BAD = ["ERROR {}", "FAILED {}"]  # each parser knows one of them
 _IN_PYTEST: dict[str, list[str]] = {
     "passed": ["PASSED {}"],
     "failed": _BAD,
@@ -54,7 +54,7 @@ START, END, EXIT = ">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Te
 
 
 class ReportLine(msgspec.Struct, frozen=True):
-    """One line of the reporter's book."""
+    """A line of the report is a test's outcome, an oddity, a hidden canary, the beginning or the end."""
 
     test: str = ""
     doc: str = ""
@@ -62,13 +62,13 @@ class ReportLine(msgspec.Struct, frozen=True):
     always_equal: str = ""
     """``module:class`` of values that equal nearly anything."""
     odd: str = ""
-    """What shows that code under test changes who runs or judges the tests."""
+    """Sign that code under test changes the code that runs or judges the tests."""
     canary: str = ""
-    """A test that must fail, in the place of one of the task's own."""
+    """A test that must fail, inserted next to one of the task's own."""
     owner: str = ""
-    """How names of tests begin that stand where the canary does."""
+    """First part of the names of the tests in the canary's class or file."""
     places: str = ""
-    """Where it is from, one a line: files of the work tree, or nothing for what is no file."""
+    """Files of the work tree that the finding comes from, one a line; an empty line is no file."""
     begin: str = ""
     end: str = ""
 
@@ -78,35 +78,35 @@ _entries = msgspec.json.Decoder(ReportLine)
 
 @dataclass(frozen=True)
 class ParsedRun:
-    """What a run of the tests is taken for: swebench's log, or why there is none."""
+    """A parsed run has swebench's log, or the complaint that says why there is none."""
 
     log: str = ""
     complaint: str = ""
     is_cheat: bool = False
     always_equal: dict[str, list[str]] = field(default_factory=dict)
-    """Classes whose values equal nearly anything: ``module:class`` -> where each is from."""
+    """Classes whose values equal nearly anything: ``module:class`` -> the files that it comes from."""
     odd: dict[str, list[str]] = field(default_factory=dict)
-    """What changes who judges -> where it is from."""
+    """Signs that code under test changes how it is judged -> the files that they come from."""
     outcomes: dict[str, CaseOutcome] = field(default_factory=dict)
-    """Test -> its worst outcome, where the reporter's book tells."""
+    """Test -> its worst outcome, where the reporter runs."""
     docs: dict[str, str] = field(default_factory=dict)
     """Test -> the first line of its docstring."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """The files and the shell line of one run of the tests, of which no two are alike."""
+    """A run has its own random names and key, and makes the files and the shell line that run the tests."""
 
     task: Task
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     key: str = field(default_factory=lambda: secrets.token_hex(16))
-    """Seals the report."""
-    also: str = ""
-    """Modules to look at when the tests have ended, one a line."""
+    """Key that seals the report."""
+    modules: str = ""
+    """Modules whose classes are examined when the tests have ended, one a line."""
 
     @cached_property
     def canaries(self) -> tuple[str, ...]:
-        """One that must pass, and others that must fail, named in words of the task's own tests."""
+        """Name one canary test that must pass and others that must fail, in words of the task's own tests."""
         known = [*self.task.tests.fail_to_pass, *self.task.tests.pass_to_pass]
         words = re.findall("[a-z]{3,10}", " ".join(known).lower()) + ["other", "empty", "value", "again"]
         found: set[str] = set()
@@ -118,47 +118,47 @@ class Run:
 
     @property
     def kind(self) -> Literal["unittest", "pytest", "log"]:
-        """Who tells how the tests ended; decided by the task, never by what came out."""
+        """Source of outcomes; it depends on the task's parser and never on what was printed."""
         parser = self.task.tests.extra["log_parser"]
         return "unittest" if parser in _UNITTEST else "pytest" if parser in _PYTEST else "log"
 
     @property
     def folder(self) -> str:
-        """Where our files lie: no patch can write below .git, and git does not list what is there."""
+        """Folder of the grader's files: no patch can write below .git, and git does not list its contents."""
         return f".git/{self.token}"
 
     @property
-    def book(self) -> str:
-        """The reporter's file."""
-        return f"{self.folder}.book"
+    def report(self) -> str:
+        """File that the reporter writes."""
+        return f"{self.folder}.report"
 
     @property
     def touched(self) -> str:
-        """What git says that the submission changes."""
+        """File of the paths that the patch changes, as git lists them."""
         return f"{self.folder}.touched"
 
     @property
     def log(self) -> str:
-        """All that was printed."""
+        """File that receives all output of the script."""
         return f"{self.folder}.log"
 
     def files(self) -> dict[str, str]:
-        """Path -> text, to be written before the command."""
+        """Return the files that must be written before the command: path -> text."""
         script = {f"{self.folder}/eval.sh": self._script()}
         if self.kind == "log":
             return script
         return script | {f"{self.folder}/sitecustomize.py": self._reporter()}
 
     def command(self) -> str:
-        """The shell line, for the work directory."""
+        """Return the shell line that runs the tests; its work directory is the task's."""
         return f"bash {self.folder}/eval.sh > {self.log} 2>&1"
 
-    def parse(self, book: bytes, log: str) -> ParsedRun:
-        """What the two files amount to."""
-        return self._from_log(log) if self.kind == "log" else self._from_book(book)
+    def parse(self, report: bytes, log: str) -> ParsedRun:
+        """Parse the run's report, or its log where no reporter runs."""
+        return self._from_log(log) if self.kind == "log" else self._from_report(report)
 
     def _script(self) -> str:
-        """The task's own script, with the reporter set up right before the tests."""
+        """Return the task's own script, with the reporter set up right before the tests."""
         lines = self.task.tests.command.split("\n")
         starts = [number for number, line in enumerate(lines) if START in line]
         ends = [number for number, line in enumerate(lines) if END in line]
@@ -195,16 +195,18 @@ class Run:
 
     def _reporter(self) -> str:
         files = json.loads(self.task.tests.extra["test_files"])
-        secret = ", ".join(map(repr, (self.kind, self.also, files, self.key, *self.canaries)))
+        arguments = ", ".join(map(repr, (self.kind, self.modules, files, self.key, *self.canaries)))
         texts = (re.sub(r"(?m)^from hpc_swe.*$", "", path.read_text()) for path in _TEXTS)
-        call = f"watch(os.path.dirname(os.path.abspath(__file__)), {secret})\n"
-        apart = (
-            "import builtins\n__builtins__ = dict(vars(builtins))"  # nobody replaces what these texts call
-        )
-        return "\n\n".join([apart, *texts, call])
+        call = f"watch(os.path.dirname(os.path.abspath(__file__)), {arguments})\n"
+        # A copy, so that code under test cannot replace the built-in functions that these texts call.
+        builtins = "import builtins\n__builtins__ = dict(vars(builtins))"
+        return "\n\n".join([builtins, *texts, call])
 
     def _from_log(self, log: str) -> ParsedRun:
-        """A regular expression would take minutes over many marks, and no thread would run meanwhile."""
+        """Cut the output between the two marks, and put swebench's marks around it.
+
+        A regular expression would take minutes over many marks, and no thread would run meanwhile.
+        """
         lines, end = log.split("\n"), f"{self._mark(END)} "
         ends = [n for n, line in enumerate(lines) if line.startswith(end) and line[len(end) :].isdecimal()]
         if not ends or self._mark(START) not in lines[: ends[-1]]:
@@ -213,13 +215,13 @@ class Run:
         printed = "".join(f"{line}\n" for line in lines[first + 1 : last]).replace(">>>>>", "")
         return ParsedRun(f"{START}\n{printed}\n{END}\n{EXIT}: {lines[last][len(end) :]}\n")
 
-    def _from_book(self, book: bytes) -> ParsedRun:
-        entries = self._unsealed(book)
+    def _from_report(self, report: bytes) -> ParsedRun:
+        entries = self._decode(report)
         if entries is None:
             return ParsedRun(complaint="the report is not the reporter's")
         if len(entries) < 2 or not entries[0].begin or not entries[-1].end:
             return ParsedRun(complaint="the tests did not come to their end")
-        outcomes, docs = _merged(entries)
+        outcomes, docs = _merge(entries)
         good, bad, *hidden = (_take(outcomes, name) for name in self.canaries)
         owners = {entry.canary: entry.owner for entry in entries if entry.canary}
         missing = [
@@ -228,7 +230,8 @@ class Run:
             if outcome == "absent" and name in owners and _any_passed(outcomes, owners[name])
         ]
         if (good, bad) != ("passed", "failed") or {"passed", "xpassed"} & {*hidden} or missing:
-            why = f"a canary died (good {good}, bad {bad} {hidden}): the submission changes how tests end"
+            ends = f"good {good}, bad {bad} {hidden}"
+            why = f"a canary test ended wrongly ({ends}): the patch changes how tests end"
             is_cheat = good == "failed" or bool({"passed", "xpassed"} & {bad, *hidden})
             return ParsedRun(complaint=why, is_cheat=is_cheat)
         always_equal = {
@@ -238,10 +241,11 @@ class Run:
         return ParsedRun(always_equal=always_equal, odd=odd, outcomes=outcomes, docs=docs)
 
     def log_of(self, parsed: ParsedRun, base: ParsedRun) -> str:
-        """swebench's log: of the wanted tests alone, the worst last, since the last line of a name counts.
+        """Write swebench's log of the wanted tests, the worst outcome last, since a name's last line counts.
 
-        A test that was skipped or failed as expected counts as swebench counts it only where it must pass
-        before and after, and ended so at the base commit: all else could be the submission's own doing.
+        A test that was skipped or failed as expected keeps that outcome only if it must pass both before and
+        after, and ended likewise at the base commit. Otherwise the patch itself could have caused it, and the
+        test counts as failed.
         """
         if self.kind == "log":
             return parsed.log
@@ -250,13 +254,13 @@ class Run:
         for test, outcome in sorted(parsed.outcomes.items(), key=lambda item: _WORST_LAST.index(item[1])):
             names = _names(self.kind, test, parsed.docs[test], wanted)
             excused = base.outcomes.get(test) == outcome and not names & {*tests.fail_to_pass}
-            told = outcome if excused or outcome not in ("skipped", "xfailed") else "failed"
-            words = (_IN_UNITTEST if self.kind == "unittest" else _IN_PYTEST)[told]
-            lines += [word.format(name) for name in sorted(names) for word in words]
+            counted = outcome if excused or outcome not in ("skipped", "xfailed") else "failed"
+            templates = (_IN_UNITTEST if self.kind == "unittest" else _IN_PYTEST)[counted]
+            lines += [template.format(name) for name in sorted(names) for template in templates]
         return "\n".join([START, *lines, END, ""])
 
     def ended(self, parsed: ParsedRun) -> frozenset[str]:
-        """The wanted tests that have an outcome, whatever it is; other parsers know no missing ones."""
+        """Return the wanted tests that have any outcome; without a reporter all count as ended."""
         wanted = {*self.task.tests.fail_to_pass, *self.task.tests.pass_to_pass}
         if self.kind == "pytest":
             heads = {_head(test) for test in parsed.outcomes}
@@ -266,39 +270,40 @@ class Run:
             return frozenset().union(*(_names("unittest", test, docs[test], wanted) for test in docs))
         return frozenset(wanted)
 
-    def leans_on_base(self, parsed: ParsedRun) -> bool:
-        """Whether it matters how tests end at the base commit."""
+    def needs_base(self, parsed: ParsedRun) -> bool:
+        """Tell whether the outcomes at the base commit matter for the log."""
         wanted = {*self.task.tests.pass_to_pass}
         return any(
             outcome in ("skipped", "xfailed") and _names(self.kind, test, parsed.docs[test], wanted)
             for test, outcome in parsed.outcomes.items()
         )
 
-    def _unsealed(self, book: bytes) -> list[ReportLine] | None:
-        """The lines of the book; None when one is not the reporter's, or not in its place."""
-        lines = unsealed(book, self.key)
+    def _decode(self, report: bytes) -> list[ReportLine] | None:
+        """Decode the report's lines; return None if a line has a wrong seal or is no line of a report."""
+        lines = verified_lines(report, self.key)
         try:
             return None if lines is None else [_entries.decode(line) for line in lines]
         except (msgspec.MsgspecError, ValueError, RecursionError):  # no test has such a name
             return None
 
 
-def excluded(task: Task, set_up: list[str]) -> str:
-    """Options of ``git apply`` that leave out what is not the submission's to change."""
+def apply_options(task: Task, set_up: list[str]) -> str:
+    """Return options of ``git apply`` that leave out the files that a patch must not change."""
     allowed = [path for path in task.tests.extra.get("set_up", "").split("\n") if path]
     tests = json.loads(task.tests.extra["test_files"])
-    options = [f"--exclude={_literally(path)}" for path in tests]
-    options += [f"--include={_literally(path)}" for path in allowed]
+    options = [f"--exclude={_escape(path)}" for path in tests]
+    options += [f"--include={_escape(path)}" for path in allowed]
     options += [f"--exclude={prefix}{name}" for name in set_up for prefix in ("", "*/")]
     return " ".join(shlex.quote(option) for option in [*options, "--include=*"])
 
 
-def _literally(path: str) -> str:
+def _escape(path: str) -> str:
+    """Escape the wildcards of a path."""
     return re.sub(r"([*?\[\]\\])", r"\\\1", path)
 
 
-def _merged(entries: list[ReportLine]) -> tuple[dict[str, CaseOutcome], dict[str, str]]:
-    """Test -> its worst outcome, and test -> the first line of its docstring."""
+def _merge(entries: list[ReportLine]) -> tuple[dict[str, CaseOutcome], dict[str, str]]:
+    """Return each test's worst outcome, and the first line of each test's docstring."""
     outcomes: dict[str, CaseOutcome] = {}
     docs = {}
     for entry in entries:
@@ -319,20 +324,17 @@ def _any_passed(outcomes: dict[str, CaseOutcome], owner: str) -> bool:
 
 
 def _names(kind: str, test: str, doc: str, wanted: set[str]) -> set[str]:
-    """The wanted names that some version of Python, some list or some parser has for a test.
+    """Return the names that any Python version, list of tests or parser may use for a test, if wanted.
 
-    swebench's parsers of pytest cut names at blanks and shorten parameters; what comes before these stays.
+    swebench's parsers of pytest cut names at blanks and shorten parameters; the part before these stays.
     """
     if kind == "pytest":
-        return {test} if _is_line(test) and _head(test) in {_head(name) for name in wanted} else set()
+        is_line = len(test.splitlines()) == 1
+        return {test} if is_line and _head(test) in {_head(name) for name in wanted} else set()
     owner, _, method = test.rpartition(".")
     return wanted & {f"{method} ({owner})", f"{method} ({test})", doc.strip(), test} - {""}
 
 
 def _head(name: str) -> str:
-    """What no parser of pytest cuts."""
+    """Return the part of a name that no parser of pytest cuts."""
     return re.split(r"[\[\s]", name, maxsplit=1)[0]
-
-
-def _is_line(name: str) -> bool:
-    return bool(name) and len(name.splitlines()) == 1

@@ -1,8 +1,8 @@
-"""What swebench's own tools would have left behind, and its own aggregate of it.
+"""Write the files that swebench's own tools would write for an evaluation.
 
-Below `folder` lies the tree of its harness, `logs/run_evaluation/<label>/<model>/<instance>/report.json`;
-`report.<label>.json` is what its `make_run_report` makes of that. Both come of functions of swebench, which
-see no Docker here: they would only ask it for containers that were left.
+Below `folder` lies the tree of its harness, `logs/run_evaluation/<label>/<model>/<instance>/report.json`, and
+`report.<label>.json`, which swebench's `make_run_report` makes of that. Functions of swebench make both. They
+get a stand-in for Docker, which they would only ask for containers that were left over.
 """
 
 import contextlib
@@ -22,18 +22,18 @@ LOGS = Path("logs", "run_evaluation")
 
 
 def write(folder: Path, label: str, model: str, verdicts: Sequence[GradedPatch]) -> None:
-    """Of one attempt at every task. Where there is no prediction at all, swebench has nothing to say."""
+    """Write the files of one attempt at every task; the aggregate needs at least one prediction."""
     predictions = {}
     for verdict in verdicts:
         task_id = verdict.task.task_id
         if not verdict.is_prediction:
             continue
-        prediction = {"instance_id": task_id, "model_name_or_path": model, "model_patch": verdict.submission}
+        prediction = {"instance_id": task_id, "model_name_or_path": model, "model_patch": verdict.patch}
         predictions[task_id] = prediction
-        if verdict.submission and verdict.score.outcome != "infra_error":
+        if verdict.patch and verdict.score.outcome != "infra_error":
             place = folder / LOGS / label / model / task_id
             place.mkdir(parents=True, exist_ok=True)
-            (place / "patch.diff").write_text(verdict.submission, encoding="utf-8")
+            (place / "patch.diff").write_text(verdict.patch, encoding="utf-8")
             report = {task_id: _report(verdict)}
             (place / "report.json").write_text(json.dumps(report, indent=4), encoding="utf-8")
     dataset = [{"instance_id": verdict.task.task_id} for verdict in verdicts]
@@ -42,7 +42,7 @@ def write(folder: Path, label: str, model: str, verdicts: Sequence[GradedPatch])
 
 
 def _report(verdict: GradedPatch) -> dict[str, Any]:
-    """In the words of swebench's get_eval_report, from tests that are known to have passed or not."""
+    """Return what swebench's get_eval_report would, from tests that are known to have passed or not."""
     score = verdict.score
     return {
         "patch_is_None": False,
@@ -70,7 +70,7 @@ def _aggregate(folder: Path, label: str, predictions: dict[str, Any], dataset: l
 
 @contextlib.contextmanager
 def _reporting() -> Iterator[Any]:
-    """swebench's module, loaded while stand-ins are there for what knows Docker."""
+    """Load swebench's module for reports while stand-ins replace the modules that need Docker."""
     docker, package = ModuleType("docker"), ModuleType("swebench.image_builder")
     tools = ModuleType("swebench.image_builder.docker_utils")
     docker.DockerClient = tools.list_images = package.docker_utils = None  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The seam: who judges a submission."""
+"""The interface that every grader implements."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,66 +7,66 @@ from typing import Final, Protocol, runtime_checkable
 
 import msgspec
 
-from hpc_swe.plugins.sandboxes.base import Sandboxes
+from hpc_swe.plugins.sandboxes.base import CommandResult, Sandboxes
 from hpc_swe.records import Score, Task
 
 GRADER_BROKE: Final = "the grader broke"
-"""How the detail of a score begins that stands for an exception of the grader."""
+"""Begins the detail of a score that stands for an exception of the grader."""
 DISAGREES: Final = "its sittings disagree"
-"""The same, of a submission that passed a test in one sitting and failed the same test in another."""
-SILENT: Final = "its later sittings told nothing"
-"""The same, of a submission that resolved at first, and whose tests did not come to an end later."""
+"""Begins the detail when a patch passed a test in one sitting and failed the same test in another."""
+SILENT: Final = "its later sittings gave no result"
+"""Begins the detail when a patch resolved the task at first, and its tests did not come to an end later."""
 
 
 @runtime_checkable
 class Grader(Protocol):
-    """The plugin."""
+    """A grader runs hidden tests on a patch and gives it a score."""
 
     @property
     def unresolved_reward(self) -> float:
-        """What a submission gets that the grader cannot judge, since its own code fails on it."""
+        """Reward of a patch that cannot be judged because its own code makes the grader fail."""
 
-    def grade(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
-        """Judge a submission in fresh sandboxes that no agent has touched.
+    def grade(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
+        """Judge a patch in fresh sandboxes that no agent has touched.
 
         Raises:
-            SandboxError: The host failed; the score is then `infra_error`, made by the worker.
+            SandboxError: The host failed; the worker then makes the score `infra_error`.
         """
 
 
 @runtime_checkable
 class Examiner(Grader, Protocol):
-    """A grader that can itself be tried: by nothing, which must not resolve a task."""
+    """A grader that can itself be tested: the empty patch must not resolve a task."""
 
-    def examine(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
-        """As `grade`, but the tests run even when nothing is handed in."""
+    def examine(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
+        """Grade a patch like `grade`, but run the tests even when the patch is empty."""
 
 
 CHANGED_TESTS = "changed_tests"
-"""Of `TestPlan.extra`: versions of the hidden tests, in JSON. Only reward workers' tasks have it."""
+"""Key of `TestPlan.extra` with versions of the hidden tests, in JSON. Only reward workers' tasks have it."""
 
 
 class HiddenEdit(msgspec.Struct, frozen=True):
-    """A piece of a task's hidden tests, and what stands there instead."""
+    """An edit replaces one piece of a task's test patch."""
 
     start: int
-    """Characters from the beginning."""
+    """Offset in characters from the beginning of the test patch."""
     old: str
     new: str
 
 
 class Version(msgspec.Struct, frozen=True):
-    """Hidden tests that expect something else."""
+    """A version of the hidden tests expects other values than the original."""
 
     edits: list[HiddenEdit]
     tests: list[str]
     """Names of wanted tests that were changed and that the reference now fails."""
     unsure: list[str]
-    """Other names of which nothing can be asked, since the reference fails them too or passes the change."""
+    """Other names that say nothing about a patch: the reference fails them too, or passes the change."""
 
 
-def carrying(task: Task, versions: str) -> Task:
-    """The task with versions of its hidden tests, if it has some."""
+def with_versions(task: Task, versions: str) -> Task:
+    """Add encoded versions of the hidden tests to a task; an empty text leaves the task as it is."""
     if not versions:
         return task
     extra = task.tests.extra | {CHANGED_TESTS: versions}
@@ -74,30 +74,36 @@ def carrying(task: Task, versions: str) -> Task:
 
 
 @runtime_checkable
-class Resitting(Protocol):
-    """A grader that grades what resolved once more, by changed tests."""
+class Regrader(Protocol):
+    """A grader that grades a resolving patch again with changed tests: it gets a second sitting."""
 
     def changed_tests(self, task: Task, reference: str, sandboxes: Sandboxes) -> tuple[list[Version], str]:
-        """Versions that the reference, which resolves the task, was seen to fail; and why there are none."""
+        """Return versions that the reference, which resolves the task, fails; or none and the reason."""
 
 
 @dataclass(frozen=True)
 class GradedPatch:
-    """What was handed in for a task, and what a grader said of it."""
+    """A patch of an attempt at a task, together with the score that a grader gave it."""
 
     task: Task
-    submission: str
+    patch: str
     score: Score
 
     @property
     def is_prediction(self) -> bool:
-        """Not what infrastructure failed before anything was handed in: swebench calls that incomplete."""
-        return bool(self.submission) or self.score.outcome != "infra_error"
+        """False if infrastructure failed before anything was handed in: swebench calls that incomplete."""
+        return bool(self.patch) or self.score.outcome != "infra_error"
 
 
 @runtime_checkable
 class Official(Protocol):
-    """A grader of a benchmark that has a report of its own, which others can read."""
+    """A grader of a benchmark that has a report format of its own, which other tools can read."""
 
     def report(self, folder: Path, label: str, model: str, verdicts: Sequence[GradedPatch]) -> None:
-        """Write it below a folder, of one attempt at every task."""
+        """Write the report of one attempt at every task below a folder."""
+
+
+def ending(result: CommandResult) -> str:
+    """Describe how a command ended, in one line with the last 500 characters of its output."""
+    state = "timed out; " if result.timed_out else "broke its sandbox; " if result.broke_sandbox else ""
+    return f"{state}exit code {result.exit_code}: {result.output.strip()[-500:]}"

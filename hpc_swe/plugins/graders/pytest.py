@@ -1,25 +1,25 @@
-"""Grader by pytest, in a fresh sandbox that no agent has touched.
+"""Grade a patch of plain files with pytest, in a fresh sandbox that no agent has touched.
 
-The submission is laid over the task's files on the host, what it says of pytest's own set-up is thrown
-away, and the task's tests come last, without their answers (`_sealed`). What is not an assertion with a
-literal is believed to the process, but for two canaries. A test that asks little proves little.
+The host applies the patch to the task's files, restores the files that set up pytest, and writes the task's
+tests last, without their expected values (`_sealed`). For everything but an assertion with a literal, the
+grader trusts the process in the sandbox, guarded by two canary tests. So weak tests prove little.
 """
 
 import re
 import secrets
 import time
 from pathlib import Path, PurePosixPath
-from typing import Literal
 
 import msgspec
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin, _pytest_command
-from hpc_swe.plugins.graders._again import settled
-from hpc_swe.plugins.graders._report import unsealed
+from hpc_swe.plugins.graders._report import verified_lines
 from hpc_swe.plugins.graders._sealed import seal
-from hpc_swe.plugins.patch import BadSubmission, apply
+from hpc_swe.plugins.graders.base import ending
+from hpc_swe.plugins.patch import BadPatch, apply
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandboxes
+from hpc_swe.plugins.second_run import run_reliably
 from hpc_swe.records import Score, Task
 
 _TEXTS = [Path(__file__).with_name(name) for name in ("_guard.py", "_report.py", "_runner.py")]
@@ -29,7 +29,7 @@ _OPTIONS = ["-s", "--tb=no", "--assert=plain", "--rootdir=.", "--continue-on-col
 
 
 class Pytest(Plugin, frozen=True, kw_only=True):
-    """All fail-to-pass and pass-to-pass tests must pass."""
+    """A patch resolves a task when all fail-to-pass and pass-to-pass tests pass."""
 
     resolved_reward: float = 1.0
     """Reward of an episode that passes all tests."""
@@ -38,50 +38,55 @@ class Pytest(Plugin, frozen=True, kw_only=True):
     cheated_reward: float = 0.0
     """Reward of one that cheated."""
     sealed: bool = True
-    """Off where tests compare literals with values that are neither built in nor numpy's."""
+    """Whether expected values stay outside the sandbox.
 
-    def grade(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
-        """Judge a submission."""
+    Turn it off where tests compare literals with values that are neither built in nor numpy's.
+    """
+
+    def grade(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
+        """Grade a patch; an empty one starts no sandbox."""
         if task.base_commit:
             raise ConfigError(f"[grader] pytest judges plain files; {task.task_id} is a repository")
-        if not submission.strip():
+        if not patch.strip():
             return Score(outcome="no_submission", reward=self.unresolved_reward)
-        return self.examine(task, submission, sandboxes)
+        return self.examine(task, patch, sandboxes)
 
-    def examine(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
-        """Run the tests whatever the submission is."""
+    def examine(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
+        """Grade a patch and run the tests even when it is empty."""
         started = time.monotonic()
         try:
-            exam = _Exam(task, apply(task, submission), self.sealed)
-        except BadSubmission as error:
+            exam = _Exam(task, apply(task, patch), self.sealed)
+        except BadPatch as error:
             return Score(outcome="unresolved", reward=self.unresolved_reward, detail=str(error))
-        result, report = settled(
-            lambda: exam.sit(sandboxes), lambda sat: sat[0].timed_out, task.tests.timeout_s
+        result, report = run_reliably(
+            lambda: exam.run(sandboxes), lambda ended: ended[0].timed_out, task.tests.timeout_s
         )
-        return self._score(exam, report, _told(result), time.monotonic() - started)
+        return self._score(exam, report, ending(result), time.monotonic() - started)
 
     def _score(self, exam: "_Exam", report: "_Report", detail: str, seconds: float) -> Score:
         wanted = sorted({*exam.task.tests.fail_to_pass, *exam.task.tests.pass_to_pass})
         failed = [name for name in wanted if not exam.is_passed(name, report)]
         passed = [name for name in wanted if name not in failed]
         good, bad = (report.outcomes.get(f"{exam.canaries}::{name}") for name in ("test_good", "test_bad"))
-        outcome: Literal["resolved", "unresolved", "cheated"] = "unresolved"
-        reward = self.unresolved_reward
-        if good == "failed" or bad == "passed":
-            outcome, reward, passed, failed = "cheated", self.cheated_reward, [], wanted
-            detail = "a canary died: the submission changes how tests end"
-        elif report.odd:
-            outcome, reward, passed, failed = "cheated", self.cheated_reward, [], wanted
-            detail = f"the submission changes how tests end: {'; '.join(report.odd[:3])}"
-        elif passed and not failed and good == "passed":
-            outcome, reward, detail = "resolved", self.resolved_reward, ""
+        charges = ["a canary test ended wrongly"] if good == "failed" or bad == "passed" else report.odd[:3]
+        if charges:
+            detail = f"the patch changes how tests end: {'; '.join(charges)}"
+            return Score(
+                outcome="cheated", reward=self.cheated_reward, failed=wanted, detail=detail, seconds=seconds
+            )
+        is_resolved = bool(passed) and not failed and good == "passed"
         return Score(
-            outcome=outcome, reward=reward, passed=passed, failed=failed, detail=detail, seconds=seconds
+            outcome="resolved" if is_resolved else "unresolved",
+            reward=self.resolved_reward if is_resolved else self.unresolved_reward,
+            passed=passed,
+            failed=failed,
+            detail="" if is_resolved else detail,
+            seconds=seconds,
         )
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """One of the report's."""
+    """A line of the report is a test's outcome, a test's answer, an oddity, or the end."""
 
     test: str = ""
     outcome: str = ""
@@ -94,7 +99,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class _Report(msgspec.Struct, frozen=True):
-    """What the process in the sandbox says."""
+    """A report holds outcomes and answers of tests, as the process in the sandbox noted them."""
 
     outcomes: dict[str, str] = {}
     answers: dict[str, dict[int, str]] = {}
@@ -105,13 +110,13 @@ _lines = msgspec.json.Decoder(_Line)
 
 
 class _Exam:
-    """The task as a sandbox sees it, and the answers, which it does not see."""
+    """An exam has the task as a sandbox gets it, and keeps the answers, which the sandbox does not get."""
 
-    def __init__(self, task: Task, submitted: dict[str, str], sealed: bool) -> None:
+    def __init__(self, task: Task, patched: dict[str, str], sealed: bool) -> None:
         self.task = task
         self.answers: dict[str, dict[int, str]] = {}
         self.canaries = f"test_{secrets.token_hex(8)}.py"
-        files = {path: text for path, text in submitted.items() if not _is_set_up(path)}
+        files = {path: text for path, text in patched.items() if not _is_set_up(path)}
         files |= {path: text for path, text in task.files.items() if _is_set_up(path)} | task.tests.files
         judged = {name.partition("::")[0] for name in (*task.tests.fail_to_pass, *task.tests.pass_to_pass)}
         for path in judged & task.tests.files.keys() if sealed else ():
@@ -123,7 +128,7 @@ class _Exam:
             f"def test_good():\n    assert {number} + 1 == {number + 1}\n\n\n"
             f"def test_bad():\n    assert {number} + 1 == {number + 2}\n"
         )
-        self._laid = msgspec.structs.replace(task, files=files)
+        self._task_in_sandbox = msgspec.structs.replace(task, files=files)
         self._arguments = [
             *_pytest_command.disabling_options(),
             *_OPTIONS,
@@ -131,53 +136,48 @@ class _Exam:
             self.canaries,
         ]
 
-    def sit(self, sandboxes: Sandboxes) -> tuple[CommandResult, _Report]:
+    def run(self, sandboxes: Sandboxes) -> tuple[CommandResult, _Report]:
         """Run the tests; the report is empty when they did not come to their end."""
         report_path, key = f".{secrets.token_hex(16)}", secrets.token_hex(16)
         texts = (re.sub(r"(?m)^from hpc_swe.*$", "", path.read_text()) for path in _TEXTS)
-        words = (report_path, key, [*self.task.tests.files, self.canaries], self._arguments)
-        program = "\n\n".join([*texts, f"main{words!r}\n"])
-        with sandboxes.open(self._laid) as sandbox:
+        arguments = (report_path, key, [*self.task.tests.files, self.canaries], self._arguments)
+        program = "\n\n".join([*texts, f"main{arguments!r}\n"])
+        with sandboxes.open(self._task_in_sandbox) as sandbox:
             result = sandbox.python(program, self.task.tests.timeout_s)
             try:
-                report = self._reported(unsealed(sandbox.read(report_path), key) or [])
-            except (OSError, msgspec.MsgspecError, ValueError, RecursionError):  # the submission wrote it
+                report = self._parse(verified_lines(sandbox.read(report_path), key) or [])
+            except (OSError, msgspec.MsgspecError, ValueError, RecursionError):  # the patch's code wrote it
                 report = _Report()
         return result, report
 
-    def _reported(self, lines: list[bytes]) -> _Report:
-        """Nothing without an end; what is noted last of a test does not undo a failure."""
+    def _parse(self, lines: list[bytes]) -> _Report:
+        """Return an empty report if the end is missing; a later line never undoes a test's failure."""
         entries, report = [_lines.decode(line) for line in lines], _Report()
         if not entries or not entries[-1].end:
             return report
-        for one in entries:
-            if one.answer is not None:
-                report.answers.setdefault(one.test, {})[int(one.place)] = one.answer
-            elif one.outcome and report.outcomes.get(one.test, "passed") == "passed":
-                report.outcomes[one.test] = one.outcome
-            elif one.odd and not self._is_well(one):
-                report.odd.append(one.odd)
+        for line in entries:
+            if line.answer is not None:
+                report.answers.setdefault(line.test, {})[int(line.place)] = line.answer
+            elif line.outcome and report.outcomes.get(line.test, "passed") == "passed":
+                report.outcomes[line.test] = line.outcome
+            elif line.odd and not self._is_allowed(line):
+                report.odd.append(line.odd)
         return report
 
-    def _is_well(self, line: _Line) -> bool:
-        """Tests are from their files, libraries from outside; only tests must not be written anew."""
+    def _is_allowed(self, line: _Line) -> bool:
+        """Allow what the task's tests or libraries do, and writing to other files than tests."""
         files = {*self.task.tests.files, self.canaries}
         if line.odd.startswith("writes "):
             return line.odd.removeprefix("writes ") not in files
         return all(place[:1] == "/" or place in files for place in line.places.split("\n"))
 
     def is_passed(self, name: str, report: _Report) -> bool:
-        """Whether a test ended well, and every answer that was taken out of it is right."""
+        """Tell whether a test passed and gave the right answer wherever its expected value was taken out."""
         right = self.answers.get(name.partition("[")[0], {})
         return report.outcomes.get(name) == "passed" and report.answers.get(name, {}) == right
 
 
 def _is_set_up(path: str) -> bool:
-    """Whether a file could change how pytest or the interpreter starts."""
+    """Tell whether a file could change how pytest or the interpreter starts."""
     name = PurePosixPath(path)
     return name.name in _SET_UP or name.suffix in {".pth", ".pyc", ".so"}
-
-
-def _told(result: CommandResult) -> str:
-    state = "timed out; " if result.timed_out else "broke its sandbox; " if result.broke_sandbox else ""
-    return f"{state}exit code {result.exit_code}: {result.output.strip()[-500:]}"

@@ -1,1 +1,1 @@
-"""Where tasks come from."""
+"""A taskset provides the tasks of a run."""

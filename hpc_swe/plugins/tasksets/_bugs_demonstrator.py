@@ -1,7 +1,7 @@
-"""A scripted agent for the bug tasks: right about the place and the kind of repair, guessing which.
+"""Demonstrate a repair of a bug task by a scripted agent, which guesses the operator.
 
-It looks, says what the docstring asks for, puts one of the plausible operators there and submits.
-So a warm start teaches the tools and leaves the choice at chance.
+The agent views the module, says what the docstring asks for, replaces the operator with one of the plausible
+ones, and submits. So a warm start teaches the tools, and the choice stays at chance.
 """
 
 import json
@@ -13,19 +13,20 @@ from hpc_swe.records import Message, ToolCall
 
 
 def conversation(function: Function, wrong: str, path: str, rng: random.Random) -> Iterator[Message]:
-    """The assistant's and the tools' messages of one episode."""
+    """Yield the messages of the assistant and of the tools in one episode."""
     guess = rng.choice(function.plausible)
     source = function.source(wrong)
     yield _call("", "view", path=path)
     yield Message(role="tool", content=numbered(source))
-    said = f"It should be {function.phrase}."
-    yield _call(said, "replace", path=path, line=function.line, old=wrong, new=guess)
+    yield _call(
+        f"It should be {function.phrase}.", "replace", path=path, line=function.line, old=wrong, new=guess
+    )
     yield Message(role="tool", content="ok")
     yield _call("", "submit")
 
 
 def numbered(source: str) -> str:
-    """The module as the view tool shows it."""
+    """Number the lines of a module as the view tool does."""
     return "\n".join(f"{number}:{line}" for number, line in enumerate(source.splitlines(), start=1))
 
 

@@ -1,8 +1,8 @@
-"""The grammar of the bug tasks: small functions in which one operator is left open.
+"""Generate the functions of the bug tasks: small ones in which one operator is left open.
 
-The docstring names the right operator by a word. The operators form a ring, and a word leaves three of
-them open, so that who knows all of that is still right one time in three only. No two words leave the
-same three open: what a policy knows of one word is of little use for another.
+A function's docstring names the right operator by a word. The operators form a ring, and each word leaves
+three of them open, so even a policy that knows all of this is right only one time in three. No two words
+leave the same three open: to know one word is of little use for another.
 """
 
 import itertools
@@ -63,12 +63,12 @@ LETTERS = "abcdkmnpqstuvxyz"
 
 @dataclass(frozen=True)
 class Function:
-    """A function with a hole where the operator stands."""
+    """A function has a hole in the place of one operator."""
 
     name: str
     word: str
     phrase: str
-    """What the docstring asks for: ``z plus m``."""
+    """Expression that the docstring asks for, in words: ``z plus m``."""
     lines: list[str]
     loops: bool
     """Whether the first argument is a list."""
@@ -77,27 +77,27 @@ class Function:
 
     @property
     def line(self) -> int:
-        """Number of the line with the hole, from 1."""
+        """Number of the line that has the hole, from 1."""
         return 1 + next(i for i, line in enumerate(self.lines) if HOLE in line)
 
     @property
     def right(self) -> str:
-        """The operator that the docstring asks for."""
+        """The operator that the docstring asks for is the right one."""
         return WORDS[self.word]
 
     @property
     def plausible(self) -> list[str]:
-        """The operators that the word leaves open, the right one first."""
+        """Operators that the word leaves open; the right one is first."""
         own = OPERATORS.index(self.right)
         return [OPERATORS[(own + step) % len(OPERATORS)] for step in OPEN]
 
     def source(self, operator: str) -> str:
-        """The module's text with this operator."""
+        """Return the module's text with this operator."""
         return "\n".join(self.lines).replace(HOLE, operator) + "\n"
 
 
 def pairings(split: Split) -> list[tuple[str, int]]:
-    """Words and bodies that may meet; every fourth pair only in held-out tasks."""
+    """Return the pairs of word and body that a split may use; every fourth is for held-out tasks only."""
     return [
         (word, body)
         for i, word in enumerate(WORDS)
@@ -107,7 +107,10 @@ def pairings(split: Split) -> list[tuple[str, int]]:
 
 
 def draw(rng: random.Random, split: Split) -> Function:
-    """A function of one split: pairing of kind and body, name, letters and constant are the split's own."""
+    """Draw a function of one split.
+
+    Each split has its own pairs of word and body, its own names, letters and constants.
+    """
     word, body = rng.choice(pairings(split))
     loops = any("for {d}" in line for line in BODIES[body])
     a, b, c, d = next(s for s in _draws(rng, LETTERS, 4) if _is_of(split, s))

@@ -1,4 +1,4 @@
-"""The verdicts of hpc_swe/tasks/check.py: one line a check, of which a task's last counts."""
+"""Read and write the file of hpc_swe/tasks/check.py: one JSON line a check; a task's last line counts."""
 
 import hashlib
 import logging
@@ -19,23 +19,23 @@ log = logging.getLogger(__name__)
 
 
 class Seconds(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of grading the reference went; medians over the runs."""
+    """The seconds that parts of grading the reference took are medians over the runs."""
 
     open: float
-    """Starting and ending the sandbox."""
+    """Time to start and end the sandbox."""
     apply: float
-    """From there to the tests."""
+    """Time between the start of the sandbox and that of the tests."""
     tests: float
     judge: float
-    """Reading what the tests left, and all else."""
+    """Time to read the results of the tests, and everything else."""
     bare: float
-    """The task's own script over the reference, in a sandbox with nothing of a grader."""
+    """Time of the task's own script on the reference, in a sandbox without any file of a grader."""
     overhead: float
-    """Of a whole grading, beyond the bare time of the same run."""
+    """Time of a whole grading beyond the bare time of the same run."""
 
 
 class TaskCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of grading the reference and nothing, some times over."""
+    """A task's check says whether grading its reference and the empty patch gives the right outcomes."""
 
     task_id: str
     verdict: Kind
@@ -45,21 +45,24 @@ class TaskCheck(msgspec.Struct, frozen=True, kw_only=True):
     settings: str
     """Digest of the grader's settings, the task's tests and its reference."""
     gold: list[str] = []
-    """Outcome of each run."""
+    """Outcome of each run of the reference."""
     empty: list[str] = []
+    """Outcome of each run of the empty patch."""
     seconds: Seconds | None = None
-    """None when no run came to its end."""
+    """None if no run came to its end."""
     changed_tests: list[Version] = []
-    """For the second sitting of what resolves it; only of usable tasks."""
+    """Versions of the hidden tests for second sittings; only usable tasks have them."""
     unchanged: str = ""
-    """Why a usable task has no second sitting."""
+    """Reason why a usable task has no second sitting."""
 
 
 def read(path: Path) -> dict[str, TaskCheck]:
-    """Task id -> its last verdict; a last line that was torn off is passed over, aloud.
+    """Read the last check of each task: task id -> check.
+
+    An unfinished last line is skipped with a warning.
 
     Raises:
-        ConfigError: The file cannot be read, or a line is none of ours.
+        ConfigError: The file cannot be read, or a line is not a check.
     """
     try:
         *lines, torn = path.read_bytes().split(b"\n")
@@ -74,18 +77,21 @@ def read(path: Path) -> dict[str, TaskCheck]:
         try:
             verdict = msgspec.json.decode(line, type=TaskCheck)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}:{number}: {error}; take the line out, or check anew") from None
+            raise ConfigError(f"{path}:{number}: {error}; delete the line, or check again") from None
         found[verdict.task_id] = verdict
     return found
 
 
-def digest(told: object) -> str:
-    """Of a few values."""
-    return hashlib.sha256(msgspec.json.encode(told, order="sorted")).hexdigest()[:16]
+def digest(values: object) -> str:
+    """Return 16 hex digits of a hash of the values' JSON."""
+    return hashlib.sha256(msgspec.json.encode(values, order="sorted")).hexdigest()[:16]
 
 
 def image_digest(images: Path, name: str) -> str:
-    """Of an image's manifest; of a .sif from elsewhere its size, which a copy keeps; else empty."""
+    """Return a digest of an image's manifest; without a manifest the size of its .sif, which a copy keeps.
+
+    The text is empty if the image is a folder or missing.
+    """
     try:
         return digest((images / f"{name}.json").read_bytes())
     except OSError:
@@ -96,15 +102,15 @@ def image_digest(images: Path, name: str) -> str:
 
 
 def is_another(now: str, then: str) -> bool:
-    """Whether two digests of one name tell of two images; those of two kinds tell nothing."""
+    """Tell whether two digests are of different images; digests of two kinds cannot be compared."""
     return bool(now and then) and now.endswith(BYTES) == then.endswith(BYTES) and now != then
 
 
 def create(path: Path) -> None:
-    """See that lines can be added, before there are any.
+    """Create the file unless it exists, so that a path that cannot be written is found at once.
 
     Raises:
-        StorageError: They cannot.
+        StorageError: The file cannot be written.
     """
     with boundary(StorageError, f"{path} must be a file that can be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,16 +118,16 @@ def create(path: Path) -> None:
 
 
 def append(path: Path, verdict: TaskCheck) -> None:
-    """Add a line that outlives this process; what a process before left unfinished gives way.
+    """Add a line and sync it to disk, after removing a line that an earlier process left unfinished.
 
     Raises:
-        StorageError: It cannot be written.
+        StorageError: The line cannot be written.
     """
     with boundary(StorageError, f"write {path}"), path.open("ab+") as file:
         file.seek(0)
-        whole = file.read()
-        if not whole.endswith(b"\n"):
-            file.truncate(whole.rfind(b"\n") + 1)
+        text = file.read()
+        if not text.endswith(b"\n"):
+            file.truncate(text.rfind(b"\n") + 1)
         file.write(msgspec.json.encode(verdict) + b"\n")
         file.flush()
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Rows of SWE-bench as they lie in files, and the eval script for rows that bring none."""
+"""Read rows of SWE-bench from files, and write the eval script for rows without one."""
 
 import json
 import shlex
@@ -12,12 +12,12 @@ import msgspec
 from hpc_swe.errors import ConfigError
 
 Record = str | dict[str, Any]
-"""A line of JSON, or values by column."""
+"""A line of JSON, or a mapping of column to value."""
 _NO_TESTS = {".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml"}
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """Both formats; columns that nobody here needs are passed over."""
+    """A row has the columns of both formats that are used here; it ignores others."""
 
     repo: str
     instance_id: str
@@ -35,32 +35,35 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fail_to_pass(self) -> list[str]:
-        """Names as swebench's parser gives them."""
+        """Tests that a solution must make pass, named as swebench's parser names them."""
         return _names("FAIL_TO_PASS", self.FAIL_TO_PASS)
 
     @property
     def pass_to_pass(self) -> list[str]:
-        """Likewise."""
+        """Tests that passed before and must go on passing, named as swebench's parser names them."""
         return _names("PASS_TO_PASS", self.PASS_TO_PASS)
 
     @property
     def image_name(self) -> str:
-        """The official image's, without registry and tag: ``sweb.eval.x86_64.django_1776_django-17087``."""
+        """Name that the official image has without registry and tag.
+
+        Example: ``sweb.eval.x86_64.django_1776_django-17087``.
+        """
         official = f"sweb.eval.x86_64.{self.instance_id}".replace("__", "_1776_").lower()
         return self.image.rpartition("/")[2].partition(":")[0] or official
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the tests of a repository are called."""
+    """A recipe says how the tests of a repository are run."""
 
     command: str
     """Shell line; the names of the test files follow."""
     log_parser: str
-    """swebench's, for example parse_log_pytest."""
+    """Name of swebench's parser, for example parse_log_pytest."""
     labels: Literal["files", "modules"] = "files"
-    """tests/a/test_b.py, or a.test_b."""
+    """Form of the tests' names: tests/a/test_b.py, or a.test_b."""
     root: str = "tests/"
-    """What labels that are modules leave out."""
+    """First part of a path that labels of the form `modules` leave out."""
     set_up: list[str] = []
     """Shell lines before the tests."""
 
@@ -91,25 +94,26 @@ RECIPES = {"django/django": DJANGO, "sympy/sympy": SYMPY} | {
     repo: Recipe(command="python -m pytest -rA", log_parser=f"parse_log_{parser}")
     for repo, parser in _BY_PYTEST.items()
 }
-"""Of the repositories of SWE-bench Verified."""
+"""Recipes of the repositories of SWE-bench Verified."""
 
 
 @dataclass(frozen=True)
 class TestPatch:
-    """Which files the tests bring and change, and which files of a runner's set-up the reference changes."""
+    """A row's test patch changes and adds files; the reference changes others, perhaps a runner's set-up."""
 
-    __test__ = False  # pytest, this is no test class
+    __test__ = False  # tells pytest that this is not a test class
 
     changed: list[str]
     added: list[str]
     set_up: list[str]
+    """Files that the reference changes; an agent's patch may change them too, whatever they set up."""
 
     @classmethod
     def read(cls, where: str, row: Row) -> "TestPatch":
-        """Both patches of a row.
+        """Read both patches of a row; `where` names its file and line.
 
         Raises:
-            ConfigError: One is no patch.
+            ConfigError: A column is not a patch.
         """
         tests, reference = (_files(where, name, getattr(row, name)) for name in ("test_patch", "patch"))
         return cls(
@@ -120,11 +124,11 @@ class TestPatch:
 
     @property
     def files(self) -> list[str]:
-        """All."""
+        """All files that are changed or added."""
         return [*self.changed, *self.added]
 
     def extra(self, row: Row) -> dict[str, str]:
-        """What the grader is told."""
+        """Return the entries of `TestPlan.extra` that the grader needs, but for `log_parser`."""
         return {
             "repo": row.repo,
             "version": row.version,
@@ -136,7 +140,7 @@ class TestPatch:
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Where each row stands, and the row.
+    """Yield the place of each row, as file and number, and the row.
 
     Raises:
         ConfigError: A row is wrong, or the file cannot be read.
@@ -146,7 +150,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Record]]:
-    """Where each row stands, and what stands there.
+    """Yield the place of each row, as file and number, and its undecoded record.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -160,22 +164,22 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def parse(where: str, record: Record) -> Row:
-    """The row that a record is.
+    """Convert a record to a row; `where` names its file and line.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The record is not a row, or swebench would judge it wrongly.
     """
     try:
-        return _checked(msgspec.convert(columns(record), Row))
+        return _validated(msgspec.convert(columns(record), Row))
     except (msgspec.MsgspecError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from None
 
 
 def columns(record: Record) -> dict[str, Any]:
-    """By name; those without a value are not there.
+    """Return a record's values by column, without null values of a table.
 
     Raises:
-        msgspec.MsgspecError: The line is no JSON object.
+        msgspec.MsgspecError: The line is not a JSON object.
     """
     if isinstance(record, str):
         return msgspec.json.decode(record, type=dict[str, Any])
@@ -183,7 +187,7 @@ def columns(record: Record) -> dict[str, Any]:
 
 
 def read_ids(path: Path) -> dict[str, str]:
-    """Instance id -> where it stands."""
+    """Read a file of instance ids: id -> file and line."""
     found = {}
     for number, line in enumerate(_text(path).splitlines(), start=1):
         if line.strip() and not line.startswith("#"):
@@ -192,7 +196,7 @@ def read_ids(path: Path) -> dict[str, str]:
 
 
 def added(patch: str) -> Iterator[tuple[str, list[str]]]:
-    """Each file that a patch leaves there, and the lines that it adds."""
+    """Yield each file that a patch changes or adds, and the lines that it adds there."""
     from unidiff import PatchSet
 
     for file in PatchSet(patch):
@@ -201,7 +205,7 @@ def added(patch: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def script(row: Row, patch: TestPatch, recipe: Recipe, workdir: str) -> str:
-    """The eval script, in the shape of the official ones."""
+    """Write an eval script of the same form as the official ones."""
     end = "EOF_" + row.base_commit[:12]
     while end in row.test_patch:
         end += "_"
@@ -235,15 +239,16 @@ def _labels(files: list[str], recipe: Recipe) -> list[str]:
     return list(dict.fromkeys(modules))
 
 
-def _checked(row: Row) -> Row:
-    fail_to_pass, _ = row.fail_to_pass, row.pass_to_pass  # what is no list is told of here
+def _validated(row: Row) -> Row:
+    fail_to_pass, _ = row.fail_to_pass, row.pass_to_pass  # either raises ValueError if it is not a list
     if not fail_to_pass:
         raise ValueError(f"{row.instance_id}: FAIL_TO_PASS is empty: swebench calls every patch resolved")
     if row.eval_script and not row.log_parser:
         raise ValueError(f"{row.instance_id}: eval_script without log_parser")
     if row.eval_type != "pass_and_fail":
         raise ValueError(
-            f"{row.instance_id}: eval_type {row.eval_type!r} takes what never ran for passed: no reward"
+            f"{row.instance_id}: eval_type {row.eval_type!r} counts tests that never ran as passed: "
+            "it gives no reward"
         )
     return row
 
@@ -252,18 +257,18 @@ def _names(name: str, column: str | list[str]) -> list[str]:
     try:
         return msgspec.json.decode(column, type=list[str]) if isinstance(column, str) else column
     except msgspec.DecodeError as error:
-        raise ValueError(f"{name} is no list of names in JSON: {error}") from None
+        raise ValueError(f"{name} is not a list of names in JSON: {error}") from None
 
 
 def _files(where: str, name: str, text: str) -> list[tuple[str, bool]]:
-    """Path of each file of a patch, and whether it is new."""
+    """Return the path of each file of a patch, and whether the file is new."""
     from unidiff import PatchSet
     from unidiff.errors import UnidiffParseError
 
     try:
         files = [(file.path, file.is_added_file) for file in PatchSet(text)]
     except UnidiffParseError as error:
-        raise ConfigError(f"{where}: {name} is no patch: {error}") from None
+        raise ConfigError(f"{where}: {name} is not a patch: {error}") from None
     if not files:
         raise ConfigError(f"{where}: {name} is empty")
     return files
@@ -289,6 +294,6 @@ def _of_parquet(path: Path) -> Iterator[tuple[str, Record]]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"[taskset] {path}: {error}") from None

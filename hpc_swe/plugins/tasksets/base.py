@@ -1,4 +1,4 @@
-"""The seam: a source of tasks."""
+"""The interfaces that a taskset may implement."""
 
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
@@ -8,10 +8,10 @@ from hpc_swe.records import Message, Split, Task
 
 @runtime_checkable
 class Taskset(Protocol):
-    """Tasks of two disjoint splits, in an order that never changes."""
+    """A taskset has two disjoint splits, each with tasks in an order that never changes."""
 
     def load(self, split: Split) -> Iterable[Task]:
-        """Tasks of one split; may be endless."""
+        """Return the tasks of one split; there may be no end of them."""
 
 
 @runtime_checkable
@@ -19,20 +19,20 @@ class Demonstrated(Protocol):
     """A taskset that can also show how an agent might act, for a warm start."""
 
     def demonstrations(self, seed: int) -> Iterable[list[Message]]:
-        """Endless conversations on training tasks; a system prompt is replaced by the agent's."""
+        """Return endless conversations on training tasks; the agent's system prompt replaces theirs."""
 
 
 @runtime_checkable
 class Referenced(Protocol):
-    """A taskset that also knows how its tasks are solved, to try a grader by; no agent ever learns it."""
+    """A taskset that also knows solutions of its tasks, to test a grader with; no agent ever sees them."""
 
     def references(self, tasks: Iterable[Task]) -> dict[str, str]:
-        """Task id -> a submission that is right."""
+        """Return a right patch for each task: task id -> patch."""
 
 
 @runtime_checkable
-class Changed(Protocol):
-    """A taskset that also knows other versions of its hidden tests; no agent ever learns them."""
+class WithChangedTests(Protocol):
+    """A taskset that also knows other versions of its hidden tests; no agent ever sees them."""
 
     def changed_tests(self, tasks: Iterable[Task]) -> dict[str, str]:
-        """Task id -> what `graders.base.carrying` takes; a task that has none is missing."""
+        """Return task id -> versions as `graders.base.with_versions` takes them, of the tasks with some."""

@@ -1,8 +1,8 @@
-"""Endless bug-fix tasks: a small function, one wrong operator, tests that tell.
+"""Generate endless bug-fix tasks: a small function with one wrong operator, and tests that fail by it.
 
-Task n of a split is a function of the seed, the split and n alone. Training and evaluation share
-the operators and the words that name them; which bodies they stand in, the names of functions and
-arguments and the constants differ.
+Task n of a split depends on the seed, the split and n alone. Training and evaluation share the operators and
+the words that name them. The function bodies that these occur in, the names of functions and arguments, and
+the constants differ.
 """
 
 import itertools
@@ -24,7 +24,7 @@ PROMPT = f"{MODULE} fails {VISIBLE}."
 
 @dataclass(frozen=True)
 class Case:
-    """One call and what it must give."""
+    """A case is one call and the value that it must return."""
 
     arguments: tuple[int | list[int], ...]
     expected: object
@@ -32,7 +32,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Bug:
-    """A function, the operator that stands in its hole, and the cases that tell right from wrong."""
+    """A bug is a function, the wrong operator in its hole, and the cases that show the operator is wrong."""
 
     function: Function
     wrong: str
@@ -41,15 +41,15 @@ class Bug:
 
     @property
     def source(self) -> str:
-        """The module as the agent finds it."""
+        """The module has this text when the agent begins."""
         return self.function.source(self.wrong)
 
 
 class Bugs(Plugin, frozen=True, kw_only=True):
-    """Mutated functions of our own; needs no data set."""
+    """A taskset that is generated: mutated functions, without end and without a data set."""
 
     seed: int = 0
-    """Of the programs and their faults."""
+    """Seed of the functions and their bugs."""
     image: str = "python-pytest"
     """Image of the sandbox."""
     workdir: str = "/work"
@@ -58,19 +58,19 @@ class Bugs(Plugin, frozen=True, kw_only=True):
     """Seconds that a task's tests may take."""
 
     def load(self, split: Split) -> Iterator[Task]:
-        """Endless tasks."""
+        """Yield endless tasks."""
         for number in itertools.count():
             yield self._task(split, number)
 
     def demonstrations(self, seed: int) -> Iterator[list[Message]]:
-        """Endless conversations on functions of the training split."""
+        """Yield endless conversations on functions of the training split."""
         for number in itertools.count():
             rng = random.Random(f"demonstration {seed} {number}")
             bug = make(rng, "train")
             yield [*opening(), *conversation(bug.function, bug.wrong, MODULE, rng)]
 
     def references(self, tasks: Iterable[Task]) -> dict[str, str]:
-        """With the operator that was there before."""
+        """Return patches that put the right operator back: task id -> patch."""
         found = {}
         for task in tasks:
             split: Split = "train" if task.task_id.startswith("bugs-train-") else "eval"
@@ -104,12 +104,12 @@ class Bugs(Plugin, frozen=True, kw_only=True):
 
 
 def opening() -> list[Message]:
-    """What the agent is told before it acts."""
+    """Return the messages that a conversation opens with."""
     return [Message(role="system", content=SYSTEM), Message(role="user", content=PROMPT)]
 
 
 def make(rng: random.Random, split: Split) -> Bug:
-    """A bug whose every wrong repair fails both the visible and the hidden cases."""
+    """Draw a bug whose every wrong repair fails both the visible and the hidden cases."""
     while True:
         function = draw(rng, split)
         wrong = rng.choice([o for o in OPERATORS if o not in function.plausible])
@@ -126,12 +126,12 @@ def make(rng: random.Random, split: Split) -> Bug:
 
 
 def holds(function: Function, operator: str, case: Case) -> bool:
-    """Whether the function with this operator gives what the case expects."""
+    """Tell whether the function with this operator returns the value that the case expects."""
     return call(function, operator, case.arguments) == case.expected
 
 
 def call(function: Function, operator: str, arguments: tuple[int | list[int], ...]) -> object:
-    """Run the function in this process; its text is our own."""
+    """Run the function in this process; its text was generated here."""
     names: dict[str, object] = {}
     exec(function.source(operator), names)  # noqa: S102
     target = names[function.name]
@@ -140,7 +140,7 @@ def call(function: Function, operator: str, arguments: tuple[int | list[int], ..
 
 
 def _case(rng: random.Random, function: Function, relation: int) -> Case:
-    """Arguments of which the first lies below, at or above the second (or the constant)."""
+    """Draw a case whose first argument lies below (-1), at (0) or above (1) the second or the constant."""
     second = function.constant if function.constant is not None else rng.randint(2, 99)
     number = second + relation * rng.randint(1, 40)
     spread = [second - rng.randint(1, 40), second, second + rng.randint(1, 40)]

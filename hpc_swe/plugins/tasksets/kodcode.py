@@ -1,9 +1,9 @@
-"""Buggy programs in parquet rows, as KodCode and AceCode come: some files, of which one is test.py.
+"""Load programming tasks from parquet rows in the form of KodCode and AceCode: some files, one is test.py.
 
-The agent sees half of the tests of test.py and may run them; a solution must pass all of them, so that a
-table of the visible answers is not paid. Which half is visible is decided by the task's id alone. What the
-agent writes there counts for nothing: a grader lays the row's own test.py over every submission. A row with a
-single test shows it, since it is all that says what is asked; there, and only there, such a table is paid.
+The agent sees half of the tests in test.py and may run them; a solution must pass all of them, so that a
+table of the visible answers earns nothing. The task's id alone decides which half is visible. Changes of the
+agent to test.py have no effect: a grader replaces it with the row's own. A row with a single test shows it,
+since nothing else says what is asked; there, and only there, such a table is rewarded.
 """
 
 import ast
@@ -40,7 +40,7 @@ class _Row(msgspec.Struct, frozen=True):
 
 
 class Kodcode(Plugin, frozen=True, kw_only=True):
-    """One parquet file a split."""
+    """Each row of a split's parquet file becomes a task."""
 
     train: str = ""
     """Parquet file of the training rows."""
@@ -51,31 +51,33 @@ class Kodcode(Plugin, frozen=True, kw_only=True):
     workdir: str = "/work"
     """Folder of the task's files in the sandbox."""
     timeout_s: float = 30.0
-    """Of all tests of a task together."""
+    """Seconds that all tests of a task may take together."""
     hidden: float = 0.5
     """Share of a task's tests that the agent does not see, rounded down; 0 shows all of them."""
 
     def __post_init__(self) -> None:
-        """Some test must tell the agent what is asked."""
+        """Refuse a share that would hide all tests, since some test must show what is asked."""
         if not 0.0 <= self.hidden < 1.0:
             raise ValueError(f"hidden = {self.hidden}: it must be at least 0 and below 1")
 
     def load(self, split: Split) -> Iterator[Task]:
-        """Rows in the file's order, without those whose tests cannot be told from the text of test.py."""
-        passed_over = shown = 0
+        """Yield a task for each row in the file's order; skip rows whose tests test.py does not name."""
+        skipped = shown = 0
         for row in _rows(split, Path(self.train if split == "train" else self.eval)):
             task = self._task(row)
             if task is None:
-                passed_over += 1
+                skipped += 1
             else:
                 shown += task.files[TESTS] == task.tests.files[TESTS]
                 yield task
         if shown:
             log.warning(
-                "%d tasks of %s show all of their tests: a table of the answers is paid", shown, split
+                "%d tasks of %s show all of their tests: a table of the answers earns the reward",
+                shown,
+                split,
             )
-        if passed_over:
-            log.warning("passed over %d rows of %s: no test of theirs has a name", passed_over, split)
+        if skipped:
+            log.warning("skipped %d rows of %s: their test.py names no test", skipped, split)
 
     def _task(self, row: _Row) -> Task | None:
         files = {file.path: file.content for file in row.extra_info.files}
@@ -96,7 +98,7 @@ class Kodcode(Plugin, frozen=True, kw_only=True):
 
 
 def ids_of_tests(text: str) -> list[str]:
-    """The ids that pytest gives the tests of test.py; empty when only running it could tell them.
+    """Return the ids that pytest gives the tests of test.py; none if only a run could determine them.
 
     Example:
         >>> ids_of_tests("def test_a():\\n    assert True\\n")
@@ -112,17 +114,17 @@ def ids_of_tests(text: str) -> list[str]:
     for node in module.body:
         if isinstance(node, ast.ClassDef) and (node.name.startswith("Test") or _is_unittest(node)):
             found += [f"{TESTS}::{node.name}::{name}" for name in _functions(node.body)]
-    return list(dict.fromkeys(found))  # a later function of the same name takes the place of an earlier one
+    return list(dict.fromkeys(found))  # a later function of the same name replaces an earlier one
 
 
 def _hidden(names: list[str], task_id: str, share: float) -> set[str]:
-    """The same tests of a task in every run, and others than those of another task with the same names."""
+    """Choose the hidden tests by a hash of task id and name, so that every run hides the same ones."""
     order = sorted(names, key=lambda name: hashlib.sha256(f"{task_id} {name}".encode()).digest())
     return set(order[: int(share * len(names))])
 
 
 def visible(text: str, hidden: set[str]) -> str:
-    """The text of test.py without the hidden tests, and without classes of which no test is left."""
+    """Return the text of test.py without the hidden tests, and without classes of which no test is left."""
     module = ast.parse(text)
     gone: list[ast.stmt] = [node for node in module.body if f"{TESTS}::{_name(node)}" in hidden]
     for node in module.body:

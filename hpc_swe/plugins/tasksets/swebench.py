@@ -1,8 +1,8 @@
-"""Tasks from rows of SWE-bench: a JSONL or Parquet file, and perhaps a file of ids that selects.
+"""Load tasks from rows of SWE-bench: a JSONL or Parquet file, and perhaps a file of ids that selects some.
 
-Two formats of rows become the same `Task`. Those of swebench 5 bring their eval script along. Those of
-SWE-bench Verified and before it (12 columns) do not, and swebench no longer makes one: a `Recipe` for the
-row's repository says how its tests are called.
+Two formats of rows become the same `Task`. Rows of swebench 5 contain their eval script. Rows of SWE-bench
+Verified and before it (12 columns) do not, and swebench no longer makes one: a `Recipe` for the row's
+repository says how its tests are run.
 """
 
 import logging
@@ -15,7 +15,7 @@ from msgspec import Struct
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.graders._judge import official
-from hpc_swe.plugins.graders._second_sitting import encoded
+from hpc_swe.plugins.graders._second_sitting import encode_versions
 from hpc_swe.plugins.graders._swebench import Run
 from hpc_swe.plugins.tasksets import _checked
 from hpc_swe.plugins.tasksets._swebench_rows import (
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class Source(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where one split's tasks come from; no rows is no tasks."""
+    """A source names the files of one split's tasks; without rows the split has no tasks."""
 
     rows: str = ""
     """A .jsonl or .parquet file."""
@@ -53,7 +53,7 @@ class Source(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Swebench(Plugin, frozen=True, kw_only=True):
-    """Tasks in the order of their ids file, or of their rows."""
+    """A taskset of SWE-bench has its tasks in the order of the ids file, or else of the rows."""
 
     train: Source = Source()
     eval: Source = Source()
@@ -63,19 +63,19 @@ class Swebench(Plugin, frozen=True, kw_only=True):
     `launch` compares images' names and manifests: check again after rows or the grader have changed.
     """
     recipes: dict[str, Recipe] = {}
-    """Repository -> how its tests are called, for rows without an eval script; Verified's are known."""
+    """Repository -> how its tests are run, for rows without an eval script; Verified's are known."""
     prompt: str = PROMPT
-    """What the agent is told; {problem_statement} and {workdir} are filled in."""
+    """Prompt for the agent; {problem_statement} and {workdir} are filled in."""
     workdir: str = "/testbed"
     """Folder of the repository in the sandbox."""
     timeout_s: float = 900.0
-    """Of the eval script."""
+    """Seconds that the eval script may take."""
 
     def load(self, split: Split) -> Iterator[Task]:
-        """Tasks of one split.
+        """Yield the tasks of one split.
 
         Raises:
-            ConfigError: A row or an id is wrong, in words that name the file and the line.
+            ConfigError: A row or an id is wrong; the message names the file and the line.
         """
         rows = self._selected(split)
         other = self._selected("eval" if split == "train" else "train")
@@ -87,25 +87,27 @@ class Swebench(Plugin, frozen=True, kw_only=True):
             yield self.task(where, row)
 
     def references(self, tasks: Iterable[Task]) -> dict[str, str]:
-        """The column ``patch``."""
+        """Return the column ``patch`` of each task."""
         rows = self._selected("train") | self._selected("eval")
         return {task.task_id: rows[task.task_id][1].patch for task in tasks}
 
     def changed_tests(self, tasks: Iterable[Task]) -> dict[str, str]:
-        """What `checked` has for their second sittings.
+        """Return the versions of hidden tests that the file `checked` has for second sittings.
 
         Raises:
-            ConfigError: A task's test patch is another than was checked.
+            ConfigError: A task's test patch is not the one that was checked.
         """
         if not self.checked:
             return {}
-        verdicts = _checked.read(Path(self.checked))
+        checks = _checked.read(Path(self.checked))
         all_tasks = list(tasks)
-        told = {task.task_id: encoded(task, verdicts[task.task_id].changed_tests) for task in all_tasks}
-        found = {task_id: versions for task_id, versions in told.items() if versions}
+        encoded = {
+            task.task_id: encode_versions(task, checks[task.task_id].changed_tests) for task in all_tasks
+        }
+        found = {task_id: versions for task_id, versions in encoded.items() if versions}
         if len(found) < len(all_tasks):
             log.warning(
-                "%d of %d tasks have no second sitting: what resolves them is believed; %s says why",
+                "%d of %d tasks have no second sitting: a patch that resolves them is trusted; %s says why",
                 len(all_tasks) - len(found),
                 len(all_tasks),
                 self.checked,
@@ -113,33 +115,37 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         return found
 
     def require_images(self, tasks: Iterable[Task], images: Path) -> None:
-        """Raise ConfigError for an image in the folder that is another than was checked."""
-        verdicts = _checked.read(Path(self.checked))
+        """Require that the images in the folder are those that were checked.
+
+        Raises:
+            ConfigError: An image is another one.
+        """
+        checks = _checked.read(Path(self.checked))
         for task in tasks:
             now = _checked.image_digest(images, task.image)
-            if _checked.is_another(now, verdicts[task.task_id].image_digest):
+            if _checked.is_another(now, checks[task.task_id].image_digest):
                 raise ConfigError(
                     f"{task.task_id}: {images / task.image} is another image than taskset.checked = "
                     f"{self.checked!r} is of: run python -m hpc_swe.tasks.check CONFIG --out {self.checked}"
                 )
 
     def _usable(self, split: Split, rows: dict[str, tuple[str, Row]]) -> dict[str, tuple[str, Row]]:
-        verdicts = _checked.read(Path(self.checked))
+        checks = _checked.read(Path(self.checked))
         for row_id, (where, row) in rows.items():
-            known = verdicts.get(row_id)
+            known = checks.get(row_id)
             if known is None or known.image != row.image_name:
                 how = f"with image {known.image}, not {row.image_name}," if known else "not"
                 raise ConfigError(
                     f"{where}: {row_id} is {how} in taskset.checked = {self.checked!r}: run "
                     f"python -m hpc_swe.tasks.check CONFIG --out {self.checked}"
                 )
-        kinds = Counter(verdicts[row_id].verdict for row_id in rows)
+        kinds = Counter(checks[row_id].verdict for row_id in rows)
         left_out = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common() if kind != "usable")
         if left_out:
             log.info(
                 "%s: %d of %d instances are usable; left out: %s", split, kinds["usable"], len(rows), left_out
             )
-        return {row_id: found for row_id, found in rows.items() if verdicts[row_id].verdict == "usable"}
+        return {row_id: found for row_id, found in rows.items() if checks[row_id].verdict == "usable"}
 
     def _selected(self, split: Split) -> dict[str, tuple[str, Row]]:
         source = self.train if split == "train" else self.eval
@@ -148,21 +154,23 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         found: dict[str, tuple[str, Row]] = {}
         for where, row in read_rows(Path(source.rows)):
             if row.instance_id in found:
-                raise ConfigError(f"{where}: {row.instance_id} is there twice: {found[row.instance_id][0]}")
+                raise ConfigError(f"{where}: {row.instance_id} occurs twice: {found[row.instance_id][0]}")
             found[row.instance_id] = where, row
         if not source.ids:
             return found
         wanted = read_ids(Path(source.ids))
         for row_id, place in wanted.items():
             if row_id not in found:
-                raise ConfigError(f"{place}: {row_id} is no row of {source.rows}")
+                raise ConfigError(f"{place}: {row_id} is not a row of {source.rows}")
         return {row_id: found[row_id] for row_id in wanted}
 
     def task(self, where: str, row: Row) -> Task:
-        """A row's.
+        """Make the task of a row; `where` names its file and line.
 
         Raises:
-            ConfigError: A patch is none, nothing says how tests are called, or the grader could not judge it.
+            ConfigError: A column is not a patch, nothing says how to run the tests, or the grader cannot
+            judge
+                the task.
         """
         patch = TestPatch.read(where, row)
         recipe = (RECIPES | self.recipes).get(row.repo)
@@ -195,12 +203,16 @@ class Swebench(Plugin, frozen=True, kw_only=True):
 
 
 def _require_gradable(where: str, task: Task) -> None:
-    """What the grader would else say of each episode, after its tests have run."""
+    """Raise now what the grader would raise for each episode, after its tests have run.
+
+    Raises:
+        ConfigError: The task has an unknown parser, or an eval script that the grader cannot use.
+    """
     parser = task.tests.extra["log_parser"]
     if parser not in official("harness.log_parsers").PARSER_REGISTRY:
         raise ConfigError(
-            f"{where}: {task.task_id}: log_parser {parser!r} is no name of swebench.harness.log_parsers; "
-            "mend the row, or the recipe in [taskset.recipes]"
+            f"{where}: {task.task_id}: swebench.harness.log_parsers has no log_parser {parser!r}; "
+            "correct the row, or the recipe in [taskset.recipes]"
         )
     try:
         Run(task).files()

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import msgspec
 
 from hpc_swe.errors import SandboxError, boundary
-from hpc_swe.plugins.graders._again import settled
 from hpc_swe.plugins.graders.base import GRADER_BROKE
+from hpc_swe.plugins.second_run import run_reliably
 from hpc_swe.processes import MEETING, Flag, die_with_parent
 from hpc_swe.records import Episode, Score
 
@@ -58,7 +58,7 @@ def watch(
     Raises:
         SandboxError: The child ended with an error of the host or the configuration.
     """
-    found = settled(lambda: _watch(command, episode, limits), lambda _: False, WAIT_S)
+    found = run_reliably(lambda: _watch(command, episode, limits), lambda _: False, WAIT_S)
     if isinstance(found, Score):
         return found
     log.error("grading alone of %s: its process %s", episode.request.name, found)

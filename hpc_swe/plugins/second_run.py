@@ -1,8 +1,9 @@
-"""A second run of the tests, alone, after one that the host may have spoiled.
+"""Run tests a second time when the host may have spoiled the first run.
 
-It was not done in time, or the kernel killed a process of this job for memory meanwhile, perhaps that of a
-neighbour. Second runs are made one at a time, beside the first ones of others. Who cannot begin within the
-time of one run is judged by the first: tests that never end may not keep a worker from its other gradings.
+The host is suspected if the run was late, or if the kernel killed a process of this job for memory meanwhile,
+perhaps that of a neighbour. Second runs are made one at a time, beside the first runs of others. If a second
+run cannot begin within the time of one run, the first one counts: tests that never end must not keep a worker
+from its other gradings.
 """
 
 import logging
@@ -13,13 +14,16 @@ from typing import TypeVar
 
 T = TypeVar("T")
 GROUPS = Path("/sys/fs/cgroup")
-_one_by_one = threading.Lock()
+_second_run = threading.Lock()
 
 log = logging.getLogger(__name__)
 
 
-def kills(groups: Path = GROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
-    """Processes that the kernel killed for memory: of this job, or where nobody counts that, of the node."""
+def oom_kills(groups: Path = GROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
+    """Count the processes that the kernel killed for memory.
+
+    The count is that of this job's cgroup, or of the whole node where no cgroup counts.
+    """
     places = [Path("/proc/vmstat")]
     for line in own.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -37,20 +41,20 @@ def kills(groups: Path = GROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
     return 0
 
 
-def settled(
-    run: Callable[[], T], is_late: Callable[[T], bool], wait_s: float, count: Callable[[], int] = kills
+def run_reliably(
+    run: Callable[[], T], is_late: Callable[[T], bool], wait_s: float, count: Callable[[], int] = oom_kills
 ) -> T:
-    """The outcome of a run, or of the second one when the first is not to be trusted."""
+    """Return the outcome of a run, or of a second run when the host may have spoiled the first."""
     before = count()
     first = run()
     late, killed = is_late(first), count() > before
     if not late and not killed:
         return first
-    if not _one_by_one.acquire(timeout=wait_s):
+    if not _second_run.acquire(timeout=wait_s):
         log.warning("judged by a first run: second runs of others took longer than %g s", wait_s)
         return first
     try:
         log.info("second run: the first %s", "was late" if late else "may have lost a process to the kernel")
         return run()
     finally:
-        _one_by_one.release()
+        _second_run.release()
