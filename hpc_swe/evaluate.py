@@ -29,7 +29,7 @@ FLAGS = {
 
 def finish(run: RunDir, config: RunConfig, console: Console) -> None:
     """Write the results of a finished evaluation, and show them."""
-    tables.show(console, *results.shown(results.write(run, config)))
+    tables.show(console, *results.summary_parts(results.write(run, config)))
     tables.show(console, f"results: {run.summary}, {run.results}, {run.predictions('*')}")
 
 
@@ -70,7 +70,7 @@ def _run(run: RunDir, arguments: argparse.Namespace, console: Console) -> None:
     finish(run, config, console)
     if before:
         found = results.compare(before, results.read(run), common=arguments.common)
-        tables.show(console, *results.shown_beside(str(arguments.compare), found))
+        tables.show(console, *results.comparison_parts(str(arguments.compare), found))
 
 
 @cli.command

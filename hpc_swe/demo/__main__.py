@@ -22,7 +22,7 @@ from rich.table import Table
 from hpc_swe import cli, intervals, tables
 from hpc_swe import config as configuration
 from hpc_swe.errors import HpcSweError
-from hpc_swe.evaluation.progress import size
+from hpc_swe.evaluation.progress import episodes
 from hpc_swe.plugins.executors.base import RunsHere
 from hpc_swe.records import MetricLine, StatusReport
 from hpc_swe.rundir import RunDir
@@ -110,7 +110,7 @@ def curve(run: RunDir, name: str) -> list[tuple[int, float]]:
 
 def _watch(name: str, run: RunDir, config: RunConfig) -> None:
     with bars() as progress:
-        total = size(run, config) if config.mode == "eval" else config.steps
+        total = episodes(run, config) if config.mode == "eval" else config.steps
         bar = progress.add_task(f"{name:10}", total=total)
         watch.wait(run, config, DEADLINE_S, lambda: _advance(progress, bar, name, run))
         progress.update(bar, completed=total)

@@ -1,1 +1,1 @@
-"""Whether a cluster gives what a run needs: python -m hpc_swe.doctor."""
+"""Check whether a cluster provides what a run needs: python -m hpc_swe.doctor."""

@@ -1,4 +1,4 @@
-"""Ask Slurm and the nodes of each partition, and draw what was found."""
+"""Ask Slurm and the nodes of each partition, and make a table of the findings."""
 
 import shutil
 import subprocess
@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from hpc_swe.doctor import scheduler, srun
-from hpc_swe.doctor.findings import Ask, Finding
+from hpc_swe.doctor.findings import Finding, PartitionNeeds
 from hpc_swe.doctor.scheduler import Cluster
-from hpc_swe.doctor.srun import ANSWER_S, Bench
+from hpc_swe.doctor.srun import ANSWER_S, ProbeSetup
 from hpc_swe.errors import HpcSweError
 from hpc_swe.gpus import in_gres
 from hpc_swe.records import Role
@@ -23,49 +23,51 @@ COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 OPTIONS = ("account", "qos", "reservation", "constraint")  # of sbatch, that srun needs too
 
 
-def wanted(executor: dict[str, Any]) -> list[Ask]:
-    """What the table [executor] asks of each partition; one without a name is the cluster's default."""
-    asks: dict[str, Ask] = {}
+def wanted(executor: dict[str, Any]) -> list[PartitionNeeds]:
+    """Return what the table [executor] needs of each partition; an empty name is the cluster's default."""
+    needs: dict[str, PartitionNeeds] = {}
     roles = executor.get("roles", {})
     for role in (roles.get(name, {}) for name in get_args(Role)):
         name = role.get("partition") or executor.get("partition", "")
         options = {**executor, **executor.get("options", {}), **role.get("options", {})}
         gpus = role.get("gpus_per_node", 0) or in_gres(str(options.get("gres", "")))
         words = tuple(f"--{option}={options[option]}" for option in OPTIONS if options.get(option))
-        asks[name] = Ask(name, words, max(gpus, asks.get(name, Ask()).gpus))
-    return list(asks.values())
+        needs[name] = PartitionNeeds(name, words, max(gpus, needs.get(name, PartitionNeeds()).gpus))
+    return list(needs.values())
 
 
 def largest_array(config: RunConfig, executor: dict[str, Any]) -> int:
-    """Jobs in the largest array that the executor submits."""
+    """Return the number of jobs in the largest array that the executor submits."""
     limit: int = executor.get("array_size", 10**9)
     return min(max(config.counts.values(), default=1), limit)
 
 
-def settle(cluster: Cluster, asks: Sequence[Ask], count: int) -> list[Ask]:
-    """The same, with the default partition's name, and with as many nodes as there are."""
+def resolve(cluster: Cluster, needs: Sequence[PartitionNeeds], count: int) -> list[PartitionNeeds]:
+    """Fill in the default partition's name, and limit the nodes to probe to those that are usable."""
     default = next((each.name for each in cluster.partitions.values() if each.is_default), "")
-    named = [replace(ask, partition=ask.partition or default) for ask in asks]
+    named = [replace(need, partition=need.partition or default) for need in needs]
     usable = {name: each.nodes for name, each in cluster.partitions.items()}
-    return [replace(ask, nodes=min(count, usable.get(ask.partition, 0))) for ask in named]
+    return [replace(need, nodes=min(count, usable.get(need.partition, 0))) for need in named]
 
 
-def examine(cluster: Cluster, asks: Sequence[Ask], jobs: int, bench: Bench) -> Iterator[Finding]:
-    """What Slurm says, then what the nodes say of each partition that can be had."""
-    yield from scheduler.findings(cluster, asks, jobs)
-    for number, ask in enumerate(asks):
-        if ask.nodes and ask.gpus <= cluster.partitions[ask.partition].gpus:
-            yield from srun.partition(ask, replace(bench, folder=bench.folder / str(number)))
+def examine(
+    cluster: Cluster, needs: Sequence[PartitionNeeds], jobs: int, setup: ProbeSetup
+) -> Iterator[Finding]:
+    """Yield the findings about Slurm, then those about the nodes of each usable partition."""
+    yield from scheduler.findings(cluster, needs, jobs)
+    for number, need in enumerate(needs):
+        if need.nodes and need.gpus <= cluster.partitions[need.partition].gpus:
+            yield from srun.probe_partition(need, replace(setup, folder=setup.folder / str(number)))
 
 
 def ask_slurm() -> Cluster:
-    """What Slurm says of itself.
+    """Read the cluster's settings, partitions and nodes from scontrol.
 
     Raises:
-        HpcSweError: It is not here, or does not answer.
+        HpcSweError: Slurm is not installed here, or does not answer.
     """
     if shutil.which("srun") is None:
-        raise HpcSweError("there is no srun on PATH")
+        raise HpcSweError("srun is not on PATH")
     return scheduler.parse(_show("config"), _show("partition", "-o"), _show("nodes", "-o"))
 
 
@@ -81,14 +83,14 @@ def _show(*what: str) -> str:
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """The worst last, where the eye is; the same in several places is one row."""
-    drawn = Table()
+    """Return the findings as a table, the worst last; equal findings of several places share a row."""
+    rows = Table()
     for heading in ("check", "where", "verdict", "found", "remedy"):
-        drawn.add_column(heading, overflow="fold")  # an ellipsis is no ASCII, and hides the end of a path
+        rows.add_column(heading, overflow="fold")  # an ellipsis is not ASCII, and hides the end of a path
     order, places = list(COLOURS), defaultdict[Finding, list[str]](list)
     for each in findings:
         places[replace(each, where="")].append(each.where.removeprefix("partition "))
     for each, where in sorted(places.items(), key=lambda pair: order.index(pair[0].verdict)):
         verdict = f"[{COLOURS[each.verdict]}]{each.verdict}[/]"
-        drawn.add_row(each.check, ", ".join(where), verdict, escape(each.says), escape(each.remedy))
-    return drawn
+        rows.add_row(each.check, ", ".join(where), verdict, escape(each.says), escape(each.remedy))
+    return rows

@@ -1,7 +1,7 @@
-"""What a cluster must give, and how to tell: pure checks of measured facts, for ``python -m hpc_swe.doctor``.
+"""Define what the checks of ``python -m hpc_swe.doctor`` take and return; they are pure, on measured facts.
 
-`scheduler` reads what Slurm says of itself, `probe` measures one node from inside a job, `meeting` what
-two nodes see of each other, and `nodes` judges what the probes measured.
+`scheduler` checks what Slurm reports, `probe` measures one node from inside a job, `meeting` measures what
+two nodes see of each other, and `nodes` checks what the probes measured.
 """
 
 from dataclasses import dataclass
@@ -12,25 +12,26 @@ Severity = Literal["ok", "warning", "fault"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found. A fault stops a run or harms others; a warning costs time, or work twice done."""
+    """A finding is the result of one check. A fault stops a run or harms others; a warning costs time."""
 
     check: str
     verdict: Severity
     says: str
+    """The fact that was found, as a sentence."""
     remedy: str = ""
     where: str = "cluster"
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What a run wants of one partition; without a name it is this machine, outside any job."""
+class PartitionNeeds:
+    """A run needs this of one partition; without a name it is this machine, outside any job."""
 
     partition: str = ""
     words: tuple[str, ...] = ()
-    """Further words of srun, such as the account."""
+    """More options of srun, such as the account."""
     gpus: int = 0
     """GPUs per node."""
     nodes: int = 2
-    """Nodes that are probed."""
+    """Nodes to probe."""
     memory_mb: int = 1024
-    """Memory that the probe asks for."""
+    """Memory that the probe requests."""

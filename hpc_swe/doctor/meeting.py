@@ -1,8 +1,8 @@
-"""What nodes see of each other through the shared folder: names, locks, clocks, ports.
+"""Measure what nodes see of each other through the shared folder: names, locks, clocks and ports.
 
-Node 0 plays ball with each other node: it renames a file into sight, the other answers by a rename as
-soon as a listing shows it, and the answer's name bears the other's clock. Half of the way there and back
-is how long a rename takes to be seen, and no two clocks had to agree for it.
+Node 0 exchanges pings with each other node. It renames a file into the folder; the other node answers with a
+rename as soon as a listing shows the file, and puts its clock into the answer's name. Half of the round trip
+is the time until a rename becomes visible, and the clocks need not agree for it.
 """
 
 import contextlib
@@ -19,68 +19,68 @@ from hpc_swe.records import Record
 
 ROUNDS = 5
 CONNECT_S = 5.0
-SLOW_S = 4.0  # one more round after one above this tells enough
+SLOW_S = 4.0  # after a round slower than this, one more round is enough
 HELLO, DONE, LOCK = "hello", "done", "lock"
 
 
 class Peer(Record, frozen=True, kw_only=True):
-    """What one node found out about another. Of words, empty is well."""
+    """A node has found this out about another node; an empty text means that all is well."""
 
     host: str
     unseen: str = ""
-    """What was awaited of it in vain."""
+    """Which file of it did not appear in time."""
     port: str = ""
     """Why its TCP port could not be reached."""
     lock: str = ""
     """What is wrong with locks that it holds."""
     visible_ms: float = 0.0
-    """Until a rename of one node shows in a listing of the other; 0 is not measured."""
+    """Time until a rename of one node shows in a listing of the other; 0 is not measured."""
     clock_s: float = 0.0
-    """Its clock minus this one's."""
+    """Its clock minus this node's clock."""
 
 
 class Room:
-    """The folder of one meeting, by listings alone."""
+    """Nodes meet in a folder, where names in its listing are their only messages."""
 
     def __init__(self, folder: Path, rank: int, deadline: float) -> None:
         self._folder, self._rank, self._deadline = folder, rank, deadline
 
     def show(self, name: str) -> None:
-        """Put a name into sight by a rename; what it says is in the name."""
+        """Send a message: rename an empty file to this name."""
         hidden = self._folder / f".{name}"
         hidden.touch()
         os.rename(hidden, self._folder / name)
 
     def await_name(self, prefix: str) -> str:
-        """What follows a prefix, once a listing shows it.
+        """Wait until a listing shows a name with this prefix; return the rest of the name.
 
         Raises:
-            DeadlineError: None did in time.
+            DeadlineError: No such name appeared in time.
         """
-        begun = time.monotonic()
+        started = time.monotonic()
         while True:
             for name in os.listdir(self._folder):
                 if name.startswith(prefix):
                     return name.removeprefix(prefix)
             if time.monotonic() > self._deadline:
-                waited = time.monotonic() - begun
+                waited = time.monotonic() - started
                 raise DeadlineError(f"node {self._rank} saw no {prefix}* in {waited:.0f} s")
-            time.sleep(max(0.002, (time.monotonic() - begun) / 20))
+            time.sleep(max(0.002, (time.monotonic() - started) / 20))
 
 
 def attend(folder: Path, rank: int, nodes: int, wait_s: float) -> list[Peer]:
-    """Meet the other nodes; each is waited for at most `wait_s` in all."""
+    """Meet the other nodes and return what was found out about each; waits end after `wait_s` in total."""
     if nodes < 2:
         return []
     room = Room(folder, rank, time.monotonic() + wait_s)
     with socket.create_server(("", 0), backlog=nodes) as server, (folder / LOCK).open("w") as lock:
         if rank == 0:
-            _try_lock(lock.fileno())  # before it greets: the others then try in vain
+            _try_lock(lock.fileno())  # before its hello, so that the attempts of the others must fail
         room.show(f"{HELLO}-{rank}-{server.getsockname()[1]}-{socket.gethostname()}")
         others = [other for other in range(nodes) if other != rank]
         peers = [_meet(room, rank, other, lock.fileno()) for other in others]
         room.show(f"{DONE}-{rank}-")
-        _stay(room, [other for other, peer in zip(others, peers, strict=True) if not peer.unseen])
+        _await_done(room, [other for other, peer in zip(others, peers, strict=True) if not peer.unseen])
     return peers
 
 
@@ -88,13 +88,13 @@ def _meet(room: Room, rank: int, other: int, lock: int) -> Peer:
     host = f"node {other}"
     try:
         port, _, host = room.await_name(f"{HELLO}-{other}-").partition("-")
-        outcome = _refused(_try_lock(lock)) if other == 0 else ""
-        peer = Peer(host=host, port=_connect(host, int(port)), lock=outcome)
+        lock_fault = _lock_fault(_try_lock(lock)) if other == 0 else ""
+        peer = Peer(host=host, port=_connect(host, int(port)), lock=lock_fault)
         if rank == 0:
-            visible_ms, clock_s = _play(room, other)
+            visible_ms, clock_s = _ping(room, other)
             return msgspec.structs.replace(peer, visible_ms=visible_ms, clock_s=clock_s)
         if other == 0:
-            _answer(room, rank)
+            _answer_pings(room, rank)
     except DeadlineError as error:
         return Peer(host=host, unseen=str(error))
     return peer
@@ -110,8 +110,8 @@ def _try_lock(descriptor: int) -> str:
     return "taken"
 
 
-def _refused(outcome: str) -> str:
-    """What is wrong with a lock that node 0 holds, by what came of trying for it."""
+def _lock_fault(outcome: str) -> str:
+    """Return what is wrong with locks, from the outcome of locking a file that node 0 has locked."""
     return {"held": "", "taken": "does nothing: two nodes held it at once"}.get(outcome, outcome)
 
 
@@ -123,23 +123,23 @@ def _connect(host: str, port: int) -> str:
     return ""
 
 
-def _play(room: Room, other: int) -> tuple[float, float]:
-    """Half of the median way there and back in ms, and the other's clock by the quickest round."""
+def _ping(room: Room, other: int) -> tuple[float, float]:
+    """Return half of the median round trip in ms, and the other's clock minus ours in s (fastest round)."""
     rounds: list[tuple[float, float]] = []
     for number in range(ROUNDS):
-        last = number == ROUNDS - 1 or any(way_s > SLOW_S for way_s, _ in rounds)
-        wall, begun = time.time(), time.perf_counter()
-        room.show(f"ping-{other}-{number}-{'last' if last else 'more'}")
+        is_last = number == ROUNDS - 1 or any(trip_s > SLOW_S for trip_s, _ in rounds)
+        wall, started = time.time(), time.perf_counter()
+        room.show(f"ping-{other}-{number}-{'last' if is_last else 'more'}")
         theirs = float(room.await_name(f"pong-{other}-{number}-"))
-        way_s = time.perf_counter() - begun
-        rounds.append((way_s, theirs - (wall + way_s / 2)))
-        if last:
+        trip_s = time.perf_counter() - started
+        rounds.append((trip_s, theirs - (wall + trip_s / 2)))
+        if is_last:
             break
     rounds.sort()
     return rounds[len(rounds) // 2][0] * 1e3 / 2, rounds[0][1]
 
 
-def _answer(room: Room, rank: int) -> None:
+def _answer_pings(room: Room, rank: int) -> None:
     for number in range(ROUNDS):
         word = room.await_name(f"ping-{rank}-{number}-")
         room.show(f"pong-{rank}-{number}-{time.time():.6f}")
@@ -147,8 +147,8 @@ def _answer(room: Room, rank: int) -> None:
             return
 
 
-def _stay(room: Room, others: list[int]) -> None:
-    """Until the others are through with this node's port and lock, or have had their time."""
+def _await_done(room: Room, others: list[int]) -> None:
+    """Wait until the other nodes no longer need this node's port and lock, or the time is over."""
     with contextlib.suppress(DeadlineError):
         for other in others:
             room.await_name(f"{DONE}-{other}-")

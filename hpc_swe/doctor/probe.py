@@ -1,8 +1,8 @@
-"""python -m hpc_swe.doctor.probe FOLDER: one node, as a job sees it. `srun` starts one per node.
+"""Measure one node as a job sees it: python -m hpc_swe.doctor.probe FOLDER, which `srun` starts on each node.
 
-It changes nothing outside FOLDER, which the doctor made on the shared file system, and needs nothing but
-what every job of a run needs. Each wait has a deadline. The record goes to standard output in short
-lines, since `srun` mixes the long lines of several nodes.
+The probe changes nothing outside FOLDER, which the doctor made on the shared file system, and needs only what
+every job of a run needs. Each wait has a deadline. The record goes to standard output in short lines, since
+`srun` mixes the long lines of several nodes.
 """
 
 import argparse
@@ -32,14 +32,14 @@ from hpc_swe.errors import ConfigError
 from hpc_swe.records import Record
 
 MARK = "hpc_swe-probe"
-CHUNK = 700  # characters; srun passes on up to 1024 at a time
-NO_LIMIT = 2**50  # bytes; cgroup v1 writes a number of this size where there is none
+CHUNK = 700  # characters; srun forwards up to 1024 at a time
+NO_LIMIT = 2**50  # bytes; cgroup v1 writes a number of this size where there is no limit
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 TOKEN = "token"
 
 
 class Shared(Record, frozen=True, kw_only=True):
-    """What the shared folder can do here. Of each pair of words, empty is well."""
+    """The shared folder was checked on one node; an empty text means that the operation works."""
 
     kind: str = ""
     """Type of the file system."""
@@ -48,7 +48,7 @@ class Shared(Record, frozen=True, kw_only=True):
     crossing: str = ""
     """Why a file cannot be renamed from one folder to another."""
     linking: str = ""
-    """Why a link cannot publish a file and leave one that lies there."""
+    """Why a link cannot publish a file without replacing an existing one."""
     flock: str = ""
     sockets: str = ""
     rename_ms: float = 0.0
@@ -56,36 +56,36 @@ class Shared(Record, frozen=True, kw_only=True):
 
 
 class Probe(Record, frozen=True, kw_only=True):
-    """What one node measured."""
+    """A probe is everything that was measured on one node."""
 
     rank: int
     nodes: int
     host: str
     python: str
     user_namespaces: str
-    """Why there are none; empty is well."""
+    """Why they cannot be created; empty when they can."""
     apptainer: str
     """Its version; empty when it is not on PATH."""
     container: str
-    """Why an image could not be run; empty when it could, or none was given."""
+    """Why an image could not be run; empty when it could, or when no image was given."""
     tmp: str
     tmp_kind: str
     tmp_free_gb: float
     memory_mb: float
-    """The kernel's limit on this job; 0 is none."""
+    """Memory limit of this job's cgroups; 0 is no limit."""
     gpus: int
-    """In CUDA_VISIBLE_DEVICES."""
+    """Number of GPUs in CUDA_VISIBLE_DEVICES."""
     gpu_files: int
-    """/dev/nvidia<n> that can be opened."""
+    """Number of files /dev/nvidia<n> that can be opened."""
     tensorboard: bool
     shared: Shared
     peers: list[Peer]
 
 
-def take(folder: Path, token: str, wait_s: float, images: str) -> Probe:
-    """Everything, in a few seconds where all is well."""
+def measure(folder: Path, token: str, wait_s: float, images: str) -> Probe:
+    """Measure everything about this node, in a few seconds on a healthy one."""
     rank, nodes = int(os.environ.get("SLURM_PROCID", "0")), int(os.environ.get("SLURM_NTASKS", "1"))
-    shared = share(folder, token, rank)
+    shared = check_shared(folder, token, rank)
     peers = [] if shared.error else meeting.attend(folder, rank, nodes, wait_s)
     tmp, version = tempfile.gettempdir(), apptainer_version()
     return Probe(
@@ -108,12 +108,12 @@ def take(folder: Path, token: str, wait_s: float, images: str) -> Probe:
     )
 
 
-def share(folder: Path, token: str, rank: int) -> Shared:
-    """Read what the doctor wrote on its machine, then write, rename, lock and bind."""
+def check_shared(folder: Path, token: str, rank: int) -> Shared:
+    """Read what the doctor wrote on its machine, then write, rename, link, lock and bind in the folder."""
     try:
         found = (folder / TOKEN).read_text()
         if found != token:
-            return Shared(error=f"another folder of this name lies there: it holds {found!r}")
+            return Shared(error=f"another folder has this name here: it holds {found!r}")
         mine = folder / f"node-{rank}"
         mine.mkdir()
         rename_ms = _rename_ms(mine)
@@ -134,15 +134,15 @@ def _rename_ms(folder: Path) -> float:
     names[0].touch()
     seconds = []
     for old, new in zip(names, names[1:], strict=False):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         os.rename(old, new)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - started)
     return statistics.median(seconds) * 1e3
 
 
-def _reason(act: Callable[[], None]) -> str:
+def _reason(check: Callable[[], None]) -> str:
     try:
-        act()
+        check()
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -154,10 +154,10 @@ def _cross(folder: Path, mine: Path) -> None:
 
 
 def _link_twice(mine: Path) -> None:
-    """The second must be refused.
+    """Check that a second link to the same name is refused.
 
     Raises:
-        OSError: It is not, or the file system knows no links.
+        OSError: It is not refused, or the file system has no hard links.
     """
     for name in ("first", "second"):
         (mine / name).touch()
@@ -170,10 +170,10 @@ def _link_twice(mine: Path) -> None:
 
 
 def _lock_twice(path: Path) -> None:
-    """Two opens must exclude each other.
+    """Check that a lock of one open file excludes another.
 
     Raises:
-        OSError: They do not, or locking fails.
+        OSError: It does not, or locking fails.
     """
     with path.open("w") as first, path.open("w") as second:
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -181,11 +181,11 @@ def _lock_twice(path: Path) -> None:
             fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-    raise OSError(errno.EINVAL, "does nothing: two of one node held it at once")
+    raise OSError(errno.EINVAL, "does nothing: two files of one node held it at once")
 
 
 def _bind(folder: Path) -> None:
-    """By /proc/self/fd, since the path of a socket has at most 107 bytes and that of a folder has not."""
+    """Bind a Unix socket through /proc/self/fd, since a socket's path has at most 107 bytes."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with socket.socket(socket.AF_UNIX) as server:
@@ -195,9 +195,9 @@ def _bind(folder: Path) -> None:
 
 
 def user_namespaces() -> str:
-    """Why a user namespace with a mount namespace in it cannot be made; empty when it can."""
+    """Return why a user namespace with a mount namespace in it cannot be created; empty when it can."""
     libc = ctypes.CDLL(None, use_errno=True)
-    child = os.fork()  # a process with threads may not, and this one has those of numpy
+    child = os.fork()  # a process with threads, such as those of numpy, may not call unshare
     if child == 0:
         os._exit(0 if libc.unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0 else ctypes.get_errno())
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -205,20 +205,20 @@ def user_namespaces() -> str:
 
 
 def apptainer_version() -> str:
-    """Empty when there is none."""
+    """Return Apptainer's version; empty when it is not on PATH."""
     if shutil.which("apptainer") is None:
         return ""
     try:
-        asked = subprocess.run(
+        done = subprocess.run(
             ["apptainer", "--version"], capture_output=True, text=True, timeout=30, check=False
         )
     except subprocess.TimeoutExpired:
-        return "of unknown version, silent for 30 s"
-    return asked.stdout.strip() or asked.stderr.strip() or f"of unknown version, exit {asked.returncode}"
+        return "unknown version: no answer in 30 s"
+    return done.stdout.strip() or done.stderr.strip() or f"unknown version: exit code {done.returncode}"
 
 
 def container(images: str) -> str:
-    """Why a sandbox of the folder's first image cannot be opened; empty when it can."""
+    """Return why a sandbox of the folder's first image cannot be opened; empty when it can."""
     from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 
     try:
@@ -229,7 +229,7 @@ def container(images: str) -> str:
 
 
 def memory_limit() -> int:
-    """The tightest memory limit of this process's cgroups, in bytes; 0 when nothing limits it."""
+    """Return the lowest memory limit of this process's cgroups, in bytes; 0 when there is none."""
     files = limit_files(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
     values = [path.read_text().strip() for path in files if path.exists()]
     limits = [int(value) for value in values if value.isdigit() and int(value) < NO_LIMIT]
@@ -237,22 +237,22 @@ def memory_limit() -> int:
 
 
 def limit_files(cgroup: str, mountinfo: str) -> Iterator[Path]:
-    """Where the limits may lie: cgroup v1 and v2, from the process's own group up to what is mounted."""
+    """Yield the files of cgroup v1 and v2 that may hold memory limits, from this process's group upwards."""
     for line in cgroup.splitlines():
         number, controllers, path = line.split(":", 2)
-        second = number == "0" and not controllers
-        if not second and "memory" not in controllers.split(","):
+        is_v2 = number == "0" and not controllers
+        if not is_v2 and "memory" not in controllers.split(","):
             continue
-        kind, file = ("cgroup2", "memory.max") if second else ("cgroup", "memory.limit_in_bytes")
+        kind, file = ("cgroup2", "memory.max") if is_v2 else ("cgroup", "memory.limit_in_bytes")
         for root, at, fstype, options in _mounts(mountinfo):
             inside = path == root or path.startswith(root.rstrip("/") + "/")
-            if fstype == kind and inside and (second or "memory" in options.split(",")):
+            if fstype == kind and inside and (is_v2 or "memory" in options.split(",")):
                 group = Path(path).relative_to(root)
                 yield from (Path(at) / part / file for part in (group, *group.parents))
 
 
 def kind_of(path: str, mountinfo: str) -> str:
-    """The type of the file system that holds a path."""
+    """Return the type of the file system that holds a path."""
     place = os.path.realpath(path)
     holding = [(at, fstype) for _, at, fstype, _ in _mounts(mountinfo) if _holds(at, place)]
     return max(holding, key=lambda mount: len(mount[0]), default=("", "unknown"))[1]
@@ -278,13 +278,13 @@ def _opens(path: Path) -> bool:
 
 
 def lines(probe: Probe) -> list[str]:
-    """The record as text that survives being mixed with that of other nodes."""
+    """Return the record as lines that can be told from those of other nodes, even when mixed with them."""
     text = msgspec.json.encode(probe).decode()
     return [f"{MARK} {probe.rank} {text[at : at + CHUNK]}" for at in range(0, len(text), CHUNK)]
 
 
 def read(text: str) -> list[Probe]:
-    """The whole records among lines of any number of nodes, by rank."""
+    """Return the complete records in the mixed lines of several nodes, sorted by rank."""
     parts: dict[str, str] = {}
     for rank, chunk in re.findall(rf"^{MARK} (\d+) (.*)$", text, re.MULTILINE):
         parts[rank] = parts.get(rank, "") + chunk
@@ -293,15 +293,15 @@ def read(text: str) -> list[Probe]:
 
 
 def main() -> None:
-    """The command line."""
+    """Measure this node and print the record."""
     parser = argparse.ArgumentParser(prog="python -m hpc_swe.doctor.probe", description="Measure this node.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("token")
     parser.add_argument("--wait", type=float, default=60.0)
     parser.add_argument("--images", default="")
     arguments = parser.parse_args()
-    signal.alarm(int(arguments.wait * 2) + 30)  # whatever hangs, a file system above all, is ended
-    probe = take(arguments.folder, arguments.token, arguments.wait, arguments.images)
+    signal.alarm(int(arguments.wait * 2) + 30)  # ends a process that hangs, for example on a file system
+    probe = measure(arguments.folder, arguments.token, arguments.wait, arguments.images)
     print("\n".join(lines(probe)), flush=True)
 
 

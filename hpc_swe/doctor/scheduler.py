@@ -1,21 +1,21 @@
-"""What Slurm says of itself, from 22.05 on: parsed text of three `scontrol show` calls, and its checks."""
+"""Parse the output of three `scontrol show` calls of Slurm 22.05 or newer, and check it."""
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hpc_swe.doctor.findings import Ask, Finding
+from hpc_swe.doctor.findings import Finding, PartitionNeeds
 from hpc_swe.gpus import in_gres
 
 OLDEST = (22, 5)
-CHECKPOINT_S = 30  # a learner's checkpoint, unless the model is large
+CHECKPOINT_S = 30  # time for a learner's checkpoint, unless the model is large
 MANY_JOBS = 64  # of one role, when no configuration says how many
 UNUSABLE = re.compile(r"DOWN|DRAIN|FAIL|MAINT|NOT_RESPONDING|POWERING_DOWN|REBOOT|UNKNOWN|\*")
 
 
 @dataclass(frozen=True)
 class Partition:
-    """One line of `scontrol show partition -o`, and what its nodes have."""
+    """A partition is one line of `scontrol show partition -o`, together with what its nodes have."""
 
     name: str
     is_default: bool
@@ -23,28 +23,28 @@ class Partition:
     preempt_mode: str
     grace_s: int
     tier: int
-    """A job may be preempted by those of a partition with a higher one."""
+    """Jobs of a partition with a higher tier may preempt those of this one."""
     nodes: int
     """Nodes that are not down, draining or reserved for maintenance."""
     gpus: int
-    """The most GPUs that one of them has."""
+    """Largest number of GPUs of one usable node."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Slurm cluster in its own words."""
+    """A Slurm cluster is known by its settings and partitions, as scontrol prints them."""
 
     settings: dict[str, str]
     partitions: dict[str, Partition]
 
     def setting(self, key: str) -> str:
-        """A value of slurm.conf or cgroup.conf; empty where it is unset or unknown to this version."""
+        """Return a value of slurm.conf or cgroup.conf; empty when it is unset or unknown to this version."""
         value = self.settings.get(key.lower(), "")
         return "" if value.startswith("(null") else value
 
 
 def parse(config: str, partitions: str, nodes: str) -> Cluster:
-    """From the texts of `scontrol show config`, `show partition -o` and `show nodes -o`."""
+    """Parse the output of `scontrol show config`, `show partition -o` and `show nodes -o`."""
     pairs = re.findall(r"^(\S+)\s*= ?(.*?)\s*$", config, re.MULTILINE)
     members = [_words(line) for line in nodes.splitlines() if line.startswith("NodeName=")]
     lines = [_words(line) for line in partitions.splitlines() if line.startswith("PartitionName=")]
@@ -82,24 +82,25 @@ def _seconds(text: str) -> int:
     return total
 
 
-def findings(cluster: Cluster, asks: Sequence[Ask], jobs: int) -> Iterator[Finding]:
-    """All checks of the scheduler; `jobs` is the most that one role has, 0 where nobody knows."""
+def findings(cluster: Cluster, needs: Sequence[PartitionNeeds], jobs: int) -> Iterator[Finding]:
+    """Yield the findings about the scheduler; `jobs` is the size of the largest array, 0 if unknown."""
     yield version(cluster)
     yield accounting(cluster)
     yield requeue(cluster)
     yield arrays(cluster, jobs)
     yield constraints(cluster)
-    for ask in asks:
-        yield partition(cluster, ask)
-        if ask.partition in cluster.partitions:
-            yield preemption(cluster, cluster.partitions[ask.partition])
-            yield notice(cluster, cluster.partitions[ask.partition])
-        if ask.partition in cluster.partitions and ask.gpus:
-            yield gres(cluster, ask)
+    for need in needs:
+        yield partition(cluster, need)
+        found = cluster.partitions.get(need.partition)
+        if found:
+            yield preemption(cluster, found)
+            yield preemption_signal(cluster, found)
+        if found and need.gpus:
+            yield gres(cluster, need)
 
 
 def version(cluster: Cluster) -> Finding:
-    """Older ones print other words."""
+    """Check the version: the output of older ones has another format."""
     text = cluster.setting("SLURM_VERSION")
     numbers = tuple(map(int, re.findall(r"\d+", text)[:2]))
     if numbers < OLDEST:
@@ -107,42 +108,42 @@ def version(cluster: Cluster) -> Finding:
             "Slurm",
             "warning",
             f"version {text or 'unknown'} is older than 22.05",
-            "upgrade Slurm, or read on with care",
+            "upgrade Slurm; until then the other findings may be wrong",
         )
     return Finding("Slurm", "ok", f"version {text}")
 
 
 def accounting(cluster: Cluster) -> Finding:
-    """`sacct` tells how a job ended."""
+    """Check that `sacct` can tell how a job ended."""
     kind = cluster.setting("AccountingStorageType") or "accounting_storage/none"
     if kind.endswith("/none"):
         return Finding(
             "accounting",
             "warning",
-            "no accounting: sacct cannot tell how a job ended; launch tick works without",
+            "no accounting: sacct cannot tell how a job ended; launch tick works without it",
             "AccountingStorageType=accounting_storage/slurmdbd in slurm.conf",
         )
     return Finding("accounting", "ok", kind)
 
 
 def requeue(cluster: Cluster) -> Finding:
-    """Without it a job that a node or a preemption takes is gone, and only a tick replaces it."""
+    """Check that jobs are requeued after a node failure or preemption; else only a tick replaces them."""
     if cluster.setting("JobRequeue") == "0":
         return Finding(
             "JobRequeue",
             "warning",
-            "JobRequeue=0: a job lost to a node or a preemption does not come back by itself",
+            "JobRequeue=0: a job that is lost to a node failure or a preemption is not requeued",
             "JobRequeue=1 in slurm.conf, or sbatch --requeue; until then launch tick from cron replaces it",
         )
     return Finding("JobRequeue", "ok", "lost jobs are requeued")
 
 
 def arrays(cluster: Cluster, jobs: int) -> Finding:
-    """A role's jobs are numbered from 0, so that an array of MaxArraySize tasks is the largest."""
+    """Check the limit on arrays: jobs of a role are numbered from 0, so MaxArraySize jobs fit."""
     text = cluster.setting("MaxArraySize")
     largest = int(text) if text.isdigit() else 0
     if largest < (jobs or MANY_JOBS):
-        wanted = f"an array of {jobs} jobs is wanted" if jobs else f"a role may want {MANY_JOBS} jobs"
+        wanted = f"an array of {jobs} jobs is needed" if jobs else f"a role may need {MANY_JOBS} jobs"
         return Finding(
             "MaxArraySize",
             "fault" if jobs else "warning",
@@ -153,43 +154,43 @@ def arrays(cluster: Cluster, jobs: int) -> Finding:
 
 
 def constraints(cluster: Cluster) -> Finding:
-    """What Slurm means to enforce; the probes measure whether it does."""
+    """Check which limits Slurm is configured to enforce; the probes measure whether it does."""
     plugins, ram = cluster.setting("TaskPlugin"), cluster.setting("ConstrainRAMSpace")
     if "task/cgroup" not in plugins or ram == "no":
         return Finding(
             "cgroups",
             "fault",
             f"TaskPlugin={plugins or 'none'}, ConstrainRAMSpace={ram or 'unset'}: "
-            "a job that runs out of memory takes the node with it",
+            "a job that runs out of memory can crash its node",
             "TaskPlugin=task/cgroup and ConstrainRAMSpace=yes (cgroup.conf); until then --exclusive",
         )
-    return Finding("cgroups", "ok", f"TaskPlugin={plugins}, ConstrainRAMSpace={ram or 'not told'}")
+    return Finding("cgroups", "ok", f"TaskPlugin={plugins}, ConstrainRAMSpace={ram or 'unknown'}")
 
 
-def partition(cluster: Cluster, ask: Ask) -> Finding:
-    """It is there, takes jobs, and has nodes."""
-    where, known = f"partition {ask.partition}", ", ".join(cluster.partitions)
-    found = cluster.partitions.get(ask.partition)
+def partition(cluster: Cluster, need: PartitionNeeds) -> Finding:
+    """Check that a partition exists, accepts jobs and has usable nodes."""
+    where, known = f"partition {need.partition}", ", ".join(cluster.partitions)
+    found = cluster.partitions.get(need.partition)
     if found is None:
         return Finding(
-            "partition", "fault", f"there is no partition {ask.partition!r}", f"name one of {known}", where
+            "partition", "fault", f"there is no partition {need.partition!r}", f"name one of {known}", where
         )
     if found.state != "UP" or not found.nodes:
         return Finding(
             "partition",
             "fault",
             f"it is {found.state} with {found.nodes} usable nodes",
-            f"ask when it comes back (sinfo -R), or take another of {known}",
+            f"see why its nodes are down (sinfo -R), or use another of {known}",
             where,
         )
     return Finding("partition", "ok", f"{found.nodes} usable nodes", where=where)
 
 
 def preemption(cluster: Cluster, found: Partition) -> Finding:
-    """Which jobs are taken away, how, and after what time."""
+    """Check which jobs may be preempted, how, and after what time."""
     where = f"partition {found.name}"
     if not _is_preempted(cluster, found):
-        return Finding("PreemptMode", "ok", "nobody preempts its jobs", where=where)
+        return Finding("PreemptMode", "ok", "its jobs are never preempted", where=where)
     grace = f"PreemptMode={found.preempt_mode} with GraceTime={found.grace_s} s"
     if "CANCEL" in found.preempt_mode:
         says, remedy = (
@@ -197,29 +198,30 @@ def preemption(cluster: Cluster, found: Partition) -> Finding:
             "launch tick from cron each minute, or PreemptMode=REQUEUE",
         )
     elif "REQUEUE" not in found.preempt_mode:
-        says = "a preempted job keeps its memory and stops beating, so that its work is given to others"
+        says = "a preempted job keeps its memory and sends no heartbeats, so that others redo its work"
         remedy = "PreemptMode=REQUEUE for this partition"
     elif found.grace_s < CHECKPOINT_S:
-        says = f"a checkpoint may take {CHECKPOINT_S} s, so that steps since the last one are done again"
+        says = f"a checkpoint may take {CHECKPOINT_S} s; otherwise the steps since the last one are repeated"
         remedy = (
-            "GraceTime=120 for this partition, a smaller learner.checkpoint_every, or a learner elsewhere"
+            "GraceTime=120 for this partition, a smaller learner.checkpoint_every, or the learner elsewhere"
         )
     else:
         return Finding("PreemptMode", "ok", grace, where=where)
     return Finding("PreemptMode", "warning", f"{grace}: {says}", remedy, where)
 
 
-def notice(cluster: Cluster, found: Partition) -> Finding:
-    """Whether a job that is preempted hears of it by the signal that it asked for."""
+def preemption_signal(cluster: Cluster, found: Partition) -> Finding:
+    """Check that a preempted job gets the signal that it has requested."""
     where = f"partition {found.name}"
     parameters = cluster.setting("SlurmctldParameters").lower().split(",")
     if not _is_preempted(cluster, found):
-        return Finding("preempt_send_user_signal", "ok", "not needed: nobody preempts its jobs", where=where)
+        says = "not needed: its jobs are never preempted"
+        return Finding("preempt_send_user_signal", "ok", says, where=where)
     if "preempt_send_user_signal" not in parameters:
         return Finding(
             "preempt_send_user_signal",
             "warning",
-            "a preempted batch job hears nothing before its grace is over: at most the open step is lost",
+            "a preempted batch job gets no signal during its grace time: at most the current step is lost",
             "SlurmctldParameters=preempt_send_user_signal in slurm.conf",
             where,
         )
@@ -234,19 +236,14 @@ def _is_preempted(cluster: Cluster, found: Partition) -> bool:
     return above or "partition_prio" not in kind
 
 
-def gres(cluster: Cluster, ask: Ask) -> Finding:
-    """GPUs are asked for where there are some, and as many as one node has."""
-    where, found = f"partition {ask.partition}", cluster.partitions[ask.partition]
-    if ask.gpus > found.gpus:
-        having = [each.name for each in cluster.partitions.values() if each.gpus >= ask.gpus]
-        kinds = cluster.setting("GresTypes") or "(unset)"
-        return Finding(
-            "GRES",
-            "fault",
-            f"{ask.gpus} GPUs a node are asked for; its nodes have {found.gpus}, GresTypes={kinds}",
-            f"ask for them in {' or '.join(having)}"
-            if having
-            else "GresTypes=gpu in slurm.conf, and gres.conf",
-            where,
-        )
-    return Finding("GRES", "ok", f"{found.gpus} GPUs a node, {ask.gpus} asked for", where=where)
+def gres(cluster: Cluster, need: PartitionNeeds) -> Finding:
+    """Check that a node of the partition has as many GPUs as are needed."""
+    where, found = f"partition {need.partition}", cluster.partitions[need.partition]
+    if need.gpus <= found.gpus:
+        return Finding("GRES", "ok", f"{found.gpus} GPUs per node, {need.gpus} needed", where=where)
+    having = [each.name for each in cluster.partitions.values() if each.gpus >= need.gpus]
+    kinds = cluster.setting("GresTypes") or "(unset)"
+    says = f"{need.gpus} GPUs per node are needed; its nodes have {found.gpus}, GresTypes={kinds}"
+    elsewhere = f"use partition {' or '.join(having)}"
+    remedy = elsewhere if having else "set GresTypes=gpu in slurm.conf, and gres.conf"
+    return Finding("GRES", "fault", says, remedy, where)

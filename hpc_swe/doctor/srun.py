@@ -1,4 +1,4 @@
-"""One job per partition that probes its nodes, or a probe of this machine where there is no scheduler."""
+"""Probe the nodes of a partition by one job, or this machine where there is no scheduler."""
 
 import os
 import re
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_swe.doctor import nodes, probe
-from hpc_swe.doctor.findings import Ask, Finding
+from hpc_swe.doctor.findings import Finding, PartitionNeeds
 
 ANSWER_S = 30.0
-FREE = ("SLURM_CONF", "SLURM_ACCOUNT", "SLURM_QOS", "SLURM_RESERVATION", "SLURM_CONSTRAINT")
-READABLE = "make the environment from a python that all nodes have, in a folder that jobs may enter (o+rx)"
+KEPT = ("SLURM_CONF", "SLURM_ACCOUNT", "SLURM_QOS", "SLURM_RESERVATION", "SLURM_CONSTRAINT")
+READABLE = "create the environment with a python that all nodes have, in a folder that jobs may enter (o+rx)"
 IMPORTABLE = "keep checkout and environment on the shared file system, and install there (make setup)"
 TROUBLES = (
     (r"execve\(\): (\S+: (?:Permission denied|No such file).*)", "python", "a job cannot run ", READABLE),
@@ -21,66 +21,66 @@ TROUBLES = (
         r"Unable to allocate resources: (.*)",
         "srun",
         "",
-        "see account, partition and limits, or SLURM_ACCOUNT",
+        "check account, partition and limits, or SLURM_ACCOUNT",
     ),
 )
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Where and how nodes are probed."""
+class ProbeSetup:
+    """Nodes are probed in this folder, by this interpreter, within this time."""
 
     folder: Path
     token: str
-    """Drawn anew each time; the folder's and the jobs' names end in it."""
+    """A new random text for each call, at the end of the folder's and the jobs' names."""
     python: str
     images: str
     timeout_s: float
 
     @property
     def job(self) -> str:
-        """The name of the jobs, by which they are cancelled."""
+        """Return the name of the jobs, by which they are cancelled."""
         return f"hpc_swe-doctor-{self.token}"
 
     @property
     def command(self) -> list[str]:
-        """What each node runs."""
+        """Return the command that each node runs."""
         wait = ["--wait", str(self.timeout_s / 2), "--images", self.images]
         return [self.python, "-m", "hpc_swe.doctor.probe", str(self.folder), self.token, *wait]
 
 
 @dataclass(frozen=True)
 class SrunResult:
-    """What came of one srun."""
+    """The output of an ended srun is kept in this."""
 
     text: str
     errors: str
     timed_out: bool = False
 
 
-def partition(ask: Ask, bench: Bench) -> Iterator[Finding]:
-    """Probe a partition's nodes, and judge what they, or srun, say."""
-    yield from lay_out(bench)
-    outcome = srun(ask, bench)
-    probes = probe.read(outcome.text)
-    if len(probes) < ask.nodes:
-        yield silence(ask, bench, outcome, len(probes))
+def probe_partition(need: PartitionNeeds, setup: ProbeSetup) -> Iterator[Finding]:
+    """Probe a partition's nodes; yield the findings about them, and why some did not answer."""
+    yield from make_folder(setup)
+    result = srun(need, setup)
+    probes = probe.read(result.text)
+    if len(probes) < need.nodes:
+        yield missing_answers(need, setup, result, len(probes))
     if probes:
-        yield from nodes.findings(ask, probes, bench.images)
+        yield from nodes.findings(need, probes, setup.images)
 
 
-def alone(bench: Bench) -> Iterator[Finding]:
-    """This machine, outside any job."""
-    yield from lay_out(bench)
-    probes = [probe.take(bench.folder, bench.token, ANSWER_S, bench.images)]
-    yield from nodes.findings(Ask(), probes, bench.images)
+def probe_this_machine(setup: ProbeSetup) -> Iterator[Finding]:
+    """Probe this machine, outside any job."""
+    yield from make_folder(setup)
+    probes = [probe.measure(setup.folder, setup.token, ANSWER_S, setup.images)]
+    yield from nodes.findings(PartitionNeeds(), probes, setup.images)
 
 
-def lay_out(bench: Bench) -> list[Finding]:
-    """Make the folder in which nodes meet; the finding says why it cannot be."""
+def make_folder(setup: ProbeSetup) -> list[Finding]:
+    """Make the folder in which nodes meet; return a finding when that is not possible."""
     try:
-        bench.folder.mkdir(parents=True)
-        (bench.folder / probe.TOKEN).write_text(bench.token)
+        setup.folder.mkdir(parents=True)
+        (setup.folder / probe.TOKEN).write_text(setup.token)
     except OSError as error:
         remedy = "with --shared name a folder that you can write"
         says = f"{error.filename}: {error.strerror}"
@@ -88,35 +88,30 @@ def lay_out(bench: Bench) -> list[Finding]:
     return []
 
 
-def srun(ask: Ask, bench: Bench) -> SrunResult:
-    """One job; what outlives the deadline is cancelled by its name."""
-    size = [f"--nodes={ask.nodes}", "--ntasks-per-node=1", f"--mem={ask.memory_mb}M", *ask.words]
-    limit = [f"--time={round(bench.timeout_s / 60) + 2}", *([f"--gres=gpu:{ask.gpus}"] if ask.gpus else [])]
-    command = [
-        "srun",
-        f"--partition={ask.partition}",
-        f"--job-name={bench.job}",
-        *size,
-        *limit,
-        *bench.command,
-    ]
-    # Inside a job srun would take that job's nodes.
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key in FREE}
+def srun(need: PartitionNeeds, setup: ProbeSetup) -> SrunResult:
+    """Run one job; cancel it by its name if it exceeds the deadline."""
+    size = [f"--nodes={need.nodes}", "--ntasks-per-node=1", f"--mem={need.memory_mb}M", *need.words]
+    limit = [f"--time={round(setup.timeout_s / 60) + 2}"]
+    gpus = [f"--gres=gpu:{need.gpus}"] if need.gpus else []
+    name = [f"--partition={need.partition}", f"--job-name={setup.job}"]
+    command = ["srun", *name, *size, *limit, *gpus, *setup.command]
+    # Inside a job, srun would otherwise use that job's nodes.
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key in KEPT}
     with subprocess.Popen(
         command, env=kept, text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as job:
         try:
-            return SrunResult(*job.communicate(timeout=bench.timeout_s))
+            return SrunResult(*job.communicate(timeout=setup.timeout_s))
         except subprocess.TimeoutExpired:
-            text, errors = _end(job, bench)
+            text, errors = _cancel(job, setup)
             return SrunResult(text, errors, timed_out=True)
         finally:
             if job.poll() is None:  # interrupted
-                _end(job, bench)
+                _cancel(job, setup)
 
 
-def _end(job: "subprocess.Popen[str]", bench: Bench) -> tuple[str, str]:
-    cancel = ["scancel", f"--name={bench.job}"]
+def _cancel(job: "subprocess.Popen[str]", setup: ProbeSetup) -> tuple[str, str]:
+    cancel = ["scancel", f"--name={setup.job}"]
     try:
         subprocess.run(cancel, timeout=ANSWER_S, check=False, capture_output=True)
         return job.communicate(timeout=ANSWER_S)
@@ -125,19 +120,19 @@ def _end(job: "subprocess.Popen[str]", bench: Bench) -> tuple[str, str]:
         return job.communicate()
 
 
-def silence(ask: Ask, bench: Bench, outcome: SrunResult, answers: int) -> Finding:
-    """Why fewer nodes answered than were asked."""
-    where = f"partition {ask.partition}"
-    if outcome.timed_out and "has been allocated" not in outcome.errors and "queued and" in outcome.errors:
-        says = f"no {ask.nodes} nodes were free for {bench.timeout_s:.0f} s: they are not checked"
-        remedy = "again when some are free, or with a larger --timeout"
+def missing_answers(need: PartitionNeeds, setup: ProbeSetup, result: SrunResult, answers: int) -> Finding:
+    """Explain why fewer nodes answered than were probed."""
+    where = f"partition {need.partition}"
+    if result.timed_out and "has been allocated" not in result.errors and "queued and" in result.errors:
+        says = f"{need.nodes} nodes were not free within {setup.timeout_s:.0f} s: they are not checked"
+        remedy = "try again when nodes are free, or with a larger --timeout"
         return Finding("nodes", "warning", says, remedy, where)
-    count = f"{answers} of {ask.nodes} nodes answered"
-    for pattern, check, begins, remedy in TROUBLES:
-        if found := re.search(pattern, outcome.errors):
-            return Finding(check, "fault", f"{count}: {begins}{found[1]}", remedy, where)
-    late = f" in {bench.timeout_s:.0f} s" if outcome.timed_out else ""
-    said = outcome.errors.strip().splitlines()
-    last = next((line for line in said if "error:" in line), said[-1] if said else "srun said nothing")
-    remedy = "look at the node that is missing (sinfo -R), or give slow ones a larger --timeout"
+    count = f"{answers} of {need.nodes} nodes answered"
+    for pattern, check, prefix, remedy in TROUBLES:
+        if found := re.search(pattern, result.errors):
+            return Finding(check, "fault", f"{count}: {prefix}{found[1]}", remedy, where)
+    late = f" in {setup.timeout_s:.0f} s" if result.timed_out else ""
+    lines = result.errors.strip().splitlines()
+    last = next((line for line in lines if "error:" in line), lines[-1] if lines else "srun printed nothing")
+    remedy = "check the missing node (sinfo -R), or use a larger --timeout for slow nodes"
     return Finding("nodes", "fault", f"{count}{late}: {last}", remedy, where)

@@ -1,4 +1,4 @@
-"""Follow an evaluation: how far it is, what it waits for, and the bar that shows it."""
+"""Follow an evaluation: count what is done, say what it waits for, draw a bar, and detect a stall."""
 
 import time
 from collections.abc import Callable
@@ -23,86 +23,92 @@ from hpc_swe.store import tasks
 
 @dataclass(frozen=True)
 class EvaluationProgress:
-    """How far an evaluation is, and what it waits for."""
+    """The progress of an evaluation is the number of its finished episodes, and what it waits for."""
 
     done: int
-    """Episodes."""
+    """Finished episodes."""
     solved: int
     waits_for: str
     is_queued: bool
-    """Jobs wait for the scheduler, which may take its time."""
-    moved: object
-    """Equal as long as nothing moves."""
+    """Whether jobs wait for the scheduler, which may take any time."""
+    state: object
+    """A value that changes with every step of progress."""
     failed: int = 0
-    """Episodes that infrastructure failed to the last."""
+    """Episodes whose attempts all failed on infrastructure."""
 
 
 class StallDetector:
-    """Ends a wait in which nothing moves for so long, unless jobs wait for the scheduler."""
+    """A stall is a time without progress that is longer than a limit, while no jobs wait in the queue."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_s, self._clock = limit_s, clock
-        self._moved: object = None
+        self._state: object = None
         self._since = clock()
 
-    def look(self, progress: EvaluationProgress) -> None:
-        """Raises DeadlineError."""
-        if progress.moved != self._moved or progress.is_queued:
-            self._moved, self._since = progress.moved, self._clock()
-        silent_s = self._clock() - self._since
-        if silent_s > self._limit_s:
+    def check(self, progress: EvaluationProgress) -> None:
+        """Check for a stall.
+
+        Raises:
+            DeadlineError: The evaluation has stalled; the message says what it waits for.
+        """
+        if progress.state != self._state or progress.is_queued:
+            self._state, self._since = progress.state, self._clock()
+        stalled_s = self._clock() - self._since
+        if stalled_s > self._limit_s:
             raise DeadlineError(
-                f"nothing moved for {duration(silent_s)} (coordinator.wait_s and rollout.episode_timeout_s); "
-                f"it waits for {progress.waits_for}"
+                f"no progress for {duration(stalled_s)} (the limit is coordinator.wait_s + "
+                f"rollout.episode_timeout_s); it waits for {progress.waits_for}"
             )
 
 
 class ProgressBar:
-    """The bar."""
+    """A bar shows the progress of an evaluation on the terminal, until it has finished or stalled."""
 
     def __init__(self, run: RunDir, config: RunConfig, console: Console) -> None:
         self._reader, self._detector = RunReader(run, config), StallDetector(_limit_s(config))
-        told = TextColumn("{task.description}", markup=False)  # an error may hold brackets
-        columns = (told, BarColumn(), MofNCompleteColumn())
+        description = TextColumn("{task.description}", markup=False)  # an error may contain brackets
+        columns = (description, BarColumn(), MofNCompleteColumn())
         self.bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
-        self.total = size(run, config)
+        self.total = episodes(run, config)
         self._row = self.bar.add_task(run.root.name, total=self.total)
-        self._first, self._began = -1, time.monotonic()
+        self._done_at_start, self._started = -1, time.monotonic()
         self.progress = EvaluationProgress(0, 0, "its jobs", True, None)
 
-    def look(self) -> None:
-        """Draw how it stands.
+    def update(self) -> None:
+        """Read the run and draw its progress.
 
         Raises:
-            DeadlineError: It has not moved for too long.
+            DeadlineError: The evaluation has stalled.
         """
         try:
             self.progress = progress_of(self._reader.look())
-        except (HpcSweError, OSError) as error:  # a file half gone, or a file system away for a while
-            waits_for = f"a look that does not fail: {error}"
+        except (HpcSweError, OSError) as error:  # a file is being replaced, or the file system is away
+            waits_for = f"a readable run folder: {error}"
             self.progress = replace(self.progress, waits_for=waits_for, is_queued=False)
-        self._first = self.progress.done if self._first < 0 else self._first
-        minutes = max(time.monotonic() - self._began, 1.0) / 60
-        failed = f", {self.progress.failed} infra failures" if self.progress.failed else ""
-        told = (
-            f"{self.progress.solved} solved{failed}, {(self.progress.done - self._first) / minutes:.1f}/min"
-        )
+        done, failed = self.progress.done, self.progress.failed
+        self._done_at_start = done if self._done_at_start < 0 else self._done_at_start
+        rate = (done - self._done_at_start) / (max(time.monotonic() - self._started, 1.0) / 60)
+        infra = f", {failed} infra failures" if failed else ""
         waits = f"; {self.progress.waits_for}"[:60]
-        self.bar.update(self._row, completed=self.progress.done, description=told + waits)
-        self._detector.look(self.progress)
+        description = f"{self.progress.solved} solved{infra}, {rate:.1f}/min{waits}"
+        self.bar.update(self._row, completed=done, description=description)
+        self._detector.check(self.progress)
 
     def end(self) -> None:
-        """It has finished."""
+        """Draw the bar of an evaluation that has finished."""
         self.bar.update(self._row, completed=self.total, description="finished")
 
 
 def _limit_s(config: RunConfig) -> float:
-    """The coordinator's patience begins anew with its process, and a last episode may take its whole time."""
+    """Return the longest time that a healthy evaluation can take without progress.
+
+    A coordinator that restarts waits `wait_s` again, and one last episode may take all of its time.
+    """
     return config.coordinator.wait_s + config.rollout.episode_timeout_s
 
 
 def progress_of(view: RunView) -> EvaluationProgress:
-    """What a look says."""
+    """Return the progress that a view of the run shows."""
     report, queue = view.report, view.queue
     pending = [job for job in queue.jobs if job.state != "running"]
     recent = report.recent if report else {}
@@ -118,14 +124,14 @@ def progress_of(view: RunView) -> EvaluationProgress:
     elif report is None:
         waits_for = "the coordinator"
     elif not view.engines:
-        waits_for = "an engine that serves"
+        waits_for = "an available engine"
     else:
         waits_for = "; ".join([report.waits_for, *report.errors[-1:]])
-    moved = (done, report.spools if report else None, len(view.engines))
-    return EvaluationProgress(done, solved, waits_for, bool(pending or queue.silence), moved, failed)
+    state = (done, report.spools if report else None, len(view.engines))
+    return EvaluationProgress(done, solved, waits_for, bool(pending or queue.silence), state, failed)
 
 
-def size(run: RunDir, config: RunConfig) -> int:
-    """Episodes in all."""
+def episodes(run: RunDir, config: RunConfig) -> int:
+    """Count the episodes of a whole evaluation."""
     held_out = tasks.read(run.tasks)["eval"][: config.eval.tasks or None]
     return len(held_out) * len(config.eval.decodings) * config.eval.samples

@@ -1,4 +1,4 @@
-"""What an evaluation found: its numbers, its files, and how it stands beside another one."""
+"""Write the results of an evaluation as numbers and files, and compare two evaluations task by task."""
 
 import itertools
 import math
@@ -30,49 +30,49 @@ STAGES = ("episode", "sandbox", "engine", "tools", "grading", "queue")
 
 
 class Decoding(Record, frozen=True, kw_only=True):
-    """One way of sampling, over all tasks."""
+    """All episodes of one decoding, over all tasks, are summed up here."""
 
     sampling: Sampling
     episodes: int
     pass_at: dict[int, Estimate]
     """k -> share of tasks that one of k episodes resolves, unbiased; k = 1 is the solve rate."""
     detectable: float
-    """Smallest gain of another evaluation on these tasks that would be seen."""
+    """Smallest gain of another evaluation on these tasks that would be detected."""
     infra_failures: int
-    """Episodes that infrastructure failed to the last; `pass_at` counts them as unresolved."""
+    """Episodes whose attempts all failed on infrastructure; `pass_at` counts them as unresolved."""
     at_most: float
     """The solve rate if each of those had been resolved."""
     outcomes: dict[str, int]
     exits: dict[str, int]
     retries: int
-    """Infrastructure failures that were made up for."""
+    """Infrastructure failures after which the episode was attempted again."""
     median_s: dict[str, float]
-    """Seconds an episode, by stage."""
+    """Stage -> median seconds per episode."""
     median_tokens: float
     median_turns: float
 
 
 class Summary(Record, frozen=True, kw_only=True):
-    """One evaluation."""
+    """An evaluation is summed up here, as its summary.json."""
 
     name: str
     model: str
     model_sha256: str
-    """Of the folder's files, when the evaluation began."""
+    """Checksum of the model's folder when the evaluation started."""
     url: str
-    """Of somebody else's engine; empty when it was ours."""
+    """Address of an engine of somebody else; empty when it was ours."""
     history: str
-    """How a conversation's past was rendered."""
+    """How earlier messages were rendered into prompts: the key rollout.history."""
     versions: list[str]
     tasks: int
     trained_on: list[str]
-    """Tasks that the model, or what it was trained from, has seen in training."""
+    """Tasks that the model, or a model that it was trained from, has seen in training."""
     decodings: dict[str, Decoding]
 
 
 @dataclass(frozen=True)
 class Finished:
-    """One evaluation as it is compared: what came of it, and what was asked."""
+    """A finished evaluation is compared by its attempts, its tasks and its sampling settings."""
 
     attempts: Sequence[Attempt]
     tasks: Mapping[str, Task]
@@ -80,7 +80,7 @@ class Finished:
 
 
 class Comparison(Record, frozen=True, kw_only=True):
-    """One decoding of two evaluations, on the tasks of both."""
+    """The same decoding of two evaluations is compared here, on the tasks that both have."""
 
     tasks: int
     before: Estimate
@@ -90,18 +90,19 @@ class Comparison(Record, frozen=True, kw_only=True):
     won: int
     """Tasks that are resolved more often than before."""
     lost: int
+    """Tasks that are resolved less often than before."""
     infra_failures: list[int]
-    """Episodes of these tasks that infrastructure failed to the last, before and after; unresolved here."""
+    """Episodes of these tasks that failed on infrastructure, before and after; they count as unresolved."""
     sampled_otherwise: list[str]
-    """Settings that differ under the one name."""
+    """Sampling settings that differ although the decodings have one name."""
 
 
 def decoding(attempts: Sequence[Attempt], label: str, sampling: Sampling) -> Decoding:
-    """The numbers of one decoding."""
+    """Sum up the attempts of one decoding."""
     found = [attempt for attempt in attempts if attempt.sampling == label]
     outcomes = intervals.outcomes(found, label)
     at_most = [a if a.outcome != "infra_error" else replace(a, outcome="resolved") for a in found]
-    came = [attempt for attempt in found if attempt.exit_status] or found
+    measured = [attempt for attempt in found if attempt.exit_status] or found
     samples = min(len(values) for values in outcomes.values())
     return Decoding(
         sampling=sampling,
@@ -113,14 +114,14 @@ def decoding(attempts: Sequence[Attempt], label: str, sampling: Sampling) -> Dec
         outcomes=dict(Counter(attempt.outcome for attempt in found)),
         exits=dict(Counter(attempt.exit_status or "none" for attempt in found)),
         retries=sum(attempt.retries for attempt in found),
-        median_s={name: median(getattr(attempt, f"{name}_s") for attempt in came) for name in STAGES},
-        median_tokens=median(attempt.sampled_tokens for attempt in came),
-        median_turns=median(attempt.turns for attempt in came),
+        median_s={name: median(getattr(attempt, f"{name}_s") for attempt in measured) for name in STAGES},
+        median_tokens=median(attempt.sampled_tokens for attempt in measured),
+        median_turns=median(attempt.turns for attempt in measured),
     )
 
 
 def write(run: RunDir, config: RunConfig) -> Summary:
-    """Write all results of a finished evaluation anew; only its table is read."""
+    """Write all results of a finished evaluation again; they depend only on its table."""
     attempts = evals.read(run.eval_table("eval"))
     held_out = tasks.read(run.tasks)["eval"]
     manifest = atomic.get(run.manifest, RunManifest)
@@ -137,12 +138,14 @@ def write(run: RunDir, config: RunConfig) -> Summary:
     )
     evals.write(run.results, attempts, without=evals.LONG_COLUMNS)
     atomic.write(run.summary, msgspec.json.format(msgspec.json.encode(summary), indent=2))
-    _hand_in(run, config, attempts, {task.task_id: task for task in held_out})
+    _write_predictions(run, config, attempts, {task.task_id: task for task in held_out})
     return summary
 
 
-def _hand_in(run: RunDir, config: RunConfig, attempts: Sequence[Attempt], known: dict[str, Task]) -> None:
-    """Predictions, as swebench reads them, and the benchmark's own report, a file for each sample."""
+def _write_predictions(
+    run: RunDir, config: RunConfig, attempts: Sequence[Attempt], known: dict[str, Task]
+) -> None:
+    """Write the patches as swebench reads them, and the benchmark's own report: one file per sample."""
     for label, sample in itertools.product(config.eval.decodings, range(config.eval.samples)):
         verdicts = [
             GradedPatch(known[attempt.task_id], attempt.submission, _score(attempt))
@@ -165,7 +168,7 @@ def _score(attempt: Attempt) -> Score:
 
 
 def trained_on(model: Path, held_out: Sequence[Task]) -> list[str]:
-    """Tasks that a run in the model's ancestry has trained, by id or by content.
+    """Return the ids of held-out tasks that an ancestor of the model was trained on, by id or by content.
 
     Raises:
         HpcSweError: A file of such a run cannot be read.
@@ -177,73 +180,73 @@ def trained_on(model: Path, held_out: Sequence[Task]) -> list[str]:
     return [task.task_id for task in held_out if seen & _keys(task)]
 
 
-class _Begun(msgspec.Struct, frozen=True):
-    """What is asked of the run.json of any age."""
+class _InitialModel(msgspec.Struct, frozen=True):
+    """The one key that is read from run.json files of any age."""
 
     model: str
 
 
 def ancestry(model: Path) -> Iterator[RunDir]:
-    """The runs that made a model's weights, the last first, as far as their folders are there."""
+    """Yield the runs that made a model's weights, the last first, as far back as their folders exist."""
     while model.parent.name == RunDir.weights.name and RunDir(model.parents[1]).config.exists():
         run = RunDir(model.parents[1])
         yield run
         with boundary(ConfigError, f"{run.config}, which says what {model} was trained from"):
-            begun = msgspec.json.decode(run.config.read_bytes(), type=_Begun)
-            model = Path(atomic.get(run.manifest, RunManifest).folder, begun.model)
+            initial = msgspec.json.decode(run.config.read_bytes(), type=_InitialModel).model
+            model = Path(atomic.get(run.manifest, RunManifest).folder, initial)
 
 
 def _keys(task: Task) -> set[object]:
     return {task.task_id, (task.prompt, task.base_commit, *sorted(task.files.items()))}
 
 
-class _Ways(msgspec.Struct, frozen=True):
+class _EvalTable(msgspec.Struct, frozen=True):
     decodings: dict[str, Sampling]
 
 
-class _Asked(msgspec.Struct, frozen=True):
-    """What is asked of the run.json of an evaluation of any age."""
+class _EvalConfig(msgspec.Struct, frozen=True):
+    """The one table that is read from the run.json of an evaluation of any age."""
 
-    eval: _Ways
+    eval: _EvalTable
 
 
 def read(run: RunDir) -> Finished:
-    """A finished evaluation.
+    """Read a finished evaluation.
 
     Raises:
-        HpcSweError: It has not finished, or is none.
+        HpcSweError: The folder is not an evaluation, or the evaluation has not finished.
     """
     attempts = evals.read(run.eval_table("eval"))
     with boundary(ConfigError, f"{run.root}: not the folder of an evaluation"):
-        asked = msgspec.json.decode(run.config.read_bytes(), type=_Asked).eval.decodings
-        return Finished(attempts, {task.task_id: task for task in tasks.read(run.tasks)["eval"]}, asked)
+        decodings = msgspec.json.decode(run.config.read_bytes(), type=_EvalConfig).eval.decodings
+        return Finished(attempts, {task.task_id: task for task in tasks.read(run.tasks)["eval"]}, decodings)
 
 
 def compare(before: Finished, after: Finished, *, common: bool = False) -> dict[str, Comparison]:
-    """Decoding -> what changed, paired by task.
+    """Return decoding -> what changed, paired by task.
 
     Raises:
-        ConfigError: The tasks differ, by name or by content, and it was not said that the common ones are
-            meant, or no decoding of the one is in the other.
+        ConfigError: The tasks differ, by id or by content, and `common` is false; or there are no common
+            tasks, or no common decodings.
     """
     ours, theirs = ({attempt.task_id for attempt in one.attempts} for one in (after, before))
     changed = sorted(t for t in ours & theirs if _content(after.tasks[t]) != _content(before.tasks[t]))
     shared = (ours & theirs).difference(changed)
     if not shared or ((ours != theirs or changed) and not common):
-        alike = f" ({len(changed)} by name only, such as {changed[0]})" if changed else ""
+        renamed = f" ({len(changed)} more by id only, such as {changed[0]})" if changed else ""
         remedy = "; --common compares on those" if shared else ""
         raise ConfigError(
-            f"other tasks: {len(theirs)} there, {len(ours)} here, {len(shared)} in both{alike}{remedy}"
+            f"the tasks differ: {len(theirs)} there, {len(ours)} here, {len(shared)} in both{renamed}{remedy}"
         )
     labels = [label for label in _labels(after.attempts) if label in _labels(before.attempts)]
     if not labels:
-        told = (", ".join(_labels(one.attempts)) for one in (before, after))
-        raise ConfigError("no decoding in both: {} there, {} here; name one alike".format(*told))
+        there, here = (", ".join(_labels(one.attempts)) for one in (before, after))
+        raise ConfigError(f"no common decoding: {there} there, {here} here; give one of them the same name")
     return {label: _comparison(label, before, after, shared=shared) for label in labels}
 
 
 def _content(task: Task) -> object:
-    """What makes it the task that it is: not how long its tests may take, nor how they are called."""
+    """Return what identifies a task; the time limit and the command of its tests do not."""
     files = (sorted(task.files.items()), sorted(task.tests.files.items()))
     return task.prompt, task.base_commit, files, task.tests.fail_to_pass, task.tests.pass_to_pass
 
@@ -277,17 +280,18 @@ def _infra_failures(attempts: Sequence[Attempt], label: str, shared: set[str]) -
     )
 
 
-def shown(summary: Summary) -> Iterator[RenderableType]:
-    """For people."""
-    ways = summary.decodings
-    told = (found.pass_at for found in ways.values())
-    shares = sorted({k for pass_at in told for k in pass_at if k.bit_count() == 1 or k == max(pass_at)})
+def summary_parts(summary: Summary) -> Iterator[RenderableType]:
+    """Yield tables and lines that show an evaluation to people."""
+    found_by_label = summary.decodings
+    rates_at = [found.pass_at for found in found_by_label.values()]
+    shares = sorted({k for rates in rates_at for k in rates if k.bit_count() == 1 or k == max(rates)})
     columns = [*(f"pass@{k}" for k in shares), "infra failures", "pass@1 at most", "detectable gain"]
     rates = _table(f"{summary.name}: {summary.tasks} tasks [95 % interval over tasks]", columns)
-    kinds = [kind for kind in get_args(Outcome) if any(kind in found.outcomes for found in ways.values())]
+    seen = {kind for found in found_by_label.values() for kind in found.outcomes}
+    kinds = [kind for kind in get_args(Outcome) if kind in seen]
     outcomes = _table("episodes, by outcome", [*kinds, "retried"])
     medians = _table("median of an episode: seconds by stage, tokens, turns", [*STAGES, "tokens", "turns"])
-    for label, found in ways.items():
+    for label, found in found_by_label.items():
         solved = (str(found.pass_at[k]) if k in found.pass_at else "" for k in shares)
         failed = (f"{found.infra_failures} of {found.episodes}", f"{found.at_most:.3f}")
         rates.add_row(label, *solved, *failed, f"{found.detectable:.3f}")
@@ -307,8 +311,8 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     return table
 
 
-def shown_beside(other: str, found: dict[str, Comparison]) -> Iterator[RenderableType]:
-    """A comparison, for people."""
+def comparison_parts(other: str, found: dict[str, Comparison]) -> Iterator[RenderableType]:
+    """Yield a table and lines that show a comparison with the evaluation `other` to people."""
     columns = ("tasks", "before", "after", "gain", "detectable gain", "won", "lost", "infra failures")
     table = _table(f"since {other} [95 % interval, paired by task]", columns)
     for label, one in found.items():
@@ -318,4 +322,4 @@ def shown_beside(other: str, found: dict[str, Comparison]) -> Iterator[Renderabl
     yield table
     for label, one in found.items():
         if one.sampled_otherwise:
-            yield f"{label} was sampled otherwise: {', '.join(one.sampled_otherwise)}"
+            yield f"{label} was sampled with other settings: {', '.join(one.sampled_otherwise)}"

@@ -68,8 +68,8 @@ def test_on_a_good_cluster_nothing_but_the_small_tmp_is_found(healthy_cluster):
     report = doctor(healthy_cluster, "--partition", "cpu")
     assert report.not_well() == {"node-local /tmp"}
     assert report.code == 0
-    assert report.says("shared folder", CPU) == "seen and written by all nodes"
-    assert "c2 is" in report.says("clock skew", CPU)
+    assert report.says("shared folder", CPU) == "can be read and written by all nodes"
+    assert "c2 differs by" in report.says("clock skew", CPU)
     assert list((healthy_cluster.shared / "runs").iterdir()) == [], "the folder of the meeting was left"
     healthy_cluster.wait_for("its job to be gone", lambda: not healthy_cluster.jobs())
 
@@ -81,7 +81,7 @@ def test_a_neglected_cluster_is_told_all_its_settings(cluster):
     requeue, cancel = "partition preemptible", "partition preemptcancel"
     assert report.code == 1
     assert "JobRequeue=0" in report.says("JobRequeue")
-    assert report.says("MaxArraySize") == "MaxArraySize=4, and an array of 8 jobs is wanted"
+    assert report.says("MaxArraySize") == "MaxArraySize=4, and an array of 8 jobs is needed"
     assert "TaskPlugin=task/cgroup" in report.remedy("cgroups")
     assert "the kernel enforces" in report.says("memory limit", requeue)
     assert "SlurmctldParameters=preempt_send_user_signal" in report.remedy(
@@ -110,12 +110,12 @@ def test_settings_that_change_are_seen_at_the_next_visit(healthy_cluster):
 @pytest.mark.parametrize(
     ("fault", "check", "verdict", "says"),
     [
-        ("flock_does_nothing", "flock", "warning", "c2: does nothing: two of one node held it at once"),
+        ("flock_does_nothing", "flock", "warning", "c2: does nothing: two files of one node held it at once"),
         ("no_unix_sockets", "Unix sockets", "warning", "c2: Operation not supported"),
         ("no_user_namespaces", "user namespaces", "fault", "c2: unshare fails: No space left on device"),
-        ("no_apptainer", "Apptainer", "fault", "c2: there is no apptainer on a job's PATH"),
-        ("no_tensorboard", "TensorBoard", "fault", "c2: there is none beside python 3"),
-        ("clock_is_ahead", "clock skew", "fault", "the clock of c2 is +90."),
+        ("no_apptainer", "Apptainer", "fault", "c2: apptainer is not on a job's PATH"),
+        ("no_tensorboard", "TensorBoard", "fault", "c2: it is not installed for python 3"),
+        ("clock_is_ahead", "clock skew", "fault", "the clock of c2 differs by +90."),
     ],
 )
 def test_a_fault_of_one_node_is_named_with_the_node(healthy_cluster, fault, check, verdict, says):
@@ -193,10 +193,12 @@ def test_ports_that_are_closed_between_nodes(healthy_cluster):
 
 def test_gpus_where_there_are_none_and_where_no_driver_is_behind_them(cluster):
     report = doctor(cluster, "--partition", "cpu", "--partition", "gpu", "--gpus", "2")
-    assert report.says("GRES", CPU) == "2 GPUs a node are asked for; its nodes have 0, GresTypes=gpu"
-    assert report.remedy("GRES", CPU) == "ask for them in gpu or preemptible or preemptcancel"
+    assert report.says("GRES", CPU) == "2 GPUs per node are needed; its nodes have 0, GresTypes=gpu"
+    assert report.remedy("GRES", CPU) == "use partition gpu or preemptible or preemptcancel"
     assert report.verdict("GRES", "partition gpu") == "ok"
-    assert "2 in CUDA_VISIBLE_DEVICES, but 0 /dev/nvidia* open" in report.says("GPUs", "partition gpu")
+    assert "2 in CUDA_VISIBLE_DEVICES, but 0 /dev/nvidia* can be opened" in report.says(
+        "GPUs", "partition gpu"
+    )
 
 
 def test_a_partition_that_does_not_exist(cluster):
@@ -222,7 +224,7 @@ def test_a_partition_without_free_nodes_is_told_as_unchecked(healthy_cluster):
         report = doctor(healthy_cluster, "--partition", "cpu", "--timeout", "15")
         held.kill()
     assert report.verdict("nodes", CPU) == "warning"
-    assert report.says("nodes", CPU) == "no 2 nodes were free for 15 s: they are not checked"
+    assert report.says("nodes", CPU) == "2 nodes were not free within 15 s: they are not checked"
     assert report.code == 0
     assert [job.name for job in healthy_cluster.jobs() if "doctor" in job.name] == []
 

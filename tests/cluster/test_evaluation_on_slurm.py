@@ -47,7 +47,7 @@ def test_an_interrupt_leaves_the_jobs_and_the_same_command_finishes(healthy_clus
     states = {job.state for job in cluster.jobs()}
     assert (states and states <= {"PENDING", "RUNNING"}) or small.out.finished.exists()
     done = cluster.run(*line, cwd=ROOT, env=env)
-    assert "goes on: " in done.stdout
+    assert "continued, " in done.stdout
     summary = msgspec.json.decode(small.out.summary.read_bytes(), type=Summary)
     outcomes = summary.decodings["greedy"].outcomes  # two workers share the engine's replies, in any order
     assert sum(outcomes.values()) == 8

@@ -80,7 +80,7 @@ def view(**changes: object) -> RunView:
     ("changes", "waits_for"),
     [
         ({}, "2 of 4 tasks"),
-        ({"engines": []}, "an engine that serves"),
+        ({"engines": []}, "an available engine"),
         ({"report": None}, "the coordinator"),
         (
             {"queue": Queue([Job("rollout", "7", 1, "waiting", "Priority")])},
@@ -97,19 +97,19 @@ def test_it_says_what_it_waits_for(changes, waits_for):
 def test_patience_ends_when_nothing_moves_but_not_while_jobs_wait_in_the_queue():
     now = [0.0]
     detector = StallDetector(10.0, lambda: now[0])
-    stands = EvaluationProgress(done=1, solved=0, waits_for="an engine", is_queued=False, moved=1)
+    stands = EvaluationProgress(done=1, solved=0, waits_for="an engine", is_queued=False, state=1)
     for passes_s, fares in [
         (9, stands),
-        (9, dataclasses.replace(stands, moved=2)),
-        (9, dataclasses.replace(stands, moved=2)),
+        (9, dataclasses.replace(stands, state=2)),
+        (9, dataclasses.replace(stands, state=2)),
     ]:
-        detector.look(fares)
+        detector.check(fares)
         now[0] += passes_s
-    with pytest.raises(DeadlineError, match="nothing moved for 18 s .*waits for an engine"):
-        detector.look(dataclasses.replace(stands, moved=2))
+    with pytest.raises(DeadlineError, match="no progress for 18 s .*waits for an engine"):
+        detector.check(dataclasses.replace(stands, state=2))
     for _ in range(3):
         now[0] += 50
-        detector.look(dataclasses.replace(stands, moved=2, is_queued=True))
+        detector.check(dataclasses.replace(stands, state=2, is_queued=True))
 
 
 class Elsewhere(Local, frozen=True, kw_only=True):
@@ -152,12 +152,12 @@ def test_a_look_that_fails_is_told_and_taken_again_until_patience_ends(begun):
     watch = progress.ProgressBar(begun.out, config, Console(quiet=True))
     begun.out.status.write_text("{")
     try:
-        watch.look()
+        watch.update()
     finally:
         begun.out.status.unlink()
-    assert f"does not fail: {begun.out.status}: not a StatusReport" in watch.progress.waits_for
+    assert f"a readable run folder: {begun.out.status}: not a StatusReport" in watch.progress.waits_for
     assert not watch.progress.is_queued
-    watch.look()
+    watch.update()
     assert "fail" not in watch.progress.waits_for
 
 
@@ -296,7 +296,7 @@ def test_weights_that_a_run_may_yet_remove_are_refused(begun, tmp_path):
     version.mkdir(exist_ok=True)
     done = begun.evaluate("--model", version, out=tmp_path / "new")
     assert done.returncode == 2
-    assert f"{begun.out.root} still trains, and removes old weights. Copy them first" in done.stderr
+    assert f"{begun.out.root} is still training and deletes old weights. Copy them first" in done.stderr
     assert not (tmp_path / "new").exists()
 
 
@@ -360,7 +360,7 @@ def summary(run: RunDir) -> Summary:
 def test_an_evaluation_leaves_what_was_handed_in_and_what_came_of_it(finished):
     small, done = finished
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "begins, of 8" in done.stdout
+    assert "started, 0 of 8 episodes are done" in done.stdout
     assert "8/8" in done.stdout
     found = summary(small.out).decodings["greedy"]
     assert found.outcomes == {"resolved": 3, "unresolved": 3, "no_submission": 2}
@@ -435,7 +435,7 @@ def test_a_killed_command_and_a_killed_coordinator_lose_nothing(small):
         first.kill()
         control.stop(small.out, existing.load(small.out), now=True)
     assert last.returncode == 0, last.stdout + last.stderr
-    assert "goes on: " in last.stdout
+    assert "continued, " in last.stdout
     table = evals.read(small.out.eval_table("eval"))
     assert sorted((a.task_id, a.sample) for a in table) == [
         (t, n) for t in sorted(names(table)) for n in range(2)

@@ -90,7 +90,7 @@ def test_every_table_with_a_solve_rate_says_how_many_episodes_infrastructure_fai
     lost = Attempt(task_id="a", index=1, sampling="greedy", sample=1, outcome="infra_error", reward=None)
     some = Finished([*attempts({"a": [1]}), lost], {"a": _task("a")}, {"greedy": Sampling()})
     whole = finished({"a": [1, 1]})
-    (table,) = results.shown_beside("base", results.compare(whole, some))
+    (table,) = results.comparison_parts("base", results.compare(whole, some))
     text = printed(table)
     assert "infra failures" in text
     assert "0 and 1" in text
@@ -106,7 +106,7 @@ def test_every_table_with_a_solve_rate_says_how_many_episodes_infrastructure_fai
         trained_on=[],
         decodings=ways,
     )
-    text = printed(next(results.shown(summary)))
+    text = printed(next(results.summary_parts(summary)))
     assert "1 of 2" in text
     assert "1.000" in text
     assert evaluation.summary("greedy", some.attempts)["infra/eval/greedy"] == 0.5
@@ -141,7 +141,7 @@ def test_a_comparison_is_paired_and_counts_what_was_won_and_lost():
 def test_other_tasks_are_refused_unless_the_common_ones_are_asked_for():
     before, after = finished({"a": [0], "b": [1], "c": [1]}), finished({"a": [1], "b": [1]})
     with pytest.raises(
-        ConfigError, match="other tasks: 3 there, 2 here, 2 in both; --common compares on those"
+        ConfigError, match="the tasks differ: 3 there, 2 here, 2 in both; --common compares on those"
     ):
         results.compare(before, after)
     assert results.compare(before, after, common=True)["greedy"].tasks == 2
@@ -152,14 +152,14 @@ def test_other_tasks_are_refused_unless_the_common_ones_are_asked_for():
 def test_only_decodings_of_the_same_name_are_compared():
     before = finished({"a": [0]}, "greedy", "warm")
     assert list(results.compare(before, finished({"a": [1]}))) == ["greedy"]
-    with pytest.raises(ConfigError, match="no decoding in both: greedy, warm there, cold here"):
+    with pytest.raises(ConfigError, match="no common decoding: greedy, warm there, cold here"):
         results.compare(before, finished({"a": [1]}, "cold"))
 
 
 def test_tasks_of_the_same_name_and_another_content_are_other_tasks():
     before, after = finished({"a": [0], "b": [1]}), finished({"a": [1], "b": [1]})
     after.tasks["b"] = msgspec.structs.replace(after.tasks["b"], files={"core.py": "another seed"})
-    told = r"2 there, 2 here, 1 in both \(1 by name only, such as b\); --common"
+    told = r"2 there, 2 here, 1 in both \(1 more by id only, such as b\); --common"
     with pytest.raises(ConfigError, match=told):
         results.compare(before, after)
     assert results.compare(before, after, common=True)["greedy"].tasks == 1
@@ -167,9 +167,9 @@ def test_tasks_of_the_same_name_and_another_content_are_other_tasks():
 
 def test_a_decoding_that_was_sampled_otherwise_is_said():
     cold, hot = (finished({"a": [1]}, temperature=t) for t in (0.0, 0.9))
-    table, *told = results.shown_beside("base", results.compare(cold, hot))
-    assert told == ["greedy was sampled otherwise: temperature 0.0 -> 0.9"]
-    assert len(list(results.shown_beside("base", results.compare(cold, cold)))) == 1
+    table, *told = results.comparison_parts("base", results.compare(cold, hot))
+    assert told == ["greedy was sampled with other settings: temperature 0.0 -> 0.9"]
+    assert len(list(results.comparison_parts("base", results.compare(cold, cold)))) == 1
 
 
 def test_what_is_compared_is_read_from_the_folder_of_a_finished_evaluation(tmp_path):

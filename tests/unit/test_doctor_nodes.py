@@ -13,10 +13,10 @@ import pytest
 
 from hpc_swe import config as configuration
 from hpc_swe.doctor import examine, meeting, nodes, probe, srun
-from hpc_swe.doctor.findings import Ask
+from hpc_swe.doctor.findings import PartitionNeeds
 from hpc_swe.doctor.meeting import Peer
 from hpc_swe.doctor.probe import Shared
-from hpc_swe.doctor.srun import Bench, SrunResult
+from hpc_swe.doctor.srun import ProbeSetup, SrunResult
 
 ROOT = Path(__file__).parents[2]
 # What the probe of a node of the test cluster printed, but for the path of its python.
@@ -31,7 +31,7 @@ PRINTED = (
 # The same with a larger /tmp and two real GPUs, which the test cluster has not.
 (CPU_NODE,) = probe.read(PRINTED)
 MEASURED = msgspec.structs.replace(CPU_NODE, tmp_kind="ext4", tmp_free_gb=73.0, gpus=2, gpu_files=2)
-ASK = Ask("gpu", gpus=2)
+ASK = PartitionNeeds("gpu", gpus=2)
 
 
 def changed(**fields):
@@ -101,7 +101,7 @@ def test_a_peer_that_is_not_seen_is_told_and_its_clock_is_not_judged():
 
 def test_findings_name_the_first_bad_node_and_count_the_others():
     second = msgspec.structs.replace(MEASURED, rank=1, host="c2", apptainer="")
-    assert not_well(MEASURED, second)["Apptainer"].says.startswith("c2: there is no apptainer")
+    assert not_well(MEASURED, second)["Apptainer"].says.startswith("c2: apptainer is not on")
     assert "1 more of 2" in not_well(changed(apptainer=""), second)["Apptainer"].says
 
 
@@ -125,14 +125,14 @@ def test_findings_name_the_first_bad_node_and_count_the_others():
         ),
         ("srun: job 7 queued and waiting for resources", True, "nodes", "warning", "not checked"),
         ("srun: error: Task launch for StepId=7.0 failed on node c2", False, "nodes", "fault", "node c2"),
-        ("", True, "nodes", "fault", "0 of 2 nodes answered in 9 s: srun said nothing"),
+        ("", True, "nodes", "fault", "0 of 2 nodes answered in 9 s: srun printed nothing"),
     ],
 )
 def test_why_nodes_do_not_answer_is_read_from_what_srun_says(
     errors, timed_out, check, verdict, says, tmp_path
 ):
-    bench = Bench(tmp_path, "token", "python", "", 9.0)
-    finding = srun.silence(Ask("cpu"), bench, SrunResult("", errors, timed_out), 0)
+    bench = ProbeSetup(tmp_path, "token", "python", "", 9.0)
+    finding = srun.missing_answers(PartitionNeeds("cpu"), bench, SrunResult("", errors, timed_out), 0)
     assert (finding.check, finding.verdict) == (check, verdict)
     assert says in finding.says
 
@@ -231,7 +231,7 @@ def test_a_configuration_s_partitions_and_gpus_are_asked_for():
     }
     assert {name: ask.gpus for name, ask in asks.items()} == {"gpu": 8, "cpu": 0}
     assert asks["cpu"].words == ("--account=lab",)
-    assert examine.wanted({}) == [Ask("")]
+    assert examine.wanted({}) == [PartitionNeeds("")]
 
 
 def test_a_slurm_configuration_as_it_is_read_tells_partitions_and_the_largest_array():
@@ -239,7 +239,7 @@ def test_a_slurm_configuration_as_it_is_read_tells_partitions_and_the_largest_ar
     words += ['executor.roles.learner={partition="gpu", gpus_per_node=4}', 'sandbox={type="process"}']
     config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
     executor = configuration.dump(config)["executor"]
-    assert examine.wanted(executor) == [Ask("cpu"), Ask("gpu", gpus=4)]
+    assert examine.wanted(executor) == [PartitionNeeds("cpu"), PartitionNeeds("gpu", gpus=4)]
     assert examine.largest_array(config, executor) == 6
 
 
@@ -253,7 +253,7 @@ def test_without_slurm_this_machine_alone_is_checked_and_nothing_is_left(tmp_pat
     done = run(tmp_path, "--json")
     found = {each["check"]: each for each in json.loads(done.stdout)}
     assert done.returncode == 1
-    assert found["Slurm"]["says"] == "there is no srun on PATH"
+    assert found["Slurm"]["says"] == "srun is not on PATH"
     assert found["Apptainer"]["verdict"] == "fault"
     assert {"flock", "Unix sockets", "TensorBoard", "node-local /tmp"} <= set(found)
     assert "ports" not in found

@@ -3,7 +3,7 @@
 import pytest
 
 from hpc_swe.doctor import examine, scheduler
-from hpc_swe.doctor.findings import Ask
+from hpc_swe.doctor.findings import PartitionNeeds
 from hpc_swe.gpus import in_gres
 
 CONFIG = """\
@@ -84,8 +84,8 @@ def test_the_largest_role_must_fit_into_an_array(size, jobs, verdict):
 @pytest.mark.parametrize(
     ("partition", "verdict", "says"),
     [
-        ("cpu", "ok", "nobody"),
-        ("first", "ok", "nobody"),
+        ("cpu", "ok", "never"),
+        ("first", "ok", "never"),
         ("requeued", "ok", "GraceTime=120"),
         ("hasty", "warning", "a checkpoint may take 30 s"),
         ("cancelled", "warning", "is cancelled"),
@@ -107,22 +107,24 @@ def test_nobody_is_preempted_where_the_cluster_does_not_and_anybody_by_a_quality
 
 def test_a_notice_is_missed_only_where_jobs_are_preempted():
     bad = cluster("SlurmctldParameters     = (null)")
-    assert scheduler.notice(GOOD, GOOD.partitions["hasty"]).verdict == "ok"
-    assert scheduler.notice(bad, bad.partitions["cpu"]).verdict == "ok"
-    assert scheduler.notice(bad, bad.partitions["hasty"]).remedy.startswith(
+    assert scheduler.preemption_signal(GOOD, GOOD.partitions["hasty"]).verdict == "ok"
+    assert scheduler.preemption_signal(bad, bad.partitions["cpu"]).verdict == "ok"
+    assert scheduler.preemption_signal(bad, bad.partitions["hasty"]).remedy.startswith(
         "SlurmctldParameters=preempt_send"
     )
 
 
 @pytest.mark.parametrize(("name", "verdict"), [("cpu", "ok"), ("closed", "fault"), ("cpus", "fault")])
 def test_a_partition_must_be_there_and_up(name, verdict):
-    assert scheduler.partition(GOOD, Ask(name)).verdict == verdict
+    assert scheduler.partition(GOOD, PartitionNeeds(name)).verdict == verdict
 
 
 def test_nodes_that_are_down_are_not_counted():
     assert GOOD.partitions["cpu"].nodes == 1
     assert (
-        scheduler.partition(cluster(members=NODES.replace("IDLE", "IDLE+DRAIN")), Ask("cpu")).verdict
+        scheduler.partition(
+            cluster(members=NODES.replace("IDLE", "IDLE+DRAIN")), PartitionNeeds("cpu")
+        ).verdict
         == "fault"
     )
 
@@ -131,9 +133,9 @@ def test_nodes_that_are_down_are_not_counted():
     ("partition", "gpus", "verdict"), [("gpu", 4, "ok"), ("gpu", 5, "fault"), ("cpu", 1, "fault")]
 )
 def test_gpus_are_asked_for_where_there_are_some(partition, gpus, verdict):
-    finding = scheduler.gres(GOOD, Ask(partition, gpus=gpus))
+    finding = scheduler.gres(GOOD, PartitionNeeds(partition, gpus=gpus))
     assert finding.verdict == verdict
-    assert (gpus == 1) == ("ask for them in gpu" in finding.remedy)
+    assert (gpus == 1) == ("use partition gpu" in finding.remedy)
 
 
 @pytest.mark.parametrize(
@@ -151,5 +153,5 @@ def test_gpus_are_counted_in_a_gres(text, count):
 
 
 def test_the_default_partition_is_named_and_no_more_nodes_are_asked_than_there_are():
-    (ask,) = examine.settle(GOOD, [Ask("")], 2)
+    (ask,) = examine.resolve(GOOD, [PartitionNeeds("")], 2)
     assert (ask.partition, ask.nodes) == ("cpu", 1)

@@ -66,11 +66,11 @@ def test_tables_of_an_evaluation_and_of_a_comparison():
     ways = {LONG: results.decoding(attempts(LONG), LONG, Sampling())}
     known = {"name": "x", "model": "m", "model_sha256": "", "url": "", "history": "keep", "versions": []}
     summary = results.Summary(**known, tasks=1, trained_on=[], decodings=ways)
-    lines = printed(*results.shown(summary))
+    lines = printed(*results.summary_parts(summary))
     assert starts(lines, LONG) >= 3, lines
     assert {"infra failures", "detectable gain", "cheated", "1 of 5"} <= words(lines)
     found = Finished(attempts(LONG), {"t": task}, {LONG: Sampling()})
-    lines = printed(*results.shown_beside("[a]/" + "long/" * 30, results.compare(found, found)))
+    lines = printed(*results.comparison_parts("[a]/" + "long/" * 30, results.compare(found, found)))
     assert starts(lines, LONG) >= 1, lines
     assert {"won", "lost", "1 and 1"} <= words(lines)
 
