@@ -1,4 +1,4 @@
-"""python -m jobs.build_images: python -m hpc_swe.tasks.build_images under its old name, for one release."""
+"""Forward `python -m jobs.build_images` to `python -m hpc_swe.tasks.build_images`, for one release."""
 
 from hpc_swe.tasks.build_images import main
 

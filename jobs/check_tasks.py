@@ -1,4 +1,4 @@
-"""python -m jobs.check_tasks: python -m hpc_swe.tasks.check under its old name, for one release."""
+"""Forward `python -m jobs.check_tasks` to `python -m hpc_swe.tasks.check`, for one release."""
 
 from hpc_swe.tasks.check import main
 

@@ -1,4 +1,4 @@
-"""python -m jobs.coordinator RUN: the coordinator of one run, by its mode."""
+"""Run the coordinator of one run, in the run's mode: python -m jobs.coordinator RUN."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -25,7 +25,7 @@ from jobs import entry
 
 
 def mode(run: RunDir, config: RunConfig, curves: Log) -> Mode:
-    """The work of the run's mode, as the run folder says it stands."""
+    """Make the work of the run's mode, continuing from the state in the run folder."""
     if config.mode == "sft":
         batches = config.batches
         schedule = sft.SftSchedule(
@@ -78,7 +78,7 @@ def _archived(run: RunDir) -> Iterator[ScoredEpisode]:
 
 
 def work(run: RunDir, config: RunConfig) -> None:
-    """Until the run has finished or is ordered to end."""
+    """Work until the run has finished or is ordered to end."""
     with entry.lease(run, config, "coordinator") as lease:
         lease.publish(state="ready")
         curves = Log(run.metric_log(lease.owner))
@@ -88,4 +88,4 @@ def work(run: RunDir, config: RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    entry.enter(work)
+    entry.run_role(work)

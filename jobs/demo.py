@@ -1,4 +1,4 @@
-"""python -m jobs.demo: python -m hpc_swe.demo under its old name, for one release."""
+"""Forward `python -m jobs.demo` to `python -m hpc_swe.demo`, for one release."""
 
 from hpc_swe.demo.__main__ import main
 

@@ -1,4 +1,4 @@
-"""python -m jobs.engine: python -m hpc_swe.engine under its old name, for one release."""
+"""Forward `python -m jobs.engine` to `python -m hpc_swe.engine`, for one release."""
 
 from hpc_swe.engine import main
 

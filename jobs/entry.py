@@ -1,4 +1,4 @@
-"""What every role's process does first and last."""
+"""Set up the process of a role, and turn its errors into exit codes."""
 
 import logging
 import os
@@ -14,27 +14,27 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.runs import existing
 from hpc_swe.settings import RunConfig
 from hpc_swe.store.lease import Lease
-from jobs import heart
+from jobs import heartbeat
 
 log = logging.getLogger(__name__)
 
 
 def lease(run: RunDir, config: RunConfig, role: Role) -> Lease:
-    """This process's lease."""
+    """Make this process's lease."""
     return Lease(run, role, own_job_id(), config.lease.beat_s)
 
 
-def enter(work: Callable[[RunDir, RunConfig], None]) -> None:
+def run_role(work: Callable[[RunDir, RunConfig], None]) -> None:
     """Run `work` on the run named on the command line; our errors become one line and an exit code."""
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("megatron").setLevel(logging.WARNING)  # it prints its whole configuration
-    heart.beat()
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # it logs its whole configuration
+    heartbeat.start()
     run = RunDir(Path(sys.argv[1]).absolute())
     try:
         work(run, existing.load(run))
     except LostRace as error:
-        log.error("%s; the other one goes on", error)
+        log.error("%s; that process goes on", error)
         sys.exit(0)
     except HpcSweError as error:
         log.error("%s", error)

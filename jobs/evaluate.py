@@ -1,4 +1,4 @@
-"""python -m jobs.evaluate: python -m hpc_swe.evaluate under its old name, for one release."""
+"""Forward `python -m jobs.evaluate` to `python -m hpc_swe.evaluate`, for one release."""
 
 from hpc_swe.evaluate import main
 

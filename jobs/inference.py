@@ -1,4 +1,4 @@
-"""python -m jobs.inference RUN: one engine and its supervisor."""
+"""Run one engine and its supervisor: python -m jobs.inference RUN."""
 
 from pathlib import Path
 
@@ -24,4 +24,4 @@ def work(run: RunDir, config: RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    entry.enter(work)
+    entry.run_role(work)

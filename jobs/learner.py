@@ -1,4 +1,4 @@
-"""python -m jobs.learner RUN: one rank of the learner; jobs.run starts all of them."""
+"""Run one rank of the learner: python -m jobs.learner RUN. All ranks are started by jobs.run."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
 from jobs import entry
 
-PLACES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
+SLURM_NAMES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
 
 log = logging.getLogger(__name__)
 
@@ -26,43 +26,43 @@ def work(run: RunDir, config: RunConfig) -> None:
     """Train until the last step or an order."""
     interrupted = Flag()
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
-        signal.signal(number, lambda *_: interrupted.set())  # all ranks get it; rank 0's verdict counts
+        signal.signal(number, lambda *_: interrupted.set())  # all ranks get it; rank 0 decides for all
     table = config.learner
     objective = PolicyObjective(table.loss)
     reference = Path(config.reference or config.model) if objective.needs_reference else None
-    with _voice(run, config) as (writer, tell):
+    with _reporting(run, config) as (writer, on_step):
         learner = config.policy.build(Path(config.model), table.optimizer, reference)
         plan = LearnerPlan(config.steps, table.export_every, table.checkpoint_every, writer)
         source = BatchSource(run, table.batch_wait_s, table.poll_s, interrupted.is_set)
         try:
-            learn(run, learner, objective, plan, source, tell)
+            learn(run, learner, objective, plan, source, on_step)
         except (HpcSweError, FloatingPointError):
-            learner.close()  # all ranks raised it, so none waits; threads left running could abort the exit
+            learner.close()  # all ranks raised, so none waits here; running threads could abort the exit
             raise
         learner.close()
 
 
 @contextmanager
-def _voice(run: RunDir, config: RunConfig) -> Iterator[tuple[str, OnStep]]:
-    """Rank 0 holds the lease and writes the metrics; the others are silent."""
+def _reporting(run: RunDir, config: RunConfig) -> Iterator[tuple[str, OnStep]]:
+    """Hold the lease and write the metrics on rank 0; do nothing on the other ranks."""
     if os.environ.get("RANK", "0") != "0":
         yield "", lambda _step, _metrics: None
         return
     with entry.lease(run, config, "learner") as lease:
         curves = Log(run.metric_log(lease.owner))
 
-        def tell(step: int, metrics: dict[str, float]) -> None:
+        def on_step(step: int, metrics: dict[str, float]) -> None:
             try:
                 lease.publish(step=step, state="ready")
             except StorageError as error:
-                log.warning("not shown: %s", error)  # the beat thread tries again
+                log.warning("not published: %s", error)  # the beat thread tries again
             if metrics:
                 curves.write(step - 1, metrics)
 
-        yield lease.owner, tell
+        yield lease.owner, on_step
 
 
 if __name__ == "__main__":
-    if "RANK" not in os.environ:  # srun has its own names for a process's place
-        os.environ |= {name: os.environ[theirs] for name, theirs in PLACES.items() if theirs in os.environ}
-    entry.enter(work)
+    if "RANK" not in os.environ:  # srun has other names than torchrun
+        os.environ |= {name: os.environ[slurm] for name, slurm in SLURM_NAMES.items() if slurm in os.environ}
+    entry.run_role(work)

@@ -1,4 +1,4 @@
-"""python -m jobs.make_model: python -m hpc_swe.demo.model under its old name, for one release."""
+"""Forward `python -m jobs.make_model` to `python -m hpc_swe.demo.model`, for one release."""
 
 from hpc_swe.demo.model import main
 

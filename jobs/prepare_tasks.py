@@ -1,4 +1,4 @@
-"""python -m jobs.prepare_tasks: python -m hpc_swe.tasks.prepare under its old name, for one release."""
+"""Forward `python -m jobs.prepare_tasks` to `python -m hpc_swe.tasks.prepare`, for one release."""
 
 from hpc_swe.tasks.prepare import main
 

@@ -1,4 +1,4 @@
-"""python -m jobs.reward RUN: one reward worker; with --alone one grading, which a worker watches."""
+"""Run one reward worker: python -m jobs.reward RUN; with --alone, grade one episode for a worker."""
 
 import logging
 import sys
@@ -46,14 +46,14 @@ def _resources(run: RunDir, config: RunConfig) -> RewardResources:
 
 
 def graded(run: RunDir) -> dict[str, Task]:
-    """The tasks by their ids, with the changed tests of those that have a second sitting."""
+    """Read the tasks by id, with the changed tests of those that are graded by a second test run."""
     changed = tasks.read_hidden(run.changed_tests)
     all_tasks = [task for found in tasks.read(run.tasks).values() for task in found]
     return {task.task_id: with_versions(task, changed.get(task.task_id, "")) for task in all_tasks}
 
 
 def references(run: RunDir, config: RunConfig) -> dict[str, str]:
-    """Task id -> its reference; that there are none where there should be is said, once."""
+    """Read the reference patches by task id; log a warning when they are expected but missing."""
     found = tasks.read_hidden(run.references)
     if not found and config.reward.sentinel_every and isinstance(config.taskset, Referenced):
         log.warning("%s is missing: no sentinel of this worker grades a reference", run.references)
@@ -61,4 +61,4 @@ def references(run: RunDir, config: RunConfig) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    entry.enter(work_alone if ALONE in sys.argv[2:] else work)
+    entry.run_role(work_alone if ALONE in sys.argv[2:] else work)

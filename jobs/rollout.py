@@ -1,4 +1,4 @@
-"""python -m jobs.rollout RUN: one rollout worker."""
+"""Run one rollout worker: python -m jobs.rollout RUN."""
 
 from hpc_swe.plugins.sandboxes.base import WatchedSandboxes
 from hpc_swe.roles.rollout.endpoints import Endpoints
@@ -31,4 +31,4 @@ def work(run: RunDir, config: RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    entry.enter(work)
+    entry.run_role(work)

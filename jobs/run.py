@@ -1,12 +1,12 @@
-"""python -m jobs.run ROLE RUN: keeps the processes of one job alive.
+"""Keep the processes of one job alive: python -m jobs.run ROLE RUN.
 
-Exit ends the process, not the job: a child that dies is started again, with back-off, at most
-`max_restarts` times without a quiet spell. The learner's ranks are one gang: when one dies all are ended
-and started again, since a collective cannot go on with a hole. A child that is stopped, or shows no sign of
-life, counts as dead. A child never outlives this process.
+A child that dies is started again, with back-off, at most `max_restarts` times; a child that ran for
+`QUIET_S` resets the count. The learner's ranks form a gang: when one dies, all are ended and started again,
+since a collective needs all ranks. A child that is stopped, or shows no sign of life, counts as dead. A
+child never outlives this process.
 
-USR2 is the scheduler's warning that the job is about to end: the children drain, and the job asks to be
-queued again. TERM is somebody's wish that it end: the children give back what they hold, and that is all.
+SIGUSR2 is the scheduler's warning that the job is about to end: the children drain, and the job asks to be
+queued again. SIGTERM is a person's order to end: the children give their claims back and end.
 """
 
 import argparse
@@ -32,23 +32,23 @@ from hpc_swe.runs import existing
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, orders, submissions
 from hpc_swe.store.submissions import Started
-from jobs import heart
+from jobs import heartbeat
 
-MISTAKES = (2, 3)  # exit codes of ConfigError and ProtocolError: starting again mends nothing
-REASONS = (*MISTAKES, StorageError.exit_code)  # all others may be those of a rank that lost another
+PERMANENT = (2, 3)  # exit codes of ConfigError and ProtocolError: a restart does not help
+REASONS = (*PERMANENT, StorageError.exit_code)  # any other code may be of a rank that lost another rank
 FROZEN = 8  # exit code of a gang with a frozen rank
-QUIET_S = 300.0  # a child that lived this long has earned its restarts back
+QUIET_S = 300.0  # after so long without a failure, restarts are counted from 0 again
 GRACE_S = 20.0
-LOST_S = 5.0  # for the ranks that are left when one has failed, which may be about to say why
-NOTICE_S = 3600.0  # how long a warned gang may take when nobody says
-WAIT_S = 30  # ranks end together; for one whose node was reset srun would wait for ever
-SHARE = 0.75  # of the notice; the rest is for giving back and for the scheduler
+LOST_S = 5.0  # wait for the other ranks when one has failed: one of them may exit with the reason
+NOTICE_S = 3600.0  # seconds from a warning to the end when --notice does not give them
+WAIT_S = 30  # ranks end together; without a limit srun would wait for ever for a rank whose node was reset
+SHARE = 0.75  # of the notice, for draining; the rest is for giving back claims and for the scheduler
 
 log = logging.getLogger(__name__)
 
 
 class Gang:
-    """The processes of one job: a command for each, or one srun that spreads the same over several nodes."""
+    """Run the processes of one job: one command each, or one srun that starts the same on several nodes."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class Gang:
         notice_s: float = NOTICE_S,
         shared: Path | None = None,
     ) -> None:
-        """`bound_to` names a process, as pid:start time, with which the gang ends; empty is none.
+        """Bind the gang's life to the process `bound_to`, given as pid:start time, unless it is empty.
 
-        Ranks of several nodes show below `shared` that they are alive, those of one node in a folder there.
+        Ranks write their signs of life below `shared` on several nodes, and in a node-local folder on one.
         """
         self._commands, self._bound_to, self._notice_s = commands, bound_to, notice_s
         self._shared = shared
@@ -70,31 +70,31 @@ class Gang:
 
     @property
     def stopping(self) -> bool:
-        """Whether it was told to end."""
+        """Tell whether a signal asked the gang to end."""
         return self._stopping.is_set()
 
-    def rest(self, seconds: float) -> None:
-        """Wait, but no longer than until it is told to end."""
+    def pause(self, seconds: float) -> None:
+        """Wait for some seconds, or until a signal asks the gang to end."""
         self._stopping.wait(seconds)
 
     def start(self) -> None:
-        """Start all ranks; those of one node meet in a folder, others at a port of a job's first node."""
+        """Start all ranks; those of one node meet in a folder, others at a port of the job's first node."""
         if not self.stopping:
-            self._until = float("inf")  # of the start before
-        self._place = self._meeting()
-        self._hearts = heart.Watch(self._place)
-        meeting = {MEETING: str(self._place)}
+            self._until = float("inf")  # forget the deadline of the previous start
+        self._folder = self._make_meeting()
+        self._monitor = heartbeat.HeartbeatMonitor(self._folder)
+        meeting = {MEETING: str(self._folder)}
         if nodes() > 1:
             meeting |= {"MASTER_ADDR": own_address(), "MASTER_PORT": str(free_port())}
             self._spawn(_srun(len(self._commands), self._commands[0]), meeting)
             return
         for rank, command in enumerate(self._commands):
-            place = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-            place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(len(self._commands)))
-            self._spawn(command, meeting | place)
+            ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+            ranks |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(len(self._commands)))
+            self._spawn(command, meeting | ranks)
 
     def wait(self) -> int:
-        """Until all ranks are done (0) or one has failed (its code; the others are ended)."""
+        """Wait until all ranks are done (return 0) or one has failed (end the others, return its code)."""
         while True:
             codes = [child.poll() for child in self._children]
             failed = [code for code in codes if code]
@@ -102,11 +102,11 @@ class Gang:
                 code = self._reason(failed[0]) if failed else 0
                 self._end()
                 return code
-            if frozen := self._hearts.frozen([c.pid for c in self._children if c.poll() is None]):
+            if frozen := self._monitor.frozen([c.pid for c in self._children if c.poll() is None]):
                 log.error("%s; ending all", frozen)
                 self._end()
                 return FROZEN
-            if codes[0] == 0:  # who is left has lost its leader
+            if codes[0] == 0:  # the other ranks have lost their leader
                 self._until = min(self._until, time.monotonic() + GRACE_S)
             if time.monotonic() > self._until:
                 log.warning("not done in time; ending")
@@ -119,7 +119,7 @@ class Gang:
             time.sleep(0.1)
 
     def forward(self, number: int, _: FrameType | None) -> None:
-        """Pass a signal of the scheduler on; the children drain."""
+        """Forward a signal to the children: SIGUSR2 makes them drain, SIGTERM and SIGINT end."""
         self._stopping.set()
         if number == signal.SIGUSR2:
             self.is_warned = True
@@ -127,13 +127,13 @@ class Gang:
         for child in self._children:
             child.send_signal(number)
 
-    def _meeting(self) -> Path:
+    def _make_meeting(self) -> Path:
         if nodes() == 1 or self._shared is None:
             return scratch.make()
-        place = self._shared / f"{own_job_id()}-{os.urandom(4).hex()}"
-        with atomic.storage(place):
-            place.mkdir(parents=True, mode=0o700)
-        return place
+        folder = self._shared / f"{own_job_id()}-{os.urandom(4).hex()}"
+        with atomic.storage(folder):
+            folder.mkdir(parents=True, mode=0o700)
+        return folder
 
     def _spawn(self, command: Sequence[str], env: dict[str, str]) -> None:
         self._children.append(subprocess.Popen(command, env=os.environ | env, preexec_fn=die_with_parent))
@@ -143,13 +143,13 @@ class Gang:
         return bool(pid) and start_time(int(pid)) != started
 
     def _reason(self, code: int) -> int:
-        """Why the gang failed: ranks that only lost another may end before that one has said it."""
+        """Return the exit code that tells the cause: a rank that lost another one may end before that one."""
         deadline = time.monotonic() + LOST_S
         while True:
             codes = [code, *(child.poll() for child in self._children)]
-            said = [each for each in codes if each in REASONS]
-            if said or None not in codes or time.monotonic() > deadline:
-                return said[0] if said else code
+            reasons = [each for each in codes if each in REASONS]
+            if reasons or None not in codes or time.monotonic() > deadline:
+                return reasons[0] if reasons else code
             time.sleep(0.1)
 
     def _end(self) -> None:
@@ -163,18 +163,18 @@ class Gang:
                 child.kill()
                 child.wait()
         self._children.clear()
-        shutil.rmtree(self._place, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def nodes() -> int:
-    """Nodes of this job."""
+    """Count the nodes of this job."""
     return int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
 
 
 def commands(run: RunDir, role: str, config: RunConfig) -> list[list[str]]:
-    """One for each process of a role's job.
+    """Return the command of each process of a role's job.
 
-    An engine that somebody else runs needs a supervisor, but no node: that one goes with the coordinator.
+    The supervisor of an engine that somebody else runs needs no node, so it runs in the coordinator's job.
     """
     roles = [role] * job_counts.processes(role, config)
     if role == "coordinator" and config.inference.url and "inference" in job_counts.desired(config):
@@ -182,34 +182,34 @@ def commands(run: RunDir, role: str, config: RunConfig) -> list[list[str]]:
     return [[sys.executable, "-P", "-m", f"jobs.{each}", str(run.root)] for each in roles]
 
 
-def keep(gang: Gang, run: RunDir, max_restarts: int, refused_s: float = 60.0) -> int:
-    """Start the gang again until it is done, told to stop, at fault or out of restarts; the exit code.
+def supervise(gang: Gang, run: RunDir, max_restarts: int, refused_s: float = 60.0) -> int:
+    """Restart the gang until it is done, must stop, fails for good or has no restart left; return its code.
 
-    What the file system refused counts as no restart, but `refused_s` are waited.
+    A refusal of the file system does not count as a restart; the next start comes `refused_s` later.
     """
     restarts = code = 0
     while not gang.stopping:  # a signal may also come between two starts
         began = time.monotonic()
         gang.start()
         code = gang.wait()
-        if code == 0 or code in MISTAKES or gang.stopping or run.stop.exists() or run.finished.exists():
+        if code == 0 or code in PERMANENT or gang.stopping or run.stop.exists() or run.finished.exists():
             break
         if code == StorageError.exit_code:
             log.warning("the file system refused; start again in %g s", refused_s)
-            gang.rest(refused_s)
+            gang.pause(refused_s)
             continue
         restarts = 0 if time.monotonic() - began > QUIET_S else restarts + 1
         if restarts > max_restarts:
             log.error("gave up after %d restarts; last exit code %d", max_restarts, code)
             return 1
         log.warning("exit code %d; start again, %d of %d", code, restarts, max_restarts)
-        gang.rest(min(2.0 ** (restarts - 1), 60.0))
+        gang.pause(min(2.0 ** (restarts - 1), 60.0))
     return max(code, 0)
 
 
 @cli.command
 def main() -> int:
-    """The command line."""
+    """Run one job of a run from the command line; return the exit code."""
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     arguments = cli.parse(_parser())
@@ -232,21 +232,21 @@ def _work(arguments: argparse.Namespace, run: RunDir, config: RunConfig) -> int:
     for signalled in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(signalled, gang.forward)
     began = time.monotonic()
-    _show(arguments, run, -1.0, 0)
+    _report(arguments, run, -1.0, 0)
     try:
         _require_gpus(role, config)
-        code = keep(gang, run, config.max_restarts)
+        code = supervise(gang, run, config.max_restarts)
     except NodeError as error:
         log.error("%s", error)
         code = error.exit_code
-    _show(arguments, run, time.monotonic() - began, code)
+    _report(arguments, run, time.monotonic() - began, code)
     if gang.is_warned and not orders.active(run):
         config.executor.requeue()
     return code
 
 
 def _require_gpus(role: str, config: RunConfig) -> None:
-    """Neither train on the CPU where GPUs are meant, nor on a GPU where the CPU is.
+    """Check that the node has the role's GPUs; hide all GPUs from a role that is configured for the CPU.
 
     Raises:
         NodeError: This node has too few GPUs.
@@ -258,8 +258,8 @@ def _require_gpus(role: str, config: RunConfig) -> None:
         gpus.require(role, needed // nodes(), os.environ)
 
 
-def _show(arguments: argparse.Namespace, run: RunDir, seconds: float, code: int) -> None:
-    if not arguments.submission:  # started by hand
+def _report(arguments: argparse.Namespace, run: RunDir, seconds: float, code: int) -> None:
+    if not arguments.submission:  # a person started it
         return
     pid = os.getpid()
     started = Started(
@@ -276,15 +276,15 @@ def _show(arguments: argparse.Namespace, run: RunDir, seconds: float, code: int)
     try:
         submissions.report(run, arguments.role, arguments.submission, index, started)
     except StorageError as error:
-        log.warning("not noted: %s", error)  # for people and for the next tick; the work goes on
+        log.warning("not reported: %s", error)  # only people and the next tick read it, so the work goes on
 
 
 def _srun(processes: int, command: Sequence[str]) -> list[str]:
-    """One process a GPU or share; -K1 ends all when one fails, which srun alone would not."""
-    cores = os.environ.get("SLURM_CPUS_PER_TASK", "1")  # srun does not read it
-    words = ["-K1", f"--wait={WAIT_S}", "--unbuffered", f"--ntasks={processes}", f"--cpus-per-task={cores}"]
-    words += ["--overlap"]  # a step whose node was reset holds its share until the job's end
-    return ["srun", *words, *command]
+    """Build the srun command of some ranks; -K1 ends all when one fails, which is not srun's default."""
+    cores = os.environ.get("SLURM_CPUS_PER_TASK", "1")  # srun does not read the variable
+    options = ["-K1", f"--wait={WAIT_S}", "--unbuffered", f"--ntasks={processes}", f"--cpus-per-task={cores}"]
+    options += ["--overlap"]  # a step whose node was reset keeps its resources until the job's end
+    return ["srun", *options, *command]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,8 +14,8 @@ from waiting import DEADLINE_S, until
 from hpc_swe.errors import StorageError
 from hpc_swe.processes import MEETING
 from hpc_swe.rundir import RunDir
-from jobs import heart
-from jobs.run import Gang, keep
+from jobs import heartbeat
+from jobs.run import Gang, supervise
 
 COUNT = "import os, sys; f = open(sys.argv[1], 'a'); n = f.tell(); f.write('x'); f.flush();"
 
@@ -41,34 +41,34 @@ def is_alive(pid: int) -> bool:
 def test_process_that_dies_is_started_again(tmp_path, run):
     tally = tmp_path / "tally"
     gang = Gang([python(COUNT + "sys.exit(0 if n == 1 else os.kill(os.getpid(), 9))", tally)])
-    assert keep(gang, run, max_restarts=3) == 0
+    assert supervise(gang, run, max_restarts=3) == 0
     assert tally.read_text() == "xx"
 
 
 def test_process_that_always_dies_is_given_up(tmp_path, run):
     tally = tmp_path / "tally"
-    assert keep(Gang([python(COUNT + "sys.exit(1)", tally)]), run, max_restarts=1) == 1
+    assert supervise(Gang([python(COUNT + "sys.exit(1)", tally)]), run, max_restarts=1) == 1
     assert tally.read_text() == "xx"
 
 
 def test_refusal_of_the_file_system_is_waited_out_and_counts_as_no_restart(tmp_path, run):
     tally = tmp_path / "tally"
     gang = Gang([python(COUNT + "sys.exit(4 if n < 3 else 0)", tally)])
-    assert keep(gang, run, max_restarts=0, refused_s=0.1) == 0
+    assert supervise(gang, run, max_restarts=0, refused_s=0.1) == 0
     assert tally.read_text() == "xxxx"
 
 
 @pytest.mark.parametrize("code", [2, 3])
 def test_mistake_in_the_configuration_is_not_tried_again(tmp_path, run, code):
     tally = tmp_path / "tally"
-    assert keep(Gang([python(COUNT + f"sys.exit({code})", tally)]), run, max_restarts=3) == code
+    assert supervise(Gang([python(COUNT + f"sys.exit({code})", tally)]), run, max_restarts=3) == code
     assert tally.read_text() == "x"
 
 
 def test_order_to_stop_ends_the_restarts(tmp_path, run):
     tally = tmp_path / "tally"
     run.stop.touch()
-    keep(Gang([python(COUNT + "sys.exit(1)", tally)]), run, max_restarts=3)
+    supervise(Gang([python(COUNT + "sys.exit(1)", tally)]), run, max_restarts=3)
     assert tally.read_text() == "x"
 
 
@@ -76,7 +76,7 @@ def test_order_to_stop_ends_the_restarts(tmp_path, run):
 def test_leader_that_is_done_ends_a_companion_that_is_not(run):
     began = time.monotonic()
     gang = Gang([python("pass"), python("import time; time.sleep(600)")])
-    assert keep(gang, run, max_restarts=0) == 0
+    assert supervise(gang, run, max_restarts=0) == 0
     assert time.monotonic() - began < 500
 
 
@@ -100,7 +100,7 @@ def test_rank_that_dies_takes_its_gang_along_and_all_start_again(tmp_path, run):
         "while r == '1' and not p.with_name('0').exists(): time.sleep(0.01)\n"
         "n == 0 and r == '1' and os.kill(os.getpid(), 9); n == 0 and time.sleep(60)"
     )
-    assert keep(Gang([python(code, tmp_path)] * 2), run, max_restarts=3) == 0
+    assert supervise(Gang([python(code, tmp_path)] * 2), run, max_restarts=3) == 0
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text() == "xx"
 
 
@@ -126,7 +126,7 @@ def test_signal_of_the_scheduler_reaches_the_children_and_nothing_starts_again(t
     code += "open(sys.argv[1], 'w'); time.sleep(60)"
     gang = Gang([python(code, ready)])
     result: list[int] = []
-    thread = threading.Thread(target=lambda: result.append(keep(gang, run, max_restarts=3)))
+    thread = threading.Thread(target=lambda: result.append(supervise(gang, run, max_restarts=3)))
     thread.start()
     until(ready.exists)
     gang.forward(signal.SIGTERM, None)
@@ -137,7 +137,7 @@ def test_signal_of_the_scheduler_reaches_the_children_and_nothing_starts_again(t
 def test_signal_between_two_starts_is_not_lost(tmp_path, run):
     tally = tmp_path / "tally"
     gang = Gang([python(COUNT + "sys.exit(1)", tally)])
-    thread = threading.Thread(target=lambda: keep(gang, run, max_restarts=3))
+    thread = threading.Thread(target=lambda: supervise(gang, run, max_restarts=3))
     thread.start()
     until(lambda: tally.exists() and tally.read_text() == "xxx")
     time.sleep(1.0)  # it has ended; the next start is due after four seconds
@@ -160,7 +160,7 @@ def test_children_of_a_killed_keeper_die_with_it(tmp_path):
     until(lambda: not is_alive(int(pid_file.read_text())))
 
 
-BEATING = "import sys, time; from jobs import heart; heart.beat();"
+BEATING = "import sys, time; from jobs import heartbeat; heartbeat.start();"
 
 
 def test_stopped_rank_ends_the_gang_which_starts_again(tmp_path, run, capsys):
@@ -173,7 +173,7 @@ def test_stopped_rank_ends_the_gang_which_starts_again(tmp_path, run, capsys):
     notes = [tmp_path / "0", tmp_path / "1"]
     gang = Gang([python(code, note, 1) for note in notes])
     codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(keep(gang, run, max_restarts=3)))
+    thread = threading.Thread(target=lambda: codes.append(supervise(gang, run, max_restarts=3)))
     thread.start()
     until(lambda: all(note.exists() and note.read_text() for note in notes))
     began = time.monotonic()
@@ -189,23 +189,23 @@ def test_stopped_rank_ends_the_gang_which_starts_again(tmp_path, run, capsys):
 def test_silent_rank_is_frozen_and_one_that_ended_is_not(tmp_path):
     """As a rank of another node, of which the keeper sees the beats alone."""
     environ = {**os.environ, MEETING: str(tmp_path)}
-    code = BEATING.replace("heart.beat()", "heart.BEAT_S = 0.01; heart.beat()")
+    code = BEATING.replace("heartbeat.start()", "heartbeat.BEAT_S = 0.01; heartbeat.start()")
     with (
         subprocess.Popen(python(code + "time.sleep(600)"), env=environ | {"RANK": "3"}) as rank,
         subprocess.Popen(python(code + "sys.stdin.read()"), env=environ | {"RANK": "4"}, stdin=-1) as other,
     ):
-        until(lambda: len(list(tmp_path.glob(f"{heart.BEATS}*"))) == 2)
+        until(lambda: len(list(tmp_path.glob(f"{heartbeat.BEATS}*"))) == 2)
         other.communicate()
-        assert [path.name for path in tmp_path.glob(f"{heart.BEATS}*")] == [f"{heart.BEATS}3"]
+        assert [path.name for path in tmp_path.glob(f"{heartbeat.BEATS}*")] == [f"{heartbeat.BEATS}3"]
         os.kill(rank.pid, signal.SIGSTOP)
-        watch = heart.Watch(tmp_path, silent=5, look_s=0.05)
+        watch = heartbeat.HeartbeatMonitor(tmp_path, silent=5, look_s=0.05)
         until(lambda: "rank 3 gave no sign of life" in watch.frozen([]))
         rank.kill()
 
 
 def test_keeper_that_slept_finds_its_children_alive(tmp_path):
-    (tmp_path / f"{heart.BEATS}0").write_text("1")
-    watch = heart.Watch(tmp_path, silent=3)
+    (tmp_path / f"{heartbeat.BEATS}0").write_text("1")
+    watch = heartbeat.HeartbeatMonitor(tmp_path, silent=3)
     assert not watch.frozen([])
     watch._due = 0.0  # an hour later
     assert not watch.frozen([])
@@ -215,7 +215,7 @@ def test_keeper_that_waits_between_two_starts_ends_when_it_is_told(tmp_path, run
     """As after a refusal of the file system, which is waited out for a minute."""
     tally = tmp_path / "tally"
     gang = Gang([python(COUNT + "sys.exit(4)", tally)])
-    thread = threading.Thread(target=lambda: keep(gang, run, max_restarts=3, refused_s=600.0))
+    thread = threading.Thread(target=lambda: supervise(gang, run, max_restarts=3, refused_s=600.0))
     thread.start()
     until(lambda: tally.exists() and not any(map(is_alive, [c.pid for c in gang._children])))
     gang.forward(signal.SIGTERM, None)
@@ -226,6 +226,6 @@ def test_keeper_that_waits_between_two_starts_ends_when_it_is_told(tmp_path, run
 def test_meeting_folder_goes_with_the_gang(tmp_path, run):
     out = tmp_path / "place"
     gang = Gang([python(f"import os, sys; open(sys.argv[1], 'w').write(os.environ['{MEETING}'])", out)])
-    assert keep(gang, run, max_restarts=0) == 0
+    assert supervise(gang, run, max_restarts=0) == 0
     assert out.read_text()
     assert not Path(out.read_text()).exists()

@@ -1,9 +1,10 @@
-"""Signs of life of a job's processes, for the one that keeps them.
+"""Let the processes of a job show signs of life to `jobs.run`, which supervises them.
 
-A rank that is stopped, or whose node hangs, ends nothing by itself: the others wait for it in a collective,
-and its keeper for its exit code. So each process rewrites a small file in the job's meeting folder, and the
-keeper counts its own looks at it without a change. Looks are counted, not seconds: a keeper that slept
-wakes up to living children. One that the kernel calls stopped needs no more than a few looks.
+A rank that is stopped, or whose node hangs, ends nothing by itself: the other ranks wait for it in a
+collective, and the supervisor waits for its exit code. So each process rewrites a small file in the job's
+meeting folder, and the supervisor counts its own looks at the file without a change. It counts looks, not
+seconds, so that it does not find its children dead after it was suspended itself. For a process that the
+kernel reports as stopped a few looks suffice.
 """
 
 import atexit
@@ -23,22 +24,22 @@ from hpc_swe.store import atomic
 BEAT_S = 2.0
 LOOK_S = 1.0
 SILENT = 180
-"""Looks; a library that computes without letting threads run, or a busy node, may delay beats."""
+"""Looks without a change; a busy node, or a library that blocks Python's threads, may delay beats."""
 BEATS = "beat-"
 
 log = logging.getLogger(__name__)
 
 
-def beat() -> None:
-    """Show from now on, in a thread, that this process runs, where it has a keeper."""
+def start() -> None:
+    """Start to beat in a thread, if this process has a supervisor."""
     folder, rank = os.environ.get(MEETING), os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     if folder:
-        heart = _Heart(Path(folder) / f"{BEATS}{rank}")
-        threading.Thread(target=heart.run, name="heart", daemon=True).start()
-        atexit.register(heart.stop)  # who ends in order is not frozen
+        heartbeat = _Heartbeat(Path(folder) / f"{BEATS}{rank}")
+        threading.Thread(target=heartbeat.run, name="heartbeat", daemon=True).start()
+        atexit.register(heartbeat.stop)  # a process that ends in order must not look frozen
 
 
-class _Heart:
+class _Heartbeat:
     def __init__(self, path: Path) -> None:
         self._path, self._closed, self._lock = path, threading.Event(), threading.Lock()
 
@@ -50,7 +51,7 @@ class _Heart:
                 try:
                     atomic.write(self._path, str(number).encode(), durable=False)
                 except (StorageError, OSError) as error:
-                    log.debug("no beat: %s", error)  # the keeper ended, or the next one says so
+                    log.debug("no beat: %s", error)  # the supervisor ended, or a later beat succeeds
             self._closed.wait(BEAT_S)
 
     def stop(self) -> None:
@@ -59,18 +60,18 @@ class _Heart:
             self._path.unlink(missing_ok=True)
 
 
-class Watch:
-    """The keeper's side."""
+class HeartbeatMonitor:
+    """Find the processes of a job that no longer run, for their supervisor."""
 
     def __init__(self, folder: Path, silent: int = SILENT, look_s: float = LOOK_S) -> None:
         self._folder, self._silent, self._look_s = folder, silent, look_s
         self._due = 0.0
         self._seen: dict[str, tuple[bytes, int]] = {}
-        """By file: its last content, and looks since that changed."""
+        """File name -> its last content, and the looks since it changed."""
         self._stopped = StoppedProcesses()
 
     def frozen(self, children: Iterable[int]) -> str:
-        """Look, at most once a second; who does not run any more, in words, or nothing."""
+        """Look at most once per `look_s`; return a message about processes that no longer run, or ""."""
         if time.monotonic() < self._due:
             return ""
         self._due = time.monotonic() + self._look_s
@@ -90,6 +91,6 @@ class Watch:
     def _read(self) -> dict[str, bytes]:
         found = {}
         for path in self._folder.glob(f"{BEATS}*"):
-            with contextlib.suppress(OSError):  # it ended meanwhile, or the file system gives nothing
+            with contextlib.suppress(OSError):  # its process ended, or the file system does not answer
                 found[path.name] = path.read_bytes()
         return found
