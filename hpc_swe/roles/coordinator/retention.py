@@ -84,5 +84,5 @@ def _parent(run: RunDir, version: WeightVersion) -> WeightVersion | None:
     try:
         return weights.manifest(run, version).parent
     except (FileNotFoundError, CorruptRecord) as error:
-        log.warning("kept without its parents: %s", error)
+        log.warning("kept %s without its parents: %s", version.name, error)
         return None

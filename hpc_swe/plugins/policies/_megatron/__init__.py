@@ -1,7 +1,7 @@
-"""Contain the part of the megatron policy that imports torch and megatron-core.
+"""Contain the parts of the megatron policy; most import torch and megatron-core, so they are imported late.
 
 settings   the keys of the policy; without torch
-shape      what a model's config.json says; without torch
+memory     estimate memory and files; without torch
 fusions    choose whether megatron-core compiles its fused functions; must run before its import
 compat     repair megatron-core where it needs Transformer Engine or CUDA
 parallel   join the process group; tensor- and data-parallel ranks
