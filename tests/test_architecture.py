@@ -40,7 +40,6 @@ CIRCLES: set[str] = set()
 FOREIGN = {
     "tasks.check -> tasksets._checked",
     "tasks.images.leaks -> tasksets._swebench_rows",
-    "tasks.images.sources -> sandboxes._local",
     "tasks.prepare -> tasksets._swebench_rows",
     "tasksets.swebench -> graders._judge",
     "tasksets.swebench -> graders._second_sitting",
@@ -49,11 +48,9 @@ FOREIGN = {
 NAMED_PLUGINS = {
     "demo.model -> tasksets.bugs",
     "doctor.probe -> sandboxes.apptainer",
-    "runs.create -> sandboxes.apptainer",
     "runs.create -> tasksets.swebench",
     "tasks.build_images -> sandboxes.apptainer",
     "tasks.build_images -> tasksets.swebench",
-    "tasks.check -> sandboxes.apptainer",
     "tasks.check -> tasksets.swebench",
     "tasks.images.sources -> sandboxes.apptainer",
     "tasks.prepare -> tasksets.swebench",

@@ -15,7 +15,7 @@ import msgspec
 
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, CorruptRecord, StorageError
-from hpc_swe.plugins.sandboxes.apptainer import Apptainer
+from hpc_swe.plugins.sandboxes.base import ImageFolder
 from hpc_swe.plugins.tasksets.base import Referenced, WithChangedTests
 from hpc_swe.plugins.tasksets.swebench import Swebench
 from hpc_swe.records import RunManifest, Split, Task
@@ -207,7 +207,7 @@ def take_tasks(config: RunConfig) -> Taken:
             "[taskset] checked is not set: instances are used that nobody has checked, and what resolves "
             "them is graded once, without a second sitting"
         )
-    elif isinstance(config.taskset, Swebench) and isinstance(config.sandbox, Apptainer):
+    elif isinstance(config.taskset, Swebench) and isinstance(config.sandbox, ImageFolder):
         config.taskset.require_images([*taken["train"], *taken["eval"]], Path(config.sandbox.images))
     if config.mode == "eval" and not taken["eval"]:
         raise ConfigError(

@@ -27,10 +27,10 @@ from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError, boundary
 from hpc_swe.plugins.graders.base import Examiner, Grader, Regrader, Version
 from hpc_swe.plugins.patch import apply
-from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.sandboxes.base import (
     Clock,
     CommandResult,
+    ImageFolder,
     Sandbox,
     Sandboxes,
     SandboxWrapper,
@@ -322,7 +322,7 @@ def main() -> None:
         config = configuration.from_words(arguments.words)
         tasks, references = wanted(config)
         config.sandbox.check()
-        images = Path(config.sandbox.images) if isinstance(config.sandbox, Apptainer) else None
+        images = Path(config.sandbox.images) if isinstance(config.sandbox, ImageFolder) else None
         checker = Checker(config.grader, WatchedSandboxes(config.sandbox), max(1, arguments.runs), images)
         verdicts = run(checker, tasks, references, arguments.out, max(1, arguments.jobs))
     except HpcSweError as error:

@@ -32,28 +32,6 @@ class _PerThread(threading.local):
 _local = _PerThread()
 
 
-class _Plain(http.client.HTTPConnection):
-    """Fail within a minute when the engine's node is gone: a machine without power refuses nothing."""
-
-    def connect(self) -> None:
-        super().connect()
-        _keep_alive(self.sock)
-
-
-class _Secure(http.client.HTTPSConnection):
-    """Do the same over TLS; this machine must trust the engine's certificate."""
-
-    def connect(self) -> None:
-        super().connect()
-        _keep_alive(self.sock)
-
-
-def _keep_alive(connected: socket.socket) -> None:
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEPALIVE.items():
-        connected.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
 class Refused(EngineError):
     """Report that the engine answered with a status other than 200."""
 
@@ -110,7 +88,7 @@ def _exchange(
     url: str, token: str, path: str, body: bytes | None, timeout_s: float, keep_waiting: KeepWaiting | None
 ) -> tuple[int, bytes]:
     parts = urlsplit(url)
-    kind = _Secure if parts.scheme == "https" else _Plain
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = _local.connections.setdefault(url, kind(parts.netloc))
     connection.timeout, path = timeout_s, parts.path + path
     is_reused = connection.sock is not None
@@ -130,8 +108,14 @@ def _send(
     request: tuple[str, str, bytes | None, dict[str, str]],
     keep_waiting: KeepWaiting | None,
 ) -> tuple[int, bytes]:
-    if connection.sock is not None:
-        connection.sock.settimeout(connection.timeout)
+    is_new = connection.sock is None
+    if is_new:
+        connection.connect()
+        # Fail within a minute when the engine's node is gone: a machine without power closes no connection.
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            connection.sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.sock.settimeout(connection.timeout)
     connection.request(*request)
     readable = select.poll()
     readable.register(connection.sock, select.POLLIN)

@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import cycle
@@ -86,22 +87,25 @@ class _ControlRequest(Struct, frozen=True):
     new_version: str | None = None
 
 
+@dataclass
 class _State:
     """Hold the state that the server's threads share."""
 
-    def __init__(
-        self, replies: list[ScriptedReply], token: str, card: ModelCard, plain: bool, update_s: float = 0.0
-    ) -> None:
-        self.token, self.version, self.card, self.is_plain = token, INITIAL, card, plain
-        self._update_s = update_s
-        self.running = threading.Event()
+    replies: Iterator[ScriptedReply]
+    token: str
+    card: ModelCard
+    is_plain: bool
+    update_s: float
+    version: str = INITIAL
+    running: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
         self.running.set()
-        self._replies = cycle(replies)
-        self._lock = threading.Lock()
 
     def reply(self) -> ScriptedReply:
         with self._lock:
-            return next(self._replies, ScriptedReply(status=404))
+            return next(self.replies, ScriptedReply(status=404))
 
     def control(self, path: str, request: _ControlRequest) -> None:
         """Carry out a control request.
@@ -115,7 +119,7 @@ class _State:
                     if folders.identity(file.fileno()) != seen:
                         raise ValueError(f"{name}: it is no longer the file that was verified")
         elif path == "/finish_weight_update":
-            time.sleep(self._update_s)
+            time.sleep(self.update_s)
         elif path in ("/pause", "/resume"):
             self.running.clear() if path == "/pause" else self.running.set()
         self.version = request.weight_version or request.new_version or self.version
@@ -198,7 +202,7 @@ def main(host: str, port: str, replies: str, model: str, *rest: str) -> None:
     update_s = sum(float(word) for word in options if word != "plain")
     found = msgspec.json.decode(Path(replies).read_bytes(), type=list[ScriptedReply])
     card = ModelCard(model, int(max_model_len))
-    state = _State(found, os.environ[TOKEN], card, "plain" in options, update_s)
+    state = _State(cycle(found), os.environ[TOKEN], card, "plain" in options, update_s)
     ThreadingHTTPServer((host, int(port)), partial(_Handler, state)).serve_forever()
 
 

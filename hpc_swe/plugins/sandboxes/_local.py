@@ -24,12 +24,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_swe.plugins.sif import squashfs_offset
 from hpc_swe.processes import die_with_parent
 
 log = logging.getLogger(__name__)
 
-SQUASHFS = re.compile(r"\|(\d+)-\d+ *\|FS \(Squashfs/\*System")
-"""Finds the offset of a .sif's files, in bytes, in the output of `apptainer sif list`."""
 # Only root can make devices, and no sandbox needs those of its image: it has a /dev of its own.
 _DEVICE = re.compile(r"create_inode: could not create \w+ device .*because you're not superuser")
 _INCOMPLETE = 2  # exit code of unsquashfs when it could not make every file
@@ -112,11 +111,10 @@ class LocalImages:
             _remove(part)
 
     def _offset(self, sif: Path) -> int:
-        listing = _run([self.executable, "sif", "list", str(sif)], self.timeout_s)
-        found = SQUASHFS.search(listing)
-        if not found:
+        offset = squashfs_offset(_run([self.executable, "sif", "list", str(sif)], self.timeout_s))
+        if offset is None:
             raise _CannotUnpack(f"{sif.name} holds no plain squashfs")
-        return int(found[1])
+        return offset
 
 
 def _root(folder: str) -> Path:

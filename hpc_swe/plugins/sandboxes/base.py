@@ -162,6 +162,13 @@ class Sandboxes(Protocol):
         """
 
 
+@runtime_checkable
+class ImageFolder(Protocol):
+    """Mark sandboxes whose images are files in one folder."""
+
+    images: str
+
+
 @dataclass
 class WatchedSandboxes(Sandboxes):
     """End the process on a node that opens no sandbox any more.

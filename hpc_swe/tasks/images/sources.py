@@ -13,8 +13,8 @@ from typing import Protocol
 import msgspec
 
 from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError, boundary
-from hpc_swe.plugins.sandboxes._local import SQUASHFS
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
+from hpc_swe.plugins.sif import squashfs_offset
 from hpc_swe.records import Task
 from hpc_swe.tasks.images.commands import remove, run
 from hpc_swe.tasks.images.repository import restage, stage
@@ -176,9 +176,9 @@ class Pulled:
         """Apptainer would unpack a .sif in a container with all capabilities, which not every root has."""
         file = self._file(task)
         if file is not None and file.suffix == ".sif":
-            place = SQUASHFS.search(run("apptainer", "sif", "list", str(file)))
-            if place:
-                options = ("-quiet", "-no-progress", "-no-xattrs", "-offset", place[1], "-dest", str(tree))
+            offset = squashfs_offset(run("apptainer", "sif", "list", str(file)))
+            if offset is not None:
+                options = ("-quiet", "-no-progress", "-no-xattrs", "-offset", str(offset), "-dest", str(tree))
                 run("unsquashfs", *options, str(file), ok=(0, _NOT_ALL))
                 run("chmod", "-R", "u+rwX", str(tree))
                 return
