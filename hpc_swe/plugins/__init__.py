@@ -16,6 +16,7 @@ import re
 from typing import Any
 
 from msgspec import Struct, ValidationError, convert
+from msgspec.structs import asdict
 
 from hpc_swe.cli import suggestion
 from hpc_swe.errors import ConfigError
@@ -65,7 +66,7 @@ def dump(plugin: Plugin) -> dict[str, Any]:
     cls = type(plugin)
     shipped = cls.__module__.startswith("hpc_swe.plugins.")
     kind = cls.__module__.rpartition(".")[2] if shipped else f"{cls.__module__}:{cls.__name__}"
-    return {"type": kind} | {name: getattr(plugin, name) for name in cls.__struct_fields__}
+    return {"type": kind} | asdict(plugin)
 
 
 def known(family: str) -> list[str]:

@@ -47,7 +47,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def call(name: str, *arguments: object) -> None:
     packed = [a.encode() if isinstance(a, str) else a for a in arguments]
-    if getattr(libc, name)(*packed) < 0:
+    if libc[name](*packed) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}{arguments}: {os.strerror(number)}")
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, ParamSpec, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from hpc_swe.errors import SandboxError
@@ -33,8 +34,8 @@ PROGRAM = Path(__file__).with_name("_container.py")
 # lets through from the host: a process cannot remove from /proc those with which it was started.
 BOOTSTRAP = """
 import os, sys
-ours = ("APPTAINER", "SINGULARITY", "PROMPT_COMMAND", "LD_LIBRARY_PATH", "PS1", "PWD", "OLDPWD", "USER_PATH")
-kept = {n: v for n, v in os.environ.items() if not n.startswith(ours) and not n.lower().endswith("_proxy")}
+added = ("APPTAINER", "SINGULARITY", "PROMPT_COMMAND", "LD_LIBRARY_PATH", "PS1", "PWD", "OLDPWD", "USER_PATH")
+kept = {n: v for n, v in os.environ.items() if not n.startswith(added) and not n.lower().endswith("_proxy")}
 serve = "import socket; s = socket.socket(fileno=0); p = s.recv(1 << 17).decode(); s.detach(); exec(p)"
 os.execve(sys.executable, [sys.executable, "-I", "-c", serve], kept)
 """
@@ -98,20 +99,19 @@ class Container:
         self._sending = threading.Lock()
         self._outside: dict[int, str | None] = {}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the container runs)
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self._channel, container_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with container_end:
             self._process = subprocess.Popen(
                 [*command, "-I", "-c", BOOTSTRAP],
                 env={
                     name: value for name, value in os.environ.items() if not name.startswith(_PASSED_INSIDE)
                 },
-                stdin=theirs.fileno(),
+                stdin=container_end.fileno(),
                 stdout=self._errors,
                 stderr=self._errors,
                 start_new_session=True,
             )
-        settings = {name: getattr(limits, name) for name in limits.__struct_fields__}
-        settings |= {"warm_up": warm_up, "mounts": list(mounts)}
+        settings = msgspec.structs.asdict(limits) | {"warm_up": warm_up, "mounts": list(mounts)}
         self._channel.settimeout(start_timeout_s)
         try:
             self._channel.send(PROGRAM.read_bytes())
@@ -144,21 +144,21 @@ class Container:
     @contextmanager
     def open(self, workdir: str) -> "Iterator[Session]":
         """Open a fresh sandbox; at exit it ends with all its processes."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(self._start_timeout_s)
+        host_end, sandbox_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        host_end.settimeout(self._start_timeout_s)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(ours)
+            stack.enter_context(host_end)
             try:
-                with theirs, self._sending:
-                    socket.send_fds(self._channel, [workdir.encode()], [theirs.fileno()])
-                process = _expect(ours, b"process")
+                with sandbox_end, self._sending:
+                    socket.send_fds(self._channel, [workdir.encode()], [sandbox_end.fileno()])
+                process = _expect(host_end, b"process")
                 stack.callback(_kill, process)
-                folder = _expect(ours, b"ready")
+                folder = _expect(host_end, b"ready")
             except OSError as error:
                 raise SandboxError(f"no sandbox: {error}; container: {self.last_output()}") from error
             tree = Tree(folder, self._limits.read_bytes)
             stack.callback(tree.close)
-            yield Session(self, ours, tree, self._limits.output_bytes)
+            yield Session(self, host_end, tree, self._limits.output_bytes)
 
     def close(self, grace_s: float = GRACE_S) -> None:
         """End the container and wait for it. Its sandboxes end too, and find out by `require_alive`."""

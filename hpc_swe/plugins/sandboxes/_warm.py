@@ -18,7 +18,7 @@ from hpc_swe.plugins.sandboxes._session import Container
 class _Slot:
     """Hold the container of one image, once it has started."""
 
-    life: ExitStack = field(default_factory=ExitStack)
+    stack: ExitStack = field(default_factory=ExitStack)
     container: Container | None = None
     users: int = 0
     starting: threading.Lock = field(default_factory=threading.Lock)
@@ -29,7 +29,7 @@ class _Slot:
 
 
 @dataclass
-class Warm:
+class WarmContainers:
     """Share containers between sandboxes, by image."""
 
     run: Callable[[str], AbstractContextManager[Container]]
@@ -61,7 +61,7 @@ class Warm:
         try:
             if slot.container is None or not slot.is_warm:
                 _end(slot)
-                slot.container = slot.life.enter_context(self.run(image))
+                slot.container = slot.stack.enter_context(self.run(image))
             return slot.container
         finally:
             slot.starting.release()
@@ -79,4 +79,4 @@ class Warm:
 
 def _end(slot: _Slot) -> None:
     slot.container = None
-    slot.life.close()
+    slot.stack.close()

@@ -19,7 +19,7 @@ from hpc_swe.errors import ConfigError, SandboxError, boundary
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes._local import LocalImages
 from hpc_swe.plugins.sandboxes._session import Container, Limits
-from hpc_swe.plugins.sandboxes._warm import Warm
+from hpc_swe.plugins.sandboxes._warm import WarmContainers
 from hpc_swe.plugins.sandboxes.base import Sandbox
 from hpc_swe.records import Task
 
@@ -38,8 +38,8 @@ except ImportError:
     print("no pytest in this image")
 """
 
-_warm: dict[tuple[int, "Apptainer"], Warm] = {}
-_warming = threading.Lock()
+_pools: dict[tuple[int, "Apptainer"], WarmContainers] = {}
+_pools_lock = threading.Lock()
 TRIALS = 3
 
 log = logging.getLogger(__name__)
@@ -121,12 +121,12 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
             "or python -m hpc_swe.tasks.build_images for tasks of SWE-bench"
         )
 
-    def _containers(self) -> Warm:
-        with _warming:
+    def _containers(self) -> WarmContainers:
+        with _pools_lock:
             key = (os.getpid(), self)
-            if key not in _warm:
-                _warm[key] = Warm(self._running, self.warm_containers, 2 * self.start_timeout_s)
-            return _warm[key]
+            if key not in _pools:
+                _pools[key] = WarmContainers(self._running, self.warm_containers, 2 * self.start_timeout_s)
+            return _pools[key]
 
     @contextmanager
     def _running(self, name: str) -> Iterator[Container]:
@@ -173,9 +173,8 @@ def _require_ours(file: Path) -> None:
     """Refuse an image that other users may change: what runs in it decides rewards."""
     for path in (file.resolve(), file.resolve().parent):
         found = path.stat()
-        is_shared = (
-            path.is_dir() and found.st_mode & stat.S_ISVTX
-        )  # users cannot rename each other's files there
+        # In a folder with the sticky bit, users cannot rename files of others.
+        is_shared = path.is_dir() and found.st_mode & stat.S_ISVTX
         if found.st_uid not in (0, os.geteuid()):
             raise ConfigError(
                 f"[sandbox] images: {path} belongs to user {found.st_uid}; copy it to a folder of yours"
