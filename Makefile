@@ -16,12 +16,12 @@ demo: image  ## train on this machine and show what was learned
 
 test: image  ## every test that this machine can run
 	containers/build_agents.sh || true
-	tests/cluster/install.sh
+	tests/kit/cluster/install.sh
 	tests/run.sh
 
 cluster: setup  ## a shell on a Slurm cluster of six nodes, here and for as long as the shell lasts
-	tests/cluster/install.sh
-	.venv/bin/python tests/cluster/cluster.py shell
+	tests/kit/cluster/install.sh
+	.venv/bin/python -m tests.kit.cluster shell
 
 check: setup  ## style, types and the direction of imports
 	.venv/bin/ruff check && .venv/bin/ruff format --check && .venv/bin/mypy && .venv/bin/lint-imports

@@ -1,4 +1,4 @@
-"""Whole runs of the demo's configuration on this machine, made small."""
+"""Whole runs of the demo's configuration on this machine, made small; empty runs, and the toy repository."""
 
 import fcntl
 import os
@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from waiting import until
 
 from hpc_swe import config as configuration
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control, watch
 from hpc_swe.store import weights
+from tests.kit.checkout import ROOT
+from tests.kit.toy import Checkout, make_repository
+from tests.kit.waiting import until
 
 # The same examples each time, and none is timed: a slow machine finds no fault that a quick one does not.
 UNCHECKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -25,7 +27,6 @@ settings.load_profile("suite")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Who types a command seldom has it, and where it is set a line that nobody flushes is seen all the same.
 os.environ.pop("PYTHONUNBUFFERED", None)
-ROOT = Path(__file__).parents[1]
 SMALL = [
     "tasks.train=64",
     "tasks.eval=6",
@@ -99,3 +100,24 @@ def _make_warm(small_run, cold: Path) -> Path:
     version = weights.newest(run)
     assert version is not None
     return run.weight(version)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run folder without a run."""
+    made = RunDir(tmp_path / "run")
+    made.make()
+    return made
+
+
+@pytest.fixture(scope="session")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The toy repository, and its base commit."""
+    folder = tmp_path_factory.mktemp("toy") / "calc"
+    return folder, make_repository(folder)
+
+
+@pytest.fixture
+def sandboxes(repository: tuple[Path, str]) -> Checkout:
+    """Where tasks of the toy repository are graded without an image."""
+    return Checkout(repository=str(repository[0]))

@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 shared=$(mktemp -d)
 export HPC_SWE_TEST_SHARED=$shared # what one part has made, and others need as well
-heavy=(tests/pipeline tests/policies tests/engines)
+heavy=(tests/pipeline tests/plugins/engines tests/plugins/policies tests/roles/inference tests/roles/learner)
 set -m # else what runs in the background, and all that it starts, ignores SIGINT
 .venv/bin/python -m pytest -m cluster tests/cluster >"$shared/cluster.log" 2>&1 &
 cluster=$!

@@ -237,7 +237,7 @@ def test_tests_use_no_mocks():
     assert {path: hits for path, hits in found.items() if hits} == {}
 
 
-def test_no_signal_handler_sets_an_event_whose_lock_its_own_thread_may_hold():
+def test_no_signal_handler_sets_an_event_whose_lock_its_thread_may_hold():
     """`hpc_swe.processes.Flag` has none."""
     handled = {path for path, text in modules().items() if "signal.signal(" in text}
     assert [path for path in sorted(handled) if "threading.Event" in modules()[path]] == []

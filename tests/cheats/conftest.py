@@ -1,14 +1,9 @@
 """Where cheats are graded."""
 
 import shutil
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from cheat_task import TASK
-
-sys.path.append(str(Path(__file__).parents[1] / "swebench"))  # the toy repository lies there
 
 from hpc_swe.plugins.graders.pytest import Pytest
 from hpc_swe.plugins.patch import difference
@@ -16,8 +11,9 @@ from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Score, Task
+from tests.kit.cheats.cheat_task import TASK
+from tests.kit.checkout import IMAGES
 
-IMAGES = Path(__file__).parents[2] / ".cache" / "images"
 Grade = Callable[..., Score]
 
 

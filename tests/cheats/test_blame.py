@@ -4,12 +4,12 @@ import resource
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).with_name("blame.py")
-IMAGE = Path(__file__).parents[2] / ".cache" / "images" / "python-pytest"
+from tests.kit.checkout import IMAGES, environment
+
+IMAGE = IMAGES / "python-pytest"
 DEADLINE_S = 1500
 
 
@@ -20,11 +20,13 @@ def bounded() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", ["repository:", "files:", "tests:", "report:"])
-def test_no_choice_of_a_policy_is_paid_left_without_a_reward_or_kept_in_memory(group, capsys):
+def test_no_choice_of_a_policy_is_paid_unrewarded_or_kept_in_memory(group, capsys):
     if shutil.which("apptainer") is None or not IMAGE.exists():
         pytest.skip("Apptainer or its unpacked task image is missing: containers/build_image.sh")
-    command = [sys.executable, PROGRAM, "--fewer", group]
-    done = subprocess.run(command, preexec_fn=bounded, capture_output=True, text=True, timeout=DEADLINE_S)
+    command = [sys.executable, "-m", "tests.bench.blame", "--fewer", group]
+    done = subprocess.run(
+        command, preexec_fn=bounded, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S
+    )
     with capsys.disabled():
         print(f"\n{done.stdout}")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -5,14 +5,14 @@ import re
 
 import msgspec
 import pytest
-from cheat_task import HIDDEN, RIGHT, TASK, WRONG
-from forgeries import ANY, HOOK, REPORTS, SWALLOWS
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_swe.plugins.graders._runner import canonical
 from hpc_swe.plugins.graders._sealed import seal
 from hpc_swe.plugins.graders.pytest import Pytest
+from tests.kit.cheats.cheat_task import HIDDEN, RIGHT, TASK, WRONG
+from tests.kit.cheats.forgeries import ANY, HOOK, REPORTS, SWALLOWS
 
 LIKELY = """
 class Likely:

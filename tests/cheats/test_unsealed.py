@@ -2,7 +2,8 @@
 
 import msgspec
 import pytest
-from cheat_task import TASK
+
+from tests.kit.cheats.cheat_task import TASK
 
 UNSEALED = """import pytest
 from mod import add
@@ -59,7 +60,7 @@ def unsealed():
 
 
 @pytest.mark.parametrize("text", PARTS.values(), ids=PARTS.keys())
-def test_replaced_parts_of_pytest_are_called_a_cheat_where_nothing_is_sealed(grade, text):
+def test_replaced_parts_of_pytest_are_a_cheat_where_nothing_is_sealed(grade, text):
     task = unsealed()
     right = "def add(a, b):\n    if a is None: raise ValueError\n    return a + b\n"
     assert grade(task, mod__py=right).outcome == "resolved"

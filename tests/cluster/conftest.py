@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from bench import Bench
-from cluster import Cluster, StartFailed
-from machine import Unfit, why_not
+
+from tests.kit.cluster.bench import Bench
+from tests.kit.cluster.cluster import Cluster, StartFailed
+from tests.kit.cluster.machine import Unfit, why_not
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from cluster import ROOT, Cluster
-from configuration import ORDINARY
-from hosts import PATIENCE_S, arguments, wait_for
-from machine import living, sweep
+
+from tests.kit.checkout import ROOT, environment
+from tests.kit.cluster.cluster import Cluster
+from tests.kit.cluster.configuration import ORDINARY
+from tests.kit.cluster.hosts import PATIENCE_S, arguments, wait_for
+from tests.kit.cluster.machine import living, sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 HOST_FILES = ["/etc/passwd", "/etc/group", "/etc/shadow", "/etc/hosts", "/etc/crontab"]
@@ -159,7 +161,7 @@ def test_signals_reach_a_command_and_a_deadline_ends_it(cluster):
     wait_for("its end", lambda: "sleep 302" not in users_processes(cluster))
 
 
-def test_two_clusters_do_not_disturb_each_other_and_one_that_stops_leaves_no_trace(healthy_cluster):
+def test_two_clusters_do_not_disturb_each_other_and_leave_no_trace(healthy_cluster):
     before, settings = machine(), {"MaxArraySize": "4", "JobRequeue": "0"}
     job = submit(healthy_cluster, script="sleep 3000")
     wait_until_it_runs(healthy_cluster, job)
@@ -189,7 +191,8 @@ def wait_for_cron(cluster: Cluster) -> None:
 
 WHERE_JOBS_FIND_THE_CODE = """
 import sys
-from cluster import ROOT, Cluster
+from tests.kit.checkout import ROOT
+from tests.kit.cluster.cluster import Cluster
 with Cluster.start(nodes=["c1"]) as cluster:
     line = [sys.executable, "-c", "import hpc_swe; print(open('README.md').readline(), hpc_swe.__file__)"]
     print(cluster.run("srun", *line, cwd=ROOT).stdout)
@@ -203,24 +206,23 @@ def test_jobs_reach_a_checkout_in_a_home_that_others_cannot_enter(cluster, other
         shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".venv", ".cache", ".git", "runs"))
         subprocess.run(["chmod", "--recursive", f"u=rwX,go={others}", checkout], check=True)
         code = [sys.executable, "-c", WHERE_JOBS_FIND_THE_CODE]
-        env = {**os.environ, "PYTHONPATH": f"{checkout}/tests/cluster"}
+        env = {**os.environ, "PYTHONPATH": str(checkout)}
         done = subprocess.run(code, cwd=checkout, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.stdout.split() == ["#", "hpc_swe", f"{checkout}/hpc_swe/__init__.py"], done.stderr
         assert Path(home).stat().st_mode & 0o777 == 0o700, "it stays closed to all others"
 
 
 START_AND_SLEEP = """
-import sys, time
-sys.path.append(sys.argv[1])
-from cluster import Cluster
+import time
+from tests.kit.cluster.cluster import Cluster
 print(Cluster.start(nodes=["c1"]).state, flush=True)
 time.sleep(600)
 """
 
 
 def test_a_cluster_dies_with_who_started_it_and_its_folder_is_swept(cluster):
-    command = [sys.executable, "-c", START_AND_SLEEP, str(Path(__file__).parent)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+    command = [sys.executable, "-c", START_AND_SLEEP]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as owner:
         state = Path(owner.stdout.readline().strip())
         login = living(state / "pids" / "login")
         owner.kill()

@@ -3,11 +3,11 @@
 import os
 
 import pytest
-from bench import Bench
-from cluster import ROOT
 
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs.submit import run_id
+from tests.kit.checkout import ROOT
+from tests.kit.cluster.bench import Bench
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -46,7 +46,7 @@ def live(run: Bench) -> set[str]:
     return {path.stem for path in (run.run / "nodes").glob("reward-*.json")}
 
 
-def test_cron_resubmits_what_was_cancelled_and_leaves_the_healthy_and_the_finished_alone(kept):
+def test_cron_resubmits_cancelled_runs_and_leaves_all_others_alone(kept):
     whole, lost, finished = kept
     before = live(whole), live(lost)
     start_cron(kept)

@@ -3,14 +3,14 @@
 import json
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
-from cluster import Cluster
+
+from tests.kit.checkout import ROOT
+from tests.kit.cluster.cluster import Cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
-ROOT = Path(__file__).parents[2]
 CPU = "partition cpu"
 NEGLECTED = {
     "JobRequeue": "0",
@@ -58,7 +58,7 @@ def doctor(cluster, *words, **options):
 def broken(cluster, fault):
     """An interpreter for jobs on which node c2 has a fault."""
     path = cluster.shared / fault
-    words = [sys.executable, str(Path(__file__).with_name("broken_node.py")), fault]
+    words = [sys.executable, str(ROOT / "tests/kit/cluster/broken_node.py"), fault]
     path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     path.chmod(0o755)
     return path

@@ -3,20 +3,16 @@
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import msgspec
 import pytest
-from cluster import ROOT
-from hosts import PATIENCE_S
-
-sys.path += [str(ROOT / "tests" / beside) for beside in ("evaluate", "unit", "swebench")]
-
-from small_evaluation import FAILS, SOLVES, environment, make
 
 from hpc_swe.evaluation.results import Summary
+from tests.kit.checkout import ROOT
+from tests.kit.cluster.hosts import PATIENCE_S
+from tests.kit.small_evaluation import FAILS, SOLVES, environment, make
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 ROLES = ", ".join(

@@ -1,7 +1,8 @@
 """Every row of the table of faults, on one run."""
 
-import faults
 import pytest
+
+from tests.bench import faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 CHECKPOINT_EVERY = 5

@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from cluster import ROOT
 
 from hpc_swe.rundir import RunDir
+from tests.kit.checkout import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 ROLES = ["coordinator", "inference", "learner", "rollout"]

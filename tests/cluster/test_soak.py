@@ -1,7 +1,8 @@
 """Two minutes of what soak.py does for longer."""
 
 import pytest
-import soak
+
+from tests.bench import soak
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 

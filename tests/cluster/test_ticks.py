@@ -7,9 +7,10 @@ import stat
 import sys
 
 import pytest
-from bench import COUNTED, KILL_TICK, Bench
-from cluster import ROOT
-from hosts import PATIENCE_S
+
+from tests.kit.checkout import ROOT
+from tests.kit.cluster.bench import COUNTED, KILL_TICK, Bench
+from tests.kit.cluster.hosts import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -59,7 +60,7 @@ def test_login_node_that_dies_at_sbatch_costs_no_job_and_doubles_none(bench, mom
     assert len(run.jobs()) == 2
 
 
-def test_controller_that_does_not_answer_is_one_line_and_nothing_is_submitted(bench):
+def test_controller_that_does_not_answer_is_one_line_and_submits_nothing(bench):
     run = bench(1, 'executor.options={begin="now+1hour"}')
     run.start()
     run.cluster.daemon_kill("slurmctld", signal.SIGTERM)
@@ -82,7 +83,7 @@ def test_refusal_of_sbatch_names_the_role_and_the_keys(bench):
     assert "roles.reward" in done.stderr
 
 
-def test_python_that_jobs_cannot_run_is_left_alone_after_three_submissions_and_says_why(bench):
+def test_python_that_jobs_cannot_run_is_left_alone_after_three_submissions(bench):
     run = bench(1)
     run.start()
     code = run.run / "code" / "jobs"

@@ -9,11 +9,12 @@ from collections import Counter
 
 import msgspec
 import pytest
-from cluster import ROOT, Cluster
 
 from hpc_swe.records import MetricLine
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, submissions, weights
+from tests.kit.checkout import ROOT
+from tests.kit.cluster.cluster import Cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 STEPS = 12
@@ -98,7 +99,7 @@ def test_tensorboard_shows_one_curve(trained):
     assert [event.step for event in accumulator.Scalars("reward/mean")] == list(range(STEPS))
 
 
-def test_learner_ran_on_two_nodes_and_engines_and_workers_where_they_were_asked(trained):
+def test_learner_ran_on_two_nodes_and_the_other_roles_where_asked(trained):
     cluster, run = trained
     words = ("--allocations", "--noheader", "--parsable2", "--starttime=now-1days")  # not only today's
     rows = cluster.run("sacct", *words, "--format=JobName,NNodes").stdout.splitlines()

@@ -1,6 +1,6 @@
 """Types what README.md and docs/*.md tell people to type, as far as this machine can.
 
-    python tests/docs/commands.py [FILE ...]
+    python -m tests.docs.commands [FILE ...]
 
 Each command of a block has its program, options and files looked up. What has a plan (`make -n`, the demo's
 `--dry-run`) is planned as well. What needs a cluster, a run or the network is named with that reason.
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.kit.checkout import ROOT
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = {
     "apptainer": "needs images of a registry",
@@ -39,7 +40,7 @@ PROGRAMS = {
 }
 """Programs of others, and why they are not run here."""
 PLACES = re.compile(r"(?:configs|containers|docs|hpc_swe|jobs|sbatch|tests)/[\w./-]+")
-OWN = re.compile(r"(?:make|hpc-swe|python -m (?:hpc_swe|jobs)\.\S+|(?:python )?(?:sbatch|tests)/\S+) \S")
+OWN = re.compile(r"(?:make|hpc-swe|python -m (?:hpc_swe|jobs|tests)\.\S+|(?:sbatch|tests)/\S+) \S")
 SETTING = re.compile(r"[A-Z_][A-Z0-9_]*=")
 LIMIT_S = 300
 
@@ -108,8 +109,6 @@ def judge(command: Command, scratch: Path) -> tuple[str, str]:
         words = ["python", "-m", "hpc_swe", *words[1:]]
     if words[0].removeprefix(".venv/bin/") in ("python", "python3") and words[1:2] == ["-m"]:
         return python(words[2], words[3:], scratch)
-    if words[0] == "python" and words[1].endswith(".py"):
-        return python(words[1], words[2:], scratch)
     if (ROOT / words[0]).is_file() and not words[0].startswith(".venv"):
         return "looked up", "" if os.access(ROOT / words[0], os.X_OK) else f"{words[0]} cannot be run"
     return f"not run: {PROGRAMS.get(Path(words[0]).name, 'is no program of ours')}", ""
@@ -147,7 +146,7 @@ def help_of(module: str, words: list[str]) -> str:
 
 @cache
 def said(module: str, *verb: str) -> str:
-    line = [sys.executable, *(["-m", module] if "/" not in module else [module]), *verb, "--help"]
+    line = [sys.executable, "-m", module, *verb, "--help"]
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S).stdout
 
 

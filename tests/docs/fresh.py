@@ -1,6 +1,6 @@
 """Types the commands of README.md and docs/*.md into a fresh clone: as root below root's home, and as a user.
 
-    python tests/docs/fresh.py [--user NAME] [--keep]
+    python -m tests.docs.fresh [--user NAME] [--keep]
 
 The clone is of this checkout's last commit, in a home that others cannot enter. Packages, images and agents
 are this checkout's, so nothing is downloaded, and `make setup` there finds all of them. RULES say for each
@@ -22,7 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from commands import PAGES, ROOT, Command, commands
+from tests.docs.commands import PAGES, Command, commands
+from tests.kit.checkout import ROOT
 
 LIMIT_S, LEAVE_S = 600, 30
 STAMPED = ("containers/requirements-cpu.txt", "pyproject.toml", "containers/vllm-name/pyproject.toml")
@@ -111,7 +112,7 @@ RULES = (
     (r".*configs/swebench\.toml.*", LOOKED_UP, "needs the rows of the hub"),
     (r"python -m hpc_swe\.evaluate configs/swepdb\.toml .*", LOOKED_UP, CLUSTER),
     (r"python -m swebench.*", LOOKED_UP, "is no program of ours"),
-    (r"(?:PYTHONPATH=\S+ )?(?:python )?tests/.*|python -m hpc_swe\.demo .*", LOOKED_UP, MINUTES),
+    (r"(?:PYTHONPATH=\S+ )?(?:python -m )?tests[./].*|python -m hpc_swe\.demo .*", LOOKED_UP, MINUTES),
     (r"python -m hpc_swe\.launch start .*inference\.url.*", LOOKED_UP, "needs an engine"),
     (
         r"python -m hpc_swe\.launch (?:start )?\.\.\..*|python -m (?:hpc_swe|jobs)\.[\w.]+",
@@ -242,7 +243,7 @@ def complaint(place: Place, line: str, typed: dict[str, str]) -> str:
 def looked_up(place: Place, text: str, typed: dict[str, str]) -> str:
     """Whether its program is there and its options are known."""
     program = re.match(
-        r"(?:[A-Z_]+=\S+ )*(?:python (-m (?:hpc_swe|jobs)\.\w+(?: start)?|tests/\S+)|(\w+/\S+))", text
+        r"(?:[A-Z_]+=\S+ )*(?:python -m ((?:hpc_swe|jobs|tests)\.[\w.]+(?: start)?)|(\w+/\S+))", text
     )
     if not program:
         return ""
@@ -250,8 +251,8 @@ def looked_up(place: Place, text: str, typed: dict[str, str]) -> str:
         return complaint(place, f"test -x {program[2]}", typed)
     options = " ".join(re.findall(r" (--[a-z-]+)", text))
     if not options and program[1].startswith("tests"):  # it may know none at all, and begin
-        return complaint(place, f"test -f {program[1]}", typed)
-    helped = f"known=$(python {program[1]} --help) || exit 1"
+        return complaint(place, f"test -f {program[1].replace('.', '/')}.py", typed)
+    helped = f"known=$(python -m {program[1]} --help) || exit 1"
     each = (
         f'for option in {options}; do grep -qe "$option" <<< "$known" || {{ echo no $option; exit 1; }}; done'
     )

@@ -1,8 +1,9 @@
 """README.md and docs/*.md: what they tell people to type is there, and is understood."""
 
 import pytest
-from commands import PAGES, commands, judge
-from fresh import plan
+
+from tests.docs.commands import PAGES, commands, judge
+from tests.docs.fresh import plan
 
 pytestmark = pytest.mark.slow  # it asks each program for its help
 
@@ -24,7 +25,7 @@ def test_what_is_wrong_on_a_page_is_found(tmp_path):
     assert all(complaints)
 
 
-def test_every_command_of_the_pages_has_a_rule_by_which_it_is_typed_in_a_fresh_clone():
+def test_every_command_of_the_pages_has_a_rule_for_a_fresh_clone():
     found = [command for page in PAGES for command in commands(page)]
     assert [f"{c.page}:{c.number}: {c.text}" for c in found if plan(c) is None] == []
     assert sum((plan(c) or ("", ""))[0] == "run" for c in found) >= 30

@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from commands import PAGES, commands
+
+from tests.docs.commands import PAGES, commands
 
 FIRST_LINES = 40
 MERGED = re.compile(r"^(?:<{7}|>{7}|={7}$)", re.MULTILINE)

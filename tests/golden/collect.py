@@ -1,4 +1,4 @@
-"""What must stay the same when the code is moved, renamed or merged: python tests/golden/collect.py FOLDER.
+"""What must stay the same when the code is moved, renamed or merged: python -m tests.golden.collect FOLDER.
 
 Writes one text file for each promise: records as bytes, the names in a run's folder, run.json of every
 configuration, batch scripts and tables of a dry run, status screens, exit codes, metric names, plugin types
@@ -37,7 +37,8 @@ from msgspec.inspect import (
     type_info,
 )
 
-ROOT = Path(__file__).parents[2]
+from tests.kit.checkout import ROOT
+
 CONFIGURATIONS = {
     "demo": ["demo"],
     "demo_eval": ["demo", "demo_eval"],

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.checkout import ROOT
+
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def collected(tmp_path_factory):
     folder = tmp_path_factory.mktemp("golden")
-    line = [sys.executable, HERE / "collect.py", folder]
-    subprocess.run(list(map(str, line)), check=True, cwd=HERE.parents[1], timeout=300)
+    line = [sys.executable, "-m", "tests.golden.collect", folder]
+    subprocess.run(list(map(str, line)), check=True, cwd=ROOT, timeout=300)
     return folder
 
 
@@ -23,5 +25,5 @@ def test_each_promise_has_its_file(collected):
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (HERE / "kept").iterdir()))
 def test_promises_are_kept(collected, name):
-    """For a change on purpose: python tests/golden/collect.py tests/golden/kept; say why in the commit."""
+    """For a change on purpose: python -m tests.golden.collect tests/golden/kept; say why in the commit."""
     assert (collected / name).read_text().splitlines() == (HERE / "kept" / name).read_text().splitlines()

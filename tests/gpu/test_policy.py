@@ -11,7 +11,7 @@ pytestmark = [
     ),
 ]
 
-import policy_smoke  # noqa: E402
+from tests.bench import policy_smoke  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from run_processes import processes_of, temporary
-from waiting import until
 
 from hpc_swe.processes import descendants, start_time
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
+from tests.kit.run_processes import processes_of, temporary
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.slow
 PR_SET_CHILD_SUBREAPER = 36

@@ -2,19 +2,21 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests.kit.checkout import ROOT
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 1500
 
 
 def test_nothing_is_lost_doubled_or_left_after_random_deaths_and_freezes(warm_model, tmp_path):
-    line = [sys.executable, Path(__file__).parent / "chaos.py", "--seed", "11"]
+    line = [sys.executable, "-m", "tests.bench.chaos", "--seed", "11"]
     words = ["--faults", "24", "--minutes", "1", "--model", warm_model, "--keep", tmp_path / "chaos"]
     done = subprocess.run(
         [*map(str, line + words)],
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

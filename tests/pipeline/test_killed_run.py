@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from books import Books, torn
-from run_processes import command, processes_of, role_pids
-from waiting import until
 
 from hpc_swe.processes import descendants
 from hpc_swe.records import float_array, id_array
 from hpc_swe.roles.coordinator.samples import make_samples
 from hpc_swe.runs import existing
 from hpc_swe.store import atomic, weights
+from tests.kit.books import Books, torn
+from tests.kit.run_processes import command, processes_of, role_pids
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.slow
 STEPS = 6
@@ -131,7 +131,7 @@ def test_fresh_tokens_have_the_learners_own_log_probabilities(killed):
     assert max(fresh) < 1e-4
 
 
-def test_learner_alone_on_the_same_batches_gives_the_same_weights_to_the_bit(killed, small_run, warm_model):
+def test_learner_alone_on_the_same_batches_gives_bitwise_equal_weights(killed, small_run, warm_model):
     run, keep = killed[0], killed[1].kept
     alone = {role: 0 for role in ("coordinator", "inference", "rollout", "reward")}
     words = [f"by_hand={list(alone)}", *(f"counts.{role}={count}" for role, count in alone.items())]

@@ -1,7 +1,7 @@
 """Estimate the memory and the files of a learner, from the model's config.json alone.
 
 The estimate of GPU memory was compared with one H200 and is right to a few per cent; the measurements are in
-tests/unit/test_estimate.py.
+tests/runs/test_estimate.py.
 
     P parameters   h hidden   H, G heads and key-value heads times head_dim   f inner width
     T tokens of a microbatch   k experts a token   tp, dp tensor- and data-parallel sizes

@@ -1,0 +1,1 @@
+"""Simulators and benchmarks for users, each run as a module, and their own tests."""

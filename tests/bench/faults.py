@@ -1,0 +1,342 @@
+"""What clusters do to jobs, done to one long run; the table says what it cost. Needs root.
+
+    python -m tests.bench.faults [ROW ...]
+
+A row's clock starts with the fault, and stops when the jobs of the roles that were hit run again, beat, and
+new optimizer steps were made. Where recovery is the run's own affair nobody ticks meanwhile; elsewhere one
+tick is called every five seconds.
+"""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.kit.cluster import run_kit
+from tests.kit.cluster.bench import KILL_TICK
+from tests.kit.cluster.cluster import Cluster
+from tests.kit.cluster.hosts import PATH, PATIENCE_S
+from tests.kit.cluster.run_kit import Job, Run
+
+COLUMNS = (
+    "fault",
+    "recovered by",
+    "seconds to recovery",
+    "episodes lost",
+    "trained twice",
+    "learner steps lost",
+)
+
+FRESH = 3
+"""Steps after a recovery: of the first ones the batches may have been there before."""
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What a fault has struck."""
+
+    roles: tuple[str, ...]
+    victims: set[str] = field(default_factory=set)
+    """Owners that must end."""
+    mend: Callable[[], object] = lambda: None
+    """What is put right once the run has recovered without it."""
+    began: float = 0.0
+    """On the monotonic clock; 0 is when the row began."""
+    is_ticked: bool = False
+    """Whether the ticks that mend it belong to the fault."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row."""
+
+    name: str
+    strike: Callable[[Run], Hit]
+    by: str = "itself"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of it."""
+
+    fault: str
+    by: str
+    seconds: float
+    episodes: int
+    lost: int
+    twice: int
+    steps_lost: int
+
+
+# who is hit
+
+
+def victims(run: Run, *jobs: Job) -> set[str]:
+    """Owners of the processes of some jobs."""
+    starts = tuple(f"{job.role}-{job.name}-" for job in jobs)
+    found = lambda: {owner for owner in living(run) if owner.startswith(starts)}  # noqa: E731
+    return set(run.until(f"a beat of {jobs}", found, ticks=False))
+
+
+def living(run: Run) -> set[str]:
+    """Owners of all processes that beat."""
+    return {node.owner for role in run.counts for node in run.alive(role)}
+
+
+def some(run: Run, role: str, count: int = 1) -> list[Job]:
+    return [job for job in run.jobs(role) if job.state == "RUNNING"][:count]
+
+
+def on(run: Run, node: str) -> list[Job]:
+    return [job for job in run.jobs() if job.node == node and job.state == "RUNNING"]
+
+
+def node_of(run: Run, wanted: str, unwanted: str = "") -> str:
+    """A node where one role runs and another does not."""
+    avoided = {job.node for job in run.jobs(unwanted)} if unwanted else set()
+    nodes = [job.node for job in run.jobs(wanted) if job.state == "RUNNING"]
+    return next((node for node in nodes if node not in avoided), nodes[0])
+
+
+# faults
+
+
+def requeue(role: str) -> Callable[[Run], Hit]:
+    def strike(run: Run) -> Hit:
+        job = some(run, role)[0]
+        hit = Hit((role,), victims(run, job))
+        run.cluster.run("scontrol", "requeue", job.name, user="root")
+        return hit
+
+    return strike
+
+
+def cancel(role: str) -> Callable[[Run], Hit]:
+    def strike(run: Run) -> Hit:
+        job = some(run, role)[0]
+        hit = Hit((role,), victims(run, job))
+        run.cluster.run("scancel", job.name)
+        return hit
+
+    return strike
+
+
+def preempt_learner(run: Run) -> Hit:
+    """Somebody takes both nodes for a moment."""
+    hit = Hit(("learner",), victims(run, *some(run, "learner")))
+    words = ("--partition=gpu", "--nodes=2", "--exclusive", "--wrap=sleep 1", "--output=/dev/null")
+    run.cluster.run("sbatch", *words, user="bob")
+    return hit
+
+
+def preempt_rollout(run: Run) -> Hit:
+    """Somebody needs all cores of a node that higher jobs have left."""
+    node = node_of(run, "rollout")
+    struck = [job for job in on(run, node) if job.role == "rollout"]
+    hit = Hit(("rollout",), victims(run, *struck))
+    cores = 8 - len(on(run, node)) + len(struck)
+    words = ("--partition=cpu", f"--nodelist={node}", f"--cpus-per-task={cores}", "--output=/dev/null")
+    run.cluster.run("sbatch", *words, "--mem=100", "--wrap=sleep 1", user="bob")
+    return hit
+
+
+def walltime(run: Run) -> Hit:
+    """Two minutes are the least that a notice of 20 s allows; the clock starts when one is warned."""
+    before = {node.owner for node in run.alive("reward")}
+    gone = lambda: before - {node.owner for node in run.alive("reward")}  # noqa: E731
+    return Hit(("reward",), run.until("a walltime", gone, ticks=False), began=time.monotonic())
+
+
+def lose_power(run: Run, node: str) -> None:
+    """Its network goes first: without power nobody says goodbye to who is connected."""
+    run.cluster.cut(node)
+    run.cluster.node_poweroff(node)
+
+
+def poweroff_of_learners_node(run: Run) -> Hit:
+    """It comes back when the controller has given it up; there is no other node for the learner."""
+    hit = Hit(("learner",), victims(run, *some(run, "learner")))
+    lose_power(run, "g2")
+    run.until(
+        "the controller to notice",
+        lambda: all(job.state != "RUNNING" for job in run.jobs("learner")),
+        ticks=False,
+    )
+    run.cluster.node_start("g2")
+    return hit
+
+
+def poweroff(run: Run) -> Hit:
+    """It stays off. An engine is there, too: others wait for its answers."""
+    node = node_of(run, "inference")
+    hit = Hit(("rollout",), victims(run, *on(run, node)), lambda: run.cluster.node_start(node))
+    lose_power(run, node)
+    return hit
+
+
+def cut(run: Run) -> Hit:
+    """What runs behind the cut link runs on, and writes on: its view of the run folder is not cut."""
+    node = node_of(run, "coordinator")
+    struck = on(run, node)
+    old = victims(run, *struck)
+    run.cluster.cut(node)
+
+    def both() -> bool:
+        new = {n.owner for job in run.jobs() if job.restarts for n in run.alive(job.role)}
+        again = {name for name in new if any(name.startswith(f"{job.role}-{job.name}-") for job in struck)}
+        return bool(again - old) and bool(old & living(run))
+
+    run.until("two incarnations of a job", both, ticks=False)
+    run.cluster.heal(node)
+    return Hit(tuple({job.role for job in struck}), old)
+
+
+def controller_killed(run: Run) -> Hit:
+    run.cluster.daemon_kill("slurmctld", signal.SIGKILL)
+    refused = run.refused
+    run.tick()
+    assert run.refused == refused + 1, "a tick without a controller did not say so"
+    run.cluster.daemon_start("slurmctld")
+    return Hit(("learner",))
+
+
+def controller_killed_after_submission(run: Run) -> Hit:
+    """Its state is saved every five seconds, so it forgets what it was just told."""
+    struck = some(run, "rollout", 2)
+    hit = Hit(("rollout",), victims(run, *struck))
+    run.cluster.run("scancel", *(job.name for job in struck))
+    run.until("the jobs' end", lambda: len(run.jobs("rollout")) == run.counts["rollout"] - 2, ticks=False)
+    run.tick()
+    run.cluster.daemon_kill("slurmctld", signal.SIGKILL)
+    run.cluster.daemon_start("slurmctld")
+    return hit
+
+
+def book_closed(run: Run) -> Hit:
+    run.cluster.daemon_kill("slurmdbd", signal.SIGKILL)
+    return Hit(("rollout",), cancel("rollout")(run).victims, lambda: run.cluster.daemon_start("slurmdbd"))
+
+
+def login_dies(when: str) -> Callable[[Run], Hit]:
+    """The tick is killed by the sbatch that it calls, before or after that has submitted."""
+
+    def strike(run: Run) -> Hit:
+        folder = run.cluster.shared / when
+        folder.mkdir(exist_ok=True)
+        submit = '/usr/bin/sbatch "$@" > /dev/null\n' if when == "after" else ""
+        (folder / "sbatch").write_text(f"#!/bin/sh\n{submit}{KILL_TICK}\n")
+        (folder / "sbatch").chmod(0o755)
+        hit = cancel("rollout")(run)
+        run.until("the job's end", lambda: len(run.jobs("rollout")) < run.counts["rollout"], ticks=False)
+        code = run.launch("tick", str(run.dir.root), check=False, PATH=f"{folder}:{PATH}")
+        assert code in (-9, 137), f"the tick was not killed: {code}"
+        return hit
+
+    return strike
+
+
+def ticks_at_once(run: Run) -> Hit:
+    struck = some(run, "rollout", 2)
+    hit = Hit(("rollout",), victims(run, *struck), is_ticked=True)
+    run.cluster.run("scancel", *(job.name for job in struck))
+    run.until("the jobs' end", lambda: len(run.jobs("rollout")) == run.counts["rollout"] - 2, ticks=False)
+    command = [sys.executable, "-m", "hpc_swe.launch", "tick", run.dir.root]
+    before = len(run.submissions("rollout"))
+    at_once = [
+        run.cluster.popen(*command, cwd=run_kit.ROOT, env=run_kit.ENVIRONMENT, stdout=-3, stderr=-3)
+        for _ in range(8)
+    ]
+    codes = [process.wait(PATIENCE_S) for process in at_once]
+    assert codes == [0] * 8, codes
+    # A third tick may void what a slow sbatch has not answered for yet; its late jobs are then cancelled.
+    run.until("as many jobs as wanted", lambda: len(run.jobs("rollout")) == run.counts["rollout"])
+    assert len(run.submissions("rollout")) > before
+    return hit
+
+
+FAULTS = {
+    "requeue-rollout": Fault("requeue by an admin: a rollout job", requeue("rollout")),
+    "requeue-learner": Fault("requeue by an admin: the learner", requeue("learner")),
+    "walltime": Fault("walltime of reward jobs", walltime),
+    "preempt-requeue": Fault("preemption, REQUEUE: the learner", preempt_learner),
+    "preempt-cancel": Fault("preemption, CANCEL: rollout jobs", preempt_rollout),
+    "scancel": Fault("scancel of one array member", cancel("rollout"), "next tick"),
+    "poweroff-learner": Fault("power-off of a learner's node, which comes back", poweroff_of_learners_node),
+    "poweroff": Fault("power-off of a node with a rollout job and an engine", poweroff),
+    "cut": Fault("link cut and healed, two incarnations alive", cut, "next tick"),
+    "slurmctld": Fault("slurmctld killed and restarted", controller_killed),
+    "slurmctld-submission": Fault(
+        "slurmctld killed right after a submission", controller_killed_after_submission, "next tick"
+    ),
+    "slurmdbd": Fault("slurmdbd down, and scancel of one array member", book_closed, "next tick"),
+    "login-before": Fault("login node dies between taking and submitting", login_dies("before"), "next tick"),
+    "login-after": Fault("login node dies between submitting and noting", login_dies("after"), "itself"),
+    "ticks": Fault("eight ticks at once", ticks_at_once, "next tick"),
+}
+
+
+# the table
+
+
+def suffer(run: Run, fault: Fault, first: int) -> tuple[Row, int]:
+    """One row, and the first batch of the next. It begins when nothing is left of the one before."""
+    run.until("all jobs at work", run.is_all_whole)
+    repeated, begun, at = run.repeated, time.monotonic(), run.newest
+    hit = fault.strike(run)
+    submissions, ticks = run.submissions(), fault.by != "itself"
+
+    def restored() -> bool:
+        return not hit.victims & living(run) and all(map(run.is_whole, hit.roles))
+
+    run.until(f"the recovery of {hit.roles}", restored, ticks=ticks)
+    since = max(at, run.newest)
+    run.until("new steps", lambda: run.newest >= since + FRESH, ticks=ticks)
+    seconds = time.monotonic() - (hit.began or begun)
+    by = "next tick" if hit.is_ticked or run.submissions() - submissions else "itself"
+    hit.mend()
+    last = run.newest
+    books = run.books(first, last)
+    row = Row(fault.name, by, seconds, books.episodes, books.lost, books.twice, run.repeated - repeated)
+    print(row, flush=True)
+    return row, last
+
+
+def measure(names: list[str]) -> list[Row]:
+    """A run on a cluster of its own, and every fault in turn."""
+    with (
+        Cluster.start(settings=run_kit.SETTINGS) as cluster,
+        run_kit.running(cluster, reward_min=2 if "walltime" in names else 30) as run,
+    ):
+        run.until("a step", lambda: run.newest > 0)
+        rows, first = [], 0
+        for name in names:
+            row, first = suffer(run, FAULTS[name], first)
+            rows.append(row)
+        run.end()
+        return rows
+
+
+def markdown(rows: list[Row]) -> str:
+    cells = [(r.fault, r.by, f"{r.seconds:.0f}", str(r.lost), str(r.twice), str(r.steps_lost)) for r in rows]
+    lines = [COLUMNS, tuple("---" for _ in COLUMNS), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.faults", description=__doc__.splitlines()[0])
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"all by default; {', '.join(FAULTS)}")
+    parser.add_argument("--out", type=Path, help="a file for the table")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    table = markdown(measure(arguments.rows or list(FAULTS)))
+    print(f"{table}\n\n{time.monotonic() - began:.0f} s in all")
+    if arguments.out:
+        arguments.out.write_text(f"{table}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""What probes measure, what the doctor makes of it, and what a person at the shell sees."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import msgspec
+import pytest
+
+from hpc_swe import config as configuration
+from hpc_swe.doctor import examine, meeting, nodes, probe, srun
+from hpc_swe.doctor.findings import PartitionNeeds
+from hpc_swe.doctor.meeting import Peer
+from hpc_swe.doctor.probe import Shared
+from hpc_swe.doctor.srun import ProbeSetup, SrunResult
+from tests.kit.checkout import ROOT
+
+# What the probe of a node of the test cluster printed, but for the path of its python.
+PRINTED = (
+    'hpc_swe-probe 0 {"rank":0,"nodes":2,"host":"c1","python":"3.11.2 at .venv/bin/python",'
+    '"user_namespaces":"","apptainer":"apptainer version 1.4.5","container":"","tmp":"/tmp",'
+    '"tmp_kind":"tmpfs","tmp_free_gb":2.147483648,"memory_mb":1024.0,"gpus":0,"gpu_files":0,'
+    '"tensorboard":true,"shared":{"kind":"ext4","error":"","crossing":"","flock":"","sockets":"",'
+    '"rename_ms":0.008238000191340689},"peers":[{"host":"c2","unseen":"","port":"","lock":"",'
+    '"visible_ms":1.1675229998218128,"clock_s":-0.0007226467132568359}]}'
+)
+# The same with a larger /tmp and two real GPUs, which the test cluster has not.
+(CPU_NODE,) = probe.read(PRINTED)
+MEASURED = msgspec.structs.replace(CPU_NODE, tmp_kind="ext4", tmp_free_gb=73.0, gpus=2, gpu_files=2)
+ASK = PartitionNeeds("gpu", gpus=2)
+
+
+def changed(**fields):
+    """The measured record with other values, those of the shared folder and the peer by their names."""
+    shared = {key: fields.pop(key) for key in list(fields) if key in Shared.__struct_fields__}
+    peer = {key: fields.pop(key) for key in list(fields) if key in Peer.__struct_fields__}
+    fields["shared"] = msgspec.structs.replace(MEASURED.shared, **shared)
+    fields["peers"] = [msgspec.structs.replace(MEASURED.peers[0], **peer)]
+    return msgspec.structs.replace(MEASURED, **fields)
+
+
+def not_well(*probes, images="images"):
+    return {f.check: f for f in nodes.findings(ASK, probes, images) if f.verdict != "ok"}
+
+
+def test_what_a_good_node_measures_is_well():
+    assert not_well(MEASURED) == {}
+
+
+@pytest.mark.parametrize(
+    ("check", "verdict", "fields"),
+    [
+        ("user namespaces", "fault", {"user_namespaces": "No space left on device"}),
+        ("Apptainer", "fault", {"apptainer": ""}),
+        ("sandbox", "fault", {"container": "[sandbox] x.sif cannot be run here"}),
+        ("node-local /tmp", "warning", {"tmp_free_gb": 2.1, "tmp_kind": "tmpfs"}),
+        ("node-local /tmp", "fault", {"tmp_free_gb": 0.2}),
+        ("memory limit", "fault", {"memory_mb": 0.0}),
+        ("memory limit", "fault", {"memory_mb": 8000.0}),
+        ("GPUs", "fault", {"gpus": 0}),
+        ("GPUs", "warning", {"gpu_files": 0}),
+        ("GPUs", "warning", {"gpu_files": 8}),
+        ("TensorBoard", "fault", {"tensorboard": False}),
+        ("rename between folders", "fault", {"crossing": "Invalid cross-device link"}),
+        ("hard link", "fault", {"linking": "Operation not permitted"}),
+        ("flock", "warning", {"flock": "does nothing: two of one node held it at once"}),
+        ("flock", "warning", {"lock": "does nothing: two nodes held it at once"}),
+        ("Unix sockets", "warning", {"sockets": "Operation not supported"}),
+        ("rename", "warning", {"rename_ms": 80.0}),
+        ("rename latency", "warning", {"visible_ms": 2500.0}),
+        ("rename latency", "fault", {"visible_ms": 31000.0}),
+        ("clock skew", "warning", {"clock_s": -2.5}),
+        ("clock skew", "fault", {"clock_s": 90.0}),
+        ("ports", "fault", {"port": "No route to host"}),
+    ],
+)
+def test_a_measured_fault_is_found_with_a_remedy_and_nothing_else_is(check, verdict, fields):
+    found = not_well(changed(**fields))
+    assert set(found) == {check}
+    assert found[check].verdict == verdict
+    assert found[check].remedy
+    assert found[check].where == "partition gpu"
+
+
+def test_a_folder_that_is_not_seen_is_one_fault_and_not_many():
+    unseen = msgspec.structs.replace(
+        MEASURED, shared=Shared(error="No such file or directory: /tmp/runs/token"), peers=[]
+    )
+    assert set(not_well(unseen)) == {"shared folder"}
+
+
+def test_a_peer_that_is_not_seen_is_told_and_its_clock_is_not_judged():
+    found = not_well(changed(unseen="node 0 saw no hello-1-* in 60 s", visible_ms=0.0))
+    assert found["rename latency"].verdict == "fault"
+    assert found["clock skew"].says == "not measured: no other node was seen"
+
+
+def test_findings_name_the_first_bad_node_and_count_the_others():
+    second = msgspec.structs.replace(MEASURED, rank=1, host="c2", apptainer="")
+    assert not_well(MEASURED, second)["Apptainer"].says.startswith("c2: apptainer is not on")
+    assert "1 more of 2" in not_well(changed(apptainer=""), second)["Apptainer"].says
+
+
+@pytest.mark.parametrize(
+    ("errors", "timed_out", "check", "verdict", "says"),
+    [
+        (
+            "slurmstepd: error: execve(): /opt/python: Permission denied",
+            False,
+            "python",
+            "fault",
+            "/opt/python: Perm",
+        ),
+        ("/usr/bin/python3: No module named hpc_swe", False, "python", "fault", "No module named hpc_swe"),
+        (
+            "srun: error: Unable to allocate resources: Invalid account",
+            False,
+            "srun",
+            "fault",
+            "Invalid account",
+        ),
+        ("srun: job 7 queued and waiting for resources", True, "nodes", "warning", "not checked"),
+        ("srun: error: Task launch for StepId=7.0 failed on node c2", False, "nodes", "fault", "node c2"),
+        ("", True, "nodes", "fault", "0 of 2 nodes answered in 9 s: srun printed nothing"),
+    ],
+)
+def test_why_nodes_do_not_answer_is_read_from_what_srun_says(
+    errors, timed_out, check, verdict, says, tmp_path
+):
+    bench = ProbeSetup(tmp_path, "token", "python", "", 9.0)
+    finding = srun.missing_answers(PartitionNeeds("cpu"), bench, SrunResult("", errors, timed_out), 0)
+    assert (finding.check, finding.verdict) == (check, verdict)
+    assert says in finding.says
+
+
+def test_records_of_nodes_survive_being_mixed_and_a_torn_one_is_left_out():
+    first, second = (
+        probe.lines(MEASURED),
+        probe.lines(msgspec.structs.replace(MEASURED, rank=1, tmp="/x" * 999)),
+    )
+    mixed = [line for pair in zip(second, [*first, *["noise"] * 99], strict=False) for line in pair]
+    assert max(map(len, mixed)) < 1024
+    assert [found.rank for found in probe.read("\n".join(mixed))] == [0, 1]
+    assert [found.rank for found in probe.read("\n".join([*first, second[0]]))] == [0]
+
+
+def test_two_nodes_meet_and_measure_each_other(tmp_path):
+    found = {}
+
+    def attend(rank):
+        found[rank] = meeting.attend(tmp_path, rank, 2, wait_s=180.0)
+
+    threads = [threading.Thread(target=attend, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(200)
+    (seen,), (of_first,) = found[0], found[1]
+    assert (seen.host, seen.unseen, seen.port, of_first.lock) == (socket.gethostname(), "", "", "")
+    assert 0 < seen.visible_ms < 60_000
+    assert abs(seen.clock_s) < 30.0
+
+
+LAGGING = """
+import os, sys, time
+from pathlib import Path
+from hpc_swe.doctor import meeting
+
+fresh, shown = os.listdir, {}
+def stale(folder):
+    if time.monotonic() > shown.get("until", 0):
+        shown.update(names=fresh(folder), until=time.monotonic() + 0.4)
+    return shown["names"]
+os.listdir = stale
+meeting.attend(Path(sys.argv[1]), 1, 2, wait_s=180.0)
+"""
+
+
+def test_a_node_whose_listings_lag_shows_in_the_latency(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", LAGGING, str(tmp_path)], cwd=ROOT):
+        (peer,) = meeting.attend(tmp_path, 0, 2, wait_s=180.0)
+    assert peer.unseen == ""
+    assert 150 < peer.visible_ms < 60_000
+
+
+def test_a_node_that_never_comes_is_given_up_at_the_deadline(tmp_path):
+    (peer,) = meeting.attend(tmp_path, 0, 2, wait_s=0.2)
+    assert peer.unseen.startswith("node 0 saw no hello-1-* in 0 s")
+
+
+CGROUP_1 = "9:name=systemd:/\n4:cpuacct,memory:/vc/c1/slurm_c1/job_1/step_0\n0::/\n"
+MOUNTS_1 = """\
+76 72 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory
+125 76 0:32 /vc/c1 /sys/fs/cgroup/memory rw,relatime shared:7 - cgroup cgroup rw,cpuacct,memory
+126 76 0:33 /vc/c1 /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu
+127 76 0:34 / / rw,relatime - ext4 /dev/vda rw
+128 76 0:35 / /tmp rw,relatime - tmpfs none rw
+"""
+CGROUP_2 = "0::/system.slice/slurmstepd.scope/job_1/step_0/user/task_0\n"
+MOUNTS_2 = "30 24 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
+
+
+def test_memory_limits_are_read_from_the_own_group_up_to_the_mount():
+    first = list(map(str, probe.limit_files(CGROUP_1, MOUNTS_1)))
+    assert "/sys/fs/cgroup/memory/slurm_c1/job_1/step_0/memory.limit_in_bytes" in first
+    assert "/sys/fs/cgroup/memory/slurm_c1/job_1/memory.limit_in_bytes" in first
+    assert not any("/cpu/" in path for path in first)
+    second = list(map(str, probe.limit_files(CGROUP_2, MOUNTS_2)))
+    scope = "/sys/fs/cgroup/system.slice/slurmstepd.scope"
+    assert second[0] == f"{scope}/job_1/step_0/user/task_0/memory.max"
+    assert f"{scope}/job_1/memory.max" in second
+
+
+def test_the_file_system_of_a_path_is_that_of_the_nearest_mount():
+    assert probe.kind_of("/tmp/x", MOUNTS_1) == "tmpfs"
+    assert probe.kind_of("/tmpx", MOUNTS_1) == "ext4"
+
+
+def test_a_configuration_s_partitions_and_gpus_are_asked_for():
+    roles = {
+        "learner": {"partition": "gpu", "gpus_per_node": 8, "options": {"qos": "long"}},
+        "inference": {"partition": "gpu", "options": {"gres": "gpu:h100:2"}},
+        "rollout": {"partition": "", "gpus_per_node": 0},
+    }
+    asks = {
+        ask.partition: ask for ask in examine.wanted({"account": "lab", "partition": "cpu", "roles": roles})
+    }
+    assert {name: ask.gpus for name, ask in asks.items()} == {"gpu": 8, "cpu": 0}
+    assert asks["cpu"].words == ("--account=lab",)
+    assert examine.wanted({}) == [PartitionNeeds("")]
+
+
+def test_a_slurm_configuration_tells_partitions_and_the_largest_array():
+    words = ['executor={type="slurm", partition="cpu", array_size=6}', "counts.rollout=9"]
+    words += ['executor.roles.learner={partition="gpu", gpus_per_node=4}', 'sandbox={type="process"}']
+    config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
+    executor = configuration.dump(config)["executor"]
+    assert examine.wanted(executor) == [PartitionNeeds("cpu"), PartitionNeeds("gpu", gpus=4)]
+    assert examine.largest_array(config, executor) == 6
+
+
+def run(tmp_path, *words, **env):
+    command = [sys.executable, "-m", "hpc_swe.doctor", "--shared", tmp_path / "runs", *words]
+    environment = {**os.environ, "PATH": "/var/empty", **env}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
+
+
+def test_without_slurm_this_machine_alone_is_checked_and_nothing_is_left(tmp_path):
+    done = run(tmp_path, "--json")
+    found = {each["check"]: each for each in json.loads(done.stdout)}
+    assert done.returncode == 1
+    assert found["Slurm"]["says"] == "srun is not on PATH"
+    assert found["Apptainer"]["verdict"] == "fault"
+    assert {"flock", "Unix sockets", "TensorBoard", "node-local /tmp"} <= set(found)
+    assert "ports" not in found
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_people_get_a_table_with_the_worst_last(tmp_path):
+    done = run(tmp_path / ("long" * 20), PYTHONIOENCODING="ascii", COLUMNS="60")
+    assert "1 fault" in done.stdout
+    assert done.stdout.index("flock") < done.stdout.index("Slurm") < done.stdout.rindex("Apptainer")
+
+
+def test_a_configuration_that_does_not_load_is_a_mistake_of_its_writer(tmp_path):
+    done = run(tmp_path, "configs/demo.toml", "nonsense=1")
+    assert done.returncode == 2
+    assert "nonsense" in done.stderr

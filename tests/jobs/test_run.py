@@ -1,0 +1,231 @@
+"""The keeper of a job's processes, on real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_swe.errors import StorageError
+from hpc_swe.processes import MEETING
+from hpc_swe.rundir import RunDir
+from jobs import heartbeat
+from jobs.run import Gang, supervise
+from tests.kit.waiting import DEADLINE_S, until
+
+COUNT = "import os, sys; f = open(sys.argv[1], 'a'); n = f.tell(); f.write('x'); f.flush();"
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.make()
+    return run
+
+
+def python(code, *arguments):
+    return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_process_that_dies_is_started_again(tmp_path, run):
+    tally = tmp_path / "tally"
+    gang = Gang([python(COUNT + "sys.exit(0 if n == 1 else os.kill(os.getpid(), 9))", tally)])
+    assert supervise(gang, run, max_restarts=3) == 0
+    assert tally.read_text() == "xx"
+
+
+def test_process_that_always_dies_is_given_up(tmp_path, run):
+    tally = tmp_path / "tally"
+    assert supervise(Gang([python(COUNT + "sys.exit(1)", tally)]), run, max_restarts=1) == 1
+    assert tally.read_text() == "xx"
+
+
+def test_refusal_of_the_file_system_is_waited_out_and_counts_as_no_restart(tmp_path, run):
+    tally = tmp_path / "tally"
+    gang = Gang([python(COUNT + "sys.exit(4 if n < 3 else 0)", tally)])
+    assert supervise(gang, run, max_restarts=0, refused_s=0.1) == 0
+    assert tally.read_text() == "xxxx"
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_mistake_in_the_configuration_is_not_tried_again(tmp_path, run, code):
+    tally = tmp_path / "tally"
+    assert supervise(Gang([python(COUNT + f"sys.exit({code})", tally)]), run, max_restarts=3) == code
+    assert tally.read_text() == "x"
+
+
+def test_order_to_stop_ends_the_restarts(tmp_path, run):
+    tally = tmp_path / "tally"
+    run.stop.touch()
+    supervise(Gang([python(COUNT + "sys.exit(1)", tally)]), run, max_restarts=3)
+    assert tally.read_text() == "x"
+
+
+@pytest.mark.slow
+def test_leader_that_is_done_ends_a_companion_that_is_not(run):
+    began = time.monotonic()
+    gang = Gang([python("pass"), python("import time; time.sleep(600)")])
+    assert supervise(gang, run, max_restarts=0) == 0
+    assert time.monotonic() - began < 500
+
+
+def test_gang_that_starts_again_forgets_the_deadline_of_the_start_before(tmp_path, run):
+    tally = tmp_path / "tally"
+    failing = python(COUNT + "import time; time.sleep(1); sys.exit(1 if n == 0 else 0)", tally)
+    gang = Gang([python("import time; time.sleep(0.1)"), failing])
+    gang.start()
+    assert gang.wait() == 1
+    gang._until = 0.0  # long ago
+    gang.start()
+    assert gang.wait() == 0
+    assert tally.read_text() == "xx", "it was given the time to do its work"
+
+
+def test_rank_that_dies_takes_its_gang_along_and_all_start_again(tmp_path, run):
+    code = (
+        "import os, sys, time, pathlib; r = os.environ['RANK']; p = pathlib.Path(sys.argv[1]) / r;"
+        "n = len(p.read_text()) if p.exists() else 0; p.open('a').write('x');"
+        "assert os.environ['WORLD_SIZE'] == '2'\n"
+        "while r == '1' and not p.with_name('0').exists(): time.sleep(0.01)\n"
+        "n == 0 and r == '1' and os.kill(os.getpid(), 9); n == 0 and time.sleep(60)"
+    )
+    assert supervise(Gang([python(code, tmp_path)] * 2), run, max_restarts=3) == 0
+    assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text() == "xx"
+
+
+def test_rank_that_was_refused_is_believed_before_one_that_only_lost_it(tmp_path):
+    """The other one's end is seen first."""
+    refused = python(
+        "import sys, time; open(sys.argv[1], 'w'); time.sleep(0.5); sys.exit(4)", tmp_path / "ready"
+    )
+    lost = python(
+        "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\nsys.exit(1)",
+        tmp_path / "ready",
+    )
+    for commands in ([refused, lost], [lost, refused]):
+        gang = Gang(commands)
+        gang.start()
+        assert gang.wait() == StorageError.exit_code
+        (tmp_path / "ready").unlink()
+
+
+def test_signal_of_the_scheduler_reaches_the_children_and_restarts_nothing(tmp_path, run):
+    ready = tmp_path / "ready"
+    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(1));"
+    code += "open(sys.argv[1], 'w'); time.sleep(60)"
+    gang = Gang([python(code, ready)])
+    result: list[int] = []
+    thread = threading.Thread(target=lambda: result.append(supervise(gang, run, max_restarts=3)))
+    thread.start()
+    until(ready.exists)
+    gang.forward(signal.SIGTERM, None)
+    thread.join(DEADLINE_S)
+    assert result == [1]
+
+
+def test_signal_between_two_starts_is_not_lost(tmp_path, run):
+    tally = tmp_path / "tally"
+    gang = Gang([python(COUNT + "sys.exit(1)", tally)])
+    thread = threading.Thread(target=lambda: supervise(gang, run, max_restarts=3))
+    thread.start()
+    until(lambda: tally.exists() and tally.read_text() == "xxx")
+    time.sleep(1.0)  # it has ended; the next start is due after four seconds
+    gang.forward(signal.SIGTERM, None)
+    thread.join(DEADLINE_S)
+    assert (thread.is_alive(), tally.read_text()) == (False, "xxx")
+
+
+def test_children_of_a_killed_keeper_die_with_it(tmp_path):
+    pid_file = tmp_path / "pid"
+    child = python(
+        "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)", pid_file
+    )
+    keeper = subprocess.Popen(
+        python(f"from jobs.run import Gang; g = Gang([{child!r}]); g.start(); g.wait()")
+    )
+    until(lambda: pid_file.exists() and pid_file.read_text())
+    os.kill(keeper.pid, signal.SIGKILL)
+    keeper.wait()
+    until(lambda: not is_alive(int(pid_file.read_text())))
+
+
+BEATING = "import sys, time; from jobs import heartbeat; heartbeat.start();"
+
+
+def test_stopped_rank_ends_the_gang_which_starts_again(tmp_path, run, capsys):
+    """Each rank notes its pid; the second start of all of them ends well."""
+    code = (
+        BEATING
+        + "import os; f = open(sys.argv[1], 'a'); n = f.tell(); print(os.getpid(), file=f, flush=True);"
+    )
+    code += "time.sleep(600 if n < int(sys.argv[2]) else 0)"
+    notes = [tmp_path / "0", tmp_path / "1"]
+    gang = Gang([python(code, note, 1) for note in notes])
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(supervise(gang, run, max_restarts=3)))
+    thread.start()
+    until(lambda: all(note.exists() and note.read_text() for note in notes))
+    began = time.monotonic()
+    os.kill(int(notes[1].read_text()), signal.SIGSTOP)
+    thread.join(DEADLINE_S)
+    with capsys.disabled():
+        print(f"\nrank stopped: all ranks started again and done after {time.monotonic() - began:.1f} s")
+    assert codes == [0]
+    assert [len(note.read_text().split()) for note in notes] == [2, 2]
+    assert not any(is_alive(int(pid)) for note in notes for pid in note.read_text().split())
+
+
+def test_silent_rank_is_frozen_and_one_that_ended_is_not(tmp_path):
+    """As a rank of another node, of which the keeper sees the beats alone."""
+    environ = {**os.environ, MEETING: str(tmp_path)}
+    code = BEATING.replace("heartbeat.start()", "heartbeat.BEAT_S = 0.01; heartbeat.start()")
+    with (
+        subprocess.Popen(python(code + "time.sleep(600)"), env=environ | {"RANK": "3"}) as rank,
+        subprocess.Popen(python(code + "sys.stdin.read()"), env=environ | {"RANK": "4"}, stdin=-1) as other,
+    ):
+        until(lambda: len(list(tmp_path.glob(f"{heartbeat.BEATS}*"))) == 2)
+        other.communicate()
+        assert [path.name for path in tmp_path.glob(f"{heartbeat.BEATS}*")] == [f"{heartbeat.BEATS}3"]
+        os.kill(rank.pid, signal.SIGSTOP)
+        watch = heartbeat.HeartbeatMonitor(tmp_path, silent=5, look_s=0.05)
+        until(lambda: "rank 3 gave no sign of life" in watch.frozen([]))
+        rank.kill()
+
+
+def test_keeper_that_slept_finds_its_children_alive(tmp_path):
+    (tmp_path / f"{heartbeat.BEATS}0").write_text("1")
+    watch = heartbeat.HeartbeatMonitor(tmp_path, silent=3)
+    assert not watch.frozen([])
+    watch._due = 0.0  # an hour later
+    assert not watch.frozen([])
+
+
+def test_keeper_that_waits_between_two_starts_ends_when_it_is_told(tmp_path, run):
+    """As after a refusal of the file system, which is waited out for a minute."""
+    tally = tmp_path / "tally"
+    gang = Gang([python(COUNT + "sys.exit(4)", tally)])
+    thread = threading.Thread(target=lambda: supervise(gang, run, max_restarts=3, refused_s=600.0))
+    thread.start()
+    until(lambda: tally.exists() and not any(map(is_alive, [c.pid for c in gang._children])))
+    gang.forward(signal.SIGTERM, None)
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_meeting_folder_goes_with_the_gang(tmp_path, run):
+    out = tmp_path / "place"
+    gang = Gang([python(f"import os, sys; open(sys.argv[1], 'w').write(os.environ['{MEETING}'])", out)])
+    assert supervise(gang, run, max_restarts=0) == 0
+    assert out.read_text()
+    assert not Path(out.read_text()).exists()

@@ -1,0 +1,262 @@
+"""The scripts: each only gives words to `launch`, so what counts is the run that comes of them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import tomllib
+import urllib.request
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hpc_swe import config as configuration
+from hpc_swe.drawing import Drawing
+from hpc_swe.metrics import Log
+from hpc_swe.roles.inference.supervisor import free_port
+from hpc_swe.rundir import RunDir
+from tests.kit.checkout import ROOT
+
+SCRIPTS = sorted(path for path in (ROOT / "sbatch").iterdir() if path.suffix in (".sh", ".sbatch"))
+SWEPDB = {
+    "4b": ["swepdb", "slurm", "swepdb_4b"],
+    "8b": ["swepdb", "slurm", "swepdb_8b"],
+    "14b": ["swepdb", "slurm", "swepdb_14b"],
+    "14b_rewrite": ["swepdb", "slurm", "swepdb_14b", "swepdb_14b_rewrite"],
+}
+ROLES = ["coordinator", "inference", "learner", "rollout", "reward"]
+NOBODY = [f"by_hand={ROLES}", *(f"counts.{role}=0" for role in ROLES)]
+HERE = [*NOBODY, 'executor={type="local"}', 'sandbox={type="process"}', "tasks.train=2", "tasks.eval=1"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    files = [{"path": "test.py", "content": "def test_a(): assert 1 == 1"}, {"path": "a.py", "content": ""}]
+    made = [{"task_id": str(n), "problem_statement": "", "extra_info": {"files": files}} for n in range(3)]
+    pq.write_table(pa.Table.from_pylist(made), tmp_path / "rows.parquet")
+    return f'taskset={{type="kodcode", train="{tmp_path}/rows.parquet", eval="{tmp_path}/rows.parquet"}}'
+
+
+def script(
+    name: str, *words: object, check: bool = True, **env: object
+) -> "subprocess.CompletedProcess[str]":
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "VLLM"))}
+    done = subprocess.run(
+        ["bash", f"sbatch/{name}", *map(str, words)],
+        cwd=ROOT,
+        env=variables | {name: str(value) for name, value in env.items()},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_is_short_executable_and_parses(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 25
+    assert os.access(path, os.X_OK)
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+def test_variables_become_the_values_of_the_swebench_run(tmp_path: Path, model: Path) -> None:
+    """The rows are not shipped, so the tasks are others."""
+    out = tmp_path / "out put"
+    ours = ['taskset={type="bugs"}', 'grader={type="pytest"}']
+    settings = {"NUM_ROLLOUTS": 7, "ROLLOUT_BATCH_SIZE": 3, "N_SAMPLES": 5, "MODEL": model, "OUTPUT_DIR": out}
+    script("train_swebench.sbatch", *HERE, *ours, **settings)
+    made = json.loads(RunDir(out).config.read_text())
+    groups = made["groups"]
+    assert (made["steps"], groups["groups_per_step"], groups["group_size"]) == (7, 3, 5)
+    assert (made["model"], made["inference"]["url"]) == (str(model), "")
+
+
+def test_what_is_not_set_is_as_the_configuration_says(tmp_path: Path, model: Path) -> None:
+    words = [*HERE, f"model={model}", 'taskset={type="bugs"}', 'grader={type="pytest"}']
+    script("train_swebench.sbatch", *words, "--run", tmp_path / "run")
+    made = configuration.build(json.loads(RunDir(tmp_path / "run").config.read_text()), "run.json")
+    names = ("swebench.toml", "slurm.toml", "models/qwen3_coder_30b_a3b.toml")
+    files = [ROOT / "configs" / name for name in names]
+    assert made == configuration.read(*files, overrides=words)
+
+
+def test_an_engine_of_somebody_else_s_is_asked_for_by_its_address(tmp_path: Path, model: Path) -> None:
+    url = f"http://127.0.0.1:{free_port('127.0.0.1', 0)}"
+    words = [*HERE, 'taskset={type="bugs"}', 'grader={type="pytest"}']
+    settings = {"VLLM_URL": url, "MODEL": model, "OUTPUT_DIR": tmp_path / "run"}
+    done = script("train_swebench.sbatch", *words, check=False, **settings)
+    assert done.returncode == 2
+    assert f"inference.url = '{url}'" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in SCRIPTS if "python" in path.read_text()], ids=lambda p: p.name
+)
+def test_another_environment_than_venv_can_be_named(path: Path) -> None:
+    assert re.findall(r"\S*\.venv\S*", re.sub(r"\$\{HPC_SWE_PYTHON:-[^}]*\}", "", path.read_text())) == []
+
+
+def test_a_tick_by_another_interpreter_says_where_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.json").write_text("{}")
+    done = script("tick.sh", tmp_path, check=False, HPC_SWE_PYTHON="/nowhere/python")
+    assert done.returncode
+    assert "/nowhere/python" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["missing", "empty"])
+def test_a_tick_of_a_wrong_folder_says_so(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    done = script("tick.sh", tmp_path / name, check=False)
+    assert done.returncode == 2
+    assert f"{tmp_path / name}: " in done.stderr
+
+
+@pytest.mark.parametrize("size", SWEPDB)
+def test_variables_become_the_values_of_the_debugging_run(
+    tmp_path: Path, model: Path, rows: str, size: str
+) -> None:
+    base = tmp_path / "runs of mine"
+    settings = {
+        "SWE_PDB_MODEL_PATH": model,
+        "SWE_PDB_CHECKPOINT_BASE": base,
+        "N_PARALLEL": 4,
+        "MAX_STEPS": 60,
+    }
+    script(f"train_swepdb_{size}.sbatch", *HERE, rows, **settings)
+    made = configuration.build(json.loads(RunDir(base / f"swepdb_{size}").config.read_text()), "run.json")
+    overrides = [*HERE, rows, f"model={model}", "groups.group_size=4", "agent.max_turns=60"]
+    files = [ROOT / "configs" / f"{name}.toml" for name in SWEPDB[size]]
+    assert made == configuration.read(*files, overrides=overrides)
+
+
+def test_the_ablation_changes_the_tools_and_nothing_else() -> None:
+    trees = []
+    for size in ("14b", "14b_rewrite"):
+        files = [ROOT / "configs" / f"{name}.toml" for name in SWEPDB[size]]
+        trees.append(configuration.dump(configuration.read(*files)))
+    full, ablated = trees
+    tools, fewer = full["agent"].pop("tools"), ablated["agent"].pop("tools")
+    assert full == ablated
+    assert [tool for tool in tools if tool in fewer] == list(fewer)
+    assert len(fewer) < len(tools)
+
+
+def test_values_of_the_published_recipe_are_in_the_configuration() -> None:
+    config = configuration.read(ROOT / "configs/swepdb.toml")
+    tree = configuration.dump(config)
+    assert (config.groups.group_size, config.groups.groups_per_step, tree["agent"]["max_turns"]) == (
+        8,
+        32,
+        80,
+    )
+    loss, optimizer = config.learner.loss, config.learner.optimizer
+    assert (loss.clip_low, loss.clip_high, loss.kl_coefficient, optimizer.lr) == (0.2, 0.28, 0.0, 1e-6)
+    assert (config.batches.aggregate, config.batches.overlong) == ("seq_mean_token_sum", "mask_loss")
+    assert (config.learner.checkpoint_every, config.eval.every, config.rollout.context) == (
+        20,
+        5,
+        4096 + 24000,
+    )
+
+
+def test_every_size_shares_the_recipe() -> None:
+    """Sizes differ in the model, in how it is spread, and in how often it is saved."""
+    allowed = {"model", "counts", "engine", "policy", "learner", "executor"}
+    for size in ("4b", "8b", "14b"):
+        tree = tomllib.loads((ROOT / f"configs/swepdb_{size}.toml").read_text())
+        assert set(tree) <= allowed
+        assert set(tree.get("learner", {})) <= {"checkpoint_every"}
+
+
+@pytest.fixture
+def runs(tmp_path: Path, model: Path) -> Path:
+    folder = tmp_path / "runs"
+    for name in ("a", "b"):
+        command = [sys.executable, "-m", "hpc_swe.launch", "start", "configs/demo.toml", *HERE]
+        words = [*command, f"model={model}", "--run", folder / name]
+        subprocess.run(words, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def test_ticks_are_silent_unless_something_is_to_be_done(runs: Path) -> None:
+    bare = {"HOME": str(runs), "PATH": "/usr/bin:/bin"}  # as cron has it
+
+    def tick(folder: Path) -> "subprocess.CompletedProcess[str]":
+        command = [ROOT / "sbatch/tick.sh", folder]
+        return subprocess.run(command, env=bare, cwd="/", capture_output=True, text=True, timeout=300)
+
+    for folder in (runs, runs / "a"):
+        done = tick(folder)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not list(runs.glob("*/logs/tick.log"))
+
+    broken = RunDir(runs / "a")
+    whole = broken.config.read_text()
+    broken.config.write_text("{}")
+    done = tick(runs)  # one run's fault is not another's
+    assert done.returncode == 2
+    assert f"{broken.root}: exit code 2" in done.stderr
+    assert "exit code 2" in (broken.root / "logs/tick.log").read_text()
+    assert not (runs / "b/logs/tick.log").exists()
+
+    broken.config.write_text(whole.replace('"reward": 0', '"reward": 1'))
+    RunDir(runs / "b").finished.touch()
+    try:
+        done = tick(runs)
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
+        assert "submitted 1 reward" in (broken.root / "logs/tick.log").read_text()
+    finally:
+        stop = [sys.executable, "-m", "hpc_swe.launch", "stop", broken.root, "--now"]
+        subprocess.run(stop, cwd=ROOT, check=True, capture_output=True, timeout=180)
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_all_runs_of_a_folder_to_this_machine_alone(runs: Path) -> None:
+    for name in ("a", "b"):
+        run = RunDir(runs / name)
+        Log(run.metric_log("test")).write(1, {"loss": 1.0})
+        Drawing(run).update()
+    port = free_port("127.0.0.1", 0)
+    process = subprocess.Popen(
+        [ROOT / "sbatch/tensorboard.sh", runs, str(port)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert process.stdout is not None
+        assert f"ssh -N -L {port}:localhost:{port} ".encode() in process.stdout.readline()
+        deadline = time.monotonic() + 180
+        found: set[str] = set()
+        while found != {"a", "b"}:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.5)
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs", timeout=60) as answer:
+                    found = {name.partition("/")[0] for name in json.load(answer)}
+            except OSError:
+                continue
+        command = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+        assert command[command.index(b"--host") + 1] == b"127.0.0.1"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_folder_without_runs_is_one_error(tmp_path: Path) -> None:
+    done = script("tensorboard.sh", tmp_path, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{tmp_path}: no run here" in done.stderr

@@ -1,0 +1,1 @@
+"""Cheats that tests and benchmarks try on the graders."""

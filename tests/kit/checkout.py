@@ -1,0 +1,12 @@
+"""Where this checkout lies, and an environment in which other processes import it and its tests."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+IMAGES = ROOT / ".cache" / "images"
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return this process's environment, with the checkout before installed packages."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}

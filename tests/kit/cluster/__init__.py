@@ -1,0 +1,1 @@
+"""A real Slurm of several nodes on this machine."""

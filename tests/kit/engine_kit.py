@@ -1,0 +1,197 @@
+"""Tiny models, published versions, and a supervisor in a process of its own."""
+
+import contextlib
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from hpc_swe.errors import CorruptRecord
+from hpc_swe.plugins import Plugin, dump
+from hpc_swe.plugins.engines.vllm import Vllm
+from hpc_swe.records import Node, ProbeScore, TensorInfo, WeightManifest, WeightVersion
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import atomic, folders
+from tests.kit.checkout import environment
+
+TOKEN = "secret"
+VOCABULARY = 2048
+EOS = 2
+CPU = Vllm(
+    max_model_len=2048,
+    max_num_seqs=16,
+    kv_cache_bytes=1 << 27,
+    dtype="float32",
+    enforce_eager=True,
+    device="cpu",
+)
+
+
+def make_model(
+    folder: Path, seed: int, *, stops: bool = False, tied: bool = False, stores_head: bool = False
+) -> Path:
+    """A random float32 Qwen3; one that `stops` ends its turn after a few tokens."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=tied,
+        initializer_range=0.08,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        pad_token_id=1,
+    )
+    model = Qwen3ForCausalLM(config)
+    if stops:
+        with torch.no_grad():
+            model.lm_head.weight.zero_()
+            model.lm_head.weight[EOS] = 2.0
+    model.save_pretrained(folder)
+    if stores_head:
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        save_file(tensors | head, file, metadata={"format": "pt"})
+    return folder
+
+
+def make_weights(folder: Path) -> Path:
+    """Weights for who computes nothing."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    save_file({"w": np.zeros((2, 2), np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+def publish(
+    run: RunDir,
+    model: Path,
+    version: WeightVersion,
+    *,
+    probe: ProbeScore | None = None,
+    damage: Callable[[Path], None] = lambda _: None,
+    listed: Path | None = None,
+) -> Path:
+    """A version with the weights of `model`, damaged after the checksums; `listed` tells its tensors."""
+
+    def fill(stage: Path) -> WeightManifest:
+        shutil.copytree(model, stage, dirs_exist_ok=True)
+        files = {path.name: folders.describe(path) for path in stage.iterdir()}
+        damage(stage)
+        return WeightManifest(
+            writer="test", files=files, version=version, tensors=tensors(listed or model), probe=probe
+        )
+
+    folders.publish(run.weight(version), fill)
+    return run.weight(version)
+
+
+def tensors(model: Path) -> dict[str, TensorInfo]:
+    names = {"F32": "float32", "BF16": "bfloat16"}
+    found = {}
+    for path in model.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header.pop("__metadata__", None)
+        for name, info in header.items():
+            digest = hashlib.sha256(name.encode()).hexdigest()
+            found[name] = TensorInfo(dtype=names[info["dtype"]], shape=info["shape"], sha256=digest)
+    return found
+
+
+def make_run(root: Path) -> RunDir:
+    run = RunDir(root)
+    run.make()
+    run.token.write_text(TOKEN)
+    return run
+
+
+def supervise(
+    run: RunDir, engine: Plugin, model: Path, *, scratch: str = "/tmp", **inference: object
+) -> "subprocess.Popen[str]":
+    settings = {
+        "run": str(run.root),
+        "engine": dump(engine),
+        "model": str(model),
+        "inference": {"max_restarts": 3, "poll_s": 0.1, "start_timeout_s": 300.0} | inference,
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.kit.supervise", json.dumps(settings)],
+        env=environment(OMP_NUM_THREADS="1", TMPDIR=scratch),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@contextlib.contextmanager
+def supervisors(run: RunDir, model: Path) -> "Iterator[Callable[..., subprocess.Popen[str]]]":
+    """`supervise`, whose processes end with the block."""
+    started = []
+
+    def begin(engine: Plugin, **inference: object) -> "subprocess.Popen[str]":
+        started.append(supervise(run, engine, model, **inference))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def node(run: RunDir) -> Node | None:
+    """The inference node's cell."""
+    for name in atomic.names(run.nodes):
+        if name.startswith("inference"):
+            try:
+                return atomic.get(run.nodes / name, Node)
+            except (FileNotFoundError, CorruptRecord):
+                return None
+    return None
+
+
+def await_node(run: RunDir, condition: Callable[[Node], bool], timeout_s: float = 180.0) -> Node:
+    deadline = time.monotonic() + timeout_s
+    while (found := node(run)) is None or not condition(found):
+        assert time.monotonic() < deadline, f"after {timeout_s} s the node cell says {found}"
+        time.sleep(0.02)
+    return found
+
+
+def is_serving(version: WeightVersion) -> Callable[[Node], bool]:
+    return lambda node: node.state == "ready" and node.versions == [version] and not node.reading
+
+
+def processes(marker: str) -> list[int]:
+    """Living processes with `marker` in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+            if state != "Z" and marker.encode() in (path / "environ").read_bytes():
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
+
+
+def json_replies(path: Path, replies: list[object]) -> str:
+    path.write_bytes(msgspec.json.encode(replies))
+    return str(path)

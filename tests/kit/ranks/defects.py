@@ -1,0 +1,63 @@
+"""Which defects of megatron-core that compat.py mends are still there: python -m ...defects MODEL."""
+
+import errno
+import inspect
+import json
+import sys
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+
+
+def main() -> None:
+    import torch
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.transformer.moe import moe_utils
+
+    found = {
+        "undefined name in the router": not hasattr(moe_utils, "te_general_gemm"),
+        "helper process": "Manager()" in inspect.getsource(filesystem_async._get_write_results_queue),
+    }
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    from hpc_swe.plugins.policies._megatron import compat
+    from hpc_swe.plugins.policies.base import OptimizerConfig
+    from hpc_swe.plugins.policies.megatron import Megatron
+
+    compat.mark_shards = lambda model: None
+    learner = Megatron(dtype="float32").build(Path(sys.argv[1]), OptimizerConfig(), None)
+    linear = learner._model.decoder.layers[0].mlp.linear_fc1.weight
+    found["no marks on shards"] = not hasattr(linear, "tensor_model_parallel")
+
+    (inner,) = learner._optimizer.chained_optimizers
+    found["no state before a step"] = _raises(AssertionError, inner.state_dict)
+    compat.prepare_state(learner._optimizer)
+    inner.load_state_dict(inner.state_dict())
+    steps = [state["step"] for state in inner.optimizer.state.values()]
+    found["one step count for all"] = len({step.data_ptr() for step in steps}) < len(steps)
+    tensors = {"param": linear.detach().flatten(), "exp_avg": linear.detach().flatten()}
+    with torch.no_grad():
+        found["step not loaded"] = _raises(KeyError, lambda: original(inner, linear, tensors))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    filesystem_async.FileSystemWriterAsync.finish = full
+    compat.collect_metadata_errors = lambda: nullcontext([])
+    with tempfile.TemporaryDirectory() as folder:
+        found["last files fail on rank 0 alone"] = _raises(OSError, lambda: learner.save(Path(folder)))
+    learner.close()
+    print("FOUND", json.dumps(found))
+
+
+def _raises(kind: type[Exception], act) -> bool:
+    try:
+        act()
+    except kind:
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""One rank of a learner on a run folder: python -m tests.kit.ranks.learn RUN MODEL STEPS DATA_PARALLEL.
+
+With DIES_AT in its environment it is killed when it opens a file below a path that begins so.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+
+def die_at(place: str) -> None:
+    rank = os.getpid()  # files may be written by a child of it
+
+    def look(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open" and str(arguments[0]).startswith(place):
+            os.kill(rank, signal.SIGKILL)
+
+    sys.addaudithook(look)
+
+
+def main() -> None:
+    from hpc_swe.errors import HpcSweError
+    from hpc_swe.plugins.policies.base import LossConfig, OptimizerConfig
+    from hpc_swe.plugins.policies.megatron import Megatron
+    from hpc_swe.roles.learner.batch_source import BatchSource
+    from hpc_swe.roles.learner.loop import LearnerPlan, learn
+    from hpc_swe.roles.learner.loss import PolicyObjective
+    from hpc_swe.rundir import RunDir
+
+    run, model, steps, data_parallel = RunDir(Path(sys.argv[1])), Path(sys.argv[2]), *map(int, sys.argv[3:5])
+    if place := os.environ.get("DIES_AT"):
+        die_at(place)
+    interrupted = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: interrupted.set())
+    policy = Megatron(tensor_parallel=2 // data_parallel, dtype="float32")
+    learner = policy.build(model, OptimizerConfig(lr=1e-3), None)
+
+    def tell(step: int, metrics: dict[str, float]) -> None:
+        if learner.ranks.rank == 0:
+            with (run.root / "told.jsonl").open("a") as file:
+                print(json.dumps({"step": step} | metrics), file=file)
+
+    plan = LearnerPlan(steps, export_every=1, checkpoint_every=2, writer="learner-test")
+    feed = BatchSource(run, wait_s=600.0, poll_s=0.05, interrupted=interrupted.is_set)
+    try:
+        learn(run, learner, PolicyObjective(LossConfig()), plan, feed, tell)
+    except HpcSweError as error:
+        traceback.print_exc()
+        learner.close()
+        sys.exit(error.exit_code)
+    learner.close()
+
+
+if __name__ == "__main__":
+    main()

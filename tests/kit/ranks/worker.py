@@ -1,0 +1,158 @@
+"""Runs cases on real ranks: python -m tests.kit.ranks.worker SPEC, started once per rank by `gang.launch`.
+
+A case builds a policy, takes steps on packed sequences, and leaves behind what tests compare.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    from megatron.core import parallel_state
+
+    *cases, last = json.loads(Path(sys.argv[1]).read_text())
+    for case in cases:
+        _run(case)
+        parallel_state.destroy_model_parallel()  # cases share the process group
+    _run(last).close()
+
+
+def _run(case: dict):
+    from msgspec import convert
+
+    from hpc_swe.plugins.policies.base import LossConfig, OptimizerConfig
+    from hpc_swe.plugins.policies.megatron import Megatron
+    from hpc_swe.roles.learner.loss import PolicyObjective
+
+    print("case", case["name"], flush=True)
+    case["objective"] = PolicyObjective(convert(case.get("loss", {}), LossConfig))
+    learner = convert(case.get("policy", {}), Megatron).build(
+        Path(case["model"]),
+        convert(case.get("optimizer", {}), OptimizerConfig),
+        Path(case["model"]) if case["objective"].needs_reference else None,
+    )
+    out, found = Path(case["out"]), {"metrics": []}
+    out.mkdir(parents=True, exist_ok=True)
+    for verb, argument in case["do"]:
+        VERBS[verb](learner, argument, case, found)
+    (out / f"rank{learner.ranks.rank}.json").write_text(json.dumps(found | {"step": learner.step}))
+    return learner
+
+
+def _train(learner, steps: int, case: dict, found: dict) -> None:
+    for _ in range(steps):
+        try:
+            found["metrics"].append(learner.train(_batch(case, learner), case["objective"]))
+        except FloatingPointError as error:
+            found["error"] = str(error)
+            return
+
+
+def _score(learner, token_ids: list[int], case: dict, found: dict) -> None:
+    found["scores"], found["logits"] = learner.logprobs(token_ids), _logits(learner, token_ids)
+
+
+def _export(learner, name: str, case: dict, found: dict) -> None:
+    import msgspec
+
+    try:
+        found["tensors"] = msgspec.to_builtins(learner.export(_fresh(learner, Path(case["out"]) / name)))
+    except FloatingPointError as error:
+        found["error"] = str(error)
+
+
+def _spoil(learner, rank: int, case: dict, found: dict) -> None:
+    """One number of one rank alone is none any more."""
+    if learner.ranks.rank == rank:
+        next(iter(learner._model.parameters())).data.view(-1)[0] = float("nan")
+
+
+def _save(learner, folder: str, case: dict, found: dict) -> None:
+    learner.save(_fresh(learner, Path(folder)))
+
+
+def _load(learner, folder: str, case: dict, found: dict) -> None:
+    learner.load(Path(folder))
+
+
+def _grads(learner, name: str, case: dict, found: dict) -> None:
+    """The summed gradients under Hugging Face names, from rank 0."""
+    from safetensors.torch import save_file
+
+    from hpc_swe.plugins.policies._megatron import weights
+
+    grads, folder = {}, _fresh(learner, Path(case["out"]) / name)
+    for name, parameter in learner._model.named_parameters():
+        layout = learner._exporter._layouts[name]
+        if learner.ranks.data_rank == 0:
+            grads |= weights.gather(parameter.main_grad, layout, 0, learner.ranks.tensor_group)
+    if learner.ranks.rank == 0:
+        save_file(grads, folder / "grads.safetensors")
+
+
+VERBS = {
+    "train": _train,
+    "score": _score,
+    "spoil": _spoil,
+    "export": _export,
+    "save": _save,
+    "load": _load,
+    "grads": _grads,
+}
+
+
+def _fresh(learner, folder: Path) -> Path:
+    """An empty folder that all ranks see."""
+    if learner.ranks.rank == 0:
+        folder.mkdir(parents=True)
+    learner.ranks.gather(None)
+    return folder
+
+
+def _batch(case: dict, learner):
+    """Sequences of case["data"], packed as case["packing"][data rank] says; "filler" trains nothing."""
+    import msgspec
+
+    from hpc_swe.records import Batch, MicroBatch
+    from hpc_swe.roles.coordinator.packing import FILLER
+
+    sequences = msgspec.msgpack.decode(Path(case["data"]).read_bytes(), type=list[MicroBatch])
+    packing = case["packing"][learner.ranks.data_rank]
+    micro = [FILLER if part == "filler" else _join([sequences[index] for index in part]) for part in packing]
+    return Batch(step=learner.step, rank=learner.ranks.data_rank, microbatches=micro)
+
+
+def _join(parts):
+    from hpc_swe.records import MicroBatch
+
+    arrays = ("token_ids", "mask", "logprobs", "advantages", "weights")
+    joined = {name: b"".join([getattr(part, name) for part in parts]) for name in arrays}
+    return MicroBatch(sequence_lengths=[n for part in parts for n in part.sequence_lengths], **joined)
+
+
+def _logits(learner, token_ids: list[int]) -> list[list[float]]:
+    """[tokens, vocabulary] on every rank, from the hidden states below the head."""
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    model, group, kept = learner._model, learner.ranks.tensor_group, []
+    hook = model.decoder.final_layernorm.register_forward_hook(lambda _m, _i, output: kept.append(output))
+    with torch.no_grad():
+        learner._forward(np.asarray(token_ids), [len(token_ids)], np.arange(1, len(token_ids)))
+        hook.remove()
+        hidden = kept[0]
+        if model.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=group)
+        tied = model.share_embeddings_and_output_weights
+        weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+        local = (hidden[: len(token_ids), 0] @ weight.t()).contiguous()
+        parts = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(parts, local, group=group)
+        return torch.cat(parts, -1).float().tolist()
+
+
+if __name__ == "__main__":
+    main()

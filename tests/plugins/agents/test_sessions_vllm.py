@@ -1,0 +1,76 @@
+"""Sessions against the real vLLM: what was recorded is what its weights say of those very tokens.
+
+A random policy calls no tool, so qwen-code takes its first answer for the last, and mini-swe-agent explains
+three times what a call looks like.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hpc_swe.conversation import TokenBuilder
+from hpc_swe.processes import free_port
+from hpc_swe.records import Endpoint, EndpointTable, ExitStatus, RolloutRequest, Sampling
+from hpc_swe.roles.inference.child import Child
+from hpc_swe.roles.rollout import episode
+from hpc_swe.roles.rollout.endpoints import Endpoints
+from hpc_swe.roles.rollout.sampler import Sampler
+from hpc_swe.store import atomic
+from tests.kit.long_model import CONTEXT
+from tests.kit.sessions_kit import World, configured, overlay
+from tests.kit.stage import V1, company
+from tests.roles.rollout.test_real_vllm import ENGINE, TOKEN, require_exact
+
+pytestmark = pytest.mark.slow
+LONG = msgspec.structs.replace(ENGINE, max_model_len=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def url(long_model: Path) -> Iterator[str]:
+    port = free_port("127.0.0.1", 0)
+    found = f"http://127.0.0.1:{port}"
+    log = long_model.parent / "engine.log"
+    child = Child(LONG.command(long_model, "127.0.0.1", port, "test"), LONG.environment(TOKEN), log)
+    try:
+        until = time.monotonic() + 240
+        while not LONG.is_healthy(found):
+            child.require_alive()
+            assert time.monotonic() < until, log.read_text()[-2000:]
+            time.sleep(0.2)
+        LONG.adopt(found, TOKEN, V1, None)
+        yield found
+    finally:
+        child.stop()
+
+
+def test_the_real_engine_agrees_on_every_recorded_token(
+    world: World, agent: str, url: str, tmp_path: Path
+) -> None:
+    config = configured(agent, overlay(world, [], tmp_path / "run.toml"), engine="vllm")
+    (task,) = config.taskset.load("train")
+    made = company(tmp_path / "run", tmp_path / "toy", config.agent, config.sandbox)
+    endpoint = Endpoint(owner="a", url=url, versions=[V1], updating=False)
+    atomic.put(made.run.endpoints, EndpointTable(beat=1, endpoints=[endpoint], newest=V1))
+    means = dataclasses.replace(
+        made.means,
+        tasks={task.task_id: task},
+        builder=TokenBuilder(world.model),
+        sampler=Sampler(LONG, Endpoints(made.run, 0), TOKEN, 180.0),
+        config=config.rollout,
+    )
+    request = RolloutRequest(
+        group_id=0, index=0, task_id=task.task_id, seed=0, sampling=Sampling(max_tokens=60)
+    )
+    recorder = means.recorder(request)
+    played = episode.record(request, recorder, episode.play(means, request, recorder), "test")
+    turns = played.turns
+    assert [turn.parent for turn in turns] == [None, 0, 1][: len(turns)], "one conversation"
+    assert len(turns) == (1 if agent == "qwen_code" else 3)
+    assert len(turns[0].appended_ids) // 4 > 1000
+    assert played.exit_status == (ExitStatus.SUBMITTED if agent == "qwen_code" else ExitStatus.AGENT_ERROR)
+    assert all(turn.delivered for turn in turns)
+    require_exact(turns, url)

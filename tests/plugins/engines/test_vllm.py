@@ -1,0 +1,282 @@
+"""The real vLLM, against transformers."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from hpc_swe.errors import ConfigError, EngineError
+from hpc_swe.plugins.engines.base import Completion
+from hpc_swe.plugins.engines.vllm import Vllm
+from hpc_swe.records import ProbeScore, Sampling, WeightVersion
+from hpc_swe.roles.inference.child import Child
+from hpc_swe.roles.inference.supervisor import free_port
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import folders, weights
+from tests.kit.engine_kit import CPU, EOS, TOKEN, VOCABULARY, make_model, make_run, publish
+
+pytestmark = pytest.mark.slow
+TEXT = list(range(40, 90))
+PLAIN = Sampling(max_tokens=40)
+
+
+class Server(NamedTuple):
+    url: str
+    run: RunDir
+    models: dict[str, Path]
+    steps: Iterator[int]
+
+    def reload(
+        self, model: str, late: Callable[[Path], None] = lambda _: None, **options: object
+    ) -> WeightVersion:
+        """Publish a next version with the weights of a model, verify and load it; `late` is in between."""
+        version = WeightVersion(step=next(self.steps))
+        folder = publish(self.run, self.models[model], version, **options)  # type: ignore[arg-type]
+        manifest = weights.manifest(self.run, version)
+        files = folders.verify(folder, manifest, lambda: False)
+        late(folder)
+        CPU.reload(self.url, TOKEN, folder, manifest, files)
+        return version
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("vllm")
+    models = {name: make_model(root / name, seed) for name, seed in (("a", 0), ("b", 1))}
+    models["stops"] = make_model(root / "stops", 0, stops=True)
+    url = f"http://127.0.0.1:{(port := free_port('127.0.0.1', 0))}"
+    child = Child(
+        CPU.command(models["a"], "127.0.0.1", port, "test"), CPU.environment(TOKEN), root / "engine.log"
+    )
+    try:
+        deadline = time.monotonic() + 300
+        while not CPU.is_healthy(url):
+            child.require_alive()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        CPU.adopt(url, TOKEN, WeightVersion(), None)
+        yield Server(url, make_run(root / "run"), models, iter(range(1, 1000)))
+    finally:
+        child.stop()
+
+
+@pytest.fixture
+def fresh(server: Server) -> Server:
+    """The server with model a."""
+    server.reload("a")
+    return server
+
+
+def reference(model: Path, prompt: list[int], completion: list[int]) -> np.ndarray:
+    """Log-probabilities of the completion by transformers in float32."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    with torch.no_grad():
+        logits = Qwen3ForCausalLM.from_pretrained(model)(torch.tensor([prompt + completion])).logits[0]
+    table = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+    return table.gather(1, torch.tensor(completion)[:, None])[:, 0].numpy()
+
+
+def sample(server: Server, prompt: list[int], sampling: Sampling = PLAIN, engine: Vllm = CPU) -> Completion:
+    return engine.generate(server.url, TOKEN, np.asarray(prompt, np.int32), sampling, 180.0)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_sampled_logprobs_are_those_of_transformers(server: Server, name: str) -> None:
+    version = server.reload(name)
+    rng = np.random.default_rng(0)
+    for length in (1, 17, 300):
+        prompt = rng.integers(10, VOCABULARY, length).tolist()
+        found = sample(server, prompt)
+        wanted = reference(server.models[name], prompt, found.token_ids)
+        assert np.abs(wanted - np.asarray(found.logprobs)).max() < 1e-4
+        assert found.spans == [(0, len(found.token_ids), version)]
+        text = prompt + found.token_ids
+        scores = CPU.score(server.url, TOKEN, text)
+        assert np.abs(reference(server.models[name], text[:1], text[1:]) - np.asarray(scores)).max() < 1e-4
+
+
+def test_temperature_0_is_greedy(fresh: Server) -> None:
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    ids = sample(fresh, TEXT, Sampling(temperature=0.0, max_tokens=20)).token_ids
+    model = Qwen3ForCausalLM.from_pretrained(fresh.models["a"])
+    with torch.no_grad():
+        best = model(torch.tensor([TEXT + ids])).logits[0].argmax(-1)
+    assert best[len(TEXT) - 1 : -1].tolist() == ids
+
+
+def test_the_token_that_ends_a_turn_is_returned_with_its_logprob(server: Server) -> None:
+    server.reload("stops")
+    found = [sample(server, [prompt, *TEXT]) for prompt in range(20)]
+    stopped = [completion for completion in found if completion.finish_reason == "stop"]
+    assert stopped
+    for completion in stopped:
+        assert completion.token_ids[-1] == EOS
+        assert len(completion.logprobs) == len(completion.token_ids)
+        assert EOS not in completion.token_ids[:-1]
+
+
+def test_stop_tokens_of_the_configuration_end_a_turn(fresh: Server) -> None:
+    low = Vllm(stop_token_ids=list(range(100, VOCABULARY // 2)))
+    found = sample(fresh, TEXT, engine=low)
+    assert found.finish_reason == "stop"
+    assert 100 <= found.token_ids[-1] < VOCABULARY // 2
+
+
+def generated(server: Server, pause_s: float) -> tuple[WeightVersion, list[tuple[list[int], Completion]]]:
+    """What came of some prompts while, after a pause, weights b took the place of weights a."""
+    prompts = [[i, *TEXT] for i in range(10, 16)]
+    server.reload("a")
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        found = [pool.submit(sample, server, prompt, Sampling(max_tokens=600)) for prompt in prompts]
+        time.sleep(pause_s)
+        version = server.reload("b")
+    return version, [(prompt, future.result()) for prompt, future in zip(prompts, found, strict=True)]
+
+
+def test_a_swap_in_mid_generation_is_stamped_token_by_token(server: Server) -> None:
+    crossed: list[tuple[list[int], Completion]] = []
+    for pause_s in (0.5, 1.0, 2.0, 4.0, 8.0):  # the first that is neither before nor after it all
+        new, found = generated(server, pause_s)
+        if crossed := [(p, c) for p, c in found if c.spans is not None and len(c.spans) == 2]:
+            break
+    assert crossed
+    for prompt, completion in crossed:
+        assert completion.spans is not None
+        (start, middle, _), (again, end, version) = completion.spans
+        assert (start, again, end, version) == (0, middle, len(completion.token_ids), new)
+        old, fresh_part = (reference(server.models[n], prompt, completion.token_ids) for n in "ab")
+        logprobs = np.asarray(completion.logprobs)
+        assert np.abs(old - logprobs)[:middle].max() < 1e-3
+        assert np.abs(fresh_part - logprobs)[middle:].max() < 1e-3
+
+
+def edit(change: Callable[[dict[str, object]], None]) -> Callable[[Path], None]:
+    """Damage done before the checksums were taken: only a look inside finds it."""
+
+    def damage(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}  # no longer mapped
+        change(tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    return damage
+
+
+def corrupt(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+INSIDE = {
+    "missing": (lambda t: t.pop(NORM), rf"{NORM} is missing \(1 tensors"),
+    "shape": (lambda t: t.update({NORM: t[NORM][:-1].clone()}), rf"{NORM} is \[63\], not \[64\]"),
+    "type": (lambda t: t.update({NORM: t[NORM].bfloat16()}), rf"{NORM} is bfloat16, not float32"),
+    "unknown": (lambda t: t.update(more=t[NORM].clone()), r"model.safetensors: more is \[64\], not None"),
+}
+
+
+def expect_refusal(server: Server, load: Callable[[], object], message: str) -> None:
+    def state() -> object:
+        spans = sample(server, TEXT, Sampling(max_tokens=1)).spans
+        return CPU.score(server.url, TOKEN, TEXT), spans
+
+    before = state()
+    with pytest.raises(EngineError, match=message):
+        load()
+    assert state() == before
+    server.reload("b")  # and the next good version is taken
+
+
+def test_a_shard_that_changed_since_it_was_verified_is_refused_by_name(fresh: Server) -> None:
+    message = "v0.*model.safetensors: it is no longer the file that was verified"
+    expect_refusal(fresh, lambda: fresh.reload("b", late=corrupt), message)
+
+
+@pytest.mark.parametrize("kind", INSIDE)
+def test_a_wrong_tensor_is_refused_by_name(fresh: Server, kind: str, tmp_path: Path) -> None:
+    change, message = INSIDE[kind]
+    (tmp_path / "bad").mkdir()
+    for path in fresh.models["b"].iterdir():
+        (tmp_path / "bad" / path.name).write_bytes(path.read_bytes())
+    edit(change)(tmp_path / "bad")
+    fresh.models["bad"] = tmp_path / "bad"
+    expect_refusal(fresh, lambda: fresh.reload("bad", listed=fresh.models["b"]), message)
+
+
+def test_a_folder_without_weights_is_refused(fresh: Server) -> None:
+    version = WeightVersion(step=next(fresh.steps))
+    folder = publish(fresh.run, fresh.models["b"], version)
+    manifest = weights.manifest(fresh.run, version)
+    files = folders.verify(folder, manifest, lambda: False)
+    (folder / "model.safetensors").unlink()
+    expect_refusal(fresh, lambda: CPU.reload(fresh.url, TOKEN, folder, manifest, files), "no .*safetensors")
+
+
+def test_weights_that_fail_their_probe_never_stamp_a_token(fresh: Server) -> None:
+    before = sample(fresh, TEXT).spans
+    assert before is not None
+    scores = CPU.score(fresh.url, TOKEN, TEXT)
+    probe = ProbeScore(token_ids=TEXT, logprobs=scores, tolerance=1e-3)
+    outcomes: list[Completion | EngineError] = []
+    is_over = threading.Event()
+
+    def generate() -> None:
+        while not is_over.is_set():
+            try:
+                outcomes.append(sample(fresh, TEXT, Sampling(max_tokens=20)))
+            except EngineError as error:
+                outcomes.append(error)
+
+    threads = [threading.Thread(target=generate) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(EngineError, match="differ from the learner's by"):
+        fresh.reload("b", probe=probe)
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    for outcome in outcomes:
+        if isinstance(outcome, EngineError):
+            assert "failed their probe" in str(outcome)
+        else:
+            assert outcome.spans == [(0, len(outcome.token_ids), before[0][2])]
+    assert CPU.score(fresh.url, TOKEN, TEXT) == scores
+    fresh.reload("a", probe=probe)
+
+
+def test_every_route_but_health_needs_the_token(server: Server) -> None:
+    own = {"Authorization": f"Bearer {TOKEN}"}
+    schema = httpx.get(f"{server.url}/openapi.json", headers=own, timeout=120).json()
+    routes = [(path, method) for path, methods in schema["paths"].items() for method in methods]
+    routes += [("/openapi.json", "get"), ("/docs", "get"), ("/metrics", "get"), ("/nowhere", "get")]
+    assert ("/collective_rpc", "post") in routes
+    assert ("/update_weights", "post") in routes
+    for path, method in routes:
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            status = httpx.request(method, server.url + path, headers=headers, timeout=120).status_code
+            assert status == (200 if path == "/health" else 401), (method, path)
+
+
+def test_a_prompt_that_is_too_long_is_an_engine_error(server: Server) -> None:
+    with pytest.raises(EngineError, match="HTTP 400"):
+        sample(server, [7] * 2100)
+    assert sample(server, TEXT).token_ids
+
+
+def test_a_missing_model_folder_names_path_and_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"\[engine\] model = '{tmp_path}/none'"):
+        CPU.command(tmp_path / "none", "127.0.0.1", 1, "test")

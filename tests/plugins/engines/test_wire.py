@@ -1,0 +1,104 @@
+"""What goes over the wire to vLLM: what shapes a token is ours to say, whatever the model folder says."""
+
+import json
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpc_swe.errors import EngineError
+from hpc_swe.plugins.engines.vllm import Vllm
+from hpc_swe.records import Sampling
+
+SHAPING = {"temperature", "top_p", "top_k", "min_p", "max_tokens"}
+OFF = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+HARMLESS = {"stop_token_ids", "logprobs", "detokenize"}
+
+
+class Listener(BaseHTTPRequestHandler):
+    """Keeps what it was asked, and answers with one token."""
+
+    asked: list[dict] = []
+    paths: list[str] = []
+
+    def do_POST(self) -> None:
+        self.paths.append(self.path)
+        self.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        logprobs = {"content": [{"token_id": 3, "logprob": -0.5}]}
+        choice = {"token_ids": [3], "finish_reason": "length", "logprobs": logprobs}
+        data = json.dumps({"choices": [choice]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Listener)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1)])
+def test_every_setting_that_shapes_a_token_is_sent_and_no_other(url: str, sampling: Sampling) -> None:
+    completion = Vllm().generate(url, "t", np.asarray([5, 6]), sampling, 60.0)
+    assert (completion.token_ids, completion.logprobs, completion.spans) == ([3], [-0.5], None)
+    sent = Listener.asked[-1]
+    assert sent.keys() == {"token_ids", "sampling_params"}
+    assert sent["token_ids"] == [5, 6]
+    settings = sent["sampling_params"]
+    assert {name: settings[name] for name in SHAPING} == {name: getattr(sampling, name) for name in SHAPING}
+    assert {name: settings[name] for name in OFF} == OFF
+    assert settings.keys() == SHAPING | OFF.keys() | HARMLESS
+
+
+def test_the_model_s_own_generation_settings_are_not_taken(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    command = list(Vllm(program="vllm").command(tmp_path, "h", 1, "run"))
+    assert command[command.index("--generation-config") + 1] == "vllm"
+
+
+def test_an_engine_behind_a_gateway_is_asked_by_tls_below_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=localhost",
+    ]
+    made += ["-addext", "subjectAltName=DNS:localhost", "-keyout", "key.pem", "-out", "cert.pem"]
+    subprocess.run(made, cwd=tmp_path, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    server = HTTPServer(("127.0.0.1", 0), Listener)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    url = f"https://localhost:{server.server_port}/models/ours"
+    try:
+        with pytest.raises(EngineError, match="certificate verify failed"):
+            Vllm().generate(url, "t", np.asarray([5, 6]), Sampling(), 60.0)
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+        completion = Vllm().generate(url, "t", np.asarray([5, 6]), Sampling(), 60.0)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert completion.token_ids == [3]
+    assert Listener.paths[-1].startswith("/models/ours/")

@@ -1,0 +1,106 @@
+"""What is asked of Slurm, without one."""
+
+from pathlib import Path
+
+import pytest
+
+from hpc_swe.errors import ConfigError, SchedulerError
+from hpc_swe.plugins.executors.base import Submission
+from hpc_swe.plugins.executors.slurm import Resources, Slurm
+from hpc_swe.rundir import RunDir
+
+RUN = RunDir(Path("/shared/run"))
+
+
+def submission(role="rollout", count=4, processes=1):
+    return Submission("demo-a1b2c3", role, 7, count, processes, ["python", "-m", "jobs.run", role, "a b"])
+
+
+def script(executor=None, **words) -> list[str]:
+    return (executor or Slurm()).script(RUN, submission(**words)).splitlines()
+
+
+def test_workers_are_one_array_requeued_and_warned_at_the_batch_shell():
+    lines = script(Slurm(notice_s=90, partition="cpu", account="lab"))
+    for wanted in ("array=0-3", "signal=B:USR2@90", "partition=cpu", "account=lab", "comment=7"):
+        assert f"#SBATCH --{wanted}" in lines
+    assert "#SBATCH --requeue" in lines
+    assert "#SBATCH --output=/shared/run/logs/rollout/%A_%a.log" in lines
+    assert "#SBATCH --job-name=demo-a1b2c3:rollout" in lines
+
+
+def test_shell_makes_way_for_the_command_which_is_quoted():
+    lines = script()
+    assert "trap '' USR2" in lines
+    assert lines[-1] == "exec python -m jobs.run rollout 'a b' --notice 120"
+
+
+@pytest.mark.parametrize("role", ["coordinator", "learner"])
+def test_single_roles_are_no_array_and_never_run_twice(role):
+    lines = script(role=role, count=1)
+    assert "#SBATCH --dependency=singleton" in lines
+    assert not any("array" in line for line in lines)
+
+
+def test_processes_of_a_learner_are_divided_among_its_nodes():
+    executor = Slurm(roles={"learner": Resources(nodes=2, gpus_per_node=4, cpus_per_task=8, mem_gb=100.5)})
+    lines = script(executor, role="learner", count=1, processes=8)
+    for wanted in ("nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "cpus-per-task=8", "mem=102912M"):
+        assert f"#SBATCH --{wanted}" in lines
+
+
+def test_options_of_a_role_win_over_those_of_all():
+    executor = Slurm(
+        options={"qos": "long", "nice": 5}, roles={"rollout": Resources(options={"qos": "short"})}
+    )
+    lines = script(executor)
+    assert "#SBATCH --qos=short" in lines
+    assert "#SBATCH --nice=5" in lines
+
+
+def test_walltime_too_short_for_the_notice_is_refused_with_both_keys():
+    executor = Slurm(notice_s=90, roles={"reward": Resources(timeout_min=2)})
+    with pytest.raises(ConfigError, match=r"roles.reward.timeout_min = 2 is too short for notice_s = 90"):
+        executor.check(submission("reward"))
+    executor.check(submission("rollout"))
+
+
+@pytest.mark.parametrize("name", ["p50%u", "back\\slash"])
+def test_folder_that_slurm_would_misread_is_refused(name):
+    asked = Submission("demo", "reward", 1, 1, 1, ["python", "-m", "jobs.run", "reward", f"/shared/{name}"])
+    with pytest.raises(ConfigError, match="name another folder with --run"):
+        Slurm().check(asked)
+
+
+def test_ranks_that_do_not_divide_among_the_nodes_are_refused():
+    executor = Slurm(roles={"learner": Resources(nodes=3)})
+    with pytest.raises(ConfigError, match=r"roles.learner.nodes = 3 does not divide the 8 processes"):
+        executor.check(submission("learner", 1, 8))
+
+
+def test_commands_of_slurm_that_hang_end_at_the_deadline(tmp_path, monkeypatch):
+    for name in ("srun", "sbatch", "scancel"):
+        (tmp_path / name).write_text("#!/bin/sh\necho 'sbatch: error: retrying' >&2; exec sleep 600\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    slurm = Slurm(answer_s=0.5)
+    with pytest.raises(SchedulerError, match=r"sbatch: no answer in \[executor\] answer_s = 0.5 s"):
+        slurm.submit(RunDir(tmp_path / "run"), submission())
+    with pytest.raises(SchedulerError, match=r"scancel: no answer in \[executor\] answer_s = 0.5 s"):
+        slurm.cancel(["7"])
+
+
+def test_a_killed_sbatch_is_not_called_late_and_its_submission_stays_open(tmp_path, monkeypatch):
+    for name, does in (("srun", ""), ("sbatch", "kill -9 $PPID $$")):  # PPID is timeout
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(SchedulerError, match="sbatch: killed by signal 9"):  # a refusal would give it back
+        Slurm().submit(RunDir(tmp_path / "run"), submission())
+
+
+def test_machine_without_slurm_is_one_error_and_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="no srun on PATH; submit from a login node"):
+        Slurm().submit(RunDir(tmp_path / "run"), submission())
+    assert not (tmp_path / "run").exists()

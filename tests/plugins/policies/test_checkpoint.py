@@ -1,0 +1,108 @@
+"""Checkpoints resume at another tensor-parallel size, and repeat the run bit for bit at the same."""
+
+import json
+
+import pytest
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.slow
+
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from tests.kit.ranks import gang, tiny  # noqa: E402
+
+TP1 = {"dtype": "float32"}
+TP2 = TP1 | {"tensor_parallel": 2}
+PLAIN = {"distributed_optimizer": False}
+BF16 = {"dtype": "bfloat16", "tensor_parallel": 2}
+HALVES = [[[0, 1]], [[2, 3]]]
+KINDS = {"": {}, "-plain": PLAIN}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two steps, a checkpoint, three more; and the three more again in other processes."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    models = tiny.make_models(folder / "models")
+    model = AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.float32)
+    base = {
+        "optimizer": {"lr": 1e-3, "warmup_steps": 3, "decay": "linear", "decay_steps": 6, "decay_share": 0.5},
+        "data": tiny.write_sequences(folder / "data.msgpack", tiny.make_sequences(model)),
+        "model": str(models["dense"]),
+        "packing": [[[0, 1], [2, 3]]],
+        "loss": {"objective": "decoupled"},
+    }
+
+    def first(name, policy, model="dense"):
+        do = [("train", 2), ("save", str(folder / f"step2{name}")), ("train", 3), ("export", "after")]
+        return base | {"name": "first" + name, "policy": policy, "do": do, "model": str(models[model])}
+
+    def again(name, of, policy, **more):
+        do = [("load", str(folder / f"step2{of}")), ("train", 3), ("export", "after")]
+        return base | {"name": name, "policy": policy, "do": do} | more
+
+    answers = gang.run_cases(
+        2,
+        [
+            first("", TP2),
+            first("-plain", TP2 | PLAIN),
+            first("-bf16", BF16, "sharded"),
+            again("same", "", TP2),
+            again("same-plain", "-plain", TP2 | PLAIN),
+            again("same-bf16", "-bf16", BF16, model=str(models["sharded"])),
+            again("data-parallel", "", TP1, packing=HALVES),
+        ],
+        folder,
+    )
+    answers |= gang.run_cases(1, [again("one", "", TP1), again("one-plain", "-plain", TP1 | PLAIN)], folder)
+    return folder, answers
+
+
+def curve(answers, name):
+    return [(m["policy/loss"], m["policy/grad_norm"], m["policy/lr"]) for m in answers[name][0]["metrics"]][
+        -3:
+    ]
+
+
+def weights(folder, name):
+    found = {}
+    for path in sorted((folder / name / "after").glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["", "-plain", "-bf16"])
+def test_replay_after_a_resume_is_bit_equal(runs, kind):
+    folder, answers = runs
+    assert curve(answers, "same" + kind) == curve(answers, "first" + kind)
+    expected, found = weights(folder, "first" + kind), weights(folder, "same" + kind)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("name", ["one", "one-plain", "data-parallel"])
+def test_a_checkpoint_of_two_tensor_parallel_ranks_resumes_elsewhere(runs, name):
+    folder, answers = runs
+    expected = curve(answers, "first-plain" if "plain" in name else "first")
+    for got, wanted in zip(curve(answers, name), expected, strict=True):
+        assert got == pytest.approx(wanted, rel=1e-5)
+
+
+def test_steps_and_learning_rate_go_on_where_they_stopped(runs):
+    _, answers = runs
+    assert {rank["step"] for name in answers for rank in answers[name]} == {5}
+    rates = [m["policy/lr"] for m in answers["first"][0]["metrics"]]
+    # warm-up 1/3, 2/3, 1; then down over the last 3 of 6 steps, so that the 6th is still above 0
+    assert rates == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 0.75e-3, 0.5e-3])
+    assert [m["policy/lr"] for m in answers["same"][0]["metrics"]] == rates[2:]
+
+
+def test_bfloat16_trains_and_exports_what_it_loaded_from_shards(runs):
+    folder, answers = runs
+    names = json.loads((folder / "models/sharded/model.safetensors.index.json").read_text())["weight_map"]
+    found = weights(folder, "first-bf16")
+    assert found.keys() == names.keys()
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert json.loads((folder / "first-bf16/after/config.json").read_text())["dtype"] == "bfloat16"

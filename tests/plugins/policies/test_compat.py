@@ -1,0 +1,36 @@
+"""Every mend of compat.py is still needed; one that is not must go."""
+
+import json
+
+import pytest
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.slow
+
+from tests.kit.ranks import gang, tiny  # noqa: E402
+
+DEFECTS = [
+    "undefined name in the router",
+    "helper process",
+    "no marks on shards",
+    "no state before a step",
+    "one step count for all",
+    "step not loaded",
+    "last files fail on rank 0 alone",
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    model = tiny.make_models(tmp_path_factory.mktemp("models"))["dense"]
+    (output,) = gang.launch(1, "defects", str(model))
+    return json.loads(output.rpartition("FOUND ")[2])
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_megatron_core_still_has(found, defect):
+    assert found[defect], f"megatron-core no longer has: {defect}; remove its mend from compat.py"
+
+
+def test_no_defect_is_forgotten(found):
+    assert found.keys() == set(DEFECTS)

@@ -1,0 +1,136 @@
+"""What a policy refuses, and how it says so."""
+
+import json
+
+import msgspec
+import numpy as np
+import pytest
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.slow
+
+import torch  # noqa: E402
+from torch.distributed.checkpoint import CheckpointException  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from hpc_swe import plugins  # noqa: E402
+from hpc_swe.errors import ConfigError, ProtocolError  # noqa: E402
+from hpc_swe.plugins.model_shape import ModelShape  # noqa: E402
+from hpc_swe.plugins.policies._megatron import state  # noqa: E402
+from hpc_swe.plugins.policies._megatron.packing import trained_positions  # noqa: E402
+from hpc_swe.plugins.policies._megatron.weights import Snapshot  # noqa: E402
+from hpc_swe.records import MicroBatch, floats, ids  # noqa: E402
+from tests.kit.ranks import gang, tiny  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return tiny.make_models(tmp_path_factory.mktemp("models"))
+
+
+def rewritten(folder, target, **changes):
+    target.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | changes))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type 'llama'; supported: qwen2, qwen3, qwen3_moe"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope scaling"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_a_model_that_is_not_supported_is_named(models, tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelShape.read(rewritten(models["dense"], tmp_path / "m", **changes))
+
+
+def test_published_and_newly_written_configs_mean_the_same(models, tmp_path):
+    old = rewritten(models["moe"], tmp_path / "m", rope_parameters=None, rope_theta=10000.0)
+    assert ModelShape.read(old) == ModelShape.read(models["moe"])
+
+
+def test_sizes_that_do_not_divide_are_named(models):
+    with pytest.raises(ConfigError, match="tensor_parallel = 3 does not divide the model's heads, 8"):
+        ModelShape.read(models["dense"]).check_parallel(3, False)
+    with pytest.raises(ConfigError, match="sequence_parallel = true"):
+        ModelShape.read(models["moe"]).check_parallel(2, False)
+
+
+def test_a_missing_tensor_is_named(models):
+    with pytest.raises(ConfigError, match="no tensor model.nowhere"):
+        Snapshot(models["dense"])["model.nowhere"]
+
+
+def test_sequence_parallel_alone_is_refused():
+    with pytest.raises(ConfigError, match="needs tensor_parallel > 1"):
+        plugins.load("policies", {"type": "megatron", "sequence_parallel": True})
+
+
+def micro(tokens=6, mask=(0, 1, 1, 0, 1, 1), lengths=(3, 3), logprobs=6) -> MicroBatch:
+    zeros = floats([0.0] * tokens)
+    return MicroBatch(
+        token_ids=ids(range(tokens)),
+        mask=bytes(mask),
+        logprobs=floats([0.0] * logprobs),
+        advantages=zeros,
+        weights=zeros,
+        sequence_lengths=list(lengths),
+    )
+
+
+def test_only_tokens_that_something_precedes_are_trained():
+    assert trained_positions(micro(), "here").tolist() == [1, 2, 4, 5]
+    with pytest.raises(ProtocolError, match="here: token 3 is the first of its sequence"):
+        trained_positions(micro(mask=(0, 1, 1, 1, 1, 1)), "here")
+
+
+@pytest.mark.parametrize("wrong", [{"logprobs": 5}, {"lengths": (3, 2)}, {"mask": (0, 1)}])
+def test_arrays_of_unequal_length_are_refused(wrong):
+    with pytest.raises(ProtocolError, match="here: arrays"):
+        trained_positions(micro(**wrong), "here")
+
+
+def test_a_refusal_is_one_even_when_there_is_room_again(tmp_path):
+    """As Megatron passes it on: in words."""
+    told = RuntimeError("Worker failure: [Errno 28] No space left on device")
+    refusal = state._refusal(tmp_path, CheckpointException("write", {1: (told, None)}))
+    assert "no space is left" in str(refusal)
+    told = RuntimeError("Worker failure: [Errno 22] Invalid argument")
+    assert state._refusal(tmp_path, CheckpointException("write", {1: (told, None)})) is None
+
+
+def test_a_loss_that_is_not_finite_names_its_microbatch_on_every_rank(models, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.float32)
+    sequences = tiny.make_sequences(model)
+    bad = np.frombuffer(sequences[3].advantages, dtype="<f4") * np.float32("nan")
+    sequences[3] = msgspec.structs.replace(sequences[3], advantages=floats(bad))
+    case = {
+        "name": "bad",
+        "model": str(models["dense"]),
+        "policy": {"dtype": "float32"},
+        "data": tiny.write_sequences(tmp_path / "data", sequences),
+        "packing": [[[0], [1]], [[2], [3]]],
+        "do": [("train", 2)],
+    }
+    first, second = gang.run_cases(2, [case], tmp_path / "out")["bad"]
+    assert "step 0: loss nan" in first["error"]
+    assert "microbatches [1] of data-parallel rank 1" in second["error"]
+    assert first["metrics"] == second["metrics"] == []
+
+
+def test_a_weight_that_is_not_finite_on_one_rank_is_published_by_none(models, tmp_path):
+    case = {
+        "name": "spoilt",
+        "model": str(models["dense"]),
+        "policy": {"dtype": "float32", "tensor_parallel": 2},
+        "do": [("spoil", 1), ("export", "weights")],
+    }
+    first, second = gang.run_cases(2, [case], tmp_path / "out")["spoilt"]
+    assert "not finite (1 tensors in all); not published" in first["error"]
+    assert first["error"] == second["error"]
+    assert list((tmp_path / "out/spoilt/weights").iterdir()) == []

@@ -1,0 +1,328 @@
+"""The coordinator among the other roles: what it asks for, publishes, archives and cleans up."""
+
+import datasets
+import msgspec
+import pytest
+
+from hpc_swe.errors import LostRace
+from hpc_swe.metrics import meaning
+from hpc_swe.records import Batch, BatchManifest, Episode, Node, RolloutRequest, ScoredEpisode, WeightVersion
+from hpc_swe.roles.coordinator import archive, batches
+from hpc_swe.settings import RetentionConfig
+from hpc_swe.store import atomic, folders, weights
+from hpc_swe.store.spool import Spool
+from tests.kit.coordinator_world import (
+    LIMITS,
+    STEPS,
+    Clock,
+    export,
+    finish,
+    housekeeper,
+    learn,
+    published,
+    result,
+    reward,
+    rundir,
+    save,
+    training,
+    work,
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return rundir(tmp_path)
+
+
+def names(run, spool="requests", state="ready"):
+    return [a.identity for a in Spool(run.spool(spool), RolloutRequest).addresses(state)]
+
+
+def test_a_run_publishes_its_batches_and_ends(run):
+    duty = finish(run)
+    assert batches.published_steps(run) == list(range(STEPS))
+    assert names(run, "scored") == []
+    assert duty.step == STEPS
+
+
+def test_batches_hold_the_groups_with_signal_in_order(run):
+    finish(run)
+    trained, closed = [], []
+    for step in range(STEPS):
+        manifest = folders.manifest(run.batch(step), BatchManifest)
+        trained += manifest.groups
+        closed += manifest.closed
+        assert set(manifest.files) == {run.rank_file(0), run.rank_file(1)}
+        for rank in (0, 1):
+            batch = atomic.get(run.batch(step) / run.rank_file(rank), Batch)
+            assert (batch.step, batch.rank) == (step, rank)
+    differs = {g: reward(f"train-{g:06d}-00") != reward(f"train-{g:06d}-01") for g in range(trained[-1] + 1)}
+    assert trained == [g for g in differs if differs[g]]
+    assert sorted(closed) == [g for g in differs if not differs[g]]
+
+
+def test_sampling_waits_for_weights_and_no_more_than_one_batch_lies_ahead(run):
+    house, duty = housekeeper(run), training(run)
+    for _ in range(20):
+        duty.iterate(house.snapshot())
+        work(run)
+    assert batches.published_steps(run) == [0, 1]  # the learner is at 0
+    assert work(run) == []  # batch 2 would be two steps ahead of the weights
+    learn(run)
+    for _ in range(20):
+        duty.iterate(house.snapshot())
+        work(run)
+    assert batches.published_steps(run) == [0, 1, 2]
+
+
+def test_with_much_leave_to_sample_ahead_one_batch_waits_for_the_learner(run):
+    house, duty = housekeeper(run), training(run, limits=msgspec.structs.replace(LIMITS, max_staleness=5))
+    for _ in range(20):
+        duty.iterate(house.snapshot())
+        work(run)
+    assert batches.published_steps(run) == [0, 1]
+    assert duty.iterate(house.snapshot()).waits_for == "the learner: step 0 of 3"
+
+
+def test_a_learner_that_lost_steps_gets_its_batches_again_before_new_ones(tmp_path):
+    """It died at step 3 and resumed from checkpoint 1, as incarnation 1; batches up to 4 are there."""
+    limits = msgspec.structs.replace(LIMITS, max_staleness=2)
+    undisturbed, run = rundir(tmp_path / "a"), rundir(tmp_path / "b")
+    finish(undisturbed, steps=6, limits=limits)
+    house, duty = housekeeper(run), training(run, limits, steps=6)
+    for number in range(60):
+        duty.iterate(house.snapshot())
+        work(run)
+        if number % 10 == 9 and (weights.newest(run) or WeightVersion()).step < 3:
+            learn(run, 6)
+    save(run, 1)
+    export(run, WeightVersion(incarnation=1, step=1))
+    duty = training(run, limits, steps=6)  # and the coordinator is a new one
+    for expected in (1, 2, 3):
+        for _ in range(5):
+            world = house.snapshot()
+            waits_for = duty.iterate(world).waits_for
+            house.clean_up(world)
+            assert work(run) == []
+        assert waits_for == f"the learner: step {expected} of 6"
+        assert batches.published_steps(run) == [0, 1, 2, 3, 4]
+        learn(run, 6)
+    finish(run, steps=6, limits=limits)
+    assert published(run) == published(undisturbed)
+    assert weights.newest(run) == WeightVersion(incarnation=1, step=6)
+
+
+def test_what_a_batch_holds_does_not_depend_on_who_is_quick(tmp_path):
+    def with_late(run, late_groups):
+        house, duty = housekeeper(run), training(run)
+        for number in range(200):
+            if not duty.iterate(house.snapshot()).waits_for:
+                return published(run)
+            held = () if number % 5 == 4 else late_groups
+            work(run, keep=lambda name, held=held: int(name[6:12]) % 3 not in held)
+            learn(run)
+        raise AssertionError(batches.published_steps(run))
+
+    quick = with_late(rundir(tmp_path / "none"), ())
+    assert with_late(rundir(tmp_path / "some"), (0,)) == quick
+    assert with_late(rundir(tmp_path / "most"), (1, 2)) == quick
+
+
+def test_an_infrastructure_failure_is_asked_for_again(run):
+    house, duty = housekeeper(run), training(run)
+    duty.iterate(house.snapshot())
+    work(run, judge=lambda name: None if name.endswith("-01") else 1.0)
+    duty.iterate(house.snapshot())
+    again = {r.name: r for r in (claim.message for claim in Spool(run.requests, RolloutRequest).claims("w"))}
+    assert set(again) == {f"train-{g:06d}-01" for g in range(4)}
+    assert all(request.attempt == 1 for request in again.values())
+    assert not any(name.endswith("-01") for name in names(run, "scored"))
+
+
+def test_a_request_lost_without_trace_is_asked_for_again(run):
+    house, duty = housekeeper(run), training(run)
+    duty.iterate(house.snapshot())
+    (run.requests / "ready" / "train-000001-00~0").unlink()
+    duty.iterate(house.snapshot())
+    assert "train-000001-00" not in names(run)
+    duty.iterate(house.snapshot())
+    assert "train-000001-00" in names(run)
+
+
+def test_a_buried_message_closes_its_member(run):
+    house, duty = housekeeper(run), training(run)
+    duty.iterate(house.snapshot())
+    for index in (0, 1):
+        name = f"train-000000-0{index}~0"
+        (run.requests / "ready" / name).rename(run.requests / "dead" / name)
+    standing = duty.iterate(house.snapshot())
+    assert "train-000001" in standing.waits_for  # group 0 is closed: too few members
+    assert names(run, state="dead") == ["train-000000-00", "train-000000-01"]
+
+
+def show_worker(run, beat, **worked_s) -> None:
+    """A rollout worker's lease, by member: _1_01 = 5.0 is group 1, index 1."""
+    claims = [f"train-{int(group):06d}-{index}" for _, group, index in (k.split("_") for k in worked_s)]
+    node = Node(
+        owner="rollout-1-0000beef",
+        role="rollout",
+        beat=beat,
+        host="h",
+        pid=1,
+        claims=claims,
+        worked_s=list(worked_s.values()),
+    )
+    atomic.put(run.node(node.owner), node)
+
+
+def claim_for(run, owner, name) -> None:
+    (run.requests / "ready" / f"{name}~0").rename(run.requests / "claimed" / f"{name}~0~{owner}")
+
+
+def test_a_group_waits_days_for_workers_and_grades_but_not_for_stragglers(run):
+    """And a coordinator that starts anew at every look knows as much: the clocks are the workers'."""
+    late, clock = "train-000001-01", Clock()
+    house, duty = housekeeper(run, clock), training(run)
+    duty.iterate(house.snapshot())
+    work(run, keep=lambda name: name != late)
+    for _ in range(5):
+        clock.now += 100 * LIMITS.straggler_s
+        assert late in duty.iterate(house.snapshot()).waits_for, "nobody has taken it"
+    claim_for(run, "rollout-1-0000beef", late)
+    for beat, worked_s in enumerate([0.0, 99.0, 100.0, 99.0]):
+        show_worker(run, beat, _1_01=worked_s)
+        assert late in training(run).iterate(housekeeper(run, clock).snapshot()).waits_for
+    Spool(run.episodes, Episode).put(late, result(duty._plan.group(1)[1]).episode)
+    show_worker(run, 9, _1_01=1e6)
+    assert late in training(run).iterate(housekeeper(run, clock).snapshot()).waits_for, "it is being graded"
+    (run.episodes / "ready" / f"{late}~0").unlink()
+    for _ in range(9):
+        training(run).iterate(housekeeper(run, clock).snapshot())
+        work(run, keep=lambda name: name != late)
+    assert 1 in folders.manifest(run.batch(0), BatchManifest).closed
+
+
+def test_the_late_result_of_a_straggler_is_a_duplicate(run):
+    house, duty = housekeeper(run), training(run)
+    late = duty._plan.group(1)[1]
+    duty.iterate(house.snapshot())
+    claim_for(run, "rollout-1-0000beef", late.name)
+    show_worker(run, 1, _1_01=LIMITS.straggler_s + 1)
+    while not batches.published_steps(run):
+        house = housekeeper(run)
+        duty.iterate(house.snapshot())
+        work(run)
+    assert 1 in folders.manifest(run.batch(0), BatchManifest).closed
+    show_worker(run, 2)
+    (run.requests / "claimed" / f"{late.name}~0~rollout-1-0000beef").unlink()
+    Spool(run.scored, ScoredEpisode).put(late.name, result(late, 1.0))
+    duty.iterate(house.snapshot())
+    assert late.name not in names(run, "scored") + names(run, "requests")
+
+
+def test_the_archive_opens_with_datasets_and_gives_the_very_records_back(run):
+    finish(run)
+    rebuilt = [s for step in range(STEPS) for s in archive.read(run.archive(step))]
+    asked = {s.episode.request.name for s in rebuilt}
+    manifests = [folders.manifest(run.batch(step), BatchManifest) for step in range(STEPS)]
+    groups = [g for m in manifests for g in (*m.groups, *m.closed)]
+    assert asked == {f"train-{g:06d}-{i:02d}" for g in groups for i in range(2)}
+    assert all(s == result(s.episode.request, reward(s.episode.request.name)) for s in rebuilt)
+    table = datasets.load_dataset(
+        "parquet", data_files=str(run.archives / "*.parquet"), cache_dir=str(run.root / "cache")
+    )["train"]
+    assert len(table) == len(rebuilt)
+    trained = {row["group_id"] for row in table if row["trained"]}
+    assert trained == {g for m in manifests for g in m.groups}
+    assert table[0]["messages"][1]["content"] == "d\u00f6ne"
+    assert table[0]["messages"][1]["tool_calls"] == [{"name": "view", "arguments": '{"path": "m.py"}'}]
+    assert table[0]["sampled_ids"] == rebuilt[0].episode.turns[0].completion.tolist()
+
+
+def test_every_curve_that_is_written_is_documented(run):
+    finish(run, every=1, eval_tasks=("x",))
+    lines = run.metric_log("coordinator").read_bytes().splitlines()
+    names_seen = {name for line in lines for name in msgspec.json.decode(line)["values"]}
+    assert "solve/eval/plain" in names_seen
+    assert [name for name in sorted(names_seen) if not meaning(name)] == []
+
+
+def test_two_coordinators_ask_for_the_same_and_the_loser_of_a_batch_leaves(run):
+    first, second = training(run, owner="a"), training(run, owner="b")
+    one, other = housekeeper(run), housekeeper(run)
+    first.iterate(one.snapshot())
+    before = {
+        name: (run.requests / "ready" / name).read_bytes() for name in atomic.names(run.requests / "ready")
+    }
+    second.iterate(other.snapshot())
+    after = {
+        name: (run.requests / "ready" / name).read_bytes() for name in atomic.names(run.requests / "ready")
+    }
+    assert before == after
+    while not batches.published_steps(run):
+        second.iterate(other.snapshot())
+        work(run)
+        first.iterate(one.snapshot())
+    with pytest.raises(LostRace):
+        second.iterate(other.snapshot())
+
+
+def test_two_coordinators_that_hold_the_same_results_publish_one_batch(run):
+    first, second = training(run, owner="a"), training(run, owner="b")
+    house = housekeeper(run)
+    while True:
+        world = house.snapshot()
+        second._collector.collect(world)  # it reads all that the first reads, and is a moment later
+        first.iterate(world)
+        if batches.published_steps(run):
+            break
+        work(run)
+    composition = batches.plan_batch(second._decision, second.state, 0, LIMITS.groups_per_step)
+    before = published(run)
+    with pytest.raises(LostRace):
+        second._publish(composition, world)
+    assert published(run) == before
+    assert composition.after == first.state
+    assert not [path for path in run.batches.iterdir() if path.name.startswith(".")]
+
+
+def test_a_coordinator_that_fell_behind_leaves(run):
+    behind = training(run, owner="a")
+    finish(run)
+    with pytest.raises(LostRace):
+        behind.iterate(housekeeper(run).snapshot())
+
+
+def test_requests_of_consumed_groups_are_withdrawn(run):
+    duty = finish(run)
+    for name in ("train-000000-00", "foreign"):
+        Spool(run.requests, RolloutRequest).put(name, duty._plan.group(0)[0])
+    training(run).iterate(housekeeper(run).snapshot())
+    assert names(run) == ["foreign"]
+
+
+def test_what_is_not_ours_is_left_alone(run):
+    finish(run)
+    foreign = [run.scored / "ready" / name for name in ("notes~0", "train-000000~0", "train-000000-00.bak")]
+    for path in foreign:
+        path.write_text("a person's")
+    training(run).iterate(housekeeper(run).snapshot())
+    assert all(path.exists() for path in foreign)
+
+
+def test_without_space_nothing_is_dispatched(run):
+    house = housekeeper(run, retention=RetentionConfig(free_space_floor_gb=1e9))
+    training(run).iterate(house.snapshot())
+    assert names(run) == []
+
+
+def test_group_numbers_go_on_after_a_restart(run):
+    house, duty = housekeeper(run), training(run)
+    while not batches.published_steps(run):
+        duty.iterate(house.snapshot())
+        work(run)
+    state = duty.state
+    fresh = training(run)
+    assert (fresh.step, fresh.state) == (1, state)
+    assert state.next_group == folders.manifest(run.batch(0), BatchManifest).groups[-1] + 1
+    assert LIMITS.groups_per_step == len(folders.manifest(run.batch(0), BatchManifest).groups)

@@ -1,0 +1,204 @@
+"""The coordinator killed before every file system call: what comes of it is as if it had not been."""
+
+import shutil
+
+import pytest
+
+from hpc_swe.records import RolloutRequest, ScoredEpisode, WeightVersion
+from hpc_swe.roles.coordinator import archive, batches
+from hpc_swe.roles.coordinator.groups import parse_name
+from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RetentionConfig
+from hpc_swe.store import folders
+from hpc_swe.store.spool import Spool
+from tests.kit.coordinator_world import (
+    Clock,
+    export,
+    finish,
+    housekeeper,
+    learn,
+    published,
+    result,
+    reward,
+    rundir,
+    save,
+    training,
+    work,
+)
+from tests.kit.crash import at_every_call
+
+DEEP = 2  # batches that a killed coordinator's successor still publishes
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    run = rundir(tmp_path_factory.mktemp("undisturbed"))
+    finish(run, steps=DEEP)
+    return published(run)
+
+
+def at(root):
+    return RunDir(root / "run")
+
+
+def archived(run):
+    return [
+        {s.episode.request.name for s in archive.read(run.archive(step))}
+        for step in batches.published_steps(run)
+    ]
+
+
+def copies_of(folder, setup):
+    """A `setup` that copies what the real one made once."""
+    setup(folder)
+    return lambda root: shutil.copytree(folder, root, dirs_exist_ok=True)
+
+
+@pytest.fixture
+def template(tmp_path_factory):
+    return tmp_path_factory.mktemp("template")
+
+
+def leftovers(run, consumed):
+    """Results in scored/ whose group a batch has consumed."""
+    groups = {("train", group) for batch in consumed for group in batch}
+    names = [address.identity for address in Spool(run.scored, RolloutRequest).addresses("ready")]
+    return [name for name in names if parse_name(name)[0] in groups]
+
+
+def ready_to_publish(root):
+    """All results of batch 0 lie in scored/, and no coordinator has seen them together yet."""
+    run = rundir(root)
+    house, duty = housekeeper(run), training(run)
+    while True:
+        world = house.snapshot()
+        duty._collector.collect(world)
+        if batches.plan_batch(duty._decision, duty.state, 0, 2):
+            return
+        duty._dispatch(world)
+        work(run)
+
+
+def one_round(root):
+    run = at(root)
+    training(run).iterate(housekeeper(run).snapshot())
+
+
+def test_a_death_anywhere_in_publishing_changes_no_batch_and_no_archive(tmp_path, template, undisturbed):
+    seen = set()
+    for root in at_every_call(tmp_path, copies_of(template, ready_to_publish), one_round):
+        run = at(root)
+        seen.add((run.batch(0).exists(), run.archive(0).exists()))
+        finish(run, steps=DEEP)
+        assert published(run) == undisturbed
+        trained = [groups + closed for groups, closed, *_ in undisturbed.values()]
+        assert archived(run) == [{f"train-{g:06d}-{i:02d}" for g in gs for i in (0, 1)} for gs in trained]
+        assert leftovers(run, trained) == []
+        shutil.rmtree(root)
+    assert seen == {(False, False), (True, False), (True, True)}  # died before, between and after
+
+
+def test_a_coordinator_restarted_at_every_round_gives_the_same_batches(tmp_path, undisturbed):
+    run = rundir(tmp_path)
+    for _ in range(60):
+        if not training(run, steps=DEEP).iterate(housekeeper(run).snapshot()).waits_for:
+            break
+        work(run)
+        learn(run, DEEP)
+    assert published(run) == undisturbed
+
+
+def test_a_death_anywhere_in_asking_again_loses_no_attempt(tmp_path, template):
+    """An infrastructure failure: put the next attempt, drop the failure. It ends in one attempt more."""
+
+    def setup(root):
+        run = rundir(root)
+        training(run).iterate(housekeeper(run).snapshot())
+        work(run, judge=lambda name: None if name == "train-000000-00" else reward(name))
+
+    for root in at_every_call(tmp_path, copies_of(template, setup), one_round):
+        run = at(root)
+        house, duty = housekeeper(run), training(run)
+        for _ in range(3):
+            duty.iterate(house.snapshot())
+        claims = {c.name: c.message.attempt for c in Spool(run.requests, RolloutRequest).claims("w")}
+        assert claims["train-000000-00"] == 1
+        shutil.rmtree(root)
+
+
+def test_a_death_anywhere_in_recovery_loses_no_claim(tmp_path, template):
+    def setup(root):
+        run = rundir(root)
+        training(run).iterate(housekeeper(run).snapshot())
+        spool = Spool(run.requests, RolloutRequest)
+        for _ in range(2):
+            spool.claim("rollout-1-deadbeef")
+
+    def recover(root):
+        clock = Clock()
+        house = housekeeper(at(root), clock)
+        for _ in range(6):
+            clock.now += 1.0
+            house.snapshot()
+
+    for root in at_every_call(tmp_path, copies_of(template, setup), recover):
+        recover(root)
+        spool = Spool(at(root).requests, RolloutRequest)
+        assert len(spool.addresses("ready")) == 8
+        assert sum(address.losses for address in spool.addresses("ready")) == 2
+        shutil.rmtree(root)
+
+
+KEPT = RetentionConfig(keep_last=2, keep_every=0, free_space_floor_gb=0)
+
+
+def old_folders(root):
+    run = rundir(root)
+    for step in range(5):
+        export(run, WeightVersion(step=step))
+        batches.commit(run, batches.BatchPlan(step, [], [], {}, batches.CoordinatorState()), [], {})
+    for step in (1, 2, 4):
+        save(run, step)
+
+
+def tidy(root):
+    house = housekeeper(at(root), retention=KEPT)
+    house.clean_up(house.snapshot())
+
+
+def test_a_death_anywhere_in_deleting_leaves_whole_folders_only(tmp_path, template):
+    for root in at_every_call(tmp_path, copies_of(template, old_folders), tidy):
+        run = at(root)
+        for parent in (run.batches, run.weights, run.checkpoints):
+            for path in parent.iterdir():
+                assert path.name.startswith(".") or (path / folders.NAME).exists()
+        tidy(root)
+        assert batches.published_steps(run) == [2, 3, 4]
+        assert [p.name for p in sorted(run.weights.glob("v*"))] == ["v000003-i00", "v000004-i00"]
+        assert [p.name for p in sorted(run.checkpoints.glob("s*"))] == ["step_000002-i00", "step_000004-i00"]
+        shutil.rmtree(root)
+
+
+def test_late_results_of_abandoned_processes_are_in_no_batch_or_archive(tmp_path, undisturbed):
+    """They come when the coordinator has counted the first ones, and it dies before it has written them."""
+    ready_to_publish(tmp_path)
+    run = at(tmp_path)
+    lying = Spool(run.scored, ScoredEpisode)
+    for scored in [lying.read(address) for address in lying.addresses("ready")]:
+        request = scored.episode.request
+        lying.put(request.name, result(request, 1.0 - reward(request.name)))
+    finish(run, steps=DEEP)
+    assert published(run) == undisturbed
+    for step in batches.published_steps(run):
+        assert all(s.score.reward == reward(s.episode.request.name) for s in archive.read(run.archive(step)))
+
+
+def test_a_late_duplicate_of_a_result_changes_no_published_batch(tmp_path, undisturbed):
+    run = rundir(tmp_path)
+    duty = finish(run, steps=DEEP)
+    for group in range(3):
+        for request in duty._plan.group(group):
+            Spool(run.scored, ScoredEpisode).put(request.name, result(request, 1.0))
+    training(run, steps=DEEP).iterate(housekeeper(run).snapshot())
+    assert published(run) == undisturbed
+    assert leftovers(run, [range(3)]) == []

@@ -1,0 +1,94 @@
+"""What people learn of the grading: a grader that errs, tasks that break hosts, and how far episodes came."""
+
+import msgspec
+
+from hpc_swe.plugins.graders.base import DISAGREES, SILENT
+from hpc_swe.records import RolloutRequest, ScoredEpisode
+from hpc_swe.roles.coordinator.batch_metrics import of_collected, turns_bin
+from hpc_swe.store.spool import Spool
+from tests.kit.coordinator_world import housekeeper, result, training
+
+
+def answer(run, value_of, sentinels=(), details=()) -> list[str]:
+    """Every request gets a result; the first few carry what sentinels came to, or have these details.
+
+    Returns the tasks that failed.
+    """
+    told, failed, details = list(sentinels), [], list(details)
+    for claim in sorted(Spool(run.requests, RolloutRequest).claims("w-1-00000000"), key=lambda c: c.name):
+        value = value_of(claim.message)
+        failed += [claim.message.task_id] if value is None else []
+        scored = msgspec.structs.replace(result(claim.message, value), sentinels=told[:2])
+        del told[:2]
+        if details:
+            score = msgspec.structs.replace(scored.score, detail=details.pop())
+            scored = msgspec.structs.replace(scored, score=score)
+        Spool(run.scored, ScoredEpisode).put(claim.name, scored)
+        claim.finish()
+    return failed
+
+
+def test_a_misjudged_sentinel_is_a_curve_and_stays_on_the_screen(run):
+    house = housekeeper(run)
+    duty = training(run)
+    duty.iterate(house.snapshot())
+    answer(
+        run, lambda request: float(request.index % 2), ["", "sentinel: the reference of t is unresolved", ""]
+    )
+    standing = duty.iterate(house.snapshot())
+    assert standing.recent["grader/sentinels"] == [3.0]
+    assert standing.recent["grader/sentinel_errors"] == [1 / 3]
+    assert standing.recent["outcome/cheated"] == [0.0]
+    assert standing.errors == ["sentinel: the reference of t is unresolved"]
+
+
+def test_results_that_broke_their_grader_or_differ_on_repeat_are_curves(run):
+    house = housekeeper(run)
+    duty = training(run)
+    duty.iterate(house.snapshot())
+    details = [
+        "the grader broke: KeyError: 'x'",
+        f"{DISAGREES}: t",
+        f"{DISAGREES}: t",
+        f"{SILENT}: timed out",
+    ]
+    answer(run, lambda request: float(request.index % 2), details=details)
+    standing = duty.iterate(house.snapshot())
+    (share,) = standing.recent["grader/broke"]
+    assert 0 < share < 1
+    assert standing.recent["grader/disagrees"] == [2 * share]
+    assert standing.recent["grader/silent"] == [share]
+    assert [error for error in standing.errors if error.endswith("the grader broke: KeyError: 'x'")]
+
+
+def test_infrastructure_failures_are_told_by_task_and_by_turn(run):
+    house = housekeeper(run)
+    duty = training(run)
+    duty.iterate(house.snapshot())
+    failed = answer(run, lambda request: None if request.index == 0 else 1.0)
+    standing = duty.iterate(house.snapshot())
+    assert standing.errors[-1].startswith("infrastructure failures: ")
+    for task in set(failed):
+        assert f"{task} {failed.count(task)} of " in standing.errors[-1]
+    answer(run, lambda request: float(request.index % 2))
+    standing = duty.iterate(house.snapshot())
+    assert 0 < standing.recent["infra/turns_1"][0] < 1
+    assert "infra/turns_4" not in standing.recent, "nobody came that far"
+    assert "grader/sentinel_errors" not in standing.recent, "of no sentinel, no share"
+
+
+def test_ranges_of_turns_have_no_gap():
+    assert [turns_bin(turns) for turns in (0, 1, 3, 4, 15, 16, 63, 64, 500)] == [
+        0,
+        1,
+        1,
+        4,
+        4,
+        16,
+        16,
+        64,
+        64,
+    ]
+    assert of_collected(
+        {"grader/sentinels": 0, "grader/results": 0} | {f"read/turns_{n}": 0 for n in (0, 1, 4, 16, 64)}
+    ) == {"grader/sentinels": 0.0}

@@ -1,0 +1,264 @@
+"""Recovery, retention, sweeping and the cells that others read."""
+
+import os
+
+import pytest
+
+from hpc_swe.records import (
+    CoordinatorState,
+    EndpointTable,
+    Node,
+    RolloutRequest,
+    ScoredEpisode,
+    StatusReport,
+    WeightVersion,
+)
+from hpc_swe.roles.coordinator import batches
+from hpc_swe.roles.coordinator.maintenance import ORPHAN_S
+from hpc_swe.roles.coordinator.retention import first_kept_batch, kept_checkpoints, superseded
+from hpc_swe.roles.coordinator.snapshot import Progress
+from hpc_swe.settings import RetentionConfig
+from hpc_swe.store import atomic
+from hpc_swe.store.spool import Spool
+from tests.kit.coordinator_world import Clock, export, housekeeper, rundir, save, training, work
+
+KEPT = RetentionConfig(keep_last=2, free_space_floor_gb=0)
+STANDING = Progress("the learner", 3, {"reward/mean": [0.5]}, ["train-000001-00 a0: engine"])
+
+
+@pytest.fixture
+def run(tmp_path):
+    return rundir(tmp_path)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def show(run, owner, beat=1, role="rollout", **shown):
+    node = Node(owner=owner, role=role, beat=beat, host="h", pid=1, **shown)
+    atomic.put(run.node(owner), node, durable=False)
+    return node
+
+
+def closed(duty):
+    """Groups that the coordinator waits for no more."""
+    consumed = {("train", number) for number in range(duty.state.next_group)}
+    return consumed | {key for key, group in duty._ledger.groups.items() if not group.is_open}
+
+
+def old_batch(run, step):
+    batches.commit(run, batches.BatchPlan(step, [], [], {}, CoordinatorState()), [], {})
+
+
+# recovery
+
+
+@pytest.mark.parametrize("life_s", [0.8, 1.2, 1.6])
+def test_a_coordinator_that_restarts_often_recovers_claims_of_the_dead(run, clock, life_s):
+    """Looks are a second apart, and three without growth are death: these lives see one or two."""
+    training(run).iterate(housekeeper(run).snapshot())
+    show(run, "rollout-1-deadbeef", claims=["train-000000-00"])
+    for name in ("train-000000-00~0", "train-000000-01~0"):
+        owner = "rollout-1-deadbeef" if name.endswith("00~0") else "rollout-1-0000cafe"
+        (run.requests / "ready" / name).rename(run.requests / "claimed" / f"{name}~{owner}")
+    while "train-000000-00~1" not in atomic.names(run.requests / "ready"):
+        house, until = housekeeper(run, clock), clock.now + life_s
+        while clock.now < until:
+            clock.now += 0.4
+            show(run, "rollout-1-0000cafe", beat=int(clock.now) + 1, claims=["train-000000-01"])
+            house.publish(house.snapshot(), STANDING, {}, 0.0)
+        assert clock.now < 20.0, "never"
+    assert clock.now > 2.0, "too soon"
+    assert atomic.names(run.requests / "claimed") == ["train-000000-01~0~rollout-1-0000cafe"]
+
+
+def test_a_dead_worker_s_claim_comes_back_after_the_grace_and_not_before(run, clock):
+    training(run).iterate(housekeeper(run).snapshot())
+    house, owner = housekeeper(run, clock), "rollout-1-deadbeef"
+    show(run, owner, claims=["train-000000-00"])
+    Spool(run.requests, RolloutRequest).claim(owner)
+    states = []
+    for _ in range(6):
+        states.append(len(house.snapshot().scan["requests"]["claimed"]))
+        clock.now += 1.0
+    assert states == [1, 1, 1, 1, 0, 0]
+    assert not run.node(owner).exists()
+
+
+def test_a_claim_that_its_living_owner_does_not_name_comes_back(run, clock):
+    training(run).iterate(housekeeper(run).snapshot())
+    house, owner = housekeeper(run, clock), "rollout-1-0badf00d"
+    requests = Spool(run.requests, RolloutRequest)
+    kept, forgotten = [claim for claim, _ in zip(requests.claims(owner), range(2), strict=False)]
+    for beat in range(1, 7):
+        show(run, owner, beat, claims=[kept.name])
+        house.snapshot()
+        clock.now += 1.0
+    assert [a.identity for a in requests.addresses("claimed")] == [kept.name]
+    assert forgotten.name in [a.identity for a in requests.addresses("ready")]
+
+
+def test_a_message_lost_too_often_is_buried_and_its_member_closed(run, clock):
+    house, duty = housekeeper(run, clock, max_losses=1), training(run)
+    duty.iterate(house.snapshot())
+    for _ in range(12):
+        list(Spool(run.requests, RolloutRequest).claims("rollout-1-deadbeef"))
+        clock.now += 1.0
+        duty.iterate(house.snapshot())
+    dead = [a.identity for a in Spool(run.requests, RolloutRequest).addresses("dead")]
+    assert dead[:8] == [request.name for group in range(4) for request in duty._plan.group(group)]
+    assert ("train", 0) in closed(duty)
+
+
+# retention
+
+
+@pytest.mark.parametrize(
+    ("published", "first"),
+    [
+        ([], 0),
+        ([(5, 1)], 0),  # no fallback but the beginning
+        ([(5, 1), (10, 1)], 5),
+        ([(5, 1), (10, 1), (15, 1)], 10),
+        (
+            [(10, 1), (15, 1), (12, 2)],
+            12,
+        ),  # after a restart at 10; whoever resumes from 12 or 15 finds its batch
+        ([(15, 1), (20, 1), (2, 2), (4, 2)], 2),  # a restart from the beginning
+    ],
+)
+def test_batches_are_kept_from_the_fallback_checkpoint_on(published, first):
+    assert first_kept_batch(published) == first
+
+
+def test_milestones_and_the_newest_two_checkpoints_are_kept():
+    published = [(step, 1) for step in range(2, 13, 2)]
+    assert kept_checkpoints(published, 0) == {(10, 1), (12, 1)}
+    assert kept_checkpoints(published, 4) == {(4, 1), (8, 1), (10, 1), (12, 1)}
+
+
+def test_what_a_living_process_names_is_kept(run):
+    for step in range(6):
+        export(run, WeightVersion(step=step))
+        save(run, step)
+    nodes = [
+        show(run, "inference-1-00000001", role="inference", versions=[WeightVersion(step=1)]),
+        show(run, "evaluate-1-00000002", role="inference", reading="v000002-i00"),
+        show(run, "learner-1-00000003", role="learner", reading="step_000000-i00"),
+    ]
+    gone = [path.name for path in superseded(run, KEPT, nodes)]
+    assert gone == ["step_000001-i00", "step_000002-i00", "step_000003-i00", "v000000-i00", "v000003-i00"]
+
+
+def test_the_parents_of_a_kept_delta_are_kept(run):
+    versions = [WeightVersion(step=step) for step in range(6)]
+    for version, parent in zip(versions, [None, None, *versions[1:5]], strict=True):
+        export(run, version, parent)
+    assert [path.name for path in superseded(run, KEPT, [])] == ["v000000-i00"]
+
+
+def test_the_newest_batch_holds_the_state_and_is_always_kept(run):
+    for step in range(4):
+        old_batch(run, step)
+    for step in (2, 4, 6):
+        save(run, step)
+    gone = superseded(run, KEPT, [])
+    assert [path.name for path in gone if path.parent == run.batches] == [
+        "step_000000",
+        "step_000001",
+        "step_000002",
+    ]
+
+
+# sweeping
+
+
+def test_what_a_dead_process_left_half_written_is_swept_after_an_hour(run, clock):
+    show(run, "learner-1-00000001", role="learner")
+    dead, alive, mine = "deadbeef", "00000001", atomic.identity()
+    for identity in (dead, alive, mine):
+        (run.weights / f".tmp-v000001-i00~abc123-{identity}").mkdir()
+        (run.requests / "ready" / f".train-000000-00~0~abc123-{identity}").touch()
+    (run.weights / ".hidden").mkdir()
+    house = housekeeper(run, clock)
+
+    def left():
+        found = [*run.weights.iterdir(), *(run.requests / "ready").iterdir()]
+        return {path.name[-8:] for path in found if path.name != ".hidden"}
+
+    for beat in range(1, 8):
+        show(run, "learner-1-00000001", beat, role="learner")
+        house.clean_up(house.snapshot())
+        assert left() == {dead, alive, mine} or clock.now > ORPHAN_S
+        clock.now += ORPHAN_S / 6 + 1
+    assert left() == {alive, mine}
+    assert (run.weights / ".hidden").exists()
+
+
+# cells
+
+
+def test_workers_learn_of_living_engines_at_once(run, clock):
+    house = housekeeper(run, clock)
+
+    def table():
+        house.publish(house.snapshot(), STANDING, {}, 1000.0)
+        return atomic.get(run.endpoints, EndpointTable)
+
+    assert table().endpoints == []
+    one = [WeightVersion(step=1)]
+    show(run, "inference-1-00000001", role="inference", url="http://a", state="ready", versions=one)
+    show(run, "inference-2-00000002", role="inference", url="", state="starting")
+    clock.now += 1.0
+    assert [(e.url, e.versions, e.updating) for e in table().endpoints] == [("http://a", one, False)]
+    show(run, "inference-1-00000001", 2, role="inference", url="http://a", state="updating", versions=one)
+    clock.now += 1.0
+    assert [e.updating for e in table().endpoints] == [True]
+    run.node("inference-1-00000001").unlink()
+    clock.now += 1.0
+    assert table().endpoints == []
+
+
+def test_status_says_who_lives_what_lies_where_and_what_is_waited_for(run):
+    show(run, "rollout-1-00000001")
+    training(run).iterate(housekeeper(run).snapshot())
+    house = housekeeper(run)
+    house.publish(house.snapshot(), STANDING, {"rollout": 2, "learner": 1}, 5.0)
+    report = atomic.get(run.status, StatusReport)
+    assert {(r.role, r.desired, r.alive) for r in report.roles} == {("rollout", 2, 1), ("learner", 1, 0)}
+    assert report.spools["requests"]["ready"] == 8
+    assert report.waits_for == "the learner"
+    assert report.errors == ["train-000001-00 a0: engine"]
+
+
+def test_status_tells_the_silent_from_the_living_and_the_oldest_message(run, clock):
+    training(run).iterate(housekeeper(run).snapshot())
+    house = housekeeper(run, clock)
+    for beat in range(3):
+        show(run, "rollout-1-00000001", 1)
+        show(run, "rollout-2-00000002", beat)
+        world = house.snapshot()
+        clock.now += 1.0
+    house.publish(world, STANDING, {"rollout": 2}, 5.0)
+    report = atomic.get(run.status, StatusReport)
+    assert [(r.alive, r.silent) for r in report.roles] == [(2, 1)]
+    assert report.oldest_s == {"requests": 2.0}
+
+
+def test_too_little_space_is_said(run):
+    house = housekeeper(run, retention=RetentionConfig(free_space_floor_gb=1e9))
+    house.publish(house.snapshot(), STANDING, {}, 5.0)
+    assert "too little free space" in atomic.get(run.status, StatusReport).errors[0]
+
+
+def test_a_corrupt_result_is_buried_and_closes_its_member(run):
+    house, duty = housekeeper(run), training(run)
+    duty.iterate(house.snapshot())
+    work(run)
+    (run.scored / "ready" / "train-000000-00~0").write_bytes(os.urandom(20))
+    for _ in range(2):
+        duty.iterate(house.snapshot())
+    assert [a.identity for a in Spool(run.scored, ScoredEpisode).addresses("dead")] == ["train-000000-00"]
+    assert ("train", 0) in closed(duty)

@@ -1,0 +1,336 @@
+"""Evaluation, warm start, and the loop around them."""
+
+import itertools
+import os
+import threading
+import time
+from pathlib import Path
+
+import datasets
+import msgspec
+import numpy as np
+import pytest
+
+from hpc_swe import records
+from hpc_swe.errors import ConfigError, DeadlineError, LostRace, StorageError
+from hpc_swe.metrics import Log
+from hpc_swe.records import Batch, Message, Node, RolloutRequest, Sampling, ScoredEpisode, StatusReport
+from hpc_swe.roles.coordinator import archive, batches, sft
+from hpc_swe.roles.coordinator.dispatch import RequestPlan
+from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator, summary
+from hpc_swe.roles.coordinator.loop import Coordinator
+from hpc_swe.roles.coordinator.snapshot import Progress
+from hpc_swe.settings import CoordinatorConfig, GroupsConfig
+from hpc_swe.store import atomic
+from hpc_swe.store.evals import Attempt
+from hpc_swe.store.spool import Spool
+from tests.kit.coordinator_world import (
+    HELD_OUT,
+    STEPS,
+    Clock,
+    finish,
+    housekeeper,
+    learn,
+    published,
+    result,
+    rundir,
+    save,
+    training,
+    work,
+)
+from tests.kit.waiting import DEADLINE_S
+
+TABLE = CoordinatorConfig(poll_s=0.01, status_s=0.01, wait_s=100.0)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return rundir(tmp_path)
+
+
+def evaluating(run, tasks=("x", "y"), config=HELD_OUT):
+    return Evaluating(run, Evaluator(run, tasks, config, 5, Log(run.metric_log("c"))), 2)
+
+
+def table(run, label="eval"):
+    files = str(run.eval_table(label))
+    return list(
+        datasets.load_dataset("parquet", data_files=files, cache_dir=str(run.root / "cache"))["train"]
+    )
+
+
+# evaluation
+
+
+def test_an_evaluation_makes_one_table_of_all_samples_and_ends(run):
+    house, duty = housekeeper(run), evaluating(run)
+    assert duty.iterate(house.snapshot()).waits_for == "evaluation eval: 2 of 2 tasks"
+    work(run, judge=lambda name: float(name.endswith("00")))
+    assert duty.iterate(house.snapshot()).waits_for == ""
+    rows = table(run)
+    assert [(r["task_id"], r["index"], r["sampling"]) for r in rows] == [
+        (task, index, "plain" if index < 2 else "greedy") for task in "xy" for index in range(4)
+    ]
+    assert [r["outcome"] for r in rows] == ["resolved", *["unresolved"] * 3] * 2
+    assert rows[0]["versions"] == ["v000000-i00"]
+    assert rows[0]["messages"][1]["tool_calls"] == [{"name": "view", "arguments": '{"path": "m.py"}'}]
+    whole = msgspec.msgpack.decode(rows[0]["record"], type=ScoredEpisode)
+    assert whole == result(whole.episode.request, 1.0)
+    assert not Spool(run.scored, RolloutRequest).addresses("ready")
+
+
+def test_every_decoding_is_sampled_as_it_says(run):
+    evaluating(run).iterate(housekeeper(run).snapshot())
+    asked = {c.name: c.message for c in Spool(run.requests, RolloutRequest).claims("w")}
+    assert [asked[f"eval-000001-0{i}"].sampling.temperature for i in range(4)] == [1, 1, 0, 0]
+    assert len({request.seed for request in asked.values()}) == 8
+
+
+def test_what_infrastructure_failed_is_retried_then_counted_as_failed(run):
+    house, duty = housekeeper(run), evaluating(run)
+    for _ in range(4):
+        standing = duty.iterate(house.snapshot())
+        work(run, judge=lambda name: None if name == "eval-000000-00" else 1.0)
+    assert standing.waits_for == ""
+    row = table(run)[0]
+    assert (row["outcome"], row["reward"]) == ("infra_error", None)
+    line = run.metric_log("c").read_text()
+    assert '"solve/eval/plain":0.75' in line
+
+
+def test_an_evaluation_goes_on_after_a_restart(run):
+    house = housekeeper(run)
+    evaluating(run).iterate(house.snapshot())
+    work(run, keep=lambda name: name.startswith("eval-000000"))
+    for _ in range(2):
+        evaluating(run).iterate(house.snapshot())
+    assert len(Spool(run.requests, RolloutRequest).addresses("ready")) == 4
+    work(run)
+    assert evaluating(run).iterate(house.snapshot()).waits_for == ""
+    assert len(table(run)) == 8
+
+
+def test_a_second_evaluator_leaves_when_the_first_is_done(run):
+    house, first, second = housekeeper(run), evaluating(run), evaluating(run)
+    for duty in (first, second):
+        duty.iterate(house.snapshot())
+    work(run)
+    assert [duty.iterate(house.snapshot()).waits_for for duty in (first, second)] == ["", ""]
+    for _ in range(2):
+        second.iterate(house.snapshot())
+    assert not Spool(run.requests, RolloutRequest).addresses("ready")
+
+
+def test_training_evaluates_every_so_many_steps_and_at_the_end(run):
+    finish(run, every=2, eval_tasks=("x", "y", "z"))
+    assert sorted(path.name for path in run.evals.iterdir()) == ["step_000000.parquet", "step_000002.parquet"]
+    newest = {version for row in table(run, "step_000002") for version in row["versions"]}
+    assert newest == {"v000000-i00"}  # what the fake workers stamp
+
+
+def test_evaluation_does_not_change_what_is_trained(tmp_path):
+    plain, watched = rundir(tmp_path / "a"), rundir(tmp_path / "b")
+    finish(plain)
+    finish(watched, every=1, eval_tasks=("x", "y"))
+    assert published(plain) == published(watched)
+
+
+def test_beside_training_evaluation_holds_a_quarter_of_the_slots(run):
+    atomic.put(
+        run.node("rollout-1-00000001"),
+        Node(owner="rollout-1-00000001", role="rollout", beat=1, host="h", pid=1, slots=32),
+    )
+    training(run, every=1, eval_tasks=tuple("abcdefgh")).iterate(housekeeper(run).snapshot())
+    asked = [a.identity for a in Spool(run.requests, RolloutRequest).addresses("ready")]
+    assert sum(name.startswith("eval") for name in asked) == 8
+
+
+def test_the_interval_is_over_tasks():
+    rows = [
+        Attempt(
+            task_id=f"t{i}",
+            index=n,
+            sampling="greedy",
+            sample=n,
+            outcome="resolved" if i % 2 else "unresolved",
+            reward=float(i % 2),
+        )
+        for i in range(100)
+        for n in range(50)
+    ]
+    values = summary("greedy", rows)
+    assert values["solve/eval/greedy"] == values["solve/eval_any/greedy"] == 0.5
+    assert values["solve/eval_low/greedy"] == pytest.approx(0.4, abs=0.03)  # 100 tasks, not 5,000 episodes
+
+
+# warm start
+
+
+def sample(length, name):
+    conversation = [Message(role="user", content=str(name)), Message(role="assistant", content="x" * length)]
+    return next(sft.from_conversations([conversation], encode, 64, Log(Path(os.devnull))))
+
+
+def encode(conversation):
+    """One id per character; the assistant's are trained."""
+    ids = [ord(c) for m in conversation for c in m.content]
+    return ids, [int(m.role == "assistant") for m in conversation for _ in m.content]
+
+
+def stream():
+    return (sample(3 + n % 5, n) for n in itertools.count())
+
+
+def warm_start(run):
+    return sft.WarmStart(run, stream(), sft.SftSchedule(STEPS, 4, 64, 2), Log(run.metric_log("c")))
+
+
+def test_a_warm_start_publishes_a_few_batches_ahead_and_ends(run):
+    house, duty = housekeeper(run), warm_start(run)
+    for _ in range(10):
+        if not duty.iterate(house.snapshot()).waits_for:
+            break
+        learn(run)
+    assert batches.published_steps(run) == list(range(STEPS))
+    micro = [m for rank in (0, 1) for m in atomic.get(run.batch(1) / run.rank_file(rank), Batch).microbatches]
+    total = sum(float(records.float_array(m.weights).sum()) for m in micro)
+    assert total == pytest.approx(1.0)  # token_mean over the whole step
+
+
+def test_a_warm_start_restarted_at_every_batch_publishes_the_same(tmp_path):
+    whole, broken = rundir(tmp_path / "a"), rundir(tmp_path / "b")
+    for made, make in ((whole, None), (broken, warm_start)):
+        duty = warm_start(made)
+        for _ in range(10):
+            duty = make(made) if make else duty
+            duty.iterate(housekeeper(made).snapshot())
+            learn(made)
+    assert published(whole) == published(broken)
+
+
+def test_a_warm_start_that_fell_behind_leaves(run):
+    behind = warm_start(run)
+    warm_start(run).iterate(housekeeper(run).snapshot())
+    with pytest.raises(LostRace):
+        behind.iterate(housekeeper(run).snapshot())
+
+
+def test_a_demonstration_is_cut_at_a_turn_or_left_out_and_counted(run):
+    mask = np.array([0, 1, 1, 0, 0, 1, 1, 0, 1])
+    assert [sft.fitting_length(mask, n) for n in (2, 3, 6, 7, 8, 9, 20)] == [0, 3, 3, 7, 7, 9, 9]
+    turns = [Message(role="user", content="ab"), Message(role="assistant", content="cd")] * 3
+    log = Log(run.metric_log("c"))
+    conversations = [turns, [Message(role="user", content="u" * 9)], turns[:2]]
+    made = list(sft.from_conversations(conversations, encode, 8, log))
+    assert [len(s) for s in made] == [8, 4]
+    assert log.recent == {"sft/cut": [1, 1], "sft/dropped": [0, 1]}
+
+
+def test_rejection_sampling_trains_the_very_ids_that_were_sampled(run):
+    finish(run)
+    episodes = [s for step in range(STEPS) for s in archive.read(run.archive(step))]
+    solved = [s for s in episodes if s.score.reward == 1.0]
+    first = list(itertools.islice(rejection(episodes), len(solved)))
+    assert {s.episode for s in first} == {s.episode.request.name for s in solved}
+    by_name = {s.episode.request.name: s.episode.turns[0].completion_ids for s in solved}
+    for s in first:
+        assert records.id_array(s.token_ids)[s.mask_array == 1].tobytes() == by_name[s.episode]
+    with pytest.raises(ConfigError, match="sft.min_reward"):
+        next(rejection(episodes, least=2.0))
+
+
+def rejection(episodes, least=1.0, limit=64, log=None):
+    return sft.from_episodes(episodes, "main", least, 3, limit, log or Log(Path(os.devnull)))
+
+
+def test_rejection_sampling_leaves_out_what_cannot_be_trained(run):
+    """Tokens without log-probabilities, and what is over the budget, which would end the run."""
+    requests = RequestPlan(5, ("ant",), 4, Sampling()).group(0)
+    good, flawed, twice, long = (result(request, 1.0) for request in requests)  # of 5, 6, 7, 8 tokens
+    (turn,), (bad,) = twice.episode.turns, flawed.episode.turns
+    flawed = changed(flawed, [msgspec.structs.replace(bad, logprobs=b"")])
+    twice = changed(twice, [turn, msgspec.structs.replace(turn, parent=0)])
+    log = Log(run.metric_log("c"))
+    made = list(itertools.islice(rejection([flawed, twice, long, good], limit=7, log=log), 2))
+    assert {sample.episode: len(sample) for sample in made} == {requests[0].name: 5, requests[2].name: 7}
+    assert all(len(s.logprobs) == 4 * len(s.mask) == len(s.versions) for s in made)
+    assert log.recent == {"sft/cut": [1], "sft/dropped": [1]}
+
+
+def changed(scored, turns):
+    return msgspec.structs.replace(scored, episode=msgspec.structs.replace(scored.episode, turns=turns))
+
+
+# the loop
+
+
+def coordinator(run, duty, clock=None, config=TABLE):
+    return Coordinator(run, housekeeper(run, clock), duty, config, {"learner": 1})
+
+
+def test_a_coordinator_works_to_the_end_and_says_so(run):
+    made = coordinator(run, lambda: training(run), time.monotonic)
+    others = threading.Thread(
+        target=lambda: [(work(run), learn(run)) for _ in iter(run.finished.exists, True)]
+    )
+    others.start()
+    made.work()
+    others.join(DEADLINE_S)
+    assert run.finished.exists()
+    assert list(run.tensorboard.iterdir())
+    assert atomic.get(run.status, StatusReport).step == STEPS
+
+
+@pytest.mark.parametrize("order", ["drain", "stop", "finished"])
+def test_a_coordinator_obeys_orders_before_it_does_anything(run, order):
+    getattr(run, order).touch()
+    coordinator(run, lambda: training(run)).work()
+    assert not Spool(run.requests, RolloutRequest).addresses("ready")
+    assert run.finished.exists() == (order == "finished")
+
+
+class Refused:
+    """A file system that is full for two rounds."""
+
+    made = 0
+
+    def __init__(self):
+        Refused.made += 1
+
+    def iterate(self, snapshot):
+        if Refused.made < 3:
+            raise StorageError("full")
+        return Progress("", 0, {}, [])
+
+
+def test_a_refusal_of_the_file_system_is_a_restart_of_the_work(run):
+    coordinator(run, Refused).work()
+    assert Refused.made == 3
+    assert run.finished.exists()
+
+
+def test_nothing_moving_among_the_living_is_an_error_that_says_for_what(run):
+    clock = Clock()
+    limits = GroupsConfig(group_size=2, groups_per_step=2, straggler_s=1e6)
+    made = coordinator(run, lambda: training(run, limits), clock)
+    made.iterate()
+    clock.now += 200.0
+    assert made.iterate() is False  # nobody lives: only time can tell
+    node = Node(owner="rollout-1-00000001", role="rollout", beat=1, host="h", pid=1)
+    atomic.put(run.node(node.owner), node)
+    clock.now += 60.0
+    assert made.iterate() is False
+    clock.now += 60.0
+    with pytest.raises(DeadlineError, match="results of train-000000-00.*alive: rollout-1-00000001"):
+        made.iterate()
+
+
+def test_a_run_ends_only_when_the_last_checkpoint_is_there(run):
+    house, duty = housekeeper(run), training(run)
+    for _ in range(20):
+        duty.iterate(house.snapshot())
+        work(run)
+        learn(run, steps=STEPS + 1)  # exports, and has not saved yet
+    assert duty.iterate(house.snapshot()).waits_for == "the learner: step 3 of 3"
+    save(run, STEPS)
+    assert duty.iterate(house.snapshot()).waits_for == ""

@@ -1,0 +1,113 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_swe import records
+from hpc_swe.errors import ConfigError
+from hpc_swe.records import Sample
+from hpc_swe.roles.coordinator.packing import cost, pack, token_weights
+from tests.kit.made_episodes import array
+
+AGGREGATES = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
+
+
+def sample(length, name=0, every=2):
+    mask = np.array([i % every == every - 1 for i in range(length)], np.uint8)
+    return Sample(
+        episode=f"train-000000-{name:02d}",
+        token_ids=records.ids(range(1000 * name, 1000 * name + length)),
+        mask=mask.tobytes(),
+        logprobs=records.floats(-mask.astype(np.float32)),
+        advantages=records.floats(mask * np.float32(name + 1)),
+        versions=records.ids(mask.astype(np.int32) - 1),
+    )
+
+
+def tokens(batches):
+    """Every (id, trained, log-probability, advantage, weight), however they are packed."""
+    return Counter(
+        row
+        for batch in batches
+        for m in batch.microbatches
+        for row in zip(
+            records.id_array(m.token_ids).tolist(),
+            m.mask_array.tolist(),
+            array(m.logprobs).tolist(),
+            array(m.advantages).tolist(),
+            array(m.weights).tolist(),
+            strict=True,
+        )
+        if len(m.sequence_lengths) > 1 or m.sequence_lengths != [2] or any(m.mask)
+    )
+
+
+lengths = st.lists(st.integers(3, 40), min_size=1, max_size=20)
+
+
+@given(lengths, st.integers(40, 120), st.integers(1, 4), st.integers(40, 120), st.integers(1, 4))
+def test_no_packing_loses_doubles_or_reweighs_a_token(sizes, budget_a, ranks_a, budget_b, ranks_b):
+    samples = [sample(size, name) for name, size in enumerate(sizes)]
+    weights = [1 / (name + 3) for name in range(len(sizes))]
+    one = pack(7, samples, weights, budget_a, ranks_a)
+    other = pack(7, samples, weights, budget_b, ranks_b)
+    assert tokens(one) == tokens(other)
+    assert sum(tokens(one).values()) == sum(sizes)
+
+
+@given(lengths, st.integers(40, 120), st.integers(1, 4))
+def test_ranks_keep_step_within_the_budget(sizes, budget, ranks):
+    batches = pack(7, [sample(size, i) for i, size in enumerate(sizes)], [1.0] * len(sizes), budget, ranks)
+    assert [batch.rank for batch in batches] == list(range(ranks))
+    assert len({len(batch.microbatches) for batch in batches}) == 1
+    for m in (m for batch in batches for m in batch.microbatches):
+        assert sum(m.sequence_lengths) == len(m.mask) <= budget
+    assert batches == pack(7, [sample(s, i) for i, s in enumerate(sizes)], [1.0] * len(sizes), budget, ranks)
+
+
+@given(st.lists(st.integers(3, 40), min_size=8, max_size=40), st.integers(1, 4))
+def test_the_work_of_ranks_differs_by_less_than_one_microbatch(sizes, ranks):
+    batches = pack(7, [sample(size, i) for i, size in enumerate(sizes)], [1.0] * len(sizes), 80, ranks)
+    price = [[sum(map(cost, m.sequence_lengths)) for m in batch.microbatches] for batch in batches]
+    totals = [sum(rank) for rank in price]
+    assert max(totals) - min(totals) <= max(max(rank) for rank in price) + 1
+
+
+def test_a_batch_without_samples_still_has_a_microbatch_for_every_rank():
+    batches = pack(0, [], [], 100, 3)
+    assert [len(batch.microbatches) for batch in batches] == [1, 1, 1]
+    assert not any(array(m.weights).any() for batch in batches for m in batch.microbatches)
+
+
+def test_a_sample_over_the_budget_is_refused_by_name():
+    with pytest.raises(ConfigError, match="microbatch_tokens = 40"):
+        pack(0, [sample(41)], [1.0], 40, 1)
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "expected"),
+    [
+        ("token_mean", [0.1, 0.1, 0.1]),
+        ("seq_mean_token_mean", [1 / 12, 1 / 6, 1 / 6]),
+        ("seq_mean_token_sum", [1 / 3, 1 / 3, 1 / 3]),
+        ("constant", [1 / 60, 1 / 60, 1 / 60]),
+    ],
+)
+def test_weights_hold_the_denominator_of_the_whole_step(aggregate, expected):
+    assert token_weights([4, 2, 4], aggregate, 20) == pytest.approx([expected[0], expected[1], expected[0]])
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_an_episode_without_trained_tokens_is_in_no_denominator(aggregate):
+    with_it, without = token_weights([4, 0, 6], aggregate, 20), token_weights([4, 6], aggregate, 20)
+    assert [with_it[0], with_it[2]] == without
+    assert token_weights([0, 0], aggregate, 20) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("aggregate", ["token_mean", "seq_mean_token_mean"])
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=30))
+def test_means_weigh_one_in_all(aggregate, counts):
+    total = sum(w * n for w, n in zip(token_weights(counts, aggregate, 1), counts, strict=True))
+    assert total == pytest.approx(1.0)

@@ -1,0 +1,68 @@
+"""A warm start shows the policy what its episodes will show: the prompt, and the tools."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from hpc_swe import config as configuration
+from hpc_swe.errors import ConfigError
+from hpc_swe.metrics import Log
+from hpc_swe.plugins.agents.base import Reply
+from hpc_swe.plugins.sandboxes.process import Process
+from hpc_swe.records import Sample, id_array
+from hpc_swe.rundir import RunDir
+from hpc_swe.tokenization import token_builder
+from jobs import coordinator
+from tests.kit.checkout import ROOT
+from tests.kit.toy_model import HERMES, make_model
+
+
+@pytest.fixture
+def read(tmp_path):
+    model = make_model(tmp_path / "model", HERMES)
+    files = [ROOT / "configs/demo.toml", ROOT / "configs/demo_sft.toml"]
+    fixed = [
+        f"model={model}",
+        'sandbox={type="process"}',
+        "rollout.context=2000",
+        "engine.max_model_len=2000",
+    ]
+    fixed += ["batches.microbatch_tokens=2000"]
+    return lambda *words: configuration.read(*files, overrides=[*fixed, *words])
+
+
+def warm_start(config: configuration.RunConfig, folder: Path) -> Sample:
+    """The first sample."""
+    run = RunDir(folder / "run")
+    run.make()
+    (sample,) = itertools.islice(coordinator._samples(config, Log(run.metric_log("c"))), 1)
+    return sample
+
+
+@pytest.mark.parametrize("shown", ["true", "false"])
+@pytest.mark.parametrize("prompt", ["Fix the bug.", "Mend it with your tools.", ""])
+def test_a_demonstration_begins_with_the_prompt_of_an_episode(read, tmp_path, shown, prompt):
+    config = read(f"agent.show_tools={shown}", f'agent.system_prompt="{prompt}"', "agent.max_turns=1")
+    builder, asked = token_builder(config), []
+
+    def chat(messages, tools=""):
+        asked.extend(builder.start(messages, tools))
+        return Reply("")
+
+    (task,) = itertools.islice(config.taskset.load("train"), 1)
+    with Process().open(task) as sandbox:
+        config.agent.solve(task, sandbox, chat)
+    assert id_array(warm_start(config, tmp_path).token_ids)[: len(asked)].tolist() == asked
+    assert ("rewrite" in builder.tokens.decode(asked)) is (shown == "true")
+
+
+def test_demonstrations_of_tools_that_the_agent_lacks_are_refused(read, tmp_path):
+    with pytest.raises(ConfigError, match=r"\[agent\] tools lack replace, .* the agent has view, submit"):
+        warm_start(read('agent.tools=["view", "submit"]'), tmp_path)
+
+
+def test_a_program_whose_prompts_nobody_knows_has_no_demonstrations(read, tmp_path):
+    program = 'agent={type="cli_agent", command="true"}'
+    with pytest.raises(ConfigError, match=r"does not say what its policy is shown.*sft.source"):
+        warm_start(read(program), tmp_path)

@@ -1,0 +1,284 @@
+"""An engine that somebody else runs: what a run may do with it, and what it never does."""
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from hpc_swe import config as configuration
+from hpc_swe import job_counts
+from hpc_swe.errors import ConfigError, EngineError
+from hpc_swe.plugins.engines.scripted import SCORE, Scripted, ScriptedReply
+from hpc_swe.plugins.engines.vllm import TOKEN as VARIABLE
+from hpc_swe.records import ProbeScore, Sampling, WeightVersion
+from hpc_swe.roles.inference.supervisor import free_port
+from hpc_swe.rundir import RunDir
+from hpc_swe.runs import control, existing
+from hpc_swe.settings import RunConfig
+from hpc_swe.store import atomic
+from jobs import run as jobs_run
+from tests.kit.checkout import ROOT
+from tests.kit.engine_kit import (
+    TOKEN,
+    await_node,
+    is_serving,
+    json_replies,
+    make_run,
+    make_weights,
+    node,
+    publish,
+    supervise,
+    supervisors,
+)
+from tests.kit.waiting import until
+
+PROBE = ProbeScore(token_ids=[5, 6, 7], logprobs=[SCORE, SCORE], tolerance=0.01)
+V0, V1, V2 = (WeightVersion(step=step) for step in range(3))
+PROMPT = np.asarray([1, 2])
+
+
+@dataclass
+class Somebody:
+    """Whoever runs an engine at one address, and may end it and start it again."""
+
+    engine: Scripted
+    model: Path
+    port: int
+    process: "subprocess.Popen[bytes] | None" = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, **changes: object) -> "Somebody":
+        self.engine = msgspec.structs.replace(self.engine, **changes)
+        command = self.engine.command(self.model, "127.0.0.1", self.port, "theirs")
+        self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {VARIABLE: TOKEN})
+        until(lambda: self.engine.is_healthy(self.url), "health")
+        return self
+
+    def end(self) -> None:
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+
+    def stamps(self) -> list[WeightVersion]:
+        spans = self.engine.generate(self.url, TOKEN, PROMPT, Sampling(), 60.0).spans
+        return [version for _, _, version in spans or []]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = make_weights(tmp_path / "model")
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path / "run")
+
+
+@pytest.fixture
+def somebody(tmp_path: Path, model: Path) -> Iterator[Somebody]:
+    replies = json_replies(tmp_path / "replies.json", [ScriptedReply(token_ids=[3], logprobs=[-0.5])])
+    found = Somebody(Scripted(replies=replies, max_model_len=4096), model, free_port("127.0.0.1", 0))
+    yield found
+    found.end()
+
+
+@pytest.fixture
+def attach(run: RunDir, somebody: Somebody, model: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    with supervisors(run, model) as begin:
+        yield lambda **inference: begin(somebody.engine, url=somebody.url, **inference)
+
+
+def test_it_is_given_every_newer_version_and_goes_on_when_the_run_ends(attach, run, somebody, model) -> None:
+    somebody.start()
+    process = attach()
+    cell = await_node(run, is_serving(V0))
+    assert (cell.url, somebody.stamps()) == (somebody.url, [V0])
+    for version in (V1, V2):
+        publish(run, model, version, probe=PROBE)
+        await_node(run, is_serving(version))
+        assert somebody.stamps() == [version]
+    run.stop.touch()
+    assert process.wait(180) == 0
+    assert node(run) is None
+    assert somebody.stamps() == [V2]
+    assert not any(run.logs("inference").glob("*.engine.log"))
+
+
+def test_what_another_run_left_in_it_is_not_taken_for_ours(attach, run, somebody, model, tmp_path) -> None:
+    """Version names are the same in all runs, so an engine's stamp proves nothing to a run that attaches."""
+    somebody.start()
+    other = make_run(tmp_path / "other")
+    publish(other, model, V2)
+    supervisor = supervise(other, somebody.engine, model, url=somebody.url)
+    await_node(other, is_serving(V2))
+    supervisor.kill()
+    supervisor.communicate()
+    assert somebody.stamps() == [V2]
+    attach()
+    await_node(run, is_serving(V0))
+    assert somebody.stamps() == [V0]
+
+
+def test_a_plain_one_serves_the_model_it_came_up_with(attach, run, somebody) -> None:
+    somebody.start(plain=True)
+    attach()
+    assert await_node(run, is_serving(V0)).url == somebody.url
+    assert somebody.stamps() == [V0]
+
+
+def test_one_that_dies_is_waited_for_and_given_its_weights_again(attach, run, somebody, model) -> None:
+    somebody.start()
+    process = attach()
+    publish(run, model, V1, probe=PROBE)
+    await_node(run, is_serving(V1))
+    somebody.end()
+    cell = await_node(run, lambda node: not node.url)
+    assert (cell.state, cell.versions) == ("starting", [])
+    somebody.start()
+    await_node(run, is_serving(V1))
+    assert somebody.stamps() == [V1]
+    run.stop.touch()
+    _, log = process.communicate(timeout=180)
+    assert re.search(rf"restart 1 of \d: .*{somebody.url}", log)
+
+
+def test_one_that_comes_back_without_update_routes_serves_no_old_weights(
+    attach, run, somebody, model
+) -> None:
+    somebody.start()
+    process = attach(max_restarts=0)
+    publish(run, model, V1)
+    await_node(run, is_serving(V1))
+    process.send_signal(signal.SIGSTOP)  # between two looks
+    somebody.end()
+    somebody.start(plain=True)
+    process.send_signal(signal.SIGCONT)
+    _, log = process.communicate(timeout=180)
+    assert process.returncode == EngineError.exit_code
+    assert f"{somebody.url} stamps None, and was given {V1.name}" in log
+
+
+def test_one_that_restarts_between_two_looks_is_given_its_weights_again(attach, run, somebody, model) -> None:
+    somebody.start()
+    process = attach()
+    publish(run, model, V1, probe=PROBE)
+    await_node(run, is_serving(V1))
+    process.send_signal(signal.SIGSTOP)
+    somebody.end()
+    somebody.start()
+    process.send_signal(signal.SIGCONT)
+    until(lambda: somebody.stamps() == [V1], "the stamp of what it was given")
+
+
+def test_one_that_stays_away_is_one_clear_error_after_the_deadline(attach, somebody) -> None:
+    process = attach(start_timeout_s=1.0, max_restarts=1)
+    _, log = process.communicate(timeout=180)
+    assert process.returncode == EngineError.exit_code
+    assert f"EngineError: no health at {somebody.url} in 1 s; somebody else runs it" in log
+
+
+ROLES = ["coordinator", "inference", "learner", "rollout", "reward"]
+NOBODY = [f"by_hand={ROLES}", *(f"counts.{role}=0" for role in ROLES)]
+
+
+def configured(somebody: Somebody, *words: str) -> RunConfig:
+    """The demo with somebody's engine; no jobs are started."""
+    engine = f'engine={{type="scripted", replies="{somebody.engine.replies}", max_model_len=4096}}'
+    small = ["tasks.train=2", "tasks.eval=2", 'sandbox={type="process"}', f"model={somebody.model}"]
+    words = (*small, *NOBODY, engine, f"inference.url={somebody.url}", *words)
+    return configuration.read(ROOT / "configs/demo.toml", ROOT / "configs/demo_eval.toml", overrides=words)
+
+
+@pytest.fixture
+def key(monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", TOKEN)
+
+
+def test_its_key_becomes_the_token_of_the_run_and_is_in_no_configuration(tmp_path, somebody, key) -> None:
+    somebody.start(plain=True)
+    run = RunDir(tmp_path / "started")
+    control.start(run, configured(somebody))
+    assert run.token.read_text() == TOKEN
+    assert TOKEN not in run.config.read_text()
+    os.environ["VLLM_API_KEY"] = ""  # restored by the fixture
+    control.start(run, configured(somebody))
+    assert run.token.read_text() == TOKEN
+
+
+def test_it_needs_a_supervisor_with_the_coordinator_and_no_inference_job(tmp_path, somebody) -> None:
+    config = configured(somebody, "counts.inference=4", "counts.coordinator=1")
+    assert job_counts.desired(config)["inference"] == 0
+    commands = jobs_run.commands(RunDir(tmp_path), "coordinator", config)
+    assert [command[-2:] for command in commands] == [
+        ["jobs.coordinator", str(tmp_path)],
+        ["jobs.inference", str(tmp_path)],
+    ]
+
+
+REFUSALS = {
+    "no answer": ({}, [], r"no answer"),
+    "no updates": (
+        {"plain": True},
+        ['mode="grpo"'],
+        r"no routes that update.*hpc_swe.engine.*mode = \"eval\"",
+    ),
+    "short": ({"max_model_len": 100}, [], r"takes 100 tokens, less than rollout.context = 512"),
+    "another machine": ({}, ['executor={type="slurm"}'], r"another machine for each job; write this host's"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words", "why"), REFUSALS.values(), ids=REFUSALS)
+def test_a_run_that_cannot_use_it_is_refused_once(
+    tmp_path, somebody, key, changes, words, why, request
+) -> None:
+    if "no answer" not in request.node.name:
+        somebody.start(**changes)
+    run = RunDir(tmp_path / "refused")
+    with pytest.raises(ConfigError, match=rf"inference.url = '{somebody.url}'.*{why}"):
+        control.start(run, configured(somebody, *words))
+    assert not run.root.exists()
+
+
+def test_a_wrong_key_and_another_model_are_told_apart(tmp_path, somebody, monkeypatch) -> None:
+    somebody.start()
+    monkeypatch.setenv("VLLM_API_KEY", "wrong")
+    with pytest.raises(ConfigError, match=r"refuses the key \(HTTP 401\).*give its key in VLLM_API_KEY"):
+        control.start(RunDir(tmp_path / "a"), configured(somebody))
+    monkeypatch.setenv("VLLM_API_KEY", TOKEN)
+    other = tmp_path / "another"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    (other / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"another model, {somebody.model}, than model = '{other}'"):
+        control.start(RunDir(tmp_path / "b"), configured(somebody, f"model={other}"))
+
+
+def test_an_address_carries_no_key(somebody) -> None:
+    for url in ("http://key@host:8000", "https://host:8000/?key=1", "host:8000"):
+        with pytest.raises(ConfigError, match=r"must be http\(s\)://host:port.*VLLM_API_KEY"):
+            configured(somebody, f"inference.url={url}")
+
+
+def test_a_run_may_go_on_with_an_engine_that_has_moved(tmp_path, somebody, key) -> None:
+    somebody.start()
+    run = RunDir(tmp_path / "moved")
+    control.start(run, configured(somebody))
+    somebody.end()
+    somebody.port = free_port("127.0.0.1", 0)
+    somebody.start()
+    control.start(run, configured(somebody))
+    assert existing.load(run).inference.url == somebody.url
+    assert atomic.names(run.nodes) == []

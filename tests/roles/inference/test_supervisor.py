@@ -1,0 +1,320 @@
+"""The supervisor, with an engine that needs no model."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from hpc_swe.errors import EngineError
+from hpc_swe.plugins.engines.scripted import SCORE, Scripted, ScriptedReply
+from hpc_swe.records import ProbeScore, Sampling, WeightVersion
+from hpc_swe.roles.inference.supervisor import MAX_REFUSALS
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import atomic, weights
+from hpc_swe.store.lease import Lease
+from tests.kit.engine_kit import (
+    TOKEN,
+    await_node,
+    is_serving,
+    json_replies,
+    make_run,
+    make_weights,
+    node,
+    processes,
+    publish,
+    supervise,
+    supervisors,
+)
+from tests.kit.waiting import until
+
+PROBE = ProbeScore(token_ids=[5, 6, 7], logprobs=[SCORE, SCORE], tolerance=0.01)
+WRONG = ProbeScore(token_ids=[5, 6, 7], logprobs=[SCORE, SCORE - 1], tolerance=0.01)
+HANG_S = 3.0
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def version(step: int, incarnation: int = 0) -> WeightVersion:
+    return WeightVersion(step=step, incarnation=incarnation)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path / "a run")
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Scripted:
+    return Scripted(
+        replies=json_replies(tmp_path / "replies.json", [ScriptedReply(token_ids=[3], logprobs=[-0.5])]),
+        environ={"TEST_MARK": str(tmp_path)},
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_weights(tmp_path / "model")
+
+
+@pytest.fixture
+def start(run: RunDir, engine: Scripted, model: Path, tmp_path: Path) -> Iterator[Start]:
+    with supervisors(run, model) as begin:
+        yield lambda changed=engine, **inference: begin(changed, **inference)
+    until(lambda: not processes(str(tmp_path)), "the end of all processes")
+
+
+def end(engines: list[int]) -> None:
+    """The guard and its engine; the death of one may be that of the other."""
+    for pid in engines:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def corrupt(stage: Path) -> None:
+    file = stage / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+
+def test_serves_the_model_then_every_newer_version(
+    start: Start, run: RunDir, model: Path, engine: Scripted
+) -> None:
+    start()
+    url = await_node(run, is_serving(version(0))).url
+    publish(run, model, version(1), probe=PROBE)
+    await_node(run, is_serving(version(1)))
+    publish(run, model, version(2), probe=PROBE)
+    found = await_node(run, is_serving(version(2)))
+    assert found.url == url
+    completion = engine.generate(url, TOKEN, np.asarray([1, 2]), Sampling(), 60.0)
+    assert (completion.token_ids, completion.spans) == ([3], [(0, 1, version(2))])
+
+
+def test_the_token_is_in_no_argument_cell_or_log(
+    start: Start, run: RunDir, model: Path, tmp_path: Path
+) -> None:
+    process = start()
+    await_node(run, is_serving(version(0)))
+    publish(run, model, version(1), probe=PROBE)
+    cell = await_node(run, is_serving(version(1)))
+    commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes(str(tmp_path))]
+    run.stop.touch()
+    _, log = process.communicate(timeout=180)
+    output = "".join(path.read_text() for path in run.logs("inference").iterdir())
+    assert len(commands) >= 2
+    assert not any(TOKEN.encode() in command for command in commands)
+    assert TOKEN not in f"{cell} {log} {output}"
+
+
+def test_starts_on_the_newest_published_version(start: Start, run: RunDir, model: Path) -> None:
+    publish(run, model, version(7), probe=PROBE)
+    start()
+    await_node(run, is_serving(version(7)))
+
+
+def test_a_restarted_learner_with_fewer_steps_is_followed(start: Start, run: RunDir, model: Path) -> None:
+    publish(run, model, version(7))
+    start()
+    await_node(run, is_serving(version(7)))
+    publish(run, model, version(3, incarnation=1))
+    await_node(run, is_serving(version(3, incarnation=1)))
+
+
+@pytest.mark.parametrize("refused", [{"damage": corrupt}, {"probe": WRONG}], ids=["corrupt", "probe"])
+def test_a_refused_version_is_passed_over(
+    start: Start, run: RunDir, model: Path, refused: dict[str, object]
+) -> None:
+    process = start()
+    await_node(run, is_serving(version(0)))
+    publish(run, model, version(1), **refused)  # type: ignore[arg-type]
+    publish_at = time.monotonic()
+    while time.monotonic() < publish_at + 1.0:
+        cell = node(run)
+        assert cell is None or version(0) in cell.versions
+        time.sleep(0.02)
+    await_node(run, is_serving(version(0)))
+    publish(run, model, version(2), probe=PROBE)
+    await_node(run, is_serving(version(2)))
+    run.stop.touch()
+    _, log = process.communicate(timeout=180)
+    assert log.count("refused v000001-i00") == 1
+
+
+def test_a_bad_newest_version_does_not_keep_an_engine_from_starting(
+    start: Start, run: RunDir, model: Path
+) -> None:
+    publish(run, model, version(1), probe=PROBE)
+    publish(run, model, version(2), probe=WRONG)
+    start()
+    await_node(run, is_serving(version(1)))
+
+
+def test_both_versions_are_named_before_the_weights_change(
+    start: Start, run: RunDir, model: Path, engine: Scripted
+) -> None:
+    start()
+    await_node(run, is_serving(version(0)))
+    publish(run, model, version(1))
+    cell = await_node(run, lambda node: node.state == "updating" or node.versions == [version(1)])
+    if cell.state == "updating":  # else it was too quick for us
+        assert cell.versions == [version(0), version(1)]
+        assert cell.reading == version(1).name
+
+
+def test_a_killed_engine_is_started_again(start: Start, run: RunDir, model: Path, tmp_path: Path) -> None:
+    process = start()
+    first = await_node(run, is_serving(version(0)))
+    engines = [pid for pid in processes(str(tmp_path)) if pid != process.pid]
+    publish(run, model, version(1))
+    await_node(run, is_serving(version(1)))
+    end(engines)
+    cell = await_node(run, lambda node: node.state == "starting")
+    assert (cell.url, cell.versions) == ("", [])
+    again = await_node(run, is_serving(version(1)))
+    assert again.owner == first.owner
+
+
+def test_an_engine_that_dies_while_loading_does_not_condemn_the_version(
+    start: Start, run: RunDir, model: Path, engine: Scripted, tmp_path: Path
+) -> None:
+    process = start(changed=msgspec.structs.replace(engine, update_s=3.0))
+    await_node(run, is_serving(version(0)))
+    engines = [pid for pid in processes(str(tmp_path)) if pid != process.pid]
+    publish(run, model, version(1), probe=PROBE)
+    await_node(run, lambda node: node.state == "updating")
+    time.sleep(0.2)
+    end(engines)
+    await_node(run, is_serving(version(1)))
+
+
+def serving_process(mark: str) -> int:
+    [pid] = [
+        pid
+        for pid in processes(mark)
+        if b"engines.scripted" in (line := Path(f"/proc/{pid}/cmdline").read_bytes()) and b"guard" not in line
+    ]
+    return pid
+
+
+@pytest.mark.parametrize("part", ["engine", "guard and engine"])
+def test_a_stopped_engine_is_replaced(
+    start: Start, run: RunDir, tmp_path: Path, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = start(hang_s=HANG_S)
+    await_node(run, is_serving(version(0)))
+    stopped = serving_process(str(tmp_path))
+    everything = [pid for pid in processes(str(tmp_path)) if pid != process.pid]
+    began = time.monotonic()
+    for pid in [stopped] if part == "engine" else everything:
+        os.kill(pid, signal.SIGSTOP)
+    await_node(run, lambda node: node.state == "starting")
+    await_node(run, is_serving(version(0)))
+    with capsys.disabled():
+        print(f"\n{part} stopped: another serves after {time.monotonic() - began:.1f} s, hang_s = {HANG_S:g}")
+    assert not set(everything) & set(processes(str(tmp_path)))
+
+
+@pytest.mark.parametrize("timeout_s", [4.0, 900.0])  # the second one is never waited for
+def test_an_engine_that_stops_in_an_update_is_replaced_and_updated(
+    start: Start, run: RunDir, model: Path, engine: Scripted, tmp_path: Path, timeout_s: float
+) -> None:
+    process = start(changed=msgspec.structs.replace(engine, update_s=2.0, update_timeout_s=timeout_s))
+    await_node(run, is_serving(version(0)))
+    publish(run, model, version(1), probe=PROBE)
+    await_node(run, lambda node: node.state == "updating")
+    os.kill(serving_process(str(tmp_path)), signal.SIGSTOP)
+    await_node(run, is_serving(version(1)))
+    run.stop.touch()
+    _, log = process.communicate(timeout=180)
+    assert "refused" not in log
+
+
+def test_many_refusals_in_a_row_start_the_engine_anew_and_are_said(
+    start: Start, run: RunDir, model: Path, engine: Scripted
+) -> None:
+    process = start(changed=msgspec.structs.replace(engine, update_s=0.3))
+    await_node(run, is_serving(version(0)))
+    for step in range(1, MAX_REFUSALS + 1):
+        publish(run, model, version(step), probe=WRONG)
+        await_node(run, lambda node: node.state == "updating")
+        await_node(run, lambda node: node.state != "updating")
+    await_node(run, lambda node: node.state == "starting")
+    run.stop.touch()
+    _, log = process.communicate(timeout=180)
+    assert f"{MAX_REFUSALS} versions in a row were refused" in log
+
+
+def test_verifying_a_version_is_cut_short_by_an_order_to_end(
+    start: Start, run: RunDir, model: Path, tmp_path: Path
+) -> None:
+    process = start()
+    await_node(run, is_serving(version(0)))
+    folder = publish(make_run(tmp_path / "elsewhere"), make_weights(tmp_path / "small"), version(1))
+    manifest = weights.manifest(RunDir(tmp_path / "elsewhere"), version(1))
+    os.truncate(folder / "model.safetensors", 64 << 30)
+    info = msgspec.structs.replace(manifest.files["model.safetensors"], size=64 << 30)
+    atomic.put(folder / "MANIFEST.json", msgspec.structs.replace(manifest, files={"model.safetensors": info}))
+    folder.rename(run.weight(version(1)))
+    await_node(run, lambda node: node.reading == version(1).name)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+
+
+def test_a_killed_supervisor_leaves_no_engine(start: Start, run: RunDir, tmp_path: Path) -> None:
+    process = start()
+    await_node(run, is_serving(version(0)))
+    assert len(processes(str(tmp_path))) >= 2
+    process.kill()
+    process.wait()
+    until(lambda: not processes(str(tmp_path)), "the end of all processes")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, None], ids=["TERM", "USR2", "STOP"])
+def test_ends_cleanly_when_told(start: Start, run: RunDir, tmp_path: Path, number: int | None) -> None:
+    process = start()
+    await_node(run, is_serving(version(0)))
+    process.send_signal(number) if number is not None else run.stop.touch()
+    assert process.wait(180) == 0
+    assert not processes(str(tmp_path))
+    assert node(run) is None
+
+
+def test_drain_waits_for_the_rollout_workers(start: Start, run: RunDir) -> None:
+    process = start()
+    await_node(run, is_serving(version(0)))
+    with Lease(run, "rollout", "test", 0.1):
+        run.drain.touch()
+        time.sleep(1.5)
+        assert process.poll() is None
+        await_node(run, is_serving(version(0)))
+    assert process.wait(180) == 0
+
+
+def test_a_busy_port_is_one_clear_error(start: Start) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        process = start(port=port)
+        _, log = process.communicate(timeout=180)
+    assert process.returncode == 2
+    assert f"ConfigError: [inference] port = {port}" in log
+
+
+def test_an_engine_that_never_starts_ends_the_supervisor_and_names_the_log(
+    run: RunDir, model: Path, tmp_path: Path
+) -> None:
+    replies = tmp_path / "replies.json"
+    replies.write_text("no JSON")
+    process = supervise(run, Scripted(replies=str(replies)), model, max_restarts=1)
+    _, log = process.communicate(timeout=180)
+    assert process.returncode == EngineError.exit_code
+    [name] = [path.name for path in run.logs("inference").iterdir()]
+    assert f"EngineError: the engine ended; see {run.logs('inference') / name}" in log
+    assert "JSON is malformed" in (run.logs("inference") / name).read_text()

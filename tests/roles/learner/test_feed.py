@@ -1,0 +1,172 @@
+"""What the learner's rank 0 decides from the run folder, and how ranks share a verdict."""
+
+import subprocess
+import time
+
+import pytest
+
+from hpc_swe.errors import CorruptRecord, DeadlineError, StorageError
+from hpc_swe.records import (
+    BatchManifest,
+    CheckpointManifest,
+    CoordinatorState,
+    FileInfo,
+    StatusReport,
+    WeightVersion,
+)
+from hpc_swe.roles.learner.batch_source import BatchSource, Order
+from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
+from hpc_swe.roles.learner.publish import Publisher, take_incarnation
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import atomic, folders
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.make()
+    return run
+
+
+def publish(run, step):
+    manifest = BatchManifest(
+        writer="c", files={}, step=step, groups=[], closed=[], after=CoordinatorState(), stats={}
+    )
+    folders.publish(run.batch(step), lambda stage: manifest)
+
+
+def beat(run, number):
+    report = StatusReport(
+        beat=number,
+        roles=[],
+        spools={},
+        waits_for="an engine",
+        step=0,
+        newest=WeightVersion(),
+        recent={},
+        errors=[],
+    )
+    atomic.put(run.status, report)
+
+
+def test_the_next_batch_is_trained_and_no_other(run):
+    publish(run, 3)
+    assert BatchSource(run, 60, 0.01).wait(3).manifest.step == 3
+
+
+def test_orders_come_before_batches_and_stop_before_drain(run):
+    publish(run, 0)
+    feed = BatchSource(run, 60, 0.01)
+    run.drain.touch()
+    assert feed.wait(0).order is Order.DRAIN
+    run.stop.touch()
+    assert feed.wait(0).order is Order.STOP
+
+
+def test_a_finished_run_needs_no_learner(run):
+    publish(run, 0)
+    run.finished.touch()
+    assert BatchSource(run, 60, 0.01).wait(0).order is Order.STOP
+
+
+def test_a_signal_drains(run):
+    publish(run, 0)
+    assert BatchSource(run, 60, 0.01, lambda: True).wait(0).order is Order.DRAIN
+
+
+def test_a_pulse_ends_the_look_so_that_other_ranks_hear(run):
+    assert BatchSource(run, 60, 0.01, pulse_s=0.05).wait(0).order is Order.WAIT
+
+
+def test_the_deadline_names_what_is_awaited_by_it_and_by_the_coordinator(run):
+    feed = BatchSource(run, 0.05, 0.01, pulse_s=0.01)
+    beat(run, 1)
+    assert feed.wait(7).order is Order.WAIT
+    beat(run, 2)
+    time.sleep(0.05)
+    with pytest.raises(DeadlineError, match=r"no .*step_000007 .*waits for: an engine"):
+        feed.wait(7)
+
+
+def test_a_silent_coordinator_is_waited_for_aloud(run, caplog):
+    feed = BatchSource(run, 0.01, 0.01, pulse_s=0.02)
+    for _ in range(5):
+        assert feed.wait(0).order is Order.WAIT
+    assert "coordinator is silent" in caplog.text
+
+
+def test_a_corrupt_manifest_is_an_error(run):
+    publish(run, 0)
+    (run.batch(0) / folders.NAME).write_bytes(b"{")
+    with pytest.raises(CorruptRecord):
+        BatchSource(run, 60, 0.01).wait(0)
+
+
+class Alone:
+    """One rank that is told what the others said."""
+
+    def __init__(self, rank, *heard):
+        self.rank, self.size, self.data_rank, self.heard = rank, 2, rank, heard
+
+    def broadcast(self, value):
+        return self.heard[0] if self.heard else value
+
+    def gather(self, value):
+        return [value, *self.heard]
+
+
+def test_what_rank_0_cannot_do_fails_on_every_rank():
+    def fail():
+        raise CorruptRecord("x")
+
+    with pytest.raises(CorruptRecord):
+        on_rank_zero(Alone(0), fail)
+    with pytest.raises(CorruptRecord):
+        on_rank_zero(Alone(1, (None, CorruptRecord("x"))), lambda: pytest.fail("rank 1 acted"))
+    assert on_rank_zero(Alone(1, ("answer", None)), fail) == "answer"
+
+
+def test_one_rank_that_fails_fails_all():
+    assert on_all_ranks(Alone(0, None), lambda: 5) == 5
+    with pytest.raises(CorruptRecord):
+        on_all_ranks(Alone(0, CorruptRecord("rank 1")), lambda: 5)
+
+
+class OnlyRank(Alone):
+    """A learner at step 0 on one rank."""
+
+    step, size = 0, 1
+
+    @property
+    def ranks(self):
+        return self
+
+
+def test_a_learner_without_checkpoint_starts_only_from_the_first_batch(run):
+    run.checkpoint(5, 1).mkdir()
+    manifest = CheckpointManifest(
+        writer="l", files={"a": FileInfo(size=1, sha256="")}, step=5, incarnation=1, tensor_parallel=1
+    )
+    atomic.put(run.checkpoint(5, 1) / folders.NAME, manifest)  # and no file: it is damaged
+    publisher = Publisher(run, OnlyRank(0), 2, "writer")
+    publisher.restore()
+    publish(run, 5)
+    with pytest.raises(CorruptRecord, match=r"checkpoints: no checkpoint is intact.*step_000005 are gone"):
+        publisher.restore()
+    publish(run, 0)
+    publisher.restore()
+
+
+def test_an_incarnation_is_never_taken_twice(run):
+    assert [take_incarnation(run) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_learner_that_starts_on_a_full_disk_is_refused_in_words(run):
+    mount = ["mount", "-t", "tmpfs", "-o", "nr_inodes=1", "tmpfs", str(run.incarnations)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    try:
+        with pytest.raises(StorageError, match=rf"^{run.incarnations}: no space is left; free some"):
+            take_incarnation(run)
+    finally:
+        subprocess.run(["umount", "-l", run.incarnations], check=True)

@@ -1,0 +1,253 @@
+"""The learner on a run folder: what it publishes, and what deaths and orders leave behind."""
+
+import json
+import mmap
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.slow
+
+import msgspec  # noqa: E402
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from hpc_swe.errors import StorageError  # noqa: E402
+from hpc_swe.records import (  # noqa: E402
+    Batch,
+    BatchManifest,
+    CheckpointManifest,
+    CoordinatorState,
+    MicroBatch,
+    WeightManifest,
+    WeightVersion,
+)
+from hpc_swe.rundir import RunDir  # noqa: E402
+from hpc_swe.store import atomic, folders  # noqa: E402
+from tests.kit.ranks import gang, tiny  # noqa: E402
+from tests.kit.waiting import until  # noqa: E402
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.make_models(tmp_path_factory.mktemp("models"))["tied"]
+
+
+@pytest.fixture(scope="module")
+def sequences(model):
+    return tiny.make_sequences(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+
+
+@pytest.fixture(scope="module")
+def whole(model, sequences, tmp_path_factory):
+    """A run that nothing disturbed."""
+    run = make_run(tmp_path_factory.mktemp("whole"), sequences, STEPS)
+    gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
+    return run
+
+
+def make_run(root: Path, sequences: list[MicroBatch], steps: int, ranks: int = 1) -> RunDir:
+    run = RunDir(root)
+    run.make()
+    for step in range(steps):
+        publish(run, step, sequences, ranks)
+    return run
+
+
+def publish(run: RunDir, step: int, sequences: list[MicroBatch], ranks: int = 1) -> None:
+    """What a coordinator would: two sequences a microbatch, turning with the step."""
+    turned = sequences[step % 4 :] + sequences[: step % 4]
+
+    def fill(stage: Path) -> BatchManifest:
+        files = {}
+        for rank in range(ranks):
+            batch, name = Batch(step=step, rank=rank, microbatches=turned[rank::ranks]), run.rank_file(rank)
+            files[name] = folders.write(stage, name, msgspec.msgpack.encode(batch))
+        after = CoordinatorState()
+        return BatchManifest(writer="c", files=files, step=step, groups=[], closed=[], after=after, stats={})
+
+    folders.publish(run.batch(step), fill)
+
+
+def start(run: RunDir, model: Path, steps: int = STEPS) -> list[subprocess.Popen[str]]:
+    return gang.start(2, "learn", str(run.root), str(model), str(steps), "1")
+
+
+def told(run: RunDir) -> list[dict]:
+    path = run.root / "told.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def end(children: list[subprocess.Popen[str]], number: signal.Signals) -> list[tuple[int, str]]:
+    for child in children:
+        child.send_signal(number)
+    outputs = [child.communicate(timeout=300)[0] for child in children]
+    return [(child.returncode, output) for child, output in zip(children, outputs, strict=True)]
+
+
+def weights(run: RunDir, step: int, incarnation: int) -> dict[str, torch.Tensor]:
+    folder = run.weight(WeightVersion(step=step, incarnation=incarnation))
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_every_version_is_published_whole(whole, model):
+    assert atomic.names(whole.weights) == [f"v{step:06d}-i01" for step in range(STEPS + 1)]
+    for step in range(STEPS + 1):
+        folder = whole.weight(WeightVersion(step=step, incarnation=1))
+        manifest = folders.manifest(folder, WeightManifest)
+        assert set(manifest.files) == {path.name for path in folder.iterdir()} - {folders.NAME}
+        assert all(folders.describe(folder / name) == info for name, info in manifest.files.items())
+        assert manifest.tensors.keys() == weights(whole, step, 1).keys()
+        assert (manifest.version.step, manifest.parent) == (step, None)
+    assert_same(weights(whole, 0, 1), load_file(model / "model.safetensors"))
+
+
+def test_the_probe_is_what_the_published_weights_say(whole):
+    for step in (0, STEPS):
+        folder = whole.weight(WeightVersion(step=step, incarnation=1))
+        probe = folders.manifest(folder, WeightManifest).probe
+        with torch.no_grad():
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            scores = tiny.score(model, torch.tensor(probe.token_ids))[1:]
+        assert (torch.tensor(probe.logprobs) - scores).abs().max() < probe.tolerance / 100
+
+
+def test_checkpoints_come_at_their_steps_and_steps_are_told_in_order(whole):
+    assert atomic.names(whole.checkpoints) == ["step_000002-i01", "step_000004-i01"]
+    manifest = folders.manifest(whole.checkpoint(4, 1), CheckpointManifest)
+    assert (manifest.step, manifest.incarnation, manifest.tensor_parallel) == (4, 1, 2)
+    assert [line["step"] for line in told(whole)] == list(range(STEPS + 1))
+    assert all(line["step_seconds/wait"] < 30 for line in told(whole)[1:])
+
+
+def test_a_killed_learner_resumes_and_ends_at_the_same_bits(whole, model, sequences, tmp_path):
+    run = make_run(tmp_path / "run", sequences, 3)
+    children = start(run, model)
+    until(lambda: told(run) and told(run)[-1]["step"] == 3, "step 3")
+    end(children, signal.SIGKILL)
+    publish(run, 3, sequences)
+    gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
+    assert [line["step"] for line in told(run)] == [0, 1, 2, 3, 2, 3, 4]
+    assert max(atomic.names(run.weights), key=lambda name: WeightVersion.parse(name)) == "v000004-i02"
+    assert_same(weights(run, 2, 2), weights(whole, 2, 1))
+    assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
+
+
+def test_death_while_saving_leaves_the_last_checkpoint_and_no_half_one(
+    whole, model, sequences, tmp_path, monkeypatch
+):
+    run = make_run(tmp_path / "run", sequences, STEPS)
+    monkeypatch.setenv("DIES_AT", str(run.checkpoints / ".tmp-"))
+    children = start(run, model)
+    until(lambda: any(child.poll() == -signal.SIGKILL for child in children), "a death")
+    end(children, signal.SIGKILL)
+    monkeypatch.delenv("DIES_AT")
+    assert [name[:5] for name in os.listdir(run.checkpoints)] == [".tmp-"]
+    gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
+    assert [line["step"] for line in told(run)][-5:] == [0, 1, 2, 3, 4]
+    assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(whole, model, sequences, tmp_path):
+    run = make_run(tmp_path / "run", sequences, STEPS)
+    (run.incarnations / "01").mkdir()
+    for step in (2, 4):
+        shutil.copytree(whole.checkpoint(step, 1), run.checkpoint(step, 1))
+    victim = sorted(run.checkpoint(4, 1).glob("__1_*"))[0]
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    outputs = gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
+    assert victim.name in outputs[0]
+    assert [line["step"] for line in told(run)] == [2, 3, 4]
+    assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
+
+
+def test_a_signal_saves_at_the_next_boundary_and_exits_0(model, sequences, tmp_path):
+    run = make_run(tmp_path / "run", sequences, 1)
+    children = start(run, model)
+    until(lambda: told(run) and told(run)[-1]["step"] == 1, "step 1")
+    assert [code for code, _ in end(children, signal.SIGTERM)] == [0, 0]
+    assert atomic.names(run.checkpoints) == ["step_000001-i01"]
+
+
+def test_a_batch_file_that_one_rank_cannot_read_stops_all_ranks(model, sequences, tmp_path):
+    run = make_run(tmp_path / "run", sequences, 1, ranks=2)
+    path = run.batch(0) / run.rank_file(1)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    children = gang.start(2, "learn", str(run.root), str(model), "1", "2")
+    for child in children:
+        output = child.communicate(timeout=300)[0]
+        assert child.returncode != 0
+        assert f"CorruptRecord: {path}" in output
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Mounts a folder of a run as a file system of its own, of so many bytes; None takes the limit away."""
+    mounts = []
+
+    def mount(folder: Path, size: int | None) -> None:
+        options = f"remount,size={size or 0}" if folder in mounts else f"size={size}"
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True
+        )
+        if made.returncode:
+            pytest.skip(f"needs the right to mount a small tmpfs: {made.stderr.strip()}")
+        mounts.append(folder)
+
+    yield mount
+    for folder in {*mounts}:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.parametrize(("kind", "room"), [("weights", 2.5), ("checkpoints", 1.7), ("checkpoints", 0.0)])
+def test_a_full_disk_is_one_error_and_leaves_what_was_published(
+    whole, model, sequences, tmp_path, disk, kind, room
+):
+    """Room for two versions, or one checkpoint, and half of the next; or for nothing at all."""
+    run = make_run(tmp_path / "run", sequences, STEPS)
+    folder, undisturbed = run.root / kind, whole.root / kind
+    size = max(sum(file.stat().st_size for file in each.iterdir()) for each in undisturbed.iterdir())
+    disk(folder, int(room * size) or 1 << 14)
+    ends = [(child.communicate(timeout=900)[0], child.returncode) for child in start(run, model)]
+    for output, code in ends:
+        assert f"StorageError: {folder}/.tmp-" in output, output[-3000:]
+        assert "no space is left; free some" in output
+        assert code == StorageError.exit_code
+    assert atomic.names(folder) == atomic.names(undisturbed)[: int(room)]
+    assert not list(folder.glob(".*")), "half a version is in the way of the next"
+    disk(folder, None)
+    gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
+    assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
+
+
+@pytest.mark.parametrize("refused", [".metadata", "metadata.json"])
+def test_a_disk_full_at_the_last_small_files_is_one_error_on_all_ranks(
+    whole, model, sequences, tmp_path, disk, refused
+):
+    """Rank 0 alone writes those; the other one must not only lose it."""
+    run, later = make_run(tmp_path / "run", sequences, 2), ("metadata.json", folders.NAME, refused)
+    sizes = [file.stat().st_size for file in whole.checkpoint(2, 1).iterdir() if file.name not in later]
+    disk(run.checkpoints, sum(-(-size // mmap.PAGESIZE) for size in sizes) * mmap.PAGESIZE)
+    children = start(run, model, 2)
+    outputs = [child.communicate(timeout=900)[0] for child in children]
+    assert [child.returncode for child in children] == [StorageError.exit_code] * 2, outputs
+    assert all("no space is left; free some" in output for output in outputs)
+    assert os.listdir(run.checkpoints) == [], "half a checkpoint is in the way of the next"

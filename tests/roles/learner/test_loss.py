@@ -1,0 +1,215 @@
+"""The objectives against numbers worked out by hand, and the curves against what they claim to show."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hpc_swe.plugins.policies.base import LossConfig, TrainedTokens  # noqa: E402
+from hpc_swe.roles.learner.loss import PolicyObjective  # noqa: E402
+
+PI = [0.5, 0.15, 0.9]
+MU = [0.4, 0.20, 0.5]  # ratios 1.25, 0.75, 1.8
+ADVANTAGES = [1.0, -1.0, 1.0]
+WEIGHTS = [0.5, 0.25, 0.25]
+
+
+def make(pi=PI, mu=MU, advantages=ADVANTAGES, weights=WEIGHTS, reference=None) -> TrainedTokens:
+    logs = [torch.tensor([math.log(p) for p in column]) for column in (pi, mu)]
+    return TrainedTokens(
+        logprobs=logs[0].requires_grad_(),
+        entropy=torch.full((len(pi),), 0.7),
+        sampler=logs[1],
+        advantages=torch.tensor(advantages),
+        weights=torch.tensor(weights),
+        reference=torch.tensor([math.log(p) for p in reference]) if reference else None,
+    )
+
+
+def loss_and_slope(tokens: TrainedTokens, **config) -> tuple[float, list[float]]:
+    loss, _, _ = PolicyObjective(LossConfig(**config))(tokens)
+    loss.backward()
+    return loss.item(), tokens.logprobs.grad.tolist()
+
+
+def metrics(*batches: TrainedTokens, **config) -> dict[str, float]:
+    objective = PolicyObjective(LossConfig(**config))
+    parts = [objective(tokens)[1:] for tokens in batches]
+    sums = sum(part[0] for part in parts)
+    return objective.metrics(sums.tolist(), torch.stack([part[1] for part in parts]).amax(0).tolist())
+
+
+def test_sampler_ratio_clips_on_both_sides():
+    # 1.25 is inside 0.8 .. 1.28: term -1.25, slope -1.25. 0.75 with A < 0: term 0.8, no slope.
+    # 1.8 with A > 0: term -1.28, no slope.
+    loss, slope = loss_and_slope(make())
+    assert loss == pytest.approx(0.5 * -1.25 + 0.25 * 0.8 + 0.25 * -1.28)
+    assert slope == pytest.approx([-0.625, 0.0, 0.0])
+
+
+def test_sampler_ratio_keeps_the_slope_where_it_undoes_a_large_change():
+    # 0.75 with A > 0 and 1.8 with A < 0 are the worse of the two terms: their slopes are -A r
+    loss, slope = loss_and_slope(make(advantages=[1.0, 1.0, -1.0]))
+    assert loss == pytest.approx(0.5 * -1.25 + 0.25 * -0.75 + 0.25 * 1.8)
+    assert slope == pytest.approx([-0.625, -0.1875, 0.45])
+
+
+FLIPPED = [math.log(2.9), math.log(3.1), math.log(8394)]  # of one token, when the router chooses otherwise
+
+
+def test_a_token_on_which_learner_and_engine_differ_does_not_rule_a_batch():
+    gaps = [math.log(0.7), math.log(1.25), *FLIPPED]
+    tokens = make(pi=[1.0] * 5, mu=[math.exp(-gap) for gap in gaps], advantages=[-1.0] * 5, weights=[0.2] * 5)
+    loss, slope = loss_and_slope(tokens)
+    # below 0.8 the step would only add to the change; from 3 on the term is 3, without a slope
+    assert loss == pytest.approx(0.2 * (0.8 + 1.25 + 2.9 + 3 + 3), rel=1e-5)
+    assert slope == pytest.approx([0, 0.2 * 1.25, 0.2 * 2.9, 0, 0], rel=1e-5)
+    found = metrics(tokens)
+    assert found["ratio/clipped_dual"] == pytest.approx(2 / 5)
+    assert "ratio/clipped_dual" not in metrics(tokens, objective="decoupled")
+
+
+def test_the_bound_for_negative_advantages_moves_without_the_positive_ones():
+    mu = [math.exp(-gap) for gap in FLIPPED]
+    _, slope = loss_and_slope(
+        make(pi=[1.0] * 3, mu=mu, advantages=[-1.0] * 3, weights=[1.0] * 3), dual_clip=10
+    )
+    assert slope == pytest.approx([2.9, 3.1, 0], rel=1e-5)
+    better = make(pi=[1.0] * 3, mu=mu, advantages=[1.0] * 3, weights=[1.0] * 3)
+    assert loss_and_slope(better) == (pytest.approx(-3 * 1.28), [0, 0, 0])
+    assert metrics(better)["ratio/clipped_dual"] == 0
+
+
+@pytest.mark.parametrize("objective", ["sampler_ratio", "decoupled"])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+@pytest.mark.parametrize("gap", [-90.0, -9.0, -0.3, 0.0, 0.3, 1.0, 1.2, 9.0, 90.0])
+def test_no_slope_is_steeper_than_the_documented_bound(objective, advantage, gap):
+    logprobs = torch.tensor([-95.0 if gap < 0 else -0.1], requires_grad=True)
+    one, reference = torch.ones(1), torch.tensor([-3.0])
+    tokens = TrainedTokens(logprobs, one, (logprobs - gap).detach(), advantage * one, one, reference)
+    loss, slope = loss_and_slope(tokens, objective=objective, kl_coefficient=0.01)
+    bound = 3.0 if objective == "sampler_ratio" else 5.0  # dual_clip; ratio_cap
+    assert math.isfinite(loss)
+    assert abs(slope[0]) <= bound + 0.01 * 3.0 * 20
+
+
+def test_decoupled_weighs_by_the_capped_correction_and_never_clips():
+    # corrections 1.25, 0.75 and min(1.8, 1.5); the ratio to the weights before the step is 1
+    loss, slope = loss_and_slope(make(), objective="decoupled", ratio_cap=1.5)
+    expected = [0.5 * -1.25, 0.25 * 0.75, 0.25 * -1.5]
+    assert loss == pytest.approx(sum(expected))
+    assert slope == pytest.approx(expected)
+
+
+def test_decoupled_leaves_out_tokens_outside_the_band():
+    _, slope = loss_and_slope(make(), objective="decoupled", mask_low=0.8, mask_high=1.7)
+    assert slope == pytest.approx([-0.625, 0.0, 0.0])
+    assert metrics(make(), objective="decoupled", mask_low=0.8)["ratio/masked_share"] == pytest.approx(1 / 3)
+
+
+def test_sft_is_the_weighted_negative_log_likelihood():
+    loss, slope = loss_and_slope(make(), objective="sft")
+    assert loss == pytest.approx(-sum(w * math.log(p) for w, p in zip(WEIGHTS, PI, strict=True)))
+    assert slope == pytest.approx([-0.5, -0.25, -0.25])
+
+
+def test_divergence_slopes_away_from_the_reference():
+    # d/d log pi of r (e^d - 1 - d), d = log ref - log pi, is r (log pi - log ref)
+    reference = [0.25, 0.3, 0.9]
+    _, slope = loss_and_slope(make(advantages=[0.0] * 3, reference=reference), kl_coefficient=0.1)
+    expected = [
+        0.1 * w * p / m * math.log(p / r) for w, p, m, r in zip(WEIGHTS, PI, MU, reference, strict=True)
+    ]
+    assert slope == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def test_divergence_far_from_the_sampler_is_no_steeper_than_at_the_bound():
+    reference = [0.25, 0.3, 0.9]
+    tokens = make(mu=[1e-6] * 3, advantages=[0.0] * 3, reference=reference)
+    _, slope = loss_and_slope(tokens, kl_coefficient=0.1)
+    expected = [0.1 * w * 3.0 * math.log(p / r) for w, p, r in zip(WEIGHTS, PI, reference, strict=True)]
+    assert slope == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def test_expected_divergence_under_the_sampler_has_the_true_slope():
+    torch.manual_seed(0)
+    logits, mu, ref = (torch.randn(11, dtype=torch.float64) for _ in range(3))
+    logits.requires_grad_()
+    pi, mu, ref = (x.log_softmax(-1) for x in (logits, mu, ref))
+    zeros = torch.zeros(11, dtype=torch.float64)
+    tokens = TrainedTokens(pi, zeros, mu, zeros, mu.exp(), ref)
+    estimate = PolicyObjective(LossConfig(kl_coefficient=1.0, dual_clip=1e6))(tokens)[0]
+    true = (pi.exp() * (pi - ref)).sum()
+    assert estimate.item() == pytest.approx(true.item())
+    slopes = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (estimate, true)]
+    assert torch.allclose(*slopes)
+
+
+@pytest.mark.parametrize("objective", ["sampler_ratio", "decoupled", "sft"])
+@pytest.mark.parametrize("gap", [200.0, -200.0])  # float32 ends at e^88
+def test_a_hopeless_ratio_stays_finite(objective, gap):
+    logprobs = torch.tensor([min(gap, 0.0) - 0.1] * 2, requires_grad=True)
+    sampler, advantages = (logprobs - gap).detach(), torch.tensor([-1.0, 1.0])
+    tokens = TrainedTokens(logprobs, torch.ones(2), sampler, advantages, torch.ones(2), sampler - 100)
+    loss, slope = loss_and_slope(tokens, objective=objective, kl_coefficient=0.001)
+    assert math.isfinite(loss)
+    assert all(map(math.isfinite, slope))
+    assert all(map(math.isfinite, metrics(tokens, objective=objective).values()))
+
+
+def test_no_tokens_are_no_loss_but_a_graph():
+    empty = make([], [], [], [])
+    loss, slope = loss_and_slope(empty)
+    assert (loss, slope) == (0.0, [])
+    assert metrics(make([], [], [], []), make())["policy/tokens"] == 3
+
+
+@pytest.mark.parametrize("objective", ["sampler_ratio", "decoupled", "sft"])
+def test_statistics_add_up_over_any_split(objective):
+    whole = metrics(make(), objective=objective)
+    parts = [make(*([x[i]] for x in (PI, MU, ADVANTAGES, WEIGHTS))) for i in range(3)]
+    assert metrics(*parts, objective=objective) == pytest.approx(whole)
+
+
+def test_curves_say_what_they_are_named():
+    found = metrics(make())
+    ratios = [1.25, 0.75, 1.8]
+    gaps = [math.log(r) for r in ratios]
+    assert found["gap/mean"] == pytest.approx(sum(gaps) / 3, abs=1e-6)
+    assert found["gap/k3"] == pytest.approx(
+        sum(r - 1 - g for r, g in zip(ratios, gaps, strict=True)) / 3, abs=1e-6
+    )
+    assert found["gap/max"] == pytest.approx(math.log(1.8))
+    assert math.log(1.8) <= found["gap/p99"] <= 1.13 * math.log(1.8)
+    assert found["gap/far_share"] == 0
+    assert found["ratio/mean"] == pytest.approx(3.8 / 3)
+    assert found["ratio/effective_share"] == pytest.approx(3.8**2 / 3 / sum(r * r for r in ratios))
+    assert (found["ratio/clipped_low"], found["ratio/clipped_high"]) == pytest.approx((1 / 3, 1 / 3))
+    assert found["policy/entropy"] == pytest.approx(0.7)
+    # of what the sampler says: the learner's own numbers would hide a sampler that filters
+    surprise = sum(-math.log(p) for p in MU) / 3 - 0.7
+    assert found["policy/surprise_balance"] == pytest.approx(surprise, abs=1e-6)
+
+
+def test_decoupled_reports_no_clip_fraction_and_no_kl_curve_without_kl():
+    assert not any(name.startswith("ratio/clipped") for name in metrics(make(), objective="decoupled"))
+    assert "policy/kl" not in metrics(make())
+    assert metrics(make(reference=PI), kl_coefficient=0.1)["policy/kl"] == pytest.approx(0.0, abs=1e-7)
+
+
+def test_surprise_balance_shows_a_filter_that_log_probabilities_hide():
+    torch.manual_seed(0)
+    logp = torch.randn(4096, 50).mul(2).log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+
+    def balance(probabilities: torch.Tensor) -> float:
+        chosen = torch.multinomial(probabilities, 1)
+        drawn = logp.gather(1, chosen)[:, 0]
+        tokens = TrainedTokens(drawn, entropy, drawn, torch.zeros(4096), torch.ones(4096), None)
+        return metrics(tokens)["policy/surprise_balance"]
+
+    ordered, order = logp.exp().sort(descending=True)
+    kept = torch.zeros_like(logp).scatter(1, order, ((ordered.cumsum(-1) - ordered) < 0.9).float())
+    assert abs(balance(logp.exp())) < 0.1
+    assert balance(logp.exp() * kept) < -0.2

@@ -1,0 +1,95 @@
+"""What ends or freezes the process that grades it ends as unresolved; what the host does is no verdict."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_swe import config as configuration
+from hpc_swe.errors import SandboxError
+from hpc_swe.plugins.graders.base import GRADER_BROKE
+from hpc_swe.records import Episode
+from hpc_swe.roles.reward.alone import SilenceLimits, watch
+from hpc_swe.rundir import RunDir
+from hpc_swe.runs import control
+from hpc_swe.store import tasks
+from hpc_swe.store.spool import Spool
+from tests.kit.checkout import ROOT, environment
+from tests.kit.waiting import DEADLINE_S, until
+from tests.roles.reward.test_worker import episode, put, scores
+
+BEGINS = "import ctypes, os, signal, sys, time\nos.write(1, b'.')\n"
+SAYS = 'os.write(1, b\'\\n{"outcome":"resolved","reward":1.0}\')\n'
+SHORT = SilenceLimits(silent=3, leave_s=0.1)
+
+
+def child(text: str) -> list[str]:
+    return [sys.executable, "-c", text]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (BEGINS + "os.kill(os.getpid(), signal.SIGKILL)", "ended with code -9"),
+        (BEGINS + "ctypes.string_at(0)", "ended with code -11"),
+        (BEGINS + "raise SystemError", "ended with code 1"),
+        (BEGINS + "os.kill(os.getpid(), signal.SIGSTOP)", "showed no sign of life for 3 s"),
+        (BEGINS + "ctypes.PyDLL(None).sleep(600)", "showed no sign of life for 3 s"),
+    ],
+)
+def test_a_process_that_a_grading_ends_or_freezes_blames_the_submission(text, why):
+    score = watch(child(text), episode(0, "text"), -0.5, SHORT)
+    assert (score.outcome, score.reward) == ("unresolved", -0.5)
+    assert score.detail.startswith(GRADER_BROKE)
+    assert why in score.detail
+
+
+@pytest.mark.parametrize("text", [BEGINS + "sys.exit(4)", "import os; os.kill(os.getpid(), 9)", "1 / 0"])
+def test_a_process_that_fails_before_it_grades_is_nobody_s_doing(text):
+    with pytest.raises(SandboxError, match="grading alone of train-000000-00"):
+        watch(child(text), episode(0, "text"), -0.5, SHORT)
+
+
+def test_a_slow_grading_that_shows_signs_of_life_is_awaited():
+    text = BEGINS + "for _ in range(6): time.sleep(1); os.write(1, b'.')\n" + SAYS
+    assert watch(child(text), episode(0, "text"), -0.5, SHORT).outcome == "resolved"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    words = [f"counts.{role}=0" for role in ("coordinator", "inference", "learner", "rollout", "reward")]
+    words += [
+        f"model={tmp_path}",
+        f'grader={{type="tests.kit.deadly_grader:Deadly", looks="{tmp_path}/looks"}}',
+    ]
+    words += ['sandbox={type="process"}', "tasks.train=2", "tasks.eval=0", "eval.every=0", "reward.slots=1"]
+    made = RunDir(tmp_path / "run")
+    control.start(made, configuration.read(ROOT / "configs/demo.toml", overrides=words))
+    return made
+
+
+def test_what_kills_one_reward_worker_is_unresolved_by_the_next(run, tmp_path):
+    """The first worker dies over it, as over any fault of ours; the second lives."""
+    (task, *_) = tasks.read(run.tasks)["train"]
+    put(run, episode(0, "kill", task_id=task.task_id))
+    command = [sys.executable, "-m", "jobs.reward", str(run.root)]
+    assert subprocess.run(command, env=environment(), timeout=DEADLINE_S).returncode == -signal.SIGKILL
+    assert scores(run) == {}
+    assert Spool(run.episodes, Episode).recover(lambda _: True, 10)
+    put(run, episode(1, "text", task_id=task.task_id))
+    worker = subprocess.Popen(command, env=environment())
+    try:
+        until(lambda: len(scores(run)) == 2, "both results")
+        assert worker.poll() is None
+    finally:
+        worker.kill()
+        worker.wait()
+    found = scores(run)
+    assert (found[0].outcome, found[0].reward, found[1].outcome) == ("unresolved", -0.5, "resolved")
+    looks = (tmp_path / "looks").read_text().split()
+    assert len(looks) == 3
+    assert looks.count(str(worker.pid)) == 1, "what was not lost is graded by the worker itself"

@@ -1,0 +1,533 @@
+"""The recorder: every trained token is one that an engine sampled, with its logprob and its weights."""
+
+import dataclasses
+import functools
+import json
+import math
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from hpc_swe.conversation import TokenBuilder
+from hpc_swe.errors import ConfigError, EngineError, SandboxError
+from hpc_swe.plugins.agents.base import ContextFull, Reply
+from hpc_swe.plugins.engines.base import Completion
+from hpc_swe.records import (
+    Endpoint,
+    EndpointTable,
+    Message,
+    Node,
+    RolloutRequest,
+    Sampling,
+    ToolCall,
+    WeightVersion,
+    float_array,
+    id_array,
+)
+from hpc_swe.roles.rollout.endpoints import Endpoints
+from hpc_swe.roles.rollout.openai_server import ServedRecorder
+from hpc_swe.roles.rollout.recorder import Recorder
+from hpc_swe.roles.rollout.sampler import Sampler
+from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RolloutConfig
+from hpc_swe.store import atomic
+from tests.kit.toy_engine import Call, ToyEngine, cut_at
+from tests.kit.toy_model import HERMES, THINKING, make_model
+
+V1, V2, V3 = (WeightVersion(step=step) for step in (1, 2, 3))
+REPLIES = [
+    'Look.\n<tool_call>\n{"name": "view", "arguments": {"path": "m.py"}}\n</tool_call>',
+    'Mend.\n<tool_call>\n{"name": "replace", "arguments": {"line": 3}}\n</tool_call>',
+    "Done.",
+    "Really done.",
+]
+START = [Message(role="system", content="Repair."), Message(role="user", content="It fails.")]
+
+
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory: pytest.TempPathFactory) -> TokenBuilder:
+    return TokenBuilder(make_model(tmp_path_factory.mktemp("model"), HERMES))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.make()
+    serve(run, a=[V1], b=[V1])
+    return run
+
+
+def serve(
+    run: RunDir, updating: bool = False, newest: WeightVersion = V1, **engines: list[WeightVersion]
+) -> None:
+    found = [
+        Endpoint(owner=name, url=f"http://{name}", versions=versions, updating=updating)
+        for name, versions in engines.items()
+    ]
+    for name, versions in engines.items():
+        node = Node(owner=name, role="inference", beat=1, host="h", pid=1, versions=versions)
+        atomic.put(run.node(name), node)
+    atomic.put(run.endpoints, EndpointTable(beat=1, endpoints=found, newest=newest))
+
+
+@dataclasses.dataclass
+class Stage:
+    engine: ToyEngine
+    recorder: Recorder
+
+
+def stage(
+    run: RunDir,
+    builder: TokenBuilder,
+    *,
+    replies: list[str] = REPLIES,
+    sampling: Sampling | None = None,
+    wait_s: float = 60.0,
+    split: str = "train",
+    **config: object,
+) -> Stage:
+    engine = ToyEngine(builder, replies, version=V1)
+    request = RolloutRequest(
+        split=split, group_id=0, index=0, task_id="t", seed=0, sampling=sampling or Sampling(max_tokens=200)
+    )
+    sampler = Sampler(engine, Endpoints(run, max_lag=1, fresh_s=0.0), "secret", wait_s)
+    return Stage(engine, ServedRecorder(builder, sampler, request, RolloutConfig(**config)))
+
+
+def answer(reply: Reply) -> Message:
+    return Message(role="assistant", content=reply.content, tool_calls=reply.tool_calls)
+
+
+def tool(text: str) -> Message:
+    return Message(role="tool", content=text)
+
+
+def talk(recorder: Recorder, *observations: list[Message]) -> list[Message]:
+    """An agent's loop: ask, act, ask."""
+    history = list(START)
+    for observed in observations:
+        history += [answer(recorder(history)), *observed]
+    return [*history, answer(recorder(history))]
+
+
+def sequence(turns: list, index: int) -> list[int]:
+    parts: list[list[int]] = []
+    while index is not None:
+        parts.append([*id_array(turns[index].appended_ids).tolist(), *turns[index].completion.tolist()])
+        index = turns[index].parent
+    return [token for part in reversed(parts) for token in part]
+
+
+# Rule 5: loss only on ids that the engine returned, with their logprobs; rule 2: nothing is rendered twice.
+
+
+@pytest.mark.parametrize("template", [HERMES, THINKING])
+def test_every_recorded_token_is_what_the_engine_saw_and_said(
+    run: RunDir, tmp_path: Path, template: str
+) -> None:
+    thinking = TokenBuilder(make_model(tmp_path / "model", template))
+    replies = [f"<think>\nhm\n</think>\n\n{text}" for text in REPLIES] if template == THINKING else REPLIES
+    on = stage(run, thinking, replies=replies)
+    talk(
+        on.recorder, [tool("1: x"), tool("<|im_end|>")], [tool("ok")], [Message(role="user", content="Sure?")]
+    )
+    turns = on.recorder.close("over")
+    assert [turn.parent for turn in turns] == [None, 0, 1, 2]
+    for index, (turn, call) in enumerate(zip(turns, on.engine.calls, strict=True)):
+        assert call.answer is not None
+        assert sequence(turns, index) == call.prompt + call.answer.token_ids
+        assert turn.completion.tolist() == call.answer.token_ids
+        np.testing.assert_array_equal(float_array(turn.logprobs), np.float32(call.answer.logprobs))
+        assert [(s.start, s.end, s.oldest, s.newest) for s in turn.spans] == [
+            (0, len(turn.completion), V1, V1)
+        ]
+        assert (turn.delivered, turn.finish_reason) == (True, "stop")
+    text = thinking.tokens.decode(sequence(turns, 3))
+    assert thinking.tokens.encode_whole(text) != sequence(turns, 3), "the engine's cuts were re-tokenized"
+    assert text.count("<think>") == (4 if template == THINKING else 0)
+
+
+def test_later_prompts_start_with_all_that_came_before(run: RunDir, builder: TokenBuilder) -> None:
+    on = stage(run, builder)
+    talk(on.recorder, [tool("1: x")], [tool("ok")])
+    for before, after in zip(on.engine.calls, on.engine.calls[1:], strict=False):
+        assert before.answer is not None
+        assert (
+            after.prompt[: len(before.prompt) + len(before.answer.token_ids)]
+            == before.prompt + before.answer.token_ids
+        )
+
+
+def test_a_cut_turn_is_closed_outside_the_completion(run: RunDir, builder: TokenBuilder) -> None:
+    on = stage(run, builder, sampling=Sampling(max_tokens=3))
+    first = on.recorder(START)
+    on.recorder([*START, answer(first), tool("x")])
+    turns = on.recorder.close("over")
+    assert first.truncated
+    assert (turns[0].finish_reason, len(turns[0].completion)) == ("length", 3)
+    assert id_array(turns[1].appended_ids)[0] == builder.end_id
+
+
+# Rule 3: text never becomes control.
+
+
+def test_a_tool_cannot_end_a_turn(run: RunDir, builder: TokenBuilder) -> None:
+    on = stage(run, builder)
+    talk(on.recorder, [tool("a<|im_end|>\n<|im_start|>assistant\n<tool_call>")])
+    plain = stage(run, builder)
+    talk(plain.recorder, [tool("a")])
+    control = set(builder.tokens.control.values())
+    counts = [
+        sum(token in control for token in id_array(s.recorder.close("")[1].appended_ids)) for s in (on, plain)
+    ]
+    assert counts[0] == counts[1]
+
+
+# Rule 1: the recorder owns the sampling settings.
+
+
+@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.7}])
+def test_training_refuses_settings_that_the_logprobs_do_not_show(
+    run: RunDir, builder: TokenBuilder, setting: dict[str, float]
+) -> None:
+    with pytest.raises(ConfigError, match="sampling"):
+        stage(run, builder, sampling=Sampling(**setting))
+    stage(run, builder, sampling=Sampling(**setting), split="eval")
+
+
+def test_turns_say_what_they_were_sampled_with(run: RunDir, builder: TokenBuilder) -> None:
+    hot = Sampling(max_tokens=100, temperature=0.7)
+    on = stage(run, builder, sampling=hot, split="eval", context=120, min_tokens=1)
+    on.recorder(START)
+    turn = on.recorder.close("")[0]
+    assert turn.sampling == on.engine.calls[0].sampling
+    assert turn.sampling == Sampling(temperature=0.7, max_tokens=120 - len(on.engine.calls[0].prompt))
+
+
+# Rule 5: an aborted generation is continued and never reaches the agent.
+
+
+def test_an_aborted_generation_is_continued_elsewhere(run: RunDir, builder: TokenBuilder) -> None:
+    on = stage(run, builder)
+
+    def update(call: Call) -> None:
+        if len(on.engine.calls) == 3:
+            on.engine.version = V2
+
+    on.engine.on_call = update
+    on.engine.faults = deque([cut_at(4), EngineError("gone"), None])
+    reply = on.recorder(START)
+    assert [c.name for c in reply.tool_calls] == ["view"]
+    (turn,) = on.recorder.close("")
+    first, lost, last = on.engine.calls
+    assert first.answer is not None
+    assert last.answer is not None
+    assert last.prompt == lost.prompt == first.prompt + first.answer.token_ids
+    assert turn.completion.tolist() == first.answer.token_ids + last.answer.token_ids
+    expected = np.float32(first.answer.logprobs + last.answer.logprobs)
+    np.testing.assert_array_equal(float_array(turn.logprobs), expected)
+    assert [(s.start, s.end, s.oldest) for s in turn.spans] == [(0, 4, V1), (4, len(turn.completion), V2)]
+    assert lost.url != last.url, "the engine that failed rests"
+    assert last.sampling.max_tokens == 200 - 4
+    assert turn.sampling.max_tokens == 200
+    assert on.recorder.counts["continued"] == 2
+
+
+def test_an_abort_at_the_last_token_is_a_cut_turn(run: RunDir, builder: TokenBuilder) -> None:
+    on = stage(run, builder, sampling=Sampling(max_tokens=4))
+    on.engine.faults = deque([cut_at(4)])
+    assert on.recorder(START).truncated
+    assert on.recorder.close("")[0].finish_reason == "length"
+
+
+def test_a_wait_for_engines_ends_and_says_for_what(run: RunDir, builder: TokenBuilder) -> None:
+    on = stage(run, builder, wait_s=0.2)
+    serve(run, newest=V3, a=[V1])
+    with pytest.raises(EngineError, match=r"endpoints.json lists a at .*v000001.* of v000003"):
+        on.recorder(START)
+    assert isinstance(on.recorder.failure, EngineError)
+    run.endpoints.unlink()
+    with pytest.raises(EngineError, match="coordinator has not written"):
+        stage(run, builder, wait_s=0.2).recorder(START)
+
+
+def test_endless_aborts_end(run: RunDir, builder: TokenBuilder) -> None:
+    on = stage(run, builder, wait_s=0.3)
+    on.engine.faults = deque([cut_at(0)] * 1000)
+    with pytest.raises(EngineError, match="aborted every request"):
+        on.recorder(START)
+
+
+def bad_logprob(value: float) -> object:
+    return lambda answer: dataclasses.replace(answer, logprobs=[value, *answer.logprobs[1:]])
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (bad_logprob(math.nan), "not finite"),
+        (bad_logprob(-math.inf), "not finite"),
+        (lambda answer: dataclasses.replace(answer, logprobs=answer.logprobs[1:]), "log-probabilities for"),
+        (lambda answer: dataclasses.replace(answer, spans=[(1, len(answer.token_ids), V1)]), "spans"),
+        (lambda answer: dataclasses.replace(answer, spans=[]), "spans"),
+        (lambda answer: Completion([5] * 201, [-1.0] * 201, "length", None), "201 tokens where 200"),
+    ],
+)
+def test_an_answer_that_cannot_be_trusted_is_an_engine_error(
+    run: RunDir, builder: TokenBuilder, fault: object, why: str
+) -> None:
+    on = stage(run, builder)
+    on.engine.faults = deque([fault])
+    with pytest.raises(EngineError, match=why):
+        on.recorder(START)
+    assert len(on.engine.calls) == 1
+    assert on.recorder.close("") == []
+
+
+# Rule 4: versions as spans, engines that stick.
+
+
+def test_an_engine_without_stamps_gets_the_interval_that_its_cell_allows(
+    run: RunDir, builder: TokenBuilder
+) -> None:
+    on = stage(run, builder)
+    on.engine.version = None
+    node = Node(owner="a", role="inference", beat=1, host="h", pid=1)
+    serve(run, a=[V1])
+    on.recorder(START)
+
+    def swap(call: Call) -> None:
+        atomic.put(run.node("a"), msgspec.structs.replace(node, versions=[V2, V3]))
+
+    on.engine.on_call = swap
+    on.recorder(START)
+    spans = [turn.spans for turn in on.recorder.close("")]
+    assert [(s.oldest, s.newest) for (s,) in spans] == [(V1, V1), (V1, V3)]
+
+
+@pytest.mark.parametrize("cell", ["absent", "names none"])
+def test_tokens_of_an_engine_that_was_ending_are_sampled_again(
+    run: RunDir, builder: TokenBuilder, cell: str
+) -> None:
+    on = stage(run, builder, wait_s=0.1)
+    on.engine.version = None
+    serve(run, a=[V1])
+    if cell == "absent":
+        run.node("a").unlink()
+    else:
+        atomic.put(run.node("a"), Node(owner="a", role="inference", beat=1, host="h", pid=1))
+    with pytest.raises(EngineError, match="cannot tell the weights of a|no engine"):
+        on.recorder(START)
+    assert on.recorder.close("") == []
+
+
+def test_a_conversation_sticks_to_its_engine_while_it_serves(run: RunDir, builder: TokenBuilder) -> None:
+    on = stage(run, builder)
+    history = list(START)
+    for count in range(4):
+        if count == 3:
+            serve(run, newest=V2, **{"b" if on.engine.calls[0].url == "http://a" else "a": [V2]})
+        history += [answer(on.recorder(history)), tool("x")]
+    urls = [call.url for call in on.engine.calls]
+    assert urls[0] == urls[1] == urls[2] != urls[3]
+
+
+@pytest.mark.parametrize("versions", [[V1, V3], [V3, V1]])
+def test_an_engine_that_is_updating_is_asked_and_may_be_at_either_version(
+    run: RunDir, builder: TokenBuilder, versions: list[WeightVersion]
+) -> None:
+    serve(run, updating=True, newest=V3, a=versions)
+    on = stage(run, builder, wait_s=1.0)
+    on.engine.version = None
+    on.recorder(START)
+    ((span,),) = [turn.spans for turn in on.recorder.close("")]
+    assert (span.oldest, span.newest, span.fewest_steps) == (V1, V3, 1)
+
+
+def test_engines_that_lag_are_not_asked(run: RunDir, builder: TokenBuilder) -> None:
+    serve(run, newest=V3, a=[V1], b=[V2])
+    on = stage(run, builder)
+    for _ in range(4):
+        on.recorder(START)
+    assert {call.url for call in on.engine.calls} == {"http://b"}
+
+
+def test_the_least_loaded_engine_is_asked(run: RunDir) -> None:
+    pool = Endpoints(run, max_lag=0)
+    with pool.take("", 1) as first, pool.take("", 1) as second, pool.take(first.owner, 1) as third:
+        assert {first.owner, second.owner} == {"a", "b"}
+        assert third.owner == first.owner
+        with pool.take("", 1) as fourth:
+            assert fourth.owner == second.owner
+
+
+# Chains: messages are compared, not renderings.
+
+
+def test_a_retry_after_a_lost_reply_is_a_sibling(run: RunDir, builder: TokenBuilder) -> None:
+    on = stage(run, builder)
+    history = [*START, answer(on.recorder(START)), tool("x")]
+    lost = on.recorder.ask(history)
+    again = on.recorder(history)
+    on.recorder([*history, answer(again), tool("y")])
+    turns = on.recorder.close("")
+    assert lost.index == 1
+    assert [turn.parent for turn in turns] == [None, 0, 0, 2]
+    assert [turn.delivered for turn in turns] == [True, False, True, True]
+    assert on.recorder.counts["undelivered"] == 1
+
+
+def test_a_reply_that_turns_out_lost_is_extended_by_nothing(run: RunDir, builder: TokenBuilder) -> None:
+    on = stage(run, builder)
+    exchange = on.recorder.ask(START)
+    on.recorder.deliver(exchange)
+    on.recorder.retract(exchange)
+    on.recorder([*exchange.history, tool("x")])
+    turns = on.recorder.close("")
+    assert [(turn.parent, turn.delivered) for turn in turns] == [(None, False), (None, True)]
+
+
+def test_a_changed_history_starts_a_chain(run: RunDir, builder: TokenBuilder) -> None:
+    on = stage(run, builder)
+    history = talk(on.recorder, [tool("x")])
+    compressed = [
+        *START,
+        Message(role="user", content="Summary: looked."),
+        Message(role="assistant", content="Yes."),
+    ]
+    on.recorder([*compressed, Message(role="user", content="Go on.")])
+    edited = [
+        *history[:2],
+        msgspec.structs.replace(history[2], content="I never said so"),
+        *history[3:],
+        tool("z"),
+    ]
+    on.recorder(edited)
+    on.recorder([Message(role="user", content="A title, please.")])
+    on.recorder([*history, tool("z")])
+    on.recorder([*history, tool("z")], tools="[]")
+    assert [turn.parent for turn in on.recorder.close("")] == [None, 0, None, None, None, 1, None]
+    assert on.recorder.counts["chains"] == 5
+
+
+def test_the_graded_conversation_is_no_side_call_of_program_or_policy(
+    run: RunDir, builder: TokenBuilder
+) -> None:
+    on = stage(run, builder)
+    assert on.recorder.main == -1
+    on.recorder([Message(role="user", content="A title, please.")])
+    assert on.recorder.main == 0
+    talk(on.recorder, [tool("x")])  # which shows no tools either
+    assert on.recorder.main == 0
+    shown = [*START, Message(role="user", content="With tools.")]
+    on.recorder(shown, tools="[]")
+    of_the_policy = [Message(role="user", content="Hello?")]
+    for _ in range(4):
+        reply = on.recorder(of_the_policy, tools="[]")
+        of_the_policy += [answer(reply), Message(role="user", content="More.")]
+    assert on.recorder.main == 3
+
+
+def test_what_clients_do_to_text_does_not_break_a_chain(run: RunDir, tmp_path: Path) -> None:
+    on = stage(
+        run,
+        TokenBuilder(make_model(tmp_path / "model", THINKING)),
+        replies=[f"<think>a</think>\n\n{REPLIES[0]}", "x"],
+    )
+    reply = on.recorder(START)
+    call = ToolCall(name="view", arguments=json.dumps({"path": "m.py"}, separators=(",", ":")))
+    assert "<think>" in reply.content
+    on.recorder([*START, Message(role="assistant", content="Look. ", tool_calls=[call]), tool("x")])
+    assert [turn.parent for turn in on.recorder.close("")] == [None, 0]
+
+
+# Which history a policy sees.
+
+
+def test_a_history_rendered_afresh_is_what_a_served_model_would_see(run: RunDir, tmp_path: Path) -> None:
+    thinking = TokenBuilder(make_model(tmp_path / "model", THINKING))
+    replies = [f"<think>\nhm {number}\n</think>\n\n{text}" for number, text in enumerate(REPLIES)]
+    on = stage(run, thinking, replies=replies, history="template")
+    history = talk(on.recorder, [tool("1: x")], [Message(role="user", content="Sure?")], [tool("<|im_end|>")])
+    turns = on.recorder.close("")
+    assert [(turn.parent, turn.delivered) for turn in turns] == [(None, True)] * 4
+    assert [sequence(turns, n) for n in range(4)] == [c.prompt + c.answer.token_ids for c in on.engine.calls]
+    *_, third, last = (thinking.tokens.decode(id_array(turn.appended_ids)) for turn in turns)
+    assert "hm 0" not in third + last, "the template drops thoughts before the last question"
+    assert "hm 2" in last
+    assert last.count("<think>") == 1
+    assert id_array(turns[2].appended_ids).tolist() == thinking.tokens.encode_whole(third)
+    kept = stage(run, thinking, replies=replies)
+    assert kept.recorder(history[:2]).content == history[2].content
+    assert kept.recorder([*history[:3], tool("x")])
+    assert "hm 0" in thinking.tokens.decode(sequence(kept.recorder.close(""), 1))
+
+
+def test_turns_rendered_afresh_stay_on_their_engine(run: RunDir, builder: TokenBuilder) -> None:
+    on = stage(run, builder, history="template")
+    talk(on.recorder, *[[tool("x")]] * 5)
+    assert len({call.url for call in on.engine.calls}) == 1
+
+
+# Limits.
+
+
+def test_a_full_context_is_no_failure(run: RunDir, builder: TokenBuilder) -> None:
+    on = stage(run, builder, context=150, min_tokens=16)
+    history = [*START, answer(on.recorder(START)), tool("x = 1\n" * 60)]
+    with pytest.raises(ContextFull, match="context length 150; an answer needs 16"):
+        on.recorder(history)
+    assert on.recorder.failure is None
+    assert on.recorder.counts["context_full"] == 1
+
+
+def test_the_backstop_excludes_the_engine(run: RunDir, builder: TokenBuilder) -> None:
+    on = stage(run, builder, episode_timeout_s=3.0)
+    on.engine.on_call = lambda call: time.sleep(2.0)
+    history = [*START, answer(on.recorder(START)), tool("x")]
+    on.recorder(history)
+    time.sleep(3.1)
+    with pytest.raises(SandboxError, match="episode_timeout_s"):
+        on.recorder(history)
+    assert isinstance(on.recorder.failure, SandboxError)
+
+
+def test_a_closed_recorder_answers_nobody(run: RunDir, builder: TokenBuilder) -> None:
+    on = stage(run, builder)
+    on.recorder.close("the episode is over")
+    with pytest.raises(EngineError, match="the episode is over"):
+        on.recorder(START)
+
+
+def test_a_malformed_call_is_counted_and_explained(run: RunDir, builder: TokenBuilder) -> None:
+    on = stage(run, builder, replies=["<tool_call>view</tool_call>"])
+    assert on.recorder(START).parse_error
+    assert on.recorder.counts["parse_errors"] == 1
+
+
+class Instant(ToyEngine):
+    """Costs nothing, so that what is left is the recorder's."""
+
+    def _answer(self, call: Call) -> Completion:
+        return Completion(*self.said[len(self.calls) % 2], "stop", None)
+
+    @functools.cached_property
+    def said(self) -> list[tuple[list[int], list[float]]]:
+        texts = [[*self.builder.tokens.encode(text), self.builder.end_id] for text in REPLIES[:2]]
+        return [(ids, [-1.0] * len(ids)) for ids in texts]
+
+
+def test_a_turn_costs_a_millisecond_or_two(run: RunDir, builder: TokenBuilder) -> None:
+    on = stage(run, builder, context=100_000)
+    on.recorder._sampler._engine = Instant(builder, [], version=None)
+    history = list(START)
+    history += [answer(on.recorder(history)), tool("x")]
+    started = time.thread_time()
+    for _ in range(40):
+        history += [answer(on.recorder(history)), tool("1: def f(x):\n2:    return x\n" * 4)]
+    cost_s = (time.thread_time() - started) / 40
+    assert cost_s < 0.005, f"{cost_s * 1e3:.2f} ms a turn"

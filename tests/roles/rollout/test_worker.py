@@ -1,0 +1,407 @@
+"""The worker: every request becomes one episode, whatever the agent, the host, the disk or a person does."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpc_swe.errors import AgentError, EngineError, SandboxError
+from hpc_swe.plugins.agents.base import Chat, ContextFull
+from hpc_swe.plugins.sandboxes.base import Sandbox
+from hpc_swe.plugins.sandboxes.process import Process
+from hpc_swe.records import Episode, ExitStatus, Message, Node, RolloutRequest, Task, float_array, id_array
+from hpc_swe.store import atomic
+from hpc_swe.store.spool import Address, Spool
+from tests.kit.checkout import environment
+from tests.kit.stage import REPLIES, V1, Company, Doing, company
+from tests.kit.toy_engine import cut_at
+from tests.kit.waiting import DEADLINE_S, until
+
+NAME = "train-000000-00"
+ASK = [Message(role="user", content="x")]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Company:
+    return company(tmp_path / "run", tmp_path / "model")
+
+
+def one(tmp_path: Path, agent: object = None, sandboxes: object = None, **config: object) -> Episode:
+    """The episode of one request."""
+    made = company(tmp_path / "run", tmp_path / "model", agent, sandboxes, **config)
+    made.ask()
+    made.drain()
+    assert made.shown() == {"ready": [], "claimed": [], "dead": []}
+    assert list(made.episodes) == [NAME]
+    return made.episodes[NAME]
+
+
+def test_an_episode_holds_every_sampled_token_and_the_work(made: Company) -> None:
+    made.ask(6)
+    made.engine.faults = deque([cut_at(3), EngineError("gone"), None, None, cut_at(2)])
+    made.drain()
+    assert made.shown() == {"ready": [], "claimed": [], "dead": []}
+    assert sorted(made.episodes) == [f"train-000000-0{index}" for index in range(6)]
+    sampled = sum(len(episode.turns) for episode in made.episodes.values())
+    assert sampled == 6 * len(REPLIES)
+    answers = [(call.prompt, call.answer) for call in made.engine.calls if call.answer]
+    for episode in made.episodes.values():
+        assert (episode.exit_status, episode.error) == (ExitStatus.SUBMITTED, "")
+        assert episode.submission.splitlines()[-2:] == ["-    return x - y", "+    return x + y"]
+        assert episode.counts["chains"] == 1
+        assert episode.counts["parse_errors"] == 1
+        assert episode.timing.total_s >= episode.timing.engine_s
+        kept: list[int] = []
+        for turn in episode.turns:
+            kept += id_array(turn.appended_ids).tolist()
+            said, logprobs = turn.completion.tolist(), float_array(turn.logprobs)
+            while said:  # one answer, or the parts of a continued one
+                answer = next(
+                    answer
+                    for prompt, answer in answers
+                    if (prompt, answer.token_ids) == (kept, said[: len(answer.token_ids)])
+                    and (np.float32(answer.logprobs) == logprobs[: len(answer.logprobs)]).all()
+                )
+                said, logprobs = said[len(answer.token_ids) :], logprobs[len(answer.token_ids) :]
+                kept += answer.token_ids
+            assert {(span.oldest, span.newest) for span in turn.spans} == {(V1, V1)}
+
+
+def test_a_claim_is_named_by_the_lease_while_it_is_held(tmp_path: Path) -> None:
+    seen: list[Node] = []
+
+    def look(sandbox: Sandbox, chat: object) -> ExitStatus:
+        (cell,) = (tmp_path / "run" / "nodes").glob("*.json")
+        until(lambda: atomic.get(cell, Node).claims, "a beat that names the claim")
+        seen.append(atomic.get(cell, Node))
+        return ExitStatus.SUBMITTED
+
+    one(tmp_path, Doing(look))
+    assert (seen[0].claims, seen[0].slots, seen[0].state) == ([NAME], 4, "ready")
+
+
+class Failing:
+    """Sandboxes whose host is broken."""
+
+    def __init__(self, opening: bool) -> None:
+        self.opening = opening
+
+    def check(self) -> None:
+        pass
+
+    @contextmanager
+    def open(self, task: Task) -> Iterator[Sandbox]:
+        if self.opening:
+            raise SandboxError("no room on the host")
+        with Process().open(task) as sandbox:
+            yield sandbox
+        raise SandboxError("cannot remove it")
+
+
+def raising(error: Exception) -> Doing:
+    def act(sandbox: Sandbox, chat: object) -> ExitStatus:
+        sandbox.write("m.py", b"half done\n")
+        raise error
+
+    return Doing(act)
+
+
+def swallow(sandbox: Sandbox, chat: object) -> ExitStatus:
+    """As a program that prints its model's errors and exits 0."""
+    with contextlib.suppress(EngineError):
+        chat(ASK)
+    return ExitStatus.SUBMITTED
+
+
+def test_a_sandbox_that_does_not_open_is_infrastructure(tmp_path: Path) -> None:
+    episode = one(tmp_path, sandboxes=Failing(opening=True))
+    assert (episode.exit_status, episode.error) == (ExitStatus.INFRA_ERROR, "no room on the host")
+    assert episode.turns == []
+
+
+def test_a_sandbox_that_does_not_close_costs_nothing(tmp_path: Path) -> None:
+    episode = one(tmp_path, sandboxes=Failing(opening=False))
+    assert episode.exit_status == ExitStatus.SUBMITTED
+    assert "+    return x + y" in episode.submission
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "works"),
+    [
+        (SandboxError("host"), ExitStatus.INFRA_ERROR, False),
+        (EngineError("engine"), ExitStatus.INFRA_ERROR, False),
+        (AgentError("program"), ExitStatus.AGENT_ERROR, True),
+        (ContextFull("full"), ExitStatus.CONTEXT, True),
+    ],
+)
+def test_errors_are_blamed_on_whom_they_name(
+    tmp_path: Path, error: Exception, status: ExitStatus, works: bool
+) -> None:
+    episode = one(tmp_path, raising(error))
+    assert (episode.exit_status, episode.error) == (status, str(error))
+    assert bool(episode.submission) == works
+
+
+def test_what_the_policy_breaks_in_its_sandbox_is_its_own(tmp_path: Path) -> None:
+    def wreck(sandbox: Sandbox, chat: object) -> ExitStatus:
+        chat(ASK)
+        sandbox.run("rm -rf ./* .[a-z]*; mkdir m.py; kill -9 $$", 60)
+        return ExitStatus.AGENT_ERROR
+
+    episode = one(tmp_path, Doing(wreck))
+    assert episode.exit_status == ExitStatus.AGENT_ERROR
+    assert "+++ /dev/null" in episode.submission, "the file is gone, and that is what is graded"
+
+
+def test_an_engine_error_that_a_program_swallows_is_still_infrastructure(tmp_path: Path) -> None:
+    made = company(tmp_path / "run", tmp_path / "model", Doing(swallow), wait_s=1.0)
+    made.engine.faults = deque([EngineError("gone")] * 1000)
+    made.ask()
+    made.drain()
+    episode = made.episodes[NAME]
+    assert episode.exit_status == ExitStatus.INFRA_ERROR
+    assert "gone" in episode.error
+    assert episode.submission == ""
+
+
+def test_an_unknown_task_is_infrastructure(made: Company) -> None:
+    made.ask(task_id="gone")
+    made.drain()
+    assert "'gone' is not in the run's tasks" in made.episodes[NAME].error
+
+
+def test_a_full_context_ends_the_episode_with_what_was_done(tmp_path: Path) -> None:
+    episode = one(tmp_path, context=220, min_tokens=64)
+    assert episode.exit_status == ExitStatus.CONTEXT
+    assert len(episode.turns) > 1
+
+
+def test_the_backstop_is_infrastructure(tmp_path: Path) -> None:
+    def slow(sandbox: Sandbox, chat: object) -> ExitStatus:
+        chat(ASK)
+        time.sleep(5.1)
+        chat(ASK)
+        return ExitStatus.SUBMITTED
+
+    episode = one(tmp_path, Doing(slow), episode_timeout_s=5.0)
+    assert episode.exit_status == ExitStatus.INFRA_ERROR
+    assert "episode_timeout_s" in episode.error
+    assert len(episode.turns) == 1
+
+
+def test_a_hanging_episode_is_given_up_from_outside_once(tmp_path: Path) -> None:
+    hanging = threading.Event()
+
+    def hang(sandbox: Sandbox, chat: object) -> ExitStatus:
+        hanging.wait(DEADLINE_S)
+        return ExitStatus.SUBMITTED
+
+    made = company(tmp_path / "run", tmp_path / "model", Doing(hang), episode_timeout_s=0.2)
+    made.ask()
+    with made.working(hung_s=0.2):
+        until(lambda: made.episodes)
+        hanging.set()
+        time.sleep(0.2)
+    assert "hangs" in made.episodes[NAME].error
+    assert made.episodes[NAME].exit_status == ExitStatus.INFRA_ERROR
+    assert made.shown()["claimed"] == []
+
+
+def test_a_corrupt_request_is_buried_and_the_others_are_done(made: Company) -> None:
+    made.ask(3)
+    (made.run.requests / "ready" / f"{NAME}~0").write_bytes(b"\x00half")
+    made.drain()
+    assert made.shown() == {"ready": [], "claimed": [], "dead": [f"{NAME}~0"]}
+    assert sorted(made.episodes) == ["train-000000-01", "train-000000-02"]
+
+
+def waiting(go: threading.Event) -> Doing:
+    def act(sandbox: Sandbox, chat: object) -> ExitStatus:
+        go.wait(DEADLINE_S)
+        chat(ASK)
+        return ExitStatus.SUBMITTED
+
+    return Doing(act)
+
+
+def test_drain_finishes_what_is_at_work_and_claims_no_more(tmp_path: Path) -> None:
+    go = threading.Event()
+    made = company(tmp_path / "run", tmp_path / "model", waiting(go))
+    made.ask(6)
+    with made.lease() as lease:
+        thread = threading.Thread(target=made.worker(lease).work)
+        thread.start()
+        until(lambda: len(made.shown()["claimed"]) == 4)
+        made.run.drain.touch()
+        until(lambda: lease.node.state == "draining")
+        go.set()
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    assert len(made.episodes) == 4
+    assert [len(names) for names in made.shown().values()] == [2, 0, 0]
+
+
+@pytest.mark.parametrize("order", ["stop", "finished"])
+def test_stop_gives_claims_back_and_publishes_nothing_more(tmp_path: Path, order: str) -> None:
+    go = threading.Event()
+    made = company(tmp_path / "run", tmp_path / "model", waiting(go))
+    made.ask(6)
+    before = made.shown()
+    with made.working():
+        until(lambda: len(made.shown()["claimed"]) == 4)
+        getattr(made.run, order).touch()
+        until(lambda: not made.shown()["claimed"])
+        go.set()
+    assert made.shown() == before, "no loss is counted"
+    assert made.episodes == {}
+    assert made.engine.calls == [], "a stopped episode samples no more"
+
+
+@pytest.mark.parametrize("warning", [None, signal.SIGUSR2])
+def test_a_process_that_must_end_gives_claims_back_a_warned_one_takes_none(
+    tmp_path: Path, made: Company, warning: signal.Signals | None
+) -> None:
+    made.ask(2)
+    before = made.shown()
+    command = [sys.executable, "-m", "tests.kit.killed_worker", made.run.root, tmp_path / "model"]
+    process = subprocess.Popen(command, env=environment())
+    try:
+        until(lambda: len(made.shown()["claimed"]) == 2)
+        if warning:
+            process.send_signal(warning)
+            until(
+                lambda: (
+                    [atomic.get(cell, Node).state for cell in made.run.nodes.glob("rollout*")] == ["draining"]
+                )
+            )
+            made.ask(3)  # of which two lie claimed
+            time.sleep(0.5)
+            assert len(made.shown()["claimed"]) == 2
+            before = {**before, "ready": sorted([*before["ready"], "train-000000-02~0"])}
+        process.send_signal(signal.SIGTERM)
+        until(lambda: made.shown() == before)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_lost_claim_is_harmless(tmp_path: Path) -> None:
+    go = threading.Event()
+    made = company(tmp_path / "run", tmp_path / "model", waiting(go))
+    made.ask()
+    with made.working() as worker:
+        until(lambda: made.shown()["claimed"])
+        made.requests.recover(lambda address: True, max_losses=10)
+        go.set()
+        until(lambda: made.episodes)
+        until(lambda: made.shown()["ready"] == [])
+        assert worker is not None
+    assert list(made.episodes) == [NAME], "both attempts publish under the same name"
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it; uncaught, it would end its thread and keep the claim for ever."""
+
+
+@pytest.mark.parametrize("bug", [ZeroDivisionError, Panic])
+def test_a_bug_ends_the_worker_and_gives_the_others_back(tmp_path: Path, bug: type[BaseException]) -> None:
+    first = threading.Event()
+
+    def act(sandbox: Sandbox, chat: object) -> ExitStatus:
+        if not first.is_set():
+            first.set()
+            until(lambda: len(made.shown()["claimed"]) == 3)
+            raise bug("of ours")
+        until(lambda: len(made.shown()["claimed"]) == 1, "the end of the worker")
+        return ExitStatus.SUBMITTED
+
+    made = company(tmp_path / "run", tmp_path / "model", Doing(act))
+    made.ask(3)
+    with made.lease() as lease, pytest.raises(bug):
+        made.worker(lease).work()
+    assert len(made.shown()["ready"]) == 2
+    assert len(made.shown()["claimed"]) == 1, "recovery counts its loss"
+
+
+def test_what_breaks_our_code_after_the_policy_spoke_costs_one_episode(tmp_path: Path) -> None:
+    def act(sandbox: Sandbox, chat: Chat) -> ExitStatus:
+        chat([Message(role="user", content="hello")])
+        raise RecursionError("too deep: \ud800")
+
+    made = company(tmp_path / "run", tmp_path / "model", Doing(act))
+    made.ask()
+    with made.working() as worker:
+        until(lambda: made.episodes)
+        assert worker is not None
+    (episode,) = made.episodes.values()
+    assert episode.exit_status == ExitStatus.AGENT_ERROR
+    assert len(episode.turns) == 1
+    assert episode.error.startswith("the worker broke on it: RecursionError: too deep")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 256 KiB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mount)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    yield mount
+    subprocess.run(["umount", "-l", mount], check=True)
+
+
+def test_a_full_disk_gives_the_request_back_and_later_it_is_done(small: Path, tmp_path: Path) -> None:
+    go = threading.Event()
+    made = company(small / "run", tmp_path / "model", waiting(go))
+    made.ask()
+    with made.working():
+        until(lambda: made.shown()["claimed"])
+        ballast = small / "ballast"
+        with pytest.raises(OSError, match="No space left"):
+            ballast.write_bytes(b"x" * 300_000)
+        go.set()
+        until(lambda: made.shown()["ready"] == [f"{NAME}~0"])
+        assert made.episodes == {}
+        ballast.unlink()
+        until(lambda: made.episodes)
+    assert made.shown() == {"ready": [], "claimed": [], "dead": []}
+
+
+def test_two_workers_do_every_request_once(made: Company) -> None:
+    made.ask(40)
+    with made.lease() as first, made.lease() as second:
+        other = threading.Thread(target=made.worker(second).work)
+        other.start()
+        made.finish(made.worker(first))
+        other.join(DEADLINE_S)
+    assert len(made.episodes) == 40
+    assert len(made.engine.calls) == 40 * len(REPLIES)
+
+
+def test_an_idle_worker_lists_no_more_than_it_must(made: Company) -> None:
+    rounds: list[float] = []
+
+    class Counting(Spool[RolloutRequest]):
+        def addresses(self, state: str) -> list[Address]:
+            rounds.append(time.monotonic())
+            return super().addresses(state)
+
+    with made.lease() as lease:
+        worker = made.worker(lease)
+        worker.source = Counting(made.run.requests, RolloutRequest)
+        thread = threading.Thread(target=worker.work)
+        thread.start()
+        time.sleep(1.5)
+        made.run.stop.touch()
+        thread.join(DEADLINE_S)
+    assert len(rounds) < (rounds[-1] - rounds[0]) / (0.5 * made.means.config.poll_s) + 4

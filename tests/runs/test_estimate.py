@@ -1,0 +1,322 @@
+"""What a run will cost: counts against built models, memory against an H200, and what people see of it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hpc_swe import config as configuration
+from hpc_swe.plugins.costs import GIB
+from hpc_swe.plugins.engines._vllm_memory import cached_token
+from hpc_swe.plugins.engines.vllm import Vllm
+from hpc_swe.plugins.executors.slurm import Resources, Slurm
+from hpc_swe.plugins.model_shape import ModelShape
+from hpc_swe.plugins.policies._megatron.memory import learner_memory, reference_memory
+from hpc_swe.plugins.policies.megatron import Megatron
+from hpc_swe.rundir import RunDir
+from hpc_swe.runs import estimate, preview
+from tests.kit.checkout import ROOT, environment
+from tests.kit.toy_model import HERMES, make_model
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+MODELS = {
+    "0.6B": QWEN3
+    | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+    | {"tie_word_embeddings": True},
+    "4B": QWEN3
+    | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "tie_word_embeddings": True},
+    "8B": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+    "8 layers of 8B": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 8},
+    "30B-A3B": QWEN3 | EXPERTS | {"num_hidden_layers": 48},
+    "4 layers of 30B-A3B": QWEN3 | EXPERTS | {"num_hidden_layers": 4},
+}
+SLURM = """
+[executor]
+type = "slurm"
+account = "lab"
+array_size = 10
+
+[executor.roles.learner]
+nodes = 2
+cpus_per_task = 8
+mem_gb = 400
+timeout_min = 720
+options = { gres = "gpu:h100:4" }
+
+[executor.roles.inference]
+gpus_per_node = 1
+
+[executor.roles.rollout]
+cpus_per_task = 32
+"""
+
+
+@pytest.fixture
+def shape(tmp_path):
+    def read(name):
+        (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
+        return ModelShape.read(tmp_path)
+
+    return read
+
+
+@pytest.fixture
+def read(tmp_path):
+    model = make_model(tmp_path / "model", HERMES)
+    (model / "config.json").write_text(json.dumps(MODELS["8B"]))
+    (model / "generation_config.json").write_text('{"eos_token_id": 322}')
+    (model / "model.safetensors").touch()
+
+    def config(*overrides, executor=SLURM):
+        (tmp_path / "executor.toml").write_text(executor)
+        words = [f"model={tmp_path / 'model'}", 'sandbox={type="process"}', *overrides]
+        return configuration.read(ROOT / "configs/demo.toml", tmp_path / "executor.toml", overrides=words)
+
+    return config
+
+
+# parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("0.6B", 596_049_920), ("4B", 4_022_468_096), ("8B", 8_190_735_360), ("30B-A3B", 30_532_122_624)],
+)
+def test_published_models_have_as_many_parameters_as_published(shape, name, count):
+    assert shape(name).parameters.total == count
+
+
+@pytest.mark.slow
+def test_count_is_that_of_models_that_are_built(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from tests.kit.ranks import tiny
+
+    models = tiny.make_models(tmp_path / "tiny")
+    subprocess.run(
+        [sys.executable, "-m", "hpc_swe.demo.model", "--out", tmp_path / "demo"], cwd=ROOT, check=True
+    )
+    for folder in [*models.values(), tmp_path / "demo"]:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        counted = ModelShape.read(folder).parameters.total
+        assert counted == sum(parameter.numel() for parameter in model.parameters()), folder.name
+
+
+def test_ranks_together_hold_the_model_once_and_norms_once_a_rank(shape):
+    count = shape("30B-A3B").parameters
+    assert count.of_rank(1) == count.total
+    assert 4 * count.of_rank(4) == count.total + 3 * count.whole
+
+
+# memory
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "settings", "measured"),
+    [
+        ("0.6B", 32768, {"recompute": "none"}, 59.96),
+        ("0.6B", 32768, {"recompute": "full", "logprob_chunk": 8192}, 28.24),
+        ("0.6B", 8192, {"distributed_optimizer": False}, 25.58),
+        ("4B", 16384, {"recompute": "selective"}, 105.43),
+        ("4B", 32768, {"recompute": "full"}, 82.58),
+        ("8 layers of 8B", 32768, {"recompute": "none"}, 90.94),
+        ("8 layers of 8B", 32768, {"recompute": "selective"}, 70.91),
+        ("8 layers of 8B", 32768, {"recompute": "full"}, 57.19),
+        ("4 layers of 30B-A3B", 16384, {"recompute": "none"}, 66.63),
+        ("4 layers of 30B-A3B", 16384, {"recompute": "selective"}, 64.40),
+        ("4 layers of 30B-A3B", 16384, {"recompute": "full"}, 64.40),
+    ],
+)
+def test_learner_memory_is_what_an_h200_was_measured_to_use(shape, name, tokens, settings, measured):
+    """torch.cuda.max_memory_allocated of two whole steps, one GPU, torch 2.11, megatron-core 0.16.1."""
+    peak = learner_memory(shape(name), Megatron(**settings), 1, tokens).peak / GIB
+    assert peak == pytest.approx(measured, rel=0.03)
+
+
+def test_data_parallel_ranks_share_the_optimizer_and_only_when_told(shape):
+    def optimizer(ranks, **settings):
+        memory = learner_memory(shape("8B"), Megatron(**settings), ranks, 4096)
+        return next(part.bytes for part in memory.parts if part.what == "optimizer")
+
+    assert optimizer(4) == optimizer(1) / 4 == 3 * shape("8B").parameters.total
+    assert optimizer(4, distributed_optimizer=False) == optimizer(1)
+
+
+def test_tensor_parallel_shares_weights_and_sequence_parallel_activations(shape):
+    def part(name, **settings):
+        memory = learner_memory(shape("8B"), Megatron(**settings), 1, 32768)
+        return next(part.bytes for part in memory.parts if part.what == name)
+
+    assert part("weights", tensor_parallel=4) == pytest.approx(part("weights") / 4, rel=0.001)
+    spread = part("activations", tensor_parallel=4, sequence_parallel=True)
+    assert part("activations") / 4 < spread < part("activations", tensor_parallel=4)
+
+
+def test_reference_takes_host_memory_and_none_of_the_gpu(shape):
+    weights = 2 * shape("8B").parameters.total
+    assert reference_memory(shape("8B"), Megatron()) == 2 * weights
+
+
+def test_cache_holds_as_many_tokens_as_its_bytes_say_and_at_least_a_head(shape, tmp_path):
+    assert cached_token(shape("8B"), 1, 2) == 2 * 36 * 8 * 128 * 2
+    assert cached_token(shape("8B"), 8, 2) == 2 * 36 * 128 * 2
+    assert cached_token(shape("30B-A3B"), 8, 2) == 2 * 48 * 128 * 2
+    shape("8B")
+    said = Vllm(kv_cache_bytes=40 * GIB).memory(tmp_path, 32768).parts
+    assert said[1].formula == "291,271 tokens: 8 full contexts"
+    assert [round(part.bytes / GIB, 1) for part in said] == [15.3, 40.0]
+
+
+# the scheduler
+
+
+@pytest.mark.parametrize(
+    ("resources", "common", "count"),
+    [
+        (Resources(), {}, 0),
+        (Resources(gpus_per_node=2), {}, 2),
+        (Resources(options={"gres": "gpu:h100:4"}), {}, 4),
+        (Resources(options={"gres": "lustre:1,gpu:8"}), {}, 8),
+        (Resources(options={"gres": "gpu"}), {}, 1),
+        (Resources(), {"gpus-per-node": "a100:4"}, 4),
+    ],
+)
+def test_gpus_are_counted_in_every_spelling(resources, common, count):
+    assert Slurm(options=common, roles={"learner": resources}).gpus_per_node("learner") == count
+
+
+def test_what_is_asked_of_slurm_is_counted_for_each_role(read):
+    config = read("policy.tensor_parallel=8", "counts.rollout=16")
+    found = {request.role: request for request in estimate.requests(config, config.executor)}
+    assert (found["learner"].nodes, found["learner"].cores, found["learner"].gpus) == (2, 64, 8)
+    assert (found["learner"].memory_gb, found["learner"].hours) == (800, 12)
+    assert (found["rollout"].nodes, found["rollout"].cores, found["rollout"].gpus) == (16, 512, 0)
+    assert found["inference"].gpus == 1
+
+
+# the run folder
+
+
+def parts(config):
+    return {part.what: part for part in estimate.disk(config)}
+
+
+def test_folder_holds_the_newest_versions_and_every_milestone(read):
+    weights = 2 * 8_190_735_360 + estimate.COMPANIONS
+    few = parts(read("policy.dtype=bfloat16", "steps=100"))
+    assert few["weights/"].bytes == 4 * weights
+    assert few["checkpoints/"].bytes == 3 * 14 * 8_190_735_360
+    many = parts(read("policy.dtype=bfloat16", "steps=100", "retention.keep_every=15"))
+    assert many["weights/"].bytes == (4 + 6) * weights
+    assert many["checkpoints/"].bytes == (3 + 3) * 14 * 8_190_735_360
+
+
+def test_run_that_only_evaluates_keeps_neither_weights_nor_batches(read):
+    only = "eval={samples=4, tasks=0, decodings={greedy={temperature=0.0}}}"
+    found = parts(read("mode=eval", only))
+    assert not {"weights/", "checkpoints/", "batches/", "archive/"} & set(found)
+    assert found["evals/"].bytes == 64 * 4 * 512 * estimate.EPISODE_TOKEN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "distributed"), [("bfloat16", True), ("float32", True), ("float32", False)]
+)
+def test_checkpoint_and_weights_on_disk_are_as_large_as_counted(tmp_path, read, dtype, distributed):
+    pytest.importorskip("megatron.core")
+    line = [sys.executable, "-c", SAVE, str(tmp_path), dtype, str(int(distributed))]
+    env = environment(TORCHDYNAMO_DISABLE="1")
+    done = subprocess.run(line, capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr
+    words = [f"policy.dtype={dtype}", f"policy.distributed_optimizer={str(distributed).lower()}"]
+    config = read(*words, f"model={tmp_path / 'built'}", "policy.tensor_parallel=1", "retention.keep_last=2")
+    for name, versions in (("weights", 3), ("checkpoints", 3)):
+        folder = tmp_path / name
+        found = sum(path.stat().st_size for path in folder.iterdir())
+        part = parts(config)[f"{name}/"]
+        counted = part.bytes / versions - (estimate.COMPANIONS if name == "weights" else 0)
+        assert counted == pytest.approx(found, rel=0.02)
+        assert part.inodes / versions >= len(list(folder.iterdir())) + 2  # the folder and its manifest
+
+
+SAVE = """
+import sys
+from pathlib import Path
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from hpc_swe.plugins.policies.base import OptimizerConfig
+from hpc_swe.plugins.policies.megatron import Megatron
+root = Path(sys.argv[1])
+sizes = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4)
+sizes |= dict(vocab_size=4096, num_key_value_heads=2, head_dim=64, tie_word_embeddings=False)
+Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(root / "built")
+policy = Megatron(dtype=sys.argv[2], distributed_optimizer=sys.argv[3] == "1")
+learner = policy.build(root / "built", OptimizerConfig(), None)
+for name, write in (("weights", learner.export), ("checkpoints", learner.save)):
+    (root / name).mkdir()
+    write(root / name)
+learner.close()
+"""
+
+
+# the dry run
+
+
+def test_there_is_one_script_an_array(read, tmp_path):
+    config = read("counts.rollout=25", "policy.tensor_parallel=8")
+    found = preview.scripts(RunDir(tmp_path / "run"), config)
+    heads = [script.splitlines()[0] for script in found if "rollout" in script.splitlines()[0]]
+    assert heads == [
+        "### rollout: submission 1, 10 of 25 jobs",
+        "### rollout: submission 2, 10 of 25 jobs",
+        "### rollout: submission 3, 5 of 25 jobs",
+    ]
+    assert "#SBATCH --array=0-4\n" in found[-2] + found[-1]
+
+
+def dry(tmp_path, *words, path=None):
+    line = [sys.executable, "-m", "hpc_swe.launch", "start", "configs/demo.toml", *map(str, words)]
+    env = {**os.environ, **({"PATH": path} if path else {})}
+    line += ["--run", str(tmp_path / "run"), "--dry-run"]
+    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=env, timeout=180)
+
+
+def test_dry_run_makes_nothing_and_needs_no_slurm(tmp_path, read):
+    config = read("policy.tensor_parallel=8")
+    words = [tmp_path / "executor.toml", "policy.tensor_parallel=8", f"model={config.model}"]
+    before = sorted(tmp_path.iterdir())
+    done = dry(tmp_path, *words, 'sandbox={type="process"}', path=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --gres=gpu:h100:4\n" in done.stdout
+    assert "P = 8,190,735,360, tp = 8, dp = 1" in done.stdout
+    assert done.stdout.isascii()
+    assert max(len(line) for line in done.stdout.partition("asked of Slurm")[2].splitlines()) <= 80
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_dry_run_of_a_local_run_says_so_and_ends_with_what_start_refuses(tmp_path, read):
+    config = read("policy.tensor_parallel=2")
+    sandbox = 'sandbox={type="apptainer", executable="no-such-apptainer"}'
+    done = dry(tmp_path, f"model={config.model}", sandbox)
+    assert "all on this machine; nothing is asked of a scheduler" in " ".join(done.stdout.split())
+    assert "the run folder at its fullest" in done.stdout
+    assert done.returncode == 2
+    assert "no-such-apptainer" in done.stderr

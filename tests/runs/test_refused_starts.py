@@ -1,0 +1,351 @@
+"""What a start refuses before anything is made or submitted, and what it leaves alone."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from hpc_swe import config as configuration
+from hpc_swe import job_counts
+from hpc_swe.errors import ConfigError, CorruptRecord
+from hpc_swe.plugins.executors.base import Submission
+from hpc_swe.plugins.executors.local import Local
+from hpc_swe.records import RunManifest
+from hpc_swe.rundir import PROTOCOL, RunDir
+from hpc_swe.runs import checks, control, create, existing
+from hpc_swe.store import atomic, submissions
+from tests.kit.checkout import ROOT
+from tests.kit.toy_model import HERMES, make_model
+from tests.kit.waiting import DEADLINE_S, until
+
+SHAPE = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 320,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 1024,
+}
+SLURM = (
+    'executor={type="slurm", roles={learner={nodes=2, gpus_per_node=1}, inference={options={gres="gpu:2"}}}}'
+)
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = make_model(tmp_path / "model", HERMES)
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 322}')
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+@pytest.fixture
+def read(model):
+    def config(*overrides):
+        words = [f"model={model}", 'sandbox={type="process"}', "tasks.train=3", "tasks.eval=2", *overrides]
+        return configuration.read(ROOT / "configs/demo.toml", overrides=words)
+
+    return config
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def command(*words, **settings):
+    line = [sys.executable, "-m", *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=DEADLINE_S, **settings)
+
+
+def complaints(run: RunDir, config) -> list[str]:
+    try:
+        checks.require(run, config)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+def test_a_folder_with_files_of_somebody_else_is_refused_and_untouched(tmp_path, read):
+    folder = tmp_path / "project"
+    (folder / "code").mkdir(parents=True)
+    for name in ("code/mine.py", "tasks.parquet", "token", "weights"):
+        (folder / name).write_text(f"precious {name}")
+    before = listing(folder)
+    with pytest.raises(ConfigError, match=r"project: no run, but it holds code, .* and 1 more; .*--run"):
+        control.start(RunDir(folder), read())
+    assert listing(folder) == before
+
+
+def test_a_run_json_of_somebody_else_makes_no_run(tmp_path, read):
+    folder = tmp_path / "project"
+    folder.mkdir(mode=0o700)
+    for name in ("run.json", "tasks.parquet"):
+        (folder / name).write_text("{}")
+    before = listing(folder)
+    with pytest.raises(
+        ConfigError, match=r"project: no run, but it holds run\.json, tasks\.parquet; .*--run"
+    ):
+        control.start(RunDir(folder), read())
+    assert listing(folder) == before
+
+
+@pytest.mark.parametrize("content", [b"", b'{"steps": 1', b"\xff", b"[1]", None])
+def test_a_damaged_configuration_is_one_error_that_names_it(tmp_path, read, content):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read(*(f"counts.{role}=0" for role in job_counts.ROLES["grpo"])))
+    run.config.unlink()
+    run.config.mkdir() if content is None else run.config.write_bytes(content)
+    with pytest.raises(CorruptRecord, match=r"run/run\.json: not the configuration of a run: .*put back"):
+        existing.load(run)
+
+
+def test_an_empty_folder_or_a_start_that_died_anywhere_is_no_obstacle(tmp_path, read):
+    run, nobody = RunDir(tmp_path / "run"), [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
+    for leave in ([], [".making/1"], ["MANIFEST.json"], ["MANIFEST.json", "control", "code", "token"]):
+        folder = RunDir(tmp_path / "-".join(["died", *leave]).replace("/", "+"))
+        folder.root.mkdir()
+        control.start(run, read(*nobody))
+        for name in leave:
+            target = folder.root / name
+            target.parent.mkdir(exist_ok=True)
+            if (run.root / name).is_file():
+                target.write_bytes((run.root / name).read_bytes())
+            else:
+                target.mkdir()
+        create.require_free(folder, read())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda tmp: tmp.joinpath("file").write_text("x") and tmp / "file", "a file and no folder"),
+        (lambda tmp: tmp.joinpath("link").symlink_to("nowhere") or tmp / "link", "a link to .*nowhere"),
+        (lambda _: Path("/"), "your home lies in it"),
+        (lambda _: Path("~").expanduser(), "your home is it"),
+        (lambda _: ROOT, "this checkout (is|lies in) it"),
+        (lambda _: ROOT.parent, "(this checkout|your home) (is|lies in) it"),
+        (lambda _: ROOT / "hpc_swe" / "runs", "among the packages that a run copies"),
+    ],
+)
+def test_no_run_is_made_where_other_things_live(tmp_path, read, make, message):
+    with pytest.raises(ConfigError, match=message):
+        create.require_free(RunDir(make(tmp_path)), read())
+
+
+@pytest.mark.parametrize("words", [["start", "configs/demo.toml", "--run="], ["tick", ""], ["stop", ""]])
+def test_an_empty_name_is_no_folder(tmp_path, words):
+    done = command("hpc_swe.launch", *words)
+    assert done.returncode == 2
+    assert "the name is empty; name a folder" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], []),
+        (["counts.reward=0", "steps=0"], ["counts.reward = 0: a run of mode grpo", "steps = 0"]),
+        (["counts.reward=0", 'by_hand=["reward"]'], []),
+        (["policy.device='gpu'"], [r"\[executor\] gpus.learner = 0 gives .* 0 GPUs, but it needs 2"]),
+        (
+            ["engine.device='gpu'", "executor.gpus={inference=1}"],
+            [r"\[executor\] gpus.inference = 1 for 1 jobs, but this machine has 0", "gpus asks for 1 GPUs"],
+        ),
+        (
+            [SLURM, "policy.device='gpu'", "policy.tensor_parallel=2", "learner.data_parallel=2"],
+            [r"roles.learner.gpus_per_node = 1, on 2 nodes, gives a job of learner 2 GPUs, but it needs 4"],
+        ),
+        ([SLURM, "engine.device='gpu'", "engine.tensor_parallel=2"], []),
+        (["engine.tensor_parallel=4"], ["engine.tensor_parallel = 4 does not divide the model's 6"]),
+        (["policy.tensor_parallel=4"], [r"\[policy\] tensor_parallel = 4 does not divide the model's heads"]),
+        (["engine.max_model_len=2048"], ["engine.max_model_len = 2048 is over the model's"]),
+        (["tasks.train=0"], [r"tasks.train = 0: \[taskset\] has no task to train on"]),
+        (["tasks.eval=0"], [r"tasks.eval = 0, .* but eval.every = 8"]),
+        (
+            ['taskset={type="kodcode", train="/no/train.parquet", eval="/no/eval.parquet", image="x"}'],
+            ["/no/train.parquet"],
+        ),
+    ],
+)
+def test_each_thing_that_cannot_work_is_a_line_before_there_is_a_folder(
+    tmp_path, monkeypatch, read, words, expected
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # whatever GPUs the machine has
+    run = RunDir(tmp_path / "run")
+    found = complaints(run, read(*words))
+    assert len(found) == len(expected), found
+    assert [line for line, wanted in zip(found, expected, strict=True) if not re.search(wanted, line)] == []
+    assert not run.root.exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda model: (model / "model.safetensors").unlink(), "no weights"),
+        (
+            lambda model: (model / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'
+            ),
+            "1 weight files are missing, model-2.safetensors first",
+        ),
+        (lambda model: (model / "model.safetensors.index.json").write_text("{"), "index.json cannot be read"),
+        (lambda model: (model / "chat_template.jinja").unlink(), "neither chat_template.jinja nor"),
+        (lambda model: (model / "config.json").write_text('{"model_type": "llama"}'), "model_type 'llama'"),
+    ],
+)
+def test_a_model_that_some_job_could_not_load_is_refused(tmp_path, read, model, spoil, message):
+    spoil(model)
+    found = complaints(RunDir(tmp_path / "run"), read())
+    assert len(found) == 1, found
+    assert message in found[0]
+
+
+def test_a_dry_run_refuses_what_a_start_refuses_and_makes_nothing(tmp_path, model):
+    words = ["steps=0", "--dry-run", f"model={model}", "--run", tmp_path / "run", "configs/demo.toml"]
+    done = command("hpc_swe.launch", "start", *words, "counts.reward=0", 'sandbox={type="process"}')
+    assert done.returncode == 2
+    assert [line.split(":")[1] for line in done.stderr.splitlines() if line.startswith("error:")] == [
+        " counts.reward = 0",
+        " steps = 0",
+    ]
+    assert "[learner.optimizer]\nlr = 0.0006\n" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_in_the_folder_of_a_run_refuses_what_a_start_refuses(tmp_path, model):
+    nobody = [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
+    words = ["configs/demo.toml", *nobody, f"model={model}", 'sandbox={type="process"}', "tasks.train=1"]
+    words += ["tasks.eval=1", "--run", tmp_path / "run"]
+    assert command("hpc_swe.launch", "start", *words).returncode == 0
+    before = listing(tmp_path / "run")
+    plan, real = (command("hpc_swe.launch", "start", *words, "seed=7", *dry) for dry in (["--dry-run"], []))
+    refused = [one.stderr.splitlines()[-1] for one in (plan, real)]
+    assert (plan.returncode, real.returncode) == (2, 2)
+    assert "seed: 0 -> 7" in refused[0]
+    assert refused[0] == refused[1]
+    assert command("hpc_swe.launch", "start", *words, "coordinator.poll_s=3", "--dry-run").returncode == 0
+    assert listing(tmp_path / "run") == before
+
+
+class Picky(Local, frozen=True, kw_only=True):
+    """An executor that takes no reward workers, as a scheduler without their partition does."""
+
+    def submit(self, run: RunDir, submission: Submission) -> str:
+        """Refuse one role."""
+        if submission.role == "reward":
+            raise ConfigError("sbatch: error: invalid partition specified: cpu")
+        return super().submit(run, submission)
+
+
+def test_one_refused_role_leaves_no_other_job_behind(tmp_path, read):
+    run, words = RunDir(tmp_path / "run"), ["counts.inference=0", "counts.rollout=0", "counts.learner=0"]
+    words += ['by_hand=["inference", "rollout", "learner"]', f"executor={{type='{__name__}:Picky'}}"]
+    config = read(*words)
+    with pytest.raises(ConfigError, match="reward: .*invalid partition.*; nothing was left in the queue"):
+        control.start(run, config)
+    assert config.executor.queue(run) == []
+    assert submissions.jobs(run, "coordinator")
+
+
+def test_a_merged_configuration_is_shown_as_toml_that_reads_as_the_same(read):
+    tree = configuration.dump(
+        read('taskset.image="a \\"b\\" \\\\ c"', "rollout.template_arguments={a_b=true}")
+    )
+    assert tomllib.loads("\n".join(configuration.toml(tree))) == json.loads(json.dumps(tree))
+
+
+def test_a_start_that_waits_lets_go_on_timeout_and_on_interrupt(tmp_path, model):
+    run, nobody = RunDir(tmp_path / "run"), [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
+    words = [*nobody, "counts.reward=1", f"by_hand={list(job_counts.ROLES['grpo'])}", f"model={model}"]
+    words += ['sandbox={type="process"}', "tasks.train=1", "tasks.eval=1", "configs/demo.toml"]
+    done = command("hpc_swe.launch", "start", "--wait", 1, *words, "--run", run.root)
+    config = existing.load(run)
+    try:
+        assert (done.returncode, "not finished after 1 s" in done.stderr) == (5, True), done.stderr
+        assert f"left; its jobs go on. `python -m hpc_swe.status {run.root}` shows how" in done.stderr
+        [job] = control.alive(run, config)
+        line = [sys.executable, "-m", "hpc_swe.launch", "start", *words, "--run", run.root, "--wait", "600"]
+        waiting = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert "submitted nothing" in waiting.stdout.readline()
+        waiting.send_signal(signal.SIGINT)
+        said = waiting.communicate(timeout=DEADLINE_S)[1]
+        assert waiting.returncode == 130
+        assert said.endswith("interrupted\n")
+        assert "Traceback" not in said
+        assert control.alive(run, config) == [job]
+        assert not run.stop.exists()
+    finally:
+        control.stop(run, config, now=True)
+
+
+COMMANDS = ["hpc_swe.launch tick", "hpc_swe.status", "jobs.coordinator", "jobs.run reward"]
+READERS = [
+    *("hpc_swe.launch start", "hpc_swe.evaluate --out=x", "hpc_swe.doctor"),
+    *("hpc_swe.engine", "hpc_swe.demo", "hpc_swe.tasks.check", "hpc_swe.tasks.build_images"),
+]
+IMPORTS = ["hpc_swe.launch start", "jobs.coordinator"]
+
+
+@pytest.mark.parametrize("line", [*COMMANDS, *READERS])
+def test_no_command_answers_an_interrupt_with_a_traceback(tmp_path, line):
+    """Each reads a pipe into which nobody writes, and some are interrupted while they import."""
+    pipe = tmp_path / "run.json" if line in COMMANDS else tmp_path / "pipe.toml"
+    os.mkfifo(pipe)
+    texts = dict.fromkeys(("run_id", "commit", "model_sha256", "config_sha256", "folder"), "")
+    manifest = RunManifest(protocol=PROTOCOL, environment={}, **texts)
+    atomic.put(tmp_path / "MANIFEST.json", manifest)
+    path = pipe if line in READERS else tmp_path
+    words = [sys.executable, "-m", *line.split(), str(path)]
+    for moment in [is_reading, *([is_importing] if line in IMPORTS else [])]:
+        process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        until(lambda moment=moment, pid=process.pid: moment(pid))
+        until(lambda process=process: interrupt(process) is not None)
+        said = process.communicate()[1].decode()
+        assert "Traceback" not in said, said
+        assert process.returncode in (130, -signal.SIGINT)
+
+
+def interrupt(process: subprocess.Popen) -> int | None:
+    """Once more if need be: an extension that is being loaded may lose an interrupt."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(0.5)
+    process.send_signal(signal.SIGINT)
+    return None
+
+
+def is_importing(pid: int) -> bool:
+    return "msgspec" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def is_reading(pid: int) -> bool:
+    """Whether it waits in the call that opens a file."""
+    return Path(f"/proc/{pid}/syscall").read_text().split()[0] in ("257", "56")  # openat of x86-64 and ARM
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["hpc_swe.launch", "strat", "configs/demo.toml"], "'strat' is not one of start, tick"),
+        (["hpc_swe.launch", "strat", "configs/demo.toml"], "did you mean 'start'?"),
+        (["hpc_swe.launch", "start", "--rum=x", "configs/demo.toml"], "unknown argument '--rum=x'; did you"),
+        (["hpc_swe.status", "--wach", "x"], "did you mean '--watch'?"),
+        (["hpc_swe.evaluate", "--ot", "x", "configs/demo.toml"], "--out"),
+        (["hpc_swe.launch", "start", "steps=1"], "no CONFIG.toml"),
+    ],
+)
+def test_a_misspelt_word_of_the_command_line_is_answered_with_its_like(words, said):
+    done = command(*words)
+    assert done.returncode == 2
+    assert said in done.stderr

@@ -1,0 +1,357 @@
+"""What a tick decides, by tables; what it does, with a scheduler that is played."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from hpc_swe.errors import ConfigError, SchedulerError
+from hpc_swe.plugins.executors.base import Job
+from hpc_swe.plugins.executors.slurm import parse_queue
+from hpc_swe.plugins.policies.megatron import Megatron
+from hpc_swe.records import CheckpointManifest, WeightManifest, WeightVersion
+from hpc_swe.rundir import RunDir
+from hpc_swe.runs import submit as run_submit
+from hpc_swe.runs.submit import Decision, decide, failures
+from hpc_swe.settings import InferenceConfig, LearnerConfig
+from hpc_swe.store import folders, submissions
+from hpc_swe.store.submissions import LatestSubmission, Started, Submitted
+
+
+def job(number: int, state: str = "running", submission: int = 1) -> Job:
+    return Job("rollout", f"{submission}7_{number}", submission, state)
+
+
+NOTED, OPEN, DOUBTED = (
+    LatestSubmission(1),
+    LatestSubmission(1, is_open=True),
+    LatestSubmission(1, is_open=True, is_doubted=True),
+)
+RUNNING, WAITING = [job(0), job(1)], [job(0, "waiting"), job(1, "waiting")]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "newest", "decision"),
+    [
+        ([], LatestSubmission(), Decision(missing=2)),
+        (RUNNING[:1], NOTED, Decision(missing=1)),
+        (RUNNING, NOTED, Decision()),
+        (WAITING, NOTED, Decision()),
+        ([*RUNNING, job(2)], NOTED, Decision()),  # what runs is never cancelled
+        ([*RUNNING, job(0, "waiting", 2)], LatestSubmission(2), Decision(cancel=["27_0"])),
+        ([*WAITING, job(0, "waiting", 2)], LatestSubmission(2), Decision(cancel=["27_0"])),
+        ([job(0, "held"), job(1)], NOTED, Decision()),  # somebody holds it, and knows why
+        ([job(0, "broken"), job(1)], NOTED, Decision(missing=1, cancel=["17_0"])),
+        (RUNNING, OPEN, Decision(close="17")),
+        ([], OPEN, Decision(doubt=True)),
+        ([], DOUBTED, Decision(missing=2, void=True)),
+        ([job(0, submission=1)], LatestSubmission(2, is_open=True), Decision(doubt=True)),
+        (
+            [job(0, submission=1)],
+            LatestSubmission(2, is_open=True, is_doubted=True),
+            Decision(missing=1, void=True),
+        ),
+    ],
+)
+def test_decision(jobs, newest, decision):
+    assert decide(2, jobs, newest) == decision
+
+
+def test_queue_of_slurm_is_read_by_name_and_ids_of_others_are_not_ours():
+    listing = """\
+17_3|2|PENDING|Priority|demo-a1b2c3:rollout
+18|1|RUNNING|None|demo-a1b2c3:learner
+19|1|COMPLETING|None|demo-a1b2c3:reward
+20|1|PENDING|launch failed requeued held|demo-a1b2c3:coordinator
+21|1|PENDING|JobHeldUser|demo-a1b2c3:inference
+22|(null)|RUNNING|None|interactive | of mine
+24|two
+lines|PENDING|None|of mine
+25|1|RUNNING|None|demo-a1b2c3:what
+26|1|PREEMPTED|None|demo-a1b2c3:rollout
+27|1|PENDING|PartitionConfig|demo-a1b2c3:reward
+23|1|RUNNING|None|demo-ffffff:rollout
+"""
+    assert parse_queue(listing, "demo-a1b2c3") == [
+        Job("rollout", "17_3", 2, "waiting", "Priority"),
+        Job("learner", "18", 1, "running", "None"),
+        Job("coordinator", "20", 1, "broken", "launch failed requeued held"),
+        Job("inference", "21", 1, "held", "JobHeldUser"),
+        Job("reward", "27", 1, "held", "PartitionConfig"),
+    ]
+
+
+def started(code=1, seconds=3.0, at=0.0):
+    return Started(job="7", host="c1", pid=1, start_time="1", at=at, seconds=seconds, code=code)
+
+
+@pytest.mark.parametrize(
+    ("said", "endings", "count"),
+    [
+        ([[started()]] * 3, {}, 3),
+        ([[started()], [started(code=0)], [started()]], {}, 1),
+        ([[started()] * 2, [started(), started(code=0)]], {}, 0),
+        ([[started(), started(code=0, seconds=-1)]] * 3, {}, 0),  # one of each still runs
+        ([[]] * 3, {}, 0),  # cancelled while they waited, or the book is not to be had
+        ([[]] * 3, {"7": "CANCELLED by 0 0:0"}, 0),
+        ([[]] * 3, {"7": "FAILED 127:0"}, 3),  # python is not there on the node
+        ([[started(code=0, seconds=-1)]] * 2, {"7": "OUT_OF_MEMORY 0:125"}, 2),
+        ([[started(code=0, seconds=-1)]] * 2, {"7": "NODE_FAIL 0:0"}, 0),
+        ([[started(code=0, seconds=-1)]] * 2, {"7": "PREEMPTED 0:0"}, 0),
+        ([[started()], [], [started()], []], {}, 2),  # what the book does not tell yet is passed over
+        ([[started()], [], [started()], []], {"7": "RUNNING 0:0"}, 2),
+        ([[started()], [started(code=0, seconds=-1)]], {}, 1),  # died without a word, and not in the book yet
+        ([[started()], [started(code=0)], []], {}, 0),
+        ([[started()]] * 3, None, 3),
+        ([[started()]] * 3 + [[]], None, 0),  # no book will ever tell of the last
+    ],
+)
+def test_failures_in_a_row(said, endings, count):
+    assert len(failures(histories(said), endings, ())) == count
+
+
+def test_submission_of_which_a_job_lives_has_not_failed():
+    failed = histories([[started()]] * 3 + [[started(), started(code=0, seconds=-1)]])
+    assert len(failures(failed, {}, living={3})) == 0
+    assert [number for number, _, _ in failures(failed, {}, living={9})] == [2, 1, 0]
+
+
+def histories(said):
+    submitted = Submitted(job="7", count=1, host="login", at=0.0)
+    return [(number, submitted, jobs) for number, jobs in enumerate(said)]
+
+
+@dataclass
+class Played:
+    """A scheduler in memory: what is submitted runs until it is taken off the list."""
+
+    running: list[Job] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    array_size: int = 1000
+    pause_s: float = 0.0
+    dies: str = ""
+    """Where submitting is cut off: before the scheduler hears of it, or after."""
+
+    def submit(self, run, submission):
+        self.asked.append("submit")
+        if self.dies == "before":
+            raise KeyboardInterrupt
+        if self.dies == "refused":
+            raise ConfigError("sbatch refuses: no such partition")
+        self.running += [
+            Job(submission.role, f"{submission.number}_{n}", submission.number, "running")
+            for n in range(submission.count)
+        ]
+        if self.dies == "after":
+            raise KeyboardInterrupt
+        return str(submission.number)
+
+    def queue(self, run):
+        self.asked.append("queue")
+        if self.dies == "silent":
+            raise SchedulerError("squeue: Unable to contact slurm controller")
+        return list(self.running)
+
+    def endings(self, jobs):
+        self.asked.append("endings")
+
+    def cancel(self, jobs):
+        self.running = [job for job in self.running if job.job not in jobs]
+
+
+@dataclass
+class Config:
+    """The part of a RunConfig that a tick reads."""
+
+    executor: Played
+    counts: dict
+    mode: str = "eval"
+    steps: int = 5
+    policy: Megatron | None = None
+    learner: LearnerConfig | None = None
+    inference: InferenceConfig = InferenceConfig()
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.make()
+    return run
+
+
+@pytest.fixture
+def config():
+    return Config(Played(), {"rollout": 200, "reward": 0, "inference": 0, "coordinator": 0})
+
+
+def test_two_hundred_workers_cost_one_question_and_one_submission(run, config):
+    assert run_submit.tick(run, config).submit == {"rollout": 200}
+    del config.executor.running[150:]
+    config.executor.asked.clear()
+    assert run_submit.tick(run, config).submit == {"rollout": 50}
+    assert [config.executor.asked.count(word) for word in ("queue", "endings", "submit")] == [1, 1, 1]
+
+
+def test_arrays_are_no_longer_than_the_scheduler_takes(run, config):
+    config.executor.array_size = 80
+    assert run_submit.tick(run, config).submit == {"rollout": 200}
+    assert submissions.newest(run, "rollout").number == 3
+    assert len(config.executor.running) == 200
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_ticks_at_once_submit_once(run, config, count):
+    ready = threading.Barrier(count)
+
+    def tick():
+        ready.wait()
+        run_submit.tick(run, config)
+
+    for expected in (200, 200, 200):
+        threads = [threading.Thread(target=tick) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(config.executor.running) == expected
+        del config.executor.running[:100]
+        run_submit.tick(run, config)  # a submission that a slower tick doubted is closed by now
+        run_submit.tick(run, config)
+
+
+def test_tick_that_dies_after_submitting_is_closed_by_the_next(run, config):
+    config.executor.dies = "after"
+    with pytest.raises(KeyboardInterrupt):
+        run_submit.tick(run, config)
+    config.executor.dies = ""
+    assert run_submit.tick(run, config).submit == {}
+    assert not submissions.newest(run, "rollout").is_open
+    assert len(config.executor.running) == 200
+
+
+def test_tick_that_dies_before_submitting_is_made_good_after_two_looks(run, config):
+    config.executor.dies = "before"
+    with pytest.raises(KeyboardInterrupt):
+        run_submit.tick(run, config)
+    config.executor.dies = ""
+    assert run_submit.tick(run, config).submit == {}
+    assert run_submit.tick(run, config).submit == {"rollout": 200}
+    assert submissions.is_void(run, "rollout", 1)
+
+
+def test_jobs_of_a_tick_that_was_slow_and_not_dead_make_way(run, config):
+    submissions.take(run, "rollout", 1)
+    submissions.doubt(run, "rollout", 1)
+    assert run_submit.tick(run, config).submit == {"rollout": 200}
+    late = [Job("rollout", f"1_{n}", 1, "running") for n in range(200)]
+    config.executor.running += late
+    plan = run_submit.tick(run, config)
+    assert (plan.submit, sorted(plan.cancel)) == ({}, sorted(job.job for job in late))
+    assert {job.submission for job in config.executor.running} == {2}
+
+
+def test_refusal_is_told_and_tried_again(run, config):
+    config.executor.dies = "refused"
+    assert "no such partition" in run_submit.tick(run, config).stuck["rollout"]
+    assert submissions.newest(run, "rollout") == LatestSubmission(), "a refused submission leaves nothing"
+    config.executor.dies = ""
+    assert run_submit.tick(run, config).submit == {"rollout": 200}
+
+
+def test_cell_that_a_dying_node_left_empty_stops_no_tick(run, config):
+    run_submit.tick(run, config)
+    run.started("rollout", 1, 0).write_bytes(b"")
+    config.executor.running.clear()
+    assert run_submit.tick(run, config).submit == {"rollout": 200}
+
+
+def test_silent_scheduler_means_that_nothing_is_submitted(run, config):
+    config.executor.dies = "silent"
+    with pytest.raises(SchedulerError):
+        run_submit.tick(run, config)
+    assert submissions.newest(run, "rollout") == LatestSubmission()
+
+
+@pytest.mark.parametrize("order", ["DRAIN", "STOP", "FINISHED"])
+def test_under_an_order_the_scheduler_is_not_even_asked(run, config, order):
+    (run.control / order).touch()
+    run_submit.tick(run, config)
+    assert config.executor.asked == []
+
+
+def test_run_that_finishes_while_the_queue_is_read_is_left_alone(run, config):
+    ask = config.executor.queue
+
+    def queue(run):
+        run.finished.touch()
+        return ask(run)
+
+    config.executor.queue = queue
+    assert run_submit.tick(run, config).submit == {}
+
+
+def publish(run, weights=None, checkpoint=None):
+    if weights is not None:
+        version = WeightVersion(step=weights, incarnation=1)
+        made = WeightManifest(writer="l", files={}, version=version, tensors={})
+        folders.publish(run.weight(version), lambda _: made)
+    if checkpoint is not None:
+        saved = CheckpointManifest(writer="l", files={}, step=checkpoint, incarnation=1, tensor_parallel=1)
+        folders.publish(run.checkpoint(checkpoint, 1), lambda _: saved)
+
+
+def test_learner_that_wrote_its_last_checkpoint_is_not_submitted_again(run, config):
+    config.mode, config.counts = "sft", {"coordinator": 0}
+    publish(run, weights=5, checkpoint=5)
+    assert run_submit.tick(run, config).submit == {}
+
+
+@pytest.mark.parametrize("checkpoint", [None, 3])
+def test_learner_lost_before_its_last_checkpoint_is_submitted_again(run, config, checkpoint):
+    """The coordinator waits for that checkpoint, and a checkpoint that only has the name is none."""
+    config.mode, config.counts = "sft", {"coordinator": 0}
+    publish(run, weights=5, checkpoint=checkpoint)
+    run.checkpoint(5, 1).mkdir()
+    config.policy, config.learner = Megatron(), LearnerConfig()
+    assert run_submit.tick(run, config).submit == {"learner": 1}
+
+
+FOREIGN = (
+    "notes.txt",
+    "stop",
+    "DRAIN~",
+    "STOP.old",
+    "\udcff",
+    "999999",
+    "000007",
+    "x.void",
+    "\u0661.void",
+    "-1",
+)
+
+
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir], ids=["file", "folder"])
+def test_foreign_names_in_control_and_launch_stop_no_tick(run, config, make):
+    for folder in (run.control, run.launches, run.launches / "rollout"):
+        for name in FOREIGN:
+            make(folder / name)
+    for expected in ({}, {"rollout": 200}, {}):  # 000007 looks like a tick that died, which takes two looks
+        assert run_submit.tick(run, config).submit == expected
+    assert submissions.newest(run, "rollout").number == 8
+    assert submissions.jobs(run, "rollout")[-1][0] == 8
+
+
+def test_role_that_keeps_failing_is_left_alone_until_it_has_rested(run, config):
+    for number in (1, 2, 3):
+        assert run_submit.tick(run, config).submit == {"rollout": 200}
+        submissions.report(run, "rollout", number, 0, started())
+        config.executor.running.clear()
+    assert "failed (exit code 1 on c1)" in run_submit.tick(run, config).stuck["rollout"]
+    noted = Submitted(job="3", count=200, host="login", at=time.time() - run_submit.REST_S)
+    submissions.confirm(run, "rollout", 3, noted)
+    submissions.report(run, "rollout", 3, 0, started(at=time.time()))
+    assert run_submit.tick(run, config).lost == ["rollout"], "it took long to fail, and rests from then on"
+    submissions.report(run, "rollout", 3, 0, started())
+    assert run_submit.tick(run, config).submit == {"rollout": 200}

@@ -1,0 +1,253 @@
+"""What an image must not show: the solution in a copy of the package, or the future in another clone."""
+
+import functools
+import gzip
+import html
+import io
+import json
+import py_compile
+import shutil
+import tarfile
+import textwrap
+import zipfile
+
+import pyarrow as pa
+import pytest
+
+from hpc_swe.tasks.images.leaks import search
+from hpc_swe.tasks.images.repository import stage
+from tests.kit.toy import BROKEN, MENDED, MORE_UNITTESTS, UNITTESTS, git, make_repository, patch
+
+SHORT = MENDED.replace("a + b", "a.__add__(b) if hasattr(a, '__add__') else b")
+LONG = BROKEN + "".join(f"\n\ndef function_{n}(number):\n    return number * {n}00_000\n" for n in range(3))
+
+
+@pytest.fixture
+def tree(repository, tmp_path):
+    """An image with nothing in it but the work tree."""
+    stage(repository[0], repository[1], tmp_path / "image/testbed")
+    return tmp_path / "image"
+
+
+@pytest.mark.parametrize(
+    ("path", "after", "is_found"),
+    [
+        ("opt/site-packages/calc/core.py", LONG, True),
+        ("opt/site-packages/renamed.py", LONG, True),
+        ("testbed/build/lib/calc/core.py", LONG, True),
+        ("root/fix.patch", LONG, True),
+        ("opt/site-packages/calc/core.py", SHORT, True),
+        ("opt/site-packages/renamed.py", SHORT, True),
+        ("opt/site-packages/calc/core.py", MENDED, True),
+    ],
+    ids=["copy", "renamed", "built", "patch", "one line", "one line elsewhere", "a line of no distinction"],
+)
+def test_a_copy_of_the_solution_is_found(repository, tree, path, after, is_found):
+    (tree / path).parent.mkdir(parents=True, exist_ok=True)
+    (tree / path).write_text(after)
+    reference = patch("calc/core.py", BROKEN, after)
+    assert search(tree, "/testbed", repository[1], reference) == ([path] if is_found else [])
+
+
+@pytest.mark.parametrize(
+    ("path", "after"),
+    [("opt/site-packages/renamed.py", SHORT), ("opt/site-packages/calc/core.py", MENDED)],
+    ids=["one line elsewhere", "a line of no distinction"],
+)
+def test_too_little_for_a_copy_is_none(repository, tree, path, after):
+    """Such lines are in files that have nothing to do with the solution."""
+    (tree / path).parent.mkdir(parents=True, exist_ok=True)
+    (tree / path).write_text(after.partition("\n\n\n")[0])
+    assert search(tree, "/testbed", repository[1], patch("calc/core.py", BROKEN, after)) == []
+
+
+def test_a_reference_need_not_be_in_the_words_of_git(repository, tree):
+    (tree / "opt").mkdir()
+    (tree / "opt/core.py").write_text(LONG)
+    reference = patch("calc/core.py", BROKEN, LONG).split("\n", 1)[1]
+    assert reference.startswith("--- a/")
+    assert search(tree, "/testbed", repository[1], reference) == ["opt/core.py"]
+
+
+def test_an_image_without_it_is_clean(repository, tree):
+    (tree / "opt").mkdir()
+    (tree / "opt/core.py").write_text(BROKEN)
+    (tree / "opt/link.py").symlink_to("/nowhere")
+    assert search(tree, "/testbed", repository[1], patch("calc/core.py", BROKEN, LONG)) == []
+
+
+def test_lines_that_the_base_commit_has_elsewhere_tell_nothing(repository, tree):
+    known = "def test_double(self):\n        self.assertEqual(double(4), 8)\n"
+    (tree / "opt/calc").mkdir(parents=True)
+    (tree / "opt/calc/core.py").write_text(BROKEN.replace("double", "twice") + known)
+    assert search(tree, "/testbed", repository[1], patch("calc/core.py", BROKEN, BROKEN + known)) == []
+
+
+def test_a_set_up_that_holds_the_solution_is_found(repository, tree):
+    (tree / "testbed/tests/test_plain.py").write_text(LONG)
+    reference = patch("calc/core.py", BROKEN, LONG)
+    assert search(tree, "/testbed", repository[1], reference) == ["testbed/tests/test_plain.py"]
+
+
+def _wheel(path, name, text):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(name, text)
+
+
+def _sdist(path, name, text):
+    kind = path.suffix.removeprefix(".") if path.suffix in (".gz", ".bz2", ".xz") else ""
+    with tarfile.open(path, f"w:{kind}") as archive:
+        member = tarfile.TarInfo(f"calc-2/{name}")
+        member.size = len(text)
+        archive.addfile(member, io.BytesIO(text.encode()))
+
+
+def _wheel_in_sdist(path, name, text):
+    _wheel(path.with_name("inner.whl"), name, text)
+    with tarfile.open(path, "w:gz") as archive:
+        archive.add(path.with_name("inner.whl"), "dist/inner.whl")
+    path.with_name("inner.whl").unlink()
+
+
+def _zstd(path, name, text):
+    with pa.output_stream(path, compression="zstd") as stream:
+        stream.write(text.encode())
+
+
+def _deb(path, name, text):
+    _sdist(path.with_name("data.tar.xz"), name, text)
+    inner = path.with_name("data.tar.xz").read_bytes()
+    head = b"%-16s%-12d%-6d%-6d%-8d%-10d`\n" % (b"data.tar.xz", 0, 0, 0, 0o644, len(inner))
+    path.write_bytes(b"!<arch>\n" + head + inner)
+    path.with_name("data.tar.xz").unlink()
+
+
+def _compiled(path, name, text, **more):
+    source = path.with_name("source.py")
+    source.write_text(text)
+    py_compile.compile(str(source), str(path), doraise=True, **more)
+    source.unlink()
+
+
+def _compiled_elsewhere(path, name, text):
+    """Of another release: neither its instructions nor its header tell us anything."""
+    _compiled(path, name, text)
+    data = bytearray(path.read_bytes())
+    data[0], data[8:16] = (data[0] + 1) % 256, bytes(8)
+    path.write_bytes(bytes(data))
+
+
+def _changelog(path, name, text):
+    path.write_text("Version 2\n---------\n\n" + textwrap.indent(patch(name, BROKEN, text), "    "))
+
+
+def _page(path, name, text):
+    words = (f'<span class="k">{html.escape(word)}</span>' for word in text.split(" "))
+    path.write_text(f"<html><pre>{' '.join(words)}</pre></html>")
+
+
+def _notebook(path, name, text):
+    path.write_text(json.dumps({"cells": [{"source": text.splitlines(True)}]}))
+
+
+def _bundle(path, name, text):
+    scratch = path.with_name("scratch")
+    make_repository(scratch)
+    (scratch / name).write_text(text)
+    git(scratch, "commit", "-qam", "mended")
+    git(scratch, "bundle", "create", str(path), "HEAD")
+    shutil.rmtree(scratch)
+
+
+PLACES = {
+    "a compiled file": ("calc/__pycache__/core.cpython-311.pyc", _compiled),
+    "a checked hash": (
+        "calc/__pycache__/core.cpython-311.pyc",
+        functools.partial(_compiled, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH),
+    ),
+    "another release's": ("calc/core.pyc", _compiled_elsewhere),
+    "a wheel": ("calc-2-py3-none-any.whl", _wheel),
+    "a source distribution": ("calc-2.tar.gz", _sdist),
+    "bzip2": ("calc-2.tar.bz2", _sdist),
+    "xz": ("calc-2.tar.xz", _sdist),
+    "a plain archive": ("calc-2.bin", _sdist),
+    "nested": ("all.tgz", _wheel_in_sdist),
+    "a Debian package": ("calc.deb", _deb),
+    "zstd": ("core.zst", _zstd),
+    "gzip": ("core.gz", lambda path, name, text: path.write_bytes(gzip.compress(text.encode()))),
+    "a backup": ("calc/core.py~", lambda path, name, text: path.write_text(text)),
+    "text": ("notes.txt", lambda path, name, text: path.write_text(text)),
+    "without a suffix": ("notes", lambda path, name, text: path.write_text(text)),
+    "cython": (
+        "calc/core.pyx",
+        lambda path, name, text: path.write_text("# cython: language_level=3\n" + text),
+    ),
+    "another encoding": ("notes.txt", lambda path, name, text: path.write_text(text, encoding="utf-16")),
+    "a changelog": ("CHANGES", _changelog),
+    "a page": ("_modules/calc/core.html", _page),
+    "a notebook": ("fix.ipynb", _notebook),
+    "a bundle": ("calc.bundle", _bundle),
+}
+LINE = BROKEN.replace("return a - b", "summed = a + b  # not minus\n    return summed")
+"""A solution of so few lines that only place, code or identity can tell it."""
+
+
+def _fill(tree, text):
+    """One file of each form; their paths."""
+    for kind, (place, write) in PLACES.items():
+        path = tree / "opt" / kind / place
+        path.parent.mkdir(parents=True)
+        write(path, "calc/core.py", text)
+    return {f"opt/{kind}/{place}" for kind, (place, _) in PLACES.items()}
+
+
+@pytest.mark.parametrize("after", [LONG, LINE], ids=["long", "short"])
+def test_the_solution_is_found_in_any_form(repository, tree, after):
+    paths = _fill(tree, after)
+    found = search(tree, "/testbed", repository[1], patch("calc/core.py", BROKEN, after))
+    assert {path.partition("!")[0] for path in found} == paths
+
+
+def test_what_was_there_before_the_solution_shows_nothing(repository, tree):
+    _fill(tree, BROKEN + "\n# of an older release\n")
+    assert search(tree, "/testbed", repository[1], patch("calc/core.py", BROKEN, LONG)) == []
+
+
+def test_a_repository_whose_work_tree_and_head_are_empty_is_searched(repository, tree):
+    srv = tree / "srv/mirror"
+    srv.mkdir(parents=True)
+    git(srv, "init", "-q")
+    (srv / "core.py").write_text(LONG)
+    git(srv, "add", "-A")
+    git(srv, "commit", "-qm", "all of it")
+    git(srv, "rm", "-q", "core.py")
+    git(srv, "commit", "-qm", "nothing")
+    for packed in (False, True):
+        if packed:
+            git(srv, "gc", "-q")
+        (shown,) = search(tree, "/testbed", repository[1], patch("calc/core.py", BROKEN, LONG))
+        assert shown.startswith("srv/mirror/.git/objects/")
+
+
+def test_hidden_tests_in_an_installed_copy_are_found(repository, tree):
+    (tree / "opt/calc/tests").mkdir(parents=True)
+    (tree / "opt/calc/tests/test_core.py").write_text(UNITTESTS + MORE_UNITTESTS)
+    tests = patch("tests/test_core.py", UNITTESTS, UNITTESTS + MORE_UNITTESTS)
+    found = search(tree, "/testbed", repository[1], patch("calc/core.py", BROKEN, MENDED), tests)
+    assert found == ["opt/calc/tests/test_core.py"]
+
+
+def test_the_search_leaves_nothing_in_the_repository(repository, tree):
+    before = git(tree / "testbed", "cat-file", "--batch-all-objects", "--batch-check")
+    search(tree, "/testbed", repository[1], patch("calc/core.py", BROKEN, LONG))
+    assert git(tree / "testbed", "cat-file", "--batch-all-objects", "--batch-check") == before
+
+
+@pytest.mark.parametrize("form", ["clone", "bare"])
+def test_another_clone_is_found(repository, tree, form):
+    if form == "clone":
+        shutil.copytree(repository[0], tree / "srv/calc")
+    else:
+        git(tree, "clone", "--quiet", "--bare", str(repository[0]), "srv/calc.git")
+    place = "srv/calc/.git" if form == "clone" else "srv/calc.git"
+    assert search(tree, "/testbed", repository[1], patch("calc/core.py", BROKEN, MENDED))[:1] == [place]

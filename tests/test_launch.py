@@ -1,0 +1,342 @@
+"""Starting, keeping and ending runs: what a person at the shell sees."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hpc_swe import config as configuration
+from hpc_swe.errors import ConfigError, HpcSweError, StaleRun, StorageError
+from hpc_swe.records import RunManifest
+from hpc_swe.rundir import RunDir
+from hpc_swe.runs import control, create, existing, submit, watch
+from hpc_swe.store import atomic, submissions, tasks
+from tests.kit.checkout import ROOT
+from tests.kit.waiting import DEADLINE_S, until
+
+ROLES = ["coordinator", "inference", "learner", "rollout", "reward"]
+NOBODY = [f"by_hand={ROLES}", *(f"counts.{role}=0" for role in ROLES)]
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def read(model):
+    def config(*overrides):
+        words = [
+            f"model={model}",
+            'sandbox={type="process"}',
+            "tasks.train=3",
+            "tasks.eval=2",
+            "learner.optimizer.decay=constant",  # so that steps may change
+            *NOBODY,
+            *overrides,
+        ]
+        return configuration.read(ROOT / "configs/demo.toml", overrides=words)
+
+    return config
+
+
+def command(*words, **env):
+    line = [sys.executable, "-m", "hpc_swe.launch", *map(str, words)]
+    return subprocess.run(
+        line, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **env}, timeout=DEADLINE_S
+    )
+
+
+def test_start_makes_a_whole_run_that_is_private(tmp_path, read):
+    os.umask(0o077)
+    run = RunDir(tmp_path / "runs" / "one")
+    control.start(run, read())
+    assert existing.load(run) == read()
+    assert {split: len(found) for split, found in tasks.read(run.tasks).items()} == {"train": 3, "eval": 2}
+    assert [oct(path.stat().st_mode & 0o77) for path in (run.root, run.token, run.config)] == ["0o0"] * 3
+
+
+def test_start_again_goes_on_but_refuses_what_would_change_the_training(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    token = run.token.read_bytes()
+    control.start(run, read("steps=99"))
+    assert existing.load(run).steps == 99
+    assert run.token.read_bytes() == token
+    with pytest.raises(ConfigError, match=r"decide what it trains: groups.group_size: 8 -> 4.*tick.*--run"):
+        control.start(run, read("groups.group_size=4"))
+
+
+def test_a_run_goes_on_with_a_model_that_was_moved_but_not_with_another(tmp_path, read, model):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    moved = model.rename(tmp_path / "moved")
+    control.start(run, read(f"model={moved}", "retention.keep_last=9"))
+    assert (existing.load(run).model, existing.load(run).retention.keep_last) == (str(moved), 9)
+    (moved / "config.json").write_text("{ }")
+    (tmp_path / "link").symlink_to(moved)
+    control.start(run, read(f"model={tmp_path / 'link'}"))  # the same folder is not read again
+    assert existing.load(run).model == str(moved)
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (other / name).write_text("[]")
+    with pytest.raises(ConfigError, match=r"model: .*moved' -> .*other'"):
+        control.start(run, read(f"model={other}"))
+
+
+def test_start_with_more_steps_takes_a_finished_run_up_again(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read("steps=5"))
+    run.finished.touch()
+    control.start(run, read("steps=5"))
+    assert run.finished.exists()
+    control.start(run, read("steps=6"))
+    assert not run.finished.exists()
+
+
+def test_killed_start_leaves_no_half_run_and_can_be_repeated(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    run.config.unlink()  # what a start that died before its last write leaves
+    with pytest.raises(ConfigError, match="no run here"):
+        existing.load(run)
+    control.start(run, read())
+    assert existing.load(run) == read()
+
+
+def test_of_concurrent_starts_one_makes_the_run_and_others_are_refused(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+
+    def start(size):
+        try:
+            control.start(run, read(f"groups.group_size={size}"))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(6) as pool:
+        said = list(pool.map(start, [2, 4, 2, 4, 2, 4]))
+    won = existing.load(run).groups.group_size
+    assert [not text for text in said] == [size == won for size in (2, 4, 2, 4, 2, 4)]
+    assert all(f"groups.group_size: {won} -> {6 - won}" in text for text in said if text)
+    assert len(list(run.root.glob(".*code~*"))) == 0
+
+
+def test_a_start_that_died_making_the_run_delays_the_next_one_only_a_while(tmp_path):
+    run = RunDir(tmp_path / "run")
+    (run.root / ".making" / "half").mkdir(parents=True)
+    with create.making(run, limit_s=0.3) as place:
+        assert place
+    assert list(run.root.iterdir()) == []
+
+
+def test_a_slow_start_taken_for_dead_leaves_the_run_of_another_whole(tmp_path, read):
+    run, config = RunDir(tmp_path / "run"), read()
+    run.root.mkdir()
+    nothing = {"train": [], "eval": []}
+
+    def start():
+        with create.making(run) as place:
+            yield
+            create.publish(run, place, config, nothing, "a" * 64)
+
+    slow = start()
+    next(slow)
+    with create.making(run, limit_s=0.3) as place:
+        create.publish(run, place, config, nothing, "b" * 64)
+    before = {path: path.read_bytes() for path in run.code.rglob("*.py")}
+    with pytest.raises(StorageError, match="another start took this one for dead; start again"):
+        next(slow)
+    assert atomic.get(run.manifest, RunManifest).model_sha256 == "b" * 64
+    assert {path: path.read_bytes() for path in run.code.rglob("*.py")} == before != {}
+
+
+def test_what_another_start_took_away_replaces_nothing(tmp_path):
+    (tmp_path / "code").mkdir()
+    with pytest.raises(FileNotFoundError):
+        create.replace(tmp_path / "gone", tmp_path / "code")
+    assert (tmp_path / "code").is_dir()
+
+
+@pytest.mark.parametrize("mode", [0o750, 0o701, 0o722])
+def test_a_run_that_others_can_enter_is_refused_by_every_command(tmp_path, read, mode):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    run.root.chmod(mode)
+    for verb in ("tick", "stop"):
+        done = command(verb, run.root)
+        assert done.returncode == ConfigError.exit_code
+        assert done.stderr == f"error: {run.root}: mode {mode:o} lets others in; run chmod 700 {run.root}\n"
+    with pytest.raises(ConfigError, match="lets others in"):
+        control.start(run, read())
+    run.root.chmod(0o700)
+    assert command("tick", run.root).returncode == 0
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to give a folder to another user")
+@pytest.mark.parametrize("path", [".", "run.json"])
+def test_a_run_of_another_user_is_refused(tmp_path, read, path):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    os.chown(run.root / path, 12345, -1)
+    done = command("tick", run.root)
+    assert done.returncode == ConfigError.exit_code
+    assert "belongs to user 12345; a run is acted on by its owner only" in done.stderr
+
+
+def test_missing_model_is_one_error_that_names_key_and_folder(tmp_path, read):
+    with pytest.raises(ConfigError, match=r"model = '/nowhere/model': no config.json there"):
+        control.start(RunDir(tmp_path / "run"), read("model=/nowhere/model"))
+
+
+def test_a_model_without_its_tokenizer_is_refused_before_any_job_needs_it(tmp_path, model, read):
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"model = '.*/model': no tokenizer.json there"):
+        control.start(RunDir(tmp_path / "run"), read())
+
+
+def test_machine_without_apptainer_is_one_error_with_the_way_out(tmp_path, read):
+    config = read('sandbox={type="apptainer", executable="no-such-apptainer"}')
+    with pytest.raises(ConfigError, match=r"no-such-apptainer.*install Apptainer.*process"):
+        control.start(RunDir(tmp_path / "run"), config)
+
+
+def test_misspelt_key_on_the_command_line_is_one_line_and_exit_code_2(tmp_path):
+    done = command("start", "configs/demo.toml", "groups.grup_size=4", "--run", tmp_path / "run")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "grup_size" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("mode", "option"), [("grpo", "--run"), ("eval", "--out")])
+def test_folder_that_cannot_be_made_names_itself_and_the_option(tmp_path, read, mode, option):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match=f"file/run.*{option}"):
+        control.start(RunDir(tmp_path / "file" / "run"), read(f"mode={mode}"))
+
+
+@pytest.mark.parametrize("name", ["file", "file/run"])
+def test_a_file_where_a_run_is_looked_for_is_no_run(tmp_path, name):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match=f"{name}: no run here"):
+        existing.load(RunDir(tmp_path / name))
+
+
+def test_an_evaluation_of_no_task_is_refused_before_there_is_a_folder(tmp_path, read):
+    with pytest.raises(ConfigError, match=r"tasks.eval = 0 \(--tasks\).*no held-out task"):
+        control.start(RunDir(tmp_path / "run"), read("mode=eval", "tasks.eval=0"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_of_another_protocol_names_the_commit_that_reads_it(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    manifest = json.loads(run.manifest.read_text())
+    run.manifest.write_text(json.dumps({**manifest, "protocol": 99, "commit": "abc123"}))
+    with pytest.raises(StaleRun, match=r"protocol 99.*abc123"):
+        existing.load(run)
+
+
+def test_tick_submits_the_difference_and_nothing_under_an_order(tmp_path, read):
+    run, config = RunDir(tmp_path / "run"), read("counts.reward=1")
+    try:
+        assert control.start(run, config).submit == {"reward": 1}
+        assert submit.tick(run, config).submit == {}
+        control.stop(run, config, now=True)
+        assert control.alive(run, config) == []
+        assert submit.tick(run, config).submit == {}
+    finally:
+        control.stop(run, config, now=True)
+
+
+def test_waiting_for_a_run_that_is_ordered_to_end_ends_with_it(tmp_path, read):
+    run, config = RunDir(tmp_path / "run"), read("counts.reward=1")
+    try:
+        control.start(run, config)
+        until(lambda: any(run.nodes.iterdir()))
+        control.stop(run, config, now=False)
+        with pytest.raises(HpcSweError, match="ordered to end"):
+            watch.wait(run, config, timeout_s=DEADLINE_S)
+        assert not run.stop.exists()
+    finally:
+        control.stop(run, config, now=True)
+
+
+def test_script_for_a_role_by_hand_leaves_a_finished_run_alone(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    run.finished.touch()
+    script = ["bash", "sbatch/role.sbatch", "reward", str(run.root)]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    assert not any(run.nodes.iterdir())
+
+
+def test_foreground_jobs_end_with_the_launcher_whatever_kills_it(tmp_path, model):
+    words = [f"model={model}", 'sandbox={type="process"}', "tasks.train=3", "tasks.eval=2", *NOBODY]
+    line = ["start", "configs/demo.toml", *words, "counts.reward=1", "executor.foreground=true"]
+    run = RunDir(tmp_path / "run")
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "hpc_swe.launch", *line, "--run", str(run.root), "--wait", "600"], cwd=ROOT
+    )
+    until(lambda: run.config.exists() and any(run.nodes.iterdir()))
+    config = existing.load(run)
+    assert control.alive(run, config)
+    launcher.kill()
+    launcher.wait()
+    until(lambda: not control.alive(run, config))
+
+
+def test_job_of_a_voided_submission_ends_at_once(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    submissions.take(run, "reward", 1)
+    submissions.void(run, "reward", 1)
+    line = [sys.executable, "-m", "jobs.run", "reward", str(run.root), "--submission=1"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    assert "void" in done.stderr
+    assert not any(run.nodes.iterdir())
+
+
+def test_jobs_run_the_code_that_the_run_was_started_with(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    changed = run.code / "jobs" / "reward.py"
+    changed.write_text("print('the code of the run')")
+    submissions.take(run, "reward", 1)
+    submission = submit.submission(run, read(), "reward", 1, 1)
+    done = subprocess.run(
+        ["bash", "-c", read().executor.script(run, submission)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert "the code of the run" in done.stdout, done.stderr
+
+
+def test_run_keeps_its_code_until_it_is_upgraded_which_no_job_may_see(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    old = run.code / "jobs" / "old.py"
+    old.touch()
+    control.start(run, read())
+    assert old.exists()
+    try:
+        control.start(run, read("counts.reward=1"))
+        with pytest.raises(ConfigError, match="1 jobs still run the old code"):
+            control.start(run, read("counts.reward=1"), upgrade=True)
+    finally:
+        control.stop(run, read(), now=True)
+    control.start(run, read(), upgrade=True)
+    assert not old.exists()

@@ -1,0 +1,81 @@
+"""The one name for all commands, and what an installation brings along."""
+
+import importlib.metadata
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from hpc_swe import __version__
+from hpc_swe.__main__ import COMMANDS
+from tests.kit.checkout import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def said(*words: str) -> "subprocess.CompletedProcess[str]":
+    line = [sys.executable, "-m", "hpc_swe", *words]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_the_version_is_told() -> None:
+    assert said("--version").stdout == f"hpc_swe {__version__}\n"
+
+
+def test_a_command_that_is_none_is_refused_with_those_that_are() -> None:
+    done = said("lanch")
+    assert done.returncode == 2
+    assert "lanch: unknown command" in done.stderr
+    assert all(f"  {name} " in done.stderr for name in COMMANDS)
+
+
+def test_commands_do_what_their_modules_do(tmp_path: Path) -> None:
+    done = said("launch", "tick", str(tmp_path))
+    module = [sys.executable, "-m", "hpc_swe.launch", "tick", str(tmp_path)]
+    alone = subprocess.run(module, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (alone.returncode, alone.stderr)
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize("module", [module for module, _ in COMMANDS.values()])
+def test_every_command_has_its_module(module: str) -> None:
+    assert importlib.util.find_spec(module) is not None
+
+
+def test_the_console_script_is_the_command() -> None:
+    assert PROJECT["scripts"] == {"hpc-swe": "hpc_swe.__main__:main"}
+    (found,) = (importlib.metadata.EntryPoint("hpc-swe", PROJECT["scripts"]["hpc-swe"], "console_scripts"),)
+    assert callable(found.load())
+
+
+def test_run_time_dependencies_are_imported_at_run_time() -> None:
+    sources = [path.read_text() for folder in ("hpc_swe", "jobs") for path in (ROOT / folder).rglob("*.py")]
+    for requirement in PROJECT["dependencies"]:
+        name = re.split(r"[<>=]", requirement)[0]
+        assert any(re.search(rf"^\s*(import|from) {name}\b", text, re.MULTILINE) for text in sources), name
+
+
+def test_both_extras_bound_transformers_alike() -> None:
+    extras = PROJECT["optional-dependencies"]
+    bounds = [next(r for r in extras[name] if r.startswith("transformers")) for name in ("cpu", "gpu")]
+    assert bounds[0] == bounds[1]
+    assert "<" in bounds[0]
+
+
+def test_the_licence_is_there() -> None:
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_the_lock_for_gpus_pins_what_the_extra_asks_for() -> None:
+    lines = (ROOT / "containers/requirements-gpu.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for text in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["gpu"]):
+        wanted = Requirement(text)
+        assert wanted.specifier.contains(pins[wanted.name.lower()]), text
