@@ -22,6 +22,7 @@ PACKAGES = ("hpc_swe", "jobs")
 FILE_LINES = 400
 LONGER = {"hpc_swe/records.py": 500}  # one page of records reads better than two
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
+TEST_NAME = 70
 PACKAGE_LINES = 4_500  # all lines, blank ones and docstrings too
 HEAVY = {"torch", "vllm", "megatron", "transformers", "submitit", "tensorboard", "datasets"}
 HOSTS = (
@@ -241,6 +242,48 @@ def test_no_signal_handler_sets_an_event_whose_lock_its_thread_may_hold():
     """`hpc_swe.processes.Flag` has none."""
     handled = {path for path, text in modules().items() if "signal.signal(" in text}
     assert [path for path in sorted(handled) if "threading.Event" in modules()[path]] == []
+
+
+def trees_of_tests() -> dict[str, ast.Module]:
+    paths = tracked("tests/**/*.py", "tests/*.py")
+    return {name(path): ast.parse(path.read_text(encoding="utf-8")) for path in dict.fromkeys(paths)}
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Modules that a file imports by name."""
+    found = {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    return found | {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+
+
+def test_tests_import_one_another_as_one_package():
+    """No module by its bare name, none from a conftest, and nothing changes where Python looks."""
+    trees = trees_of_tests()
+    bare = {Path(path).stem for path in trees} - {"__init__", "__main__"}
+    wrong = {
+        path: [m for m in imported(tree) if m in bare or "conftest" in m] for path, tree in trees.items()
+    }
+    patches = re.compile(r"sys\.path(\[.*\] =| \+?= |\.(append|insert|extend)\()")
+    for path, tree in trees.items():
+        statements = (n for n in ast.walk(tree) if isinstance(n, ast.Expr | ast.Assign | ast.AugAssign))
+        wrong[path] += [text for n in statements if patches.match(text := ast.unparse(n))]
+    assert {path: found for path, found in wrong.items() if found} == {}
+    folders = {(REPOSITORY / path).parent for path in trees}
+    assert [name(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_folders_of_tests_are_named_as_packages():
+    """Or are rooms for what belongs to no package."""
+    rooms = {"bench", "cheats", "cluster", "docs", "golden", "gpu", "kit", "pipeline"}
+    found = {Path(path).relative_to("tests").parent for path in trees_of_tests()}
+    mirrors = [folder for folder in found if folder.parts and folder.parts[0] not in rooms]
+    homes = [Path(PACKAGES[0]), Path()]
+    assert [str(f) for f in mirrors if not any((REPOSITORY / home / f).is_dir() for home in homes)] == []
+
+
+def test_names_of_tests_fit_a_line():
+    functions = (n for tree in trees_of_tests().values() for n in ast.walk(tree))
+    names = [n.name for n in functions if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
+    assert [each for each in names if len(each) > TEST_NAME] == []
 
 
 def test_every_plugin_family_says_what_its_plugins_are():

@@ -33,6 +33,8 @@ class ToyEngine:
 
     builder: TokenBuilder
     replies: list[str]
+    answers: list[list[int]] = field(default_factory=list)
+    """Ids, which replace `replies`: the n-th call is answered by the n-th of them."""
     faults: deque[EngineError | Change | None] = field(default_factory=deque)
     version: WeightVersion | None = field(default_factory=WeightVersion)
     on_call: Callable[[Call], None] = lambda call: None
@@ -55,6 +57,11 @@ class ToyEngine:
         return call.answer
 
     def _answer(self, call: Call) -> Completion:
+        if self.answers:
+            ids = self.answers[len(self.calls) - 1]
+            logprobs = [-(1 + index % 7) / 8 for index in range(len(ids))]
+            finish = "stop" if ids and ids[-1] == self.builder.end_id else "length"
+            return Completion(ids, logprobs, finish, [(0, len(ids), self.version)] if ids else [])
         text = self.builder.tokens.decode(call.prompt)
         said = text.rpartition(OPENING)[2]
         whole = self.replies[min(text.count(OPENING), len(self.replies)) - 1]

@@ -20,11 +20,9 @@ from hpc_swe.plugins.agents.base import ChatAddress
 from hpc_swe.records import ExitStatus, Sampling, id_array
 from hpc_swe.roles.rollout import openai_server
 from hpc_swe.rundir import RunDir
+from tests.kit.recording import REPLIES, Stage, stage
 from tests.kit.toy_model import HERMES, make_model
 from tests.kit.waiting import DEADLINE_S
-from tests.roles.rollout.test_recorder import REPLIES, Stage, stage
-from tests.roles.rollout.test_recorder import builder as builder
-from tests.roles.rollout.test_recorder import run as run
 
 START = [
     {"role": "system", "content": "Repair."},

@@ -23,7 +23,7 @@ from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Message, Task, TestPlan, ToolCall, Turn, id_array
 from tests.kit.checkout import IMAGES
 from tests.kit.forms import FORMS, NAMES, Part, call, thought
-from tests.roles.rollout.conftest import Stage
+from tests.kit.recording import Stage
 
 HARMLESS = "harmless"
 HOSTILE = {

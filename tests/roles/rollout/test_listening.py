@@ -19,9 +19,7 @@ from hpc_swe.plugins.sandboxes.base import Sandbox
 from hpc_swe.records import Task, TestPlan
 from hpc_swe.roles.rollout import openai_server
 from hpc_swe.rundir import RunDir
-from tests.roles.rollout.test_recorder import builder as builder
-from tests.roles.rollout.test_recorder import run as run
-from tests.roles.rollout.test_recorder import stage
+from tests.kit.recording import stage
 
 pytestmark = pytest.mark.slow
 TASK = Task(

@@ -17,11 +17,8 @@ from hpc_swe.errors import ConfigError, EngineError, SandboxError
 from hpc_swe.plugins.agents.base import ContextFull, Reply
 from hpc_swe.plugins.engines.base import Completion
 from hpc_swe.records import (
-    Endpoint,
-    EndpointTable,
     Message,
     Node,
-    RolloutRequest,
     Sampling,
     ToolCall,
     WeightVersion,
@@ -29,73 +26,15 @@ from hpc_swe.records import (
     id_array,
 )
 from hpc_swe.roles.rollout.endpoints import Endpoints
-from hpc_swe.roles.rollout.openai_server import ServedRecorder
 from hpc_swe.roles.rollout.recorder import Recorder
-from hpc_swe.roles.rollout.sampler import Sampler
 from hpc_swe.rundir import RunDir
-from hpc_swe.settings import RolloutConfig
 from hpc_swe.store import atomic
+from tests.kit.recording import REPLIES, V1, serve, stage
 from tests.kit.toy_engine import Call, ToyEngine, cut_at
 from tests.kit.toy_model import HERMES, THINKING, make_model
 
-V1, V2, V3 = (WeightVersion(step=step) for step in (1, 2, 3))
-REPLIES = [
-    'Look.\n<tool_call>\n{"name": "view", "arguments": {"path": "m.py"}}\n</tool_call>',
-    'Mend.\n<tool_call>\n{"name": "replace", "arguments": {"line": 3}}\n</tool_call>',
-    "Done.",
-    "Really done.",
-]
+V2, V3 = (WeightVersion(step=step) for step in (2, 3))
 START = [Message(role="system", content="Repair."), Message(role="user", content="It fails.")]
-
-
-@pytest.fixture(scope="module")
-def builder(tmp_path_factory: pytest.TempPathFactory) -> TokenBuilder:
-    return TokenBuilder(make_model(tmp_path_factory.mktemp("model"), HERMES))
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / "run")
-    run.make()
-    serve(run, a=[V1], b=[V1])
-    return run
-
-
-def serve(
-    run: RunDir, updating: bool = False, newest: WeightVersion = V1, **engines: list[WeightVersion]
-) -> None:
-    found = [
-        Endpoint(owner=name, url=f"http://{name}", versions=versions, updating=updating)
-        for name, versions in engines.items()
-    ]
-    for name, versions in engines.items():
-        node = Node(owner=name, role="inference", beat=1, host="h", pid=1, versions=versions)
-        atomic.put(run.node(name), node)
-    atomic.put(run.endpoints, EndpointTable(beat=1, endpoints=found, newest=newest))
-
-
-@dataclasses.dataclass
-class Stage:
-    engine: ToyEngine
-    recorder: Recorder
-
-
-def stage(
-    run: RunDir,
-    builder: TokenBuilder,
-    *,
-    replies: list[str] = REPLIES,
-    sampling: Sampling | None = None,
-    wait_s: float = 60.0,
-    split: str = "train",
-    **config: object,
-) -> Stage:
-    engine = ToyEngine(builder, replies, version=V1)
-    request = RolloutRequest(
-        split=split, group_id=0, index=0, task_id="t", seed=0, sampling=sampling or Sampling(max_tokens=200)
-    )
-    sampler = Sampler(engine, Endpoints(run, max_lag=1, fresh_s=0.0), "secret", wait_s)
-    return Stage(engine, ServedRecorder(builder, sampler, request, RolloutConfig(**config)))
 
 
 def answer(reply: Reply) -> Message:

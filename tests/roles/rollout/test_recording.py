@@ -13,7 +13,7 @@ from hpc_swe.records import Message, Turn, float_array, id_array
 from hpc_swe.roles.coordinator.samples import find_flaw, make_samples
 from tests.kit.forms import FORMS, NAMES, call, thought
 from tests.kit.made_episodes import episode
-from tests.roles.rollout.conftest import Stage
+from tests.kit.recording import Stage
 
 START = [Message(role="system", content="Repair."), Message(role="user", content="It fails.")]
 SPELLED = st.lists(st.one_of(st.sampled_from(NAMES), st.text(max_size=5)), max_size=4).map("".join)

@@ -1,0 +1,73 @@
+"""A recorder before a toy engine that two endpoints of a run serve."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpc_swe.conversation import TokenBuilder
+from hpc_swe.records import Endpoint, EndpointTable, Node, RolloutRequest, Sampling, WeightVersion
+from hpc_swe.roles.rollout.endpoints import Endpoints
+from hpc_swe.roles.rollout.openai_server import ServedRecorder
+from hpc_swe.roles.rollout.sampler import PART, Sampler
+from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RolloutConfig
+from hpc_swe.store import atomic
+from tests.kit.toy_engine import ToyEngine
+
+V1 = WeightVersion(step=1)
+REPLIES = [
+    'Look.\n<tool_call>\n{"name": "view", "arguments": {"path": "m.py"}}\n</tool_call>',
+    'Mend.\n<tool_call>\n{"name": "replace", "arguments": {"line": 3}}\n</tool_call>',
+    "Done.",
+    "Really done.",
+]
+
+
+@dataclass
+class Stage:
+    """A recorder, and the engine that it asks."""
+
+    engine: ToyEngine
+    recorder: ServedRecorder
+
+    @property
+    def builder(self) -> TokenBuilder:
+        return self.engine.builder
+
+    def control(self, ids: Sequence[int]) -> list[int]:
+        """Return the control tokens among some."""
+        known = set(self.builder.tokens.control.values())
+        return [token for token in ids if token in known]
+
+
+def serve(
+    run: RunDir, updating: bool = False, newest: WeightVersion = V1, **engines: list[WeightVersion]
+) -> None:
+    found = [
+        Endpoint(owner=name, url=f"http://{name}", versions=versions, updating=updating)
+        for name, versions in engines.items()
+    ]
+    for name, versions in engines.items():
+        node = Node(owner=name, role="inference", beat=1, host="h", pid=1, versions=versions)
+        atomic.put(run.node(name), node)
+    atomic.put(run.endpoints, EndpointTable(beat=1, endpoints=found, newest=newest))
+
+
+def stage(
+    run: RunDir,
+    builder: TokenBuilder,
+    *,
+    replies: list[str] = REPLIES,
+    answers: Sequence[list[int]] = (),
+    sampling: Sampling | None = None,
+    wait_s: float = 60.0,
+    part: int = PART,
+    split: str = "train",
+    **config: object,
+) -> Stage:
+    """Let the engine give `replies`, or else `answers`, which are ids."""
+    engine = ToyEngine(builder, replies, version=V1, answers=list(answers))
+    request = RolloutRequest(
+        split=split, group_id=0, index=0, task_id="t", seed=0, sampling=sampling or Sampling(max_tokens=200)
+    )
+    sampler = Sampler(engine, Endpoints(run, max_lag=1, fresh_s=0.0), "secret", wait_s, part=part)
+    return Stage(engine, ServedRecorder(builder, sampler, request, RolloutConfig(**config)))
