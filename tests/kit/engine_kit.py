@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,12 +17,25 @@ import numpy as np
 from hpc_swe.errors import CorruptRecord
 from hpc_swe.plugins import Plugin, dump
 from hpc_swe.plugins.engines.vllm import Vllm
-from hpc_swe.records import Node, ProbeScore, TensorInfo, WeightManifest, WeightVersion
+from hpc_swe.processes import free_port
+from hpc_swe.records import (
+    Node,
+    ProbeScore,
+    TensorInfo,
+    Turn,
+    WeightManifest,
+    WeightVersion,
+    float_array,
+    id_array,
+)
+from hpc_swe.roles.inference.child import Child
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, folders
 from tests.kit.checkout import environment
+from tests.kit.random_model import save_random
 
 TOKEN = "secret"
+V0 = WeightVersion()
 VOCABULARY = 2048
 EOS = 2
 CPU = Vllm(
@@ -32,38 +46,32 @@ CPU = Vllm(
     enforce_eager=True,
     device="cpu",
 )
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.08,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "pad_token_id": 1,
+}
 
 
 def make_model(
     folder: Path, seed: int, *, stops: bool = False, tied: bool = False, stores_head: bool = False
 ) -> Path:
     """A random float32 Qwen3; one that `stops` ends its turn after a few tokens."""
-    import torch
     from safetensors.torch import load_file, save_file
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
-        tie_word_embeddings=tied,
-        initializer_range=0.08,
-        bos_token_id=1,
-        eos_token_id=EOS,
-        pad_token_id=1,
-    )
-    model = Qwen3ForCausalLM(config)
-    if stops:
-        with torch.no_grad():
-            model.lm_head.weight.zero_()
-            model.lm_head.weight[EOS] = 2.0
-    model.save_pretrained(folder)
+    def change(name: str, parameter: Any) -> None:
+        if stops and name == "lm_head.weight":
+            parameter.zero_()[EOS] = 2.0
+
+    save_random(folder, "Qwen3", SIZES | {"head_dim": 32, "tie_word_embeddings": tied}, seed, change)
     if stores_head:
         file = folder / "model.safetensors"
         tensors = load_file(file)
@@ -177,6 +185,39 @@ def await_node(run: RunDir, condition: Callable[[Node], bool], timeout_s: float 
 
 def is_serving(version: WeightVersion) -> Callable[[Node], bool]:
     return lambda node: node.state == "ready" and node.versions == [version] and not node.reading
+
+
+@contextlib.contextmanager
+def serving(engine: Vllm, model: Path, log: Path, version: WeightVersion = V0) -> Iterator[str]:
+    """Run the engine itself, without a supervisor, and yield its URL once it serves a version."""
+    url = f"http://127.0.0.1:{(port := free_port('127.0.0.1', 0))}"
+    child = Child(engine.command(model, "127.0.0.1", port, "test"), engine.environment(TOKEN), log)
+    try:
+        deadline = time.monotonic() + 900
+        while not engine.is_healthy(url):
+            child.require_alive()
+            assert time.monotonic() < deadline, log.read_text()[-2000:]
+            time.sleep(0.1)
+        engine.adopt(url, TOKEN, version, None)
+        yield url
+    finally:
+        child.stop()
+
+
+def require_exact(engine: Vllm, url: str, turns: list[Turn], version: WeightVersion) -> None:
+    """Let the engine score a whole chain: it agrees on every sampled token."""
+    chain: list[int] = []
+    places: list[tuple[int, Turn]] = []
+    for turn in turns:
+        chain += id_array(turn.appended_ids).tolist()
+        places.append((len(chain), turn))
+        chain += turn.completion.tolist()
+    scores = np.array([0.0, *engine.score(url, TOKEN, chain)])
+    for start, turn in places:
+        length = len(turn.completion)
+        np.testing.assert_allclose(scores[start : start + length], float_array(turn.logprobs), atol=1e-3)
+        assert [(s.oldest, s.newest) for s in turn.spans] == [(version, version)] * len(turn.spans)
+        assert (turn.spans[0].start, turn.spans[-1].end) == (0, length)
 
 
 def processes(marker: str) -> list[int]:

@@ -14,12 +14,15 @@ import msgspec
 
 from hpc_swe import config as configuration
 from hpc_swe.conversation import TokenBuilder
+from hpc_swe.demo.model import TEMPLATE, make_tokenizer, save_model, save_tokenizer
 from hpc_swe.plugins.engines.scripted import ScriptedReply
 from hpc_swe.settings import RunConfig
 from tests.kit.checkout import IMAGES, ROOT, environment
-from tests.kit.long_model import CONTEXT, VOCABULARY
 from tests.kit.toy import RECIPES
 
+CONTEXT = 32768
+VOCABULARY = 4096
+WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # as GPT-2 has them
 BASE_IMAGE = IMAGES / "python-pytest"
 KITS = ROOT / ".cache" / "agents"
 ENVIRONMENT = environment(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1")
@@ -36,6 +39,22 @@ class World:
     images: Path
     model: Path
     recipes: bool = True
+
+
+def make_long_model(folder: Path) -> Path:
+    """Make a tiny random Qwen3 for whole sessions, and a tokenizer of this repository."""
+    pages = [
+        path
+        for where in ("docs/*.md", "hpc_swe/*.py", "hpc_swe/runs/*.py")
+        for path in sorted(ROOT.glob(where))
+    ]
+    texts = [path.read_text() for path in pages]
+    folder.mkdir(parents=True)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = make_tokenizer(texts, VOCABULARY, WORDS)
+    save_tokenizer(tokenizer, folder)
+    save_model(tokenizer, folder, 0, hidden_size=64, intermediate_size=96, max_position_embeddings=CONTEXT)
+    return folder
 
 
 def call(name: str, **arguments: object) -> str:

@@ -3,14 +3,13 @@
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import EngineError
 from hpc_swe.plugins.engines.base import Completion
-from hpc_swe.records import IdArray, Sampling, WeightManifest, WeightVersion
+from hpc_swe.records import IdArray, Sampling, WeightVersion
 
 OPENING = "<|im_start|>assistant\n"
 Change = Callable[[Completion], Completion]
@@ -80,21 +79,6 @@ class ToyEngine:
             ids += self.builder.tokens.encode(text[:cut])
             text = text[cut:]
         return ids, [-self.dice.random() for _ in ids]
-
-    def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
-        raise NotImplementedError
-
-    def environment(self, token: str) -> dict[str, str]:
-        raise NotImplementedError
-
-    def is_healthy(self, url: str) -> bool:
-        raise NotImplementedError
-
-    def adopt(self, url: str, token: str, version: WeightVersion) -> None:
-        raise NotImplementedError
-
-    def reload(self, url: str, token: str, folder: Path, manifest: WeightManifest) -> None:
-        raise NotImplementedError
 
 
 def cut_at(count: int, finish: str = "abort") -> Change:

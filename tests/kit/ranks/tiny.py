@@ -7,18 +7,10 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hpc_swe.records import MicroBatch, float_array, floats, id_array, ids
+from tests.kit.random_model import save_random
 
 VOCAB = 320
 LENGTHS = (40, 24, 64, 32)
@@ -37,22 +29,19 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 def make_models(folder: Path) -> dict[str, Path]:
     """One folder a model, norms and biases moved off their initial 1 and 0."""
-    makers = {
-        "dense": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False)),
-        "tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),
-        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
-        "moe": lambda: Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8, tie_word_embeddings=False)
-        ),
+
+    def move(name: str, parameter: Tensor) -> None:
+        if parameter.dim() == 1:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+
+    families = {
+        "dense": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
+        "tied": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+        "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
+        "moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "tie_word_embeddings": False}),
     }
-    torch.manual_seed(0)
-    for name, make in makers.items():
-        model = make()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter.add_(0.1 * torch.randn_like(parameter))
-        model.save_pretrained(folder / name)
+    for name, (family, more) in families.items():
+        save_random(folder / name, family, SIZES | more, change=move)
         (folder / name / "tokenizer.json").write_text("{}")
         (folder / name / "chat_template.jinja").write_text("{{ messages }}")
     sharded = folder / "sharded"

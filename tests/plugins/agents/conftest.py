@@ -9,13 +9,12 @@ import pytest
 
 from tests.kit import toy
 from tests.kit.checkout import ROOT
-from tests.kit.long_model import make_model
-from tests.kit.sessions_kit import BASE_IMAGE, ENVIRONMENT, KITS, World, overlay
+from tests.kit.sessions_kit import BASE_IMAGE, ENVIRONMENT, KITS, World, make_long_model, overlay
 
 
 @pytest.fixture(scope="session")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("long") / "model")
+    return make_long_model(tmp_path_factory.mktemp("long") / "model")
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ three times what a call looks like.
 """
 
 import dataclasses
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,38 +12,23 @@ import msgspec
 import pytest
 
 from hpc_swe.conversation import TokenBuilder
-from hpc_swe.processes import free_port
 from hpc_swe.records import Endpoint, EndpointTable, ExitStatus, RolloutRequest, Sampling
-from hpc_swe.roles.inference.child import Child
 from hpc_swe.roles.rollout import episode
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.sampler import Sampler
 from hpc_swe.store import atomic
-from tests.kit.long_model import CONTEXT
-from tests.kit.sessions_kit import World, configured, overlay
+from tests.kit.engine_kit import CPU, TOKEN, require_exact, serving
+from tests.kit.sessions_kit import CONTEXT, World, configured, overlay
 from tests.kit.stage import V1, company
-from tests.roles.rollout.test_real_vllm import ENGINE, TOKEN, require_exact
 
 pytestmark = pytest.mark.slow
-LONG = msgspec.structs.replace(ENGINE, max_model_len=CONTEXT)
+LONG = msgspec.structs.replace(CPU, max_model_len=CONTEXT, max_num_seqs=8)
 
 
 @pytest.fixture(scope="module")
 def url(long_model: Path) -> Iterator[str]:
-    port = free_port("127.0.0.1", 0)
-    found = f"http://127.0.0.1:{port}"
-    log = long_model.parent / "engine.log"
-    child = Child(LONG.command(long_model, "127.0.0.1", port, "test"), LONG.environment(TOKEN), log)
-    try:
-        until = time.monotonic() + 240
-        while not LONG.is_healthy(found):
-            child.require_alive()
-            assert time.monotonic() < until, log.read_text()[-2000:]
-            time.sleep(0.2)
-        LONG.adopt(found, TOKEN, V1, None)
-        yield found
-    finally:
-        child.stop()
+    with serving(LONG, long_model, long_model.parent / "engine.log", V1) as url:
+        yield url
 
 
 def test_the_real_engine_agrees_on_every_recorded_token(
@@ -73,4 +57,4 @@ def test_the_real_engine_agrees_on_every_recorded_token(
     assert len(turns[0].appended_ids) // 4 > 1000
     assert played.exit_status == (ExitStatus.SUBMITTED if agent == "qwen_code" else ExitStatus.AGENT_ERROR)
     assert all(turn.delivered for turn in turns)
-    require_exact(turns, url)
+    require_exact(LONG, url, turns, V1)

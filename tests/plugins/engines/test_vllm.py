@@ -16,11 +16,9 @@ from hpc_swe.errors import ConfigError, EngineError
 from hpc_swe.plugins.engines.base import Completion
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.records import ProbeScore, Sampling, WeightVersion
-from hpc_swe.roles.inference.child import Child
-from hpc_swe.roles.inference.supervisor import free_port
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import folders, weights
-from tests.kit.engine_kit import CPU, EOS, TOKEN, VOCABULARY, make_model, make_run, publish
+from tests.kit.engine_kit import CPU, EOS, TOKEN, VOCABULARY, make_model, make_run, publish, serving
 
 pytestmark = pytest.mark.slow
 TEXT = list(range(40, 90))
@@ -51,20 +49,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("vllm")
     models = {name: make_model(root / name, seed) for name, seed in (("a", 0), ("b", 1))}
     models["stops"] = make_model(root / "stops", 0, stops=True)
-    url = f"http://127.0.0.1:{(port := free_port('127.0.0.1', 0))}"
-    child = Child(
-        CPU.command(models["a"], "127.0.0.1", port, "test"), CPU.environment(TOKEN), root / "engine.log"
-    )
-    try:
-        deadline = time.monotonic() + 300
-        while not CPU.is_healthy(url):
-            child.require_alive()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        CPU.adopt(url, TOKEN, WeightVersion(), None)
+    with serving(CPU, models["a"], root / "engine.log") as url:
         yield Server(url, make_run(root / "run"), models, iter(range(1, 1000)))
-    finally:
-        child.stop()
 
 
 @pytest.fixture
