@@ -10,7 +10,7 @@ from hpc_swe.errors import NodeError
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LIST_TIMEOUT_S = 60.0
 _LISTED = re.compile(r"^GPU (\d+):.*\(UUID: ([^)]+)\)", re.MULTILINE)
-_IN_GRES = re.compile(r"(?:^|,)(?:gres/)?gpu(?::[A-Za-z][^:,(]*)?(?::(\d+))?(?=$|[,(])")
+_IN_GRES = re.compile(r"(?:^|,)(?:gres/)?gpu(?::[^:,(]*[^\d:,(][^:,(]*)*(?::(\d+))?(?=$|[,(])")
 
 
 def usable(environment: Mapping[str, str]) -> list[str]:

@@ -144,6 +144,8 @@ def test_gpus_are_asked_for_where_there_are_some(partition, gpus, verdict):
         ("gpu:4", 4),
         ("gpu:h100:4(S:0-1),shard:8", 4),
         ("gpu:a100:2,gpu:h100:1", 3),
+        ("gpu:1g.10gb:7", 7),
+        ("lustre:1,gpu", 1),
         ("(null)", 0),
         ("nic:2", 0),
     ],
