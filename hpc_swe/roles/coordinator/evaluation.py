@@ -58,8 +58,8 @@ class Evaluator:
     def expects(self, key: Key) -> list[RolloutRequest] | None:
         """Return the requests of one task of a round; None when its table exists."""
         number, place = divmod(key[1], max(1, len(self.tasks)))
-        is_only = number == 0 or self.every
-        if not self.tasks or not is_only or self.label(number) in self._done:
+        is_round = number == 0 or self.every
+        if not self.tasks or not is_round or self.label(number) in self._done:
             return None
         settings = [s for s in self.config.decodings.values() for _ in range(self.config.samples)]
         return [
