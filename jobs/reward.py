@@ -4,7 +4,7 @@ import logging
 import sys
 from functools import partial
 
-from hpc_swe.plugins.graders.base import with_versions
+from hpc_swe.plugins.hidden_tests import with_versions
 from hpc_swe.plugins.sandboxes.base import WatchedSandboxes
 from hpc_swe.plugins.tasksets.base import Referenced
 from hpc_swe.records import Task

@@ -18,8 +18,8 @@ from hpc_swe.doctor import examine
 from hpc_swe.doctor.findings import Finding
 from hpc_swe.evaluation import results
 from hpc_swe.evaluation.results import Finished
-from hpc_swe.plugins.tasksets._checked import Seconds, TaskCheck
-from hpc_swe.plugins.tasksets._swebench_rows import Row
+from hpc_swe.plugins.swebench_rows import Row
+from hpc_swe.plugins.task_checks import Seconds, TaskCheck
 from hpc_swe.records import MetricLine, RoleStatus, Sampling, StatusReport, Task, TestPlan, WeightVersion
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import exhibits, preview

@@ -25,7 +25,9 @@ from rich.table import Table
 from hpc_swe import cli, plugins, tables
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError, boundary
-from hpc_swe.plugins.graders.base import Examiner, Grader, Regrader, Version
+from hpc_swe.plugins import task_checks
+from hpc_swe.plugins.graders.base import Examiner, Grader, Regrader
+from hpc_swe.plugins.hidden_tests import Version
 from hpc_swe.plugins.patch import apply
 from hpc_swe.plugins.sandboxes.base import (
     Clock,
@@ -36,8 +38,7 @@ from hpc_swe.plugins.sandboxes.base import (
     SandboxWrapper,
     WatchedSandboxes,
 )
-from hpc_swe.plugins.tasksets import _checked
-from hpc_swe.plugins.tasksets._checked import Kind, Seconds, TaskCheck
+from hpc_swe.plugins.task_checks import Kind, Seconds, TaskCheck
 from hpc_swe.plugins.tasksets.base import Referenced
 from hpc_swe.plugins.tasksets.swebench import Swebench
 from hpc_swe.records import Score, Task
@@ -167,11 +168,11 @@ class Checker:
             return judge(task, submission, sandboxes)
 
     def _image(self, task: Task) -> str:
-        return "" if self.images is None else _checked.image_digest(self.images, task.image)
+        return "" if self.images is None else task_checks.image_digest(self.images, task.image)
 
     def _settings(self, task: Task, reference: str) -> str:
         grader = plugins.dump(self.grader) if isinstance(self.grader, plugins.Plugin) else {}
-        return _checked.digest((grader, task.base_commit, task.files, task.tests, reference))
+        return task_checks.digest((grader, task.base_commit, task.files, task.tests, reference))
 
 
 def judged(gold: Sequence[Score], empty: Sequence[Score]) -> tuple[Kind, str]:
@@ -239,8 +240,8 @@ def run(
     Raises:
         StorageError: `out` cannot be written; if so from the start, nothing was graded.
     """
-    _checked.create(out)
-    verdicts = _checked.read(out)
+    task_checks.create(out)
+    verdicts = task_checks.read(out)
     todo = [
         task
         for task in tasks
@@ -252,7 +253,7 @@ def run(
         try:
             for future in as_completed(futures):
                 verdict = future.result()
-                _checked.append(out, verdict)
+                task_checks.append(out, verdict)
                 verdicts[verdict.task_id] = verdict
                 progress.update(bar, description=f"{verdict.task_id}: {verdict.verdict}", advance=1)
         finally:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from hpc_swe import cli, tables
 from hpc_swe.errors import ConfigError, HpcSweError, StorageError, boundary
-from hpc_swe.plugins.tasksets._swebench_rows import (
+from hpc_swe.plugins.swebench_rows import (
     RECIPES,
     Record,
     Row,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from hpc_swe import config as configuration
-from hpc_swe.plugins.graders.base import with_versions
+from hpc_swe.plugins.hidden_tests import with_versions
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.records import Task
 

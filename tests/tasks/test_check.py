@@ -15,12 +15,12 @@ import pytest
 
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, CorruptRecord, SandboxError, SchedulerError, StorageError
+from hpc_swe.plugins import task_checks
 from hpc_swe.plugins.graders import _second_sitting
-from hpc_swe.plugins.graders.base import HiddenEdit, Version
 from hpc_swe.plugins.graders.pytest import Pytest
 from hpc_swe.plugins.graders.swebench import Swebench
+from hpc_swe.plugins.hidden_tests import HiddenEdit, Version
 from hpc_swe.plugins.sandboxes.process import Process
-from hpc_swe.plugins.tasksets import _checked
 from hpc_swe.plugins.tasksets.bugs import Bugs
 from hpc_swe.records import Score
 from hpc_swe.rundir import RunDir
@@ -94,7 +94,7 @@ def test_every_verdict_has_its_reason_and_stands_until_its_task_changes(reposito
     write_rows(tmp_path / "rows.jsonl", *made)
     done = check(tmp_path, source)
     assert done.returncode == 0, done.stdout + done.stderr
-    verdicts = _checked.read(tmp_path / "checked.jsonl")
+    verdicts = task_checks.read(tmp_path / "checked.jsonl")
     assert {name: one.verdict for name, one in verdicts.items()} == {
         f"toy__{kind}-1": kind for kind in ("usable", "gold_fails", "empty_passes", "flaky", "broken")
     }
@@ -189,12 +189,12 @@ def test_a_run_takes_what_is_usable_and_says_what_it_left_out(tmp_path, caplog):
     path, out = write_rows(tmp_path / "rows.jsonl", *made), tmp_path / "checked.jsonl"
     for name, verdict in {"one": "usable", "two": "usable", "three": "gold_fails"}.items():
         image = f"sweb.eval.x86_64.toy_1776_{name}-1"
-        one = _checked.TaskCheck(
+        one = task_checks.TaskCheck(
             task_id=f"toy__{name}-1", verdict=verdict, image=image, image_digest="", settings=""
         )
-        _checked.append(out, one)
+        task_checks.append(out, one)
     two = "sweb.eval.x86_64.toy_1776_two-1"
-    _checked.append(out, msgspec.structs.replace(one, task_id="toy__two-1", verdict="flaky", image=two))
+    task_checks.append(out, msgspec.structs.replace(one, task_id="toy__two-1", verdict="flaky", image=two))
     with caplog.at_level(logging.INFO):
         found = list(taskset(path, checked=str(out)).load("train"))
     assert [task.task_id for task in found] == ["toy__one-1"], "of two lines the last one counts"
@@ -229,14 +229,14 @@ def test_a_run_refuses_an_image_that_was_built_again_since_its_check(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", row("unittest", "b" * 40))
     (task,) = taskset(path).load("train")
     (tmp_path / f"{task.image}.json").write_text("{}")
-    verdict = _checked.TaskCheck(
+    verdict = task_checks.TaskCheck(
         task_id=task.task_id,
         verdict="usable",
         image=task.image,
-        image_digest=_checked.image_digest(tmp_path, task.image),
+        image_digest=task_checks.image_digest(tmp_path, task.image),
         settings="",
     )
-    _checked.append(tmp_path / "checked.jsonl", verdict)
+    task_checks.append(tmp_path / "checked.jsonl", verdict)
     config = configured(
         path,
         'executor={type="slurm"}',  # on whose nodes the sandbox is checked
@@ -255,16 +255,16 @@ def test_a_run_refuses_an_image_that_was_built_again_since_its_check(tmp_path):
 def test_only_what_tells_of_another_image_is_another(tmp_path):
     sif, manifest = tmp_path / "one.sif", tmp_path / "one.json"
     sif.write_bytes(b"abc")
-    then = _checked.image_digest(tmp_path, "one")
+    then = task_checks.image_digest(tmp_path, "one")
     os.utime(sif, (1, 1))  # as a copy from another file system has it
-    assert not _checked.is_another(_checked.image_digest(tmp_path, "one"), then)
+    assert not task_checks.is_another(task_checks.image_digest(tmp_path, "one"), then)
     sif.write_bytes(b"abcd")
-    assert _checked.is_another(_checked.image_digest(tmp_path, "one"), then)
+    assert task_checks.is_another(task_checks.image_digest(tmp_path, "one"), then)
     manifest.write_text("{}")
-    assert not _checked.is_another(_checked.image_digest(tmp_path, "one"), then)
-    assert not _checked.is_another(_checked.image_digest(tmp_path, "one"), "")
-    assert not _checked.is_another(_checked.image_digest(tmp_path, "none"), then)
-    assert not _checked.is_another(_checked.image_digest(sif / "not a folder", "one"), then)
+    assert not task_checks.is_another(task_checks.image_digest(tmp_path, "one"), then)
+    assert not task_checks.is_another(task_checks.image_digest(tmp_path, "one"), "")
+    assert not task_checks.is_another(task_checks.image_digest(tmp_path, "none"), then)
+    assert not task_checks.is_another(task_checks.image_digest(sif / "not a folder", "one"), then)
 
 
 def test_no_reference_is_where_a_rollout_worker_looks(tmp_path, caplog):
@@ -291,7 +291,7 @@ def test_no_changed_test_is_where_a_rollout_worker_looks(tmp_path, caplog):
     edit = HiddenEdit(start=start, old="(1, 2, 3)", new="(1, 2, 7654321)")
     version = Version(edits=[edit], tests=one.tests.fail_to_pass, unsure=[])
     for task, versions in ((one, [version]), (two, [])):
-        known = _checked.TaskCheck(
+        known = task_checks.TaskCheck(
             task_id=task.task_id,
             verdict="usable",
             image=task.image,
@@ -299,7 +299,7 @@ def test_no_changed_test_is_where_a_rollout_worker_looks(tmp_path, caplog):
             settings="",
             changed_tests=versions,
         )
-        _checked.append(out, known)
+        task_checks.append(out, known)
     words = ['executor={type="local"}', 'sandbox={type="process"}', f"taskset.checked={out}"]
     run = RunDir(tmp_path / "run")
     control.start(run, configured(path, *words))

@@ -10,8 +10,8 @@ import datasets
 import pyarrow.parquet as pq
 import pytest
 
-from hpc_swe.plugins.graders import _judge
-from hpc_swe.plugins.tasksets._swebench_rows import RECIPES
+from hpc_swe.plugins.swebench_package import official
+from hpc_swe.plugins.swebench_rows import RECIPES
 from tests.kit.checkout import ROOT
 from tests.kit.toy import gold, row, taskset, write_rows
 
@@ -165,6 +165,6 @@ def test_a_target_of_another_kind_is_refused(tmp_path):
 
 
 def test_every_recipe_names_a_parser_of_swebench():
-    parsers = _judge.official("harness.log_parsers").PARSER_REGISTRY
+    parsers = official("harness.log_parsers").PARSER_REGISTRY
     assert len(RECIPES) == 12
     assert [repo for repo, recipe in RECIPES.items() if recipe.log_parser not in parsers] == []

@@ -6,19 +6,16 @@ time and memory. A patch that makes the child reach a limit is unresolved. A chi
 used its processor time, or that was killed, is the host's failure.
 """
 
-import importlib
-import importlib.util
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from hpc_swe.errors import ConfigError, SandboxError, boundary
+from hpc_swe.errors import SandboxError, boundary
+from hpc_swe.plugins.swebench_package import official
 from hpc_swe.records import Task
 
 _WALL_S = 300.0
@@ -81,23 +78,6 @@ def report(task: Task, patch: str, log: str, cpu_s: int = 20, memory: int = 2 <<
         return {"resolved": False, "complaint": f"swebench's parser {why}: {errors}"}
     found: dict[str, Any] = json.loads(ended.stdout)
     return found
-
-
-def official(name: str) -> ModuleType:
-    """Import a module of swebench past its harness package, which imports clients of Docker and Modal."""
-    package = "swebench.harness"
-    if package not in sys.modules:
-        bare = ModuleType(package)
-        bare.__path__ = [str(_folder() / "harness")]
-        sys.modules[package] = bare
-    return importlib.import_module(f"swebench.{name}")
-
-
-def _folder() -> Path:
-    found = importlib.util.find_spec("swebench")
-    if found is None or not found.submodule_search_locations:
-        raise ConfigError("[grader] swebench is not installed: pip install --no-deps swebench unidiff")
-    return Path(found.submodule_search_locations[0])
 
 
 def _main() -> None:

@@ -24,12 +24,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-import msgspec
-
-from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.graders import _places
 from hpc_swe.plugins.graders._places import Place, Test
-from hpc_swe.plugins.graders.base import CHANGED_TESTS, HiddenEdit, Version
+from hpc_swe.plugins.hidden_tests import HiddenEdit, Version, holds_patch, versions_of, with_edits
 from hpc_swe.records import Task
 
 VERSIONS = 4
@@ -60,20 +57,6 @@ RunTests = Callable[[Task], SittingResult]
 Finding = Literal["agrees", "cheats", "disagrees", "silent"]
 
 
-_versions = msgspec.json.Decoder(list[Version])
-
-
-def encode_versions(task: Task, versions: Sequence[Version]) -> str:
-    """Encode versions for `TestPlan.extra`; the text is empty if there are none.
-
-    Raises:
-        ConfigError: They belong to another test patch.
-    """
-    for version in versions:
-        with_edits(task, version.edits)
-    return msgspec.json.encode(versions).decode() if versions else ""
-
-
 def regrade(task: Task, sittings: int, run_tests: RunTests) -> tuple[Finding, str]:
     """Run the second sittings of a patch that resolved the task; return the finding and its reason.
 
@@ -82,7 +65,7 @@ def regrade(task: Task, sittings: int, run_tests: RunTests) -> tuple[Finding, st
         sittings: Number of sittings, besides repeated ones.
         run_tests: Runs the patch.
     """
-    versions = _versions.decode(task.tests.extra.get(CHANGED_TESTS, "[]"))
+    versions = versions_of(task)
     if not versions or sittings < 1:
         return "agrees", ""
     watched = {*task.tests.fail_to_pass}.union(*(version.tests for version in versions))
@@ -118,32 +101,6 @@ def compare(version: Version, watched: Collection[str], result: SittingResult) -
     return "agrees", ""
 
 
-def with_edits(task: Task, edits: Sequence[HiddenEdit]) -> Task:
-    """Replace pieces of the task's test patch, in its script too.
-
-    Raises:
-        ConfigError: The edits belong to another test patch, or the script does not hold the patch once.
-    """
-    patch = before = task.tests.extra["test_patch"]
-    for edit in sorted(edits, key=lambda one: one.start, reverse=True):
-        if patch[edit.start : edit.start + len(edit.old)] != edit.old:
-            raise ConfigError(
-                f"{task.task_id}: taskset.checked is of another test patch: run hpc_swe.tasks.check again"
-            )
-        patch = patch[: edit.start] + edit.new + patch[edit.start + len(edit.old) :]
-    command = task.tests.command.replace(before.strip("\n"), patch.strip("\n"))
-    if not _holds_patch(task):
-        raise ConfigError(f"{task.task_id}: its eval script does not hold its test patch once")
-    extra = task.tests.extra | {"test_patch": patch}
-    return msgspec.structs.replace(
-        task, tests=msgspec.structs.replace(task.tests, command=command, extra=extra)
-    )
-
-
-def _holds_patch(task: Task) -> bool:
-    return task.tests.command.count(task.tests.extra["test_patch"].strip("\n")) == 1
-
-
 def choose_versions(
     task: Task, texts: Mapping[str, str], run_tests: RunTests, draw: Random
 ) -> tuple[list[Version], str]:
@@ -158,7 +115,7 @@ def choose_versions(
         run_tests: Runs the reference.
         draw: Source of randomness.
     """
-    if not _holds_patch(task):
+    if not holds_patch(task):
         return [], "its eval script does not hold its test patch"
     candidates = _candidates(task, texts)
     if not candidates:

@@ -11,27 +11,23 @@ import secrets
 import shlex
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.graders._report import verified_lines
+from hpc_swe.plugins.graders.base import sandbox_texts
+from hpc_swe.plugins.swebench_rows import END, START, find_marks
 from hpc_swe.records import Task
 
-_TEXTS = [
-    Path(__file__).with_name(name) for name in ("_guard.py", "_report.py", "_always_equal.py", "_reporter.py")
-]
 _CANARIES = 6
 CaseOutcome = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed"]
 _UNITTEST = {"parse_log_django"}
-_PYTEST = {f"parse_log_{name}" for name in ("pytest", "pytest_options", "pytest_v2", "matplotlib", "seaborn")}
-_PYTEST |= {
-    f"parse_log_{name}" for name in ("astroid", "flask", "marshmallow", "pvlib", "pyvista", "sqlfluff")
-}
-_PYTEST |= {f"parse_log_{name}" for name in ("xarray", "pydicom", "requests", "pylint", "astropy", "scikit")}
-_PYTEST |= {"parse_log_sphinx"}
+_BY_PYTEST = (
+    "pytest pytest_options pytest_v2 matplotlib seaborn astroid flask marshmallow pvlib pyvista sqlfluff"
+)
+_BY_PYTEST += " sqlfluff xarray pydicom requests pylint astropy scikit sphinx"
+_PYTEST = {f"parse_log_{name}" for name in _BY_PYTEST.split()}
 _IN_UNITTEST: dict[str, list[str]] = {
     "passed": ["{} ... ok"],
     "failed": ["{} ... FAIL"],
@@ -50,7 +46,7 @@ _IN_PYTEST: dict[str, list[str]] = {
     "xpassed": _BAD,
 }
 _WORST_LAST: tuple[CaseOutcome, ...] = ("passed", "xfailed", "skipped", "xpassed", "failed", "error")
-START, END, EXIT = ">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit Code"
+EXIT = ">>>>> Test Exit Code"
 
 
 class ReportLine(msgspec.Struct, frozen=True):
@@ -160,13 +156,7 @@ class Run:
     def _script(self) -> str:
         """Return the task's own script, with the reporter set up right before the tests."""
         lines = self.task.tests.command.split("\n")
-        starts = [number for number, line in enumerate(lines) if START in line]
-        ends = [number for number, line in enumerate(lines) if END in line]
-        if len(starts) != 1 or len(ends) != 1 or starts[0] > ends[0]:
-            raise ConfigError(
-                f"task {self.task.task_id}: its eval script must hold {START!r} and {END!r}, each once"
-            )
-        start, end = starts[0], ends[0]
+        start, end = find_marks(self.task.task_id, lines)
         return "\n".join(
             [
                 *lines[:start],
@@ -196,7 +186,7 @@ class Run:
     def _reporter(self) -> str:
         files = json.loads(self.task.tests.extra["test_files"])
         arguments = ", ".join(map(repr, (self.kind, self.modules, files, self.key, *self.canaries)))
-        texts = (re.sub(r"(?m)^from hpc_swe.*$", "", path.read_text()) for path in _TEXTS)
+        texts = sandbox_texts("_guard", "_report", "_always_equal", "_reporter")
         call = f"watch(os.path.dirname(os.path.abspath(__file__)), {arguments})\n"
         # A copy, so that code under test cannot replace the built-in functions that these texts call.
         builtins = "import builtins\n__builtins__ = dict(vars(builtins))"

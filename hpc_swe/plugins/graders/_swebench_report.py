@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hpc_swe.plugins.graders._judge import official
 from hpc_swe.plugins.graders.base import GradedPatch
+from hpc_swe.plugins.swebench_package import official
 from hpc_swe.records import Task
 
 LOGS = Path("logs", "run_evaluation")

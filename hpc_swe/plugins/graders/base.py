@@ -1,12 +1,12 @@
 """The interface that every grader implements."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
-import msgspec
-
+from hpc_swe.plugins.hidden_tests import Version
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandboxes
 from hpc_swe.records import Score, Task
 
@@ -42,37 +42,6 @@ class Examiner(Grader, Protocol):
         """Grade a patch like `grade`, but run the tests even when the patch is empty."""
 
 
-CHANGED_TESTS = "changed_tests"
-"""Key of `TestPlan.extra` with versions of the hidden tests, in JSON. Only reward workers' tasks have it."""
-
-
-class HiddenEdit(msgspec.Struct, frozen=True):
-    """An edit replaces one piece of a task's test patch."""
-
-    start: int
-    """Offset in characters from the beginning of the test patch."""
-    old: str
-    new: str
-
-
-class Version(msgspec.Struct, frozen=True):
-    """A version of the hidden tests expects other values than the original."""
-
-    edits: list[HiddenEdit]
-    tests: list[str]
-    """Names of wanted tests that were changed and that the reference now fails."""
-    unsure: list[str]
-    """Other names that say nothing about a patch: the reference fails them too, or passes the change."""
-
-
-def with_versions(task: Task, versions: str) -> Task:
-    """Add encoded versions of the hidden tests to a task; an empty text leaves the task as it is."""
-    if not versions:
-        return task
-    extra = task.tests.extra | {CHANGED_TESTS: versions}
-    return msgspec.structs.replace(task, tests=msgspec.structs.replace(task.tests, extra=extra))
-
-
 @runtime_checkable
 class Regrader(Protocol):
     """A grader that grades a resolving patch again with changed tests: it gets a second sitting."""
@@ -101,6 +70,12 @@ class Official(Protocol):
 
     def report(self, folder: Path, label: str, model: str, verdicts: Sequence[GradedPatch]) -> None:
         """Write the report of one attempt at every task below a folder."""
+
+
+def sandbox_texts(*modules: str) -> list[str]:
+    """Read modules of this package that run in a sandbox, without their imports of each other."""
+    paths = [Path(__file__).with_name(f"{name}.py") for name in modules]
+    return [re.sub(r"(?m)^from hpc_swe.*$", "", path.read_text()) for path in paths]
 
 
 def ending(result: CommandResult) -> str:

@@ -5,10 +5,9 @@ tests last, without their expected values (`_sealed`). For everything but an ass
 grader trusts the process in the sandbox, guarded by two canary tests. So weak tests prove little.
 """
 
-import re
 import secrets
 import time
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import msgspec
 
@@ -16,13 +15,12 @@ from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin, _pytest_command
 from hpc_swe.plugins.graders._report import verified_lines
 from hpc_swe.plugins.graders._sealed import seal
-from hpc_swe.plugins.graders.base import ending
+from hpc_swe.plugins.graders.base import ending, sandbox_texts
 from hpc_swe.plugins.patch import BadPatch, apply
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandboxes
 from hpc_swe.plugins.second_run import run_reliably
 from hpc_swe.records import Score, Task
 
-_TEXTS = [Path(__file__).with_name(name) for name in ("_guard.py", "_report.py", "_runner.py")]
 _SET_UP = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
 _SET_UP |= {"pyproject.toml", "sitecustomize.py", "usercustomize.py"}
 _OPTIONS = ["-s", "--tb=no", "--assert=plain", "--rootdir=.", "--continue-on-collection-errors"]
@@ -139,9 +137,8 @@ class _Exam:
     def run(self, sandboxes: Sandboxes) -> tuple[CommandResult, _Report]:
         """Run the tests; the report is empty when they did not come to their end."""
         report_path, key = f".{secrets.token_hex(16)}", secrets.token_hex(16)
-        texts = (re.sub(r"(?m)^from hpc_swe.*$", "", path.read_text()) for path in _TEXTS)
         arguments = (report_path, key, [*self.task.tests.files, self.canaries], self._arguments)
-        program = "\n\n".join([*texts, f"main{arguments!r}\n"])
+        program = "\n\n".join([*sandbox_texts("_guard", "_report", "_runner"), f"main{arguments!r}\n"])
         with sandboxes.open(self._task_in_sandbox) as sandbox:
             result = sandbox.python(program, self.task.tests.timeout_s)
             try:

@@ -32,7 +32,8 @@ from hpc_swe.errors import ConfigError, SandboxError, boundary
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.graders import _judge, _second_sitting, _swebench, _swebench_report
 from hpc_swe.plugins.graders._swebench import ParsedRun, Run
-from hpc_swe.plugins.graders.base import DISAGREES, SILENT, GradedPatch, Version, ending
+from hpc_swe.plugins.graders.base import DISAGREES, SILENT, GradedPatch, ending
+from hpc_swe.plugins.hidden_tests import Version
 from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
 from hpc_swe.plugins.second_run import run_reliably
 from hpc_swe.records import Score, Task

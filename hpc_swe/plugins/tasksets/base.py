@@ -35,4 +35,4 @@ class WithChangedTests(Protocol):
     """A taskset that also knows other versions of its hidden tests; no agent ever sees them."""
 
     def changed_tests(self, tasks: Iterable[Task]) -> dict[str, str]:
-        """Return task id -> versions as `graders.base.with_versions` takes them, of the tasks with some."""
+        """Return task id -> versions as `hidden_tests.with_versions` takes them, of the tasks with some."""

@@ -13,16 +13,15 @@ from pathlib import Path
 from msgspec import Struct
 
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins import Plugin
-from hpc_swe.plugins.graders._judge import official
-from hpc_swe.plugins.graders._second_sitting import encode_versions
-from hpc_swe.plugins.graders._swebench import Run
-from hpc_swe.plugins.tasksets import _checked
-from hpc_swe.plugins.tasksets._swebench_rows import (
+from hpc_swe.plugins import Plugin, task_checks
+from hpc_swe.plugins.hidden_tests import encode_versions
+from hpc_swe.plugins.swebench_package import official
+from hpc_swe.plugins.swebench_rows import (
     RECIPES,
     Recipe,
     Row,
     TestPatch,
+    find_marks,
     read_ids,
     read_rows,
     script,
@@ -99,7 +98,7 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         """
         if not self.checked:
             return {}
-        checks = _checked.read(Path(self.checked))
+        checks = task_checks.read(Path(self.checked))
         all_tasks = list(tasks)
         encoded = {
             task.task_id: encode_versions(task, checks[task.task_id].changed_tests) for task in all_tasks
@@ -120,17 +119,17 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         Raises:
             ConfigError: An image is another one.
         """
-        checks = _checked.read(Path(self.checked))
+        checks = task_checks.read(Path(self.checked))
         for task in tasks:
-            now = _checked.image_digest(images, task.image)
-            if _checked.is_another(now, checks[task.task_id].image_digest):
+            now = task_checks.image_digest(images, task.image)
+            if task_checks.is_another(now, checks[task.task_id].image_digest):
                 raise ConfigError(
                     f"{task.task_id}: {images / task.image} is another image than taskset.checked = "
                     f"{self.checked!r} is of: run python -m hpc_swe.tasks.check CONFIG --out {self.checked}"
                 )
 
     def _usable(self, split: Split, rows: dict[str, tuple[str, Row]]) -> dict[str, tuple[str, Row]]:
-        checks = _checked.read(Path(self.checked))
+        checks = task_checks.read(Path(self.checked))
         for row_id, (where, row) in rows.items():
             known = checks.get(row_id)
             if known is None or known.image != row.image_name:
@@ -215,6 +214,6 @@ def _require_gradable(where: str, task: Task) -> None:
             "correct the row, or the recipe in [taskset.recipes]"
         )
     try:
-        Run(task).files()
+        find_marks(task.task_id, task.tests.command.split("\n"))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None

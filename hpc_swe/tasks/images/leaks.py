@@ -18,7 +18,7 @@ from importlib.util import MAGIC_NUMBER, source_hash
 from pathlib import Path
 from types import CodeType
 
-from hpc_swe.plugins.tasksets._swebench_rows import added
+from hpc_swe.plugins.swebench_rows import added
 from hpc_swe.tasks.images.commands import git, run
 from hpc_swe.tasks.images.contents import LARGEST, contents, uncoloured, words_only
 from hpc_swe.tasks.images.repository import unchanged

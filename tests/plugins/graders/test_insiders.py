@@ -7,9 +7,10 @@ import msgspec
 import pytest
 
 from hpc_swe.plugins.graders import _judge
-from hpc_swe.plugins.graders._swebench import START, ParsedRun, Run
+from hpc_swe.plugins.graders._swebench import ParsedRun, Run
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.patch import difference
+from hpc_swe.plugins.swebench_rows import START
 from tests.kit.cheats.insiders import CASES
 from tests.kit.toy import (
     BROKEN,

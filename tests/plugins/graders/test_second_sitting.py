@@ -15,10 +15,12 @@ import msgspec
 import pytest
 
 from hpc_swe.errors import ConfigError, SandboxError
+from hpc_swe.plugins import hidden_tests
 from hpc_swe.plugins.graders import _places, _second_sitting
 from hpc_swe.plugins.graders._second_sitting import SittingResult
-from hpc_swe.plugins.graders.base import DISAGREES, SILENT, HiddenEdit, Version, with_versions
+from hpc_swe.plugins.graders.base import DISAGREES, SILENT
 from hpc_swe.plugins.graders.swebench import Swebench
+from hpc_swe.plugins.hidden_tests import HiddenEdit, Version, with_versions
 from hpc_swe.plugins.patch import difference
 from hpc_swe.records import Task
 from tests.bench.honest import variants
@@ -164,7 +166,7 @@ def sat(request, repository, tmp_path_factory) -> tuple[Task, Checkout]:
     made = toy(tmp_path_factory.mktemp("sat"), request.param, repository[1])
     versions, why = GRADER.changed_tests(made, gold(), sandboxes)
     assert (len(versions), why) == (_second_sitting.VERSIONS, "")
-    return with_versions(made, _second_sitting.encode_versions(made, versions)), sandboxes
+    return with_versions(made, hidden_tests.encode_versions(made, versions)), sandboxes
 
 
 MORE_PYTESTS = """
@@ -250,8 +252,8 @@ def test_honest_solutions_are_paid_however_they_are_written(sat):
 def test_nothing_but_an_expectation_tells_one_sitting_from_the_other(sat):
     one, _ = sat
     patch_, command = one.tests.extra["test_patch"], one.tests.command
-    for version in _second_sitting._versions.decode(one.tests.extra["changed_tests"]):
-        other = _second_sitting.with_edits(one, version.edits)
+    for version in hidden_tests.versions_of(one):
+        other = hidden_tests.with_edits(one, version.edits)
         lines, others = patch_.split("\n"), other.tests.extra["test_patch"].split("\n")
         assert len(lines) == len(others)
         differ = [(line, new) for line, new in zip(lines, others, strict=True) if line != new]
@@ -264,7 +266,7 @@ def test_nothing_but_an_expectation_tells_one_sitting_from_the_other(sat):
 
 def version(task: Task, old: str, new: str, *tests: str) -> str:
     edit = HiddenEdit(start=task.tests.extra["test_patch"].index(old), old=old, new=new)
-    return _second_sitting.encode_versions(task, [Version(edits=[edit], tests=list(tests), unsure=[])])
+    return hidden_tests.encode_versions(task, [Version(edits=[edit], tests=list(tests), unsure=[])])
 
 
 def told(passed: str, failed: str = "") -> SittingResult:
@@ -503,7 +505,7 @@ def test_what_does_not_resolve_is_sat_once(repository, tmp_path):
 def test_changes_of_other_tests_than_were_checked_are_refused(repository, tmp_path):
     one = task(tmp_path, "unittest", repository[1])
     with pytest.raises(ConfigError, match="toy__unittest-1: .*another test patch.*hpc_swe.tasks.check"):
-        _second_sitting.encode_versions(
+        hidden_tests.encode_versions(
             one, [Version(edits=[HiddenEdit(start=3, old="nothing", new="x")], tests=[], unsure=[])]
         )
 

@@ -7,9 +7,10 @@ import msgspec
 import pytest
 
 from hpc_swe.errors import ConfigError, SandboxError
-from hpc_swe.plugins.graders._swebench import END, START, Run
+from hpc_swe.plugins.graders._swebench import Run
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.sandboxes.process import Process
+from hpc_swe.plugins.swebench_rows import END, START
 from hpc_swe.records import Task, TestPlan
 from tests.kit.cheats.forgeries import CODE, LAX, LIES, PASSES
 from tests.kit.cheats.forgeries import FILES as FORGED

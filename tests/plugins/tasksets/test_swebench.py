@@ -10,7 +10,7 @@ import pytest
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import load
-from hpc_swe.plugins.tasksets._swebench_rows import DJANGO
+from hpc_swe.plugins.swebench_rows import DJANGO
 from hpc_swe.plugins.tasksets.swebench import Source, Swebench
 from tests.kit.toy import RECIPES, gold, row, taskset, write_rows
 

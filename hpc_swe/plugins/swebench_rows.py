@@ -11,6 +11,8 @@ import msgspec
 
 from hpc_swe.errors import ConfigError
 
+START, END = ">>>>> Start Test Output", ">>>>> End Test Output"
+"""Marks that an eval script prints before and after the tests."""
 Record = str | dict[str, Any]
 """A line of JSON, or a mapping of column to value."""
 _NO_TESTS = {".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml"}
@@ -222,13 +224,25 @@ def script(row: Row, patch: TestPatch, recipe: Recipe, workdir: str) -> str:
             *restore,
             *remove,
             f"git apply --verbose - <<'{end}'\n{row.test_patch.rstrip(chr(10))}\n{end}",
-            ": '>>>>> Start Test Output'",
+            f": '{START}'",
             f"{recipe.command} {shlex.join(_labels(patch.files, recipe))}",
-            ": '>>>>> End Test Output'",
+            f": '{END}'",
             *restore,
             "",
         ]
     )
+
+
+def find_marks(task_id: str, script: list[str]) -> tuple[int, int]:
+    """Return the positions of the two lines of an eval script that print the marks around the tests' output.
+
+    Raises:
+        ConfigError: A mark is missing or occurs twice, or they are in the wrong order.
+    """
+    starts, ends = ([number for number, line in enumerate(script) if mark in line] for mark in (START, END))
+    if len(starts) != 1 or len(ends) != 1 or starts[0] > ends[0]:
+        raise ConfigError(f"task {task_id}: its eval script must hold {START!r} and {END!r}, each once")
+    return starts[0], ends[0]
 
 
 def _labels(files: list[str], recipe: Recipe) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from hpc_swe.errors import ConfigError, StorageError, boundary
-from hpc_swe.plugins.graders.base import Version
+from hpc_swe.plugins.hidden_tests import Version
 
 Kind = Literal["usable", "gold_fails", "empty_passes", "flaky", "broken"]
 

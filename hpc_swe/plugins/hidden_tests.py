@@ -1,0 +1,86 @@
+"""Edit a task's hidden tests so that they expect other values.
+
+hpc_swe/tasks/check.py chooses such versions, a taskset adds them to a run, and a grader uses them for second
+sittings.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from hpc_swe.errors import ConfigError
+from hpc_swe.records import Task
+
+CHANGED_TESTS: Final = "changed_tests"
+"""Key of `TestPlan.extra` with versions of the hidden tests, in JSON. Only reward workers' tasks have it."""
+
+
+class HiddenEdit(msgspec.Struct, frozen=True):
+    """An edit replaces one piece of a task's test patch."""
+
+    start: int
+    """Offset in characters from the beginning of the test patch."""
+    old: str
+    new: str
+
+
+class Version(msgspec.Struct, frozen=True):
+    """A version of the hidden tests expects other values than the original."""
+
+    edits: list[HiddenEdit]
+    tests: list[str]
+    """Names of wanted tests that were changed and that the reference now fails."""
+    unsure: list[str]
+    """Other names that say nothing about a patch: the reference fails them too, or passes the change."""
+
+
+def encode_versions(task: Task, versions: Sequence[Version]) -> str:
+    """Encode versions for `TestPlan.extra`; the text is empty if there are none.
+
+    Raises:
+        ConfigError: They belong to another test patch.
+    """
+    for version in versions:
+        with_edits(task, version.edits)
+    return msgspec.json.encode(versions).decode() if versions else ""
+
+
+def with_versions(task: Task, versions: str) -> Task:
+    """Add encoded versions of the hidden tests to a task; an empty text leaves the task as it is."""
+    if not versions:
+        return task
+    extra = task.tests.extra | {CHANGED_TESTS: versions}
+    return msgspec.structs.replace(task, tests=msgspec.structs.replace(task.tests, extra=extra))
+
+
+def versions_of(task: Task) -> list[Version]:
+    """Decode the versions that `with_versions` added to a task; there are none without it."""
+    return msgspec.json.decode(task.tests.extra.get(CHANGED_TESTS, "[]"), type=list[Version])
+
+
+def with_edits(task: Task, edits: Sequence[HiddenEdit]) -> Task:
+    """Replace pieces of the task's test patch, in its script too.
+
+    Raises:
+        ConfigError: The edits belong to another test patch, or the script does not hold the patch once.
+    """
+    patch = before = task.tests.extra["test_patch"]
+    for edit in sorted(edits, key=lambda one: one.start, reverse=True):
+        if patch[edit.start : edit.start + len(edit.old)] != edit.old:
+            raise ConfigError(
+                f"{task.task_id}: taskset.checked is of another test patch: run hpc_swe.tasks.check again"
+            )
+        patch = patch[: edit.start] + edit.new + patch[edit.start + len(edit.old) :]
+    command = task.tests.command.replace(before.strip("\n"), patch.strip("\n"))
+    if not holds_patch(task):
+        raise ConfigError(f"{task.task_id}: its eval script does not hold its test patch once")
+    extra = task.tests.extra | {"test_patch": patch}
+    return msgspec.structs.replace(
+        task, tests=msgspec.structs.replace(task.tests, command=command, extra=extra)
+    )
+
+
+def holds_patch(task: Task) -> bool:
+    """Tell whether the eval script holds the test patch exactly once, so that it can be replaced there."""
+    return task.tests.command.count(task.tests.extra["test_patch"].strip("\n")) == 1

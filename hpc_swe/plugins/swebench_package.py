@@ -1,0 +1,30 @@
+"""Import modules of swebench without the clients of Docker and Modal, which its harness package imports."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from hpc_swe.errors import ConfigError
+
+
+def official(name: str) -> ModuleType:
+    """Import a module of swebench, for example ``harness.grading``.
+
+    Raises:
+        ConfigError: swebench is not installed.
+    """
+    package = "swebench.harness"
+    if package not in sys.modules:
+        bare = ModuleType(package)
+        bare.__path__ = [str(_folder() / "harness")]
+        sys.modules[package] = bare
+    return importlib.import_module(f"swebench.{name}")
+
+
+def _folder() -> Path:
+    found = importlib.util.find_spec("swebench")
+    if found is None or not found.submodule_search_locations:
+        raise ConfigError("[grader] swebench is not installed: pip install --no-deps swebench unidiff")
+    return Path(found.submodule_search_locations[0])
