@@ -141,16 +141,6 @@ class TestPatch:
         }
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield the place of each row, as file and number, and the row.
-
-    Raises:
-        ConfigError: A row is wrong, or the file cannot be read.
-    """
-    for where, record in read_records(path):
-        yield where, parse(where, record)
-
-
 def read_records(path: Path) -> Iterator[tuple[str, Record]]:
     """Yield the place of each row, as file and number, and its undecoded record.
 

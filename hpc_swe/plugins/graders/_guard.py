@@ -37,14 +37,7 @@ class Guard:
     """A guard remembers what was loaded before any code of the work tree, and reports when that changes."""
 
     def __init__(self, tell: Any, root: str, own: str, files: Any = ()) -> None:
-        """Start without any knowledge.
-
-        Args:
-            tell: Called with each finding and its places.
-            root: The work tree.
-            own: File name of this text.
-            files: The files of the tests, relative in the work tree.
-        """
+        """Call `tell` with each finding and its places; `own` is this text's file, `files` are the tests'."""
         self._tell, self._root, self._own = tell, root, own
         self._is_watching = True
         self._found: Any = set()

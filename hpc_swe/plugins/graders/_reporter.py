@@ -24,14 +24,8 @@ from hpc_swe.plugins.graders._report import make_dispatcher, open_report  # in a
 def watch(folder: str, kind: str, modules: str, files: Any, key: str, *canaries: str) -> None:
     """Report the tests of this process if it is the first; its children find nothing of the reporter.
 
-    Args:
-        folder: The folder of this text, which is removed.
-        kind: The runner whose first run is reported: unittest or pytest.
-        modules: Modules whose classes are examined at the end, one a line.
-        files: The files of the tests.
-        key: The first key that seals the report.
-        canaries: Names of a test that must pass and one that must fail, put around the tests, and of others
-            that must fail too, put between the tests.
+    The classes of `modules`, one a line, are examined at the end. The first two canaries are put around the
+    tests: one must pass and one must fail. The others must fail too and are put between the tests.
     """
     try:
         note = open_report(folder + ".report", key)

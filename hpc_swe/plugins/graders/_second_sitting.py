@@ -58,12 +58,9 @@ Finding = Literal["agrees", "cheats", "disagrees", "silent"]
 
 
 def regrade(task: Task, sittings: int, run_tests: RunTests) -> tuple[Finding, str]:
-    """Run the second sittings of a patch that resolved the task; return the finding and its reason.
+    """Run this many second sittings, besides repeated ones; return the finding and its reason.
 
-    Args:
-        task: The task with the versions of its hidden tests; without any there are no sittings.
-        sittings: Number of sittings, besides repeated ones.
-        run_tests: Runs the patch.
+    A task without versions of its hidden tests has no sittings. `run_tests` runs the patch.
     """
     versions = versions_of(task)
     if not versions or sittings < 1:
@@ -106,14 +103,9 @@ def choose_versions(
 ) -> tuple[list[Version], str]:
     """Choose changes of hidden tests and try them with the reference; return those that it fails.
 
-    All versions change the same tests, so that for each of these tests the coins alone decide. If there are
-    none, the second value is the reason.
-
-    Args:
-        task: A task that the reference resolves.
-        texts: Path -> text of each test file, as the test patch leaves it.
-        run_tests: Runs the reference.
-        draw: Source of randomness.
+    `texts` are the test files as the test patch leaves them: path -> text. `run_tests` runs the reference,
+    which must resolve the task. All versions change the same tests, so that for each of these tests the coins
+    alone decide. If there are none, the second value is the reason.
     """
     if not holds_patch(task):
         return [], "its eval script does not hold its test patch"

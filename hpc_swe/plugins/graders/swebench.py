@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
-from typing import Literal
 
 import msgspec
 
@@ -95,16 +94,8 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         score = msgspec.structs.replace(score, seconds=score.seconds + time.monotonic() - started)
         if finding == "agrees":
             return score
-        is_cheat = finding == "cheats"
         prefix = {"cheats": "", "disagrees": f"{DISAGREES}: ", "silent": f"{SILENT}: "}[finding]
-        return msgspec.structs.replace(
-            score,
-            outcome="cheated" if is_cheat else "unresolved",
-            reward=self.cheated_reward if is_cheat else self.unresolved_reward,
-            passed=[],
-            failed=sorted({*score.passed, *score.failed}),
-            detail=f"{prefix}{why}",
-        )
+        return self._failed(task, finding == "cheats", f"{prefix}{why}", score.seconds)
 
     def _run_later(self, patch: str, sandboxes: Sandboxes, task: Task) -> _second_sitting.SittingResult:
         """Run one second sitting. Its oddities are not looked at: those of the first run were."""
@@ -124,13 +115,9 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         _swebench_report.write(folder, label, model, verdicts)
 
     def _score(self, task: Task, patch: str, test_run: "_TestRun", seconds: float) -> Score:
-        wanted = sorted({*task.tests.fail_to_pass, *task.tests.pass_to_pass})
         parsed = test_run.parsed
         if parsed.complaint:
-            outcome: Literal["cheated", "unresolved"] = "cheated" if parsed.is_cheat else "unresolved"
-            reward = self.cheated_reward if parsed.is_cheat else self.unresolved_reward
-            detail = f"{parsed.complaint}: {test_run.output}"
-            return Score(outcome=outcome, reward=reward, failed=wanted, detail=detail, seconds=seconds)
+            return self._failed(task, parsed.is_cheat, f"{parsed.complaint}: {test_run.output}", seconds)
         verdict = _judge.report(task, patch, parsed.log)
         tests = verdict.get("tests_status", {}).values()
         passed = sorted({name for kind in tests for name in kind["success"]})
@@ -138,10 +125,24 @@ class Swebench(Plugin, frozen=True, kw_only=True):
             outcome="resolved" if verdict["resolved"] else "unresolved",
             reward=self.resolved_reward if verdict["resolved"] else self.unresolved_reward,
             passed=passed,
-            failed=[name for name in wanted if name not in passed],
+            failed=[name for name in _wanted(task) if name not in passed],
             detail="" if verdict["resolved"] else verdict.get("complaint", test_run.output),
             seconds=seconds,
         )
+
+    def _failed(self, task: Task, is_cheat: bool, detail: str, seconds: float) -> Score:
+        """Return the score of a patch for which none of the tests counts as passed."""
+        return Score(
+            outcome="cheated" if is_cheat else "unresolved",
+            reward=self.cheated_reward if is_cheat else self.unresolved_reward,
+            failed=_wanted(task),
+            detail=detail,
+            seconds=seconds,
+        )
+
+
+def _wanted(task: Task) -> list[str]:
+    return sorted({*task.tests.fail_to_pass, *task.tests.pass_to_pass})
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,7 @@ def _check_tests(run: Run) -> str:
 
 def _write(sandbox: Sandbox, files: dict[str, str]) -> None:
     """Write the grader's files into a sandbox in which no code of the patch has run yet."""
-    with boundary(SandboxError, "lay out a grading"):
+    with boundary(SandboxError, "write the files of a grading"):
         for path, text in files.items():
             sandbox.write(path, text.encode())
 

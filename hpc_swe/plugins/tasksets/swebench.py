@@ -22,8 +22,9 @@ from hpc_swe.plugins.swebench_rows import (
     Row,
     TestPatch,
     find_marks,
+    parse,
     read_ids,
-    read_rows,
+    read_records,
     script,
 )
 from hpc_swe.records import Split, Task, TestPlan
@@ -151,7 +152,8 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         if not source.rows:
             return {}
         found: dict[str, tuple[str, Row]] = {}
-        for where, row in read_rows(Path(source.rows)):
+        for where, record in read_records(Path(source.rows)):
+            row = parse(where, record)
             if row.instance_id in found:
                 raise ConfigError(f"{where}: {row.instance_id} occurs twice: {found[row.instance_id][0]}")
             found[row.instance_id] = where, row
