@@ -203,7 +203,7 @@ def test_a_run_takes_what_is_usable_and_says_what_it_left_out(tmp_path, caplog):
     with pytest.raises(ConfigError, match=r"rows.jsonl:4: toy__new-1 .*hpc_swe.tasks.check"):
         list(taskset(path, checked=str(out)).load("train"))
     write_rows(path, *made[:2], made[2] | {"image": "me/mine:latest"})
-    with pytest.raises(ConfigError, match=r"rows.jsonl:3: .*with image sweb.*, not mine, in .*hpc_swe.tasks.check"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl:3: .*with image sweb.*, not mine, in .*tasks.check"):
         list(taskset(path, checked=str(out)).load("train"))
     with pytest.raises(ConfigError, match=r"nowhere.*hpc_swe/tasks/check.py makes it"):
         list(taskset(path, checked=str(tmp_path / "nowhere")).load("train"))
