@@ -2,17 +2,21 @@
 
 import contextlib
 import errno
+import io
 import os
 import stat
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from hpc_swe.errors import CorruptRecord, StorageError
 from hpc_swe.records import Record
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 R = TypeVar("R", bound=Record)
 REFUSALS = {
@@ -131,6 +135,15 @@ def decode(path: Path, data: bytes, kind: type[R]) -> R:
 def put(path: Path, record: Record, *, durable: bool = True) -> None:
     """Publish a record as a cell."""
     write(path, encode(path, record), durable=durable)
+
+
+def put_table(path: Path, table: "pa.Table") -> None:
+    """Publish a table as a parquet file, which any tool can open."""
+    import pyarrow.parquet as pq  # slow to load, and most processes write no table
+
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd")
+    write(path, sink.getvalue())
 
 
 def get(path: Path, kind: type[R]) -> R:

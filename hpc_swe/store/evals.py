@@ -3,7 +3,6 @@
 It has columns for people and, beside them, the whole record, as in the archive of training's episodes.
 """
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
@@ -76,10 +75,7 @@ SCHEMA = pa.schema([(name, _KINDS.get(kind, pa.string())) for name, kind in get_
 def write(path: Path, attempts: Sequence[Attempt], *, without: Sequence[str] = ()) -> None:
     """Publish the table, leaving out the columns `without`."""
     rows = [msgspec.to_builtins(attempt, builtin_types=(bytes,)) for attempt in attempts]
-    sink = io.BytesIO()
-    table = pa.Table.from_pylist(rows, schema=SCHEMA).drop_columns(list(without))
-    pq.write_table(table, sink, compression="zstd")
-    atomic.write(path, sink.getvalue())
+    atomic.put_table(path, pa.Table.from_pylist(rows, schema=SCHEMA).drop_columns(list(without)))
 
 
 def read(path: Path, *, without: Sequence[str] = LONGEST_COLUMNS) -> list[Attempt]:

@@ -15,7 +15,6 @@ SPLITS: tuple[Split, ...] = ("train", "eval")
 def write(path: Path, tasks: Mapping[Split, Sequence[Task]]) -> None:
     """Publish the tasks: columns for people, and the whole record beside them."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     rows = [(split, task) for split in SPLITS for task in tasks.get(split, ())]
     table = pa.table(
@@ -28,9 +27,7 @@ def write(path: Path, tasks: Mapping[Split, Sequence[Task]]) -> None:
             "record": [msgspec.msgpack.encode(task) for _, task in rows],
         }
     )
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink)
-    atomic.write(path, sink.getvalue().to_pybytes())
+    atomic.put_table(path, table)
 
 
 def write_hidden(path: Path, texts: dict[str, str]) -> None:

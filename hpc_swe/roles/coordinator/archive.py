@@ -5,7 +5,6 @@ committed and before its messages are removed from scored/. So if a crash comes 
 is missing, the messages still exist.
 """
 
-import io
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -32,9 +31,7 @@ def write(path: Path, episodes: Sequence[ScoredEpisode], trained: Iterable[int])
     columns = _columns(set(trained))
     schema = pa.schema([(name, kind) for name, (kind, _) in columns.items()])
     rows = [{name: value(scored) for name, (_, value) in columns.items()} for scored in episodes]
-    sink = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink, compression="zstd")
-    atomic.write(path, sink.getvalue())
+    atomic.put_table(path, pa.Table.from_pylist(rows, schema=schema))
 
 
 def read(path: Path) -> list[ScoredEpisode]:

@@ -72,7 +72,7 @@ class Recorder:
         self._engine_s = 0.0
         self._turns_left = math.inf
         self._refused_at = math.inf
-        """The clock beside the engine when a limit refused a request, unless one was answered since."""
+        """The clock outside the engine when a limit refused a request, unless one was answered since."""
         self.linger_s = LINGER_S
         self.counts: Counter[str] = Counter()
         self._openings: list[list[Message]] = []
@@ -90,7 +90,7 @@ class Recorder:
         Raises:
             ContextFull: The prompt leaves no room for an answer.
             EngineError: No engine answered in time.
-            SandboxError: The episode exceeded its time-out beside the engines.
+            SandboxError: The episode exceeded its time-out outside the engines.
             AgentError: The chat template refuses the messages.
             TurnsSpent: All turns that `limit_turns` allows are spent.
         """
@@ -151,7 +151,7 @@ class Recorder:
 
     def refuse(self, status: ExitStatus, why: str, *, is_side_request: bool = False) -> None:
         """Note that a request was refused; the episode ends with this status if the program ends now."""
-        now = self.beside_engine_s
+        now = self.outside_engine_s
         with self._lock:
             if self.refusal is None or self.refusal.is_side_request or not is_side_request:
                 self.refusal = Refusal(status, why, is_side_request)
@@ -168,8 +168,8 @@ class Recorder:
         self._turns_left = most
 
     def clock(self) -> float:
-        """Return the seconds beside the engines; infinite once the episode's result can no longer change."""
-        spent_s = self.beside_engine_s
+        """Return the seconds outside the engines; infinite once the episode's result can no longer change."""
+        spent_s = self.outside_engine_s
         is_over = self._closed or self.failure is not None or spent_s > self._refused_at + self.linger_s
         return math.inf if is_over else spent_s
 
@@ -206,7 +206,7 @@ class Recorder:
             return self._engine_s + (time.monotonic() - self._busy_since if self._in_flight else 0.0)
 
     @property
-    def beside_engine_s(self) -> float:
+    def outside_engine_s(self) -> float:
         """Return the wall seconds in which no request was at the engines."""
         return self.total_s - self.engine_s
 
@@ -232,9 +232,9 @@ class Recorder:
         if self._closed:
             raise EngineError(self._closed)
         limit = self._config.episode_timeout_s
-        if self.beside_engine_s > limit:
+        if self.outside_engine_s > limit:
             self.failure = SandboxError(
-                f"the episode took {self.beside_engine_s:.0f} s beside the engine; "
+                f"the episode took {self.outside_engine_s:.0f} s outside the engine; "
                 f"[rollout] episode_timeout_s = {limit:g}"
             )
             raise self.failure

@@ -44,9 +44,9 @@ class EpisodeWork(Work[Episode]):
 
     def overdue(self) -> Episode | None:
         """Return an infrastructure failure when the episode hangs beyond its time-out."""
-        if self._recorder.beside_engine_s <= self._longest_s:
+        if self._recorder.outside_engine_s <= self._longest_s:
             return None
-        why = f"the episode hangs, {self._longest_s:g} s beside the engine; [rollout] episode_timeout_s"
+        why = f"the episode hangs, {self._longest_s:g} s outside the engine; [rollout] episode_timeout_s"
         log.warning("given up %s: %s", self._request.name, why)
         return episode.record(self._request, self._recorder, Played(episode.failed(why)), self._owner)
 
