@@ -115,10 +115,8 @@ class Supervisor:
             log.info("attaching to %s", self.config.url)
             return ExternalEngine(self.engine, self.config.url, token)
         port = self._free_port()
-        url, output = (
-            f"http://{self.host}:{port}",
-            self.run.logs("inference") / f"{self.lease.owner}.engine.log",
-        )
+        url = f"http://{self.host}:{port}"
+        output = self.run.logs("inference") / f"{self.lease.owner}.engine.log"
         command = self.engine.command(folder, self.host, port, self.run.root.name)
         log.info("starting %s at %s, output in %s", folder, url, output)
         return OwnEngine(self.engine, url, token, Child(command, self.engine.environment(token), output))
@@ -201,13 +199,8 @@ class Supervisor:
             self._refuse(served, newest, error)
         else:
             self._version, self._refusals = newest, 0
-            now = time.monotonic()
-            log.info(
-                "updated to %s: verified in %.2f s, swapped in %.2f s",
-                newest.name,
-                verified - began,
-                now - verified,
-            )
+            verify_s, swap_s = verified - began, time.monotonic() - verified
+            log.info("updated to %s: verified in %.2f s, swapped in %.2f s", newest.name, verify_s, swap_s)
         self.lease.publish(state="ready", reading="", versions=[self._version])
 
     def _run_watched(self, work: Callable[[], T], *checks: Callable[[], None]) -> T:
