@@ -254,7 +254,7 @@ def test_before_the_first_report_the_queue_is_shown_with_its_age(run, read):
 
 def test_silence_of_the_scheduler_is_said_and_the_rest_is_shown(run, read):
     publish(run)
-    text = screen(RunReader(run, read(executor='executor={type="test_status:Mute"}')).look(), 120)
+    text = screen(RunReader(run, read(executor=f'executor={{type="{__name__}:Mute"}}')).look(), 120)
     assert "error: the scheduler does not answer" in text
     assert "Unable to contact slurm controller" in text
     assert rows(text)["learner"][1:] == ["1", "?", "?", "1", "0"]
@@ -277,7 +277,7 @@ def test_failures_before_a_submission_that_waits_are_no_error(run, read):
     publish(run)
     for number in (1, 2, 3):  # the last was put back into the queue after it failed
         submitted(run, "reward", number, f"{number}77", 1)
-    assert RunReader(run, read(executor='executor={type="test_status:Busy"}')).look().queue.failures == []
+    assert RunReader(run, read(executor=f'executor={{type="{__name__}:Busy"}}')).look().queue.failures == []
     assert len(RunReader(run, read()).look().queue.failures) == 1
 
 

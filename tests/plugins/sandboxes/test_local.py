@@ -22,8 +22,8 @@ pytestmark = pytest.mark.slow
 UNPACK = """
 import sys
 from pathlib import Path
-from hpc_swe.plugins.sandboxes._local import Local
-with Local(sys.argv[2], 50.0, 300.0, "apptainer").unpacked(Path(sys.argv[1])) as tree:
+from hpc_swe.plugins.sandboxes._local import LocalImages
+with LocalImages(sys.argv[2], 50.0, 300.0, "apptainer").unpacked(Path(sys.argv[1])) as tree:
     print(tree and tree.stat().st_ino)
 """
 
@@ -162,7 +162,7 @@ def test_a_folder_that_others_could_have_filled_is_not_used(sif, disk, mode, cap
         root.chmod(mode)
     with local(disk).unpacked(sif) as tree:
         assert tree is None
-    assert "is no folder of ours alone" in caplog.text
+    assert "is no private folder of this user" in caplog.text
     assert list(root.iterdir()) == []
 
 
@@ -200,6 +200,6 @@ def test_a_thinned_image_starts_from_its_file_and_is_forgotten(sif, disk, task, 
     with sandboxes.open(mine) as sandbox:
         assert sandbox.run("cat mod.py", 30).output == "x = 1\n"
     assert kept(disk) == []
-    assert "it is forgotten" in caplog.text
+    assert "it is removed" in caplog.text
     with sandboxes.open(mine):
         assert (tree / "usr").is_dir()
