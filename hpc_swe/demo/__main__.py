@@ -198,12 +198,9 @@ def main() -> None:
     root = arguments.out or Path(os.environ.get("HPC_SWE_RUNS", "runs")) / f"demo-{arguments.seed}"
     try:
         run(Demo(root, arguments.seed, arguments.overrides), arguments.control)
-    except HpcSweError as error:
-        say(f"error: {error}")
-        sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        console.print("stopped; the same command goes on from here")
-        sys.exit(130)
+        console.print("stopped; the same command continues from here")
+        raise
 
 
 if __name__ == "__main__":

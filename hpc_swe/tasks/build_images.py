@@ -7,7 +7,6 @@ Images that are there already are left alone, so the same command goes on after 
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -73,7 +72,7 @@ def _source(arguments: argparse.Namespace, sandbox: Apptainer) -> ImageSource:
 
 
 @cli.command
-def main() -> None:
+def main() -> int:
     """The command line."""
     os.umask(0o022)
     parser = argparse.ArgumentParser(
@@ -96,17 +95,13 @@ def main() -> None:
     recipe.add_argument("--wheels", type=Path, help="folder of wheels; without it pip looks where it does")
     recipe.add_argument("--base", type=Path, help="unpacked base image (default: python-pytest beside them)")
     arguments = cli.parse(parser)
-    try:
-        sandbox, problems = wanted(configuration.from_words(arguments.words))
-        store = ImageStore(Path(sandbox.images), arguments.keep_leaks)
-        source = _source(arguments, sandbox)
-        with store.alone():
-            failed = run(store, source, problems, max(1, arguments.jobs))
-    except HpcSweError as error:
-        say(f"error: {error}")
-        sys.exit(error.exit_code)
+    sandbox, problems = wanted(configuration.from_words(arguments.words))
+    store = ImageStore(Path(sandbox.images), arguments.keep_leaks)
+    source = _source(arguments, sandbox)
+    with store.alone():
+        failed = run(store, source, problems, max(1, arguments.jobs))
     say(f"{len(problems) - failed} of {len(problems)} images are in {store.images}")
-    sys.exit(1 if failed else 0)
+    return bool(failed)
 
 
 if __name__ == "__main__":

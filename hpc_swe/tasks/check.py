@@ -9,7 +9,6 @@ than they were, and when the host was to blame. `taskset.checked` makes a run ta
 import argparse
 import logging
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +23,7 @@ from rich.table import Table
 
 from hpc_swe import cli, plugins, tables
 from hpc_swe import config as configuration
-from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError, boundary
+from hpc_swe.errors import ConfigError, EpisodeError, boundary
 from hpc_swe.plugins import task_checks
 from hpc_swe.plugins.graders.base import Examiner, Grader, Regrader
 from hpc_swe.plugins.hidden_tests import Version
@@ -307,7 +306,7 @@ def _tell(verdicts: Sequence[TaskCheck], out: Path) -> None:
 
 
 @cli.command
-def main() -> None:
+def main() -> int:
     """The command line."""
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
@@ -319,18 +318,14 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="gradings of the reference, and of nothing")
     parser.add_argument("--jobs", type=int, default=1, help="tasks at a time")
     arguments = cli.parse(parser)
-    try:
-        config = configuration.from_words(arguments.words)
-        tasks, references = wanted(config)
-        config.sandbox.check()
-        images = Path(config.sandbox.images) if isinstance(config.sandbox, ImageFolder) else None
-        checker = Checker(config.grader, WatchedSandboxes(config.sandbox), max(1, arguments.runs), images)
-        verdicts = run(checker, tasks, references, arguments.out, max(1, arguments.jobs))
-    except HpcSweError as error:
-        say(f"error: {error}")
-        sys.exit(error.exit_code)
+    config = configuration.from_words(arguments.words)
+    tasks, references = wanted(config)
+    config.sandbox.check()
+    images = Path(config.sandbox.images) if isinstance(config.sandbox, ImageFolder) else None
+    checker = Checker(config.grader, WatchedSandboxes(config.sandbox), max(1, arguments.runs), images)
+    verdicts = run(checker, tasks, references, arguments.out, max(1, arguments.jobs))
     _tell(verdicts, arguments.out)
-    sys.exit(0 if any(one.verdict == "usable" for one in verdicts) else 1)
+    return not any(one.verdict == "usable" for one in verdicts)
 
 
 if __name__ == "__main__":

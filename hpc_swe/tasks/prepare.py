@@ -7,7 +7,6 @@ here, all of it at once, and not on a compute node. The columns stay as they cam
 import argparse
 import logging
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 from rich.table import Table
 
 from hpc_swe import cli, tables
-from hpc_swe.errors import ConfigError, HpcSweError, StorageError, boundary
+from hpc_swe.errors import ConfigError, StorageError, boundary
 from hpc_swe.plugins.swebench_rows import (
     RECIPES,
     Record,
@@ -186,22 +185,18 @@ def main() -> None:
     add("--ids", type=Path, help="file of instance ids, one a line: takes these, in this order")
     add("--skip-bad", action="store_true", help="write the others when rows are bad")
     arguments = cli.parse(parser)
-    try:
-        if arguments.out.suffix != ".parquet":
-            raise ConfigError(f"--out {arguments.out}: the file's name must end in .parquet")
-        wanted = read_ids(arguments.ids) if arguments.ids else None
-        rows, complaints = prepare(records(arguments.source, arguments.split, arguments.revision), wanted)
-        for complaint in complaints:
-            say(complaint)
-        if not rows or (complaints and not arguments.skip_bad):
-            remedy = "mend them, leave them out by --ids, or pass --skip-bad"
-            raise ConfigError(
-                f"{len(complaints)} rows cannot be used: {remedy}" if complaints else "there are no rows"
-            )
-        write(rows, arguments.out)
-    except HpcSweError as error:
-        say(f"error: {error}")
-        sys.exit(error.exit_code)
+    if arguments.out.suffix != ".parquet":
+        raise ConfigError(f"--out {arguments.out}: the file's name must end in .parquet")
+    wanted = read_ids(arguments.ids) if arguments.ids else None
+    rows, complaints = prepare(records(arguments.source, arguments.split, arguments.revision), wanted)
+    for complaint in complaints:
+        say(complaint)
+    if not rows or (complaints and not arguments.skip_bad):
+        remedy = "mend them, leave them out by --ids, or pass --skip-bad"
+        raise ConfigError(
+            f"{len(complaints)} rows cannot be used: {remedy}" if complaints else "there are no rows"
+        )
+    write(rows, arguments.out)
     tables.show(console, overview(rows))
     say(f"{len(rows)} rows in {arguments.out} ({arguments.out.stat().st_size / 1e6:.1f} MB)")
 

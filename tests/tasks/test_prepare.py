@@ -43,7 +43,7 @@ def prepare(source: object, out: Path, *words: object, cache: Path | None = None
         timeout=600,
     )
     assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout
+    return done.returncode, done.stdout + done.stderr
 
 
 def source(kind: str, folder: Path, rows: list[dict[str, object]]) -> Path:

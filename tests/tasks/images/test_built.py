@@ -95,7 +95,7 @@ def test_the_command_wants_swebench_tasks(tmp_path):
     command = [sys.executable, "-m", "hpc_swe.tasks.build_images", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
-    assert "taskset.type = 'swebench'" in done.stdout
+    assert "taskset.type = 'swebench'" in done.stderr
 
 
 @pytest.mark.slow

@@ -183,9 +183,9 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(layer, repository, tmp_path
         rows = [row(kind, repository[1]) for kind in ("unittest", "pytest")]
         done = run(command(tmp_path, f"oci:{tmp_path}/made", *rows))
         assert done.returncode == StorageError.exit_code
-        assert done.stdout.count("error:") == 1
-        assert "the disk is full" in done.stdout
-        assert "0 of 2 images are there; make room and run the same command again" in done.stdout
+        assert done.stderr.count("error:") == 1
+        assert "the disk is full" in done.stderr
+        assert "0 of 2 images are there; make room and run the same command again" in done.stderr
         assert {path.name for path in small.iterdir()} == {".builder"}
     finally:
         subprocess.run(["umount", small], check=True)
