@@ -1,1 +1,1 @@
-"""The five roles; they never import one another and meet only on disk."""
+"""Hold the five roles, which never import one another and meet only on disk."""

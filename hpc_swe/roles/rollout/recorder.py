@@ -26,7 +26,7 @@ from hpc_swe.settings import RolloutConfig
 MAX_TOKEN_CHARS = 16
 """Highest mean of a prompt that is tokenized; real text has far fewer characters per token."""
 LINGER_S = 30.0
-"""Time of a program to end or to send a shorter request, after a full context or its last turn."""
+"""Seconds that a program gets to end or to send a shorter request after a full context or its last turn."""
 
 
 @dataclass(frozen=True)
