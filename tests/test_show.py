@@ -18,7 +18,7 @@ from hpc_swe.roles.coordinator.dispatch import request
 from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator
 from hpc_swe.runs.exhibits import exhibit
 from hpc_swe.store import atomic
-from tests.kit.coordinator_world import HELD_OUT, STEPS, finish, housekeeper, result, rundir, save, work
+from tests.kit.coordinator_kit import HELD_OUT, STEPS, finish, make_maintenance, result, rundir, save, work
 from tests.kit.waiting import DEADLINE_S
 
 
@@ -29,11 +29,12 @@ def run(tmp_path_factory):
     run.token.write_text("not-to-be-told")
     run.drain.touch()
     finish(run)
-    house, evaluator = housekeeper(run), Evaluator(run, ("x", "y"), HELD_OUT, 5, Log(run.metric_log("c")))
-    duty = Evaluating(run, evaluator, 2)
-    duty.iterate(house.snapshot())
+    maintenance = make_maintenance(run)
+    evaluator = Evaluator(run, ("x", "y"), HELD_OUT, 5, Log(run.metric_log("c")))
+    mode = Evaluating(run, evaluator, 2)
+    mode.iterate(maintenance.snapshot())
     work(run, judge=lambda name: float(name.endswith("00")))
-    duty.iterate(house.snapshot())
+    mode.iterate(maintenance.snapshot())
     save(run, 1)
     Log(run.metric_log("learner-1")).write(3, {"reward/mean": 0.25, "own/curve": 1.0})
     with run.metric_log("learner-1").open("ab") as file:

@@ -186,14 +186,14 @@ def test_durations_are_said_as_people_do(seconds, said):
 
 
 def test_steps_are_timed_over_the_last_ones_and_anew_after_a_resumption():
-    tempo = StepTimer()
+    timer = StepTimer()
     for step, now in ((3, 0.0), (3, 5.0), (4, 10.0), (6, 30.0)):
-        tempo.note(step, now)
-    assert tempo.step_s == 10.0
-    tempo.note(5, 40.0)
-    assert tempo.step_s == 0.0
-    tempo.note(6, 44.0)
-    assert tempo.step_s == 4.0
+        timer.note(step, now)
+    assert timer.step_s == 10.0
+    timer.note(5, 40.0)
+    assert timer.step_s == 0.0
+    timer.note(6, 44.0)
+    assert timer.step_s == 4.0
 
 
 # where it comes from

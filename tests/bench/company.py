@@ -51,7 +51,7 @@ from hpc_swe.settings import (
 )
 from hpc_swe.store import weights
 from hpc_swe.store.lease import Lease
-from tests.kit import coordinator_world as world
+from tests.kit import coordinator_kit
 from tests.kit.stage import TASK
 from tests.kit.toy_engine import ToyEngine
 from tests.kit.toy_model import HERMES, make_model
@@ -128,7 +128,7 @@ def learner(run: RunDir, steps: int) -> None:
     """And the engines' one supervisor: it serves what was published last."""
     with lease(run, "inference") as mine:
         while not run.finished.exists():
-            world.learn(run, steps)
+            coordinator_kit.learn(run, steps)
             serving = [weights.newest(run) or WeightVersion()]
             if mine.node.versions != serving:
                 mine.publish(state="ready", url="http://toy", versions=serving)
@@ -139,11 +139,11 @@ def coordinator(run: RunDir, steps: int) -> None:
     with lease(run, "coordinator") as mine:
         curves = Log(run.metric_log(mine.owner))
         plan = RequestPlan(5, (TASK.task_id,), LIMITS.group_size, Sampling(max_tokens=200))
-        recipe = BatchSettings(LIMITS, BatchesConfig(), Grpo(), 1)
+        batch_settings = BatchSettings(LIMITS, BatchesConfig(), Grpo(), 1)
         evaluator = Evaluator(run, [], EvalConfig(), 5, curves, 0)
-        house = Maintenance(run, RetentionConfig(free_space_floor_gb=0), LEASE, LIMITS.max_losses)
-        make = partial(Training, run, plan, recipe, steps, evaluator, curves)
-        Coordinator(run, house, make, CoordinatorConfig(), {}).work()
+        maintenance = Maintenance(run, RetentionConfig(free_space_floor_gb=0), LEASE, LIMITS.max_losses)
+        make = partial(Training, run, plan, batch_settings, steps, evaluator, curves)
+        Coordinator(run, maintenance, make, CoordinatorConfig(), {}).work()
 
 
 def play(run: RunDir, workers: tuple[int, int], steps: int, episode_s: float) -> None:

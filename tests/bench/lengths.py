@@ -44,7 +44,7 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.settings import BatchesConfig, EvalConfig, GroupsConfig
 from hpc_swe.store import atomic, folders, weights
 from hpc_swe.store.spool import Claim, Spool
-from tests.kit import coordinator_world as played
+from tests.kit import coordinator_kit as played
 
 BEAT_S, STEP_S, TOKEN_S = 30.0, 120.0, 10.0
 SPREAD = 0.8  # of the logarithm of a length: the longest of 256 is about six times the mean
@@ -165,17 +165,17 @@ def play(run: RunDir, load: Load, rule: Rule, steps: int, mean_s: float) -> Requ
     limits = GroupsConfig(group_size=8, groups_per_step=32, resample=False, straggler_s=rule[1])
     plan = RequestPlan(7, tuple(f"task-{n}" for n in range(512)), limits.group_size, Sampling())
     time, crew, log = played.Clock(), Crew(run, load, mean_s), Log(run.metric_log("coordinator"))
-    recipe = BatchSettings(limits, BatchesConfig(), Grpo(), 1)
-    duty = Training(run, plan, recipe, steps, Evaluator(run, [], EvalConfig(), 5, log, 0), log)
+    batch_settings = BatchSettings(limits, BatchesConfig(), Grpo(), 1)
+    mode = Training(run, plan, batch_settings, steps, Evaluator(run, [], EvalConfig(), 5, log, 0), log)
     if rule[0] == "group":
-        duty._collector.ledger = GroupClock(limits.max_attempts)
-    house = played.housekeeper(run, time, beat_s=BEAT_S, ttl_s=4 * BEAT_S)
+        mode._collector.ledger = GroupClock(limits.max_attempts)
+    maintenance = played.make_maintenance(run, time, beat_s=BEAT_S, ttl_s=4 * BEAT_S)
     trains_until = math.inf
     while len(batches.published_steps(run)) < steps:
         time.now += BEAT_S
         GroupClock.now = time.now
         crew.work(time.now)
-        duty.iterate(house.snapshot())
+        mode.iterate(maintenance.snapshot())
         step = (weights.newest(run) or WeightVersion()).step
         if run.batch(step).exists():
             trains_until = min(trains_until, time.now + STEP_S)

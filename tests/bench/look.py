@@ -17,7 +17,7 @@ from hpc_swe.settings import GroupsConfig
 from hpc_swe.store import atomic
 from hpc_swe.store.spool import Address
 from tests.bench.simulate import Settings
-from tests.kit import coordinator_world as world
+from tests.kit import coordinator_kit
 from tests.kit.crash import calls
 
 GROUP, BATCHES = 8, 4
@@ -46,17 +46,17 @@ class Desk:
     """A coordinator that is at work."""
 
     def __init__(self, run: RunDir, groups: int) -> None:
-        self.clock = world.Clock()
+        self.clock = coordinator_kit.Clock()
         limits = GroupsConfig(
             group_size=GROUP, groups_per_step=groups // BATCHES, max_staleness=BATCHES - 1, straggler_s=1e9
         )
-        self.house: Maintenance = world.housekeeper(run, self.clock, BEAT_S, PATIENCE_S)
-        self.duty: Training = world.training(run, limits)
+        self.maintenance: Maintenance = coordinator_kit.make_maintenance(run, self.clock, BEAT_S, PATIENCE_S)
+        self.mode: Training = coordinator_kit.training(run, limits)
 
     def round(self, seconds: float) -> None:
         """After so many seconds of its clock; a beat or more makes it read the leases."""
         self.clock.now += seconds
-        self.duty.iterate(self.house.snapshot())
+        self.mode.iterate(self.maintenance.snapshot())
 
 
 def measure(root: Path, workers: int) -> tuple[Counter[str], float, float]:

@@ -183,10 +183,12 @@ def test_every_rank_writes_about_the_same_share_and_tells_its_digests(runs):
 
     answers = runs.answers("tp2")
     found = runs.exported("tp2", "after")
-    told = {name: info for answer in answers for name, info in answer["tensors"].items()}
-    assert told.keys() == found.keys()
-    assert all(told[n]["sha256"] == hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in found.items())
-    assert all(told[n]["shape"] == list(t.shape) and told[n]["dtype"] == "float32" for n, t in found.items())
+    reported = {name: info for answer in answers for name, info in answer["tensors"].items()}
+    assert reported.keys() == found.keys()
+    for name, tensor in found.items():
+        info = reported[name]
+        assert info["sha256"] == hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+        assert (info["shape"], info["dtype"]) == (list(tensor.shape), "float32")
     sizes = [sum(found[name].nbytes for name in answer["tensors"]) for answer in answers]
     assert max(sizes) < 1.5 * min(sizes)
 

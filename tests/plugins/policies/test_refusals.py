@@ -97,11 +97,11 @@ def test_arrays_of_unequal_length_are_refused(wrong):
 
 def test_a_refusal_is_one_even_when_there_is_room_again(tmp_path):
     """As Megatron passes it on: in words."""
-    told = RuntimeError("Worker failure: [Errno 28] No space left on device")
-    refusal = state._refusal(tmp_path, CheckpointException("write", {1: (told, None)}))
+    cause = RuntimeError("Worker failure: [Errno 28] No space left on device")
+    refusal = state._refusal(tmp_path, CheckpointException("write", {1: (cause, None)}))
     assert "no space is left" in str(refusal)
-    told = RuntimeError("Worker failure: [Errno 22] Invalid argument")
-    assert state._refusal(tmp_path, CheckpointException("write", {1: (told, None)})) is None
+    cause = RuntimeError("Worker failure: [Errno 22] Invalid argument")
+    assert state._refusal(tmp_path, CheckpointException("write", {1: (cause, None)})) is None
 
 
 def test_a_loss_that_is_not_finite_names_its_microbatch_on_every_rank(models, tmp_path):

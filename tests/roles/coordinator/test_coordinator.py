@@ -11,14 +11,14 @@ from hpc_swe.roles.coordinator import archive, batches
 from hpc_swe.settings import RetentionConfig
 from hpc_swe.store import atomic, folders, weights
 from hpc_swe.store.spool import Spool
-from tests.kit.coordinator_world import (
+from tests.kit.coordinator_kit import (
     LIMITS,
     STEPS,
     Clock,
     export,
     finish,
-    housekeeper,
     learn,
+    make_maintenance,
     published,
     result,
     reward,
@@ -39,10 +39,10 @@ def names(run, spool="requests", state="ready"):
 
 
 def test_a_run_publishes_its_batches_and_ends(run):
-    duty = finish(run)
+    mode = finish(run)
     assert batches.published_steps(run) == list(range(STEPS))
     assert names(run, "scored") == []
-    assert duty.step == STEPS
+    assert mode.step == STEPS
 
 
 def test_batches_hold_the_groups_with_signal_in_order(run):
@@ -62,26 +62,29 @@ def test_batches_hold_the_groups_with_signal_in_order(run):
 
 
 def test_sampling_waits_for_weights_and_no_more_than_one_batch_lies_ahead(run):
-    house, duty = housekeeper(run), training(run)
+    maintenance, mode = make_maintenance(run), training(run)
     for _ in range(20):
-        duty.iterate(house.snapshot())
+        mode.iterate(maintenance.snapshot())
         work(run)
     assert batches.published_steps(run) == [0, 1]  # the learner is at 0
     assert work(run) == []  # batch 2 would be two steps ahead of the weights
     learn(run)
     for _ in range(20):
-        duty.iterate(house.snapshot())
+        mode.iterate(maintenance.snapshot())
         work(run)
     assert batches.published_steps(run) == [0, 1, 2]
 
 
 def test_with_much_leave_to_sample_ahead_one_batch_waits_for_the_learner(run):
-    house, duty = housekeeper(run), training(run, limits=msgspec.structs.replace(LIMITS, max_staleness=5))
+    maintenance, mode = (
+        make_maintenance(run),
+        training(run, limits=msgspec.structs.replace(LIMITS, max_staleness=5)),
+    )
     for _ in range(20):
-        duty.iterate(house.snapshot())
+        mode.iterate(maintenance.snapshot())
         work(run)
     assert batches.published_steps(run) == [0, 1]
-    assert duty.iterate(house.snapshot()).waits_for == "the learner: step 0 of 3"
+    assert mode.iterate(maintenance.snapshot()).waits_for == "the learner: step 0 of 3"
 
 
 def test_a_learner_that_lost_steps_gets_its_batches_again_before_new_ones(tmp_path):
@@ -89,20 +92,20 @@ def test_a_learner_that_lost_steps_gets_its_batches_again_before_new_ones(tmp_pa
     limits = msgspec.structs.replace(LIMITS, max_staleness=2)
     undisturbed, run = rundir(tmp_path / "a"), rundir(tmp_path / "b")
     finish(undisturbed, steps=6, limits=limits)
-    house, duty = housekeeper(run), training(run, limits, steps=6)
+    maintenance, mode = make_maintenance(run), training(run, limits, steps=6)
     for number in range(60):
-        duty.iterate(house.snapshot())
+        mode.iterate(maintenance.snapshot())
         work(run)
         if number % 10 == 9 and (weights.newest(run) or WeightVersion()).step < 3:
             learn(run, 6)
     save(run, 1)
     export(run, WeightVersion(incarnation=1, step=1))
-    duty = training(run, limits, steps=6)  # and the coordinator is a new one
+    mode = training(run, limits, steps=6)  # and the coordinator is a new one
     for expected in (1, 2, 3):
         for _ in range(5):
-            world = house.snapshot()
-            waits_for = duty.iterate(world).waits_for
-            house.clean_up(world)
+            snapshot = maintenance.snapshot()
+            waits_for = mode.iterate(snapshot).waits_for
+            maintenance.clean_up(snapshot)
             assert work(run) == []
         assert waits_for == f"the learner: step {expected} of 6"
         assert batches.published_steps(run) == [0, 1, 2, 3, 4]
@@ -114,9 +117,9 @@ def test_a_learner_that_lost_steps_gets_its_batches_again_before_new_ones(tmp_pa
 
 def test_what_a_batch_holds_does_not_depend_on_who_is_quick(tmp_path):
     def with_late(run, late_groups):
-        house, duty = housekeeper(run), training(run)
+        maintenance, mode = make_maintenance(run), training(run)
         for number in range(200):
-            if not duty.iterate(house.snapshot()).waits_for:
+            if not mode.iterate(maintenance.snapshot()).waits_for:
                 return published(run)
             held = () if number % 5 == 4 else late_groups
             work(run, keep=lambda name, held=held: int(name[6:12]) % 3 not in held)
@@ -129,10 +132,10 @@ def test_what_a_batch_holds_does_not_depend_on_who_is_quick(tmp_path):
 
 
 def test_an_infrastructure_failure_is_asked_for_again(run):
-    house, duty = housekeeper(run), training(run)
-    duty.iterate(house.snapshot())
+    maintenance, mode = make_maintenance(run), training(run)
+    mode.iterate(maintenance.snapshot())
     work(run, judge=lambda name: None if name.endswith("-01") else 1.0)
-    duty.iterate(house.snapshot())
+    mode.iterate(maintenance.snapshot())
     again = {r.name: r for r in (claim.message for claim in Spool(run.requests, RolloutRequest).claims("w"))}
     assert set(again) == {f"train-{g:06d}-01" for g in range(4)}
     assert all(request.attempt == 1 for request in again.values())
@@ -140,23 +143,23 @@ def test_an_infrastructure_failure_is_asked_for_again(run):
 
 
 def test_a_request_lost_without_trace_is_asked_for_again(run):
-    house, duty = housekeeper(run), training(run)
-    duty.iterate(house.snapshot())
+    maintenance, mode = make_maintenance(run), training(run)
+    mode.iterate(maintenance.snapshot())
     (run.requests / "ready" / "train-000001-00~0").unlink()
-    duty.iterate(house.snapshot())
+    mode.iterate(maintenance.snapshot())
     assert "train-000001-00" not in names(run)
-    duty.iterate(house.snapshot())
+    mode.iterate(maintenance.snapshot())
     assert "train-000001-00" in names(run)
 
 
 def test_a_buried_message_closes_its_member(run):
-    house, duty = housekeeper(run), training(run)
-    duty.iterate(house.snapshot())
+    maintenance, mode = make_maintenance(run), training(run)
+    mode.iterate(maintenance.snapshot())
     for index in (0, 1):
         name = f"train-000000-0{index}~0"
         (run.requests / "ready" / name).rename(run.requests / "dead" / name)
-    standing = duty.iterate(house.snapshot())
-    assert "train-000001" in standing.waits_for  # group 0 is closed: too few members
+    progress = mode.iterate(maintenance.snapshot())
+    assert "train-000001" in progress.waits_for  # group 0 is closed: too few members
     assert names(run, state="dead") == ["train-000000-00", "train-000000-01"]
 
 
@@ -182,41 +185,43 @@ def claim_for(run, owner, name) -> None:
 def test_a_group_waits_days_for_workers_and_grades_but_not_for_stragglers(run):
     """And a coordinator that starts anew at every look knows as much: the clocks are the workers'."""
     late, clock = "train-000001-01", Clock()
-    house, duty = housekeeper(run, clock), training(run)
-    duty.iterate(house.snapshot())
+    maintenance, mode = make_maintenance(run, clock), training(run)
+    mode.iterate(maintenance.snapshot())
     work(run, keep=lambda name: name != late)
     for _ in range(5):
         clock.now += 100 * LIMITS.straggler_s
-        assert late in duty.iterate(house.snapshot()).waits_for, "nobody has taken it"
+        assert late in mode.iterate(maintenance.snapshot()).waits_for, "nobody has taken it"
     claim_for(run, "rollout-1-0000beef", late)
     for beat, worked_s in enumerate([0.0, 99.0, 100.0, 99.0]):
         show_worker(run, beat, _1_01=worked_s)
-        assert late in training(run).iterate(housekeeper(run, clock).snapshot()).waits_for
-    Spool(run.episodes, Episode).put(late, result(duty._plan.group(1)[1]).episode)
+        assert late in training(run).iterate(make_maintenance(run, clock).snapshot()).waits_for
+    Spool(run.episodes, Episode).put(late, result(mode._plan.group(1)[1]).episode)
     show_worker(run, 9, _1_01=1e6)
-    assert late in training(run).iterate(housekeeper(run, clock).snapshot()).waits_for, "it is being graded"
+    assert late in training(run).iterate(make_maintenance(run, clock).snapshot()).waits_for, (
+        "it is being graded"
+    )
     (run.episodes / "ready" / f"{late}~0").unlink()
     for _ in range(9):
-        training(run).iterate(housekeeper(run, clock).snapshot())
+        training(run).iterate(make_maintenance(run, clock).snapshot())
         work(run, keep=lambda name: name != late)
     assert 1 in folders.manifest(run.batch(0), BatchManifest).closed
 
 
 def test_the_late_result_of_a_straggler_is_a_duplicate(run):
-    house, duty = housekeeper(run), training(run)
-    late = duty._plan.group(1)[1]
-    duty.iterate(house.snapshot())
+    maintenance, mode = make_maintenance(run), training(run)
+    late = mode._plan.group(1)[1]
+    mode.iterate(maintenance.snapshot())
     claim_for(run, "rollout-1-0000beef", late.name)
     show_worker(run, 1, _1_01=LIMITS.straggler_s + 1)
     while not batches.published_steps(run):
-        house = housekeeper(run)
-        duty.iterate(house.snapshot())
+        maintenance = make_maintenance(run)
+        mode.iterate(maintenance.snapshot())
         work(run)
     assert 1 in folders.manifest(run.batch(0), BatchManifest).closed
     show_worker(run, 2)
     (run.requests / "claimed" / f"{late.name}~0~rollout-1-0000beef").unlink()
     Spool(run.scored, ScoredEpisode).put(late.name, result(late, 1.0))
-    duty.iterate(house.snapshot())
+    mode.iterate(maintenance.snapshot())
     assert late.name not in names(run, "scored") + names(run, "requests")
 
 
@@ -249,7 +254,7 @@ def test_every_curve_that_is_written_is_documented(run):
 
 def test_two_coordinators_ask_for_the_same_and_the_loser_of_a_batch_leaves(run):
     first, second = training(run, owner="a"), training(run, owner="b")
-    one, other = housekeeper(run), housekeeper(run)
+    one, other = make_maintenance(run), make_maintenance(run)
     first.iterate(one.snapshot())
     before = {
         name: (run.requests / "ready" / name).read_bytes() for name in atomic.names(run.requests / "ready")
@@ -269,18 +274,18 @@ def test_two_coordinators_ask_for_the_same_and_the_loser_of_a_batch_leaves(run):
 
 def test_two_coordinators_that_hold_the_same_results_publish_one_batch(run):
     first, second = training(run, owner="a"), training(run, owner="b")
-    house = housekeeper(run)
+    maintenance = make_maintenance(run)
     while True:
-        world = house.snapshot()
-        second._collector.collect(world)  # it reads all that the first reads, and is a moment later
-        first.iterate(world)
+        snapshot = maintenance.snapshot()
+        second._collector.collect(snapshot)  # it reads all that the first reads, and is a moment later
+        first.iterate(snapshot)
         if batches.published_steps(run):
             break
         work(run)
     composition = batches.plan_batch(second._decision, second.state, 0, LIMITS.groups_per_step)
     before = published(run)
     with pytest.raises(LostRace):
-        second._publish(composition, world)
+        second._publish(composition, snapshot)
     assert published(run) == before
     assert composition.after == first.state
     assert not [path for path in run.batches.iterdir() if path.name.startswith(".")]
@@ -290,14 +295,14 @@ def test_a_coordinator_that_fell_behind_leaves(run):
     behind = training(run, owner="a")
     finish(run)
     with pytest.raises(LostRace):
-        behind.iterate(housekeeper(run).snapshot())
+        behind.iterate(make_maintenance(run).snapshot())
 
 
 def test_requests_of_consumed_groups_are_withdrawn(run):
-    duty = finish(run)
+    mode = finish(run)
     for name in ("train-000000-00", "foreign"):
-        Spool(run.requests, RolloutRequest).put(name, duty._plan.group(0)[0])
-    training(run).iterate(housekeeper(run).snapshot())
+        Spool(run.requests, RolloutRequest).put(name, mode._plan.group(0)[0])
+    training(run).iterate(make_maintenance(run).snapshot())
     assert names(run) == ["foreign"]
 
 
@@ -306,22 +311,22 @@ def test_what_is_not_ours_is_left_alone(run):
     foreign = [run.scored / "ready" / name for name in ("notes~0", "train-000000~0", "train-000000-00.bak")]
     for path in foreign:
         path.write_text("a person's")
-    training(run).iterate(housekeeper(run).snapshot())
+    training(run).iterate(make_maintenance(run).snapshot())
     assert all(path.exists() for path in foreign)
 
 
 def test_without_space_nothing_is_dispatched(run):
-    house = housekeeper(run, retention=RetentionConfig(free_space_floor_gb=1e9))
-    training(run).iterate(house.snapshot())
+    maintenance = make_maintenance(run, retention=RetentionConfig(free_space_floor_gb=1e9))
+    training(run).iterate(maintenance.snapshot())
     assert names(run) == []
 
 
 def test_group_numbers_go_on_after_a_restart(run):
-    house, duty = housekeeper(run), training(run)
+    maintenance, mode = make_maintenance(run), training(run)
     while not batches.published_steps(run):
-        duty.iterate(house.snapshot())
+        mode.iterate(maintenance.snapshot())
         work(run)
-    state = duty.state
+    state = mode.state
     fresh = training(run)
     assert (fresh.step, fresh.state) == (1, state)
     assert state.next_group == folders.manifest(run.batch(0), BatchManifest).groups[-1] + 1

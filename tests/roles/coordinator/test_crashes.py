@@ -11,12 +11,12 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RetentionConfig
 from hpc_swe.store import folders
 from hpc_swe.store.spool import Spool
-from tests.kit.coordinator_world import (
+from tests.kit.coordinator_kit import (
     Clock,
     export,
     finish,
-    housekeeper,
     learn,
+    make_maintenance,
     published,
     result,
     reward,
@@ -69,19 +69,19 @@ def leftovers(run, consumed):
 def ready_to_publish(root):
     """All results of batch 0 lie in scored/, and no coordinator has seen them together yet."""
     run = rundir(root)
-    house, duty = housekeeper(run), training(run)
+    maintenance, mode = make_maintenance(run), training(run)
     while True:
-        world = house.snapshot()
-        duty._collector.collect(world)
-        if batches.plan_batch(duty._decision, duty.state, 0, 2):
+        snapshot = maintenance.snapshot()
+        mode._collector.collect(snapshot)
+        if batches.plan_batch(mode._decision, mode.state, 0, 2):
             return
-        duty._dispatch(world)
+        mode._dispatch(snapshot)
         work(run)
 
 
 def one_round(root):
     run = at(root)
-    training(run).iterate(housekeeper(run).snapshot())
+    training(run).iterate(make_maintenance(run).snapshot())
 
 
 def test_a_death_anywhere_in_publishing_changes_no_batch_and_no_archive(tmp_path, template, undisturbed):
@@ -101,7 +101,7 @@ def test_a_death_anywhere_in_publishing_changes_no_batch_and_no_archive(tmp_path
 def test_a_coordinator_restarted_at_every_round_gives_the_same_batches(tmp_path, undisturbed):
     run = rundir(tmp_path)
     for _ in range(60):
-        if not training(run, steps=DEEP).iterate(housekeeper(run).snapshot()).waits_for:
+        if not training(run, steps=DEEP).iterate(make_maintenance(run).snapshot()).waits_for:
             break
         work(run)
         learn(run, DEEP)
@@ -113,14 +113,14 @@ def test_a_death_anywhere_in_asking_again_loses_no_attempt(tmp_path, template):
 
     def setup(root):
         run = rundir(root)
-        training(run).iterate(housekeeper(run).snapshot())
+        training(run).iterate(make_maintenance(run).snapshot())
         work(run, judge=lambda name: None if name == "train-000000-00" else reward(name))
 
     for root in at_every_call(tmp_path, copies_of(template, setup), one_round):
         run = at(root)
-        house, duty = housekeeper(run), training(run)
+        maintenance, mode = make_maintenance(run), training(run)
         for _ in range(3):
-            duty.iterate(house.snapshot())
+            mode.iterate(maintenance.snapshot())
         claims = {c.name: c.message.attempt for c in Spool(run.requests, RolloutRequest).claims("w")}
         assert claims["train-000000-00"] == 1
         shutil.rmtree(root)
@@ -129,17 +129,17 @@ def test_a_death_anywhere_in_asking_again_loses_no_attempt(tmp_path, template):
 def test_a_death_anywhere_in_recovery_loses_no_claim(tmp_path, template):
     def setup(root):
         run = rundir(root)
-        training(run).iterate(housekeeper(run).snapshot())
+        training(run).iterate(make_maintenance(run).snapshot())
         spool = Spool(run.requests, RolloutRequest)
         for _ in range(2):
             spool.claim("rollout-1-deadbeef")
 
     def recover(root):
         clock = Clock()
-        house = housekeeper(at(root), clock)
+        maintenance = make_maintenance(at(root), clock)
         for _ in range(6):
             clock.now += 1.0
-            house.snapshot()
+            maintenance.snapshot()
 
     for root in at_every_call(tmp_path, copies_of(template, setup), recover):
         recover(root)
@@ -162,8 +162,8 @@ def old_folders(root):
 
 
 def tidy(root):
-    house = housekeeper(at(root), retention=KEPT)
-    house.clean_up(house.snapshot())
+    maintenance = make_maintenance(at(root), retention=KEPT)
+    maintenance.clean_up(maintenance.snapshot())
 
 
 def test_a_death_anywhere_in_deleting_leaves_whole_folders_only(tmp_path, template):
@@ -195,10 +195,10 @@ def test_late_results_of_abandoned_processes_are_in_no_batch_or_archive(tmp_path
 
 def test_a_late_duplicate_of_a_result_changes_no_published_batch(tmp_path, undisturbed):
     run = rundir(tmp_path)
-    duty = finish(run, steps=DEEP)
+    mode = finish(run, steps=DEEP)
     for group in range(3):
-        for request in duty._plan.group(group):
+        for request in mode._plan.group(group):
             Spool(run.scored, ScoredEpisode).put(request.name, result(request, 1.0))
-    training(run, steps=DEEP).iterate(housekeeper(run).snapshot())
+    training(run, steps=DEEP).iterate(make_maintenance(run).snapshot())
     assert published(run) == undisturbed
     assert leftovers(run, [range(3)]) == []

@@ -39,47 +39,47 @@ def test_another_attempt_keeps_the_name_and_changes_the_seed():
     assert retry_request(first) == second
 
 
-def pace(next_batch=0, newest=0, staleness=0, per_step=4, rate=1.0):
+def window(next_batch=0, newest=0, staleness=0, per_step=4, rate=1.0):
     return DispatchWindow(next_batch, newest + staleness, per_step, rate)
 
 
 @pytest.mark.parametrize(
-    ("given_pace", "fates", "expected"),
+    ("given_window", "signals", "expected"),
     [
-        (pace(), {}, 4),  # on policy: one batch
-        (pace(staleness=1), {}, 8),
-        (pace(rate=0.5), {}, 8),  # over-dispatch by the measured rate
-        (pace(rate=0.0), {}, 40),  # bounded
-        (pace(next_batch=1), {}, 0),  # batch 1 needs weights 1
-        (pace(next_batch=1, newest=1), {}, 4),
-        (pace(next_batch=9, newest=4, staleness=2), {}, 0),  # a learner that fell back
-        (pace(), {0: True, 1: False, 2: False}, 6),  # replacements at once
-        (pace(), {g: False for g in range(20)}, 24),
-        (pace(), {g: True for g in range(4)}, 4),
+        (window(), {}, 4),  # on policy: one batch
+        (window(staleness=1), {}, 8),
+        (window(rate=0.5), {}, 8),  # over-dispatch by the measured rate
+        (window(rate=0.0), {}, 40),  # bounded
+        (window(next_batch=1), {}, 0),  # batch 1 needs weights 1
+        (window(next_batch=1, newest=1), {}, 4),
+        (window(next_batch=9, newest=4, staleness=2), {}, 0),  # a learner that fell back
+        (window(), {0: True, 1: False, 2: False}, 6),  # replacements at once
+        (window(), {g: False for g in range(20)}, 24),
+        (window(), {g: True for g in range(4)}, 4),
     ],
 )
-def test_dispatch_goes_as_far_as_the_foreseen_batch_allows(given_pace, fates, expected):
-    assert dispatch_end(0, fates.get, given_pace) == expected
+def test_dispatch_goes_as_far_as_the_foreseen_batch_allows(given_window, signals, expected):
+    assert dispatch_end(0, signals.get, given_window) == expected
 
 
 @given(st.integers(0, 99), st.integers(0, 3), st.floats(0.05, 1.0), st.integers(1, 5))
 def test_no_run_of_outcomes_starves_the_learner_or_outruns_it(seed, staleness, share, per_step):
     """Close everything that may be dispatched, in any order; a batch always comes of it."""
     draw = random.Random(seed)
-    fates: dict[int, bool] = {}
+    signals: dict[int, bool] = {}
     first, rate = 0, 1.0
     for step in range(6):
-        while sum(fates.get(g, False) for g in range(first, first + len(fates) + 1)) < per_step:
-            edge = dispatch_end(first, fates.get, pace(step, step, staleness, per_step, rate))
-            todo = [g for g in range(first, edge) if g not in fates]
+        while sum(signals.get(g, False) for g in range(first, first + len(signals) + 1)) < per_step:
+            edge = dispatch_end(first, signals.get, window(step, step, staleness, per_step, rate))
+            todo = [g for g in range(first, edge) if g not in signals]
             assert todo, "nothing may be dispatched, and nothing is open: deadlock"
-            fates[draw.choice(todo)] = draw.random() < share
+            signals[draw.choice(todo)] = draw.random() < share
         used, done = first, 0
         while done < per_step:
-            if used not in fates:
-                fates[used] = draw.random() < share  # lower-numbered groups close first
-            done += fates[used]
+            if used not in signals:
+                signals[used] = draw.random() < share  # lower-numbered groups close first
+            done += signals[used]
             used += 1
         rate = (rate * per_step + per_step) / (per_step + used - first)
-        fates = {g: fate for g, fate in fates.items() if g >= used}
+        signals = {g: signal for g, signal in signals.items() if g >= used}
         first = used

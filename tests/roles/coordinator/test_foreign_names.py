@@ -16,11 +16,11 @@ from hpc_swe.rundir import SPOOLS, RunDir
 from hpc_swe.settings import RetentionConfig
 from hpc_swe.store import atomic, checkpoints, folders, orders, submissions, weights
 from hpc_swe.store.spool import STATES, Spool
-from tests.kit.coordinator_world import (
+from tests.kit.coordinator_kit import (
     Clock,
     export,
     finish,
-    housekeeper,
+    make_maintenance,
     published,
     result,
     rundir,
@@ -112,10 +112,12 @@ def test_a_run_among_foreign_names_does_what_it_does_without_them(tmp_path, foun
     finish(run, steps=DEEP)
     assert published(run) == undisturbed()
     clock = Clock()
-    house = housekeeper(run, clock, retention=RetentionConfig(keep_last=2, free_space_floor_gb=0))
+    maintenance = make_maintenance(run, clock, retention=RetentionConfig(keep_last=2, free_space_floor_gb=0))
     for clock.now in (0.0, 10.0, 4000.0, 8000.0):
-        house.clean_up(house.snapshot())
-        house.publish(house.snapshot(), training(run, steps=DEEP).iterate(house.snapshot()), {}, 0.0)
+        maintenance.clean_up(maintenance.snapshot())
+        maintenance.publish(
+            maintenance.snapshot(), training(run, steps=DEEP).iterate(maintenance.snapshot()), {}, 0.0
+        )
     assert weights.newest(run) == WeightVersion(step=DEEP)
     assert checkpoints.is_trained(run, weights.newest(run), DEEP)
     assert orders.active(run) == []
@@ -131,8 +133,10 @@ def test_cells_of_the_coordinator_that_were_cut_off_are_written_anew(tmp_path, c
     run = rundir(tmp_path)
     put(run, "state", cell, content)
     finish(run, steps=DEEP)
-    house = housekeeper(run)
-    house.publish(house.snapshot(), training(run, steps=DEEP).iterate(house.snapshot()), {}, 0.0)
+    maintenance = make_maintenance(run)
+    maintenance.publish(
+        maintenance.snapshot(), training(run, steps=DEEP).iterate(maintenance.snapshot()), {}, 0.0
+    )
     assert published(run) == undisturbed()
 
 
@@ -140,10 +144,10 @@ def test_cells_of_the_coordinator_that_were_cut_off_are_written_anew(tmp_path, c
 def test_a_folder_in_the_place_of_a_cell_is_kept_aside(tmp_path, cell):
     run = rundir(tmp_path)
     put(run, "state", cell, None)
-    house = housekeeper(run)
+    maintenance = make_maintenance(run)
     for _ in range(2):
-        house.clean_up(house.snapshot())
-        house.publish(house.snapshot(), training(run).iterate(house.snapshot()), {}, 0.0)
+        maintenance.clean_up(maintenance.snapshot())
+        maintenance.publish(maintenance.snapshot(), training(run).iterate(maintenance.snapshot()), {}, 0.0)
     (aside,) = [path for path in (run.root / "state").iterdir() if path.name.startswith(f"{cell}.broken-")]
     assert (aside / folders.NAME).exists()
 
@@ -151,14 +155,14 @@ def test_a_folder_in_the_place_of_a_cell_is_kept_aside(tmp_path, cell):
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "zero"])
 def test_what_can_be_read_for_ever_holds_nobody_up(tmp_path, make):
     run = rundir(tmp_path)
-    duty, house = training(run), housekeeper(run)
-    duty.iterate(house.snapshot())
-    first = duty._plan.group(0)[0].name
+    mode, maintenance = training(run), make_maintenance(run)
+    mode.iterate(maintenance.snapshot())
+    first = mode._plan.group(0)[0].name
     for path in (run.scored / "ready" / f"{first}~0", run.nodes / "w.json"):
         make(path)
     for _ in range(2):
-        duty.iterate(house.snapshot())
-        house.clean_up(house.snapshot())
+        mode.iterate(maintenance.snapshot())
+        maintenance.clean_up(maintenance.snapshot())
     assert atomic.names(run.scored / "dead") == [f"{first}~0"]
 
 
@@ -171,34 +175,34 @@ def test_weights_without_a_readable_manifest_are_nobody_s_and_stop_nobody(tmp_pa
     for each in range(4):
         export(run, WeightVersion(step=each), WeightVersion(step=each - 1) if each else None)
     damage(run.weight(WeightVersion(step=step)) / folders.NAME)
-    house = housekeeper(run, retention=RetentionConfig(keep_last=2, free_space_floor_gb=0))
-    world = house.snapshot()
-    house.clean_up(world)
-    assert world.newest.step == (2 if step == 3 else 3)
+    maintenance = make_maintenance(run, retention=RetentionConfig(keep_last=2, free_space_floor_gb=0))
+    snapshot = maintenance.snapshot()
+    maintenance.clean_up(snapshot)
+    assert snapshot.newest.step == (2 if step == 3 else 3)
     assert run.weight(WeightVersion(step=step)).exists(), "it is for people to look at"
 
 
 def test_a_message_far_beyond_the_horizon_opens_no_group(tmp_path):
     run = rundir(tmp_path)
-    duty, house = training(run), housekeeper(run)
-    far = duty._plan.group(90_000)[0]
+    mode, maintenance = training(run), make_maintenance(run)
+    far = mode._plan.group(90_000)[0]
     for spool in SPOOLS:
         Spool(run.spool(spool), ScoredEpisode).put(far.name, result(far))
     for _ in range(3):
-        duty.iterate(house.snapshot())
-    assert max(number for _, number in duty._ledger.groups) < 100
+        mode.iterate(maintenance.snapshot())
+    assert max(number for _, number in mode._ledger.groups) < 100
     assert all("090000" not in name for name in atomic.names(run.requests / "ready"))
 
 
 def test_a_result_under_another_member_s_name_is_dropped_and_redone(tmp_path):
     run = rundir(tmp_path)
-    duty, house = training(run), housekeeper(run)
-    duty.iterate(house.snapshot())
-    one, other = duty._plan.group(0)
+    mode, maintenance = training(run), make_maintenance(run)
+    mode.iterate(maintenance.snapshot())
+    one, other = mode._plan.group(0)
     (run.requests / "ready" / f"{one.name}~0").unlink()
     Spool(run.scored, ScoredEpisode).put(one.name, result(other))
     for _ in range(4):
-        duty.iterate(house.snapshot())
+        mode.iterate(maintenance.snapshot())
     assert atomic.names(run.scored / "ready") == []
     assert f"{one.name}~0" in atomic.names(run.requests / "ready")
 

@@ -6,7 +6,7 @@ from hpc_swe.plugins.graders.base import DISAGREES, SILENT
 from hpc_swe.records import RolloutRequest, ScoredEpisode
 from hpc_swe.roles.coordinator.batch_metrics import of_collected, turns_bin
 from hpc_swe.store.spool import Spool
-from tests.kit.coordinator_world import housekeeper, result, training
+from tests.kit.coordinator_kit import make_maintenance, result, training
 
 
 def answer(run, value_of, sentinels=(), details=()) -> list[str]:
@@ -14,12 +14,12 @@ def answer(run, value_of, sentinels=(), details=()) -> list[str]:
 
     Returns the tasks that failed.
     """
-    told, failed, details = list(sentinels), [], list(details)
+    messages, failed, details = list(sentinels), [], list(details)
     for claim in sorted(Spool(run.requests, RolloutRequest).claims("w-1-00000000"), key=lambda c: c.name):
         value = value_of(claim.message)
         failed += [claim.message.task_id] if value is None else []
-        scored = msgspec.structs.replace(result(claim.message, value), sentinels=told[:2])
-        del told[:2]
+        scored = msgspec.structs.replace(result(claim.message, value), sentinels=messages[:2])
+        del messages[:2]
         if details:
             score = msgspec.structs.replace(scored.score, detail=details.pop())
             scored = msgspec.structs.replace(scored, score=score)
@@ -29,23 +29,23 @@ def answer(run, value_of, sentinels=(), details=()) -> list[str]:
 
 
 def test_a_misjudged_sentinel_is_a_curve_and_stays_on_the_screen(run):
-    house = housekeeper(run)
-    duty = training(run)
-    duty.iterate(house.snapshot())
+    maintenance = make_maintenance(run)
+    mode = training(run)
+    mode.iterate(maintenance.snapshot())
     answer(
         run, lambda request: float(request.index % 2), ["", "sentinel: the reference of t is unresolved", ""]
     )
-    standing = duty.iterate(house.snapshot())
-    assert standing.recent["grader/sentinels"] == [3.0]
-    assert standing.recent["grader/sentinel_errors"] == [1 / 3]
-    assert standing.recent["outcome/cheated"] == [0.0]
-    assert standing.errors == ["sentinel: the reference of t is unresolved"]
+    progress = mode.iterate(maintenance.snapshot())
+    assert progress.recent["grader/sentinels"] == [3.0]
+    assert progress.recent["grader/sentinel_errors"] == [1 / 3]
+    assert progress.recent["outcome/cheated"] == [0.0]
+    assert progress.errors == ["sentinel: the reference of t is unresolved"]
 
 
 def test_results_that_broke_their_grader_or_differ_on_repeat_are_curves(run):
-    house = housekeeper(run)
-    duty = training(run)
-    duty.iterate(house.snapshot())
+    maintenance = make_maintenance(run)
+    mode = training(run)
+    mode.iterate(maintenance.snapshot())
     details = [
         "the grader broke: KeyError: 'x'",
         f"{DISAGREES}: t",
@@ -53,28 +53,28 @@ def test_results_that_broke_their_grader_or_differ_on_repeat_are_curves(run):
         f"{SILENT}: timed out",
     ]
     answer(run, lambda request: float(request.index % 2), details=details)
-    standing = duty.iterate(house.snapshot())
-    (share,) = standing.recent["grader/broke"]
+    progress = mode.iterate(maintenance.snapshot())
+    (share,) = progress.recent["grader/broke"]
     assert 0 < share < 1
-    assert standing.recent["grader/disagrees"] == [2 * share]
-    assert standing.recent["grader/silent"] == [share]
-    assert [error for error in standing.errors if error.endswith("the grader broke: KeyError: 'x'")]
+    assert progress.recent["grader/disagrees"] == [2 * share]
+    assert progress.recent["grader/silent"] == [share]
+    assert [error for error in progress.errors if error.endswith("the grader broke: KeyError: 'x'")]
 
 
 def test_infrastructure_failures_are_told_by_task_and_by_turn(run):
-    house = housekeeper(run)
-    duty = training(run)
-    duty.iterate(house.snapshot())
+    maintenance = make_maintenance(run)
+    mode = training(run)
+    mode.iterate(maintenance.snapshot())
     failed = answer(run, lambda request: None if request.index == 0 else 1.0)
-    standing = duty.iterate(house.snapshot())
-    assert standing.errors[-1].startswith("infrastructure failures: ")
+    progress = mode.iterate(maintenance.snapshot())
+    assert progress.errors[-1].startswith("infrastructure failures: ")
     for task in set(failed):
-        assert f"{task} {failed.count(task)} of " in standing.errors[-1]
+        assert f"{task} {failed.count(task)} of " in progress.errors[-1]
     answer(run, lambda request: float(request.index % 2))
-    standing = duty.iterate(house.snapshot())
-    assert 0 < standing.recent["infra/turns_1"][0] < 1
-    assert "infra/turns_4" not in standing.recent, "nobody came that far"
-    assert "grader/sentinel_errors" not in standing.recent, "of no sentinel, no share"
+    progress = mode.iterate(maintenance.snapshot())
+    assert 0 < progress.recent["infra/turns_1"][0] < 1
+    assert "infra/turns_4" not in progress.recent, "nobody came that far"
+    assert "grader/sentinel_errors" not in progress.recent, "of no sentinel, no share"
 
 
 def test_ranges_of_turns_have_no_gap():

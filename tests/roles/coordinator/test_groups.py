@@ -19,17 +19,17 @@ KEY = ("train", 0)
 PLAN = RequestPlan(1, ("t",), 3, Sampling())
 
 
-def ledger(attempts=3, now=0.0):
+def new_ledger(attempts=3, now=0.0):
     made = Ledger(attempts)
     made.open(KEY, PLAN.group(0), now)
     return made
 
 
-def take(book, result, now=1.0):
-    return book.record(Address(result.episode.request.name, 0), result, now)
+def take(ledger, result, now=1.0):
+    return ledger.record(Address(result.episode.request.name, 0), result, now)
 
 
-def recipe(advantage=None, data_parallel=1, groups=None, **batches):
+def batch_settings(advantage=None, data_parallel=1, groups=None, **batches):
     limits = GroupsConfig(group_size=3, groups_per_step=2, **(groups or {}))
     return BatchSettings(limits, BatchesConfig(**batches), advantage or Grpo(), data_parallel)
 
@@ -43,85 +43,85 @@ def group(*results, number=0):
 
 
 def test_a_group_closes_with_its_last_member_in_any_order():
-    book = ledger()
+    ledger = new_ledger()
     for index in (2, 0, 1):
-        assert book.groups[KEY].is_open
-        assert take(book, scored(index=index)) == "keep"
-    assert not book.groups[KEY].is_open
-    assert [s.episode.request.index for s in book.groups[KEY].results] == [0, 1, 2]
+        assert ledger.groups[KEY].is_open
+        assert take(ledger, scored(index=index)) == "keep"
+    assert not ledger.groups[KEY].is_open
+    assert [s.episode.request.index for s in ledger.groups[KEY].results] == [0, 1, 2]
 
 
 def test_the_first_result_wins_and_the_rest_are_duplicates():
-    book = ledger()
-    take(book, scored(1.0))
-    assert take(book, scored(0.0)) == "drop"
-    assert book.groups[KEY].results[0].score.reward == 1.0
-    assert book.counts["episodes/duplicates"] == 1
+    ledger = new_ledger()
+    take(ledger, scored(1.0))
+    assert take(ledger, scored(0.0)) == "drop"
+    assert ledger.groups[KEY].results[0].score.reward == 1.0
+    assert ledger.counts["episodes/duplicates"] == 1
 
 
 def test_a_result_of_a_group_that_is_not_expected_is_a_duplicate():
-    assert take(ledger(), scored(group=7)) == "drop"
+    assert take(new_ledger(), scored(group=7)) == "drop"
 
 
 def test_an_infrastructure_failure_is_asked_for_again_and_at_last_given_up():
-    book = ledger(attempts=3)
+    ledger = new_ledger(attempts=3)
     for attempt in (0, 1):
-        assert take(book, scored(None, attempt=attempt)) == "retry"
-        assert book.groups[KEY].members[0].request.attempt == attempt + 1
-    assert take(book, scored(None, attempt=2)) == "keep"
-    take(book, scored(1.0, index=1))
-    take(book, scored(0.0, index=2))
-    assert not book.groups[KEY].is_open
-    assert len(book.groups[KEY].results) == 2
-    assert book.counts["episodes/infra"] == 3
+        assert take(ledger, scored(None, attempt=attempt)) == "retry"
+        assert ledger.groups[KEY].members[0].request.attempt == attempt + 1
+    assert take(ledger, scored(None, attempt=2)) == "keep"
+    take(ledger, scored(1.0, index=1))
+    take(ledger, scored(0.0, index=2))
+    assert not ledger.groups[KEY].is_open
+    assert len(ledger.groups[KEY].results) == 2
+    assert ledger.counts["episodes/infra"] == 3
 
 
 def test_the_count_of_attempts_survives_a_restart_in_the_record():
-    book = ledger(attempts=3)  # a new coordinator: it believes in attempt 0
-    assert take(book, scored(None, attempt=1)) == "retry"
-    assert book.groups[KEY].members[0].request.attempt == 2
+    ledger = new_ledger(attempts=3)  # a new coordinator: it believes in attempt 0
+    assert take(ledger, scored(None, attempt=1)) == "retry"
+    assert ledger.groups[KEY].members[0].request.attempt == 2
 
 
 def test_a_late_failure_of_an_attempt_made_again_costs_no_attempt():
-    book = ledger()
-    take(book, scored(None, attempt=0))
-    assert take(book, scored(None, attempt=0)) == "drop"
-    assert book.groups[KEY].members[0].request.attempt == 1
+    ledger = new_ledger()
+    take(ledger, scored(None, attempt=0))
+    assert take(ledger, scored(None, attempt=0)) == "drop"
+    assert ledger.groups[KEY].members[0].request.attempt == 1
 
 
 def test_a_result_after_the_last_failure_still_counts():
-    book = ledger(attempts=1)
-    assert take(book, scored(None)) == "keep"
-    assert take(book, scored(1.0)) == "keep"
-    assert len(book.groups[KEY].results) == 1
+    ledger = new_ledger(attempts=1)
+    assert take(ledger, scored(None)) == "keep"
+    assert take(ledger, scored(1.0)) == "keep"
+    assert len(ledger.groups[KEY].results) == 1
 
 
 def test_tokens_that_cannot_be_trusted_are_an_infrastructure_failure():
     broken = scored(1.0)
     one = msgspec.structs.replace(broken.episode.turns[0], spans=[])
     broken = msgspec.structs.replace(broken, episode=msgspec.structs.replace(broken.episode, turns=[one]))
-    assert take(ledger(), broken) == "retry"
+    assert take(new_ledger(), broken) == "retry"
 
 
 def test_a_member_among_the_dead_is_closed_without_reward():
-    book = ledger()
-    take(book, scored(index=0))
-    take(book, scored(index=1))
-    book.close_dead({"train-000000-02", "train-000009-00", "foreign"})
-    assert not book.groups[KEY].is_open
-    assert len(book.groups[KEY].results) == 2
+    ledger = new_ledger()
+    take(ledger, scored(index=0))
+    take(ledger, scored(index=1))
+    ledger.close_dead({"train-000000-02", "train-000009-00", "foreign"})
+    assert not ledger.groups[KEY].is_open
+    assert len(ledger.groups[KEY].results) == 2
 
 
 def test_a_member_found_nowhere_in_two_scans_is_asked_for_again():
-    book = ledger()
-    names = {m.request.name for m in book.groups[KEY].members}
+    ledger = new_ledger()
+    names = {m.request.name for m in ledger.groups[KEY].members}
     lost = "train-000000-01"
-    assert book.find_lost(names) == []
-    assert book.find_lost(names - {lost}) == []
-    assert [r.name for r in book.find_lost(names - {lost})] == [lost]
-    assert book.find_lost(names - {lost}) == []  # it has just been asked for
-    book.find_lost(names)
-    assert book.find_lost(names - {lost}) == []  # seen meanwhile
+    assert ledger.find_lost(names) == []
+    assert ledger.find_lost(names - {lost}) == []
+    assert [r.name for r in ledger.find_lost(names - {lost})] == [lost]
+    assert ledger.find_lost(names - {lost}) == []  # it has just been asked for
+    ledger.find_lost(names)
+    assert ledger.find_lost(names - {lost}) == []  # seen meanwhile
 
 
 @pytest.mark.parametrize(
@@ -135,13 +135,13 @@ def test_a_member_found_nowhere_in_two_scans_is_asked_for_again():
     ],
 )
 def test_a_group_is_closed_by_the_clocks_of_all_its_open_members(worked_s, is_open):
-    book = ledger(now=0.0)
-    take(book, scored(index=0))
-    book.close_stragglers(worked_s, 100.0)
-    assert book.groups[KEY].is_open == is_open
-    assert book.counts["groups/straggled"] == (not is_open)
+    ledger = new_ledger(now=0.0)
+    take(ledger, scored(index=0))
+    ledger.close_stragglers(worked_s, 100.0)
+    assert ledger.groups[KEY].is_open == is_open
+    assert ledger.counts["groups/straggled"] == (not is_open)
     if not is_open:
-        assert book.find_lost(set()) == []  # no longer asked for
+        assert ledger.find_lost(set()) == []  # no longer asked for
 
 
 @pytest.mark.parametrize("name", ["x", "train-1-00", "train-000001-00.a0", "train-000001", "other-000001-00"])
@@ -162,12 +162,12 @@ def truncated(reward, index):
 
 
 def test_equal_rewards_are_no_signal():
-    assert decide(group(*(scored(1.0, index=i) for i in range(3))), 0, recipe()).status == "no_signal"
+    assert decide(group(*(scored(1.0, index=i) for i in range(3))), 0, batch_settings()).status == "no_signal"
 
 
 def test_a_group_needs_two_members():
-    assert decide(group(scored(1.0)), 0, recipe()).status == "too_few"
-    assert decide(group(scored(1.0), scored(0.0, index=1)), 0, recipe()).status == "trained"
+    assert decide(group(scored(1.0)), 0, batch_settings()).status == "too_few"
+    assert decide(group(scored(1.0), scored(0.0, index=1)), 0, batch_settings()).status == "trained"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_group_needs_two_members():
 )
 def test_what_a_truncated_episode_counts_for(overlong, advantages):
     decision = decide(
-        group(scored(1.0), scored(0.0, index=1), truncated(0.0, 2)), 0, recipe(overlong=overlong)
+        group(scored(1.0), scored(0.0, index=1), truncated(0.0, 2)), 0, batch_settings(overlong=overlong)
     )
     assert [c.advantage for c in decision.episodes] == pytest.approx(advantages)
 
@@ -185,23 +185,23 @@ def test_what_a_truncated_episode_counts_for(overlong, advantages):
 def test_signal_is_judged_after_masking(overlong):
     """The only success was cut off: nothing that may be trained tells the members apart."""
     members = group(truncated(1.0, 0), scored(0.0, index=1), scored(0.0, index=2))
-    status = decide(members, 0, recipe(overlong=overlong)).status
+    status = decide(members, 0, batch_settings(overlong=overlong)).status
     assert status == ("no_signal" if overlong == "drop_from_baseline" else "trained")
     lonely = group(truncated(1.0, 0), truncated(0.0, 1), scored(0.5, index=2))
-    assert decide(lonely, 0, recipe(overlong="mask_loss")).status == "no_signal"
+    assert decide(lonely, 0, batch_settings(overlong="mask_loss")).status == "no_signal"
 
 
 def test_a_group_whose_tokens_are_all_too_old_has_no_signal():
     members = group(scored(1.0), scored(0.0, index=1))
-    assert decide(members, 5, recipe(groups={"max_token_staleness": 4})).status == "no_signal"
-    assert decide(members, 4, recipe(groups={"max_token_staleness": 4})).status == "trained"
+    assert decide(members, 5, batch_settings(groups={"max_token_staleness": 4})).status == "no_signal"
+    assert decide(members, 4, batch_settings(groups={"max_token_staleness": 4})).status == "trained"
 
 
 def test_an_old_token_drops_no_group_unless_hard_max_says_so():
     members = group(scored(1.0, step=1), scored(0.0, index=1, step=9))
-    assert decide(members, 9, recipe()).status == "trained"
-    assert decide(members, 9, recipe(groups={"hard_max_staleness": 8})).status == "trained"
-    assert decide(members, 10, recipe(groups={"hard_max_staleness": 8})).status == "too_old"
+    assert decide(members, 9, batch_settings()).status == "trained"
+    assert decide(members, 9, batch_settings(groups={"hard_max_staleness": 8})).status == "trained"
+    assert decide(members, 10, batch_settings(groups={"hard_max_staleness": 8})).status == "too_old"
 
 
 def test_one_old_turn_among_new_ones_drops_the_group_unless_it_is_masked():
@@ -210,15 +210,15 @@ def test_one_old_turn_among_new_ones_drops_the_group_unless_it_is_masked():
         ScoredEpisode(episode=mixed, score=Score(outcome="resolved", reward=1.0)),
         scored(0.0, index=1, step=9),
     )
-    assert decide(members, 10, recipe(groups={"hard_max_staleness": 8})).status == "too_old"
-    assert decide(members, 9, recipe(groups={"hard_max_staleness": 8})).status == "trained"
-    decision = decide(members, 10, recipe(groups={"max_token_staleness": 8}))
+    assert decide(members, 10, batch_settings(groups={"hard_max_staleness": 8})).status == "too_old"
+    assert decide(members, 9, batch_settings(groups={"hard_max_staleness": 8})).status == "trained"
+    decision = decide(members, 10, batch_settings(groups={"max_token_staleness": 8}))
     assert (decision.status, [c.stale for c in decision.episodes]) == ("trained", [1, 0])
 
 
 def test_groups_without_signal_are_trained_when_resampling_is_off():
     members = group(scored(0.0), scored(0.0, index=1))
-    decision = decide(members, 0, recipe(groups={"resample": False}))
+    decision = decide(members, 0, batch_settings(groups={"resample": False}))
     assert decision.status == "trained"
     assert [c.advantage for c in decision.episodes] == [0.0, 0.0]
     made = plan_batch(lambda _: decision, CoordinatorState(), 0, 1)
@@ -226,7 +226,7 @@ def test_groups_without_signal_are_trained_when_resampling_is_off():
 
 
 def test_the_control_is_dealt_anew_for_every_group():
-    control = recipe(Shuffled(seed=1))
+    control = batch_settings(Shuffled(seed=1))
     dealt = [decide(group(scored(1.0), scored(0.0, index=1), number=n), 0, control) for n in range(40)]
     assert {tuple(c.advantage for c in decision.episodes) for decision in dealt} == {(0.5, -0.5), (-0.5, 0.5)}
 
@@ -234,40 +234,40 @@ def test_the_control_is_dealt_anew_for_every_group():
 # composing
 
 
-def verdicts(fates):
-    return lambda number: GroupDecision(fates[number], []) if fates.get(number) else None
+def decided(decisions):
+    return lambda number: GroupDecision(decisions[number], []) if decisions.get(number) else None
 
 
 TRAINED, EMPTY = "trained", "no_signal"
 
 
 def test_a_batch_is_the_next_groups_with_signal_in_order_of_number():
-    fates = {3: EMPTY, 4: TRAINED, 5: "too_few", 6: TRAINED, 7: TRAINED}
-    made = plan_batch(verdicts(fates), CoordinatorState(next_group=3), 1, 2)
+    decisions = {3: EMPTY, 4: TRAINED, 5: "too_few", 6: TRAINED, 7: TRAINED}
+    made = plan_batch(decided(decisions), CoordinatorState(next_group=3), 1, 2)
     assert (made.groups, made.closed, made.after.next_group) == ([4, 6], [3, 5], 7)
 
 
 def test_a_batch_waits_for_every_lower_group():
-    fates = {0: TRAINED, 1: None, 2: TRAINED, 3: TRAINED}
-    assert plan_batch(verdicts(fates), CoordinatorState(), 0, 2) is None
+    decisions = {0: TRAINED, 1: None, 2: TRAINED, 3: TRAINED}
+    assert plan_batch(decided(decisions), CoordinatorState(), 0, 2) is None
 
 
 @given(st.lists(st.sampled_from([TRAINED, EMPTY]), min_size=12, max_size=12), st.randoms())
-def test_what_a_batch_holds_does_not_depend_on_what_closed_first(fates, draw):
-    fates = dict(enumerate([*fates, TRAINED, TRAINED]))
-    whole = plan_batch(verdicts(fates), CoordinatorState(), 0, 2)
-    order = list(fates)
+def test_what_a_batch_holds_does_not_depend_on_what_closed_first(decisions, draw):
+    decisions = dict(enumerate([*decisions, TRAINED, TRAINED]))
+    whole = plan_batch(decided(decisions), CoordinatorState(), 0, 2)
+    order = list(decisions)
     draw.shuffle(order)
     for known in range(len(order) + 1):
-        early = plan_batch(verdicts({g: fates[g] for g in order[:known]}), CoordinatorState(), 0, 2)
+        early = plan_batch(decided({g: decisions[g] for g in order[:known]}), CoordinatorState(), 0, 2)
         assert early in (None, whole)
 
 
 def test_the_signal_rate_follows_what_was_seen():
-    fates = {g: TRAINED if g % 4 == 3 else EMPTY for g in range(400)}
+    decisions = {g: TRAINED if g % 4 == 3 else EMPTY for g in range(400)}
     state = CoordinatorState()
     for step in range(20):
-        state = plan_batch(verdicts(fates), state, step, 2).after
+        state = plan_batch(decided(decisions), state, step, 2).after
     assert state.signal_rate == pytest.approx(0.25, abs=0.02)
 
 
@@ -276,7 +276,7 @@ def test_a_batch_weighs_episodes_over_all_groups_and_ranks():
         g: group(scored(1.0, group=g, length=4), scored(0.0, group=g, index=1, length=1 + g), number=g)
         for g in (0, 1)
     }
-    how = recipe(data_parallel=2, aggregate="seq_mean_token_mean")
+    how = batch_settings(data_parallel=2, aggregate="seq_mean_token_mean")
     made = plan_batch(lambda g: decide(groups[g], 0, how), CoordinatorState(), 0, 2)
     batches = build_batches(made, how)
     weights = [array(m.weights) for batch in batches for m in batch.microbatches]
@@ -287,7 +287,7 @@ def test_a_batch_weighs_episodes_over_all_groups_and_ranks():
 def test_an_episode_of_two_samples_is_one_episode_in_the_mean():
     forked = episode([turn(None, [1], [10]), turn(None, [2], [11, 12])], index=1)
     forked = ScoredEpisode(episode=forked, score=Score(outcome="unresolved", reward=0.0))
-    how = recipe(aggregate="seq_mean_token_mean", train_chains="all", groups={"max_staleness": 1})
+    how = batch_settings(aggregate="seq_mean_token_mean", train_chains="all", groups={"max_staleness": 1})
     one = group(scored(1.0, length=3), forked)
     two = group(scored(1.0, group=1), scored(0.0, group=1, index=1), number=1)
     made = plan_batch(lambda g: decide((one, two)[g], 0, how), CoordinatorState(), 0, 2)
@@ -302,25 +302,27 @@ def test_curves_count_every_finished_group_and_the_trained_apart():
         group(scored(0.0, group=1), scored(0.0, group=1, index=1), number=1),
         group(scored(1.0, group=2), scored(0.0, group=2, index=1), number=2),
     ]
-    how = recipe()
+    how = batch_settings()
     made = plan_batch(lambda g: decide(groups[g], 3, how), CoordinatorState(), 3, 2)
-    curves = of_batch(groups, made)
-    assert curves["solve/train"] == pytest.approx(1 / 3)
-    assert curves["solve/trained"] == 0.5
-    assert curves["groups/signal_rate"] == pytest.approx(2 / 3)
-    assert curves["staleness/max"] == 3
-    assert sum(curves[f"length/finished_d{d}"] for d in range(10)) == 6
-    assert sum(curves[f"length/trained_d{d}"] for d in range(10)) == 4
-    assert curves["exit/submitted"] == 1.0
+    metrics = of_batch(groups, made)
+    assert metrics["solve/train"] == pytest.approx(1 / 3)
+    assert metrics["solve/trained"] == 0.5
+    assert metrics["groups/signal_rate"] == pytest.approx(2 / 3)
+    assert metrics["staleness/max"] == 3
+    assert sum(metrics[f"length/finished_d{d}"] for d in range(10)) == 6
+    assert sum(metrics[f"length/trained_d{d}"] for d in range(10)) == 4
+    assert metrics["exit/submitted"] == 1.0
 
 
-def told(*episodes, **batches):
+def metrics_of(*episodes, **batches):
     """Curves of a batch of one group with these episodes."""
     made = [
         ScoredEpisode(episode=e, score=Score(outcome="resolved", reward=float(i)))
         for i, e in enumerate(episodes)
     ]
-    composed = plan_batch(lambda _: decide(group(*made), 0, recipe(**batches)), CoordinatorState(), 0, 1)
+    composed = plan_batch(
+        lambda _: decide(group(*made), 0, batch_settings(**batches)), CoordinatorState(), 0, 1
+    )
     return of_batch([group(*made)], composed)
 
 
@@ -328,15 +330,15 @@ def told(*episodes, **batches):
 def test_a_history_that_is_rewritten_shows_whichever_chains_are_trained(chains):
     whole = episode([turn(None, [1], [10]), turn(0, [2], [11])])
     rewritten = episode([turn(None, [1], [10]), turn(None, [1, 10, 3], [11]), turn(None, [4], [12])], index=1)
-    assert told(whole, whole, train_chains=chains)["episodes/samples"] == 1
-    assert told(whole, rewritten, train_chains=chains)["episodes/samples"] == 2
+    assert metrics_of(whole, whole, train_chains=chains)["episodes/samples"] == 1
+    assert metrics_of(whole, rewritten, train_chains=chains)["episodes/samples"] == 2
 
 
 def test_the_recorder_s_tallies_are_curves():
     counted = msgspec.structs.replace(
         episode([turn(None, [1], [10])]), counts={"parse_errors": 3, "ignored_settings": 1}
     )
-    curves = told(counted, episode([turn(None, [1], [10])], index=1))
-    assert (curves["recorder/parse_errors"], curves["recorder/ignored_settings"]) == (1.5, 0.5)
-    assert curves["recorder/context_full"] == 0
-    assert all(meaning(name) for name in curves)
+    metrics = metrics_of(counted, episode([turn(None, [1], [10])], index=1))
+    assert (metrics["recorder/parse_errors"], metrics["recorder/ignored_settings"]) == (1.5, 0.5)
+    assert metrics["recorder/context_full"] == 0
+    assert all(meaning(name) for name in metrics)

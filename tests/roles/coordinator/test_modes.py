@@ -24,13 +24,13 @@ from hpc_swe.settings import CoordinatorConfig, GroupsConfig
 from hpc_swe.store import atomic
 from hpc_swe.store.evals import Attempt
 from hpc_swe.store.spool import Spool
-from tests.kit.coordinator_world import (
+from tests.kit.coordinator_kit import (
     HELD_OUT,
     STEPS,
     Clock,
     finish,
-    housekeeper,
     learn,
+    make_maintenance,
     published,
     result,
     rundir,
@@ -63,10 +63,10 @@ def table(run, label="eval"):
 
 
 def test_an_evaluation_makes_one_table_of_all_samples_and_ends(run):
-    house, duty = housekeeper(run), evaluating(run)
-    assert duty.iterate(house.snapshot()).waits_for == "evaluation eval: 2 of 2 tasks"
+    maintenance, mode = make_maintenance(run), evaluating(run)
+    assert mode.iterate(maintenance.snapshot()).waits_for == "evaluation eval: 2 of 2 tasks"
     work(run, judge=lambda name: float(name.endswith("00")))
-    assert duty.iterate(house.snapshot()).waits_for == ""
+    assert mode.iterate(maintenance.snapshot()).waits_for == ""
     rows = table(run)
     assert [(r["task_id"], r["index"], r["sampling"]) for r in rows] == [
         (task, index, "plain" if index < 2 else "greedy") for task in "xy" for index in range(4)
@@ -80,18 +80,18 @@ def test_an_evaluation_makes_one_table_of_all_samples_and_ends(run):
 
 
 def test_every_decoding_is_sampled_as_it_says(run):
-    evaluating(run).iterate(housekeeper(run).snapshot())
+    evaluating(run).iterate(make_maintenance(run).snapshot())
     asked = {c.name: c.message for c in Spool(run.requests, RolloutRequest).claims("w")}
     assert [asked[f"eval-000001-0{i}"].sampling.temperature for i in range(4)] == [1, 1, 0, 0]
     assert len({request.seed for request in asked.values()}) == 8
 
 
 def test_what_infrastructure_failed_is_retried_then_counted_as_failed(run):
-    house, duty = housekeeper(run), evaluating(run)
+    maintenance, mode = make_maintenance(run), evaluating(run)
     for _ in range(4):
-        standing = duty.iterate(house.snapshot())
+        progress = mode.iterate(maintenance.snapshot())
         work(run, judge=lambda name: None if name == "eval-000000-00" else 1.0)
-    assert standing.waits_for == ""
+    assert progress.waits_for == ""
     row = table(run)[0]
     assert (row["outcome"], row["reward"]) == ("infra_error", None)
     line = run.metric_log("c").read_text()
@@ -99,25 +99,25 @@ def test_what_infrastructure_failed_is_retried_then_counted_as_failed(run):
 
 
 def test_an_evaluation_goes_on_after_a_restart(run):
-    house = housekeeper(run)
-    evaluating(run).iterate(house.snapshot())
+    maintenance = make_maintenance(run)
+    evaluating(run).iterate(maintenance.snapshot())
     work(run, keep=lambda name: name.startswith("eval-000000"))
     for _ in range(2):
-        evaluating(run).iterate(house.snapshot())
+        evaluating(run).iterate(maintenance.snapshot())
     assert len(Spool(run.requests, RolloutRequest).addresses("ready")) == 4
     work(run)
-    assert evaluating(run).iterate(house.snapshot()).waits_for == ""
+    assert evaluating(run).iterate(maintenance.snapshot()).waits_for == ""
     assert len(table(run)) == 8
 
 
 def test_a_second_evaluator_leaves_when_the_first_is_done(run):
-    house, first, second = housekeeper(run), evaluating(run), evaluating(run)
-    for duty in (first, second):
-        duty.iterate(house.snapshot())
+    maintenance, first, second = make_maintenance(run), evaluating(run), evaluating(run)
+    for mode in (first, second):
+        mode.iterate(maintenance.snapshot())
     work(run)
-    assert [duty.iterate(house.snapshot()).waits_for for duty in (first, second)] == ["", ""]
+    assert [mode.iterate(maintenance.snapshot()).waits_for for mode in (first, second)] == ["", ""]
     for _ in range(2):
-        second.iterate(house.snapshot())
+        second.iterate(maintenance.snapshot())
     assert not Spool(run.requests, RolloutRequest).addresses("ready")
 
 
@@ -140,7 +140,7 @@ def test_beside_training_evaluation_holds_a_quarter_of_the_slots(run):
         run.node("rollout-1-00000001"),
         Node(owner="rollout-1-00000001", role="rollout", beat=1, host="h", pid=1, slots=32),
     )
-    training(run, every=1, eval_tasks=tuple("abcdefgh")).iterate(housekeeper(run).snapshot())
+    training(run, every=1, eval_tasks=tuple("abcdefgh")).iterate(make_maintenance(run).snapshot())
     asked = [a.identity for a in Spool(run.requests, RolloutRequest).addresses("ready")]
     assert sum(name.startswith("eval") for name in asked) == 8
 
@@ -186,9 +186,9 @@ def warm_start(run):
 
 
 def test_a_warm_start_publishes_a_few_batches_ahead_and_ends(run):
-    house, duty = housekeeper(run), warm_start(run)
+    maintenance, mode = make_maintenance(run), warm_start(run)
     for _ in range(10):
-        if not duty.iterate(house.snapshot()).waits_for:
+        if not mode.iterate(maintenance.snapshot()).waits_for:
             break
         learn(run)
     assert batches.published_steps(run) == list(range(STEPS))
@@ -200,19 +200,19 @@ def test_a_warm_start_publishes_a_few_batches_ahead_and_ends(run):
 def test_a_warm_start_restarted_at_every_batch_publishes_the_same(tmp_path):
     whole, broken = rundir(tmp_path / "a"), rundir(tmp_path / "b")
     for made, make in ((whole, None), (broken, warm_start)):
-        duty = warm_start(made)
+        mode = warm_start(made)
         for _ in range(10):
-            duty = make(made) if make else duty
-            duty.iterate(housekeeper(made).snapshot())
+            mode = make(made) if make else mode
+            mode.iterate(make_maintenance(made).snapshot())
             learn(made)
     assert published(whole) == published(broken)
 
 
 def test_a_warm_start_that_fell_behind_leaves(run):
     behind = warm_start(run)
-    warm_start(run).iterate(housekeeper(run).snapshot())
+    warm_start(run).iterate(make_maintenance(run).snapshot())
     with pytest.raises(LostRace):
-        behind.iterate(housekeeper(run).snapshot())
+        behind.iterate(make_maintenance(run).snapshot())
 
 
 def test_a_demonstration_is_cut_at_a_turn_or_left_out_and_counted(run):
@@ -264,8 +264,8 @@ def changed(scored, turns):
 # the loop
 
 
-def coordinator(run, duty, clock=None, config=TABLE):
-    return Coordinator(run, housekeeper(run, clock), duty, config, {"learner": 1})
+def coordinator(run, mode, clock=None, config=TABLE):
+    return Coordinator(run, make_maintenance(run, clock), mode, config, {"learner": 1})
 
 
 def test_a_coordinator_works_to_the_end_and_says_so(run):
@@ -326,11 +326,11 @@ def test_nothing_moving_among_the_living_is_an_error_that_says_for_what(run):
 
 
 def test_a_run_ends_only_when_the_last_checkpoint_is_there(run):
-    house, duty = housekeeper(run), training(run)
+    maintenance, mode = make_maintenance(run), training(run)
     for _ in range(20):
-        duty.iterate(house.snapshot())
+        mode.iterate(maintenance.snapshot())
         work(run)
         learn(run, steps=STEPS + 1)  # exports, and has not saved yet
-    assert duty.iterate(house.snapshot()).waits_for == "the learner: step 3 of 3"
+    assert mode.iterate(maintenance.snapshot()).waits_for == "the learner: step 3 of 3"
     save(run, STEPS)
-    assert duty.iterate(house.snapshot()).waits_for == ""
+    assert mode.iterate(maintenance.snapshot()).waits_for == ""

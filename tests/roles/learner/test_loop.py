@@ -81,7 +81,7 @@ def start(run: RunDir, model: Path, steps: int = STEPS) -> list[subprocess.Popen
     return gang.start(2, "learn", str(run.root), str(model), str(steps), "1")
 
 
-def told(run: RunDir) -> list[dict]:
+def reported(run: RunDir) -> list[dict]:
     path = run.root / "told.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -132,18 +132,18 @@ def test_checkpoints_come_at_their_steps_and_steps_are_told_in_order(whole):
     assert atomic.names(whole.checkpoints) == ["step_000002-i01", "step_000004-i01"]
     manifest = folders.manifest(whole.checkpoint(4, 1), CheckpointManifest)
     assert (manifest.step, manifest.incarnation, manifest.tensor_parallel) == (4, 1, 2)
-    assert [line["step"] for line in told(whole)] == list(range(STEPS + 1))
-    assert all(line["step_seconds/wait"] < 30 for line in told(whole)[1:])
+    assert [line["step"] for line in reported(whole)] == list(range(STEPS + 1))
+    assert all(line["step_seconds/wait"] < 30 for line in reported(whole)[1:])
 
 
 def test_a_killed_learner_resumes_and_ends_at_the_same_bits(whole, model, sequences, tmp_path):
     run = make_run(tmp_path / "run", sequences, 3)
     children = start(run, model)
-    until(lambda: told(run) and told(run)[-1]["step"] == 3, "step 3")
+    until(lambda: reported(run) and reported(run)[-1]["step"] == 3, "step 3")
     end(children, signal.SIGKILL)
     publish(run, 3, sequences)
     gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
-    assert [line["step"] for line in told(run)] == [0, 1, 2, 3, 2, 3, 4]
+    assert [line["step"] for line in reported(run)] == [0, 1, 2, 3, 2, 3, 4]
     assert max(atomic.names(run.weights), key=lambda name: WeightVersion.parse(name)) == "v000004-i02"
     assert_same(weights(run, 2, 2), weights(whole, 2, 1))
     assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
@@ -160,7 +160,7 @@ def test_death_while_saving_leaves_the_last_checkpoint_and_no_half_one(
     monkeypatch.delenv("DIES_AT")
     assert [name[:5] for name in os.listdir(run.checkpoints)] == [".tmp-"]
     gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
-    assert [line["step"] for line in told(run)][-5:] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in reported(run)][-5:] == [0, 1, 2, 3, 4]
     assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
 
 
@@ -175,14 +175,14 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(whole, model, se
     victim.write_bytes(data)
     outputs = gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
     assert victim.name in outputs[0]
-    assert [line["step"] for line in told(run)] == [2, 3, 4]
+    assert [line["step"] for line in reported(run)] == [2, 3, 4]
     assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
 
 
 def test_a_signal_saves_at_the_next_boundary_and_exits_0(model, sequences, tmp_path):
     run = make_run(tmp_path / "run", sequences, 1)
     children = start(run, model)
-    until(lambda: told(run) and told(run)[-1]["step"] == 1, "step 1")
+    until(lambda: reported(run) and reported(run)[-1]["step"] == 1, "step 1")
     assert [code for code, _ in end(children, signal.SIGTERM)] == [0, 0]
     assert atomic.names(run.checkpoints) == ["step_000001-i01"]
 

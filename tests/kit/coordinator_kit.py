@@ -56,7 +56,7 @@ def rundir(root) -> RunDir:
     return run
 
 
-def housekeeper(run, clock=None, beat_s=1.0, ttl_s=3.0, max_losses=2, retention=None) -> Maintenance:
+def make_maintenance(run, clock=None, beat_s=1.0, ttl_s=3.0, max_losses=2, retention=None) -> Maintenance:
     lease = LeaseConfig(beat_s=beat_s, ttl_s=ttl_s)
     kept = retention or RetentionConfig(free_space_floor_gb=0)
     return Maintenance(run, kept, lease, max_losses, clock or Clock())
@@ -65,8 +65,9 @@ def housekeeper(run, clock=None, beat_s=1.0, ttl_s=3.0, max_losses=2, retention=
 def training(run, limits=LIMITS, every=0, eval_tasks=(), owner="coordinator", steps=STEPS) -> Training:
     log = Log(run.metric_log(owner))
     evaluator = Evaluator(run, eval_tasks, HELD_OUT, 5, log, every)
-    recipe = BatchSettings(limits, BatchesConfig(microbatch_tokens=64), Grpo(), 2)
-    return Training(run, RequestPlan(5, TASKS, limits.group_size, Sampling()), recipe, steps, evaluator, log)
+    batch_settings = BatchSettings(limits, BatchesConfig(microbatch_tokens=64), Grpo(), 2)
+    plan = RequestPlan(5, TASKS, limits.group_size, Sampling())
+    return Training(run, plan, batch_settings, steps, evaluator, log)
 
 
 def reward(name: str) -> float:
@@ -147,10 +148,10 @@ def export(run, version, parent=None) -> None:
 
 def finish(run, rounds=60, steps=STEPS, **options):
     """Everyone by turns until the coordinator says that all is done."""
-    house, duty = housekeeper(run), training(run, steps=steps, **options)
+    maintenance, mode = make_maintenance(run), training(run, steps=steps, **options)
     for _ in range(rounds):
-        if not duty.iterate(house.snapshot()).waits_for:
-            return duty
+        if not mode.iterate(maintenance.snapshot()).waits_for:
+            return mode
         work(run)
         learn(run, steps)
     raise AssertionError(f"not done after {rounds} rounds; batches {batches.published_steps(run)}")

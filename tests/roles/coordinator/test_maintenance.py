@@ -20,10 +20,10 @@ from hpc_swe.roles.coordinator.snapshot import Progress
 from hpc_swe.settings import RetentionConfig
 from hpc_swe.store import atomic
 from hpc_swe.store.spool import Spool
-from tests.kit.coordinator_world import Clock, export, housekeeper, rundir, save, training, work
+from tests.kit.coordinator_kit import Clock, export, make_maintenance, rundir, save, training, work
 
 KEPT = RetentionConfig(keep_last=2, free_space_floor_gb=0)
-STANDING = Progress("the learner", 3, {"reward/mean": [0.5]}, ["train-000001-00 a0: engine"])
+PROGRESS = Progress("the learner", 3, {"reward/mean": [0.5]}, ["train-000001-00 a0: engine"])
 
 
 @pytest.fixture
@@ -42,10 +42,10 @@ def show(run, owner, beat=1, role="rollout", **shown):
     return node
 
 
-def closed(duty):
+def closed(mode):
     """Groups that the coordinator waits for no more."""
-    consumed = {("train", number) for number in range(duty.state.next_group)}
-    return consumed | {key for key, group in duty._ledger.groups.items() if not group.is_open}
+    consumed = {("train", number) for number in range(mode.state.next_group)}
+    return consumed | {key for key, group in mode._ledger.groups.items() if not group.is_open}
 
 
 def old_batch(run, step):
@@ -58,58 +58,58 @@ def old_batch(run, step):
 @pytest.mark.parametrize("life_s", [0.8, 1.2, 1.6])
 def test_a_coordinator_that_restarts_often_recovers_claims_of_the_dead(run, clock, life_s):
     """Looks are a second apart, and three without growth are death: these lives see one or two."""
-    training(run).iterate(housekeeper(run).snapshot())
+    training(run).iterate(make_maintenance(run).snapshot())
     show(run, "rollout-1-deadbeef", claims=["train-000000-00"])
     for name in ("train-000000-00~0", "train-000000-01~0"):
         owner = "rollout-1-deadbeef" if name.endswith("00~0") else "rollout-1-0000cafe"
         (run.requests / "ready" / name).rename(run.requests / "claimed" / f"{name}~{owner}")
     while "train-000000-00~1" not in atomic.names(run.requests / "ready"):
-        house, until = housekeeper(run, clock), clock.now + life_s
+        maintenance, until = make_maintenance(run, clock), clock.now + life_s
         while clock.now < until:
             clock.now += 0.4
             show(run, "rollout-1-0000cafe", beat=int(clock.now) + 1, claims=["train-000000-01"])
-            house.publish(house.snapshot(), STANDING, {}, 0.0)
+            maintenance.publish(maintenance.snapshot(), PROGRESS, {}, 0.0)
         assert clock.now < 20.0, "never"
     assert clock.now > 2.0, "too soon"
     assert atomic.names(run.requests / "claimed") == ["train-000000-01~0~rollout-1-0000cafe"]
 
 
 def test_a_dead_worker_s_claim_comes_back_after_the_grace_and_not_before(run, clock):
-    training(run).iterate(housekeeper(run).snapshot())
-    house, owner = housekeeper(run, clock), "rollout-1-deadbeef"
+    training(run).iterate(make_maintenance(run).snapshot())
+    maintenance, owner = make_maintenance(run, clock), "rollout-1-deadbeef"
     show(run, owner, claims=["train-000000-00"])
     Spool(run.requests, RolloutRequest).claim(owner)
     states = []
     for _ in range(6):
-        states.append(len(house.snapshot().scan["requests"]["claimed"]))
+        states.append(len(maintenance.snapshot().scan["requests"]["claimed"]))
         clock.now += 1.0
     assert states == [1, 1, 1, 1, 0, 0]
     assert not run.node(owner).exists()
 
 
 def test_a_claim_that_its_living_owner_does_not_name_comes_back(run, clock):
-    training(run).iterate(housekeeper(run).snapshot())
-    house, owner = housekeeper(run, clock), "rollout-1-0badf00d"
+    training(run).iterate(make_maintenance(run).snapshot())
+    maintenance, owner = make_maintenance(run, clock), "rollout-1-0badf00d"
     requests = Spool(run.requests, RolloutRequest)
     kept, forgotten = [claim for claim, _ in zip(requests.claims(owner), range(2), strict=False)]
     for beat in range(1, 7):
         show(run, owner, beat, claims=[kept.name])
-        house.snapshot()
+        maintenance.snapshot()
         clock.now += 1.0
     assert [a.identity for a in requests.addresses("claimed")] == [kept.name]
     assert forgotten.name in [a.identity for a in requests.addresses("ready")]
 
 
 def test_a_message_lost_too_often_is_buried_and_its_member_closed(run, clock):
-    house, duty = housekeeper(run, clock, max_losses=1), training(run)
-    duty.iterate(house.snapshot())
+    maintenance, mode = make_maintenance(run, clock, max_losses=1), training(run)
+    mode.iterate(maintenance.snapshot())
     for _ in range(12):
         list(Spool(run.requests, RolloutRequest).claims("rollout-1-deadbeef"))
         clock.now += 1.0
-        duty.iterate(house.snapshot())
+        mode.iterate(maintenance.snapshot())
     dead = [a.identity for a in Spool(run.requests, RolloutRequest).addresses("dead")]
-    assert dead[:8] == [request.name for group in range(4) for request in duty._plan.group(group)]
-    assert ("train", 0) in closed(duty)
+    assert dead[:8] == [request.name for group in range(4) for request in mode._plan.group(group)]
+    assert ("train", 0) in closed(mode)
 
 
 # retention
@@ -182,7 +182,7 @@ def test_what_a_dead_process_left_half_written_is_swept_after_an_hour(run, clock
         (run.weights / f".tmp-v000001-i00~abc123-{identity}").mkdir()
         (run.requests / "ready" / f".train-000000-00~0~abc123-{identity}").touch()
     (run.weights / ".hidden").mkdir()
-    house = housekeeper(run, clock)
+    maintenance = make_maintenance(run, clock)
 
     def left():
         found = [*run.weights.iterdir(), *(run.requests / "ready").iterdir()]
@@ -190,7 +190,7 @@ def test_what_a_dead_process_left_half_written_is_swept_after_an_hour(run, clock
 
     for beat in range(1, 8):
         show(run, "learner-1-00000001", beat, role="learner")
-        house.clean_up(house.snapshot())
+        maintenance.clean_up(maintenance.snapshot())
         assert left() == {dead, alive, mine} or clock.now > ORPHAN_S
         clock.now += ORPHAN_S / 6 + 1
     assert left() == {alive, mine}
@@ -201,10 +201,10 @@ def test_what_a_dead_process_left_half_written_is_swept_after_an_hour(run, clock
 
 
 def test_workers_learn_of_living_engines_at_once(run, clock):
-    house = housekeeper(run, clock)
+    maintenance = make_maintenance(run, clock)
 
     def table():
-        house.publish(house.snapshot(), STANDING, {}, 1000.0)
+        maintenance.publish(maintenance.snapshot(), PROGRESS, {}, 1000.0)
         return atomic.get(run.endpoints, EndpointTable)
 
     assert table().endpoints == []
@@ -223,9 +223,9 @@ def test_workers_learn_of_living_engines_at_once(run, clock):
 
 def test_status_says_who_lives_what_lies_where_and_what_is_waited_for(run):
     show(run, "rollout-1-00000001")
-    training(run).iterate(housekeeper(run).snapshot())
-    house = housekeeper(run)
-    house.publish(house.snapshot(), STANDING, {"rollout": 2, "learner": 1}, 5.0)
+    training(run).iterate(make_maintenance(run).snapshot())
+    maintenance = make_maintenance(run)
+    maintenance.publish(maintenance.snapshot(), PROGRESS, {"rollout": 2, "learner": 1}, 5.0)
     report = atomic.get(run.status, StatusReport)
     assert {(r.role, r.desired, r.alive) for r in report.roles} == {("rollout", 2, 1), ("learner", 1, 0)}
     assert report.spools["requests"]["ready"] == 8
@@ -234,31 +234,31 @@ def test_status_says_who_lives_what_lies_where_and_what_is_waited_for(run):
 
 
 def test_status_tells_the_silent_from_the_living_and_the_oldest_message(run, clock):
-    training(run).iterate(housekeeper(run).snapshot())
-    house = housekeeper(run, clock)
+    training(run).iterate(make_maintenance(run).snapshot())
+    maintenance = make_maintenance(run, clock)
     for beat in range(3):
         show(run, "rollout-1-00000001", 1)
         show(run, "rollout-2-00000002", beat)
-        world = house.snapshot()
+        snapshot = maintenance.snapshot()
         clock.now += 1.0
-    house.publish(world, STANDING, {"rollout": 2}, 5.0)
+    maintenance.publish(snapshot, PROGRESS, {"rollout": 2}, 5.0)
     report = atomic.get(run.status, StatusReport)
     assert [(r.alive, r.silent) for r in report.roles] == [(2, 1)]
     assert report.oldest_s == {"requests": 2.0}
 
 
 def test_too_little_space_is_said(run):
-    house = housekeeper(run, retention=RetentionConfig(free_space_floor_gb=1e9))
-    house.publish(house.snapshot(), STANDING, {}, 5.0)
+    maintenance = make_maintenance(run, retention=RetentionConfig(free_space_floor_gb=1e9))
+    maintenance.publish(maintenance.snapshot(), PROGRESS, {}, 5.0)
     assert "too little free space" in atomic.get(run.status, StatusReport).errors[0]
 
 
 def test_a_corrupt_result_is_buried_and_closes_its_member(run):
-    house, duty = housekeeper(run), training(run)
-    duty.iterate(house.snapshot())
+    maintenance, mode = make_maintenance(run), training(run)
+    mode.iterate(maintenance.snapshot())
     work(run)
     (run.scored / "ready" / "train-000000-00~0").write_bytes(os.urandom(20))
     for _ in range(2):
-        duty.iterate(house.snapshot())
+        mode.iterate(maintenance.snapshot())
     assert [a.identity for a in Spool(run.scored, ScoredEpisode).addresses("dead")] == ["train-000000-00"]
-    assert ("train", 0) in closed(duty)
+    assert ("train", 0) in closed(mode)

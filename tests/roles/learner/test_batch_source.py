@@ -56,11 +56,11 @@ def test_the_next_batch_is_trained_and_no_other(run):
 
 def test_orders_come_before_batches_and_stop_before_drain(run):
     publish(run, 0)
-    feed = BatchSource(run, 60, 0.01)
+    source = BatchSource(run, 60, 0.01)
     run.drain.touch()
-    assert feed.wait(0).order is Order.DRAIN
+    assert source.wait(0).order is Order.DRAIN
     run.stop.touch()
-    assert feed.wait(0).order is Order.STOP
+    assert source.wait(0).order is Order.STOP
 
 
 def test_a_finished_run_needs_no_learner(run):
@@ -79,19 +79,19 @@ def test_a_pulse_ends_the_look_so_that_other_ranks_hear(run):
 
 
 def test_the_deadline_names_what_is_awaited_by_it_and_by_the_coordinator(run):
-    feed = BatchSource(run, 0.05, 0.01, pulse_s=0.01)
+    source = BatchSource(run, 0.05, 0.01, pulse_s=0.01)
     beat(run, 1)
-    assert feed.wait(7).order is Order.WAIT
+    assert source.wait(7).order is Order.WAIT
     beat(run, 2)
     time.sleep(0.05)
     with pytest.raises(DeadlineError, match=r"no .*step_000007 .*waits for: an engine"):
-        feed.wait(7)
+        source.wait(7)
 
 
 def test_a_silent_coordinator_is_waited_for_aloud(run, caplog):
-    feed = BatchSource(run, 0.01, 0.01, pulse_s=0.02)
+    source = BatchSource(run, 0.01, 0.01, pulse_s=0.02)
     for _ in range(5):
-        assert feed.wait(0).order is Order.WAIT
+        assert source.wait(0).order is Order.WAIT
     assert "coordinator is silent" in caplog.text
 
 
