@@ -102,16 +102,16 @@ class ExternalEngine:
     def load(self, weights: Weights) -> None:
         """Update the engine if it offers updates; else it must already serve the run's model."""
         if self._engine.inspect(self.url, self._token).can_update:
-            self._engine.reload(
-                self.url, self._token, weights.folder.absolute(), weights.manifest, weights.files
-            )
-        elif weights.manifest is not None:
+            self.update(weights)
+        elif weights.manifest is None:
+            self._stamp = self._engine.stamp(self.url, self._token)
+        else:
             raise EngineError(f"{self.url} cannot be given {weights.version.name}: it offers no updates")
-        self._stamp = self._engine.stamp(self.url, self._token)
 
     def update(self, weights: Weights) -> None:
         """Reload the weights over HTTP."""
-        self._engine.reload(self.url, self._token, weights.folder, weights.manifest, weights.files)
+        folder = weights.folder.absolute()  # the engine has another working folder
+        self._engine.reload(self.url, self._token, folder, weights.manifest, weights.files)
         self._stamp = self._engine.stamp(self.url, self._token)
 
     def release(self) -> None:
