@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from rich.box import Box
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.table import Column, Table
@@ -22,6 +23,26 @@ def screen() -> Console:
     """Return standard output as a console, as wide as the terminal or COLUMNS says."""
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(highlight=False, width=None if has_width else WIDE)
+
+
+def table(
+    words: Sequence[str], numbers: Sequence[str] = (), *, title: str = "", box: Box | None = None
+) -> Table:
+    """Return an empty table: columns of words, then columns of numbers, which are aligned right.
+
+    A table without a title starts at the screen's edge.
+    """
+    empty = Table(
+        *words,
+        title=title or None,
+        box=box,
+        title_justify="left",
+        caption_justify="left",
+        pad_edge=bool(title),
+    )
+    for name in numbers:
+        empty.add_column(name, justify="right", no_wrap=True)
+    return empty
 
 
 def show(console: Console, *parts: RenderableType) -> None:

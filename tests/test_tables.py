@@ -111,7 +111,7 @@ def test_tables_of_a_dry_run(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(shape | {"rms_norm_eps": 1e-6, "rope_theta": 1e4}))
     words = [f"model={tmp_path}", "counts.rollout=123456", "steps=1000000"]
     config = configuration.read(ROOT / "configs/demo.toml", ROOT / "configs/slurm.toml", overrides=words)
-    found = [table for table in preview.tables(config) if isinstance(table, Table)]
+    found = [table for table in preview.cost_tables(config) if isinstance(table, Table)]
     names = [str(cell) for table in found for cell in next(iter(table.columns)).cells]
     lines = printed(*found)
     assert [name for name in names if not starts(lines, name)] == []

@@ -14,9 +14,8 @@ import msgspec
 from msgspec.structs import replace
 from rich.box import ASCII
 from rich.console import RenderableType
-from rich.table import Table
 
-from hpc_swe import intervals
+from hpc_swe import intervals, tables
 from hpc_swe.errors import ConfigError, boundary
 from hpc_swe.intervals import Estimate
 from hpc_swe.plugins.graders.base import GradedPatch, Official
@@ -286,11 +285,14 @@ def summary_parts(summary: Summary) -> Iterator[RenderableType]:
     rates_at = [found.pass_at for found in found_by_label.values()]
     shares = sorted({k for rates in rates_at for k in rates if k.bit_count() == 1 or k == max(rates)})
     columns = [*(f"pass@{k}" for k in shares), "infra failures", "pass@1 at most", "detectable gain"]
-    rates = _table(f"{summary.name}: {summary.tasks} tasks [95 % interval over tasks]", columns)
+    title = f"{summary.name}: {summary.tasks} tasks [95 % interval over tasks]"
+    rates = tables.table(["decoding"], columns, title=title, box=ASCII)
     seen = {kind for found in found_by_label.values() for kind in found.outcomes}
     kinds = [kind for kind in get_args(Outcome) if kind in seen]
-    outcomes = _table("episodes, by outcome", [*kinds, "retried"])
-    medians = _table("median of an episode: seconds by stage, tokens, turns", [*STAGES, "tokens", "turns"])
+    title = "episodes, by outcome"
+    outcomes = tables.table(["decoding"], [*kinds, "retried"], title=title, box=ASCII)
+    title = "median of an episode: seconds by stage, tokens, turns"
+    medians = tables.table(["decoding"], [*STAGES, "tokens", "turns"], title=title, box=ASCII)
     for label, found in found_by_label.items():
         solved = (str(found.pass_at[k]) if k in found.pass_at else "" for k in shares)
         failed = (f"{found.infra_failures} of {found.episodes}", f"{found.at_most:.3f}")
@@ -304,17 +306,11 @@ def summary_parts(summary: Summary) -> Iterator[RenderableType]:
         yield f"not held out: the model was trained on {len(summary.trained_on)} of these tasks: {some}"
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table("decoding", title=title, box=ASCII, title_justify="left")
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def comparison_parts(other: str, found: dict[str, Comparison]) -> Iterator[RenderableType]:
     """Yield a table and lines that show a comparison with the evaluation `other` to people."""
     columns = ("tasks", "before", "after", "gain", "detectable gain", "won", "lost", "infra failures")
-    table = _table(f"since {other} [95 % interval, paired by task]", columns)
+    title = f"since {other} [95 % interval, paired by task]"
+    table = tables.table(["decoding"], columns, title=title, box=ASCII)
     for label, one in found.items():
         rates = (f"{one.before.mean:.3f}", f"{one.after.mean:.3f}", str(one.gain), f"{one.detectable:.3f}")
         failed = " and ".join(map(str, one.infra_failures))

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import RenderableType
-from rich.table import Table
 
 from hpc_swe import config as configuration
-from hpc_swe import job_counts
-from hpc_swe import tables as drawn
+from hpc_swe import job_counts, tables
 from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part, total
 from hpc_swe.plugins.engines.base import EstimatedEngine
 from hpc_swe.plugins.executors.base import ResourceRequest, Scheduled
@@ -30,9 +28,9 @@ def show(run: RunDir, config: RunConfig) -> None:
     print("\n".join(configuration.toml(configuration.dump(config))), end="\n\n")
     for script in scripts(run, config):
         print(script)
-    console = drawn.screen()
-    for table in tables(config):
-        drawn.show(console, table, "")
+    console = tables.screen()
+    for table in cost_tables(config):
+        tables.show(console, table, "")
 
 
 def scripts(run: RunDir, config: RunConfig) -> list[str]:
@@ -47,7 +45,7 @@ def scripts(run: RunDir, config: RunConfig) -> list[str]:
     return found
 
 
-def tables(config: RunConfig) -> list[RenderableType]:
+def cost_tables(config: RunConfig) -> list[RenderableType]:
     """Return tables of jobs, memory of the GPUs, and room on disk."""
     found: list[RenderableType] = [_jobs(config)]
     wanted = job_counts.desired(config)
@@ -64,7 +62,7 @@ def _jobs(config: RunConfig) -> RenderableType:
         return f"local: {counts}, all on this machine; nothing is asked of a scheduler"
     found = estimate.requests(config, config.executor)
     columns = ["jobs", "nodes", "cores", "mem GB", "GPUs", "hours", "node-h", "core-h", "GPU-h"]
-    table = _table("asked of Slurm at once, and used in one walltime", ["role"], columns)
+    table = tables.table(["role"], columns, title="asked of Slurm at once, and used in one walltime")
     for each in found:
         table.add_row(each.role, *_numbers([each]))
     table.add_row("all", *_numbers(found), style="bold")
@@ -107,7 +105,7 @@ def _engine(config: RunConfig) -> list[RenderableType]:
 
 def _disk(parts: Sequence[Part]) -> RenderableType:
     title = "the run folder at its fullest, if every episode fills rollout.context"
-    table = _table(title, ["what", "formula"], ["bytes", "inodes"])
+    table = tables.table(["what", "formula"], ["bytes", "inodes"], title=title)
     for part in parts:
         table.add_row(part.what, part.formula, _size(part.bytes), f"{part.inodes:,}")
     whole = total(parts)
@@ -116,19 +114,12 @@ def _disk(parts: Sequence[Part]) -> RenderableType:
 
 
 def _memory(found: MemoryEstimate) -> list[RenderableType]:
-    table = _table(found.title, ["part", "formula"], ["GiB"])
+    table = tables.table(["part", "formula"], ["GiB"], title=found.title)
     for part in found.parts:
         table.add_row(part.what, part.formula, f"{part.bytes / GIB:.2f}")
     if found.total:
         table.add_row(found.total.what, found.total.formula, f"{found.total.bytes / GIB:.2f}", style="bold")
     return [table, *found.notes]
-
-
-def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(*words, title=title, box=None, title_justify="left", caption_justify="left")
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
 
 
 def _size(number: float) -> str:

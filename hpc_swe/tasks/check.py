@@ -262,11 +262,8 @@ def run(
 
 def table(verdicts: Sequence[TaskCheck]) -> Table:
     """One row a task; seconds are medians over its runs of the reference."""
-    shown = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
-    for name in ("task", "verdict", "reference", "nothing", "second sitting"):
-        shown.add_column(name, no_wrap=True)
-    for name in COLUMNS:
-        shown.add_column(f"{name} s", justify="right", no_wrap=True)
+    words = ("task", "verdict", "reference", "nothing", "second sitting")
+    shown = tables.table(words, [f"{name} s" for name in COLUMNS])
     for one in verdicts:
         spent = [f"{getattr(one.seconds, name):.2f}" if one.seconds else "-" for name in COLUMNS]
         shown.add_row(one.task_id, one.verdict, _tally(one.gold), _tally(one.empty), _sitting(one), *spent)

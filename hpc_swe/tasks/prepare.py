@@ -156,9 +156,8 @@ def write(rows: list[Prepared], out: Path) -> None:
 
 def overview(rows: list[Prepared]) -> Table:
     """A line for each repository."""
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("repository", "rows", "versions", "tests are called by"):
-        shown.add_column(name, justify="right" if name == "rows" else "left")
+    shown = tables.table(("repository", "rows", "versions", "tests are called by"))
+    shown.columns[1].justify = "right"
     versions = defaultdict[tuple[str, str], list[str]](list)
     for one in rows:
         versions[one.row.repo, one.tests].append(one.row.version)

@@ -210,7 +210,7 @@ def estimates() -> Iterator[str]:
             (Path(folder) / "config.json").write_text(json.dumps(shape))
             files = [ROOT / f"configs/{file}.toml" for file in CONFIGURATIONS["swepdb_4b"]]
             config = configuration.read(*files, overrides=[f"model={folder}"])
-            for table in preview.tables(config):
+            for table in preview.cost_tables(config):
                 yield from (f"{name} {line}" for line in _drawn(table, 100))
 
 
