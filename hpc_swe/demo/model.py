@@ -13,9 +13,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from hpc_swe import cli
+from hpc_swe import cli, plugins
 from hpc_swe.conversation.template import ChatTemplate
-from hpc_swe.plugins.tasksets.bugs import Bugs
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
@@ -75,8 +74,9 @@ TEMPLATE = """\
 def texts(folder: Path) -> Iterator[str]:
     """What stands between the control tokens of demonstrations, as the folder's template renders them."""
     template = ChatTemplate(folder, {})
+    bugs = plugins.load("tasksets", {"type": "bugs"})
     split = re.compile("|".join(map(re.escape, CONTROL + MARKS)))
-    for messages in itertools.islice(Bugs().demonstrations(seed=0), CONVERSATIONS):
+    for messages in itertools.islice(bugs.demonstrations(seed=0), CONVERSATIONS):
         yield from split.split(template.render(messages, "", generate=False).text)
 
 

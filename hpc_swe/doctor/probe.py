@@ -219,10 +219,10 @@ def apptainer_version() -> str:
 
 def container(images: str) -> str:
     """Return why a sandbox of the folder's first image cannot be opened; empty when it can."""
-    from hpc_swe.plugins.sandboxes.apptainer import Apptainer
+    from hpc_swe import plugins
 
     try:
-        Apptainer(images=images).check()
+        plugins.load("sandboxes", {"type": "apptainer", "images": images}).check()
     except ConfigError as error:
         return re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Apptainer writes in colours
     return ""

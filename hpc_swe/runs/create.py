@@ -15,9 +15,8 @@ import msgspec
 
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, CorruptRecord, StorageError
-from hpc_swe.plugins.sandboxes.base import ImageFolder
-from hpc_swe.plugins.tasksets.base import Referenced, WithChangedTests
-from hpc_swe.plugins.tasksets.swebench import Swebench
+from hpc_swe.plugins.sandboxes.base import ImageSandboxes
+from hpc_swe.plugins.tasksets.base import Referenced, RepositoryTasks, WithChangedTests
 from hpc_swe.records import RunManifest, Split, Task
 from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.runs import attach, environment
@@ -202,13 +201,13 @@ def take_tasks(config: RunConfig) -> Taken:
     """
     wanted = config.tasks
     taken = wanted.take(config.taskset)
-    if isinstance(config.taskset, Swebench) and not config.taskset.checked:
+    if isinstance(config.taskset, RepositoryTasks) and not config.taskset.checked:
         log.warning(
             "[taskset] checked is not set: instances are used that nobody has checked, and what resolves "
             "them is graded once, without a second sitting"
         )
-    elif isinstance(config.taskset, Swebench) and isinstance(config.sandbox, ImageFolder):
-        config.taskset.require_images([*taken["train"], *taken["eval"]], Path(config.sandbox.images))
+    elif isinstance(config.taskset, RepositoryTasks) and isinstance(config.sandbox, ImageSandboxes):
+        config.taskset.check_images([*taken["train"], *taken["eval"]], Path(config.sandbox.images))
     if config.mode == "eval" and not taken["eval"]:
         raise ConfigError(
             f"tasks.eval = {wanted.eval} (--tasks), tasks.eval_from = {wanted.eval_from}: [taskset] has no "

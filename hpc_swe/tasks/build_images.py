@@ -14,17 +14,17 @@ from pathlib import Path
 from hpc_swe import cli
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, HpcSweError, StorageError
-from hpc_swe.plugins.sandboxes.apptainer import Apptainer
-from hpc_swe.plugins.tasksets.swebench import Swebench
+from hpc_swe.plugins.sandboxes.base import ImageSandboxes
+from hpc_swe.plugins.tasksets.base import RepositoryTasks
 from hpc_swe.screen import bars, say
 from hpc_swe.settings import RunConfig
 from hpc_swe.tasks.images.sources import Built, ImageSource, Pulled
 from hpc_swe.tasks.images.store import ImageStore, Problem
 
 
-def wanted(config: RunConfig) -> tuple[Apptainer, list[Problem]]:
+def wanted(config: RunConfig) -> tuple[ImageSandboxes, list[Problem]]:
     """How sandboxes are opened, and what a run would take, one for each image."""
-    if not isinstance(config.taskset, Swebench) or not isinstance(config.sandbox, Apptainer):
+    if not isinstance(config.taskset, RepositoryTasks) or not isinstance(config.sandbox, ImageSandboxes):
         raise ConfigError("images are built for taskset.type = 'swebench' with sandbox.type = 'apptainer'")
     taken = config.tasks.take(config.taskset)
     tasks = {task.image: task for task in taken["train"] + taken["eval"]}.values()
@@ -61,7 +61,7 @@ def run(store: ImageStore, source: ImageSource, problems: Sequence[Problem], job
     return failed
 
 
-def _source(arguments: argparse.Namespace, sandbox: Apptainer) -> ImageSource:
+def _source(arguments: argparse.Namespace, sandbox: ImageSandboxes) -> ImageSource:
     images = Path(sandbox.images)
     if arguments.source:
         return Pulled(arguments.source, sandbox)

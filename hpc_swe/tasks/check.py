@@ -31,15 +31,14 @@ from hpc_swe.plugins.patch import apply
 from hpc_swe.plugins.sandboxes.base import (
     Clock,
     CommandResult,
-    ImageFolder,
+    ImageSandboxes,
     Sandbox,
     Sandboxes,
     SandboxWrapper,
     WatchedSandboxes,
 )
 from hpc_swe.plugins.task_checks import Kind, Seconds, TaskCheck
-from hpc_swe.plugins.tasksets.base import Referenced
-from hpc_swe.plugins.tasksets.swebench import Swebench
+from hpc_swe.plugins.tasksets.base import Referenced, RepositoryTasks
 from hpc_swe.records import Score, Task
 from hpc_swe.screen import bars, console, say
 from hpc_swe.settings import RunConfig
@@ -220,8 +219,8 @@ def _bare_s(task: Task, reference: str, sandboxes: Sandboxes) -> float:
 def wanted(config: RunConfig) -> tuple[list[Task], dict[str, str]]:
     """The tasks that a run would take were all usable, and their references."""
     taskset = config.taskset
-    if isinstance(taskset, Swebench):
-        taskset = msgspec.structs.replace(taskset, checked="")
+    if isinstance(taskset, RepositoryTasks):
+        taskset = taskset.unchecked()
     if not isinstance(taskset, Referenced):
         raise ConfigError(
             f"[taskset] {type(taskset).__name__} gives no references, so its tasks cannot be checked"
@@ -318,7 +317,7 @@ def main() -> int:
     config = configuration.from_words(arguments.words)
     tasks, references = wanted(config)
     config.sandbox.check()
-    images = Path(config.sandbox.images) if isinstance(config.sandbox, ImageFolder) else None
+    images = Path(config.sandbox.images) if isinstance(config.sandbox, ImageSandboxes) else None
     checker = Checker(config.grader, WatchedSandboxes(config.sandbox), max(1, arguments.runs), images)
     verdicts = run(checker, tasks, references, arguments.out, max(1, arguments.jobs))
     _tell(verdicts, arguments.out)

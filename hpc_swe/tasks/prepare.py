@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hpc_swe import cli, tables
+from hpc_swe import cli, plugins, tables
 from hpc_swe.errors import ConfigError, StorageError, boundary
 from hpc_swe.plugins.swebench_rows import (
     RECIPES,
@@ -27,7 +27,6 @@ from hpc_swe.plugins.swebench_rows import (
     read_ids,
     read_records,
 )
-from hpc_swe.plugins.tasksets.swebench import Swebench
 from hpc_swe.screen import console, say
 
 
@@ -122,7 +121,7 @@ def _prepared(where: str, record: Record, values: dict[str, Any]) -> Prepared:
     if prepared.tests == "needs a recipe":
         TestPatch.read(where, prepared.row)
     else:
-        Swebench().task(where, prepared.row)
+        plugins.load("tasksets", {"type": "swebench"}).task(where, prepared.row)
     return prepared
 
 

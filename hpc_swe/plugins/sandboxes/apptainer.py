@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+import msgspec
+
 from hpc_swe.errors import ConfigError, SandboxError, boundary
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes._local import LocalImages
@@ -102,6 +104,10 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
                 for path, text in task.files.items():
                     sandbox.write(path, text.encode())
             yield sandbox
+
+    def for_trial(self, images: Path) -> "Apptainer":
+        """Return the same sandboxes for another folder of images, with one container per sandbox."""
+        return msgspec.structs.replace(self, images=str(images), local="", shared_container=False)
 
     def image(self, name: str) -> Path:
         """Return the file or folder of an image.

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from hpc_swe.errors import ConfigError, NodeError, SandboxError
@@ -163,10 +164,14 @@ class Sandboxes(Protocol):
 
 
 @runtime_checkable
-class ImageFolder(Protocol):
-    """Mark sandboxes whose images are files in one folder."""
+class ImageSandboxes(Sandboxes, Protocol):
+    """Mark sandboxes that run image files of one folder, which `hpc_swe.tasks.build_images` fills."""
 
     images: str
+    """Folder of ``<image>.sif`` files."""
+
+    def for_trial(self, images: Path) -> Sandboxes:
+        """Return the same sandboxes for another folder of images, without containers that stay warm."""
 
 
 @dataclass

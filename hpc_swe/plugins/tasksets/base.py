@@ -1,6 +1,7 @@
 """The interfaces that a taskset may implement."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from hpc_swe.records import Message, Split, Task
@@ -36,3 +37,21 @@ class WithChangedTests(Protocol):
 
     def changed_tests(self, tasks: Iterable[Task]) -> dict[str, str]:
         """Return task id -> versions as `hidden_tests.with_versions` takes them, of the tasks with some."""
+
+
+@runtime_checkable
+class RepositoryTasks(Taskset, Referenced, Protocol):
+    """A taskset of problems in repositories, whose images and tests `hpc_swe.tasks` makes and checks."""
+
+    checked: str
+    """File of task checks, of which only usable tasks are taken; empty takes all tasks."""
+
+    def unchecked(self) -> "RepositoryTasks":
+        """Return the taskset of all tasks, checked or not."""
+
+    def check_images(self, tasks: Iterable[Task], images: Path) -> None:
+        """Check that the images in a folder are those with which the tasks were checked.
+
+        Raises:
+            ConfigError: An image is another one.
+        """

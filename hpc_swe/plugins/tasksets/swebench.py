@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from hpc_swe.errors import ConfigError
@@ -114,8 +115,12 @@ class Swebench(Plugin, frozen=True, kw_only=True):
             )
         return found
 
-    def require_images(self, tasks: Iterable[Task], images: Path) -> None:
-        """Require that the images in the folder are those that were checked.
+    def unchecked(self) -> "Swebench":
+        """Return the taskset of all instances, checked or not."""
+        return msgspec.structs.replace(self, checked="")
+
+    def check_images(self, tasks: Iterable[Task], images: Path) -> None:
+        """Check that the images in the folder are those that were checked.
 
         Raises:
             ConfigError: An image is another one.

@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError, boundary
-from hpc_swe.plugins.sandboxes.apptainer import Apptainer
+from hpc_swe.plugins.sandboxes.base import ImageSandboxes
 from hpc_swe.plugins.sif import squashfs_offset
 from hpc_swe.records import Task
 from hpc_swe.tasks.images.commands import remove, run
@@ -135,7 +135,7 @@ class Pulled:
 
     template: str
     """What Apptainer builds from; {image} stands for the image's name."""
-    sandbox: Apptainer
+    sandbox: ImageSandboxes
     """With which the image must open."""
     keeps_folder: bool = False
 
@@ -191,9 +191,8 @@ class Pulled:
 
     def _try(self, task: Task, work: Path) -> None:
         """What a worker will do with it; a cluster's nodes should not be the first to find out."""
-        settings = {"images": str(work), "local": "", "shared_container": False}
         try:
-            with msgspec.structs.replace(self.sandbox, **settings).open(task) as sandbox:
+            with self.sandbox.for_trial(work).open(task) as sandbox:
                 version = sandbox.python(_FIT, _TRIAL_S)
                 status = sandbox.run("git rev-parse --verify HEAD && git status --porcelain -uno", _TRIAL_S)
         except EpisodeError as error:
