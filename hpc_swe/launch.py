@@ -11,7 +11,7 @@ from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, DeadlineError
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import submit
-from hpc_swe.runs.control import start, stop, tell
+from hpc_swe.runs.control import print_result, start, stop
 from hpc_swe.runs.existing import load
 from hpc_swe.runs.preview import preview
 from hpc_swe.runs.watch import left, watch
@@ -54,7 +54,7 @@ def _start(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         preview(run, config)
         return
-    tell(run, start(run, config, upgrade=arguments.upgrade))
+    print_result(run, start(run, config, upgrade=arguments.upgrade))
     if arguments.wait is None:
         return
     try:
@@ -90,7 +90,7 @@ def main() -> None:
     run = RunDir(arguments.run)
     config = load(run)
     if verb == "tick":
-        tell(run, submit.tick(run, config))
+        print_result(run, submit.tick(run, config))
     else:
         stop(run, config, now=arguments.now)
 

@@ -133,7 +133,7 @@ def test_of_concurrent_starts_one_makes_the_run_and_others_are_refused(tmp_path,
 def test_a_start_that_died_making_the_run_delays_the_next_one_only_a_while(tmp_path):
     run = RunDir(tmp_path / "run")
     (run.root / ".making" / "half").mkdir(parents=True)
-    with create.making(run, limit_s=0.3) as place:
+    with create.making(run, timeout_s=0.3) as place:
         assert place
     assert list(run.root.iterdir()) == []
 
@@ -150,7 +150,7 @@ def test_a_slow_start_taken_for_dead_leaves_the_run_of_another_whole(tmp_path, r
 
     slow = start()
     next(slow)
-    with create.making(run, limit_s=0.3) as place:
+    with create.making(run, timeout_s=0.3) as place:
         create.publish(run, place, config, nothing, "b" * 64)
     before = {path: path.read_bytes() for path in run.code.rglob("*.py")}
     with pytest.raises(StorageError, match="another start took this one for dead; start again"):

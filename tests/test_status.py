@@ -148,7 +148,7 @@ def test_brackets_in_errors_are_text_and_no_markup():
 def test_everything_at_once_fits_forty_lines_of_ascii(width):
     queue = Queue(
         [Job("rollout", "7_1", 1, "waiting", "ReqNodeNotAvail, UnavailableNodes:" + "c" * 99)],
-        "the scheduler does not answer, so what waits is not known: " + "x" * 200,
+        "the scheduler does not answer, so waiting jobs are not known: " + "x" * 200,
         failures=[f"{role}: exit code 1 on c1 after 3 s" for role in DESIRED],
     )
     text = screen(view(queue=queue, orders=["DRAIN", "STOP"], silent_s=100.0), width)

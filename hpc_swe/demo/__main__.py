@@ -1,8 +1,8 @@
-"""python -m hpc_swe.demo: the whole loop on this machine, from nothing to a reward curve.
+"""Run the whole loop on this machine, up to a reward curve: python -m hpc_swe.demo.
 
-A tiny Qwen3 is made on the spot, warm-started on scripted demonstrations, evaluated on held-out tasks,
-trained with GRPO, and evaluated again on the same tasks. Every part is the real one; a stage that is
-done is skipped when the demo is started again.
+The demo makes a tiny Qwen3, warm-starts it on scripted demonstrations, evaluates it on held-out tasks, trains
+it with GRPO, and evaluates it again on the same tasks. Every part is the real one. A demo that is started
+again skips the stages that are done.
 """
 
 import argparse
@@ -42,7 +42,7 @@ CONTROLS = {
 
 @dataclass(frozen=True)
 class Demo:
-    """One demonstration in one folder."""
+    """Run the stages of one demo in one folder."""
 
     root: Path
     seed: int
@@ -50,11 +50,11 @@ class Demo:
 
     @property
     def model(self) -> Path:
-        """The model before any training."""
+        """Return the folder of the untrained model."""
         return self.root / "model"
 
     def make_model(self) -> None:
-        """Tokenizer, chat template and random weights."""
+        """Make the tokenizer, the chat template and random weights, unless they exist."""
         if not (self.model / "config.json").exists():
             command = [
                 sys.executable,
@@ -66,7 +66,7 @@ class Demo:
             subprocess.run(command, check=True)
 
     def stage(self, name: str, model: Path, *more: str) -> RunDir:
-        """Run one stage to its end, unless an earlier start of the demo did; returns its run folder."""
+        """Run one stage to its end, unless it has finished already; return its run folder."""
         run = RunDir((self.root / name).absolute())
         words = [f"configs/{word}.toml" for word in ("demo", *more) if "=" not in word]
         words += [f"seed={self.seed}", f'model="{model.absolute()}"']
@@ -80,17 +80,21 @@ class Demo:
         return run
 
     def outcomes(self, run: RunDir, decoding: str) -> dict[str, list[float]]:
-        """Task id -> 1 or 0 per episode, of one finished evaluation."""
+        """Return the episodes of a finished evaluation as task id -> a 1 (solved) or 0 for each."""
         return intervals.outcomes(evals.read(run.eval_table("eval")), decoding)
 
     def infra_failures(self, run: RunDir, decoding: str) -> str:
-        """Episodes that infrastructure failed to the last: they count as unresolved."""
+        """Return how many episodes had only infrastructure failures, of all; they count as unresolved."""
         found = [a.outcome for a in evals.read(run.eval_table("eval")) if a.sampling == decoding]
         return f"{found.count('infra_error')}/{len(found)}"
 
 
 def newest(run: RunDir) -> Path:
-    """Folder of the last weights of a finished run."""
+    """Return the folder of the last weights of a finished run.
+
+    Raises:
+        HpcSweError: The run published none.
+    """
     version = weights.newest(run)
     if version is None:
         raise HpcSweError(f"{run.weights}: the run has finished, but published no weights")
@@ -98,7 +102,7 @@ def newest(run: RunDir) -> Path:
 
 
 def curve(run: RunDir, name: str) -> list[tuple[int, float]]:
-    """(step, value) of one metric; a later line of the same step wins."""
+    """Return (step, value) of one metric; a later line of the same step replaces an earlier one."""
     points: dict[int, float] = {}
     for path in sorted(run.metrics.glob("coordinator-*.jsonl")):
         for text in path.read_bytes().splitlines():
@@ -122,13 +126,13 @@ def _advance(progress: Progress, bar: TaskID, name: str, run: RunDir) -> None:
     except FileNotFoundError:
         return
     rewards = report.recent.get("reward/mean", [])
-    told = f"reward {rewards[-1]:.2f}" if rewards else report.waits_for[:40]
+    state = f"reward {rewards[-1]:.2f}" if rewards else report.waits_for[:40]
     done = report.recent.get("evaluation/done", [report.step])[-1]  # episodes; else steps
-    progress.update(bar, completed=done, description=f"{name:10} {told}")
+    progress.update(bar, completed=done, description=f"{name:10} {state}")
 
 
 def rates(demo: Demo, before: RunDir, after: RunDir) -> Table:
-    """What is solved of the held-out tasks by each decoding, before and after."""
+    """Return a table of the solve rates on held-out tasks before and after, by decoding."""
     columns = ("held-out solve rate", "before", "after", "gain", "detectable", "infra failures")
     table = Table(*columns, title="mean over tasks [95 % interval over tasks]")
     for decoding in DECODINGS:
@@ -164,7 +168,7 @@ def _plot(demo: Demo, before: RunDir, after: RunDir, trained: RunDir) -> None:
 
 
 def run(demo: Demo, control: str) -> None:
-    """All stages in order."""
+    """Run all stages in order, with GRPO or with a control instead, and show the result."""
     began = time.monotonic()
     demo.make_model()
     start = newest(demo.stage("sft", demo.model, "demo_sft"))
@@ -183,11 +187,11 @@ def run(demo: Demo, control: str) -> None:
 
 @cli.command
 def main() -> None:
-    """The command line."""
+    """Run the demo that the command line describes."""
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     parser = argparse.ArgumentParser(
-        prog="python -m hpc_swe.demo", description="The whole loop on this machine."
+        prog="python -m hpc_swe.demo", description="Run the whole loop on this machine."
     )
     add = parser.add_argument
     add("--seed", type=int, default=0)
@@ -199,7 +203,7 @@ def main() -> None:
     try:
         run(Demo(root, arguments.seed, arguments.overrides), arguments.control)
     except KeyboardInterrupt:
-        console.print("stopped; the same command continues from here")
+        say("stopped; the same command continues from here")
         raise
 
 

@@ -1,7 +1,7 @@
-"""python -m hpc_swe.demo.model --out DIR: a tiny Qwen3 for the demo, from nothing.
+"""Make a tiny Qwen3 for the demo: python -m hpc_swe.demo.model --out DIR.
 
-The tokenizer is trained on the demonstrations of the bug tasks, whose JSON punctuation becomes single
-tokens; the weights are random. What it makes is an ordinary Hugging Face model folder.
+The tokenizer is trained on the demonstrations of the bug tasks, so that their JSON punctuation becomes single
+tokens; the weights are random. The result is an ordinary Hugging Face model folder.
 """
 
 import argparse
@@ -72,7 +72,7 @@ TEMPLATE = """\
 
 
 def texts(folder: Path) -> Iterator[str]:
-    """What stands between the control tokens of demonstrations, as the folder's template renders them."""
+    """Yield the texts between the control tokens of demonstrations rendered by the folder's template."""
     template = ChatTemplate(folder, {})
     bugs = plugins.load("tasksets", {"type": "bugs"})
     split = re.compile("|".join(map(re.escape, CONTROL + MARKS)))
@@ -81,7 +81,7 @@ def texts(folder: Path) -> Iterator[str]:
 
 
 def make_tokenizer(samples: Iterable[str], vocabulary: int = VOCABULARY, words: str = WORDS) -> Tokenizer:
-    """Byte-level BPE with Qwen3's control tokens; as there, the marks are added, but not special."""
+    """Train a byte-level BPE with Qwen3's control tokens; as there, the marks are not special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -102,7 +102,7 @@ def make_tokenizer(samples: Iterable[str], vocabulary: int = VOCABULARY, words: 
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """As `AutoTokenizer` reads it."""
+    """Write the tokenizer's files for `AutoTokenizer`."""
     from transformers import PreTrainedTokenizerFast
 
     fast = PreTrainedTokenizerFast(
@@ -116,7 +116,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def save_model(tokenizer: Tokenizer, folder: Path, seed: int, **sizes: int) -> int:
-    """Random weights in float32, of other `sizes` than the demo's where they are named; returns how many."""
+    """Write random weights in float32 and return their number; `sizes` replace the demo's."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
@@ -145,7 +145,7 @@ def save_model(tokenizer: Tokenizer, folder: Path, seed: int, **sizes: int) -> i
 
 @cli.command
 def main() -> None:
-    """The folder appears whole or not at all."""
+    """Make the model's folder, completely or not at all."""
     parser = argparse.ArgumentParser(
         prog="python -m hpc_swe.demo.model",
         description=__doc__,
@@ -162,7 +162,7 @@ def main() -> None:
     save_tokenizer(tokenizer, folder)
     parameters = save_model(tokenizer, folder, options.seed)
     for path in folder.iterdir():
-        path.chmod(0o644)  # save_pretrained leaves the weights to their owner alone
+        path.chmod(0o644)  # save_pretrained lets only their owner read the weights
     folder.rename(options.out)
     print(f"{options.out}: {parameters:,} parameters, {tokenizer.get_vocab_size()} tokens")
 

@@ -69,7 +69,7 @@ def evaluate(run: RunDir, config: RunConfig, *, detach: bool, console: Console) 
     if run.finished.exists() and not control.alive(run, config):
         return True
     is_new = not run.config.exists()
-    control.tell(run, control.start(run, config))
+    control.print_result(run, control.start(run, config))
     watch = ProgressBar(run, config, console)
     done = 0 if is_new else progress_of(RunReader(run, config).look()).done
     verb = "started" if is_new else "continued"

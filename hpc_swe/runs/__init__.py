@@ -1,1 +1,1 @@
-"""A run as the login node sees it: made, submitted, watched and ended."""
+"""Create, submit, watch and stop runs from the login node."""

@@ -1,4 +1,4 @@
-"""Whether a run can use the engine that its configuration names, asked before anything is submitted."""
+"""Check, before anything is submitted, that a run can use the engine that its configuration names."""
 
 import ipaddress
 from pathlib import Path
@@ -13,10 +13,10 @@ KEY = "VLLM_API_KEY"
 
 
 def require_usable(config: RunConfig, key: str) -> None:
-    """Look at the engine of `inference.url`, and change nothing.
+    """Check the engine of `inference.url`, and change nothing.
 
     Raises:
-        ConfigError: It cannot serve this run; the message says what is missing, and what would do.
+        ConfigError: It cannot serve this run; the message says why, and lists the remedies.
     """
     url = config.inference.url
     if _is_loopback(url) and not config.executor.is_here:
@@ -24,28 +24,28 @@ def require_usable(config: RunConfig, key: str) -> None:
             f"inference.url = {url!r} is another machine for each job; write this host's name in place of it"
         )
     try:
-        lack = _lack(config, config.engine.inspect(url, key))
+        problem = _problem(config, config.engine.inspect(url, key))
     except EngineError as error:
-        lack = str(error)
-    if lack:
+        problem = str(error)
+    if problem:
         ways = [f"give its key in {KEY}", "start it with the command that `python -m hpc_swe.engine` prints"]
         ways += ['set mode = "eval"'] if config.mode == "grpo" else []
         ways += ["leave inference.url (VLLM_URL) out for engines of our own"]
-        raise ConfigError(f"inference.url = {url!r}: {lack}. Either {', or '.join(ways)}")
+        raise ConfigError(f"inference.url = {url!r}: {problem}. Either {', or '.join(ways)}")
 
 
-def _lack(config: RunConfig, info: EngineInfo) -> str:
+def _problem(config: RunConfig, info: EngineInfo) -> str:
     if not _is_same(info.model, Path(config.model)):
         return f"it serves another model, {info.model}, than model = {config.model!r}"
     if info.max_model_len < config.rollout.context:
         return f"it takes {info.max_model_len} tokens, less than rollout.context = {config.rollout.context}"
     if config.mode == "grpo" and not info.can_update:
-        return "it has no routes that update its weights, so that the policy could not be sampled"
+        return "it has no routes that update its weights, so it could not sample the trained policy"
     return ""
 
 
 def _is_same(served: str, model: Path) -> bool:
-    """By folder where we see it, else by name: an engine may run in a container, or name what it fetched."""
+    """Compare folders where the served one is visible, else names: an engine may run in a container."""
     if Path(served).is_dir():
         return Path(served).samefile(model)
     return Path(served).name == model.resolve().name

@@ -1,7 +1,7 @@
-"""Everything that refuses a run before a job is submitted: one list for `start`, `--dry-run` and `evaluate`.
+"""Check a run before a job is submitted; `start`, `--dry-run` and `evaluate` share this list of checks.
 
-Each check is a function that yields complaints. Those of all checks are shown together, a line each, so that
-nobody mends one to be told the next.
+Each check is a function that yields its complaints. All complaints are shown together, one a line, so that a
+person can correct them in one go.
 """
 
 import json
@@ -22,7 +22,7 @@ from hpc_swe.tokenization import token_builder
 
 
 def require(run: RunDir, config: RunConfig) -> Taken:
-    """The tasks of the run, when nothing speaks against it; none of a run that exists, which has them.
+    """Run all checks and return the tasks of a new run; a run that exists has its tasks already.
 
     Raises:
         ConfigError: One line for each complaint.
@@ -40,26 +40,26 @@ def require(run: RunDir, config: RunConfig) -> Taken:
 
 
 def _folder(run: RunDir, config: RunConfig) -> Iterator[str]:
-    yield from _said(lambda: create.require_free(run, config))
+    yield from _complaints(lambda: create.require_free(run, config))
 
 
 def _counts(_: RunDir, config: RunConfig) -> Iterator[str]:
     counts = [config.counts.get(role, 1) for role in job_counts.ROLES[config.mode]]
-    if not any(counts):  # a run that is only made: all of its jobs are started by hand
+    if not any(counts):  # the folder is made, and a person starts every job
         return
     for role in job_counts.ROLES[config.mode]:
-        somebody_else = role == "inference" and config.inference.url
-        if config.counts.get(role, 1) == 0 and role not in config.by_hand and not somebody_else:
+        is_external = role == "inference" and config.inference.url
+        if config.counts.get(role, 1) == 0 and role not in config.by_hand and not is_external:
             yield (
-                f"counts.{role} = 0: a run of mode {config.mode} waits for ever without; ask for one, or add "
-                f"{role!r} to by_hand if you start it yourself"
+                f"counts.{role} = 0: a run of mode {config.mode} waits for ever without it; ask for one, or "
+                f"add {role!r} to by_hand if you start it yourself"
             )
     if config.mode != "eval" and config.steps == 0:
-        yield "steps = 0: there is nothing to do; ask for one step at least"
+        yield "steps = 0: there is nothing to do; ask for at least one step"
 
 
 def _model(_: RunDir, config: RunConfig) -> Iterator[str]:
-    """Its files; of the weights only those roles ask that load them."""
+    """Check the model's files; the weights only for roles that load them."""
     model, wanted, engine = Path(config.model), _wanted(config), config.engine
     served = "inference" in wanted and isinstance(engine, EstimatedEngine) and engine.loads_weights
     for name in ("config.json", "tokenizer.json"):
@@ -71,7 +71,7 @@ def _model(_: RunDir, config: RunConfig) -> Iterator[str]:
     if "learner" in wanted and config.learner.loss.kl_coefficient > 0 and config.reference:
         yield from _weights("reference", Path(config.reference))
     if "rollout" in wanted:
-        yield from _said(lambda: token_builder(config))
+        yield from _complaints(lambda: token_builder(config))
 
 
 def _weights(key: str, folder: Path) -> Iterator[str]:
@@ -95,26 +95,26 @@ def _weights(key: str, folder: Path) -> Iterator[str]:
 
 
 def _parallel(_: RunDir, config: RunConfig) -> Iterator[str]:
-    """Whether the model can be divided as the configuration says."""
+    """Check that the model can be divided as configured."""
     model, wanted, engine, policy = Path(config.model), _wanted(config), config.engine, config.policy
     if not (model / "config.json").is_file():
         return
     if "learner" in wanted and isinstance(policy, EstimatedPolicy):
-        yield from _said(lambda: policy.check_model(model))
+        yield from _complaints(lambda: policy.check_model(model))
     if "inference" in wanted and isinstance(engine, EstimatedEngine):
-        yield from _said(lambda: engine.check_model(model))
+        yield from _complaints(lambda: engine.check_model(model))
 
 
 def _jobs(run: RunDir, config: RunConfig) -> Iterator[str]:
-    """What the executor says of each role."""
+    """Check the jobs of each role with the executor."""
     for role, count in job_counts.desired(config).items():
         if count:
             order = submit.submission(run, config, role, 1, count)
-            yield from _said(lambda order=order: config.executor.check(order))  # type: ignore[misc]
+            yield from _complaints(lambda order=order: config.executor.check(order))  # type: ignore[misc]
 
 
 def _gpus(_: RunDir, config: RunConfig) -> Iterator[str]:
-    """Whether the executor is asked for as many GPUs as a role divides its work among."""
+    """Check that each job gets as many GPUs as its processes compute on."""
     if not isinstance(config.executor, GrantsGpus):
         return
     for role, count in job_counts.desired(config).items():
@@ -131,24 +131,24 @@ def _gpus(_: RunDir, config: RunConfig) -> Iterator[str]:
 
 
 def _machine(_: RunDir, config: RunConfig) -> Iterator[str]:
-    """What this machine must have, where jobs run here; on a cluster the workers look, on their nodes."""
+    """Check this machine where jobs run here; on a cluster the workers check their nodes."""
     wanted, executor = job_counts.desired(config), config.executor
     if config.mode != "sft" and executor.is_here:
-        yield from _said(config.sandbox.check)
+        yield from _complaints(config.sandbox.check)
     if isinstance(executor, RunsHere):
-        yield from _said(lambda: executor.check_machine(wanted, environment.own_environment()))
+        yield from _complaints(lambda: executor.check_machine(wanted, environment.own_environment()))
 
 
 def _engine(run: RunDir, config: RunConfig) -> Iterator[str]:
     if config.inference.url and "inference" in job_counts.desired(config):
-        yield from _said(lambda: attach.require_usable(config, create.key(run, config)))
+        yield from _complaints(lambda: attach.require_usable(config, create.key(run, config)))
 
 
 def _wanted(config: RunConfig) -> set[Role]:
     return {role for role, count in job_counts.desired(config).items() if count}
 
 
-def _said(check: Callable[[], object]) -> Iterator[str]:
+def _complaints(check: Callable[[], object]) -> Iterator[str]:
     try:
         check()
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Start a run or go on with it, and stop it."""
+"""Start a run or continue it, and stop it."""
 
 import logging
 import time
@@ -6,10 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from hpc_swe import config as configuration
-from hpc_swe.errors import (
-    ConfigError,
-    HpcSweError,
-)
+from hpc_swe.errors import ConfigError, HpcSweError
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import checks, create, submit
@@ -18,23 +15,23 @@ from hpc_swe.runs.submit import TickResult
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, submissions
 
+GRACE_S = 10.0
+"""Seconds that `stop --now` gives processes to obey the order before it ends them."""
+
 log = logging.getLogger(__name__)
 
 
-GRACE_S = 10.0  # `stop --now` lets processes see the order before it ends them
-
-
 def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> TickResult:
-    """Make the run folder, or go on with the one that is there, and submit what is missing.
+    """Create the run, or continue an existing one, and submit the jobs that are missing.
 
-    A run keeps the code that it was made with, unless it is to be upgraded.
+    A run keeps the code that it was created with, unless `upgrade` is set.
 
     Raises:
-        ConfigError: The run exists with another configuration, or this machine cannot run it.
+        ConfigError: The run exists with another configuration, or a check refuses it.
     """
     taken = checks.require(run, config)
     if run.config.exists() or not create.create(run, config, taken):
-        _must_agree(run, config)
+        _update_config(run, config)
         if upgrade:
             _upgrade(run, config)
     for order in (run.drain, run.stop):
@@ -43,7 +40,7 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> TickResul
 
 
 def _submit(run: RunDir, config: RunConfig) -> TickResult:
-    """Tick; where a role cannot be had and nothing ran before, take back what was submitted beside it."""
+    """Submit missing jobs; cancel all when one role cannot be submitted and nothing ran before."""
     before = {role: submissions.newest(run, role).number for role in get_args(Role)}
     plan = submit.tick(run, config)
     if not plan.lost:
@@ -52,12 +49,12 @@ def _submit(run: RunDir, config: RunConfig) -> TickResult:
     if any(job.submission <= before[job.role] for job in queue if job.state != "broken"):
         return plan
     config.executor.cancel([job.job for job in queue])
-    said = "; ".join(f"{role}: {plan.stuck[role]}" for role in plan.lost)
-    raise ConfigError(f"{run.root}: {said}; nothing was left in the queue. Mend it and start again")
+    reasons = "; ".join(f"{role}: {plan.stuck[role]}" for role in plan.lost)
+    raise ConfigError(f"{run.root}: {reasons}; nothing was left in the queue. Correct this and start again")
 
 
 def stop(run: RunDir, config: RunConfig, *, now: bool) -> None:
-    """Cancel what waits and order the rest to drain, or to exit now and be ended after a grace."""
+    """Cancel waiting jobs and order the others to drain; with `now` to exit, and end them after a grace."""
     with atomic.storage(run.control):
         (run.stop if now else run.drain).touch()
     config.executor.cancel([job.job for job in config.executor.queue(run) if job.state != "running"])
@@ -70,32 +67,37 @@ def stop(run: RunDir, config: RunConfig, *, now: bool) -> None:
 
 
 def alive(run: RunDir, config: RunConfig) -> list[str]:
-    """Ids of the run's jobs that run or may run."""
+    """Return the ids of the run's jobs that run or may run."""
     return [job.job for job in config.executor.queue(run) if job.state != "broken"]
 
 
 def differences(run: RunDir, config: RunConfig) -> list[str]:
-    """What differs from the run's own configuration and may not change, as ``key: old -> new``."""
+    """List the keys that may not change but differ from the run's, as ``key: old -> new``."""
     manifest = atomic.get(run.manifest, RunManifest)
     found = configuration.forbidden_changes(load(run), config, Path(manifest.folder))
     models = [change for change in found if change.startswith("model:")]
     if models and create.digest(Path(config.model)) == manifest.model_sha256:
-        found.remove(models[0])  # a copy of it, or its folder has moved
+        found.remove(models[0])  # the same model in another folder
     return found
 
 
 def require_alike(run: RunDir, config: RunConfig) -> None:
-    """Raise ConfigError where a key differs that decides what the run trains."""
+    """Require that no key differs that decides what the run trains.
+
+    Raises:
+        ConfigError: The message names the keys.
+    """
     refused = differences(run, config)
     if refused:
         raise ConfigError(
             f"{run.root} exists with another configuration, and these keys decide what it trains: "
-            f"{'; '.join(refused)}. Go on with the old values (`launch tick`), or name another folder with "
-            f"{create.option(config)}"
+            f"{'; '.join(refused)}. Continue with the old values (`launch tick`), or name another folder "
+            f"with {create.option(config)}"
         )
 
 
-def _must_agree(run: RunDir, config: RunConfig) -> None:
+def _update_config(run: RunDir, config: RunConfig) -> None:
+    """Store the keys that may change, for jobs that start from now on."""
     require_alike(run, config)
     old, folder = load(run), Path(atomic.get(run.manifest, RunManifest).folder)
     config = configuration.keep_paths(old, config, folder)
@@ -114,8 +116,8 @@ def _upgrade(run: RunDir, config: RunConfig) -> None:
     create.renew_code(run)
 
 
-def tell(run: RunDir, plan: TickResult) -> None:
-    """Say what was submitted.
+def print_result(run: RunDir, plan: TickResult) -> None:
+    """Print what was submitted.
 
     Raises:
         HpcSweError: A role is stuck.

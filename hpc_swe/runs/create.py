@@ -1,4 +1,4 @@
-"""A run's folder is made once and whole, by one of several starts; see docs/protocol.md, the layout."""
+"""Create a run's folder once and completely, even when several starts race (docs/protocol.md)."""
 
 import contextlib
 import hashlib
@@ -23,16 +23,22 @@ from hpc_swe.runs import attach, environment
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, folders, tasks
 
-MAKING, MAKING_S, PAUSE_S = ".making", 120.0, 0.1  # a run folder is made in a second or two
-LOOKS = 5  # a start that takes the place of a dead one is not there for a moment
+MAKING = ".making"
+"""Folder below the run's in which a start prepares the files."""
+MAKING_TIMEOUT_S = 120.0
+"""Seconds without a change after which a start counts as dead; a run is made in a second or two."""
+PAUSE_S = 0.1
+LISTINGS = 5
+"""Listings of a folder before it counts as foreign: a start that replaces a dead one removes files first."""
 PACKAGES = ("hpc_swe", "jobs")
 Taken = Mapping[Split, Sequence[Task]]
+"""Tasks of a run by split."""
 
 log = logging.getLogger(__name__)
 
 
 def create(run: RunDir, config: RunConfig, taken: Taken) -> bool:
-    """Make the run with the tasks of `take_tasks`; False when another start has made it meanwhile."""
+    """Create the run with the tasks of `take_tasks`; return False when another start has created it."""
     try:
         with atomic.storage(run.root):
             run.root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -40,7 +46,7 @@ def create(run: RunDir, config: RunConfig, taken: Taken) -> bool:
         raise StorageError(
             f"{run.root}: cannot be made: {error.strerror}; choose a folder you own with {option(config)}"
         ) from None
-    model_sha256 = digest(Path(config.model))  # minutes, so not while others wait
+    model_sha256 = digest(Path(config.model))  # takes minutes, so do it before others wait
     with making(run) as place:
         if place:
             publish(run, place, config, taken, model_sha256)
@@ -48,19 +54,19 @@ def create(run: RunDir, config: RunConfig, taken: Taken) -> bool:
 
 
 def require_free(run: RunDir, config: RunConfig) -> None:
-    """Refuse a folder that is something else than a run, before anything in it is touched.
+    """Check, before anything is changed, that the folder is a run, empty, or absent.
 
     Raises:
         ConfigError: The message says what is there.
     """
     root, real, code = run.root, run.root.resolve(), Path(__file__).resolve().parents[2]
-    remedy = f"name a folder of its own with {option(config)}"
+    remedy = f"name another folder with {option(config)}"
     if run.config.exists() and run.manifest.exists():
         return
     if root.is_symlink() and not root.exists():
-        raise ConfigError(f"{root}: a link to {real}, which is not there; {remedy}")
+        raise ConfigError(f"{root}: a link to {real}, which does not exist; {remedy}")
     if root.exists() and not root.is_dir():
-        raise ConfigError(f"{root}: a file and no folder; {remedy}")
+        raise ConfigError(f"{root}: a file, not a folder; {remedy}")
     for what, place in (("your home", Path("~").expanduser()), ("this checkout", code)):
         if place.resolve().is_relative_to(real):
             raise ConfigError(f"{root}: {what} {'is' if place.resolve() == real else 'lies in'} it; {remedy}")
@@ -73,9 +79,9 @@ def require_free(run: RunDir, config: RunConfig) -> None:
 
 
 def _foreign(run: RunDir) -> list[str]:
-    """Names in a folder that is no run, and that no start is making one of; each look judges one listing."""
+    """List the names in a folder that is no run and that no start is making into one."""
     found: list[str] = []
-    for _ in range(LOOKS):
+    for _ in range(LISTINGS):
         found = sorted(os.listdir(run.root)) if run.root.is_dir() else []
         if not found or MAKING in found or {run.config.name, run.manifest.name} <= set(found):
             return []
@@ -87,13 +93,13 @@ def _foreign(run: RunDir) -> list[str]:
 
 
 @contextlib.contextmanager
-def making(run: RunDir, limit_s: float = MAKING_S) -> Iterator[RunDir | None]:
-    """Where this start makes the run's files; others wait, and get None once the run is made.
+def making(run: RunDir, timeout_s: float = MAKING_TIMEOUT_S) -> Iterator[RunDir | None]:
+    """Yield the folder in which this start makes the run's files; others wait, and get None at the end.
 
-    A start that seems dead loses the folder that it writes in, so that one which was slow can do no harm.
+    A start that seems dead loses its folder, so that it does no harm if it was only slow.
 
     Raises:
-        StorageError: This start was taken for dead.
+        StorageError: Another start believed this one to be dead.
     """
     taken, seen, since = run.root / MAKING, 0, 0.0
     place = RunDir(taken / secrets.token_hex(4))
@@ -105,7 +111,7 @@ def making(run: RunDir, limit_s: float = MAKING_S) -> Iterator[RunDir | None]:
                 made = taken.stat().st_mtime_ns
                 if made != seen:
                     seen, since = made, time.monotonic()
-                elif time.monotonic() - since > limit_s:  # whoever took it has died
+                elif time.monotonic() - since > timeout_s:  # its maker has died
                     folders.remove(taken)
             time.sleep(PAUSE_S)
             continue
@@ -146,16 +152,16 @@ def publish(run: RunDir, place: RunDir, config: RunConfig, taken: Taken, model_s
             environment=environment.own_environment(),
         ),
     )
-    replace(place.manifest, run.manifest)  # first: a folder that has it is a run's, also when this start dies
+    replace(place.manifest, run.manifest)  # first: it marks the folder as a run's, should this start die
     run.make()
     for path in list(place.root.iterdir()):
         replace(path, run.root / path.name)
     atomic.write(place.config, data)
-    place.config.rename(run.config)  # last: its presence means that the run is whole
+    place.config.rename(run.config)  # last: it marks the run as complete
 
 
 def renew_code(run: RunDir) -> None:
-    """Give a run the code of this checkout."""
+    """Replace a run's code by that of this checkout."""
     _copy_code(run, run)
     manifest = atomic.get(run.manifest, RunManifest)
     changes = {"commit": _commit(), "environment": environment.own_environment()}
@@ -163,20 +169,20 @@ def renew_code(run: RunDir) -> None:
 
 
 def key(run: RunDir, config: RunConfig) -> str:
-    """What every engine route asks for: the key of somebody else's engine, else the run's own."""
+    """Return the key of every engine route: that of an external engine, else the run's own."""
     given = os.environ.get(attach.KEY, "") if config.inference.url else ""
     known = run.token.read_text(encoding="ascii").strip() if run.token.exists() else ""
     return given or known or secrets.token_hex(16)
 
 
 def option(config: RunConfig) -> str:
-    """By which option people name a run's folder."""
+    """Return the command line option that names a run's folder."""
     return "--out" if config.mode == "eval" else "--run"
 
 
 def _copy_code(run: RunDir, place: RunDir) -> None:
-    """Jobs of a run that lasts for weeks must not see what is changed in the checkout meanwhile."""
-    copy = atomic.temporary(run.code)  # not in `place`: copying would make it anew after it was taken away
+    """Copy the packages, so that jobs of a long run do not see later changes of the checkout."""
+    copy = atomic.temporary(run.code)  # not in `place`: copying would make it again after its removal
     with atomic.storage(run.code):
         for package in PACKAGES:
             source = Path(__file__).parents[2] / package
@@ -185,19 +191,19 @@ def _copy_code(run: RunDir, place: RunDir) -> None:
 
 
 def replace(new: Path, final: Path) -> None:
-    """Also a folder, which a rename alone would not."""
-    mine = atomic.temporary(final)
-    new.rename(mine)  # fails where another start has taken it away, and before anything is moved for it
+    """Rename `new` to `final`, also where a folder is there, which rename(2) alone would refuse."""
+    moved = atomic.temporary(final)
+    new.rename(moved)  # fails, before anything else is moved, where another start has removed it
     if final.is_dir():
         final.rename(atomic.temporary(final))
-    mine.rename(final)
+    moved.rename(final)
 
 
 def take_tasks(config: RunConfig) -> Taken:
-    """The run's tasks; that there are fewer than asked for is said.
+    """Return the run's tasks; log when there are fewer than asked for.
 
     Raises:
-        ConfigError: There are none, or their images are missing.
+        ConfigError: There are none, or their images are not those that were checked.
     """
     wanted = config.tasks
     taken = wanted.take(config.taskset)
@@ -228,7 +234,7 @@ def take_tasks(config: RunConfig) -> Taken:
 
 
 def encoded(config: RunConfig) -> bytes:
-    """A configuration as run.json holds it."""
+    """Encode a configuration for run.json."""
     return msgspec.json.format(msgspec.json.encode(configuration.dump(config)), indent=2)
 
 
@@ -239,7 +245,7 @@ def _commit() -> str:
 
 
 def digest(model: Path) -> str:
-    """Of the names and contents of a model folder's files; minutes for a large one."""
+    """Return a digest of a model folder's file names and contents; a large model takes minutes."""
     total = hashlib.sha256()
     for path in sorted(path for path in model.iterdir() if path.is_file()):
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The environment variables that a run keeps for its jobs."""
+"""Select the environment variables that a run keeps for its jobs."""
 
 import os
 
@@ -9,11 +9,11 @@ KEPT = (
     *("MODULE", "LOADEDMODULES", "_LMFILES_", "LMOD_", "APPTAINER_", "SINGULARITY_", "HF_", "OMP_", "MKL_"),
     *("CUDA_", "NVIDIA_", "NCCL_", "NVSHMEM_", "UCX_", "FI_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_"),
 )
-"""How the names of variables begin that a run keeps; a tick of cron has none of them."""
+"""Prefixes of the variables that a run keeps; a tick of cron has none of them."""
 
 
 def own_environment() -> dict[str, str]:
-    """What jobs need of this process's environment: how programs are found, and how they are set up."""
+    """Return the variables of this process that say where programs are and how they are set up; no secret."""
     return {
         name: text
         for name, text in os.environ.items()

@@ -1,4 +1,4 @@
-"""What each file and folder of a run has to say to a person."""
+"""Render each file and folder of a run as text for people."""
 
 import json
 import struct
@@ -38,7 +38,7 @@ EPISODE = ("task_id", "outcome", "exit_status")
 
 
 def readable(value: object, key: str = "") -> object:
-    """Builtins of a record with packed arrays as lists."""
+    """Convert a record to builtins, with packed arrays as lists."""
     if isinstance(value, msgspec.Struct):
         return {name: readable(getattr(value, name), name) for name in value.__struct_fields__}
     if isinstance(value, bytes):
@@ -53,7 +53,7 @@ def readable(value: object, key: str = "") -> object:
 
 
 def exhibit(path: Path) -> str:
-    """Any file or folder of a run as text.
+    """Render any file or folder of a run.
 
     Raises:
         HpcSweError: It is damaged; the message says where.
@@ -64,12 +64,12 @@ def exhibit(path: Path) -> str:
     if path.name == RunDir.token.name:
         return "the bearer token of every engine route: a secret, so it is not shown"
     if path.parent.name == RunDir.control.name and not path.stat().st_size:
-        return f"the order {path.name} stands; remove the file, or `launch start` the run, to take it back"
+        return f"the order {path.name} stands; remove the file, or `launch start` the run, to cancel it"
     return _OF_SUFFIX.get(path.suffix, _other)(path)
 
 
 def pretty(value: object) -> str:
-    """JSON text of several lines."""
+    """Format a value as JSON of several lines."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
 
 
@@ -81,7 +81,7 @@ def _json(path: Path) -> str:
 
 
 def _lines(path: Path) -> str:
-    """A metrics log as a table of its curves; any other JSON lines one by one."""
+    """Render a metrics log as a table of its curves, and any other JSON lines one by one."""
     if path.parent.name != RunDir.metrics.name:
         return "\n".join(clean(line) for line in path.read_text(errors="replace").splitlines())
     last: dict[str, tuple[int, float, int]] = {}
@@ -112,17 +112,17 @@ def _parquet(path: Path) -> str:
         raise CorruptRecord(f"{path}: no parquet table: {error}") from None
     found = [[_short(value) for value in row.values()] for row in (rows.to_pylist() if rows else [])]
     count = table.metadata.num_rows
-    told = [
+    parts = [
         _table(columns, found),
         f"{count} rows" + (f", the first {MOST_ROWS} of them" if count > MOST_ROWS else ""),
     ]
     if "record" in names and set(EPISODE) <= set(names):
-        told.append("conversations: the same command with --task, --outcome or --exit")
-    return "\n".join(told)
+        parts.append("conversations: the same command with --task, --outcome or --exit")
+    return "\n".join(parts)
 
 
 def _tensors(path: Path) -> str:
-    """The header of a safetensors file: names, types and shapes."""
+    """Render the header of a safetensors file: names, types and shapes."""
     with path.open("rb") as file:
         head = file.read(8)
         size = struct.unpack("<Q", head)[0] if len(head) == 8 else HEADER + 1
@@ -133,27 +133,27 @@ def _tensors(path: Path) -> str:
             (n, t["dtype"], "x".join(map(str, t["shape"]))) for n, t in found.items() if n != "__metadata__"
         ]
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise CorruptRecord(f"{path}: no safetensors file: its header cannot be read") from None
+        raise CorruptRecord(f"{path}: not a safetensors file: its header cannot be read") from None
     return "\n".join([_table(("tensor", "dtype", "shape"), rows), f"{len(rows)} tensors, {_bytes(path)}"])
 
 
 def _other(path: Path) -> str:
-    """A message of a spool or a batch, a log, or what nothing here reads."""
+    """Render a message of a spool, a batch, or a log; of any other binary file only its size."""
     kind = next((KINDS[part] for part in reversed(path.absolute().parts[:-1]) if part in KINDS), None)
     if kind is not None and (path.suffix in ("", ".msgpack") or "~" in path.name):
         return pretty(readable(atomic.get(path, kind)))
     if ".tfevents." in path.name:
         return f"{_bytes(path)} of curves and texts: tensorboard --logdir {path.parent}"
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - MOST_TEXT))  # of a long log, its end
+        file.seek(max(0, path.stat().st_size - MOST_TEXT))  # a long log is cut at its beginning
         data = file.read()
     if b"\0" in data:
-        return f"{_bytes(path)}, which are no text and no record of a run"
+        return f"{_bytes(path)}, neither text nor a record of a run"
     return clean(data.decode(errors="replace"))
 
 
 def _folder(path: Path) -> str:
-    """A run, a published folder by its manifest, a spool by its states; else its entries."""
+    """Render a run, a published folder by its manifest, a spool by its states, or else the entries."""
     run = RunDir(path)
     if run.config.exists():
         return _run(run)
@@ -178,9 +178,9 @@ def _run(run: RunDir) -> str:
     ):
         names = sorted(atomic.names(at)) if at.is_dir() else []
         rows.append((name, len(names), names[-1] if names else "", f"{at}"))
-    told = [_table(("what", "count", "newest", "folder"), rows)]
-    told.append(f"episodes: python -m hpc_swe.show {run.root} --task TASK, --outcome OUTCOME, --step N")
-    return "\n".join([*told, f"how it fares: python -m hpc_swe.status {run.root}"])
+    parts = [_table(("what", "count", "newest", "folder"), rows)]
+    parts.append(f"episodes: python -m hpc_swe.show {run.root} --task TASK, --outcome OUTCOME, --step N")
+    return "\n".join([*parts, f"its state: python -m hpc_swe.status {run.root}"])
 
 
 def _published(path: Path, manifest: Path) -> str:
@@ -194,10 +194,10 @@ def _published(path: Path, manifest: Path) -> str:
         total = sum(info["size"] for info in files.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptRecord(f"{manifest}: no manifest: {error}") from None
-    told = [
+    parts = [
         f"{path.name}: {len(files)} files, {total:,} bytes" + (f", {len(tensors)} tensors" if tensors else "")
     ]
-    return "\n".join([*told, clean(pretty(found)), _table(("file", "bytes", "sha256"), rows), *missing])
+    return "\n".join([*parts, clean(pretty(found)), _table(("file", "bytes", "sha256"), rows), *missing])
 
 
 def _entries(path: Path) -> str:
@@ -218,7 +218,7 @@ def _short(value: object) -> object:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as their longest cell, so that a pager may scroll sideways."""
+    """Make columns as wide as their longest cell; a pager may scroll sideways."""
     cells = [[*head], *([_cell(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(_row(row, widths) for row in cells)
@@ -233,10 +233,10 @@ def _cell(value: object) -> str:
 
 
 def records(path: Path, wanted: Mapping[str, str]) -> Iterator[ScoredEpisode]:
-    """Episodes of a table whose columns are as wanted, in its order.
+    """Read the episodes of a table whose columns have the wanted values, in the table's order.
 
     Raises:
-        CorruptRecord: It is no table of episodes.
+        CorruptRecord: It is not a table of episodes.
     """
     try:
         names = pq.read_schema(path).names

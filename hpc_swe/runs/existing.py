@@ -1,15 +1,11 @@
-"""Open a run that exists, after checking that it is ours, closed to others, and of this protocol."""
+"""Open a run that exists, after checking its owner, its mode and its protocol."""
 
 import json
 import os
 from pathlib import Path
 
 from hpc_swe import config as configuration
-from hpc_swe.errors import (
-    ConfigError,
-    CorruptRecord,
-    StaleRun,
-)
+from hpc_swe.errors import ConfigError, CorruptRecord, StaleRun
 from hpc_swe.records import RunManifest
 from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.settings import RunConfig
@@ -17,10 +13,10 @@ from hpc_swe.store import atomic
 
 
 def load(run: RunDir) -> RunConfig:
-    """The configuration of a run that exists.
+    """Return the configuration of a run that exists.
 
     Raises:
-        ConfigError: There is no run in the folder, or it belongs to somebody else.
+        ConfigError: The folder holds no run, or it belongs to another user.
         CorruptRecord: Its configuration cannot be read.
         StaleRun: It was made under another protocol version.
     """
@@ -35,10 +31,10 @@ def load(run: RunDir) -> RunConfig:
     except (IsADirectoryError, ValueError) as error:
         raise _damaged(run, str(error)) from None
     if not isinstance(tree, dict):
-        raise _damaged(run, "no table")
+        raise _damaged(run, "not a table")
     if owner != os.getuid():
         raise ConfigError(f"{run.root}: belongs to user {owner}; a run is acted on by its owner only")
-    require_closed(run.root)
+    require_private(run.root)
     if manifest.protocol != PROTOCOL:
         raise StaleRun(
             f"{run.root}: protocol {manifest.protocol}, this code reads {PROTOCOL}; use {manifest.commit}"
@@ -48,12 +44,12 @@ def load(run: RunDir) -> RunConfig:
 
 def _damaged(run: RunDir, why: str) -> CorruptRecord:
     return CorruptRecord(
-        f"{run.config}: not the configuration of a run: {why}; put back what was there, or start another run"
+        f"{run.config}: not the configuration of a run: {why}; restore the file, or start another run"
     )
 
 
-def require_closed(root: Path) -> None:
-    """A run holds keys, and what its jobs believe: nobody else may read or write in it.
+def require_private(root: Path) -> None:
+    """Require that nobody else may read or write a run: it holds keys, and jobs trust what it says.
 
     Raises:
         ConfigError: Its folder belongs to another user, or is open to group or others.

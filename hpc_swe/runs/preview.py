@@ -1,4 +1,4 @@
-"""What `launch start --dry-run` prints: every batch script, and what the run would cost. It makes nothing."""
+"""Print every batch script of a run and what it would cost, for `launch start --dry-run`; make nothing."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ def show(run: RunDir, config: RunConfig) -> None:
     """Print the merged configuration, the batch scripts and the costs.
 
     Raises:
-        ConfigError: The model's config.json is missing, or describes what is not built here.
+        ConfigError: The model's config.json is missing, or describes a model that is not supported.
     """
     print("### the merged configuration, with all defaults")
     print("\n".join(configuration.toml(configuration.dump(config))), end="\n\n")
@@ -34,7 +34,7 @@ def show(run: RunDir, config: RunConfig) -> None:
 
 
 def scripts(run: RunDir, config: RunConfig) -> list[str]:
-    """What an empty queue would be given: one script an array, each under a line that counts its jobs."""
+    """Return the scripts that an empty queue would get: one per array, below a line that counts its jobs."""
     found = []
     for role, count in job_counts.desired(config).items():
         number = submissions.newest(run, role).number if run.config.exists() else 0

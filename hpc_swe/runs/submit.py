@@ -1,8 +1,8 @@
-"""Desired minus alive is to submit: the pure decision, and the few lines that act on it.
+"""Submit the jobs that a run lacks: desired minus alive. `decide` is pure, and `tick` acts on it.
 
-launch/ is read before the queue, so what the queue shows can only be newer; and a submission is taken by
-mkdir. So two ticks at once submit once; a third may void what a slow one is about to submit, which wastes a
-submission and nothing else.
+launch/ is read before the queue, so the queue can only be newer; and mkdir reserves a submission. So two
+ticks at once submit once. A third tick may void what a slow one is about to submit, which wastes one
+submission.
 """
 
 import logging
@@ -24,42 +24,48 @@ from hpc_swe.store.submissions import LatestSubmission, Started, Submitted
 
 log = logging.getLogger(__name__)
 
-GENERATIONS = 3  # submissions of a role that may fail one after another
+GENERATIONS = 3
+"""Submissions of a role that may fail one after another before it counts as stuck."""
 FAILED = ("FAILED", "OUT_OF_MEMORY", "BOOT_FAIL")
-OPEN = ("PENDING", "RUNNING", "REQUEUED", "COMPLETING")  # in the book of what the queue shows no more
-REST_S = 600.0  # before it is left alone for so long
+OPEN = ("PENDING", "RUNNING", "REQUEUED", "COMPLETING")
+"""States that accounting may still have for jobs that have left the queue."""
+REST_S = 600.0
+"""Seconds for which nothing is submitted for a role that is stuck."""
 
-History = tuple[int, Submitted, list[Started]]  # a submission's number, and what is noted of it
+History = tuple[int, Submitted, list[Started]]
+"""Number of a submission, its note, and the notes of its jobs."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a tick does about one role."""
+    """Describe what a tick does for one role."""
 
     missing: int = 0
     """Jobs to submit."""
     cancel: list[str] = field(default_factory=list)
-    """Jobs that are too many and still wait, or will never start."""
+    """Surplus jobs that still wait, and jobs that will never start."""
     close: str = ""
-    """Id of the job by which an open submission is closed."""
+    """Id of a job that shows that the open submission succeeded; it is noted."""
     doubt: bool = False
+    """The open submission shows no job; the next tick voids it."""
     void: bool = False
+    """Jobs of the open submission that turn up later must end."""
 
 
 @dataclass(frozen=True)
 class TickResult:
-    """What a tick did."""
+    """Describe what a tick did."""
 
     submit: dict[Role, int] = field(default_factory=dict)
     cancel: list[str] = field(default_factory=list)
     stuck: dict[Role, str] = field(default_factory=dict)
-    """Role -> why nothing is submitted, or why its jobs wait for a person."""
+    """Role -> the reason why nothing is submitted, or why its jobs wait for a person."""
     lost: list[Role] = field(default_factory=list)
-    """Stuck roles of which no job lives."""
+    """Stuck roles without a live job."""
 
 
 def decide(wanted: int, jobs: Sequence[Job], newest: LatestSubmission) -> Decision:
-    """About one role, from its jobs in the queue and its newest submission."""
+    """Decide for one role from its jobs in the queue and its newest submission."""
     living = [job for job in jobs if job.state != "broken" and job.submission not in newest.voided]
     broken = [job.job for job in jobs if job not in living]
     shown = [job.job for job in jobs if job.submission == newest.number]
@@ -78,15 +84,15 @@ def decide(wanted: int, jobs: Sequence[Job], newest: LatestSubmission) -> Decisi
 def failures(
     histories: Sequence[History], endings: Mapping[str, str] | None, living: Collection[int]
 ) -> list[History]:
-    """The submissions that came to nothing, newest first, back to the last one that did not.
+    """List the failed submissions, newest first, back to the last one that did not fail.
 
-    One that has left the queue without a trace is passed over while a book may still tell of it: it lags
-    behind the queue, by minutes where much is submitted. Where there is no book such a one has not failed.
+    A submission that has left the queue without a note is skipped while accounting may still report it: on a
+    busy cluster accounting is minutes behind the queue. Without accounting it has not failed.
 
     Args:
         histories: The last submissions, oldest first.
-        endings: What the book says of those that do not tell their end themselves; None if there is none.
-        living: Submissions of which the queue shows a job.
+        endings: Accounting's record of submissions that did not note their end; None without accounting.
+        living: Submissions that have a job in the queue.
     """
     found: list[History] = []
     for history in reversed(histories):
@@ -99,8 +105,8 @@ def failures(
 
 
 def submission(run: RunDir, config: RunConfig, role: Role, number: int, count: int) -> Submission:
-    """Some jobs of a role, in the environment of the run's start: cron's own knows no module."""
-    words = [sys.executable, "-P"]  # not from the working folder
+    """Describe some jobs of a role, in the environment of the run's start; that of cron has no modules."""
+    words = [sys.executable, "-P"]  # import nothing from the working folder
     words += ["-m", "jobs.run", role, str(run.root), f"--submission={number}"]
     return Submission(
         run_id=run_id(run),
@@ -122,7 +128,7 @@ def _environment(run: RunDir) -> dict[str, str]:
 
 
 def run_id(run: RunDir) -> str:
-    """What the scheduler calls the run; of one that is not made yet, the folder's name."""
+    """Return the run's name for the scheduler; before the run is made it is that of the folder."""
     try:
         return atomic.get(run.manifest, RunManifest).run_id
     except FileNotFoundError:
@@ -130,15 +136,15 @@ def run_id(run: RunDir) -> str:
 
 
 def tick(run: RunDir, config: RunConfig) -> TickResult:
-    """Submit what is missing; nothing while an order stands or when the run has finished.
+    """Submit missing jobs, unless an order stands or the run has finished.
 
     Raises:
-        SchedulerError: The scheduler does not answer; nothing was submitted.
+        SchedulerError: The scheduler does not answer. Nothing was submitted.
     """
     if orders.active(run):
         return TickResult()
-    newest, queue, decided = _look(run, config)
-    if orders.active(run):  # written before the queue ran empty because of it
+    newest, queue, decided = _decide_all(run, config)
+    if orders.active(run):  # an order that emptied the queue was written before
         return TickResult()
     for role, decision in decided.items():
         _settle(run, role, newest[role].number, decision)
@@ -160,7 +166,7 @@ def tick(run: RunDir, config: RunConfig) -> TickResult:
     return TickResult(submitted, cancel, stuck, lost)
 
 
-def _look(
+def _decide_all(
     run: RunDir, config: RunConfig
 ) -> tuple[dict[Role, LatestSubmission], list[Job], dict[Role, Decision]]:
     wanted = _needed(run, config)
@@ -174,7 +180,7 @@ def _look(
 
 
 def _needed(run: RunDir, config: RunConfig) -> dict[Role, int]:
-    """The desired jobs, without a learner that has nothing more to learn while others finish."""
+    """Return the desired jobs, without a learner that has finished before the others."""
     wanted = desired(config)
     if "learner" in wanted and checkpoints.is_trained(run, weights.newest(run), config.steps):
         wanted["learner"] = 0
@@ -184,9 +190,9 @@ def _needed(run: RunDir, config: RunConfig) -> dict[Role, int]:
 def _has_failed(
     submitted: Submitted, started: Sequence[Started], endings: Mapping[str, str] | None
 ) -> bool | None:
-    """None while the book does not tell."""
+    """Return None while accounting does not know."""
     if started and all(job.seconds >= 0 for job in started):
-        return all(job.code for job in started)  # jobs.run ends with an error only after it has tried in vain
+        return all(job.code for job in started)  # jobs.run gives up only after its retries
     if endings is None:
         return False
     ending = endings.get(submitted.job, "RUNNING")
@@ -216,7 +222,7 @@ def _stuck(run: RunDir, config: RunConfig, roles: Sequence[Role], queue: Sequenc
 
 
 def _last(entry: History) -> float:
-    """When a submission was last heard of."""
+    """Return the time of a submission's last note."""
     _, submitted, started = entry
     return max([submitted.at, *(job.at for job in started)])
 
@@ -235,7 +241,7 @@ def _settle(run: RunDir, role: Role, number: int, decision: Decision) -> None:
 
 
 def _submit(run: RunDir, config: RunConfig, role: Role, last: int, missing: int) -> int:
-    """Returns the number of jobs submitted: none when another tick is at it."""
+    """Submit jobs and return their number: 0 when another tick does so."""
     submitted = 0
     while submitted < missing:
         last, count = last + 1, min(missing - submitted, config.executor.array_size)

@@ -1,4 +1,4 @@
-"""Read what a run is doing: its folder, and one question to the scheduler."""
+"""Read the state of a run from its folder and from one request to the scheduler."""
 
 import time
 from collections import Counter
@@ -18,28 +18,29 @@ from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, orders, submissions
 
 ASK_S = 15.0
+"""Least seconds between two requests to the scheduler."""
 
 
 @dataclass(frozen=True)
 class Queue:
-    """What the scheduler and the ledger say of the run's jobs."""
+    """Hold what the scheduler and launch/ report about the run's jobs."""
 
     jobs: list[Job] = field(default_factory=list)
     silence: str = ""
-    """Why there is no answer."""
+    """Reason why the scheduler gave no answer; empty when it did."""
     submitted_s: dict[Role, float] = field(default_factory=dict)
     """Seconds since the newest submission of a role."""
     failures: list[str] = field(default_factory=list)
-    """What the last failed submissions said."""
+    """Last failed submissions, with the last line of their log."""
 
 
 @dataclass(frozen=True)
 class RunView:
-    """All that a screen shows."""
+    """Hold the state of a run at one time, as screens and bars show it."""
 
     name: str
     steps: int
-    """0 when the run takes none."""
+    """Optimizer steps of the whole run; 0 in an evaluation."""
     desired: Mapping[Role, int]
     orders: Sequence[str]
     queue: Queue
@@ -49,14 +50,14 @@ class RunView:
 
 
 class RunReader:
-    """Looks at a run; asks the scheduler, and reads what its jobs said, no more than every `ASK_S`."""
+    """Read a run; ask the scheduler, and read the notes of its jobs, at most every `ASK_S`."""
 
     def __init__(self, run: RunDir, config: RunConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._run, self._config, self._clock = run, config, clock
         self._queue, self._asked_at = Queue(), float("-inf")
 
     def look(self) -> RunView:
-        """The run as it stands."""
+        """Return the present state."""
         run, config = self._run, self._config
         if self._clock() >= self._asked_at + ASK_S:
             self._queue, self._asked_at = _ask(run, config), self._clock()
@@ -80,14 +81,14 @@ class RunReader:
 
 
 def _ended(view: RunView) -> RunView:
-    """A finished run of which no job is left: its last report was written while they lived."""
-    nobody = dict.fromkeys(view.desired, 0)
+    """Correct the view of a finished run without jobs: its last report describes live ones."""
+    none_desired = dict.fromkeys(view.desired, 0)
     report = view.report and msgspec.structs.replace(view.report, roles=[], waits_for="", step_s=0.0)
-    return replace(view, desired=nobody, report=report, engines=[])
+    return replace(view, desired=none_desired, report=report, engines=[])
 
 
 def duration(seconds: float) -> str:
-    """As people say it.
+    """Format seconds for people.
 
     Example:
         >>> duration(5400)
@@ -108,12 +109,12 @@ def _ask(run: RunDir, config: RunConfig) -> Queue:
     try:
         jobs = config.executor.queue(run)
     except SchedulerError as error:
-        silence = f"the scheduler does not answer, so what waits is not known: {error}"
+        silence = f"the scheduler does not answer, so waiting jobs are not known: {error}"
     running = Counter(job.role for job in jobs if job.state == "running")
     submitted, failures = {}, []
     for role, count in job_counts.desired(config).items():
         if running[role] >= count and run.status.exists():
-            continue  # one file a job is read below
+            continue  # the notes are one file per job
         history = submissions.history(run, role, submit.GENERATIONS)
         if history:
             submitted[role] = max(0.0, time.time() - history[-1][1].at)
@@ -124,21 +125,21 @@ def _ask(run: RunDir, config: RunConfig) -> Queue:
 
 
 def _failure(run: RunDir, role: Role, failed: Sequence[submit.History]) -> list[str]:
-    """Of the last submission that came to nothing: what its jobs and their log say."""
+    """Describe the last failed submission: exit code, host, and the last line of its log."""
     if not failed:
         return []
     number, submitted, started = failed[0]
     last = max(started, key=lambda job: job.seconds)
     rests = f", so tick rests {duration(submit.REST_S)}" if len(failed) >= submit.GENERATIONS else ""
     again = f"; {len(failed)} submissions running{rests}" if len(failed) > 1 else ""
-    said = f"{role}: exit code {last.code} on {last.host} after {duration(last.seconds)}{again}"
-    # a cluster's logs are named by the job, those of this machine by the submission
+    message = f"{role}: exit code {last.code} on {last.host} after {duration(last.seconds)}{again}"
+    # logs of a cluster are named by the job, logs of this machine by the submission
     names = [f"{submitted.job.partition(':')[0]}*", f"{number:06d}.log"]
-    return [said, *_last_words(run, [path for name in names for path in run.logs(role).glob(name)])]
+    return [message, *_last_line(run, [path for name in names for path in run.logs(role).glob(name)])]
 
 
-def _last_words(run: RunDir, logs: Sequence[Path]) -> list[str]:
-    """The newest of a job's logs, and its last line."""
+def _last_line(run: RunDir, logs: Sequence[Path]) -> list[str]:
+    """Return the name and the last line of a job's newest log."""
     found = [path for path in logs[:32] if path.stat().st_size]
     if not found:
         return []
@@ -146,5 +147,5 @@ def _last_words(run: RunDir, logs: Sequence[Path]) -> list[str]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 4096))
         lines = file.read().decode("ascii", "replace").split("\n")
-    words = [line.strip() for line in lines if line.strip()]
-    return [f"{path.relative_to(run.root)}: {words[-1]}"] if words else []
+    texts = [line.strip() for line in lines if line.strip()]
+    return [f"{path.relative_to(run.root)}: {texts[-1]}"] if texts else []

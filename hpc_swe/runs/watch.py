@@ -1,15 +1,10 @@
-"""Tick until a run has finished, as `launch start --wait`, `evaluate` and the demonstration do."""
+"""Watch a run until it has finished, for `launch start --wait`, `evaluate` and the demo."""
 
 import logging
 import time
 from collections.abc import Callable
 
-from hpc_swe.errors import (
-    DeadlineError,
-    HpcSweError,
-    SchedulerError,
-    StorageError,
-)
+from hpc_swe.errors import DeadlineError, HpcSweError, SchedulerError, StorageError
 from hpc_swe.plugins.executors.base import RunsHere
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import submit
@@ -29,12 +24,12 @@ def wait(
     *,
     detaches: bool = False,
 ) -> None:
-    """As `watch`, calling `each` at each look; but what ends the wait ends the run.
+    """Watch the run and call `each` at each tick; whatever interrupts this stops the run.
 
-    With `detaches` only a deadline ends the jobs of a cluster.
+    With `detaches` only a deadline stops the jobs of a cluster.
 
     Raises:
-        HpcSweError: As `watch`; the run is ended.
+        HpcSweError: As from `watch`; the run was stopped.
     """
     try:
         _watch(run, config, timeout_s, each)
@@ -46,10 +41,10 @@ def wait(
 
 
 def watch(run: RunDir, config: RunConfig, timeout_s: float) -> None:
-    """Tick until the run has finished and its processes are gone; whatever ends the watch, they go on.
+    """Submit missing jobs until the run has finished and its processes are gone; an interrupt leaves them.
 
     Raises:
-        HpcSweError: It was ordered to end before it had finished.
+        HpcSweError: The run was ordered to end before it had finished.
         DeadlineError: It takes longer than `timeout_s`, or a role cannot be kept alive.
     """
     _watch(run, config, timeout_s, lambda: None)
@@ -59,7 +54,7 @@ def watch(run: RunDir, config: RunConfig, timeout_s: float) -> None:
 def _watch(run: RunDir, config: RunConfig, timeout_s: float, each: Callable[[], None]) -> None:
     deadline = time.monotonic() + timeout_s
     while not orders.active(run) or alive(run, config):
-        plan = _tick_patiently(run, config)
+        plan = _tick(run, config)
         if plan.lost or time.monotonic() > deadline:
             why = "; ".join(f"{role}: {plan.stuck[role]}" for role in plan.lost)
             raise DeadlineError(f"{run.root}: {why or f'not finished after {timeout_s:g} s; see its logs/'}")
@@ -69,10 +64,11 @@ def _watch(run: RunDir, config: RunConfig, timeout_s: float, each: Callable[[], 
 
 def _require_finished(run: RunDir) -> None:
     if not run.finished.exists():
-        raise HpcSweError(f"{run.root}: ordered to end before it had finished; `launch start` goes on")
+        raise HpcSweError(f"{run.root}: ordered to end before it had finished; `launch start` continues it")
 
 
-def _tick_patiently(run: RunDir, config: RunConfig) -> TickResult:
+def _tick(run: RunDir, config: RunConfig) -> TickResult:
+    """Submit missing jobs, unless the scheduler or the file system does not answer."""
     try:
         return submit.tick(run, config)
     except (SchedulerError, StorageError) as error:
@@ -81,8 +77,8 @@ def _tick_patiently(run: RunDir, config: RunConfig) -> TickResult:
 
 
 def left(run: RunDir, config: RunConfig) -> str:
-    """What becomes of a run that nobody watches any more."""
+    """Say what happens to a run that is no longer watched."""
     if isinstance(config.executor, RunsHere) and config.executor.foreground:
-        return "left; its jobs end with this command, as [executor] foreground says"
+        return "stopped; its jobs end with this command, because [executor] foreground is set"
     status, end = (f"`python -m hpc_swe.{verb} {run.root}`" for verb in ("status", "launch stop"))
-    return f"left; its jobs go on. {status} shows how, {end} ends them"
+    return f"detached; jobs keep running. {status} shows them, {end} ends them"

@@ -1,1 +1,1 @@
-"""Tasks of SWE-bench before a run takes them: rows, sandbox images, and checks."""
+"""Prepare tasks of SWE-bench for runs: rows, sandbox images, and checks."""

@@ -1,8 +1,8 @@
-"""python -m hpc_swe.tasks.build_images CONFIG...: the sandbox images of a run's SWE-bench tasks.
+"""Build the sandbox images of a run's SWE-bench tasks: python -m hpc_swe.tasks.build_images CONFIG...
 
-From official images, of a registry or as archives, or from a local recipe that needs neither. In all of them
-the repository holds the task's base commit and nothing younger, and no file outside it shows the solution.
-Images that are there already are left alone, so the same command goes on after an interruption.
+An image is made from an official one, of a registry or an archive, or by a local recipe that needs neither.
+In each the repository holds the task's base commit and nothing younger, and no other file shows the solution.
+Existing images are kept, so the same command continues after an interruption.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from hpc_swe.tasks.images.store import ImageStore, Problem
 
 
 def wanted(config: RunConfig) -> tuple[ImageSandboxes, list[Problem]]:
-    """How sandboxes are opened, and what a run would take, one for each image."""
+    """Return the run's sandboxes, and one of its problems for each image."""
     if not isinstance(config.taskset, RepositoryTasks) or not isinstance(config.sandbox, ImageSandboxes):
         raise ConfigError("images are built for taskset.type = 'swebench' with sandbox.type = 'apptainer'")
     taken = config.tasks.take(config.taskset)
@@ -33,10 +33,10 @@ def wanted(config: RunConfig) -> tuple[ImageSandboxes, list[Problem]]:
 
 
 def run(store: ImageStore, source: ImageSource, problems: Sequence[Problem], jobs: int) -> int:
-    """Build what is missing, under a progress bar; the number of images that failed.
+    """Build missing images, with a progress bar, and return the number of failures.
 
     Raises:
-        StorageError: The disk is full; no further image was begun.
+        StorageError: The disk is full; no further image was started.
     """
     failed = 0
     with bars() as progress, ThreadPoolExecutor(jobs) as pool:
@@ -50,7 +50,7 @@ def run(store: ImageStore, source: ImageSource, problems: Sequence[Problem], job
                 except StorageError as error:
                     raise StorageError(
                         f"{store.images}: the disk is full ({str(error)[-300:]}). {done - failed} of "
-                        f"{len(problems)} images are there; make room and run the same command again"
+                        f"{len(problems)} images exist; free some space and run the same command again"
                     ) from None
                 except HpcSweError as error:
                     failed += 1
@@ -66,22 +66,23 @@ def _source(arguments: argparse.Namespace, sandbox: ImageSandboxes) -> ImageSour
     if arguments.source:
         return Pulled(arguments.source, sandbox)
     if not arguments.repository or not arguments.requirements:
-        raise ConfigError("say where images come from: --from, or --repository with --requirements")
+        raise ConfigError("name a source of images: --from, or --repository with --requirements")
     base = arguments.base or images / "python-pytest"
     return Built(images, base, arguments.repository, arguments.requirements, arguments.wheels)
 
 
 @cli.command
 def main() -> int:
-    """The command line."""
+    """Build the images that the command line names."""
     os.umask(0o022)
     parser = argparse.ArgumentParser(
-        prog="python -m hpc_swe.tasks.build_images", description="Sandbox images."
+        prog="python -m hpc_swe.tasks.build_images",
+        description="Build sandbox images of SWE-bench.",
     )
     parser.add_argument("words", nargs="+", help="TOML files, then overrides such as tasks.train=5")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="images at a time")
-    parser.add_argument("--keep-leaks", action="store_true", help="build images that show the solution, too")
-    pulled = parser.add_argument_group("from images of others")
+    parser.add_argument("--keep-leaks", action="store_true", help="also build images that show the solution")
+    pulled = parser.add_argument_group("from existing images")
     pulled.add_argument(
         "--from",
         dest="source",
@@ -92,16 +93,16 @@ def main() -> int:
     recipe = parser.add_argument_group("from a local recipe")
     recipe.add_argument("--repository", type=Path, help="git repository with the base commits")
     recipe.add_argument("--requirements", type=Path, help="packages of the environment")
-    recipe.add_argument("--wheels", type=Path, help="folder of wheels; without it pip looks where it does")
+    recipe.add_argument("--wheels", type=Path, help="folder of wheels (default: pip's configured index)")
     recipe.add_argument("--base", type=Path, help="unpacked base image (default: python-pytest beside them)")
     arguments = cli.parse(parser)
     sandbox, problems = wanted(configuration.from_words(arguments.words))
     store = ImageStore(Path(sandbox.images), arguments.keep_leaks)
     source = _source(arguments, sandbox)
-    with store.alone():
+    with store.locked():
         failed = run(store, source, problems, max(1, arguments.jobs))
     say(f"{len(problems) - failed} of {len(problems)} images are in {store.images}")
-    return bool(failed)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""python -m hpc_swe.tasks.check CONFIG...: is each task of a run fit to be trained on?
+"""Check whether a run can train on its tasks: python -m hpc_swe.tasks.check CONFIG...
 
-The reference must resolve it and nothing must not, the same in every run, in fresh sandboxes, by the run's
-own grader. The verdicts are lines of a file, written as they come, so the same command goes on after an
-interruption. A task is checked again when its image, tests or reference, or the grader's settings, are others
-than they were, and when the host was to blame. `taskset.checked` makes a run take only what is usable.
+The reference must resolve a task and the empty patch must not, the same in every run, in fresh sandboxes, by
+the run's own grader. Each check is a line of a file, written at once, so the same command continues after an
+interruption. A task is checked again when its image, tests or reference, or the grader's settings, have
+changed, and when the host failed. With `taskset.checked` a run takes only usable tasks.
 """
 
 import argparse
@@ -44,12 +44,12 @@ from hpc_swe.screen import bars, console, say
 from hpc_swe.settings import RunConfig
 
 COLUMNS = ("open", "apply", "tests", "judge", "bare", "overhead")
-STEP_S = 120.0
+APPLY_TIMEOUT_S = 120.0
 
 
 @dataclass
 class Clocked(Sandboxes):
-    """Sandboxes of one grading, and where its time goes: the last command of a sandbox is its tests."""
+    """Measure the parts of one grading; the last command of a sandbox runs the tests."""
 
     sandboxes: Sandboxes
     open_s: float = 0.0
@@ -57,18 +57,18 @@ class Clocked(Sandboxes):
     tests_s: float = 0.0
 
     def check(self) -> None:
-        """As the sandboxes' own."""
+        """Check the wrapped sandboxes."""
         self.sandboxes.check()
 
     def seconds(self, whole_s: float, bare_s: float) -> Seconds:
-        """Of a grading that took so long."""
+        """Return the parts of a grading of `whole_s` seconds, whose tests alone take `bare_s`."""
         parts = {"open": self.open_s, "apply": self.apply_s, "tests": self.tests_s}
         rest = whole_s - sum(parts.values())
         return Seconds(**parts, judge=rest, bare=bare_s, overhead=whole_s - bare_s)
 
     @contextmanager
     def open(self, task: Task) -> Iterator[Sandbox]:
-        """As the sandboxes' own."""
+        """Open a sandbox and measure it."""
         asked = time.monotonic()
         with self.sandboxes.open(task) as sandbox:
             clocked, opened = _ClockedSandbox(sandbox), time.monotonic()
@@ -99,16 +99,16 @@ class _ClockedSandbox(SandboxWrapper):
 
 @dataclass(frozen=True)
 class Checker:
-    """What all checks of one call have in common."""
+    """Check tasks with one grader."""
 
     grader: Grader
     sandboxes: Sandboxes
     runs: int
     images: Path | None = None
-    """Folder of the images, for their digests; None has none."""
+    """Folder of the images, for their digests; None when images are not files."""
 
     def check(self, task: Task, reference: str) -> TaskCheck:
-        """Grade the reference and nothing, in turns."""
+        """Grade the reference and the empty patch in turns."""
         gold: list[Score] = []
         empty: list[Score] = []
         seconds: list[Seconds] = []
@@ -119,7 +119,7 @@ class Checker:
             for _ in range(self.runs):
                 watch = Clocked(self.sandboxes)
                 began = time.monotonic()
-                with boundary(EpisodeError, "grade"):  # whatever a parser of swebench's raises at this task
+                with boundary(EpisodeError, "grade"):  # swebench's parsers may raise anything
                     gold.append(self._grade(task, reference, watch))
                     whole_s = time.monotonic() - began
                     if gold[-1].outcome == "resolved":
@@ -129,7 +129,7 @@ class Checker:
             if kind == "usable":
                 versions, unchanged = self._changed(task, reference)
         except (EpisodeError, ConfigError) as error:
-            kind, reason = "broken", str(error)  # also when only the choice of changed tests failed
+            kind, reason = "broken", str(error)  # also when only the search for changed tests failed
         return TaskCheck(
             task_id=task.task_id,
             verdict=kind,
@@ -151,14 +151,14 @@ class Checker:
             return self.grader.changed_tests(task, reference, self.sandboxes)
 
     def is_known(self, task: Task, reference: str, verdict: TaskCheck | None) -> bool:
-        """Whether a verdict still holds."""
+        """Return whether a check still holds."""
         if verdict is None or verdict.verdict == "broken" or len(verdict.gold) < self.runs:
             return False
         now = self._image(task), self._settings(task, reference)
         return now == (verdict.image_digest, verdict.settings)
 
     def _grade(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
-        """One grading, and once more if the host failed."""
+        """Grade a patch, and once more if the host failed."""
         judge = self.grader.examine if isinstance(self.grader, Examiner) else self.grader.grade
         try:
             return judge(task, submission, sandboxes)
@@ -174,16 +174,16 @@ class Checker:
 
 
 def judged(gold: Sequence[Score], empty: Sequence[Score]) -> tuple[Kind, str]:
-    """What the runs amount to, and why."""
+    """Combine the scores of all runs into a verdict and its reason."""
     for what, scores in (("the reference", gold), ("nothing", empty)):
         for number, score in enumerate(scores[1:], start=2):
             if (score.outcome, set(score.failed)) != (scores[0].outcome, set(scores[0].failed)):
                 differ = _some(set(score.failed) ^ set(scores[0].failed))
-                told = f"{scores[0].outcome} in run 1, {score.outcome} in run {number} of {len(scores)}"
-                return "flaky", f"{what}: {told}; differ: {differ}"
+                outcomes = f"{scores[0].outcome} in run 1, {score.outcome} in run {number} of {len(scores)}"
+                return "flaky", f"{what}: {outcomes}; differ: {differ}"
     if gold[0].outcome != "resolved":
-        said = " ".join(gold[0].detail.split())[-300:]
-        return "gold_fails", f"{gold[0].outcome}: {_some(gold[0].failed)}; {said}"
+        detail = " ".join(gold[0].detail.split())[-300:]
+        return "gold_fails", f"{gold[0].outcome}: {_some(gold[0].failed)}; {detail}"
     if empty[0].outcome == "resolved":
         return "empty_passes", f"without a change pass {_some(empty[0].passed)}"
     return "usable", ""
@@ -201,7 +201,7 @@ def _medians(seconds: Sequence[Seconds]) -> Seconds | None:
 
 
 def _bare_s(task: Task, reference: str, sandboxes: Sandboxes) -> float:
-    """Seconds of the task's own tests where nothing is watched, and nothing judged."""
+    """Measure the task's own tests without a grader, in seconds."""
     if not task.base_commit:
         task = msgspec.structs.replace(task, files=apply(task, reference) | task.tests.files)
     with sandboxes.open(task) as sandbox:
@@ -209,7 +209,7 @@ def _bare_s(task: Task, reference: str, sandboxes: Sandboxes) -> float:
         if task.base_commit:
             sandbox.write(".git/bare.patch", reference.encode())
             sandbox.write(".git/bare.sh", command.encode())
-            sandbox.run("git apply --whitespace=nowarn .git/bare.patch", STEP_S)
+            sandbox.run("git apply --whitespace=nowarn .git/bare.patch", APPLY_TIMEOUT_S)
             command = "bash .git/bare.sh > .git/bare.log 2>&1"
         began = time.monotonic()
         sandbox.run(command, task.tests.timeout_s)
@@ -217,13 +217,13 @@ def _bare_s(task: Task, reference: str, sandboxes: Sandboxes) -> float:
 
 
 def wanted(config: RunConfig) -> tuple[list[Task], dict[str, str]]:
-    """The tasks that a run would take were all usable, and their references."""
+    """Return the tasks that a run would take if all were usable, and their references."""
     taskset = config.taskset
     if isinstance(taskset, RepositoryTasks):
         taskset = taskset.unchecked()
     if not isinstance(taskset, Referenced):
         raise ConfigError(
-            f"[taskset] {type(taskset).__name__} gives no references, so its tasks cannot be checked"
+            f"[taskset] {type(taskset).__name__} has no references, so its tasks cannot be checked"
         )
     taken = config.tasks.take(taskset)
     tasks = taken["train"] + taken["eval"]
@@ -260,7 +260,7 @@ def run(
 
 
 def table(verdicts: Sequence[TaskCheck]) -> Table:
-    """One row a task; seconds are medians over its runs of the reference."""
+    """Return a table with a row per task; seconds are medians over the runs of the reference."""
     words = ("task", "verdict", "reference", "nothing", "second sitting")
     shown = tables.table(words, [f"{name} s" for name in COLUMNS])
     for one in verdicts:
@@ -278,7 +278,7 @@ def _tally(outcomes: Sequence[str]) -> str:
     return ", ".join(f"{count} {outcome}" for outcome, count in Counter(outcomes).most_common()) or "-"
 
 
-def _tell(verdicts: Sequence[TaskCheck], out: Path) -> None:
+def _show(verdicts: Sequence[TaskCheck], out: Path) -> None:
     tables.show(console, table(verdicts))
     for one in verdicts:
         if one.verdict != "usable":
@@ -303,11 +303,11 @@ def _tell(verdicts: Sequence[TaskCheck], out: Path) -> None:
 
 @cli.command
 def main() -> int:
-    """The command line."""
+    """Check the tasks that the command line names."""
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     parser = argparse.ArgumentParser(
-        prog="python -m hpc_swe.tasks.check", description="Are tasks fit to train on?"
+        prog="python -m hpc_swe.tasks.check", description="Check whether a run can train on its tasks."
     )
     parser.add_argument("words", nargs="+", help="TOML files, then overrides such as tasks.train=5")
     parser.add_argument("--out", type=Path, default=Path("tasks/checked.jsonl"), help="file of verdicts")
@@ -319,9 +319,9 @@ def main() -> int:
     config.sandbox.check()
     images = Path(config.sandbox.images) if isinstance(config.sandbox, ImageSandboxes) else None
     checker = Checker(config.grader, WatchedSandboxes(config.sandbox), max(1, arguments.runs), images)
-    verdicts = run(checker, tasks, references, arguments.out, max(1, arguments.jobs))
-    _tell(verdicts, arguments.out)
-    return not any(one.verdict == "usable" for one in verdicts)
+    checks = run(checker, tasks, references, arguments.out, max(1, arguments.jobs))
+    _show(checks, arguments.out)
+    return 0 if any(each.verdict == "usable" for each in checks) else 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""python -m hpc_swe.tasks.prepare SOURCE --out FILE: rows of SWE-bench, checked, in one file.
+"""Check rows of SWE-bench and write them to one file: python -m hpc_swe.tasks.prepare SOURCE --out FILE.
 
-Every row goes through the code by which a run makes tasks of rows, so that what is wrong with a set is said
-here, all of it at once, and not on a compute node. The columns stay as they came.
+A task is made of every row as in a run, so that all faults of a dataset are reported here at once, and not on
+a compute node. The columns are not changed.
 """
 
 import argparse
@@ -32,24 +32,24 @@ from hpc_swe.screen import console, say
 
 @dataclass(frozen=True)
 class Prepared:
-    """One row that a run can use."""
+    """Hold a row that a run can use."""
 
     row: Row
     columns: dict[str, Any]
 
     @property
     def tests(self) -> str:
-        """Where the command of its tests comes from."""
+        """Name the source of the command that runs its tests."""
         if self.row.eval_script:
             return "its eval script"
         return "a known recipe" if self.row.repo in RECIPES else "needs a recipe"
 
 
 def records(source: str, split: str, revision: str | None) -> Iterable[tuple[str, Record]]:
-    """Where each row stands, and the row: of a file, of a folder of datasets, or of a hub.
+    """Yield each row with its place: from a file, a folder that datasets saved, or a hub.
 
     Raises:
-        ConfigError: There is no such source, or no way to it.
+        ConfigError: The source does not exist or cannot be reached.
     """
     path = Path(source)
     if path.is_file() or path.suffix in (".jsonl", ".parquet"):
@@ -63,9 +63,9 @@ def _of_datasets(source: str, split: str, revision: str | None) -> Iterator[tupl
     try:
         import datasets
     except ModuleNotFoundError:
-        raise ConfigError(f"{source}: only the package datasets reads it: pip install datasets") from None
+        raise ConfigError(f"{source}: this needs the package datasets: pip install datasets") from None
     datasets.disable_progress_bars()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # of each retry it tells, and then again
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # else it logs each retry twice
     is_saved = any(Path(source, name).exists() for name in ("state.json", "dataset_dict.json"))
     try:
         if is_saved:
@@ -88,9 +88,9 @@ def _of_datasets(source: str, split: str, revision: str | None) -> Iterator[tupl
 def prepare(
     found: Iterable[tuple[str, Record]], wanted: dict[str, str] | None
 ) -> tuple[list[Prepared], list[str]]:
-    """What can be used, in the order of `wanted` (id -> where it stands) if there is one; and all complaints.
+    """Return the usable rows and all complaints.
 
-    Of rows that are not wanted nothing is asked but an id.
+    With `wanted` (id -> its place in a file) only those rows are checked and returned, in that order.
     """
     good: dict[str, Prepared] = {}
     seen: dict[str, str] = {}
@@ -99,20 +99,22 @@ def prepare(
         try:
             values = columns(record)
             given = values.get("instance_id")
-            row_id = where if given is None else str(given)  # two rows without one are no twins
+            row_id = where if given is None else str(given)  # rows without an id are never duplicates
             if wanted is not None and row_id not in wanted:
                 continue
             if row_id in seen:
-                raise ConfigError(f"{where}: {row_id} is there twice: {seen[row_id]}")
+                raise ConfigError(f"{where}: {row_id} occurs twice: {seen[row_id]}")
             seen[row_id] = where
             good[row_id] = _prepared(where, record, values)
         except ConfigError as error:
             complaints.append(str(error))
-        except ValueError as error:  # what msgspec raises at a line that is no JSON
+        except ValueError as error:  # msgspec raises this at a line that is not JSON
             complaints.append(f"{where}: {error}")
     if wanted is None:
         return list(good.values()), complaints
-    complaints += [f"{place}: {row_id} is no row" for row_id, place in wanted.items() if row_id not in seen]
+    complaints += [
+        f"{place}: {row_id} is not a row" for row_id, place in wanted.items() if row_id not in seen
+    ]
     return [good[row_id] for row_id in wanted if row_id in good], complaints
 
 
@@ -126,7 +128,7 @@ def _prepared(where: str, record: Record, values: dict[str, Any]) -> Prepared:
 
 
 def write(rows: list[Prepared], out: Path) -> None:
-    """One parquet file, there whole or not at all.
+    """Write one parquet file, completely or not at all.
 
     Raises:
         ConfigError: A column holds values of several types.
@@ -154,8 +156,8 @@ def write(rows: list[Prepared], out: Path) -> None:
 
 
 def overview(rows: list[Prepared]) -> Table:
-    """A line for each repository."""
-    shown = tables.table(("repository", "rows", "versions", "tests are called by"))
+    """Return a table of the rows by repository."""
+    shown = tables.table(("repository", "rows", "versions", "tests are run by"))
     shown.columns[1].justify = "right"
     versions = defaultdict[tuple[str, str], list[str]](list)
     for one in rows:
@@ -171,17 +173,18 @@ def _as_numbers(version: str) -> list[tuple[int, str]]:
 
 @cli.command
 def main() -> None:
-    """The command line."""
+    """Check the rows that the command line names, and write them."""
     parser = argparse.ArgumentParser(
-        prog="python -m hpc_swe.tasks.prepare", description="Rows of SWE-bench as one checked file."
+        prog="python -m hpc_swe.tasks.prepare",
+        description="Check and write rows of SWE-bench.",
     )
     add = parser.add_argument
     add("source", help="name on a hub, .jsonl, .parquet, or folder saved by datasets")
     add("--out", type=Path, required=True, help="parquet file to write")
     add("--split", default="test", help="of a dataset (default: test)")
     add("--revision", help="of a dataset on a hub")
-    add("--ids", type=Path, help="file of instance ids, one a line: takes these, in this order")
-    add("--skip-bad", action="store_true", help="write the others when rows are bad")
+    add("--ids", type=Path, help="file of instance ids, one a line: take these, in this order")
+    add("--skip-bad", action="store_true", help="leave out bad rows")
     arguments = cli.parse(parser)
     if arguments.out.suffix != ".parquet":
         raise ConfigError(f"--out {arguments.out}: the file's name must end in .parquet")
@@ -190,7 +193,7 @@ def main() -> None:
     for complaint in complaints:
         say(complaint)
     if not rows or (complaints and not arguments.skip_bad):
-        remedy = "mend them, leave them out by --ids, or pass --skip-bad"
+        remedy = "correct them, leave them out with --ids, or pass --skip-bad"
         raise ConfigError(
             f"{len(complaints)} rows cannot be used: {remedy}" if complaints else "there are no rows"
         )

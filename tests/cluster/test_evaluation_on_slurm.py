@@ -38,7 +38,7 @@ def test_an_interrupt_leaves_the_jobs_and_the_same_command_finishes(healthy_clus
         first.send_signal(signal.SIGINT)
         said, _ = first.communicate(timeout=PATIENCE_S)
     assert first.returncode == 130, said
-    assert "left; its jobs go on" in said
+    assert "detached; jobs keep running" in said
     assert [path.name for path in small.out.control.iterdir() if path != small.out.finished] == []
     states = {job.state for job in cluster.jobs()}
     assert (states and states <= {"PENDING", "RUNNING"}) or small.out.finished.exists()

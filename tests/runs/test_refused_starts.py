@@ -108,7 +108,7 @@ def test_a_damaged_configuration_is_one_error_that_names_it(tmp_path, read, cont
     control.start(run, read(*(f"counts.{role}=0" for role in job_counts.ROLES["grpo"])))
     run.config.unlink()
     run.config.mkdir() if content is None else run.config.write_bytes(content)
-    with pytest.raises(CorruptRecord, match=r"run/run\.json: not the configuration of a run: .*put back"):
+    with pytest.raises(CorruptRecord, match=r"run/run\.json: not the configuration of a run: .*restore"):
         existing.load(run)
 
 
@@ -131,7 +131,7 @@ def test_an_empty_folder_or_a_start_that_died_anywhere_is_no_obstacle(tmp_path, 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda tmp: tmp.joinpath("file").write_text("x") and tmp / "file", "a file and no folder"),
+        (lambda tmp: tmp.joinpath("file").write_text("x") and tmp / "file", "a file, not a folder"),
         (lambda tmp: tmp.joinpath("link").symlink_to("nowhere") or tmp / "link", "a link to .*nowhere"),
         (lambda _: Path("/"), "your home lies in it"),
         (lambda _: Path("~").expanduser(), "your home is it"),
@@ -274,7 +274,7 @@ def test_a_start_that_waits_lets_go_on_timeout_and_on_interrupt(tmp_path, model)
     config = existing.load(run)
     try:
         assert (done.returncode, "not finished after 1 s" in done.stderr) == (5, True), done.stderr
-        assert f"left; its jobs go on. `python -m hpc_swe.status {run.root}` shows how" in done.stderr
+        assert f"detached; jobs keep running. `python -m hpc_swe.status {run.root}` shows them" in done.stderr
         [job] = control.alive(run, config)
         line = [sys.executable, "-m", "hpc_swe.launch", "start", *words, "--run", run.root, "--wait", "600"]
         waiting = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

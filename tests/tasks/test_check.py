@@ -321,7 +321,7 @@ def test_our_own_tasks_are_checked_and_those_without_references_refused():
     demo = [ROOT / "configs/demo.toml"]
     config = configuration.read(*demo, overrides=["tasks.train=2", "tasks.eval=1"])
     assert sorted(wanted(config)[1]) == ["bugs-eval-0", "bugs-train-0", "bugs-train-1"]
-    with pytest.raises(ConfigError, match="Kodcode gives no references"):
+    with pytest.raises(ConfigError, match="Kodcode has no references"):
         wanted(configuration.read(*demo, overrides=['taskset={type="kodcode"}']))
 
 

@@ -98,7 +98,7 @@ def test_ids_select_and_order_and_what_they_leave_out_need_not_be_good(tmp_path)
     assert pq.read_table(out)["instance_id"].to_pylist() == ["toy__pytest-2", "toy__unittest-1"]
     ids.write_text("toy__pytest-2\ntoy__pytest-3\n")
     code, told = prepare(rows, tmp_path / "none.parquet", "--ids", ids)
-    assert (code, f"{ids}:2: toy__pytest-3 is no row" in told) == (2, True), told
+    assert (code, f"{ids}:2: toy__pytest-3 is not a row" in told) == (2, True), told
 
 
 def test_all_bad_rows_are_named_and_nothing_is_written_unless_asked_for(tmp_path):
@@ -116,7 +116,7 @@ def test_all_bad_rows_are_named_and_nothing_is_written_unless_asked_for(tmp_path
     named = [line.partition(":")[2].partition(":")[0] for line in told.splitlines() if str(rows) in line]
     assert named == ["2", "3", "4", "5", "6", "7"], told
     assert (code, out.exists()) == (2, False)
-    assert "6 rows cannot be used: mend them, leave them out by --ids, or pass --skip-bad" in told
+    assert "6 rows cannot be used: correct them, leave them out with --ids, or pass --skip-bad" in told
     code, told = prepare(rows, out, "--skip-bad")
     assert (code, pq.read_table(out).num_rows) == (0, 1), told
     assert {path.name for path in tmp_path.iterdir()} <= {"rows.jsonl", "out.parquet", "hf"}

@@ -1,1 +1,1 @@
-"""What hpc_swe/tasks/build_images.py builds with: sources, repositories, leaks, and the folder of images."""
+"""Build images for hpc_swe/tasks/build_images.py: sources, repositories, leaks, and the folder of images."""

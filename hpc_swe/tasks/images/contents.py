@@ -1,4 +1,4 @@
-"""What a file of an image holds: itself, and what is packed in it. Each form is known by its first bytes."""
+"""Unpack the files of an image: archives, packages and git packs, which their first bytes show."""
 
 import bz2
 import gzip
@@ -20,9 +20,9 @@ from hpc_swe.errors import HpcSweError
 from hpc_swe.tasks.images.commands import run
 
 LARGEST = 256 << 20
-"""Bytes; of what is larger no more is read. An image has few such files, and they are no source."""
+"""Bytes that are read of a file. Few files of an image are larger, and they are no source code."""
 DEEPEST = 5
-"""Layers: a wheel in a compressed archive is three, and its own members are the fourth."""
+"""Layers that are unpacked: a wheel in a compressed archive is three, and its members are the fourth."""
 _ZLIB = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 _PACK = (b"PACK\0\0\0", b"# v2 git bundle", b"# v3 git bundle")
 _BROKEN = (
@@ -45,20 +45,20 @@ log = logging.getLogger(__name__)
 
 
 def contents(path: str, data: bytes, depth: int = DEEPEST) -> Inner:
-    """A file and all that is packed in it, each with its path: `!` stands between archive and member."""
+    """Yield a file and everything packed in it, with paths; `!` is between archive and member."""
     yield path, data
     if depth == 0:
         return
-    for unpack in _forms(data):
+    for unpack in _unpackers(data):
         try:
             for name, inner in unpack(data):
                 yield from contents(f"{path}!{name}", inner, depth - 1)
-        except _BROKEN as error:  # a mark by chance, or what no tool could read either
+        except _BROKEN as error:  # its first bytes are a coincidence, or it is damaged
             log.debug("%s: not unpacked: %s", path, error)
 
 
-def _forms(data: bytes) -> Iterator[Callable[[bytes], Inner]]:
-    """By what the data starts with, or ends with: a zip may follow after a program."""
+def _unpackers(data: bytes) -> Iterator[Callable[[bytes], Inner]]:
+    """Choose by the first bytes, or by the end: a zip may follow a program."""
     for marks, unpack in _BY_MARK.items():
         if data.startswith(marks):
             yield unpack
@@ -84,7 +84,7 @@ def _tar(data: bytes) -> Inner:
 
 
 def _ar(data: bytes) -> Inner:
-    """Debian's packages."""
+    """Unpack the format of Debian's packages."""
     at = 8
     while at + 60 <= len(data):
         size = int(data[at + 48 : at + 58])
@@ -113,12 +113,12 @@ def _zstd(data: bytes) -> Inner:
 
 
 def _zlib(data: bytes) -> Inner:
-    """Also git's loose objects; their first words are left, and do no harm."""
+    """Unpack zlib data, also git's loose objects; their header does no harm."""
     yield "", zlib.decompressobj().decompress(data, LARGEST)
 
 
 def _pack(data: bytes) -> Inner:
-    """The blobs of git's packs and bundles."""
+    """Unpack the blobs of git's packs and bundles."""
     with tempfile.TemporaryDirectory(prefix="hpc_swe-") as folder:
         run("git", "init", "--quiet", "--bare", "--template=", folder)
         pack = data[data.index(b"PACK") :]
@@ -134,12 +134,12 @@ def _blobs(folder: Path, names: list[str]) -> Inner:
     with tempfile.TemporaryFile() as wanted:
         wanted.write("".join(f"{name}\n" for name in names).encode())
         wanted.seek(0)
-        with subprocess.Popen(asked, stdin=wanted, stdout=subprocess.PIPE) as told:
-            assert told.stdout is not None
+        with subprocess.Popen(asked, stdin=wanted, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
             for _ in names:
-                name, _, size = told.stdout.readline().decode().split()
-                yield name, told.stdout.read(int(size))
-                told.stdout.read(1)
+                name, _, size = process.stdout.readline().decode().split()
+                yield name, process.stdout.read(int(size))
+                process.stdout.read(1)
 
 
 _BY_MARK: dict[tuple[bytes, ...], Callable[[bytes], Inner]] = {
@@ -154,12 +154,12 @@ _BY_MARK: dict[tuple[bytes, ...], Callable[[bytes], Inner]] = {
 
 
 def words_only(data: bytes) -> bytes:
-    """Letters, digits and underscores, so that marks, quotes, blanks and encodings make no difference."""
-    return data.replace(rb"\n", b"").translate(None, _OTHERS)  # the first is an end of line as JSON has it
+    """Keep letters, digits and underscores, so that punctuation, spaces and encodings do not matter."""
+    return data.replace(rb"\n", b"").translate(None, _OTHERS)  # the first removes JSON's line ends
 
 
 def uncoloured(data: bytes) -> bytes:
-    """A page that colours its program text, without the marks that do so; all else as it is."""
+    """Remove the markup of a page with coloured source code; return any other data unchanged."""
     if b"<span" not in data[:_HEAD]:
         return data
     data = _TAG.sub(b"", data)

@@ -1,11 +1,11 @@
-"""Whether an image shows its task's solution, or its hidden tests, to who looks about.
+"""Find the files of an image that show its task's solution or hidden tests.
 
-Searched is every file of the image that is not, unchanged, one of the base commit, with all that is packed
-in it (`contents`). A copy is known by lines that the reference or the tests add and that the base commit has
-nowhere, compared by their letters and digits: three of one file anywhere; or, where fewer are added, all of
-them in a file of that name and folder, or beside that path, as in a difference. The solved file as a whole
-tells as well; byte for byte where it has the same letters as before. A compiled file is known by the size of
-its source, or by code, names and texts that only the solved file has.
+The search covers every file of the image but unchanged ones of the base commit, with everything packed in it
+(`contents`). A copy has lines that the reference or the tests add and that the base commit has nowhere,
+compared by their letters and digits: three of one file anywhere; or, where fewer are added, all of them in a
+file of that name and folder, or beside that path, as in a patch. The whole solved file is a copy too; byte
+for byte where it has the same letters as before. A compiled file is a copy by the size of its source, or by
+code, names and strings that only the solved file has.
 """
 
 import ast
@@ -23,20 +23,22 @@ from hpc_swe.tasks.images.commands import git, run
 from hpc_swe.tasks.images.contents import LARGEST, contents, uncoloured, words_only
 from hpc_swe.tasks.images.repository import unchanged
 
-_LEAST = 16
-"""Characters of a line that is told from others; shorter ones are everywhere."""
-_LEAST_WORD = 6
-_LEAST_FILE = 32
-"""Letters and digits of a file that is told from others by being there as a whole."""
+_MIN_LINE = 16
+"""Characters of the shortest line that is compared; shorter ones occur everywhere."""
+_MIN_WORD = 6
+_MIN_FILE = 32
+"""Letters and digits of the smallest file that is compared as a whole."""
 _ENOUGH = 3
+"""Lines or names of one file that show a copy."""
 _ENOUGH_SIGNS = 60
-"""Letters and digits of the lines that are enough."""
-_MOST = 12
+"""Letters and digits that those lines have together."""
+_MAX_LINES = 12
+"""Lines of a file that are compared, the longest ones."""
 
 
 @dataclass(frozen=True)
 class Gold:
-    """What tells one file of the solution, or of the tests."""
+    """Hold the features of one file of the solution or of the tests."""
 
     path: str
     lines: list[bytes]
@@ -47,14 +49,14 @@ class Gold:
     signs: bytes
     """Letters and digits of the whole file."""
     is_marks_only: bool
-    """Whether the file before had the same ones."""
+    """The file before has the same letters and digits."""
     words: list[bytes]
-    """Names and texts that a compiled file would hold, and the base commit does not."""
+    """Names and strings that a compiled file would hold, and the base commit does not."""
     codes: list[bytes]
     """Instructions of the solved functions, for compiled files of this interpreter's release."""
 
     def is_in(self, path: str, data: bytes, signs: bytes) -> bool:
-        """Whether a file of the image is a copy; `signs` are its letters and digits."""
+        """Return whether a file of the image is a copy; `signs` are its letters and digits."""
         if self._is_whole(data, signs):
             return True
         if data[2:4] == b"\r\n":
@@ -66,8 +68,8 @@ class Gold:
         return is_whole and (self._is_place(path) or self.path.encode() in data)
 
     def _is_whole(self, data: bytes, signs: bytes) -> bool:
-        """Whether all of the solved file is there; where only its marks are others, byte for byte."""
-        if len(self.signs) < _LEAST_FILE:
+        """Return whether it is the whole solved file; byte for byte where only punctuation was changed."""
+        if len(self.signs) < _MIN_FILE:
             return False
         return data == self.after != self.before if self.is_marks_only else self.signs in signs
 
@@ -84,7 +86,7 @@ class Gold:
         return by_code or bool(found) and len(found) >= min(_ENOUGH, len(self.words))
 
     def _is_place(self, path: str) -> bool:
-        """Whether a path ends in folder and name, whatever comes before or after the name's stem."""
+        """Return whether a path ends in the folder and name, with anything around the name's stem."""
         *folders, name = [part for part in re.split(r"[/!]", path) if part not in ("__pycache__", "")]
         *wanted, own = self.path.split("/")
         if wanted[-1:] != folders[-1:] and wanted:
@@ -93,7 +95,7 @@ class Gold:
 
 
 def search(tree: Path, workdir: str, commit: str, *patches: str) -> list[str]:
-    """Paths below `tree` that show what a patch adds, or another repository that holds the base commit."""
+    """List the paths below `tree` that show what a patch adds, and other repositories with the commit."""
     repository = tree / workdir.lstrip("/")
     golds = list(_golds(repository, commit, patches))
     known = {str(repository / name) for name in unchanged(repository, commit)}
@@ -110,7 +112,7 @@ def search(tree: Path, workdir: str, commit: str, *patches: str) -> list[str]:
 
 
 def _shown(file: Path, path: str, golds: list[Gold]) -> str:
-    """Where in a file the solution is; empty when it is not."""
+    """Return the path of the solution in a file or in what is packed in it; empty when there is none."""
     if file.is_symlink() or not file.is_file():
         return ""
     with file.open("rb") as opened:
@@ -128,9 +130,9 @@ def _golds(repository: Path, commit: str, patches: Sequence[str]) -> Iterator[Go
     for patch in patches:
         versions = _versions(repository, commit, patch)
         for path, lines in added(patch):
-            own = {words_only(line.strip().encode()) for line in lines if len(line.strip()) >= _LEAST}
-            telling = [line for line in own if len(line) >= _LEAST // 2 and line not in signs]
-            longest = sorted(telling, key=lambda line: (-len(line), line))[:_MOST]
+            own = {words_only(line.strip().encode()) for line in lines if len(line.strip()) >= _MIN_LINE}
+            telling = [line for line in own if len(line) >= _MIN_LINE // 2 and line not in signs]
+            longest = sorted(telling, key=lambda line: (-len(line), line))[:_MAX_LINES]
             before, after = versions.get(path, (b"", b""))
             words = [word for word in _words(after) - _words(before) if word not in base]
             own_signs, is_same = words_only(after), words_only(after) == words_only(before)
@@ -139,9 +141,9 @@ def _golds(repository: Path, commit: str, patches: Sequence[str]) -> Iterator[Go
 
 
 def _versions(repository: Path, commit: str, patch: str) -> dict[str, tuple[bytes, bytes]]:
-    """The files that a patch changes, before it and after; none where it does not apply.
+    """Return the files that a patch changes, before and after it; nothing when it does not apply.
 
-    They are made with an index and objects of their own: nothing of it may get into the repository.
+    They are made with a separate index and object folder: nothing may get into the repository.
     """
     with tempfile.TemporaryDirectory(prefix="hpc_swe-") as scratch:
         objects, index = Path(scratch, "objects"), Path(scratch, "index")
@@ -175,12 +177,12 @@ def _read(path: Path) -> bytes:
 
 
 def _words(source: bytes) -> set[bytes]:
-    """Names and texts of a program; none of what is no Python of this release."""
+    """Return the names and strings of a program; nothing when this Python cannot parse it."""
     found: set[str] = set()
     for node in ast.walk(_tree(source)):
         names = (getattr(node, name, None) for name in ("id", "attr", "name", "arg", "value"))
         found |= {name for name in names if isinstance(name, str)}
-    return {word.encode(errors="replace") for word in found if len(word) >= _LEAST_WORD}
+    return {word.encode(errors="replace") for word in found if len(word) >= _MIN_WORD}
 
 
 def _tree(source: bytes) -> ast.Module:
@@ -191,14 +193,14 @@ def _tree(source: bytes) -> ast.Module:
 
 
 def _codes(source: bytes) -> set[bytes]:
-    """The instructions of all its functions and of itself."""
+    """Return the instructions of a module and of all its functions."""
     todo: list[CodeType] = [compile(_tree(source), "", "exec", dont_inherit=True)]
-    for code in todo:  # which grows meanwhile
+    for code in todo:  # the loop extends the list
         todo += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
     return {code.co_code for code in todo}
 
 
 def _holds(folder: Path, commit: str) -> bool:
-    """Whether a folder that looks like a repository's inside is one, and has the commit."""
+    """Return whether a folder that looks like a git directory is one and has the commit."""
     asked = ("git", "-c", "safe.directory=*", "--git-dir", str(folder), "cat-file", "-t", commit)
     return run(*asked, ok=(0, 1, 128)).strip() == "commit"

@@ -1,4 +1,4 @@
-"""The repository of an image: one commit, the task's base, and nothing by which another could be read."""
+"""Make the repository of an image: it holds the task's base commit, and nothing that shows another one."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from hpc_swe.errors import HpcSweError
 from hpc_swe.tasks.images.commands import git, remove, run
 
-# An image is copied, which changes all times but that of the last change.
+# Copying an image changes all times but the time of last modification.
 _CONFIG = {"core.checkStat": "minimal", "core.trustctime": "false", "gc.auto": "0"}
 _MOST_SET_UP = 50
 _SET_UP = "What the image's maker changed"
@@ -16,7 +16,7 @@ def stage(repository: Path, commit: str, folder: Path) -> None:
     """Check a commit out into a new repository that holds this one commit and no other.
 
     Raises:
-        HpcSweError: The commit is missing, or something younger came along.
+        HpcSweError: The commit is missing, or the repository holds something younger.
     """
     folder.mkdir(parents=True, exist_ok=True)
     here = git(folder)
@@ -32,18 +32,18 @@ def stage(repository: Path, commit: str, folder: Path) -> None:
     for name in ("FETCH_HEAD", "ORIG_HEAD"):
         (folder / ".git" / name).unlink(missing_ok=True)
     (folder / ".git" / "info").mkdir(exist_ok=True)
-    _refuse_strangers(folder, commit)
+    _refuse_foreign_objects(folder, commit)
 
 
 def restage(folder: Path, commit: str, scratch: Path, exact: Collection[str]) -> list[str]:
-    """Put such a repository where an image of somebody else's has one; the files that its maker changed.
+    """Replace the repository of an existing image by a staged one; return the files that its maker changed.
 
-    Files that git does not know stay, since what the maker built is among them. Changes to tracked files stay
-    too, in a commit upon the base, so that an agent's difference does not hold them; but the files named in
-    `exact` become the base's.
+    Untracked files stay, since the maker's build products are among them. Changes of tracked files stay too,
+    in a commit on top of the base, so that an agent's patch does not contain them; but the files named in
+    `exact` are restored to the base.
 
     Raises:
-        HpcSweError: The base commit is not there, or the work tree is of another one.
+        HpcSweError: The base commit is missing, or the work tree is of another one.
     """
     staged = scratch / "staged"
     stage(folder, commit, staged)
@@ -51,17 +51,17 @@ def restage(folder: Path, commit: str, scratch: Path, exact: Collection[str]) ->
     (staged / ".git").rename(folder / ".git")
     remove(staged)
     here = git(folder, "user.name=images", "user.email=images")
-    (folder / ".git" / "index").unlink()  # which tells of the staged files' age, not of these
+    (folder / ".git" / "index").unlink()  # it describes the staged files, not these
     run(*here, "read-tree", "HEAD")
     for entry in run(*here, "ls-files", "--stage", "-z").split("\0"):
         mode, _, path = entry.partition("\t")
-        if mode.startswith("160000"):  # a submodule, whose history lay in what is gone
+        if mode.startswith("160000"):  # a submodule, whose history was removed
             remove(folder / path / ".git")
     contents = git(folder, "core.fileMode=false")
     changed = _names(run(*contents, "diff", "--name-only", "-z", "HEAD")) - set(exact)
     if len(changed) > _MOST_SET_UP:
         raise HpcSweError(
-            f"{len(changed)} tracked files of the image are not as in {commit}: it is of another commit"
+            f"{len(changed)} tracked files of the image differ from {commit}: it is of another commit"
         )
     others = _names(run(*here, "diff", "--name-only", "-z", "HEAD")) - changed
     if others:
@@ -75,12 +75,12 @@ def restage(folder: Path, commit: str, scratch: Path, exact: Collection[str]) ->
         (folder / ".git" / "COMMIT_EDITMSG").unlink(missing_ok=True)
         tip = run(*here, "rev-parse", "HEAD").strip()
     run(*here, "update-index", "-q", "--refresh")
-    _refuse_strangers(folder, tip)
+    _refuse_foreign_objects(folder, tip)
     return sorted(changed)
 
 
 def foreign_objects(folder: Path, commit: str) -> list[str]:
-    """Objects, references and remotes of a repository by which more than `commit` holds could be read."""
+    """List objects, references and remotes of a repository that show more than `commit` does."""
     here = git(folder)
     held = {line.split()[0] for line in run(*here, "rev-list", "--objects", commit).splitlines()}
     there = run(*here, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)").split()
@@ -94,15 +94,15 @@ def foreign_objects(folder: Path, commit: str) -> list[str]:
 
 
 def unchanged(folder: Path, commit: str) -> set[str]:
-    """Tracked files that are as in the base commit."""
+    """Return the tracked files that equal those of the base commit."""
     here = git(folder)
     return _names(run(*here, "ls-files", "-z")) - _names(run(*here, "diff", "--name-only", "-z", commit))
 
 
-def _refuse_strangers(folder: Path, commit: str) -> None:
+def _refuse_foreign_objects(folder: Path, commit: str) -> None:
     found = foreign_objects(folder, commit)
     if found:
-        raise HpcSweError(f"{folder}: {len(found)} things are there that {commit} does not hold: {found[:5]}")
+        raise HpcSweError(f"{folder}: {len(found)} objects are not part of {commit}: {found[:5]}")
 
 
 def _names(listing: str) -> set[str]:

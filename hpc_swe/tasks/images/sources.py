@@ -1,4 +1,4 @@
-"""Where images come from: a recipe that needs no registry, or anything else that Apptainer can build from."""
+"""Make the files of images: by a recipe that needs no registry, or from anything that Apptainer can build."""
 
 import hashlib
 import os
@@ -20,7 +20,7 @@ from hpc_swe.tasks.images.commands import remove, run
 from hpc_swe.tasks.images.repository import restage, stage
 
 EDITION = 1
-"""Raised when an image would come out differently, so that those of before are built again."""
+"""Increase this when the same recipe makes another image, so that existing images are built again."""
 ENVIRONMENT = "opt/miniconda3/envs/testbed"
 _ACTIVATE = """export VIRTUAL_ENV=/{environment} PATH="/{environment}/bin:$PATH"
 """
@@ -29,72 +29,72 @@ _CONDA = """conda() { case "$1" in activate) . "/opt/miniconda3/envs/$2/bin/acti
 """
 _FILES = ("docker-archive:", "oci-archive:", "oci:")
 _TRIAL_S = 120.0
-_NOT_ALL = 2  # of unsquashfs: devices, which only root can make, and no sandbox takes from its image
-_FIT = "import sys; sys.exit(sys.version_info < (3, 10))"
-_making = threading.Lock()
+_INCOMPLETE = 2  # exit code of unsquashfs that cannot make devices, which no sandbox takes from its image
+_CHECK_VERSION = "import sys; sys.exit(sys.version_info < (3, 10))"
+_environment_lock = threading.Lock()
 
 
 class ImageSource(Protocol):
-    """What an image's files are made of."""
+    """Make the files of images."""
 
     @property
     def keeps_folder(self) -> bool:
-        """Whether the unpacked files stay beside the packed ones, for they cost next to nothing there."""
+        """Return whether unpacked files stay beside the packed ones, where they take hardly any space."""
 
     def origin(self, task: Task) -> str:
-        """Its name, for people."""
+        """Name the origin of a task's image, for people."""
 
     def digest(self, task: Task) -> str:
-        """Of all that the image depends on, the base commit apart."""
+        """Return a digest of everything that the image depends on, except the base commit."""
 
     def lay_out(self, task: Task, exact: Collection[str], work: Path) -> list[str]:
-        """Make work/tree, the repository staged in it; returns files of it that are not the base commit's.
+        """Make work/tree with the staged repository; return its files that differ from the base commit.
 
         Raises:
-            HpcSweError: It cannot be had, or is not what the task needs.
+            HpcSweError: The image cannot be made, or is not fit for the task.
         """
 
 
 @dataclass(frozen=True)
 class Built:
-    """A base image, a virtual environment of Python wheels where eval scripts expect theirs, a clone."""
+    """Combine a base image, an environment of Python wheels where eval scripts expect it, and a clone."""
 
     images: Path
-    """Where the environment is kept."""
+    """Folder that keeps the environment."""
     base: Path
     """An unpacked image with python3 and git."""
     repository: Path
     """A git repository that holds all base commits."""
     requirements: Path
-    """What pip installs into the environment."""
+    """Requirements file that pip installs into the environment."""
     wheels: Path | None = None
-    """Folder that pip takes them from; None is where pip is configured to look."""
+    """Folder that pip installs from; None is where pip is configured to look."""
     keeps_folder: bool = True
 
     def origin(self, task: Task) -> str:
-        """All images have the one."""
+        """Return the base image, which all images share."""
         return str(self.base)
 
     def digest(self, task: Task) -> str:
-        """Of all that the environment depends on; wheels by name."""
+        """Return a digest of everything that the environment depends on; wheels count by name."""
         if not (self.base / "usr/bin").is_dir():
-            raise ConfigError(f"--base {self.base} is no unpacked image: run containers/build_image.sh")
+            raise ConfigError(f"--base {self.base} is not an unpacked image: run containers/build_image.sh")
         with boundary(ConfigError, "read --requirements and --wheels"):
             wheels = sorted(path.name for path in self.wheels.iterdir()) if self.wheels else []
             requirements = self.requirements.read_text(encoding="utf-8")
         return _digest(EDITION, str(self.base), self.base.stat().st_mtime_ns, requirements, wheels)
 
     def lay_out(self, task: Task, exact: Collection[str], work: Path) -> list[str]:
-        """Files that nobody changes are shared with the other images."""
+        """Link the environment's files, which all images share, and stage the repository."""
         tree = work / "tree"
-        with _making:
+        with _environment_lock:
             environment = self._environment(self.digest(task), task.workdir, work)
         _copy(environment, tree)
         stage(self.repository, task.base_commit, tree / task.workdir.lstrip("/"))
         return []
 
     def _environment(self, digest: str, workdir: str, work: Path) -> Path:
-        """The base image with the environment in it, made once for all images."""
+        """Return the base image with the environment in it, made once for all images."""
         done = self.images / f".environment-{digest}"
         if not done.exists():
             tree = work / "environment"
@@ -104,7 +104,7 @@ class Built:
         return done
 
     def _install(self, tree: Path, workdir: str) -> None:
-        """By the pip of this interpreter, for that of the image: nothing of the image runs."""
+        """Install with the pip of this interpreter, so that nothing of the image runs."""
         version = _python(tree)
         environment = tree / ENVIRONMENT
         packages = environment / f"lib/python{version}/site-packages"
@@ -114,7 +114,7 @@ class Built:
         options += [f"--python-version={version}", "--implementation=cp", f"--target={packages}"]
         pip = (sys.executable, "-m", "pip", "install")
         run(*pip, *options, *places, f"--requirement={self.requirements}")
-        # The repository is importable from where it lies, as after an editable install.
+        # The repository can be imported from its folder, as after an editable install.
         (packages / "testbed.pth").write_text(f"{workdir}\n{workdir}/src\n")
         (environment / "bin").mkdir()
         for name in ("python", "python3", f"python{version}"):
@@ -125,33 +125,33 @@ class Built:
         (tree / "opt/miniconda3/bin/activate").write_text(_CONDA)
         (tree / "etc/gitconfig").write_text("[safe]\n\tdirectory = *\n")
         zones = packages / "tzdata/zoneinfo"
-        if zones.is_dir() and not (tree / "usr/share/zoneinfo").exists():  # which the C library asks for
+        if zones.is_dir() and not (tree / "usr/share/zoneinfo").exists():  # the C library needs it
             (tree / "usr/share/zoneinfo").symlink_to(f"/{zones.relative_to(tree)}")
 
 
 @dataclass(frozen=True)
 class Pulled:
-    """An image of somebody else's, as the official ones: its repository is staged anew, the rest stays."""
+    """Take an existing image, such as an official one: replace its repository, and keep the rest."""
 
     template: str
-    """What Apptainer builds from; {image} stands for the image's name."""
+    """Source that Apptainer builds from; {image} is replaced by the image's name."""
     sandbox: ImageSandboxes
-    """With which the image must open."""
+    """Sandboxes that must be able to open the image."""
     keeps_folder: bool = False
 
     def __post_init__(self) -> None:
         unknown = set(re.findall(r"\{(.*?)\}", self.template)) - {"image"}
         if unknown:
-            raise ConfigError(f"--from {self.template}: {{image}} is filled in, and no {sorted(unknown)}")
+            raise ConfigError(f"--from {self.template}: only {{image}} is filled in, not {sorted(unknown)}")
 
     def origin(self, task: Task) -> str:
-        """As Apptainer reads it."""
+        """Return the source as Apptainer reads it."""
         name = self.template.replace("{image}", task.image)
         scheme = next((scheme for scheme in _FILES if name.startswith(scheme)), "")
         return scheme + str(Path(name.removeprefix(scheme)).absolute()) if scheme else name
 
     def digest(self, task: Task) -> str:
-        """A file by its size and age; what a registry has under a name is taken to stay as it is."""
+        """Return a digest of a file's size and age; images of a registry count as unchanging."""
         file = self._file(task)
         if file is None:
             return _digest(EDITION, self.origin(task))
@@ -162,24 +162,24 @@ class Pulled:
         return _digest(EDITION, self.origin(task), about.st_size, about.st_mtime_ns)
 
     def lay_out(self, task: Task, exact: Collection[str], work: Path) -> list[str]:
-        """Unpack, stage, try."""
+        """Unpack the image, replace its repository, and open it once."""
         tree = work / "tree"
         self._unpack(task, tree, work)
         repository = tree / task.workdir.lstrip("/")
         if not (repository / ".git").exists():
-            raise HpcSweError(f"{self.origin(task)} holds no git repository in {task.workdir}")
+            raise HpcSweError(f"{self.origin(task)} has no git repository in {task.workdir}")
         set_up = restage(repository, task.base_commit, work, exact)
         self._try(msgspec.structs.replace(task, image=tree.name), work)
         return set_up
 
     def _unpack(self, task: Task, tree: Path, work: Path) -> None:
-        """Apptainer would unpack a .sif in a container with all capabilities, which not every root has."""
+        """Unpack with unsquashfs: Apptainer would need all capabilities, which not every root has."""
         file = self._file(task)
         if file is not None and file.suffix == ".sif":
             offset = squashfs_offset(run("apptainer", "sif", "list", str(file)))
             if offset is not None:
                 options = ("-quiet", "-no-progress", "-no-xattrs", "-offset", str(offset), "-dest", str(tree))
-                run("unsquashfs", *options, str(file), ok=(0, _NOT_ALL))
+                run("unsquashfs", *options, str(file), ok=(0, _INCOMPLETE))
                 run("chmod", "-R", "u+rwX", str(tree))
                 return
         cache = ["--disable-cache"] if file else []
@@ -190,10 +190,10 @@ class Pulled:
         return None if "://" in origin else Path(re.sub(f"^({'|'.join(_FILES)})", "", origin))
 
     def _try(self, task: Task, work: Path) -> None:
-        """What a worker will do with it; a cluster's nodes should not be the first to find out."""
+        """Use the image as a worker will, so that no node is the first to find a fault."""
         try:
             with self.sandbox.for_trial(work).open(task) as sandbox:
-                version = sandbox.python(_FIT, _TRIAL_S)
+                version = sandbox.python(_CHECK_VERSION, _TRIAL_S)
                 status = sandbox.run("git rev-parse --verify HEAD && git status --porcelain -uno", _TRIAL_S)
         except EpisodeError as error:
             remedy = "it needs Python 3.10 or newer, by the name that [sandbox] python gives"
@@ -205,27 +205,27 @@ class Pulled:
 
 
 def apptainer(*words: str, work: Path) -> None:
-    """Where it needs room for a while, it takes it in `work`, unless the environment says where."""
+    """Run Apptainer with its temporary files in `work`, unless the environment names another folder."""
     place = os.environ.get("APPTAINER_TMPDIR", str(work))
     # Root in a container may lack a capability that Apptainer would ask for.
     rights = os.environ.get("APPTAINER_DROP_CAPS", "CAP_SYS_RESOURCE")
     run("apptainer", "--quiet", *words, settings={"APPTAINER_TMPDIR": place, "APPTAINER_DROP_CAPS": rights})
 
 
-def _digest(*told: object) -> str:
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+def _digest(*values: object) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
 def _python(tree: Path) -> str:
     found = [re.fullmatch(r"python(3\.\d+)", path.name) for path in (tree / "usr/bin").glob("python3.*")]
     versions = [match[1] for match in found if match]
     if len(versions) != 1:
-        raise ConfigError(f"--base {tree}: one Python is needed in usr/bin, there are {versions}")
+        raise ConfigError(f"--base {tree}: usr/bin must have exactly one Python, and has {versions}")
     return versions[0]
 
 
 def _copy(tree: Path, to: Path) -> None:
-    """By links, where the file system lets us."""
+    """Copy a tree by links, where the file system has them."""
     try:
         run("cp", "--archive", "--link", str(tree), str(to))
     except HpcSweError:

@@ -1,4 +1,4 @@
-"""The folder of images, and how one gets there: all of it, or nothing."""
+"""Put images into their folder, each one completely or not at all."""
 
 import errno
 import fcntl
@@ -24,33 +24,33 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 class ImageManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What an image was made of; it lies beside it, and was written after it."""
+    """Record what an image was made of; the file is written beside the image, and after it."""
 
     image: str
     base_commit: str
     environment: str
-    """Digest of all that it was made of but the commit."""
+    """Digest of everything that it was made of, except the commit."""
     sif_sha256: str
     source: str = ""
-    """The unpacked base image, or what Apptainer built from."""
+    """Unpacked base image, or source that Apptainer built from."""
     set_up: list[str] = []
-    """Tracked files that the image's maker changed, in a commit upon the base."""
+    """Tracked files that the image's maker changed, in a commit on top of the base."""
     leaks: list[str] = []
-    """Files that show the solution, where --keep-leaks let them pass."""
+    """Files that show the solution, with --keep-leaks."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What an image is built for."""
+    """Hold a task and its solution, for which an image is built."""
 
     task: Task
     reference: str
-    """The patch that solves it; its files are the base commit's in any image."""
+    """Patch that solves the task; its files equal those of the base commit in any image."""
 
 
 @dataclass(frozen=True)
 class ImageStore:
-    """One folder of images."""
+    """Build images in one folder."""
 
     images: Path
     keep_leaks: bool = False
@@ -58,11 +58,11 @@ class ImageStore:
     """Longest wait for another builder to end."""
 
     def build(self, source: ImageSource, problem: Problem) -> bool:
-        """Put an image in place; False when it is there already.
+        """Build an image; return False when it exists already.
 
         Raises:
             StorageError: The disk is full.
-            HpcSweError: A command failed, or the image is not fit; its words are the message.
+            HpcSweError: A command failed, or the image is not fit; the message says why.
         """
         task = problem.task
         digest = source.digest(task)
@@ -78,7 +78,7 @@ class ImageStore:
                     f"the image shows the solution or the hidden tests in {', '.join(found[:5])}{more}: "
                     "leave the instance out, or pass --keep-leaks"
                 )
-            # gzip, mksquashfs's default, takes twenty times the CPU of this for nearly the same size
+            # mksquashfs's default, gzip, takes twenty times the CPU for nearly the same size
             zstd = ("--mksquashfs-args", "-comp zstd -Xcompression-level 3")
             apptainer("build", *zstd, str(sif), str(tree), work=work)
             done = ImageManifest(
@@ -94,26 +94,27 @@ class ImageStore:
         return True
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """No other builder is at work here meanwhile; what dead ones left is swept up.
+    def locked(self) -> Iterator[None]:
+        """Exclude other builders, and remove the files that dead ones left.
 
         Raises:
-            DeadlineError: Another one is.
-            StorageError: The folder is not one to write to.
+            DeadlineError: Another builder holds the lock.
+            StorageError: The folder cannot be written.
         """
-        with boundary(StorageError, f"sandbox.images = {str(self.images)!r} must be a folder of yours"):
+        with boundary(StorageError, f"sandbox.images = {str(self.images)!r} must be a folder that you own"):
             self.images.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.images / ".builder", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         os.set_inheritable(handle, True)
         try:
-            if self._locked(handle):
+            if self._lock(handle):
                 for leftover in self.images.glob(".work.*"):
                     remove(leftover)
             yield
         finally:
             os.close(handle)
 
-    def _locked(self, handle: int) -> bool:
+    def _lock(self, handle: int) -> bool:
+        """Return False where the file system has no locks."""
         deadline = time.monotonic() + self.wait_s
         while True:
             try:
@@ -122,7 +123,7 @@ class ImageStore:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise DeadlineError(
-                        f"another builder, or a command that a killed one left, is at work in {self.images}"
+                        f"another builder, or a command that a killed one left, works in {self.images}"
                     ) from None
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
@@ -131,7 +132,7 @@ class ImageStore:
             time.sleep(0.2)
 
     def _put(self, work: Path, done: ImageManifest, with_folder: bool) -> None:
-        """The manifest goes first and comes last: without it an image counts for nothing."""
+        """Remove the manifest first and write it last: an image without one does not count."""
         manifest, folder = self._manifest(done.image), self.images / done.image
         (work / "manifest").write_bytes(msgspec.json.format(msgspec.json.encode(done)))
         manifest.unlink(missing_ok=True)
@@ -157,7 +158,7 @@ class ImageStore:
 
     @contextmanager
     def _scratch(self) -> Iterator[Path]:
-        """On the images' own file system, so that renames put things in place at once."""
+        """Make a folder on the images' file system, where renames are atomic."""
         work = Path(tempfile.mkdtemp(prefix=".work.", dir=self.images.absolute()))
         try:
             yield work
@@ -169,13 +170,13 @@ class ImageStore:
 
 
 def _exact(problem: Problem) -> set[str]:
-    """Files in which nobody's change may stand: those of the reference, and those of the tests."""
+    """Return the files that must equal the base commit: those of the reference and of the tests."""
     extra = problem.task.tests.extra
     return {*json.loads(extra["test_files"]), *extra["set_up"].split("\n")}
 
 
 def _secrets(problem: Problem) -> tuple[str, str]:
-    """The patches that the agent may not read: the solution and the hidden tests."""
+    """Return the patches that the agent may not read: the solution and the hidden tests."""
     return problem.reference, problem.task.tests.extra["test_patch"]
 
 

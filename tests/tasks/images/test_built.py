@@ -63,7 +63,7 @@ def test_a_commit_that_is_not_there_is_named(repository, tmp_path):
 def test_a_base_that_is_no_unpacked_image_is_refused(repository, tmp_path):
     (tmp_path / "requirements").write_text("")
     recipe = Built(tmp_path / "images", tmp_path, repository[0], tmp_path / "requirements")
-    with pytest.raises(ConfigError, match="is no unpacked image"):
+    with pytest.raises(ConfigError, match="is not an unpacked image"):
         ImageStore(recipe.images).build(recipe, Problem(task(tmp_path, "unittest", repository[1]), gold()))
 
 
@@ -71,14 +71,14 @@ def test_two_builders_of_one_folder_do_not_meet_and_a_dead_one_is_swept(tmp_path
     left = tmp_path / ".work.dead" / "tree"
     left.mkdir(parents=True)
     left.chmod(0)
-    with ImageStore(tmp_path).alone():
+    with ImageStore(tmp_path).locked():
         assert list(tmp_path.glob(".work.*")) == []
         mine = tmp_path / ".work.mine"
         mine.mkdir()
-        with pytest.raises(DeadlineError, match="another builder"), ImageStore(tmp_path, wait_s=0.3).alone():
+        with pytest.raises(DeadlineError, match="another builder"), ImageStore(tmp_path, wait_s=0.3).locked():
             pass
         assert mine.exists()
-    with ImageStore(tmp_path, wait_s=0.3).alone():
+    with ImageStore(tmp_path, wait_s=0.3).locked():
         assert not mine.exists()
 
 
@@ -86,7 +86,7 @@ def test_two_builders_of_one_folder_do_not_meet_and_a_dead_one_is_swept(tmp_path
 def test_a_place_for_images_that_is_no_folder_is_one_clear_error(tmp_path, place):
     (tmp_path / "file").touch()
     complaint = f"sandbox.images = '{tmp_path}/{place}'"
-    with pytest.raises(StorageError, match=complaint), ImageStore(tmp_path / place).alone():
+    with pytest.raises(StorageError, match=complaint), ImageStore(tmp_path / place).locked():
         pass
 
 
@@ -108,7 +108,7 @@ def test_a_built_image_opens_grades_and_gives_submissions(repository, tmp_path, 
     recipe = Built(tmp_path / "images", BASE_IMAGE, source, tmp_path / "requirements")
     toy = task(tmp_path, "unittest", base)
     shelf = ImageStore(recipe.images)
-    with shelf.alone():
+    with shelf.locked():
         assert shelf.build(recipe, Problem(toy, gold())) is True
         assert shelf.build(recipe, Problem(toy, gold())) is False, "what is there is not built again"
     if form == "sif":

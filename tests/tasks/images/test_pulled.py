@@ -127,7 +127,7 @@ def test_an_oci_image_becomes_one(layer, repository, tmp_path, form, monkeypatch
     monkeypatch.setenv("APPTAINER_CACHEDIR", str(tmp_path / "cache"))
     toy = task(tmp_path, "unittest", repository[1])
     shelf = ImageStore(tmp_path / "images")
-    with archives.registry(place) if form == "docker" else nullcontext() as address, shelf.alone():
+    with archives.registry(place) if form == "docker" else nullcontext() as address, shelf.locked():
         name = f"docker://{address}/me/{{image}}:v1" if address else f"{form}:{place}"
         source = Pulled(name, Apptainer())
         assert shelf.build(source, Problem(toy, gold())) is True
@@ -140,7 +140,7 @@ def test_an_oci_image_becomes_one(layer, repository, tmp_path, form, monkeypatch
     assert manifest["sif_sha256"] == archives.sha256(sif)
     if form == "oci":  # a .sif is a source like any other, for root too
         again = ImageStore(tmp_path / "again")
-        with again.alone():
+        with again.locked():
             assert again.build(Pulled(str(sif), Apptainer()), Problem(toy, gold())) is True
         examine(tmp_path, again.images, repository[1])
 
@@ -162,7 +162,7 @@ def test_an_image_that_shows_the_solution_or_opens_no_sandbox_is_refused(layer, 
         ("python9", "does not open as a sandbox"),
     ):
         source = Pulled(f"oci:{tmp_path}/made", Apptainer(python=python, start_timeout_s=180))
-        with shelf.alone(), pytest.raises(HpcSweError, match=complaint):
+        with shelf.locked(), pytest.raises(HpcSweError, match=complaint):
             shelf.build(source, Problem(toy, reference))
         assert {path.name for path in shelf.images.iterdir()} == {".builder"}
     source = Pulled(f"oci:{tmp_path}/made", Apptainer())
@@ -185,14 +185,14 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(layer, repository, tmp_path
         assert done.returncode == StorageError.exit_code
         assert done.stderr.count("error:") == 1
         assert "the disk is full" in done.stderr
-        assert "0 of 2 images are there; make room and run the same command again" in done.stderr
+        assert "0 of 2 images exist; free some space and run the same command again" in done.stderr
         assert {path.name for path in small.iterdir()} == {".builder"}
     finally:
         subprocess.run(["umount", small], check=True)
 
 
 def test_what_is_filled_in_and_what_is_not_there_is_said(repository, tmp_path):
-    with pytest.raises(ConfigError, match=r"\{image\} is filled in, and no \['tag'\]"):
+    with pytest.raises(ConfigError, match=r"only \{image\} is filled in, not \['tag'\]"):
         Pulled("docker://host/{image}:{tag}", Apptainer())
     toy = task(tmp_path, "unittest", repository[1])
     source = Pulled("docker://host/me/{image}:v1", Apptainer())
