@@ -1,4 +1,4 @@
-"""Give all commands the same manners: arguments in any order, a line per error, no traceback on Ctrl-C."""
+"""Parse arguments, print errors and end in the same way for all commands, without tracebacks."""
 
 import argparse
 import difflib

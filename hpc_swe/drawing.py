@@ -72,7 +72,7 @@ class _EventFile:
 
         self._writer, self._described = RecordWriter(file), described
 
-    def begin(self, run: RunDir) -> None:
+    def write_header(self, run: RunDir) -> None:
         """Write the version of the format, the order of the charts, and the run's configuration."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.plugins.custom_scalar import layout_pb2, metadata
@@ -193,7 +193,7 @@ class Drawing:
         with path.open("ab") as file:
             events = _EventFile(file, self._described)
             if file.tell() == 0:
-                events.begin(self._run)
+                events.write_header(self._run)
             for step in steps:
                 lines = {name: self._points[name][step] for name in sorted(todo) if step in todo[name]}
                 self._draw(events, step, lines)

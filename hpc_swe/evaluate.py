@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 def _words(arguments: argparse.Namespace) -> list[str]:
     if arguments.model:
         arguments.model = arguments.model.resolve()  # a symbolic link may change later
-    given = {key: getattr(arguments, flag) for flag, key in FLAGS.items()}
+    given = {key: vars(arguments)[flag] for flag, key in FLAGS.items()}
     return [*arguments.config, *(f"{key}={value}" for key, value in given.items() if value is not None)]
 
 

@@ -342,14 +342,14 @@ class Batch(Record, frozen=True, kw_only=True):
 
 
 class FileInfo(Record, frozen=True, kw_only=True):
-    """A published folder contains this file; a checksum protects it."""
+    """A file of a published folder is described by its size and checksum."""
 
     size: int
     sha256: str
 
 
 class TensorInfo(Record, frozen=True, kw_only=True):
-    """A weight folder contains this tensor; a checksum protects it."""
+    """A tensor of a weight folder is described by its type, shape and checksum."""
 
     dtype: str
     shape: list[int]
@@ -424,7 +424,7 @@ class RunManifest(Record, frozen=True, kw_only=True):
 
 
 class Node(Record, frozen=True, kw_only=True):
-    """A live process is known by this: its lease, and the state that it publishes."""
+    """A node is one live process: its lease, and the state that it publishes."""
 
     owner: str
     role: Role
@@ -437,7 +437,7 @@ class Node(Record, frozen=True, kw_only=True):
     versions: list[WeightVersion] = []
     """Weights in use; two while an engine changes from the first to the second."""
     reading: str = ""
-    """Folder being loaded; nobody deletes it while it is named here."""
+    """Folder being loaded, which is not deleted while it is named here."""
     step: int = 0
     """Optimizer steps that a learner has taken."""
     claims: list[str] = []
@@ -465,7 +465,7 @@ class EndpointTable(Record, frozen=True, kw_only=True):
 
 
 class RoleStatus(Record, frozen=True, kw_only=True):
-    """Live processes of one role are counted here; `silent` ones had no new heartbeat in two checks."""
+    """A role's live processes are counted here; `silent` ones had no new heartbeat in two checks."""
 
     role: Role
     desired: int

@@ -22,7 +22,7 @@ class _At:
 
 @dataclass(frozen=True)
 class RunDir:
-    """Every path of one run on the shared file system is an attribute or a method of this."""
+    """A run's folder on the shared file system is this; attributes and methods name all its paths."""
 
     root: Path
 

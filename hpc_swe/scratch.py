@@ -1,4 +1,4 @@
-"""Make node-local folders that somebody removes once the processes that use them are dead, even if killed.
+"""Make node-local folders that are removed after the processes that use them die, even if killed.
 
 A file in each folder lists its owners: processes by pid and start time, within one boot and one pid
 namespace. Making a folder first sweeps all folders whose owners are dead. A folder of another user,

@@ -135,7 +135,7 @@ def _engines(view: RunView) -> list[str]:
 
 
 def _spools(report: StatusReport) -> Table:
-    table = _table("spool", "ready", "claimed", "dead", "oldest lies")
+    table = _table("spool", "ready", "claimed", "dead", "oldest age")
     for name, depth in report.spools.items():
         counts = [str(depth.get(state, 0)) for state in ("ready", "claimed", "dead")]
         oldest = report.oldest_s.get(name)

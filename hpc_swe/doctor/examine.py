@@ -31,8 +31,8 @@ def wanted(executor: dict[str, Any]) -> list[PartitionNeeds]:
         name = role.get("partition") or executor.get("partition", "")
         options = {**executor, **executor.get("options", {}), **role.get("options", {})}
         gpus = role.get("gpus_per_node", 0) or in_gres(str(options.get("gres", "")))
-        words = tuple(f"--{option}={options[option]}" for option in OPTIONS if options.get(option))
-        needs[name] = PartitionNeeds(name, words, max(gpus, needs.get(name, PartitionNeeds()).gpus))
+        given = tuple(f"--{option}={options[option]}" for option in OPTIONS if options.get(option))
+        needs[name] = PartitionNeeds(name, given, max(gpus, needs.get(name, PartitionNeeds()).gpus))
     return list(needs.values())
 
 

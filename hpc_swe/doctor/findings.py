@@ -27,7 +27,7 @@ class PartitionNeeds:
     """A run needs this of one partition; without a name it is this machine, outside any job."""
 
     partition: str = ""
-    words: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     """More options of srun, such as the account."""
     gpus: int = 0
     """GPUs per node."""

@@ -51,7 +51,7 @@ class ProbeSetup:
 
 @dataclass(frozen=True)
 class SrunResult:
-    """The output of an ended srun is kept in this."""
+    """This is the output of one srun that has ended."""
 
     text: str
     errors: str
@@ -90,7 +90,7 @@ def make_folder(setup: ProbeSetup) -> list[Finding]:
 
 def srun(need: PartitionNeeds, setup: ProbeSetup) -> SrunResult:
     """Run one job; cancel it by its name if it exceeds the deadline."""
-    size = [f"--nodes={need.nodes}", "--ntasks-per-node=1", f"--mem={need.memory_mb}M", *need.words]
+    size = [f"--nodes={need.nodes}", "--ntasks-per-node=1", f"--mem={need.memory_mb}M", *need.options]
     limit = [f"--time={round(setup.timeout_s / 60) + 2}"]
     gpus = [f"--gres=gpu:{need.gpus}"] if need.gpus else []
     name = [f"--partition={need.partition}", f"--job-name={setup.job}"]

@@ -29,7 +29,7 @@ STAGES = ("episode", "sandbox", "engine", "tools", "grading", "queue")
 
 
 class Decoding(Record, frozen=True, kw_only=True):
-    """All episodes of one decoding, over all tasks, are summed up here."""
+    """A decoding is one way of sampling; its numbers are over all tasks and episodes."""
 
     sampling: Sampling
     episodes: int
@@ -52,7 +52,7 @@ class Decoding(Record, frozen=True, kw_only=True):
 
 
 class Summary(Record, frozen=True, kw_only=True):
-    """An evaluation is summed up here, as its summary.json."""
+    """A summary is one evaluation in numbers, as written to summary.json."""
 
     name: str
     model: str
@@ -79,7 +79,7 @@ class Finished:
 
 
 class Comparison(Record, frozen=True, kw_only=True):
-    """The same decoding of two evaluations is compared here, on the tasks that both have."""
+    """A comparison is one decoding of two evaluations, on the tasks that both have."""
 
     tasks: int
     before: Estimate

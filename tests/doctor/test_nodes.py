@@ -229,7 +229,7 @@ def test_a_configuration_s_partitions_and_gpus_are_asked_for():
         ask.partition: ask for ask in examine.wanted({"account": "lab", "partition": "cpu", "roles": roles})
     }
     assert {name: ask.gpus for name, ask in asks.items()} == {"gpu": 8, "cpu": 0}
-    assert asks["cpu"].words == ("--account=lab",)
+    assert asks["cpu"].options == ("--account=lab",)
     assert examine.wanted({}) == [PartitionNeeds("")]
 
 
