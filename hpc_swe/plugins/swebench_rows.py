@@ -117,7 +117,8 @@ class TestPatch:
         Raises:
             ConfigError: A column is not a patch.
         """
-        tests, reference = (_files(where, name, getattr(row, name)) for name in ("test_patch", "patch"))
+        tests = _files(where, "test_patch", row.test_patch)
+        reference = _files(where, "patch", row.patch)
         return cls(
             changed=[path for path, is_new in tests if not is_new],
             added=[path for path, is_new in tests if is_new],

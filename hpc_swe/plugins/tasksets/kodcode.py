@@ -20,6 +20,7 @@ from hpc_swe.records import Split, Task, TestPlan
 
 TESTS = "test.py"
 COMMAND = f"python -m pytest --tb=short -sq {TESTS}"
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 log = logging.getLogger(__name__)
 
@@ -110,10 +111,10 @@ def ids_of_tests(text: str) -> list[str]:
         return []
     if any(isinstance(node, ast.Attribute) and node.attr == "parametrize" for node in ast.walk(module)):
         return []
-    found = [f"{TESTS}::{name}" for name in _functions(module.body)]
+    found = [f"{TESTS}::{test.name}" for test in _functions(module.body)]
     for node in module.body:
         if isinstance(node, ast.ClassDef) and (node.name.startswith("Test") or _is_unittest(node)):
-            found += [f"{TESTS}::{node.name}::{name}" for name in _functions(node.body)]
+            found += [f"{TESTS}::{node.name}::{test.name}" for test in _functions(node.body)]
     return list(dict.fromkeys(found))  # a later function of the same name replaces an earlier one
 
 
@@ -126,27 +127,22 @@ def _hidden(names: list[str], task_id: str, share: float) -> set[str]:
 def visible(text: str, hidden: set[str]) -> str:
     """Return the text of test.py without the hidden tests, and without classes of which no test is left."""
     module = ast.parse(text)
-    gone: list[ast.stmt] = [node for node in module.body if f"{TESTS}::{_name(node)}" in hidden]
+    gone: list[_Function | ast.ClassDef] = []
     for node in module.body:
         if isinstance(node, ast.ClassDef):
-            tests = [one for one in node.body if f"{TESTS}::{node.name}::{_name(one)}" in hidden]
+            tests = [one for one in _functions(node.body) if f"{TESTS}::{node.name}::{one.name}" in hidden]
             gone += [node] if len(tests) == len(node.body) else tests
+    gone += [node for node in _functions(module.body) if f"{TESTS}::{node.name}" in hidden]
     lines = text.splitlines(keepends=True)
     for node in gone:
-        decorators = getattr(node, "decorator_list", [])
-        first = min([node.lineno, *(one.lineno for one in decorators)])
+        first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
         last = node.end_lineno or node.lineno
         lines[first - 1 : last] = [""] * (last - first + 1)
     return "".join(lines)
 
 
-def _name(node: ast.stmt) -> str:
-    return node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
-
-
-def _functions(body: list[ast.stmt]) -> list[str]:
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return [node.name for node in body if isinstance(node, kinds) and node.name.startswith("test")]
+def _functions(body: list[ast.stmt]) -> list[_Function]:
+    return [node for node in body if isinstance(node, _Function) and node.name.startswith("test")]
 
 
 def _is_unittest(node: ast.ClassDef) -> bool:
