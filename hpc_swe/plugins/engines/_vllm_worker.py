@@ -6,11 +6,9 @@ its next forward pass. Before that it reads headers only, since all requests wai
 has verified the files before, and names them in the update.
 """
 
-import ctypes
 import hmac
 import logging
 import os
-import signal
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,15 +28,16 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
+from hpc_swe.processes import die_with_parent
+
 BACKEND = "hpc_swe_folder"
 TOKEN = "HPC_SWE_ENGINE_TOKEN"
-PR_SET_PDEATHSIG = 1
 Scope = MutableMapping[str, Any]
 
 log = logging.getLogger(__name__)
 
 # vLLM's core outlives its API server when that is killed. A process that imports this dies with its parent.
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+die_with_parent()
 
 
 @dataclass
