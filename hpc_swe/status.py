@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_swe import cli
-from hpc_swe.errors import HpcSweError, StorageError, boundary
+from hpc_swe.errors import StorageError, boundary
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.records import RoleStatus, StatusReport
 from hpc_swe.rundir import RunDir
@@ -189,10 +189,8 @@ def _watch(reader: RunReader, run: RunDir, console: Console) -> None:
 
 
 def _screen(reader: RunReader, console: Console) -> RenderableType:
-    try:
-        return render(reader.look(), console.width)
-    except (HpcSweError, OSError) as error:  # a file is being replaced, or the file system is away
-        return Text(f"error: {error}; trying again")
+    view = reader.read()
+    return render(view, console.width) if isinstance(view, RunView) else Text(f"error: {view}; trying again")
 
 
 @cli.command

@@ -65,7 +65,7 @@ def small_run(tmp_path_factory):
         run = RunDir(folder / name)
         control.start(run, config)
         started.append((run, config))
-        watch.wait(run, config, seconds, lambda: each(run))
+        watch.watch(run, config, seconds, lambda _: each(run), stop_on="error")
         return run
 
     yield start

@@ -265,7 +265,7 @@ def test_waiting_for_a_run_that_is_ordered_to_end_ends_with_it(tmp_path, read):
         until(lambda: any(run.nodes.iterdir()))
         control.stop(run, config, now=False)
         with pytest.raises(HpcSweError, match="ordered to end"):
-            watch.wait(run, config, timeout_s=DEADLINE_S)
+            watch.watch(run, config, DEADLINE_S, stop_on="error")
         assert not run.stop.exists()
     finally:
         control.stop(run, config, now=True)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,13 +25,14 @@ from hpc_swe import config as configuration
 from hpc_swe.errors import HpcSweError
 from hpc_swe.evaluation.progress import episodes
 from hpc_swe.plugins.executors.base import RunsHere
-from hpc_swe.records import MetricLine, StatusReport
+from hpc_swe.records import MetricLine
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control as run_control
 from hpc_swe.runs import watch
+from hpc_swe.runs.view import RunView
 from hpc_swe.screen import bars, console, say
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, evals, weights
+from hpc_swe.store import evals, weights
 
 DEADLINE_S = 1800.0  # for each stage
 DECODINGS = ("greedy", "sampled")
@@ -116,14 +118,13 @@ def _watch(name: str, run: RunDir, config: RunConfig) -> None:
     with bars() as progress:
         total = episodes(run, config) if config.mode == "eval" else config.steps
         bar = progress.add_task(f"{name:10}", total=total)
-        watch.wait(run, config, DEADLINE_S, lambda: _advance(progress, bar, name, run))
+        watch.watch(run, config, DEADLINE_S, partial(_advance, progress, bar, name), stop_on="error")
         progress.update(bar, completed=total)
 
 
-def _advance(progress: Progress, bar: TaskID, name: str, run: RunDir) -> None:
-    try:
-        report = atomic.get(run.status, StatusReport)
-    except FileNotFoundError:
+def _advance(progress: Progress, bar: TaskID, name: str, view: RunView | str) -> None:
+    report = view.report if isinstance(view, RunView) else None
+    if report is None:
         return
     rewards = report.recent.get("reward/mean", [])
     state = f"reward {rewards[-1]:.2f}" if rewards else report.waits_for[:40]

@@ -14,9 +14,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from hpc_swe.errors import DeadlineError, HpcSweError
+from hpc_swe.errors import DeadlineError
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs.view import RunReader, RunView, duration
+from hpc_swe.runs.view import RunView, duration
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import tasks
 
@@ -65,7 +65,7 @@ class ProgressBar:
     """A bar shows the progress of an evaluation on the terminal, until it has finished or stalled."""
 
     def __init__(self, run: RunDir, config: RunConfig, console: Console) -> None:
-        self._reader, self._detector = RunReader(run, config), StallDetector(_limit_s(config))
+        self._detector = StallDetector(_limit_s(config))
         description = TextColumn("{task.description}", markup=False)  # an error may contain brackets
         columns = (description, BarColumn(), MofNCompleteColumn())
         self.bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
@@ -74,16 +74,16 @@ class ProgressBar:
         self._done_at_start, self._started = -1, time.monotonic()
         self.progress = EvaluationProgress(0, 0, "its jobs", True, None)
 
-    def update(self) -> None:
-        """Read the run and draw its progress.
+    def update(self, view: RunView | str) -> None:
+        """Draw the progress of a view of the run, or of a text that says why there is none.
 
         Raises:
             DeadlineError: The evaluation has stalled.
         """
-        try:
-            self.progress = progress_of(self._reader.look())
-        except (HpcSweError, OSError) as error:  # a file is being replaced, or the file system is away
-            waits_for = f"a readable run folder: {error}"
+        if isinstance(view, RunView):
+            self.progress = progress_of(view)
+        else:
+            waits_for = f"a readable run folder: {view}"
             self.progress = replace(self.progress, waits_for=waits_for, is_queued=False)
         done, failed = self.progress.done, self.progress.failed
         self._done_at_start = done if self._done_at_start < 0 else self._done_at_start

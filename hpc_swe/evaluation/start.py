@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
@@ -13,7 +14,7 @@ from hpc_swe.evaluation.progress import ProgressBar, progress_of
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control, existing
 from hpc_swe.runs.view import RunReader
-from hpc_swe.runs.watch import left, wait
+from hpc_swe.runs.watch import left, watch
 from hpc_swe.settings import RunConfig
 
 OWN = ["mode=eval", "tasks.train=0", "eval.tasks=0"]
@@ -70,21 +71,22 @@ def evaluate(run: RunDir, config: RunConfig, *, detach: bool, console: Console) 
         return True
     is_new = not run.config.exists()
     control.print_result(run, control.start(run, config))
-    watch = ProgressBar(run, config, console)
+    progress = ProgressBar(run, config, console)
     done = 0 if is_new else progress_of(RunReader(run, config).look()).done
     verb = "started" if is_new else "continued"
-    tables.show(console, f"{run.root}: {verb}, {done} of {watch.total} episodes are done")
+    tables.show(console, f"{run.root}: {verb}, {done} of {progress.total} episodes are done")
     if detach:
         return False
     try:
-        with watch.bar:
-            wait(run, config, float("inf"), watch.update, detaches=True)
-            watch.end()
+        with progress.bar:
+            stop_on: Literal["error", "deadline"] = "error" if config.executor.is_here else "deadline"
+            watch(run, config, float("inf"), progress.update, stop_on=stop_on)
+            progress.end()
     except KeyboardInterrupt:
         tables.show(console, _left(run, config))
         raise
     except DeadlineError as error:
-        reasons = RunReader(run, config).look().queue.failures or [watch.progress.waits_for]
+        reasons = RunReader(run, config).look().queue.failures or [progress.progress.waits_for]
         raise DeadlineError("; ".join([str(error), *reasons])) from None
     return True
 

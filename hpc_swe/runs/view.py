@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from hpc_swe import job_counts
-from hpc_swe.errors import SchedulerError
+from hpc_swe.errors import HpcSweError, SchedulerError
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.records import Endpoint, EndpointTable, Role, StatusReport
 from hpc_swe.rundir import RunDir
@@ -78,6 +78,13 @@ class RunReader:
             engines=engines,
         )
         return _ended(view) if run.finished.exists() and not self._queue.jobs else view
+
+    def read(self) -> RunView | str:
+        """Return the present state, or why it cannot be read now, such as a file that is being replaced."""
+        try:
+            return self.look()
+        except (HpcSweError, OSError) as error:
+            return str(error)
 
 
 def _ended(view: RunView) -> RunView:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from hpc_swe.errors import DeadlineError, HpcSweError, SchedulerError, StorageError
 from hpc_swe.plugins.executors.base import RunsHere
@@ -10,61 +11,53 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.runs import submit
 from hpc_swe.runs.control import alive, stop
 from hpc_swe.runs.submit import TickResult
+from hpc_swe.runs.view import RunReader, RunView
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import orders
 
 log = logging.getLogger(__name__)
 
 
-def wait(
+def watch(
     run: RunDir,
     config: RunConfig,
     timeout_s: float,
-    each: Callable[[], None] = lambda: None,
+    show: Callable[[RunView | str], None] | None = None,
     *,
-    detaches: bool = False,
+    stop_on: Literal["nothing", "deadline", "error"] = "nothing",
 ) -> None:
-    """Watch the run and call `each` at each tick; whatever interrupts this stops the run.
+    """Submit missing jobs until the run has finished and its processes are gone, and show its state.
 
-    With `detaches` only a deadline stops the jobs of a cluster.
-
-    Raises:
-        HpcSweError: As from `watch`; the run was stopped.
-    """
-    try:
-        _watch(run, config, timeout_s, each)
-    except BaseException as error:
-        if not detaches or isinstance(error, DeadlineError) or config.executor.is_here:
-            stop(run, config, now=True)
-        raise
-    _require_finished(run)
-
-
-def watch(run: RunDir, config: RunConfig, timeout_s: float) -> None:
-    """Submit missing jobs until the run has finished and its processes are gone; an interrupt leaves them.
+    After each tick `show` gets the state of the run, or a text that says why it cannot be read. When this
+    ends early the jobs keep running, unless `stop_on` names what stops them: a deadline, or any error or
+    interrupt.
 
     Raises:
         HpcSweError: The run was ordered to end before it had finished.
         DeadlineError: It takes longer than `timeout_s`, or a role cannot be kept alive.
     """
-    _watch(run, config, timeout_s, lambda: None)
-    _require_finished(run)
+    try:
+        _watch(run, config, timeout_s, show)
+    except BaseException as error:
+        if stop_on == "error" or (stop_on == "deadline" and isinstance(error, DeadlineError)):
+            stop(run, config, now=True)
+        raise
+    if not run.finished.exists():
+        raise HpcSweError(f"{run.root}: ordered to end before it had finished; `launch start` continues it")
 
 
-def _watch(run: RunDir, config: RunConfig, timeout_s: float, each: Callable[[], None]) -> None:
-    deadline = time.monotonic() + timeout_s
+def _watch(
+    run: RunDir, config: RunConfig, timeout_s: float, show: Callable[[RunView | str], None] | None
+) -> None:
+    deadline, reader = time.monotonic() + timeout_s, RunReader(run, config)
     while not orders.active(run) or alive(run, config):
         plan = _tick(run, config)
         if plan.lost or time.monotonic() > deadline:
             why = "; ".join(f"{role}: {plan.stuck[role]}" for role in plan.lost)
             raise DeadlineError(f"{run.root}: {why or f'not finished after {timeout_s:g} s; see its logs/'}")
-        each()
+        if show:
+            show(reader.read())
         time.sleep(config.executor.pause_s)
-
-
-def _require_finished(run: RunDir) -> None:
-    if not run.finished.exists():
-        raise HpcSweError(f"{run.root}: ordered to end before it had finished; `launch start` continues it")
 
 
 def _tick(run: RunDir, config: RunConfig) -> TickResult:

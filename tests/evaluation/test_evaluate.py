@@ -30,8 +30,8 @@ from hpc_swe.plugins.executors.local import Local
 from hpc_swe.records import Endpoint, Node, StatusReport, WeightVersion
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control, existing
-from hpc_swe.runs.view import Queue, RunView
-from hpc_swe.runs.watch import wait
+from hpc_swe.runs.view import Queue, RunReader, RunView
+from hpc_swe.runs.watch import watch
 from hpc_swe.store import atomic, evals, submissions, tasks
 from hpc_swe.store.evals import Attempt
 from hpc_swe.store.submissions import Started, Submitted
@@ -138,26 +138,27 @@ def test_the_end_of_the_watch_ends_local_jobs_and_leaves_cluster_jobs(small, kin
     config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
     control.start(small.out, config)
 
-    def end() -> None:
+    def end(_) -> None:
         raise error
 
+    stop_on = "error" if config.executor.is_here else "deadline"
     with pytest.raises(type(error)):
-        wait(small.out, config, 60.0, end, detaches=True)
+        watch(small.out, config, 60.0, end, stop_on=stop_on)
     assert small.out.stop.exists() == ends
 
 
 def test_a_look_that_fails_is_told_and_taken_again_until_patience_ends(begun):
     config = existing.load(begun.out)
-    watch = progress.ProgressBar(begun.out, config, Console(quiet=True))
+    bar, reader = progress.ProgressBar(begun.out, config, Console(quiet=True)), RunReader(begun.out, config)
     begun.out.status.write_text("{")
     try:
-        watch.update()
+        bar.update(reader.read())
     finally:
         begun.out.status.unlink()
-    assert f"a readable run folder: {begun.out.status}: not a StatusReport" in watch.progress.waits_for
-    assert not watch.progress.is_queued
-    watch.update()
-    assert "fail" not in watch.progress.waits_for
+    assert f"a readable run folder: {begun.out.status}: not a StatusReport" in bar.progress.waits_for
+    assert not bar.progress.is_queued
+    bar.update(reader.read())
+    assert "fail" not in bar.progress.waits_for
 
 
 def test_a_role_stuck_at_the_start_leaves_no_job_of_another_role(small):

@@ -50,7 +50,7 @@ def trained(config, folder: Path, environment: pytest.MonkeyPatch) -> RunDir:
         environment.setenv(name, value)
     run = RunDir(folder)
     control.start(run, config)
-    watch.wait(run, config, 900)
+    watch.watch(run, config, 900, stop_on="error")
     return run
 
 

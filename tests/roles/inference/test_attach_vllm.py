@@ -112,7 +112,7 @@ def finish(run: RunDir, config: RunConfig) -> None:
     os.chdir(ROOT)
     os.umask(0o077)
     control.start(run, config)
-    watch.wait(run, config, 600)
+    watch.watch(run, config, 600, stop_on="error")
 
 
 def test_a_plain_vllm_is_evaluated_as_it_is_and_never_trained(
