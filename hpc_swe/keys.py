@@ -21,7 +21,7 @@ BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 @dataclass(frozen=True)
 class Key:
-    """A key is described to people by this."""
+    """A key of the configuration is described by this."""
 
     table: str
     """Its table in TOML, for example [policy] type = "megatron"; empty is the top of the file."""

@@ -492,7 +492,7 @@ class StatusReport(Record, frozen=True, kw_only=True):
 
 
 class MetricLine(Record, frozen=True, kw_only=True):
-    """A metrics log has one such line per step and writer."""
+    """A metrics log is a sequence of such lines."""
 
     step: int
     time: float

@@ -22,7 +22,7 @@ class _At:
 
 @dataclass(frozen=True)
 class RunDir:
-    """A run's folder on the shared file system is this; attributes and methods name all its paths."""
+    """This is one run's folder on the shared file system; attributes and methods name all its paths."""
 
     root: Path
 

@@ -12,7 +12,10 @@ Severity = Literal["ok", "warning", "fault"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding is the result of one check. A fault stops a run or harms others; a warning costs time."""
+    """A finding is the result of one check.
+
+    A fault stops a run or harms other users; a warning costs time, or work that is done twice.
+    """
 
     check: str
     verdict: Severity
