@@ -1,24 +1,31 @@
 #!/usr/bin/env bash
-# Every test, in three parts side by side: those on the cluster wait most of their time, those of engines and
-# learners start many processes, and the others compute. The output of the others is shown as it comes, that
-# of the first two after it.
+# Run every test in four parts side by side: tests on the cluster wait most of their time, those of engines and learners
+# start large processes, those of sandboxes start many small ones, and the others compute. The output of the others is
+# shown as it comes, and that of the first three after it.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+engines=(tests/pipeline tests/plugins/engines tests/plugins/policies tests/roles/inference tests/roles/learner)
+sandboxes=(tests/bench tests/cheats tests/plugins/graders tests/plugins/sandboxes tests/tasks)
 shared=$(mktemp -d)
 export HPC_SWE_TEST_SHARED=$shared # what one part has made, and others need as well
-heavy=(tests/pipeline tests/plugins/engines tests/plugins/policies tests/roles/inference tests/roles/learner)
-set -m # else what runs in the background, and all that it starts, ignores SIGINT
-.venv/bin/python -m pytest -m cluster tests/cluster >"$shared/cluster.log" 2>&1 &
-cluster=$!
-.venv/bin/python -m pytest -m "not cluster" "${heavy[@]}" >"$shared/heavy.log" 2>&1 &
-processes=$!
-set +m
-trap 'kill "$cluster" "$processes" 2>/dev/null; rm -rf "$shared"' EXIT
+parts=()
+trap 'for part in "${parts[@]}"; do kill "${part%:*}"; done 2>/dev/null; rm -rf "$shared"' EXIT
 
-.venv/bin/python -m pytest -m "not cluster" "${heavy[@]/#/--ignore=}"
+begin() { # NAME ARGUMENT...
+  .venv/bin/python -m pytest "${@:2}" >"$shared/$1.log" 2>&1 &
+  parts+=("$!:$1")
+}
+
+set -m # else what runs in the background, and all that it starts, ignores SIGINT
+begin engines -m "not cluster" "${engines[@]}"
+begin cluster -m cluster tests/cluster
+begin sandboxes -m "not cluster" "${sandboxes[@]}"
+set +m
+elsewhere=("${engines[@]}" "${sandboxes[@]}")
+.venv/bin/python -m pytest -m "not cluster" "${elsewhere[@]/#/--ignore=}"
 failed=$?
-for part in "$processes:heavy" "$cluster:cluster"; do
+for part in "${parts[@]}"; do
   wait "${part%:*}" || failed=1
   cat "$shared/${part#*:}.log"
 done
