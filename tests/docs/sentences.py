@@ -1,7 +1,7 @@
 """List every docstring whose first sentence lacks a verb: python -m tests.docs.sentences.
 
-The check knows words, not grammar. A function's docstring opens with a verb, as a command. That of a module, a
-class or a property may also be a statement with a verb. Words that are nouns as often as verbs ("batches",
+The check knows words, not grammar. A function's docstring opens with a verb, as a command. That of a module,
+a class or a property may also be a statement with a verb. Words that are nouns as often as verbs ("batches",
 "runs") count as verbs only where they open the sentence or follow a pronoun.
 """
 
@@ -32,9 +32,9 @@ FORMS = IRREGULAR | THIRDS - NOUNS
 
 
 def first_sentence(text: str) -> str:
-    """Return the text up to its first full stop, colon or blank line, with code as "it"."""
+    """Return the text up to its first full stop or blank line, with code as "it"."""
     paragraph = re.sub(r"`+[^`]*`+", "it", " ".join(text.split("\n\n")[0].split()))
-    return re.split(r"(?<=[.:;])\s", paragraph)[0]
+    return re.split(r"(?<=\.)\s", paragraph)[0]
 
 
 def is_sentence(kind: type[ast.AST], text: str) -> bool:
