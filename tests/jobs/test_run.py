@@ -163,6 +163,7 @@ def test_children_of_a_killed_keeper_die_with_it(tmp_path):
 BEATING = "import sys, time; from jobs import heartbeat; heartbeat.start();"
 
 
+@pytest.mark.slow
 def test_stopped_rank_ends_the_gang_which_starts_again(tmp_path, run, capsys):
     """Each rank notes its pid; the second start of all of them ends well."""
     code = (

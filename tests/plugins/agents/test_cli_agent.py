@@ -115,6 +115,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ENDINGS)
 def test_how_a_program_ended(tmp_path: Path, words: str) -> None:
     """The first requests of a program that never asks are nobody's doing; of one that hangs, its own."""
@@ -141,6 +142,7 @@ def test_engines_that_fail_end_the_program_at_once(tmp_path: Path) -> None:
     assert made.timing.total_s < 250
 
 
+@pytest.mark.slow
 def test_time_at_the_engines_is_not_the_programs(tmp_path: Path) -> None:
     agent_s = 10.0
     agent = msgspec.convert(

@@ -25,6 +25,8 @@ from tests.kit.toy import (
     write_rows,
 )
 
+pytestmark = pytest.mark.slow
+
 GRADER = Swebench()
 SAMPLE = {  # tests/cheats tries all of them in a real sandbox
     ("unittest", "stops like a subtest"),

@@ -40,6 +40,8 @@ from tests.kit.toy import (
     write_rows,
 )
 
+pytestmark = pytest.mark.slow
+
 GRADER = Swebench()
 
 

@@ -35,6 +35,8 @@ from tests.kit.engine_kit import (
 )
 from tests.kit.waiting import until
 
+pytestmark = pytest.mark.slow
+
 PROBE = ProbeScore(token_ids=[5, 6, 7], logprobs=[SCORE, SCORE], tolerance=0.01)
 WRONG = ProbeScore(token_ids=[5, 6, 7], logprobs=[SCORE, SCORE - 1], tolerance=0.01)
 HANG_S = 3.0

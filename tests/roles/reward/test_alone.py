@@ -72,6 +72,7 @@ def run(tmp_path: Path) -> RunDir:
     return made
 
 
+@pytest.mark.slow
 def test_what_kills_one_reward_worker_is_unresolved_by_the_next(run, tmp_path):
     """The first worker dies over it, as over any fault of ours; the second lives."""
     (task, *_) = tasks.read(run.tasks)["train"]
