@@ -52,8 +52,11 @@ def test_the_real_engine_agrees_on_every_recorded_token(
     recorder = means.recorder(request)
     played = episode.record(request, recorder, episode.play(means, request, recorder), "test")
     turns = played.turns
-    assert [turn.parent for turn in turns] == [None, 0, 1][: len(turns)], "one conversation"
-    assert len(turns) == (1 if agent == "qwen_code" else 3)
+    parents = [turn.parent for turn in turns]
+    if agent == "qwen_code" and len(turns) > 1:  # it requests a truncated reply again, then has it continued
+        assert parents == [None, None, *range(1, len(turns) - 1)]
+    else:
+        assert parents == ([None] if agent == "qwen_code" else [None, 0, 1]), "one conversation"
     assert len(turns[0].appended_ids) // 4 > 1000
     assert played.exit_status == (ExitStatus.SUBMITTED if agent == "qwen_code" else ExitStatus.AGENT_ERROR)
     assert all(turn.delivered for turn in turns)
