@@ -1,10 +1,12 @@
 """The recorder as a server, as a command-line agent finds it."""
 
 import contextlib
+import gc
 import http.client
 import json
 import math
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -32,6 +34,14 @@ TOOLS = [
     {"type": "function", "function": {"name": "view", "parameters": {"type": "object", "properties": {}}}}
 ]
 pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_garbage_of_others() -> None:
+    """Collect what earlier tests left open, so that it is not taken for a leak of the server."""
+    report, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    gc.collect()
+    sys.unraisablehook = report
 
 
 @pytest.fixture
