@@ -6,7 +6,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 engines=(tests/pipeline tests/plugins/engines tests/plugins/policies tests/roles/inference tests/roles/learner)
-sandboxes=(tests/bench tests/cheats tests/plugins/graders tests/plugins/sandboxes tests/tasks)
+sandboxes=(tests/cheats tests/plugins/graders tests/plugins/sandboxes)
 shared=$(mktemp -d)
 export HPC_SWE_TEST_SHARED=$shared # what one part has made, and others need as well
 parts=()
