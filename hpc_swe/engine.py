@@ -3,9 +3,9 @@
 The arguments are those of `launch start`. When the printed line runs, it takes the key from VLLM_API_KEY.
 """
 
+import argparse
 import os
 import shlex
-import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -32,7 +32,9 @@ def line(config: RunConfig) -> str:
 @cli.command
 def main() -> None:
     """Print the line for the configuration that the arguments name."""
-    print(line(configuration.from_words(sys.argv[1:])))
+    parser = argparse.ArgumentParser(prog="python -m hpc_swe.engine", description=__doc__.splitlines()[0])
+    parser.add_argument("config", nargs="+", help="TOML files, and words such as engine.max_model_len=4096")
+    print(line(configuration.from_words(cli.parse(parser).config)))
 
 
 if __name__ == "__main__":
