@@ -28,12 +28,13 @@ class Flag:
     """
 
     def __init__(self) -> None:
-        self._file = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._file, self._process = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), os.getpid()
         weakref.finalize(self, os.close, self._file).atexit = False  # daemon threads may set it until the end
 
     def set(self) -> None:
-        """Set the flag; it stays set until `clear`."""
-        os.eventfd_write(self._file, 1)
+        """Set the flag until `clear`; a forked child, which inherits handlers too, sets nothing."""
+        if os.getpid() == self._process:
+            os.eventfd_write(self._file, 1)
 
     def clear(self) -> None:
         """Take the flag back."""
@@ -45,7 +46,7 @@ class Flag:
         return self.wait(0.0)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the flag is set, for at most `seconds`; returns whether it is."""
+        """Wait until the flag is set, for at most `seconds` (finite, from 0 on); returns whether it is."""
         look = select.poll()
         look.register(self._file, select.POLLIN)
         return bool(look.poll(seconds * 1000))

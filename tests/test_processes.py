@@ -77,6 +77,16 @@ def test_a_flag_may_be_set_by_a_handler_that_interrupts_its_wait():
     assert done.returncode == 0
 
 
+def test_a_forked_child_sets_no_flag_of_its_parent():
+    flag = Flag()
+    child = os.fork()
+    if child == 0:
+        flag.set()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not flag.is_set()
+
+
 def test_a_flag_wakes_a_wait_and_lasts_until_it_is_cleared():
     flag = Flag()
     assert not flag.wait(0.0)

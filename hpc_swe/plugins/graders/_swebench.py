@@ -23,9 +23,7 @@ from hpc_swe.records import Task
 _CANARIES = 6
 CaseOutcome = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed"]
 _UNITTEST = {"parse_log_django"}
-_BY_PYTEST = (
-    "pytest pytest_options pytest_v2 matplotlib seaborn astroid flask marshmallow pvlib pyvista sqlfluff"
-)
+_BY_PYTEST = "pytest pytest_options pytest_v2 matplotlib seaborn astroid flask marshmallow pvlib pyvista"
 _BY_PYTEST += " sqlfluff xarray pydicom requests pylint astropy scikit sphinx"
 _PYTEST = {f"parse_log_{name}" for name in _BY_PYTEST.split()}
 _IN_UNITTEST: dict[str, list[str]] = {

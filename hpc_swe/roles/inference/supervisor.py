@@ -87,6 +87,7 @@ class Supervisor:
                     raise
                 log.warning("restart %d of %d: %s", restarts, self.config.max_restarts, error)
                 self._stopping.wait(min(2.0 ** (restarts - 1), 60.0))
+        log.info("ending %s", "on a signal" if self._stopping.is_set() else "on an order")
 
     def _serve_once(self) -> None:
         token = self.run.token.read_text().strip()
