@@ -52,9 +52,11 @@ def serving(folder: Path, *replies: ScriptedReply) -> Iterator[tuple[str, "subpr
     command = engine.command(folder, "127.0.0.1", port, "test")
     with subprocess.Popen(command, env=engine.environment("secret")) as child:
         url = f"http://127.0.0.1:{port}"
-        until(lambda: engine.is_healthy(url), "the engine's health")
-        yield url, child
-        child.kill()
+        try:
+            until(lambda: engine.is_healthy(url), "the engine's health")
+            yield url, child
+        finally:
+            child.kill()
 
 
 def ask(run: RunDir, engine: object, max_tokens: int = 100, part: int = 100) -> Sampled:
@@ -157,7 +159,7 @@ def test_a_stopped_engine_is_left_for_another(run: RunDir, tmp_path: Path) -> No
         serving(tmp_path / "two", ScriptedReply(token_ids=[2], logprobs=[-0.5])) as (working, _),
     ):
         list_engines(run, a=stopped, b=working)
-        asking = Sampler(Scripted(replies=""), Endpoints(run, max_lag=1, fresh_s=0.0), "secret", WAIT_S)
+        asking = Sampler(Scripted(replies=""), Endpoints(run, max_lag=1, fresh_s=0.0), "secret", 5.0)
         assert asking.sample(PROMPT, Sampling(max_tokens=1), "a").token_ids == [1]
         os.kill(process.pid, signal.SIGSTOP)
         assert asking.sample(PROMPT, Sampling(max_tokens=1), "a").token_ids == [2]
