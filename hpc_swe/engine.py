@@ -32,7 +32,8 @@ def line(config: RunConfig) -> str:
 @cli.command
 def main() -> None:
     """Print the line for the configuration that the arguments name."""
-    parser = argparse.ArgumentParser(prog="python -m hpc_swe.engine", description=__doc__.splitlines()[0])
+    what = "Print the command of an engine that a run can attach to."
+    parser = argparse.ArgumentParser(prog="python -m hpc_swe.engine", description=what)
     parser.add_argument("config", nargs="+", help="TOML files, and words such as engine.max_model_len=4096")
     print(line(configuration.from_words(cli.parse(parser).config)))
 

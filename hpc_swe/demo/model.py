@@ -20,7 +20,12 @@ CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 VOCABULARY = 512
 CONVERSATIONS = 1500
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 1024}
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.05,
+}
 # A run of JSON punctuation around a quote; indentation; words; digits; comparisons; line ends.
 # Operators stand apart from spaces, so that they are the same token in code and in a call's arguments.
 WORDS = r'[{}",: ]*"[{}",: ]*| {2,}| ?[A-Za-z]+|[0-9]|[<>=]=|\n *|[^\sA-Za-z0-9]|\s'
@@ -115,7 +120,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def save_model(tokenizer: Tokenizer, folder: Path, seed: int, **sizes: int) -> int:
+def save_model(tokenizer: Tokenizer, folder: Path, seed: int, **sizes: float) -> int:
     """Write random weights in float32 and return their number; `sizes` replace the demo's."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
@@ -131,7 +136,6 @@ def save_model(tokenizer: Tokenizer, folder: Path, seed: int, **sizes: int) -> i
             head_dim=32,
             rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
             tie_word_embeddings=True,
-            initializer_range=0.05,
             eos_token_id=end,
             pad_token_id=pad,
             dtype="float32",

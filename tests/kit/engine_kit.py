@@ -205,19 +205,16 @@ def serving(engine: Vllm, model: Path, log: Path, version: WeightVersion = V0) -
 
 
 def require_exact(engine: Vllm, url: str, turns: list[Turn], version: WeightVersion) -> None:
-    """Let the engine score a whole chain: it agrees on every sampled token."""
-    chain: list[int] = []
-    places: list[tuple[int, Turn]] = []
+    """Let the engine score every turn after its own parents: it agrees on every sampled token."""
+    chains: list[list[int]] = []
     for turn in turns:
-        chain += id_array(turn.appended_ids).tolist()
-        places.append((len(chain), turn))
-        chain += turn.completion.tolist()
-    scores = np.array([0.0, *engine.score(url, TOKEN, chain)])
-    for start, turn in places:
-        length = len(turn.completion)
-        np.testing.assert_allclose(scores[start : start + length], float_array(turn.logprobs), atol=1e-3)
+        before = [] if turn.parent is None else chains[turn.parent]
+        prompt = before + id_array(turn.appended_ids).tolist()
+        chains.append(prompt + turn.completion.tolist())
+        scores = engine.score(url, TOKEN, chains[-1])[len(prompt) - 1 :]
+        np.testing.assert_allclose(scores, float_array(turn.logprobs), atol=1e-4)
         assert [(s.oldest, s.newest) for s in turn.spans] == [(version, version)] * len(turn.spans)
-        assert (turn.spans[0].start, turn.spans[-1].end) == (0, length)
+        assert (turn.spans[0].start, turn.spans[-1].end) == (0, len(turn.completion))
 
 
 def processes(marker: str) -> list[int]:

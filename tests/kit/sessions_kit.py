@@ -42,7 +42,11 @@ class World:
 
 
 def make_long_model(folder: Path) -> Path:
-    """Make a tiny random Qwen3 for whole sessions, and a tokenizer of this repository."""
+    """Make a tiny random Qwen3 for whole sessions, and a tokenizer of this repository.
+
+    Its weights are larger than the demo's, so that an early token of a long prompt changes every later
+    probability.
+    """
     pages = [
         path
         for where in ("docs/*.md", "hpc_swe/*.py", "hpc_swe/runs/*.py")
@@ -53,7 +57,8 @@ def make_long_model(folder: Path) -> Path:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     tokenizer = make_tokenizer(texts, VOCABULARY, WORDS)
     save_tokenizer(tokenizer, folder)
-    save_model(tokenizer, folder, 0, hidden_size=64, intermediate_size=96, max_position_embeddings=CONTEXT)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": CONTEXT}
+    save_model(tokenizer, folder, 0, initializer_range=0.2, **sizes)
     return folder
 
 
