@@ -41,19 +41,9 @@ FAMILIES: dict[Any, str] = {
     Taskset: "tasksets",
 }
 MAY_CHANGE = (
-    *(
-        "steps",
-        "counts",
-        "by_hand",
-        "max_restarts",
-        "executor",
-        "inference",
-        "reward",
-        "coordinator",
-        "lease",
-    ),
-    *("retention", "eval.every", "batches.microbatch_tokens", "policy.recompute", "policy.logprob_chunk"),
-    *("learner.checkpoint_every", "learner.batch_wait_s", "learner.poll_s"),
+    *("steps", "counts", "by_hand", "max_restarts", "executor", "inference", "reward", "coordinator"),
+    *("lease", "retention", "eval.every", "batches.microbatch_tokens", "policy.recompute"),
+    *("policy.logprob_chunk", "learner.checkpoint_every", "learner.batch_wait_s", "learner.poll_s"),
     *("rollout.slots", "rollout.poll_s", "rollout.engine_wait_s", "rollout.episode_timeout_s"),
     *("engine.extra", "engine.environ", "engine.program", "engine.threads", "engine.enforce_eager"),
     *("engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_share", "engine.update_timeout_s"),
@@ -86,23 +76,18 @@ def from_words(words: Sequence[str]) -> RunConfig:
 
 
 def build(tree: dict[str, Any], source: str, parts: Sequence[tuple[str, dict[str, Any]]] = ()) -> RunConfig:
-    """Build the configuration that a merged tree describes, and check it.
+    """Build the configuration that a merged tree describes; raise ConfigError with one line for each fault.
 
-    Args:
-        tree: The merged tree.
-        source: Where the tree comes from, for messages.
-        parts: The name and content of everything merged, so that a message names the file that sets the key.
-
-    Raises:
-        ConfigError: As `read`; one line for each fault.
+    Messages name the file that sets a key, from the name and content of all `parts`, or else the `source`.
     """
     lines = [f"{_source_of(key, parts) or source}: {fault}" for key, fault in _faults(tree)]
     if lines:
         raise ConfigError("\n".join(lines))
     config = msgspec.convert(tree, RunConfig, dec_hook=_plugin)
-    conflicts = _conflicts(config)
+    rules = (*_mode_rules(config), *_limit_rules(config))
+    conflicts = [f"{source}: {message}" for is_broken, message in rules if is_broken]
     if conflicts:
-        raise ConfigError("\n".join(f"{source}: {conflict}" for conflict in conflicts))
+        raise ConfigError("\n".join(conflicts))
     return _with_decay_steps(config)
 
 
@@ -141,10 +126,7 @@ def _value(value: Any) -> str:
 def changes(old: RunConfig, new: RunConfig, folder: Path) -> dict[str, str]:
     """Return key -> ``key: old -> new`` for every changed key; two paths of the same file count as equal.
 
-    Args:
-        old: The configuration that the run was made with.
-        new: The configuration that it will continue with.
-        folder: Where relative paths of `old` start; those of `new` start in the current folder.
+    Relative paths of `old` start in `folder`, those of `new` in the current folder.
     """
     before, after = dict(_leaves(dump(old))), dict(_leaves(dump(new)))
     return {
@@ -169,11 +151,8 @@ def keep_paths(old: RunConfig, new: RunConfig, folder: Path) -> RunConfig:
     tree, before = dump(new), dict(_leaves(dump(old)))
     for key, value in _leaves(dump(new)):
         if before.get(key) != value and _is_same_file(before.get(key), value, folder):
-            table: Any = tree
             *tables, name = key.split(".")
-            for part in tables:
-                table = table[part]
-            table[name] = before[key]
+            _at(tree, tables)[name] = before[key]
     return build(tree, "")
 
 
@@ -198,12 +177,8 @@ def _with_decay_steps(config: RunConfig) -> RunConfig:
     return replace(config, learner=replace(config.learner, optimizer=optimizer))
 
 
-def _conflicts(config: RunConfig) -> list[str]:
-    """Return a message for each rule between several keys that the configuration breaks."""
-    return [message for is_broken, message in (*_mode_rules(config), *_limit_rules(config)) if is_broken]
-
-
 def _mode_rules(config: RunConfig) -> list[tuple[bool, str]]:
+    """Return the rules between several keys: whether the configuration breaks it, and the message."""
     groups, learner = config.groups, config.learner
     optimizer = learner.optimizer
     return [
@@ -358,10 +333,16 @@ def _faults_of(name: str, value: Any, kind: Any) -> Iterator[tuple[str, str]]:
             return
 
 
+def _at(tree: Any, path: Sequence[str]) -> Any:
+    """Return what nested tables hold at a path; None where they hold nothing."""
+    for name in path:
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
 def _remove(table: Any, path: Sequence[str]) -> bool:
     """Remove a key from nested tables; tell whether it was there."""
-    for name in path[:-1]:
-        table = table.get(name) if isinstance(table, dict) else None
+    table = _at(table, path[:-1])
     return bool(path) and isinstance(table, dict) and table.pop(path[-1], None) is not None
 
 
@@ -377,9 +358,6 @@ def _source_of(key: str, parts: Sequence[tuple[str, dict[str, Any]]]) -> str:
     path = key.split(".")
     for length in range(len(path), 0, -1):
         for source, tree in reversed(parts):
-            table: Any = tree
-            for name in path[:length]:
-                table = table.get(name) if isinstance(table, dict) else None
-            if table is not None:
+            if _at(tree, path[:length]) is not None:
                 return str(source)
     return ""

@@ -12,8 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import metadata as custom_scalar
+from tensorboard.plugins.histogram import metadata as histogram
+from tensorboard.plugins.scalar import metadata as scalar
+from tensorboard.plugins.text import metadata as texts
+from tensorboard.summary.writer.record_writer import RecordWriter
+from tensorboard.util.tensor_util import make_tensor_proto
 
 from hpc_swe.errors import StorageError
 from hpc_swe.metrics import meaning
@@ -68,66 +78,44 @@ class _EventFile:
 
     def __init__(self, file: Any, described: set[str]) -> None:
         """Take over an open file; `described` holds the tags that have a description in it, and grows."""
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
         self._writer, self._described = RecordWriter(file), described
 
     def write_header(self, run: RunDir) -> None:
         """Write the version of the format, the order of the charts, and the run's configuration."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.plugins.custom_scalar import layout_pb2, metadata
-
         self._writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
         layout = layout_pb2.Layout()
         for title, charts in LAYOUT.items():
             category = layout.category.add(title=title)
             for name, tags in charts.items():
                 category.chart.add(title=name, multiline=layout_pb2.MultilineChartContent(tag=tags))
-        self._tensor(
-            metadata.CONFIG_SUMMARY_TAG, layout.SerializeToString(), metadata.create_summary_metadata()
-        )
+        about = custom_scalar.create_summary_metadata()
+        self._tensor(custom_scalar.CONFIG_SUMMARY_TAG, layout.SerializeToString(), about)
         if run.config.exists():
             text = msgspec.json.format(run.config.read_bytes(), indent=2).decode()
             self.text("run/configuration", text, "run.json, with every default written out")
 
     def number(self, name: str, step: int, at: float, value: float) -> None:
         """Write one point of a curve, and of its copy in the overview."""
-        from tensorboard.plugins.scalar import metadata
-
         copies = [f"{FIRST}/{name.replace('/', '_')}"] if HEADLINES.fullmatch(name) else []
+        about = scalar.create_summary_metadata("", meaning(name))
         for tag in (name, *copies):
-            about = metadata.create_summary_metadata("", meaning(name))
             self._event(tag, about, step, at, simple_value=value)
 
     def deciles(self, name: str, step: int, at: float, counts: Sequence[float]) -> None:
         """Write a histogram over deciles."""
-        import numpy as np
-        from tensorboard.plugins.histogram import metadata
-
         buckets = np.array([(left, left + 1, count) for left, count in enumerate(counts)], np.float64)
-        about = metadata.create_summary_metadata("", DECILES.format(name.rpartition("/")[2]))
+        about = histogram.create_summary_metadata("", DECILES.format(name.rpartition("/")[2]))
         self._tensor(name, buckets, about, step, at)
 
     def text(self, tag: str, text: str, about: str, step: int = 0) -> None:
         """Write a text unchanged: indentation keeps Markdown from formatting it."""
-        from tensorboard.plugins.text import metadata
-
         lines = "\n".join(f"    {line}" for line in text.splitlines())
-        self._tensor(tag, lines.encode(), metadata.create_summary_metadata("", about), step)
-
-    def flush(self) -> None:
-        """Write what is buffered to the file."""
-        self._writer.flush()
+        self._tensor(tag, lines.encode(), texts.create_summary_metadata("", about), step)
 
     def _tensor(self, tag: str, value: Any, about: Any, step: int = 0, at: float = 0.0) -> None:
-        from tensorboard.util.tensor_util import make_tensor_proto
-
         self._event(tag, about, step, at or time.time(), tensor=make_tensor_proto(value))
 
     def _event(self, tag: str, about: Any, step: int, at: float, **value: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
         # TensorBoard keeps the description of a tag's first value.
         described = {} if tag in self._described else {"metadata": about}
         self._described.add(tag)
@@ -136,7 +124,7 @@ class _EventFile:
 
 
 class Drawing:
-    """The view in tensorboard/ is drawn anew by the first `update` and kept up to date by the next ones."""
+    """The view in tensorboard/ is drawn in full by the first `update` and kept up to date by later ones."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -148,7 +136,7 @@ class Drawing:
         """Archives whose episodes are drawn."""
         self._described: set[str] = set()
         self._path: Path | None = None
-        """File of the view; None when everything must be drawn anew."""
+        """File of the view; None when everything must be drawn again."""
 
     def update(self) -> None:
         """Draw what was logged since the last update; a line about a drawn step redraws everything."""
@@ -174,32 +162,30 @@ class Drawing:
         return lines
 
     def _restart(self) -> Path:
-        old = list(self._run.tensorboard.glob("events.out.tfevents.*"))
-        for path in old:
+        number = time.time_ns()
+        for path in self._run.tensorboard.glob("events.out.tfevents.*"):
             path.unlink(missing_ok=True)
-        # TensorBoard reads the files of a folder by name, so the new name must sort last.
-        stamps = [stamp for p in old if (stamp := p.name.split(".")[3]).isdecimal()]
-        number = max([time.time_ns(), *(int(stamp) + 1 for stamp in stamps)])
+            # TensorBoard reads the files of a folder by name, so the new name must sort last.
+            stamp = path.name.split(".")[3]
+            number = max(number, int(stamp) + 1) if stamp.isdecimal() else number
         self._path = self._run.tensorboard / f"events.out.tfevents.{number}.hpc_swe"
         self._last, self._shown, self._described = {}, set(), set()
         return self._path
 
     def _append(self, path: Path) -> None:
-        todo = {
-            name: [step for step in sorted(points) if step > self._last.get(name, -1)]
-            for name, points in self._points.items()
-        }
-        steps = sorted({step for missing in todo.values() for step in missing})
+        todo: dict[int, dict[str, MetricLine]] = {}
+        for name, points in sorted(self._points.items()):
+            for step, line in points.items():
+                if step > self._last.get(name, -1):
+                    todo.setdefault(step, {})[name] = line
         with path.open("ab") as file:
             events = _EventFile(file, self._described)
             if file.tell() == 0:
                 events.write_header(self._run)
-            for step in steps:
-                lines = {name: self._points[name][step] for name in sorted(todo) if step in todo[name]}
+            for step, lines in sorted(todo.items()):
                 self._draw(events, step, lines)
             for name in self._new_archives():
                 self._draw_episodes(events, name)
-            events.flush()
 
     def _draw(self, events: _EventFile, step: int, lines: dict[str, MetricLine]) -> None:
         """Draw one point of each curve in `lines`, and the histograms of the step."""
@@ -230,9 +216,8 @@ class Drawing:
             log.warning("%s: its episodes are not drawn: %s", name, error)
             return
         for kind, text in found:
-            cut = (
-                text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}\n(cut here; `show` prints all of it)"
-            )
+            rest = "\n(cut here; `show` prints all of it)" if len(text) > MAX_CHARS else ""
+            cut = text[:MAX_CHARS] + rest
             events.text(f"episodes/{kind}", cut, f"{kind}, of the batch of this step", int(step))
 
 

@@ -1,22 +1,5 @@
 """Define the exceptions that hpc_swe raises on purpose, and the exit code of a command that ends by each.
 
-* HpcSweError                                                                 exit 1
-  x ConfigError       the author of the TOML file can correct it              exit 2
-  x ProtocolError     the run folder does not follow docs/protocol.md         exit 3
-    + CorruptRecord     a published file does not decode, or its checksum differs
-    + StaleRun          the run was written under another protocol version
-    + LostRace          another process of the same role published first
-  x StorageError      the shared file system is full, over quota or fails     exit 4
-  x DeadlineError     a wait timed out; the message says for what and whom    exit 5
-  x SchedulerError    the scheduler does not answer; nothing was submitted    exit 6
-  x NodeError         this node cannot do the role's work                     exit 7
-  x EpisodeError      one episode failed; the worker records it and goes on
-    + SandboxError      the container failed, not the model -> infra_error, retried
-    + EngineError       no engine answered, or the answer was wrong -> infra_error, retried
-      - NoAnswer          the engine is dead or hangs, whatever it was asked
-      - Overdue           the engine works, but one completion takes far too long
-    + AgentError        the agent program failed -> exit status agent_error, unresolved
-
 Any other exception is a bug and ends the process; the protocol makes that cheap. But an exception from a
 grader, or from an episode whose policy has already replied, may be the policy's choice: it costs only that
 episode.
@@ -33,7 +16,7 @@ class HpcSweError(Exception):
 
 
 class ConfigError(HpcSweError):
-    """The configuration cannot be used; the message names the key and a right value."""
+    """The author of the TOML file can correct this; the message names the key and a right value."""
 
     exit_code = 2
 
@@ -45,7 +28,7 @@ class ProtocolError(HpcSweError):
 
 
 class CorruptRecord(ProtocolError):
-    """A published file does not decode as the record its folder holds."""
+    """A published file does not decode as the record its folder holds, or its checksum differs."""
 
 
 class StaleRun(ProtocolError):
@@ -53,23 +36,23 @@ class StaleRun(ProtocolError):
 
 
 class LostRace(ProtocolError):
-    """Another process published the same thing first; this process has nothing left to do."""
+    """Another process of the same role published first; this process has nothing left to do."""
 
 
 class StorageError(HpcSweError):
-    """The file system cannot read or write now; retry later, nothing is lost."""
+    """The file system fails, is full or over quota; retry later, nothing is lost."""
 
     exit_code = 4
 
 
 class SchedulerError(HpcSweError):
-    """The scheduler does not answer, so that nothing can be decided; the next tick tries again."""
+    """The scheduler does not answer, so nothing was submitted; the next tick tries again."""
 
     exit_code = 6
 
 
 class NodeError(HpcSweError):
-    """This node cannot do the work; another one may."""
+    """This node cannot do the role's work; another one may."""
 
     exit_code = 7
 
@@ -81,19 +64,19 @@ class DeadlineError(HpcSweError):
 
 
 class EpisodeError(HpcSweError):
-    """An episode has failed; the worker records that and goes on."""
+    """An episode has failed; the worker records that and continues."""
 
 
 class SandboxError(EpisodeError):
-    """The container failed for a reason that the policy cannot cause."""
+    """The container failed for a reason that the policy cannot cause: infra_error, retried."""
 
 
 class EngineError(EpisodeError):
-    """The inference engine did not answer, or its answer is invalid."""
+    """The inference engine did not answer, or its answer is invalid: infra_error, retried."""
 
 
 class NoAnswer(EngineError):
-    """The engine is dead, is unreachable, or hangs."""
+    """The engine is dead, is unreachable, or hangs, whatever it was asked."""
 
 
 class Overdue(EngineError):
@@ -101,7 +84,7 @@ class Overdue(EngineError):
 
 
 class AgentError(EpisodeError):
-    """The agent program has failed, which counts as the policy's own work."""
+    """The agent program has failed, which is the policy's own work: exit status agent_error, unresolved."""
 
 
 @contextmanager

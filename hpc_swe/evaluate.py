@@ -15,7 +15,6 @@ from hpc_swe.evaluation import results
 from hpc_swe.evaluation.start import configured, evaluate
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import preview
-from hpc_swe.settings import RunConfig
 
 FLAGS = {
     "model": "model",
@@ -25,12 +24,6 @@ FLAGS = {
     "history": "rollout.history",
 }
 """Option -> the key that it sets."""
-
-
-def finish(run: RunDir, config: RunConfig, console: Console) -> None:
-    """Write the results of a finished evaluation, and show them."""
-    tables.show(console, *results.summary_parts(results.write(run, config)))
-    tables.show(console, f"results: {run.summary}, {run.results}, {run.predictions('*')}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,7 +60,8 @@ def _run(run: RunDir, arguments: argparse.Namespace, console: Console) -> None:
     if not evaluate(run, config, detach=arguments.detach, console=console):
         console.print("the same command shows the progress, and writes the results once it has finished")
         return
-    finish(run, config, console)
+    tables.show(console, *results.summary_parts(results.write(run, config)))
+    tables.show(console, f"results: {run.summary}, {run.results}, {run.predictions('*')}")
     if before:
         found = results.compare(before, results.read(run), common=arguments.common)
         tables.show(console, *results.comparison_parts(str(arguments.compare), found))

@@ -31,12 +31,9 @@ def usable(environment: Mapping[str, str]) -> list[str]:
 
 
 def choose(available: Sequence[str], taken: Sequence[str], count: int, *, share: bool) -> list[str] | None:
-    """Choose the `count` GPUs that the fewest jobs have; return None where there are too few.
+    """Choose the `count` available GPUs that the fewest jobs have; return None where there are too few.
 
-    Args:
-        available: The GPUs that may be given to jobs.
-        taken: The GPUs of live jobs, each as often as jobs have it.
-        share: Whether a GPU that a job has may be given to another one too.
+    `taken` has the GPUs of live jobs, each as often as jobs have it; with `share` they may be chosen, too.
 
     Example:
         >>> choose(["0", "1", "2"], ["0"], 2, share=False)
@@ -48,11 +45,7 @@ def choose(available: Sequence[str], taken: Sequence[str], count: int, *, share:
 
 
 def require(role: str, count: int, environment: Mapping[str, str]) -> None:
-    """Check that a role that was configured for GPUs finds `count` of them on this node.
-
-    Raises:
-        NodeError: There are fewer; the message says how many were found.
-    """
+    """Raise NodeError unless a role that was configured for GPUs finds `count` of them on this node."""
     found = usable(environment)
     if len(found) < count:
         visible = f", {VISIBLE} = {environment[VISIBLE]!r}" if VISIBLE in environment else ""

@@ -144,8 +144,7 @@ def _stat(pid: int) -> list[str]:
 def free_port(host: str = "", wanted: int = 0) -> int:
     """Return a TCP port of this machine that is free now: `wanted`, or any for 0.
 
-    Raises:
-        OSError: The host is not this machine's, or the port is in use.
+    Raise OSError when the host is not this machine's, or the port is in use.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

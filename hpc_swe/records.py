@@ -114,11 +114,7 @@ class WeightVersion(Record, frozen=True, kw_only=True, order=True):
 
     @classmethod
     def parse(cls, name: str) -> "WeightVersion":
-        """Parse a `name`.
-
-        Raises:
-            ValueError: It is not the name of a version.
-        """
+        """Parse a `name`; raise ValueError if it is not the name of a version."""
         step, _, incarnation = name.removeprefix("v").partition("-i")
         if step.isdecimal() and incarnation.isdecimal():
             version = cls(step=int(step), incarnation=int(incarnation))

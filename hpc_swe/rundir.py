@@ -152,20 +152,9 @@ class RunDir:
         """Make the folders of an empty run, private to the user."""
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.root.chmod(0o700)  # an empty folder may have existed with other permissions
-        for folder in (
-            self.control,
-            self.nodes,
-            self.batches,
-            self.weights,
-            self.checkpoints,
-            self.metrics,
-            self.incarnations,
-            self.evals,
-            self.archives,
-            self.tensorboard,
-            *(self.launches / role for role in get_args(Role)),
-        ):
+        folders = [self.control, self.nodes, self.batches, self.weights, self.checkpoints, self.metrics]
+        folders += [self.incarnations, self.evals, self.archives, self.tensorboard]
+        folders += [self.launches / role for role in get_args(Role)]
+        folders += [self.spool(spool) / state for spool in SPOOLS for state in ("ready", "claimed", "dead")]
+        for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
-        for spool in SPOOLS:
-            for state in ("ready", "claimed", "dead"):
-                (self.spool(spool) / state).mkdir(parents=True, exist_ok=True)

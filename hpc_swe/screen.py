@@ -1,6 +1,14 @@
 """Print lines and progress bars of the jobs that a person starts."""
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from hpc_swe import tables
 
@@ -12,7 +20,8 @@ def say(line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def bars() -> Progress:
-    """Return progress bars with a description, a count and the time elapsed."""
-    description = TextColumn("{task.description}", markup=False)
-    return Progress(description, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console)
+def bars(*more: ProgressColumn, console: Console = console) -> Progress:
+    """Return progress bars with a description, a count, the time elapsed, and more columns behind them."""
+    description = TextColumn("{task.description}", markup=False)  # an error may contain brackets
+    columns = (description, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), *more)
+    return Progress(*columns, console=console)

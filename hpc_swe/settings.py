@@ -124,7 +124,7 @@ class RolloutConfig(Record, frozen=True, kw_only=True):
     template_arguments: dict[str, bool] = {}
     """Arguments of the chat template, for example enable_thinking."""
     history: Literal["keep", "template"] = "keep"
-    """template: every prompt is rendered anew, as a served model would see it, and starts its own chain."""
+    """template: each prompt is rendered in full, as a served model would see it, and starts its own chain."""
 
 
 class RewardConfig(Record, frozen=True, kw_only=True):

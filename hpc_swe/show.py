@@ -50,9 +50,7 @@ def _tables(folder: Path) -> list[Path]:
 def _unconsumed(run: RunDir, wanted: dict[str, str]) -> Iterator[ScoredEpisode]:
     ready = run.scored / "ready"
     for name in atomic.names(ready) if ready.is_dir() else []:
-        with suppress(
-            FileNotFoundError, CorruptRecord
-        ):  # just consumed; or left for the coordinator to reject
+        with suppress(FileNotFoundError, CorruptRecord):  # consumed just now; or the coordinator rejects it
             scored = atomic.get(ready / name, ScoredEpisode)
             columns = {
                 "task_id": scored.episode.request.task_id,
@@ -77,11 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parts(arguments: argparse.Namespace) -> Iterator[str]:
-    """Yield the texts to print, one per episode or file.
-
-    Raises:
-        HpcSweError: No episode fits the filters.
-    """
+    """Yield the texts to print, one per episode or file; raise HpcSweError if no episode fits the filters."""
     keys = {"task_id": arguments.task, "outcome": arguments.outcome, "exit_status": arguments.exit}
     wanted = {key: value for key, value in keys.items() if value}
     if not wanted and not arguments.step and not (arguments.json and arguments.path.is_dir()):

@@ -27,17 +27,8 @@ WIDE, BAR, NAME = 20, 16, 24
 REDRAW_S = 2.0
 LINES = 8  # of errors; everything else fits above them on a screen of 40
 HEADLINES = (
-    "reward/mean",
-    "solve/train",
-    "solve/eval",
-    "infra/eval",
-    "evaluation",
-    "groups/signal_rate",
-    "staleness/mean",
-    "staleness/max",
-    "rate/sampled_tokens",
-    "episodes/turns",
-    "episodes/infra_rate",
+    *("reward/mean", "solve/train", "solve/eval", "infra/eval", "evaluation", "groups/signal_rate"),
+    *("staleness/mean", "staleness/max", "rate/sampled_tokens", "episodes/turns", "episodes/infra_rate"),
     "batch/tokens",
 )
 """Curves and families of curves on the screen; TensorBoard has all."""
@@ -55,7 +46,9 @@ def render(view: RunView, width: int = 80) -> RenderableType:
     parts += ["", _spools(report)] if report else []
     parts += ["", _curves(report)] if report and report.recent else []
     errors = [view.queue.silence, *view.queue.failures, *(report.errors[-LINES // 2 :] if report else [])]
-    parts += _wrap([f"error: {line}" for line in errors if line], width)
+    # each takes at most two lines of the screen
+    rows = [f"error: {line}"[at : at + width] for line in errors if line for at in (0, width)]
+    parts += list(filter(None, rows))[:LINES]
     return Group(*(part if isinstance(part, Table) else Text(part[:width]) for part in parts))
 
 
@@ -69,12 +62,11 @@ def spark(values: Sequence[float]) -> str:
 
 
 def _head(view: RunView) -> list[str]:
-    report = view.report
     orders = [f"order {name}: {MEANINGS.get(name, 'unknown')}" for name in view.orders]
-    if report is None:
+    if view.report is None:
         return [view.name, *orders, "waits for the first report of the coordinator"]
-    waits = [f"waits for {report.waits_for}"] if report.waits_for else []
-    return [_progress(view, report), *orders, *waits, *_age(view)]
+    waits = [f"waits for {view.report.waits_for}"] if view.report.waits_for else []
+    return [_progress(view, view.report), *orders, *waits, *_age(view)]
 
 
 def _age(view: RunView) -> list[str]:
@@ -172,11 +164,6 @@ def _add(table: Table, *cells: str) -> None:
 
 def _cell(text: str) -> Text:
     return Text(text, overflow="crop", no_wrap=True)
-
-
-def _wrap(lines: Sequence[str], width: int) -> list[str]:
-    """Wrap each line to at most two lines of the screen; keep the first LINES of them."""
-    return [line[i : i + width] for line in lines for i in range(0, min(len(line), 2 * width), width)][:LINES]
 
 
 def _watch(reader: RunReader, run: RunDir, console: Console) -> None:

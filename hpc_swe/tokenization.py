@@ -8,11 +8,7 @@ from hpc_swe.settings import RunConfig
 
 
 def token_builder(config: RunConfig) -> TokenBuilder:
-    """Build what turns the run's messages into token ids.
-
-    Raises:
-        ConfigError: The tokenizer or the chat template cannot be used.
-    """
+    """Build what turns messages into ids; raise ConfigError if tokenizer or chat template are unusable."""
     engine, rollout = config.engine, config.rollout
     stops = engine.stop_token_ids if isinstance(engine, Stopping) else ()
     return TokenBuilder(Path(config.model), rollout.tool_parser, rollout.template_arguments, stops)

@@ -33,6 +33,7 @@ from hpc_swe.runs.view import RunView
 from hpc_swe.screen import bars, console, say
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import evals, weights
+from hpc_swe.store.evals import Attempt
 
 DEADLINE_S = 1800.0  # for each stage
 DECODINGS = ("greedy", "sampled")
@@ -50,22 +51,13 @@ class Demo:
     seed: int
     overrides: Sequence[str]
 
-    @property
-    def model(self) -> Path:
-        """Return the folder of the untrained model."""
-        return self.root / "model"
-
-    def make_model(self) -> None:
-        """Make the tokenizer, the chat template and random weights, unless they exist."""
-        if not (self.model / "config.json").exists():
-            command = [
-                sys.executable,
-                "-m",
-                "hpc_swe.demo.model",
-                f"--out={self.model}",
-                f"--seed={self.seed}",
-            ]
-            subprocess.run(command, check=True)
+    def make_model(self) -> Path:
+        """Make the tokenizer, the chat template and random weights, unless they exist; return the folder."""
+        folder = self.root / "model"
+        if not (folder / "config.json").exists():
+            words = ["-m", "hpc_swe.demo.model", f"--out={folder}", f"--seed={self.seed}"]
+            subprocess.run([sys.executable, *words], check=True)
+        return folder
 
     def stage(self, name: str, model: Path, *more: str) -> RunDir:
         """Run one stage to its end, unless it has finished already; return its run folder."""
@@ -81,22 +73,9 @@ class Demo:
             _watch(name, run, config)
         return run
 
-    def outcomes(self, run: RunDir, decoding: str) -> dict[str, list[float]]:
-        """Return the episodes of a finished evaluation as task id -> a 1 (solved) or 0 for each."""
-        return intervals.outcomes(evals.read(run.eval_table("eval")), decoding)
-
-    def infra_failures(self, run: RunDir, decoding: str) -> str:
-        """Return how many episodes had only infrastructure failures, of all; they count as unresolved."""
-        found = [a.outcome for a in evals.read(run.eval_table("eval")) if a.sampling == decoding]
-        return f"{found.count('infra_error')}/{len(found)}"
-
 
 def newest(run: RunDir) -> Path:
-    """Return the folder of the last weights of a finished run.
-
-    Raises:
-        HpcSweError: The run published none.
-    """
+    """Return the folder of a finished run's last weights; raise HpcSweError when it published none."""
     version = weights.newest(run)
     if version is None:
         raise HpcSweError(f"{run.weights}: the run has finished, but published no weights")
@@ -132,55 +111,54 @@ def _advance(progress: Progress, bar: TaskID, name: str, view: RunView | str) ->
     progress.update(bar, completed=done, description=f"{name:10} {state}")
 
 
-def rates(demo: Demo, before: RunDir, after: RunDir) -> Table:
+def rates(before: Sequence[Attempt], after: Sequence[Attempt]) -> Table:
     """Return a table of the solve rates on held-out tasks before and after, by decoding."""
     columns = ("held-out solve rate", "before", "after", "gain", "detectable", "infra failures")
     table = Table(*columns, title="mean over tasks [95 % interval over tasks]")
     for decoding in DECODINGS:
-        first, last = demo.outcomes(before, decoding), demo.outcomes(after, decoding)
+        first, last = (intervals.outcomes(attempts, decoding) for attempts in (before, after))
         rates = [intervals.solve_rate(first), intervals.solve_rate(last), intervals.gain(first, last)]
-        failed = ", ".join(demo.infra_failures(run, decoding) for run in (before, after))
+        ends = [[a.outcome for a in attempts if a.sampling == decoding] for attempts in (before, after)]
+        failed = ", ".join(f"{found.count('infra_error')}/{len(found)}" for found in ends)
         table.add_row(decoding, *map(str, rates), f"{intervals.detectable(first):.3f}", failed)
     return table
 
 
-def _plot(demo: Demo, before: RunDir, after: RunDir, trained: RunDir) -> None:
+def _plot(root: Path, before: Sequence[Attempt], after: Sequence[Attempt], trained: RunDir) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    rewards = curve(trained, "reward/mean")
-    if rewards:  # rejection sampling has none
+    if rewards := curve(trained, "reward/mean"):  # rejection sampling has none
         axes.plot(*zip(*rewards, strict=True), label="training reward, all finished groups")
-    held_out = curve(trained, "solve/eval/greedy")
-    if held_out:
+    if held_out := curve(trained, "solve/eval/greedy"):
         axes.plot(*zip(*held_out, strict=True), ":", color="C1", label="held-out, greedy, in training")
     for decoding, marker in zip(DECODINGS, "os", strict=True):
-        ends = [intervals.solve_rate(demo.outcomes(run, decoding)) for run in (before, after)]
+        ends = [intervals.solve_rate(intervals.outcomes(each, decoding)) for each in (before, after)]
         spread = [[end.mean - end.low for end in ends], [end.high - end.mean for end in ends]]
         steps, means = [0, len(rewards) or 1], [end.mean for end in ends]
         axes.errorbar(steps, means, spread, fmt=marker, label=f"held-out, {decoding}")
     axes.set(xlabel="optimizer step", ylabel="solve rate", ylim=(0, 1.02), title="GRPO on bug-fix tasks")
     axes.legend(loc="lower right")
     figure.tight_layout()
-    figure.savefig(demo.root / "reward.png", dpi=120)
+    figure.savefig(root / "reward.png", dpi=120)
 
 
 def run(demo: Demo, control: str) -> None:
     """Run all stages in order, with GRPO or with a control instead, and show the result."""
     began = time.monotonic()
-    demo.make_model()
-    start = newest(demo.stage("sft", demo.model, "demo_sft"))
+    start = newest(demo.stage("sft", demo.make_model(), "demo_sft"))
     before = demo.stage("before", start, "demo_eval")
     trained = demo.stage(control or "grpo", start, *CONTROLS.get(control, []))
     if control == "rejection":
         source = f'sft.episodes="{trained.root}"'
         trained = demo.stage("rejection-sft", start, "demo_sft", "demo_rejection", source)
     after = demo.stage(f"after-{control or 'grpo'}", newest(trained), "demo_eval")
-    tables.show(console, rates(demo, before, after))
-    _plot(demo, before, after, trained)
+    first, last = (evals.read(run.eval_table("eval")) for run in (before, after))
+    tables.show(console, rates(first, last))
+    _plot(demo.root, first, last, trained)
     say(f"reward curve: {demo.root / 'reward.png'}")
     say(f"all curves:   {Path(sys.executable).parent / 'tensorboard'} --logdir {demo.root}")
     console.print(f"{time.monotonic() - began:.0f} s in all")

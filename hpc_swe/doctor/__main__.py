@@ -21,20 +21,24 @@ from hpc_swe.doctor.examine import ask_slurm, examine, largest_array, resolve, t
 from hpc_swe.doctor.findings import Finding, PartitionNeeds
 from hpc_swe.doctor.srun import ProbeSetup
 from hpc_swe.errors import HpcSweError
+from hpc_swe.plugins.sandboxes.base import ImageSandboxes
 
 
 def diagnose(arguments: argparse.Namespace) -> list[Finding]:
     """Return all findings for the parsed arguments."""
     has_files = any("=" not in word for word in arguments.config)
     config = configuration.from_words(arguments.config) if has_files else None
-    tree = configuration.dump(config) if config else {}
-    executor, sandbox = tree.get("executor", {}), tree.get("sandbox", {})
+    executor = configuration.dump(config)["executor"] if config else {}
+    sandbox = ""
+    if config and isinstance(config.sandbox, ImageSandboxes):
+        trial = config.sandbox.for_trial(Path(config.sandbox.images).absolute())
+        tree = configuration.dump(msgspec.structs.replace(config, sandbox=trial))
+        sandbox = msgspec.json.encode(tree["sandbox"]).decode()
     needs = [PartitionNeeds(name, gpus=arguments.gpus) for name in arguments.partition] or wanted(executor)
-    images = str(Path(sandbox["images"]).absolute()) if sandbox.get("type") == "apptainer" else ""
     token = secrets.token_hex(4)
     shared = arguments.shared or Path(os.environ.get("HPC_SWE_RUNS", "runs"))
     folder = shared.absolute() / f".doctor-{token}"
-    setup = ProbeSetup(folder, token, arguments.python, images, arguments.timeout)
+    setup = ProbeSetup(folder, token, arguments.python, sandbox, arguments.timeout)
     try:
         cluster = ask_slurm()
     except HpcSweError as error:

@@ -61,11 +61,7 @@ def examine(
 
 
 def ask_slurm() -> Cluster:
-    """Read the cluster's settings, partitions and nodes from scontrol.
-
-    Raises:
-        HpcSweError: Slurm is not installed here, or does not answer.
-    """
+    """Read the cluster from scontrol; raise HpcSweError if Slurm is not installed or does not answer."""
     if shutil.which("srun") is None:
         raise HpcSweError("srun is not on PATH")
     return scheduler.parse(_show("config"), _show("partition", "-o"), _show("nodes", "-o"))

@@ -10,6 +10,7 @@ import fcntl
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -39,6 +40,15 @@ class Peer(Record, frozen=True, kw_only=True):
     """Its clock minus this node's clock."""
 
 
+def reason(check: Callable[[], object]) -> str:
+    """Return why a check fails, in the system's words; empty when it passes."""
+    try:
+        check()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 class Room:
     """Nodes meet in a folder, where names in its listing are their only messages."""
 
@@ -52,11 +62,7 @@ class Room:
         os.rename(hidden, self._folder / name)
 
     def await_name(self, prefix: str) -> str:
-        """Wait until a listing shows a name with this prefix; return the rest of the name.
-
-        Raises:
-            DeadlineError: No such name appeared in time.
-        """
+        """Wait until a listing shows a name with this prefix; return its rest, or raise DeadlineError."""
         started = time.monotonic()
         while True:
             for name in os.listdir(self._folder):
@@ -88,8 +94,10 @@ def _meet(room: Room, rank: int, other: int, lock: int) -> Peer:
     host = f"node {other}"
     try:
         port, _, host = room.await_name(f"{HELLO}-{other}-").partition("-")
-        lock_fault = _lock_fault(_try_lock(lock)) if other == 0 else ""
-        peer = Peer(host=host, port=_connect(host, int(port)), lock=lock_fault)
+        lock_fault = _try_lock(lock) if other == 0 else ""  # node 0 has locked the file
+        address = host, int(port)
+        closed = reason(lambda: socket.create_connection(address, CONNECT_S).close())
+        peer = Peer(host=host, port=closed, lock=lock_fault)
         if rank == 0:
             visible_ms, clock_s = _ping(room, other)
             return msgspec.structs.replace(peer, visible_ms=visible_ms, clock_s=clock_s)
@@ -101,26 +109,14 @@ def _meet(room: Room, rank: int, other: int, lock: int) -> Peer:
 
 
 def _try_lock(descriptor: int) -> str:
+    """Lock a file that another node has locked; return what is wrong when that is not refused."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return "held"
+        return ""
     except OSError as error:
         return error.strerror or str(error)
-    return "taken"
-
-
-def _lock_fault(outcome: str) -> str:
-    """Return what is wrong with locks, from the outcome of locking a file that node 0 has locked."""
-    return {"held": "", "taken": "does nothing: two nodes held it at once"}.get(outcome, outcome)
-
-
-def _connect(host: str, port: int) -> str:
-    try:
-        socket.create_connection((host, port), CONNECT_S).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
+    return "does nothing: two nodes held it at once"
 
 
 def _ping(room: Room, other: int) -> tuple[float, float]:

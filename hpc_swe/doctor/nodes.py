@@ -138,10 +138,7 @@ def _all(need: PartitionNeeds, probes: Sequence[Probe], images: str) -> Iterator
 
 def folder(probes: Sequence[Probe]) -> Iterator[Finding]:
     """Yield the findings about the shared folder on each node."""
-    yield CROSSING.judge(probes)
-    yield LINKING.judge(probes)
-    yield FLOCK.judge(probes)
-    yield SOCKETS.judge(probes)
+    yield from (rule.judge(probes) for rule in (CROSSING, LINKING, FLOCK, SOCKETS))
     slowest = max(probe.shared.rename_ms for probe in probes)
     kinds = ", ".join(sorted({probe.shared.kind for probe in probes}))
     verdict = _grade(slowest, RENAME_WARNING_MS, float("inf"))
@@ -188,33 +185,24 @@ def memory(probes: Sequence[Probe], requested_mb: int) -> Finding:
 def gpus(probes: Sequence[Probe], requested: int) -> Finding:
     """Check that jobs get the GPUs that they request and no others, and that a driver is loaded."""
     listed = f"{requested} in CUDA_VISIBLE_DEVICES"
+    success = f"{listed}, and no other can be opened"
+
+    def given(probe: Probe) -> str:
+        found = f"{probe.gpus} in CUDA_VISIBLE_DEVICES, requested {requested}"
+        return "" if probe.gpus == requested else found
 
     def opened(probe: Probe) -> str:
         return f"{listed}, but {probe.gpu_files} /dev/nvidia* can be opened"
 
-    given = Rule(
-        "GPUs",
-        lambda probe: (
-            "" if probe.gpus == requested else f"{probe.gpus} in CUDA_VISIBLE_DEVICES, requested {requested}"
-        ),
-        "gres.conf must name the device files, File=/dev/nvidia[0-..]; see slurmd's log on that node",
-        f"{listed}, and no other can be opened",
+    names = "gres.conf must name the device files, File=/dev/nvidia[0-..]; see slurmd's log on that node"
+    constrain = "set ConstrainDevices=yes in cgroup.conf, or jobs can use each other's GPUs"
+    load = "check that the driver is loaded (nvidia-smi), unless these are not Nvidia GPUs"
+    rules = (
+        Rule("GPUs", given, names, success),
+        Rule("GPUs", lambda p: opened(p) * (p.gpu_files > requested), constrain, success, "warning"),
+        Rule("GPUs", lambda p: opened(p) * (p.gpu_files < requested), load, success, "warning"),
     )
-    others = Rule(
-        "GPUs",
-        lambda probe: opened(probe) if probe.gpu_files > requested else "",
-        "set ConstrainDevices=yes in cgroup.conf, or jobs can use each other's GPUs",
-        given.success,
-        "warning",
-    )
-    driver = Rule(
-        "GPUs",
-        lambda probe: opened(probe) if probe.gpu_files < requested else "",
-        "check that the driver is loaded (nvidia-smi), unless these are not Nvidia GPUs",
-        given.success,
-        "warning",
-    )
-    verdicts = [rule.judge(probes) for rule in (given, others, driver)]
+    verdicts = [rule.judge(probes) for rule in rules]
     return next((finding for finding in verdicts if finding.verdict != "ok"), verdicts[0])
 
 
@@ -228,12 +216,11 @@ def visibility(probes: Sequence[Probe]) -> Finding:
 
 def clocks(probes: Sequence[Probe]) -> Finding:
     """Check the clocks, which hpc_swe does not compare, but Slurm's credentials and readers of logs do."""
-    first = [
-        (probe.host, peer) for probe in probes for peer in probe.peers if probe.rank == 0 and not peer.unseen
-    ]
-    if not first:
+    first = [(probe.host, peer) for probe in probes if probe.rank == 0 for peer in probe.peers]
+    seen = [pair for pair in first if not pair[1].unseen]
+    if not seen:
         return Finding("clock skew", "warning", "not measured: no other node was seen", "see rename latency")
-    host, peer = max(first, key=lambda pair: abs(pair[1].clock_s))
+    host, peer = max(seen, key=lambda pair: abs(pair[1].clock_s))
     verdict = _grade(abs(peer.clock_s), CLOCK_WARNING_S, CLOCK_FAULT_S)
     says = f"the clock of {peer.host} differs by {peer.clock_s:+.3f} s from that of {host}"
     return Finding("clock skew", verdict, says, "run chrony or ntpd on both nodes")

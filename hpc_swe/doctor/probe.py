@@ -21,13 +21,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from hpc_swe.doctor import meeting
-from hpc_swe.doctor.meeting import Peer
+from hpc_swe.doctor.meeting import Peer, reason
 from hpc_swe.errors import ConfigError
 from hpc_swe.records import Record
 
@@ -82,7 +82,7 @@ class Probe(Record, frozen=True, kw_only=True):
     peers: list[Peer]
 
 
-def measure(folder: Path, token: str, wait_s: float, images: str) -> Probe:
+def measure(folder: Path, token: str, wait_s: float, sandbox: str) -> Probe:
     """Measure everything about this node, in a few seconds on a healthy one."""
     rank, nodes = int(os.environ.get("SLURM_PROCID", "0")), int(os.environ.get("SLURM_NTASKS", "1"))
     shared = check_shared(folder, token, rank)
@@ -95,7 +95,7 @@ def measure(folder: Path, token: str, wait_s: float, images: str) -> Probe:
         python=f"{platform.python_version()} at {sys.executable}",
         user_namespaces=user_namespaces(),
         apptainer=version,
-        container=container(images) if images and version else "",
+        container=container(sandbox) if sandbox and version else "",
         tmp=tmp,
         tmp_kind=kind_of(tmp, Path("/proc/self/mountinfo").read_text()),
         tmp_free_gb=shutil.disk_usage(tmp).free / 1e9,
@@ -121,10 +121,10 @@ def check_shared(folder: Path, token: str, rank: int) -> Shared:
         return Shared(error=f"{error.strerror}: {error.filename}")
     return Shared(
         kind=kind_of(str(folder), Path("/proc/self/mountinfo").read_text()),
-        crossing=_reason(lambda: _cross(folder, mine)),
-        linking=_reason(lambda: _link_twice(mine)),
-        flock=_reason(lambda: _lock_twice(mine / "lock")),
-        sockets=_reason(lambda: _bind(mine)),
+        crossing=reason(lambda: _cross(folder, mine)),
+        linking=reason(lambda: _link_twice(mine)),
+        flock=reason(lambda: _lock_twice(mine / "lock")),
+        sockets=reason(lambda: _bind(mine)),
         rename_ms=rename_ms,
     )
 
@@ -140,25 +140,13 @@ def _rename_ms(folder: Path) -> float:
     return statistics.median(seconds) * 1e3
 
 
-def _reason(check: Callable[[], None]) -> str:
-    try:
-        check()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
 def _cross(folder: Path, mine: Path) -> None:
     (mine / "crosses").touch()
     os.rename(mine / "crosses", folder / f"crossed-{mine.name}")
 
 
 def _link_twice(mine: Path) -> None:
-    """Check that a second link to the same name is refused.
-
-    Raises:
-        OSError: It is not refused, or the file system has no hard links.
-    """
+    """Raise OSError unless a second link to the same name is refused, after a first one was made."""
     for name in ("first", "second"):
         (mine / name).touch()
     os.link(mine / "first", mine / "linked")
@@ -170,11 +158,7 @@ def _link_twice(mine: Path) -> None:
 
 
 def _lock_twice(path: Path) -> None:
-    """Check that a lock of one open file excludes another.
-
-    Raises:
-        OSError: It does not, or locking fails.
-    """
+    """Raise OSError unless a lock of one open file excludes another."""
     with path.open("w") as first, path.open("w") as second:
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
@@ -217,12 +201,12 @@ def apptainer_version() -> str:
     return done.stdout.strip() or done.stderr.strip() or f"unknown version: exit code {done.returncode}"
 
 
-def container(images: str) -> str:
-    """Return why a sandbox of the folder's first image cannot be opened; empty when it can."""
+def container(sandbox: str) -> str:
+    """Return why a sandbox cannot be opened, from the table [sandbox] as JSON; empty when it can."""
     from hpc_swe import plugins
 
     try:
-        plugins.load("sandboxes", {"type": "apptainer", "images": images}).check()
+        plugins.load("sandboxes", msgspec.json.decode(sandbox)).check()
     except ConfigError as error:
         return re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Apptainer writes in colours
     return ""
@@ -245,8 +229,7 @@ def limit_files(cgroup: str, mountinfo: str) -> Iterator[Path]:
             continue
         kind, file = ("cgroup2", "memory.max") if is_v2 else ("cgroup", "memory.limit_in_bytes")
         for root, at, fstype, options in _mounts(mountinfo):
-            inside = path == root or path.startswith(root.rstrip("/") + "/")
-            if fstype == kind and inside and (is_v2 or "memory" in options.split(",")):
+            if fstype == kind and _holds(root, path) and (is_v2 or "memory" in options.split(",")):
                 group = Path(path).relative_to(root)
                 yield from (Path(at) / part / file for part in (group, *group.parents))
 
@@ -278,7 +261,7 @@ def _opens(path: Path) -> bool:
 
 
 def lines(probe: Probe) -> list[str]:
-    """Return the record as lines that can be told from those of other nodes, even when mixed with them."""
+    """Return the record as lines that name the node, so that those of several nodes may be mixed."""
     text = msgspec.json.encode(probe).decode()
     return [f"{MARK} {probe.rank} {text[at : at + CHUNK]}" for at in range(0, len(text), CHUNK)]
 
@@ -298,10 +281,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("token")
     parser.add_argument("--wait", type=float, default=60.0)
-    parser.add_argument("--images", default="")
+    parser.add_argument("--sandbox", default="")
     arguments = parser.parse_args()
     signal.alarm(int(arguments.wait * 2) + 30)  # ends a process that hangs, for example on a file system
-    probe = measure(arguments.folder, arguments.token, arguments.wait, arguments.images)
+    probe = measure(arguments.folder, arguments.token, arguments.wait, arguments.sandbox)
     print("\n".join(lines(probe)), flush=True)
 
 

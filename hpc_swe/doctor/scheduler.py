@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hpc_swe.doctor.findings import Finding, PartitionNeeds
+from hpc_swe.doctor.findings import Finding, PartitionNeeds, Severity
 from hpc_swe.gpus import in_gres
 
 OLDEST = (22, 5)
@@ -84,119 +84,96 @@ def _seconds(text: str) -> int:
 
 def findings(cluster: Cluster, needs: Sequence[PartitionNeeds], jobs: int) -> Iterator[Finding]:
     """Yield the findings about the scheduler; `jobs` is the size of the largest array, 0 if unknown."""
-    yield version(cluster)
-    yield accounting(cluster)
-    yield requeue(cluster)
-    yield arrays(cluster, jobs)
+    yield from (version(cluster), accounting(cluster), requeue(cluster), arrays(cluster, jobs))
     yield constraints(cluster)
     for need in needs:
-        yield partition(cluster, need)
-        found = cluster.partitions.get(need.partition)
-        if found:
-            yield preemption(cluster, found)
-            yield preemption_signal(cluster, found)
-        if found and need.gpus:
-            yield gres(cluster, need)
+        for finding in _about_partition(cluster, need):
+            yield replace(finding, where=f"partition {need.partition}")
+
+
+def _about_partition(cluster: Cluster, need: PartitionNeeds) -> Iterator[Finding]:
+    yield partition(cluster, need)
+    found = cluster.partitions.get(need.partition)
+    if found:
+        yield preemption(cluster, found)
+        yield preemption_signal(cluster, found)
+    if found and need.gpus:
+        yield gres(cluster, need)
 
 
 def version(cluster: Cluster) -> Finding:
     """Check the version: the output of older ones has another format."""
     text = cluster.setting("SLURM_VERSION")
-    numbers = tuple(map(int, re.findall(r"\d+", text)[:2]))
-    if numbers < OLDEST:
-        return Finding(
-            "Slurm",
-            "warning",
-            f"version {text or 'unknown'} is older than 22.05",
-            "upgrade Slurm; until then the other findings may be wrong",
-        )
-    return Finding("Slurm", "ok", f"version {text}")
+    if tuple(map(int, re.findall(r"\d+", text)[:2])) >= OLDEST:
+        return Finding("Slurm", "ok", f"version {text}")
+    says = f"version {text or 'unknown'} is older than 22.05"
+    return Finding("Slurm", "warning", says, "upgrade Slurm; until then the other findings may be wrong")
 
 
 def accounting(cluster: Cluster) -> Finding:
     """Check that `sacct` can tell how a job ended."""
     kind = cluster.setting("AccountingStorageType") or "accounting_storage/none"
-    if kind.endswith("/none"):
-        return Finding(
-            "accounting",
-            "warning",
-            "no accounting: sacct cannot tell how a job ended; launch tick works without it",
-            "AccountingStorageType=accounting_storage/slurmdbd in slurm.conf",
-        )
-    return Finding("accounting", "ok", kind)
+    if not kind.endswith("/none"):
+        return Finding("accounting", "ok", kind)
+    says = "no accounting: sacct cannot tell how a job ended; launch tick works without it"
+    remedy = "AccountingStorageType=accounting_storage/slurmdbd in slurm.conf"
+    return Finding("accounting", "warning", says, remedy)
 
 
 def requeue(cluster: Cluster) -> Finding:
     """Check that jobs are requeued after a node failure or preemption; else only a tick replaces them."""
-    if cluster.setting("JobRequeue") == "0":
-        return Finding(
-            "JobRequeue",
-            "warning",
-            "JobRequeue=0: a job that is lost to a node failure or a preemption is not requeued",
-            "JobRequeue=1 in slurm.conf, or sbatch --requeue; until then launch tick from cron replaces it",
-        )
-    return Finding("JobRequeue", "ok", "lost jobs are requeued")
+    if cluster.setting("JobRequeue") != "0":
+        return Finding("JobRequeue", "ok", "lost jobs are requeued")
+    says = "JobRequeue=0: a job that is lost to a node failure or a preemption is not requeued"
+    remedy = "JobRequeue=1 in slurm.conf, or sbatch --requeue; until then launch tick from cron replaces it"
+    return Finding("JobRequeue", "warning", says, remedy)
 
 
 def arrays(cluster: Cluster, jobs: int) -> Finding:
     """Check the limit on arrays: jobs of a role are numbered from 0, so MaxArraySize jobs fit."""
     text = cluster.setting("MaxArraySize")
     largest = int(text) if text.isdigit() else 0
-    if largest < (jobs or MANY_JOBS):
-        wanted = f"an array of {jobs} jobs is needed" if jobs else f"a role may need {MANY_JOBS} jobs"
-        return Finding(
-            "MaxArraySize",
-            "fault" if jobs else "warning",
-            f"MaxArraySize={largest}, and {wanted}",
-            f"MaxArraySize={max(jobs, 1001)} in slurm.conf, or executor.array_size = {largest}",
-        )
-    return Finding("MaxArraySize", "ok", f"arrays of up to {largest} jobs")
+    if largest >= (jobs or MANY_JOBS):
+        return Finding("MaxArraySize", "ok", f"arrays of up to {largest} jobs")
+    wanted = f"an array of {jobs} jobs is needed" if jobs else f"a role may need {MANY_JOBS} jobs"
+    remedy = f"MaxArraySize={max(jobs, 1001)} in slurm.conf, or executor.array_size = {largest}"
+    verdict: Severity = "fault" if jobs else "warning"
+    return Finding("MaxArraySize", verdict, f"MaxArraySize={largest}, and {wanted}", remedy)
 
 
 def constraints(cluster: Cluster) -> Finding:
     """Check which limits Slurm is configured to enforce; the probes measure whether it does."""
     plugins, ram = cluster.setting("TaskPlugin"), cluster.setting("ConstrainRAMSpace")
-    if "task/cgroup" not in plugins or ram == "no":
-        return Finding(
-            "cgroups",
-            "fault",
-            f"TaskPlugin={plugins or 'none'}, ConstrainRAMSpace={ram or 'unset'}: "
-            "a job that runs out of memory can crash its node",
-            "TaskPlugin=task/cgroup and ConstrainRAMSpace=yes (cgroup.conf); until then --exclusive",
-        )
-    return Finding("cgroups", "ok", f"TaskPlugin={plugins}, ConstrainRAMSpace={ram or 'unknown'}")
+    if "task/cgroup" in plugins and ram != "no":
+        return Finding("cgroups", "ok", f"TaskPlugin={plugins}, ConstrainRAMSpace={ram or 'unknown'}")
+    settings = f"TaskPlugin={plugins or 'none'}, ConstrainRAMSpace={ram or 'unset'}"
+    remedy = "TaskPlugin=task/cgroup and ConstrainRAMSpace=yes (cgroup.conf); until then --exclusive"
+    return Finding(
+        "cgroups", "fault", f"{settings}: a job that runs out of memory can crash its node", remedy
+    )
 
 
 def partition(cluster: Cluster, need: PartitionNeeds) -> Finding:
     """Check that a partition exists, accepts jobs and has usable nodes."""
-    where, known = f"partition {need.partition}", ", ".join(cluster.partitions)
-    found = cluster.partitions.get(need.partition)
+    found, known = cluster.partitions.get(need.partition), ", ".join(cluster.partitions)
     if found is None:
         return Finding(
-            "partition", "fault", f"there is no partition {need.partition!r}", f"name one of {known}", where
+            "partition", "fault", f"there is no partition {need.partition!r}", f"name one of {known}"
         )
-    if found.state != "UP" or not found.nodes:
-        return Finding(
-            "partition",
-            "fault",
-            f"it is {found.state} with {found.nodes} usable nodes",
-            f"see why its nodes are down (sinfo -R), or use another of {known}",
-            where,
-        )
-    return Finding("partition", "ok", f"{found.nodes} usable nodes", where=where)
+    if found.state == "UP" and found.nodes:
+        return Finding("partition", "ok", f"{found.nodes} usable nodes")
+    remedy = f"see why its nodes are down (sinfo -R), or use another of {known}"
+    return Finding("partition", "fault", f"it is {found.state} with {found.nodes} usable nodes", remedy)
 
 
 def preemption(cluster: Cluster, found: Partition) -> Finding:
     """Check which jobs may be preempted, how, and after what time."""
-    where = f"partition {found.name}"
     if not _is_preempted(cluster, found):
-        return Finding("PreemptMode", "ok", "its jobs are never preempted", where=where)
+        return Finding("PreemptMode", "ok", "its jobs are never preempted")
     grace = f"PreemptMode={found.preempt_mode} with GraceTime={found.grace_s} s"
     if "CANCEL" in found.preempt_mode:
-        says, remedy = (
-            "a preempted job is cancelled",
-            "launch tick from cron each minute, or PreemptMode=REQUEUE",
-        )
+        says = "a preempted job is cancelled"
+        remedy = "launch tick from cron each minute, or PreemptMode=REQUEUE"
     elif "REQUEUE" not in found.preempt_mode:
         says = "a preempted job keeps its memory and sends no heartbeats, so that others redo its work"
         remedy = "PreemptMode=REQUEUE for this partition"
@@ -206,26 +183,19 @@ def preemption(cluster: Cluster, found: Partition) -> Finding:
             "GraceTime=120 for this partition, a smaller learner.checkpoint_every, or the learner elsewhere"
         )
     else:
-        return Finding("PreemptMode", "ok", grace, where=where)
-    return Finding("PreemptMode", "warning", f"{grace}: {says}", remedy, where)
+        return Finding("PreemptMode", "ok", grace)
+    return Finding("PreemptMode", "warning", f"{grace}: {says}", remedy)
 
 
 def preemption_signal(cluster: Cluster, found: Partition) -> Finding:
     """Check that a preempted job gets the signal that it has requested."""
-    where = f"partition {found.name}"
-    parameters = cluster.setting("SlurmctldParameters").lower().split(",")
+    check, parameters = "preempt_send_user_signal", cluster.setting("SlurmctldParameters").lower()
     if not _is_preempted(cluster, found):
-        says = "not needed: its jobs are never preempted"
-        return Finding("preempt_send_user_signal", "ok", says, where=where)
-    if "preempt_send_user_signal" not in parameters:
-        return Finding(
-            "preempt_send_user_signal",
-            "warning",
-            "a preempted batch job gets no signal during its grace time: at most the current step is lost",
-            "SlurmctldParameters=preempt_send_user_signal in slurm.conf",
-            where,
-        )
-    return Finding("preempt_send_user_signal", "ok", "preempted jobs get their signal at once", where=where)
+        return Finding(check, "ok", "not needed: its jobs are never preempted")
+    if check in parameters.split(","):
+        return Finding(check, "ok", "preempted jobs get their signal at once")
+    says = "a preempted batch job gets no signal during its grace time: at most the current step is lost"
+    return Finding(check, "warning", says, f"SlurmctldParameters={check} in slurm.conf")
 
 
 def _is_preempted(cluster: Cluster, found: Partition) -> bool:
@@ -238,12 +208,12 @@ def _is_preempted(cluster: Cluster, found: Partition) -> bool:
 
 def gres(cluster: Cluster, need: PartitionNeeds) -> Finding:
     """Check that a node of the partition has as many GPUs as are needed."""
-    where, found = f"partition {need.partition}", cluster.partitions[need.partition]
+    found = cluster.partitions[need.partition]
     if need.gpus <= found.gpus:
-        return Finding("GRES", "ok", f"{found.gpus} GPUs per node, {need.gpus} needed", where=where)
+        return Finding("GRES", "ok", f"{found.gpus} GPUs per node, {need.gpus} needed")
     having = [each.name for each in cluster.partitions.values() if each.gpus >= need.gpus]
     kinds = cluster.setting("GresTypes") or "(unset)"
     says = f"{need.gpus} GPUs per node are needed; its nodes have {found.gpus}, GresTypes={kinds}"
     elsewhere = f"use partition {' or '.join(having)}"
     remedy = elsewhere if having else "set GresTypes=gpu in slurm.conf, and gres.conf"
-    return Finding("GRES", "fault", says, remedy, where)
+    return Finding("GRES", "fault", says, remedy)

@@ -14,15 +14,11 @@ ANSWER_S = 30.0
 KEPT = ("SLURM_CONF", "SLURM_ACCOUNT", "SLURM_QOS", "SLURM_RESERVATION", "SLURM_CONSTRAINT")
 READABLE = "create the environment with a python that all nodes have, in a folder that jobs may enter (o+rx)"
 IMPORTABLE = "keep checkout and environment on the shared file system, and install there (make setup)"
+ALLOWED = "check account, partition and limits, or SLURM_ACCOUNT"
 TROUBLES = (
     (r"execve\(\): (\S+: (?:Permission denied|No such file).*)", "python", "a job cannot run ", READABLE),
     (r"(No module named \S+|ImportError: .*)", "python", "a job's python: ", IMPORTABLE),
-    (
-        r"Unable to allocate resources: (.*)",
-        "srun",
-        "",
-        "check account, partition and limits, or SLURM_ACCOUNT",
-    ),
+    (r"Unable to allocate resources: (.*)", "srun", "", ALLOWED),
 )
 
 
@@ -34,7 +30,8 @@ class ProbeSetup:
     token: str
     """A new random text for each call, at the end of the folder's and the jobs' names."""
     python: str
-    images: str
+    sandbox: str
+    """The table [sandbox] as JSON, when it runs images; empty checks no image."""
     timeout_s: float
 
     @property
@@ -45,8 +42,8 @@ class ProbeSetup:
     @property
     def command(self) -> list[str]:
         """Return the command that each node runs."""
-        wait = ["--wait", str(self.timeout_s / 2), "--images", self.images]
-        return [self.python, "-m", "hpc_swe.doctor.probe", str(self.folder), self.token, *wait]
+        options = ["--wait", str(self.timeout_s / 2), "--sandbox", self.sandbox]
+        return [self.python, "-m", "hpc_swe.doctor.probe", str(self.folder), self.token, *options]
 
 
 @dataclass(frozen=True)
@@ -66,14 +63,14 @@ def probe_partition(need: PartitionNeeds, setup: ProbeSetup) -> Iterator[Finding
     if len(probes) < need.nodes:
         yield missing_answers(need, setup, result, len(probes))
     if probes:
-        yield from nodes.findings(need, probes, setup.images)
+        yield from nodes.findings(need, probes, setup.sandbox)
 
 
 def probe_this_machine(setup: ProbeSetup) -> Iterator[Finding]:
     """Probe this machine, outside any job."""
     yield from make_folder(setup)
-    probes = [probe.measure(setup.folder, setup.token, ANSWER_S, setup.images)]
-    yield from nodes.findings(PartitionNeeds(), probes, setup.images)
+    probes = [probe.measure(setup.folder, setup.token, ANSWER_S, setup.sandbox)]
+    yield from nodes.findings(PartitionNeeds(), probes, setup.sandbox)
 
 
 def make_folder(setup: ProbeSetup) -> list[Finding]:
@@ -90,11 +87,10 @@ def make_folder(setup: ProbeSetup) -> list[Finding]:
 
 def srun(need: PartitionNeeds, setup: ProbeSetup) -> SrunResult:
     """Run one job; cancel it by its name if it exceeds the deadline."""
-    size = [f"--nodes={need.nodes}", "--ntasks-per-node=1", f"--mem={need.memory_mb}M", *need.options]
-    limit = [f"--time={round(setup.timeout_s / 60) + 2}"]
-    gpus = [f"--gres=gpu:{need.gpus}"] if need.gpus else []
-    name = [f"--partition={need.partition}", f"--job-name={setup.job}"]
-    command = ["srun", *name, *size, *limit, *gpus, *setup.command]
+    command = ["srun", f"--partition={need.partition}", f"--job-name={setup.job}", f"--nodes={need.nodes}"]
+    command += ["--ntasks-per-node=1", f"--mem={need.memory_mb}M", *need.options]
+    command += [f"--time={round(setup.timeout_s / 60) + 2}", *[f"--gres=gpu:{need.gpus}"] * bool(need.gpus)]
+    command += setup.command
     # Inside a job, srun would otherwise use that job's nodes.
     kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key in KEPT}
     with subprocess.Popen(

@@ -5,18 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import TimeRemainingColumn
 
 from hpc_swe.errors import DeadlineError
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs.view import RunView, duration
+from hpc_swe.screen import bars
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import tasks
 
@@ -46,11 +40,7 @@ class StallDetector:
         self._since = clock()
 
     def check(self, progress: EvaluationProgress) -> None:
-        """Check for a stall.
-
-        Raises:
-            DeadlineError: The evaluation has stalled; the message says what it waits for.
-        """
+        """Raise DeadlineError, with what is waited for, when the evaluation has stalled."""
         if progress.state != self._state or progress.is_queued:
             self._state, self._since = progress.state, self._clock()
         stalled_s = self._clock() - self._since
@@ -65,21 +55,16 @@ class ProgressBar:
     """A bar shows the progress of an evaluation on the terminal, until it has finished or stalled."""
 
     def __init__(self, run: RunDir, config: RunConfig, console: Console) -> None:
-        self._detector = StallDetector(_limit_s(config))
-        description = TextColumn("{task.description}", markup=False)  # an error may contain brackets
-        columns = (description, BarColumn(), MofNCompleteColumn())
-        self.bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+        # A coordinator that restarts waits `wait_s` again, and one last episode may take all of its time.
+        self._detector = StallDetector(config.coordinator.wait_s + config.rollout.episode_timeout_s)
+        self.bar = bars(TimeRemainingColumn(), console=console)
         self.total = episodes(run, config)
         self._row = self.bar.add_task(run.root.name, total=self.total)
         self._done_at_start, self._started = -1, time.monotonic()
         self.progress = EvaluationProgress(0, 0, "its jobs", True, None)
 
     def update(self, view: RunView | str) -> None:
-        """Draw the progress of a view of the run, or of a text that says why there is none.
-
-        Raises:
-            DeadlineError: The evaluation has stalled.
-        """
+        """Draw a view of the run, or a text that says why there is none; raise DeadlineError for a stall."""
         if isinstance(view, RunView):
             self.progress = progress_of(view)
         else:
@@ -97,14 +82,6 @@ class ProgressBar:
     def end(self) -> None:
         """Draw the bar of an evaluation that has finished."""
         self.bar.update(self._row, completed=self.total, description="finished")
-
-
-def _limit_s(config: RunConfig) -> float:
-    """Return the longest time that a healthy evaluation can take without progress.
-
-    A coordinator that restarts waits `wait_s` again, and one last episode may take all of its time.
-    """
-    return config.coordinator.wait_s + config.rollout.episode_timeout_s
 
 
 def progress_of(view: RunView) -> EvaluationProgress:

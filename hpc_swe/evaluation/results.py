@@ -147,9 +147,13 @@ def _write_predictions(
     """Write the patches as swebench reads them, and the benchmark's own report: one file per sample."""
     for label, sample in itertools.product(config.eval.decodings, range(config.eval.samples)):
         verdicts = [
-            GradedPatch(known[attempt.task_id], attempt.submission, _score(attempt))
-            for attempt in attempts
-            if (attempt.sampling, attempt.sample) == (label, sample)
+            GradedPatch(
+                known[a.task_id],
+                a.submission,
+                Score(outcome=a.outcome, reward=a.reward, passed=a.passed, failed=a.failed),
+            )
+            for a in attempts
+            if (a.sampling, a.sample) == (label, sample)
         ]
         name = f"{quote(label, safe='')}-{sample}"
         rows = [
@@ -162,15 +166,10 @@ def _write_predictions(
             config.grader.report(run.root, name, run.root.name, verdicts)
 
 
-def _score(attempt: Attempt) -> Score:
-    return Score(outcome=attempt.outcome, reward=attempt.reward, passed=attempt.passed, failed=attempt.failed)
-
-
 def trained_on(model: Path, held_out: Sequence[Task]) -> list[str]:
     """Return the ids of held-out tasks that an ancestor of the model was trained on, by id or by content.
 
-    Raises:
-        HpcSweError: A file of such a run cannot be read.
+    Raise HpcSweError when a file of such a run cannot be read.
     """
     seen: set[object] = set()
     for run in ancestry(model):
@@ -210,11 +209,7 @@ class _EvalConfig(msgspec.Struct, frozen=True):
 
 
 def read(run: RunDir) -> Finished:
-    """Read a finished evaluation.
-
-    Raises:
-        HpcSweError: The folder is not an evaluation, or the evaluation has not finished.
-    """
+    """Read an evaluation; raise HpcSweError when the folder is none, or when it has not finished."""
     attempts = evals.read(run.eval_table("eval"))
     with boundary(ConfigError, f"{run.root}: not the folder of an evaluation"):
         decodings = msgspec.json.decode(run.config.read_bytes(), type=_EvalConfig).eval.decodings
@@ -224,9 +219,8 @@ def read(run: RunDir) -> Finished:
 def compare(before: Finished, after: Finished, *, common: bool = False) -> dict[str, Comparison]:
     """Return decoding -> what changed, paired by task.
 
-    Raises:
-        ConfigError: The tasks differ, by id or by content, and `common` is false; or there are no common
-            tasks, or no common decodings.
+    Raise ConfigError when the tasks differ, by id or by content, and `common` is false, or when there are no
+    common tasks, or no common decodings.
     """
     ours, theirs = ({attempt.task_id for attempt in one.attempts} for one in (after, before))
     changed = sorted(t for t in ours & theirs if _content(after.tasks[t]) != _content(before.tasks[t]))
@@ -255,8 +249,8 @@ def _labels(attempts: Sequence[Attempt]) -> list[str]:
 
 
 def _comparison(label: str, *both: Finished, shared: set[str]) -> Comparison:
-    solved = (intervals.outcomes(one.attempts, label) for one in both)
-    before, after = ({task: one[task] for task in one if task in shared} for one in solved)
+    compared = [[a for a in one.attempts if a.sampling == label and a.task_id in shared] for one in both]
+    before, after = (intervals.outcomes(attempts, label) for attempts in compared)
     was, now = (msgspec.structs.asdict(one.decodings[label]) for one in both)
     changes = [math.fsum(after[t]) / len(after[t]) - math.fsum(before[t]) / len(before[t]) for t in before]
     return Comparison(
@@ -267,15 +261,8 @@ def _comparison(label: str, *both: Finished, shared: set[str]) -> Comparison:
         detectable=intervals.detectable_gain(before, after),
         won=sum(change > 0 for change in changes),
         lost=sum(change < 0 for change in changes),
-        infra_failures=[_infra_failures(one.attempts, label, shared) for one in both],
+        infra_failures=[sum(a.outcome == "infra_error" for a in attempts) for attempts in compared],
         sampled_otherwise=[f"{key} {was[key]} -> {now[key]}" for key in now if was[key] != now[key]],
-    )
-
-
-def _infra_failures(attempts: Sequence[Attempt], label: str, shared: set[str]) -> int:
-    return sum(
-        (attempt.sampling, attempt.outcome) == (label, "infra_error") and attempt.task_id in shared
-        for attempt in attempts
     )
 
 

@@ -23,8 +23,7 @@ OWN = ["mode=eval", "tasks.train=0", "eval.tasks=0"]
 def configured(run: RunDir, words: Sequence[str]) -> RunConfig:
     """Return the configuration that the command line describes, or without words that of the existing run.
 
-    Raises:
-        ConfigError: The evaluation exists with another configuration, or its model may be deleted.
+    Raise ConfigError when the evaluation exists with another one, or when its model may be deleted.
     """
     if not words:
         config = existing.load(run)
@@ -66,7 +65,7 @@ def _require_permanent(model: Path) -> None:
 
 
 def evaluate(run: RunDir, config: RunConfig, *, detach: bool, console: Console) -> bool:
-    """Start or continue an evaluation and wait until it has finished; False when it goes on unwatched."""
+    """Start or continue an evaluation and wait until it has finished; False when it continues unwatched."""
     if run.finished.exists() and not control.alive(run, config):
         return True
     is_new = not run.config.exists()
@@ -83,15 +82,11 @@ def evaluate(run: RunDir, config: RunConfig, *, detach: bool, console: Console) 
             watch(run, config, float("inf"), progress.update, stop_on=stop_on)
             progress.end()
     except KeyboardInterrupt:
-        tables.show(console, _left(run, config))
+        here = "stopped; the same command continues from here"
+        elsewhere = f"{left(run, config)}; the same command watches it again"
+        tables.show(console, here if config.executor.is_here else elsewhere)
         raise
     except DeadlineError as error:
         reasons = RunReader(run, config).look().queue.failures or [progress.progress.waits_for]
         raise DeadlineError("; ".join([str(error), *reasons])) from None
     return True
-
-
-def _left(run: RunDir, config: RunConfig) -> str:
-    if config.executor.is_here:
-        return "stopped; the same command continues from here"
-    return f"{left(run, config)}; the same command watches it again"

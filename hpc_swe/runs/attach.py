@@ -13,11 +13,7 @@ KEY = "VLLM_API_KEY"
 
 
 def require_usable(config: RunConfig, key: str) -> None:
-    """Check the engine of `inference.url`, and change nothing.
-
-    Raises:
-        ConfigError: It cannot serve this run; the message says why, and lists the remedies.
-    """
+    """Raise ConfigError, with the remedies, unless the engine of `inference.url` can serve this run."""
     url = config.inference.url
     if _is_loopback(url) and not config.executor.is_here:
         raise ConfigError(

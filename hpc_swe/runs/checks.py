@@ -11,11 +11,11 @@ from pathlib import Path
 from hpc_swe import job_counts
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.engines.base import EstimatedEngine
-from hpc_swe.plugins.executors.base import GrantsGpus, RunsHere
+from hpc_swe.plugins.executors.base import GrantsGpus, RunsHere, own_environment
 from hpc_swe.plugins.policies.base import EstimatedPolicy
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import attach, create, environment, submit
+from hpc_swe.runs import attach, create, submit
 from hpc_swe.runs.create import Taken
 from hpc_swe.settings import RunConfig
 from hpc_swe.tokenization import token_builder
@@ -24,8 +24,7 @@ from hpc_swe.tokenization import token_builder
 def require(run: RunDir, config: RunConfig) -> Taken:
     """Run all checks and return the tasks of a new run; a run that exists has its tasks already.
 
-    Raises:
-        ConfigError: One line for each complaint.
+    Raise ConfigError with one line for each complaint.
     """
     found = [complaint for check in CHECKS for complaint in check(run, config)]
     taken: Taken = {}
@@ -107,19 +106,17 @@ def _parallel(_: RunDir, config: RunConfig) -> Iterator[str]:
 
 def _jobs(run: RunDir, config: RunConfig) -> Iterator[str]:
     """Check the jobs of each role with the executor."""
-    for role, count in job_counts.desired(config).items():
-        if count:
-            order = submit.submission(run, config, role, 1, count)
-            yield from _complaints(lambda order=order: config.executor.check(order))  # type: ignore[misc]
+    for role in _wanted(config):
+        order = submit.submission(run, config, role, 1, job_counts.desired(config)[role])
+        yield from _complaints(lambda order=order: config.executor.check(order))  # type: ignore[misc]
 
 
 def _gpus(_: RunDir, config: RunConfig) -> Iterator[str]:
     """Check that each job gets as many GPUs as its processes compute on."""
     if not isinstance(config.executor, GrantsGpus):
         return
-    for role, count in job_counts.desired(config).items():
-        needed = job_counts.gpus(role, config) if count else None
-        grant = config.executor.gpu_grant(role)
+    for role in _wanted(config):
+        needed, grant = job_counts.gpus(role, config), config.executor.gpu_grant(role)
         if not needed or grant is None or grant.count >= needed:
             continue
         sizes = "policy.tensor_parallel * learner.data_parallel"
@@ -136,7 +133,7 @@ def _machine(_: RunDir, config: RunConfig) -> Iterator[str]:
     if config.mode != "sft" and executor.is_here:
         yield from _complaints(config.sandbox.check)
     if isinstance(executor, RunsHere):
-        yield from _complaints(lambda: executor.check_machine(wanted, environment.own_environment()))
+        yield from _complaints(lambda: executor.check_machine(wanted, own_environment()))
 
 
 def _engine(run: RunDir, config: RunConfig) -> Iterator[str]:
@@ -144,8 +141,8 @@ def _engine(run: RunDir, config: RunConfig) -> Iterator[str]:
         yield from _complaints(lambda: attach.require_usable(config, create.key(run, config)))
 
 
-def _wanted(config: RunConfig) -> set[Role]:
-    return {role for role, count in job_counts.desired(config).items() if count}
+def _wanted(config: RunConfig) -> list[Role]:
+    return [role for role, count in job_counts.desired(config).items() if count]
 
 
 def _complaints(check: Callable[[], object]) -> Iterator[str]:

@@ -24,10 +24,8 @@ log = logging.getLogger(__name__)
 def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> TickResult:
     """Create the run, or continue an existing one, and submit the jobs that are missing.
 
-    A run keeps the code that it was created with, unless `upgrade` is set.
-
-    Raises:
-        ConfigError: The run exists with another configuration, or a check refuses it.
+    A run keeps the code that it was created with, unless `upgrade` is set. Raise ConfigError when the run
+    exists with another configuration, or a check refuses it.
     """
     taken = checks.require(run, config)
     if run.config.exists() or not create.create(run, config, taken):
@@ -82,11 +80,7 @@ def differences(run: RunDir, config: RunConfig) -> list[str]:
 
 
 def require_alike(run: RunDir, config: RunConfig) -> None:
-    """Require that no key differs that decides what the run trains.
-
-    Raises:
-        ConfigError: The message names the keys.
-    """
+    """Raise ConfigError with the keys that differ, of those that decide what the run trains."""
     refused = differences(run, config)
     if refused:
         raise ConfigError(
@@ -117,13 +111,11 @@ def _upgrade(run: RunDir, config: RunConfig) -> None:
 
 
 def print_result(run: RunDir, plan: TickResult) -> None:
-    """Print what was submitted.
-
-    Raises:
-        HpcSweError: A role is stuck.
-    """
+    """Print what was submitted; raise HpcSweError when a role is stuck."""
     submitted = ", ".join(f"{count} {role}" for role, count in plan.submit.items())
     cancelled = f", cancelled {len(plan.cancel)}" if plan.cancel else ""
-    print(f"{run.root}: submitted {submitted or 'nothing'}{cancelled}", flush=True)  # `start --wait` goes on
+    print(
+        f"{run.root}: submitted {submitted or 'nothing'}{cancelled}", flush=True
+    )  # `start --wait` keeps running
     if plan.stuck:
         raise HpcSweError("; ".join(f"{role}: {why}" for role, why in plan.stuck.items()))

@@ -15,11 +15,12 @@ import msgspec
 
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, CorruptRecord, StorageError
+from hpc_swe.plugins.executors.base import own_environment
 from hpc_swe.plugins.sandboxes.base import ImageSandboxes
 from hpc_swe.plugins.tasksets.base import Referenced, RepositoryTasks, WithChangedTests
 from hpc_swe.records import RunManifest, Split, Task
 from hpc_swe.rundir import PROTOCOL, RunDir
-from hpc_swe.runs import attach, environment
+from hpc_swe.runs import attach
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, folders, tasks
 
@@ -54,11 +55,7 @@ def create(run: RunDir, config: RunConfig, taken: Taken) -> bool:
 
 
 def require_free(run: RunDir, config: RunConfig) -> None:
-    """Check, before anything is changed, that the folder is a run, empty, or absent.
-
-    Raises:
-        ConfigError: The message says what is there.
-    """
+    """Raise ConfigError, before anything is changed, unless the folder is a run, empty, or absent."""
     root, real, code = run.root, run.root.resolve(), Path(__file__).resolve().parents[2]
     remedy = f"name another folder with {option(config)}"
     if run.config.exists() and run.manifest.exists():
@@ -96,10 +93,7 @@ def _foreign(run: RunDir) -> list[str]:
 def making(run: RunDir, timeout_s: float = MAKING_TIMEOUT_S) -> Iterator[RunDir | None]:
     """Yield the folder in which this start makes the run's files; others wait, and get None at the end.
 
-    A start that seems dead loses its folder, so that it does no harm if it was only slow.
-
-    Raises:
-        StorageError: Another start believed this one to be dead.
+    A start that seems dead loses its folder, and gets StorageError, so that it does no harm if it was slow.
     """
     taken, seen, since = run.root / MAKING, 0, 0.0
     place = RunDir(taken / secrets.token_hex(4))
@@ -149,7 +143,7 @@ def publish(run: RunDir, place: RunDir, config: RunConfig, taken: Taken, model_s
             model_sha256=model_sha256,
             config_sha256=hashlib.sha256(data).hexdigest(),
             folder=str(Path.cwd()),
-            environment=environment.own_environment(),
+            environment=own_environment(),
         ),
     )
     replace(place.manifest, run.manifest)  # first: it marks the folder as a run's, should this start die
@@ -164,8 +158,8 @@ def renew_code(run: RunDir) -> None:
     """Replace a run's code by that of this checkout."""
     _copy_code(run, run)
     manifest = atomic.get(run.manifest, RunManifest)
-    changes = {"commit": _commit(), "environment": environment.own_environment()}
-    atomic.put(run.manifest, msgspec.structs.replace(manifest, **changes))
+    renewed = msgspec.structs.replace(manifest, commit=_commit(), environment=own_environment())
+    atomic.put(run.manifest, renewed)
 
 
 def key(run: RunDir, config: RunConfig) -> str:
@@ -202,8 +196,7 @@ def replace(new: Path, final: Path) -> None:
 def take_tasks(config: RunConfig) -> Taken:
     """Return the run's tasks; log when there are fewer than asked for.
 
-    Raises:
-        ConfigError: There are none, or their images are not those that were checked.
+    Raise ConfigError when there are none, or their images are not those that were checked.
     """
     wanted = config.tasks
     taken = wanted.take(config.taskset)

@@ -6,7 +6,6 @@ if every episode filled its context.
 """
 
 import math
-from functools import partial
 from pathlib import Path
 
 from hpc_swe.job_counts import desired, processes
@@ -64,7 +63,10 @@ def _states(config: RunConfig) -> list[Part]:
         return []
     weights, checkpoint = policy.files(Path(config.model))
     ranks = policy.tensor_parallel * learner.data_parallel
-    milestones = partial(_milestones, config.steps, kept.keep_every)
+
+    def milestones(made_every: int) -> int:
+        return config.steps // math.lcm(kept.keep_every, made_every) if kept.keep_every else 0
+
     versions = kept.keep_last + 1 + milestones(learner.export_every)
     saved = 2 + 1 + milestones(learner.checkpoint_every)
     return [
@@ -86,10 +88,6 @@ def _states(config: RunConfig) -> list[Part]:
 def _kept_words(last: int, total: int) -> str:
     more = f" + {total - last - 1} kept" if total > last + 1 else ""
     return f"({last} + 1 being written{more})"
-
-
-def _milestones(steps: int, keep_every: int, made_every: int) -> int:
-    return steps // math.lcm(keep_every, made_every) if keep_every else 0
 
 
 def _batches(config: RunConfig) -> Part:

@@ -53,12 +53,7 @@ def readable(value: object, key: str = "") -> object:
 
 
 def exhibit(path: Path) -> str:
-    """Render any file or folder of a run.
-
-    Raises:
-        HpcSweError: It is damaged; the message says where.
-        OSError: It cannot be read.
-    """
+    """Render any file or folder of a run; raise HpcSweError where it is damaged, OSError if unreadable."""
     if path.is_dir():
         return _folder(path)
     if path.name == RunDir.token.name:
@@ -112,10 +107,8 @@ def _parquet(path: Path) -> str:
         raise CorruptRecord(f"{path}: no parquet table: {error}") from None
     found = [[_short(value) for value in row.values()] for row in (rows.to_pylist() if rows else [])]
     count = table.metadata.num_rows
-    parts = [
-        _table(columns, found),
-        f"{count} rows" + (f", the first {MOST_ROWS} of them" if count > MOST_ROWS else ""),
-    ]
+    cut = f", the first {MOST_ROWS} of them" if count > MOST_ROWS else ""
+    parts = [_table(columns, found), f"{count} rows{cut}"]
     if "record" in names and set(EPISODE) <= set(names):
         parts.append("conversations: the same command with --task, --outcome or --exit")
     return "\n".join(parts)
@@ -129,9 +122,8 @@ def _tensors(path: Path) -> str:
         text = file.read(size) if size <= HEADER else b""
     try:
         found = json.loads(text)
-        rows = [
-            (n, t["dtype"], "x".join(map(str, t["shape"]))) for n, t in found.items() if n != "__metadata__"
-        ]
+        found.pop("__metadata__", None)
+        rows = [(name, t["dtype"], "x".join(map(str, t["shape"]))) for name, t in found.items()]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CorruptRecord(f"{path}: not a safetensors file: its header cannot be read") from None
     return "\n".join([_table(("tensor", "dtype", "shape"), rows), f"{len(rows)} tensors, {_bytes(path)}"])
@@ -167,15 +159,10 @@ def _folder(path: Path) -> str:
 
 
 def _run(run: RunDir) -> str:
+    folders = {"archived steps": run.archives, "evaluations": run.evals, "weight versions": run.weights}
+    folders |= {"checkpoints": run.checkpoints, "batches": run.batches, "metrics logs": run.metrics}
     rows = []
-    for name, at in (
-        ("archived steps", run.archives),
-        ("evaluations", run.evals),
-        ("weight versions", run.weights),
-        ("checkpoints", run.checkpoints),
-        ("batches", run.batches),
-        ("metrics logs", run.metrics),
-    ):
+    for name, at in folders.items():
         names = sorted(atomic.names(at)) if at.is_dir() else []
         rows.append((name, len(names), names[-1] if names else "", f"{at}"))
     parts = [_table(("what", "count", "newest", "folder"), rows)]
@@ -194,10 +181,9 @@ def _published(path: Path, manifest: Path) -> str:
         total = sum(info["size"] for info in files.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptRecord(f"{manifest}: no manifest: {error}") from None
-    parts = [
-        f"{path.name}: {len(files)} files, {total:,} bytes" + (f", {len(tensors)} tensors" if tensors else "")
-    ]
-    return "\n".join([*parts, clean(pretty(found)), _table(("file", "bytes", "sha256"), rows), *missing])
+    head = f"{path.name}: {len(files)} files, {total:,} bytes"
+    head += f", {len(tensors)} tensors" if tensors else ""
+    return "\n".join([head, clean(pretty(found)), _table(("file", "bytes", "sha256"), rows), *missing])
 
 
 def _entries(path: Path) -> str:
@@ -221,11 +207,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Make columns as wide as their longest cell; a pager may scroll sideways."""
     cells = [[*head], *([_cell(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(_row(row, widths) for row in cells)
-
-
-def _row(row: list[str], widths: list[int]) -> str:
-    return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
 def _cell(value: object) -> str:
@@ -233,11 +215,7 @@ def _cell(value: object) -> str:
 
 
 def records(path: Path, wanted: Mapping[str, str]) -> Iterator[ScoredEpisode]:
-    """Read the episodes of a table whose columns have the wanted values, in the table's order.
-
-    Raises:
-        CorruptRecord: It is not a table of episodes.
-    """
+    """Read the episodes of a table whose columns have the wanted values, in the table's order."""
     try:
         names = pq.read_schema(path).names
         if "record" not in names:

@@ -1,8 +1,10 @@
 """Open a run that exists, after checking its owner, its mode and its protocol."""
 
-import json
 import os
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, CorruptRecord, StaleRun
@@ -23,15 +25,15 @@ def load(run: RunDir) -> RunConfig:
     try:
         owner = run.config.stat().st_uid
         manifest = atomic.get(run.manifest, RunManifest)
-        tree = json.loads(run.config.read_text(encoding="utf-8"))
+        tree = msgspec.json.decode(run.config.read_bytes(), type=dict[str, Any])
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
-            f"{run.root}: no run here ({error.filename} is missing); `launch start` makes one"
+            f"{run.root}: no run here ({error.filename} is missing); `launch start` creates a run"
         ) from None
     except (IsADirectoryError, ValueError) as error:
-        raise _damaged(run, str(error)) from None
-    if not isinstance(tree, dict):
-        raise _damaged(run, "not a table")
+        raise CorruptRecord(
+            f"{run.config}: not the configuration of a run: {error}; restore the file, or start another run"
+        ) from None
     if owner != os.getuid():
         raise ConfigError(f"{run.root}: belongs to user {owner}; a run is acted on by its owner only")
     require_private(run.root)
@@ -42,18 +44,8 @@ def load(run: RunDir) -> RunConfig:
     return configuration.build(tree, str(run.config))
 
 
-def _damaged(run: RunDir, why: str) -> CorruptRecord:
-    return CorruptRecord(
-        f"{run.config}: not the configuration of a run: {why}; restore the file, or start another run"
-    )
-
-
 def require_private(root: Path) -> None:
-    """Require that nobody else may read or write a run: it holds keys, and jobs trust what it says.
-
-    Raises:
-        ConfigError: Its folder belongs to another user, or is open to group or others.
-    """
+    """Raise ConfigError if others may read or write a run: it holds keys, and jobs trust what it says."""
     found = root.stat()
     if found.st_uid != os.getuid():
         raise ConfigError(f"{root}: belongs to user {found.st_uid}; a run is acted on by its owner only")

@@ -18,19 +18,20 @@ from hpc_swe.settings import RunConfig
 from hpc_swe.store import submissions
 
 
-def show(run: RunDir, config: RunConfig) -> None:
-    """Print the merged configuration, the batch scripts and the costs.
-
-    Raises:
-        ConfigError: The model's config.json is missing, or describes a model that is not supported.
-    """
-    print("### the merged configuration, with all defaults")
-    print("\n".join(configuration.toml(configuration.dump(config))), end="\n\n")
-    for script in scripts(run, config):
-        print(script)
-    console = tables.screen()
-    for table in cost_tables(config):
-        tables.show(console, table, "")
+def preview(run: RunDir, config: RunConfig) -> None:
+    """Show what `start` would make and submit; raise ConfigError when `start` would refuse it."""
+    try:
+        print("### the merged configuration, with all defaults")
+        print("\n".join(configuration.toml(configuration.dump(config))), end="\n\n")
+        for script in scripts(run, config):
+            print(script)
+        console = tables.screen()
+        for table in cost_tables(config):
+            tables.show(console, table, "")
+    finally:
+        checks.require(run, config)
+        if run.config.exists():
+            require_alike(run, config)
 
 
 def scripts(run: RunDir, config: RunConfig) -> list[str]:
@@ -128,17 +129,3 @@ def _size(number: float) -> str:
             return f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:,.4g} TB"
-
-
-def preview(run: RunDir, config: RunConfig) -> None:
-    """Show what `start` would make and submit.
-
-    Raises:
-        ConfigError: `start` would refuse it.
-    """
-    try:
-        show(run, config)
-    finally:
-        checks.require(run, config)
-        if run.config.exists():
-            require_alike(run, config)

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.job_counts import desired, processes
-from hpc_swe.plugins.executors.base import Job, Submission
+from hpc_swe.plugins.executors.base import Job, Submission, own_environment
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs.environment import own_environment
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, checkpoints, orders, submissions, weights
 from hpc_swe.store.submissions import LatestSubmission, Started, Submitted
@@ -84,15 +83,13 @@ def decide(wanted: int, jobs: Sequence[Job], newest: LatestSubmission) -> Decisi
 def failures(
     histories: Sequence[History], endings: Mapping[str, str] | None, living: Collection[int]
 ) -> list[History]:
-    """List the failed submissions, newest first, back to the last one that did not fail.
+    """List the failed ones of the last submissions, newest first, back to the last one that did not fail.
 
     A submission that has left the queue without a note is skipped while accounting may still report it: on a
     busy cluster accounting is minutes behind the queue. Without accounting it has not failed.
 
-    Args:
-        histories: The last submissions, oldest first.
-        endings: Accounting's record of submissions that did not note their end; None without accounting.
-        living: Submissions that have a job in the queue.
+    `histories` begin with the oldest one. `endings` are accounting's record of submissions that did not note
+    their end, None without accounting. The submissions `living` have a job in the queue.
     """
     found: list[History] = []
     for history in reversed(histories):
@@ -105,41 +102,33 @@ def failures(
 
 
 def submission(run: RunDir, config: RunConfig, role: Role, number: int, count: int) -> Submission:
-    """Describe some jobs of a role, in the environment of the run's start; that of cron has no modules."""
+    """Describe some jobs of a role, in the environment of the run's start; that of cron has no modules.
+
+    Before the run is made, its name for the scheduler is that of the folder.
+    """
+    try:
+        made = atomic.get(run.manifest, RunManifest)
+        run_id, environment = made.run_id, made.environment
+    except FileNotFoundError:
+        run_id, environment = run.root.name, own_environment()
     words = [sys.executable, "-P"]  # import nothing from the working folder
     words += ["-m", "jobs.run", role, str(run.root), f"--submission={number}"]
     return Submission(
-        run_id=run_id(run),
+        run_id=run_id,
         role=role,
         number=number,
         count=count,
         processes=processes(role, config),
         command=words,
-        environment=_environment(run),
+        environment=environment,
         code=str(run.code),
     )
-
-
-def _environment(run: RunDir) -> dict[str, str]:
-    try:
-        return dict(atomic.get(run.manifest, RunManifest).environment)
-    except FileNotFoundError:
-        return own_environment()
-
-
-def run_id(run: RunDir) -> str:
-    """Return the run's name for the scheduler; before the run is made it is that of the folder."""
-    try:
-        return atomic.get(run.manifest, RunManifest).run_id
-    except FileNotFoundError:
-        return run.root.name
 
 
 def tick(run: RunDir, config: RunConfig) -> TickResult:
     """Submit missing jobs, unless an order stands or the run has finished.
 
-    Raises:
-        SchedulerError: The scheduler does not answer. Nothing was submitted.
+    Raise SchedulerError, and submit nothing, when the scheduler does not answer.
     """
     if orders.active(run):
         return TickResult()
@@ -169,7 +158,9 @@ def tick(run: RunDir, config: RunConfig) -> TickResult:
 def _decide_all(
     run: RunDir, config: RunConfig
 ) -> tuple[dict[Role, LatestSubmission], list[Job], dict[Role, Decision]]:
-    wanted = _needed(run, config)
+    wanted = desired(config)
+    if "learner" in wanted and checkpoints.is_trained(run, weights.newest(run), config.steps):
+        wanted["learner"] = 0  # it has finished before the others
     newest = {role: submissions.newest(run, role) for role in wanted}
     queue = config.executor.queue(run)
     decided = {
@@ -177,14 +168,6 @@ def _decide_all(
         for role, count in wanted.items()
     }
     return newest, queue, decided
-
-
-def _needed(run: RunDir, config: RunConfig) -> dict[Role, int]:
-    """Return the desired jobs, without a learner that has finished before the others."""
-    wanted = desired(config)
-    if "learner" in wanted and checkpoints.is_trained(run, weights.newest(run), config.steps):
-        wanted["learner"] = 0
-    return wanted
 
 
 def _has_failed(
@@ -216,7 +199,8 @@ def _stuck(run: RunDir, config: RunConfig, roles: Sequence[Role], queue: Sequenc
         failed = failures(history, endings, {job.submission for job in queue if job.role == role})
         if len(failed) >= GENERATIONS:
             _, submitted, started = failed[0]
-            why = (endings or {}).get(submitted.job) or _codes(started)
+            codes = ", ".join(f"exit code {job.code} on {job.host}" for job in started[:3])
+            why = (endings or {}).get(submitted.job) or codes
             stuck[role] = f"its last {GENERATIONS} submissions failed ({why}); see {run.logs(role)}"
     return stuck
 
@@ -225,10 +209,6 @@ def _last(entry: History) -> float:
     """Return the time of a submission's last note."""
     _, submitted, started = entry
     return max([submitted.at, *(job.at for job in started)])
-
-
-def _codes(started: Sequence[Started]) -> str:
-    return ", ".join(f"exit code {job.code} on {job.host}" for job in started[:3])
 
 
 def _settle(run: RunDir, role: Role, number: int, decision: Decision) -> None:

@@ -4,8 +4,9 @@ import os
 
 import pytest
 
+from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs.submit import run_id
+from hpc_swe.store import atomic
 from tests.kit.checkout import ROOT
 from tests.kit.cluster.bench import Bench
 
@@ -21,7 +22,7 @@ def kept(bench):
     whole, lost, finished = runs
     (finished.run / "control/FINISHED").touch()
     os.chown(finished.run / "control/FINISHED", 2001, 2001)
-    cluster, lost_id = whole.cluster, run_id(RunDir(lost.run))
+    cluster, lost_id = whole.cluster, atomic.get(RunDir(lost.run).manifest, RunManifest).run_id
     cluster.wait_for("live workers", lambda: [len(live(run)) for run in runs] == [2, 2, 0])
     cluster.run("scancel", f"--name={lost_id}:reward")
     cluster.wait_for("their end", lambda: not [job for job in cluster.jobs() if job.name.startswith(lost_id)])

@@ -118,11 +118,7 @@ class ServerInfo(Struct):
 
 
 def decode(kind: type[_T], url: str, data: bytes) -> _T:
-    """Decode an answer of the route `url`.
-
-    Raises:
-        EngineError: The data is no such answer; the message shows its beginning.
-    """
+    """Decode an answer of `url`; raise EngineError with its beginning if it is none."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as error:
@@ -139,11 +135,7 @@ def from_completions(url: str, data: bytes) -> Answer:
 
 
 def sampled_logprobs(choice: Choice) -> list[float]:
-    """Return the log-probability of each token id of the completion.
-
-    Raises:
-        EngineError: They are not those of the token ids, or not finite.
-    """
+    """Return the log-probability of each token id; raise EngineError for a wrong id, or one not finite."""
     entries = choice.logprobs.content
     if [entry.id for entry in entries] != choice.token_ids:
         raise EngineError(f"{len(entries)} log-probabilities do not match {len(choice.token_ids)} token ids")
@@ -162,8 +154,7 @@ def require_finite(values: Sequence[float]) -> None:
 def to_spans(stamps: list[Stamp], length: int) -> list[Span]:
     """Return the spans of `length` tokens by weight version, with neighbours of one version joined.
 
-    Raises:
-        EngineError: A stamp is unknown, or the stamps leave a gap or overlap.
+    Raise EngineError when a stamp is unknown, or the stamps leave a gap or overlap.
     """
     spans: list[Span] = []
     for stamp in stamps:

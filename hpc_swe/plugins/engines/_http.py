@@ -70,11 +70,7 @@ def call(
 
 
 def call_on_new_connection(url: str, token: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
-    """Do what `call` does over a new connection, while this thread's own one waits for an answer.
-
-    Raises:
-        EngineError: See `call`.
-    """
+    """Do what `call` does over a new connection, while this thread's own one waits for an answer."""
     kept, _local.connections = _local.connections, {}
     try:
         return call(url, token, path, body, timeout_s)

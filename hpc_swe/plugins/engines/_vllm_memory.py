@@ -10,24 +10,18 @@ from hpc_swe.plugins.model_shape import ModelShape
 
 
 def check(model: Path, tensor_parallel: int, max_model_len: int) -> None:
-    """Check that the engine's ranks divide the model's heads, and that the model takes its contexts.
-
-    Raises:
-        ConfigError: One line for each key that does not fit.
-    """
+    """Check that the engine's ranks divide the model's heads, and that the model takes its contexts."""
     known = json.loads((model / "config.json").read_text(encoding="utf-8"))
     heads, longest = known.get("num_attention_heads", 0), known.get("max_position_embeddings", 0)
-    found = []
-    if heads % tensor_parallel:
-        found.append(
-            f"engine.tensor_parallel = {tensor_parallel} does not divide the model's {heads} attention "
-            "heads; choose a number that does"
-        )
-    if longest and max_model_len > longest:
-        found.append(
-            f"engine.max_model_len = {max_model_len} is over the model's max_position_embeddings = "
-            f"{longest}; lower it"
-        )
+    ranks = (
+        f"engine.tensor_parallel = {tensor_parallel} does not divide the model's {heads} attention heads; "
+        "choose a number that does"
+    )
+    length = (
+        f"engine.max_model_len = {max_model_len} is over the model's max_position_embeddings = {longest}; "
+        "lower it"
+    )
+    found = [ranks] * bool(heads % tensor_parallel) + [length] * (0 < longest < max_model_len)
     if found:
         raise ConfigError("\n".join(found))
 
@@ -55,7 +49,9 @@ def estimate(
     title = f"memory of each engine GPU: tp = {tensor_parallel}"
     if given:
         tokens = given // token
-        cache = Part("KV cache, as said", f"{tokens:,} tokens: {tokens // context} full contexts", given)
+        cache = Part(
+            "KV cache, as configured", f"{tokens:,} tokens: {tokens // context} full contexts", given
+        )
         both = Part("both", "", weights.bytes + given)
         return MemoryEstimate(title, [weights, cache], both, [note])
     formula = f"{sequences} sequences x {context:,} tokens x {token:,} bytes"

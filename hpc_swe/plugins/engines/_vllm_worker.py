@@ -9,7 +9,7 @@ has verified the files before, and names them in the update.
 import hmac
 import logging
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,33 +58,28 @@ class Folder(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 def shards(folder: Path) -> list[Path]:
-    """Return the weight files of a folder, sorted by name.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the weight files of a folder, sorted by name; raise ValueError when there is none."""
     found = sorted(folder.glob("*.safetensors"))
     if not found:
         raise ValueError(f"{folder.name}: no *.safetensors file")
     return found
 
 
+def _entries(folder: Path, is_tied: bool) -> Iterator[tuple[Path, Any, str]]:
+    """Yield file, open file and name of each tensor that a model takes from a checkpoint.
+
+    vLLM ignores the others: a head tied to the embedding, and angles of older checkpoints.
+    """
+    for file in shards(folder):
+        with safe_open(file, framework="pt", device="cpu") as shard:
+            for name in shard.keys():  # noqa: SIM118 (not a dict)
+                if not (is_tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq"):
+                    yield file, shard, name
+
+
 def shapes(folder: Path, is_tied: bool) -> dict[str, list[int]]:
     """Read the shapes of the tensors that a model takes from a checkpoint, by name, from headers only."""
-    found: dict[str, list[int]] = {}
-    for file in shards(folder):
-        with safe_open(file, framework="pt") as shard:
-            found |= {
-                name: shard.get_slice(name).get_shape()
-                for name in shard.keys()  # noqa: SIM118 (not a dict)
-                if not _is_unused(name, is_tied)
-            }
-    return found
-
-
-def _is_unused(name: str, is_tied: bool) -> bool:
-    """Return whether vLLM ignores a tensor: a head tied to the embedding, or angles of older checkpoints."""
-    return (is_tied and name == "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
+    return {name: shard.get_slice(name).get_shape() for _, shard, name in _entries(folder, is_tied)}
 
 
 def _is_tied(config: Any) -> bool:
@@ -99,11 +94,7 @@ def _is_tied(config: Any) -> bool:
 
 
 def check_files(folder: Path, files: dict[str, list[int]]) -> None:
-    """Compare every weight file with the state in which it was verified.
-
-    Raises:
-        ValueError: A file changed, is missing or was not verified; the message names it.
-    """
+    """Raise ValueError for a weight file that changed, is missing, or was not verified."""
     if names := {path.name for path in shards(folder)} ^ files.keys():
         raise ValueError(f"{min(names)}: it was not verified, or is missing")
     for name, seen in files.items():
@@ -117,22 +108,17 @@ def read(
 ) -> dict[str, torch.Tensor]:
     """Return all tensors by name, mapped into memory: what a worker does not copy is never read.
 
-    Raises:
-        ValueError: A tensor is unknown, of another shape or type, or missing, so that its old value would
-            stay; the message names it.
+    Raise ValueError for a tensor that is unknown, of another shape or type, or missing, so that its old value
+    would stay.
     """
     tensors = {}
-    for file in shards(folder):
-        with safe_open(file, framework="pt", device="cpu") as shard:
-            for name in shard.keys():  # noqa: SIM118 (not a dict)
-                if _is_unused(name, is_tied):
-                    continue
-                tensors[name] = tensor = shard.get_tensor(name)
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                if list(tensor.shape) != wanted.get(name):
-                    raise ValueError(f"{file.name}: {name} is {list(tensor.shape)}, not {wanted.get(name)}")
-                if dtypes is not None and dtype != dtypes.get(name):
-                    raise ValueError(f"{file.name}: {name} is {dtype}, not {dtypes.get(name)}")
+    for file, shard, name in _entries(folder, is_tied):
+        tensors[name] = tensor = shard.get_tensor(name)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if list(tensor.shape) != wanted.get(name):
+            raise ValueError(f"{file.name}: {name} is {list(tensor.shape)}, not {wanted.get(name)}")
+        if dtypes is not None and dtype != dtypes.get(name):
+            raise ValueError(f"{file.name}: {name} is {dtype}, not {dtypes.get(name)}")
     if missing := sorted(wanted.keys() - tensors.keys()):
         raise ValueError(f"{folder.name}: {missing[0]} is missing ({len(missing)} tensors in all)")
     return tensors
@@ -183,11 +169,7 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Folder) -> None:
-        """Check a folder against the model, and keep its tensors for `finish_weight_update`.
-
-        Raises:
-            ValueError: The folder does not fit; the model did not change.
-        """
+        """Check a folder against the model, and keep its tensors for `finish_weight_update`."""
         folder = Path(update_info.path) if update_info.path else self._previous
         self._tensors = read(folder, self._wanted, update_info.dtypes, self._is_tied)
         self._staging, self._files = folder, update_info.files
@@ -219,11 +201,7 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Refuse: the learner writes a folder. vLLM 0.26 requires this method of every back end.
-
-        Raises:
-            NotImplementedError: Always.
-        """
+        """Refuse: the learner writes a folder. vLLM 0.26 requires this method of every back end."""
         raise NotImplementedError("the learner publishes weights as a folder and sends nothing")
 
 

@@ -44,11 +44,7 @@ class Engine(Protocol):
     """Largest number of tokens of prompt and completion together."""
 
     def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
-        """Return the command that serves the weights in folder `model` under `name`.
-
-        Raises:
-            ConfigError: The program or the folder is missing.
-        """
+        """Return the command that serves folder `model` under `name`; raise ConfigError if one is missing."""
 
     def environment(self, token: str) -> dict[str, str]:
         """Return all environment variables of the server. They carry the token, which argv never may."""
@@ -60,24 +56,15 @@ class Engine(Protocol):
         """Return whether each sampling process answers in time: one that hangs may still look healthy."""
 
     def inspect(self, url: str, token: str) -> EngineInfo:
-        """Describe an engine that somebody else started, and change nothing.
-
-        Raises:
-            EngineError: No answer, a refused key, or an answer that is no engine's.
-        """
+        """Describe an engine that somebody else started; raise EngineError if none answers, or not to us."""
 
     def stamp(self, url: str, token: str) -> str | None:
-        """Return the stamp of tokens that are sampled now; None where the release has no stamps.
-
-        Raises:
-            EngineError: No answer, or a refused key.
-        """
+        """Return the stamp of tokens that are sampled now; None where the release has no stamps."""
 
     def adopt(self, url: str, token: str, version: WeightVersion, probe: ProbeScore | None) -> None:
         """Check the weights that an engine started with, and make it stamp tokens with their version.
 
-        Raises:
-            EngineError: No answer, or the probe's log-probabilities are not the learner's.
+        Raise EngineError when the probe's log-probabilities are not the learner's.
         """
 
     def reload(
@@ -129,11 +116,7 @@ class EstimatedEngine(Protocol):
         """Return how many GPUs one engine computes on."""
 
     def check_model(self, model: Path) -> None:
-        """Check that the engine can serve the model in a folder as configured.
-
-        Raises:
-            ConfigError: One line for each key that does not fit.
-        """
+        """Raise ConfigError, with one line for each key that does not fit, unless the model can be served."""
 
     def memory(self, model: Path, context: int) -> MemoryEstimate:
         """Estimate the memory of one GPU for conversations of `context` tokens."""

@@ -108,11 +108,7 @@ class _State:
             return next(self.replies, ScriptedReply(status=404))
 
     def control(self, path: str, request: _ControlRequest) -> None:
-        """Carry out a control request.
-
-        Raises:
-            ValueError: A weight file changed since it was verified.
-        """
+        """Carry out a control request; raise ValueError if a weight file changed since it was verified."""
         if path == "/update_weights":
             for name, seen in request.update_info.files.items():
                 with (Path(request.update_info.path) / name).open("rb") as file:

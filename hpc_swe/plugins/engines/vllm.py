@@ -243,8 +243,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     def score(self, url: str, token: str, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probabilities of all tokens but the first; vLLM does not use its prefix cache here.
 
-        Raises:
-            EngineError: Their number is wrong, or one is missing or not finite.
+        Raise EngineError when their number is wrong, or one is missing or not finite.
         """
         wait = (min(ANSWER_TIMEOUT_S, self.update_timeout_s), self.update_timeout_s)
         answer = self._request(url, token, list(token_ids), GREEDY, wait, prompt_logprobs=0)
@@ -257,19 +256,9 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         return values
 
     def _request(
-        self,
-        url: str,
-        token: str,
-        ids: list[int],
-        sampling: Sampling,
-        wait: tuple[float, float],
-        **more: int,
+        self, url: str, token: str, ids: list[int], sampling: Sampling, wait: tuple[float, float], **more: int
     ) -> Answer:
-        """Request one completion.
-
-        Args:
-            wait: Seconds without data after which to check that the engine is alive, and seconds in all.
-        """
+        """Request one completion; `wait` is the seconds without data before a check, and those in all."""
         # No seed: on a CPU with chunked prefill a seeded request ends the engine for everybody.
         settings = msgspec.structs.asdict(sampling) | {
             "repetition_penalty": 1.0,

@@ -19,6 +19,12 @@ JOB_VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
 )
 """Names, or prefixes of names, of the variables in which a scheduler passes one job its resources."""
+KEPT = (
+    *("PATH", "LD_", "PYTHONPATH", "TMPDIR", "XDG_CACHE_HOME", "LIBRARY_PATH", "CPATH", "CC", "CXX"),
+    *("MODULE", "LOADEDMODULES", "_LMFILES_", "LMOD_", "APPTAINER_", "SINGULARITY_", "HF_", "OMP_", "MKL_"),
+    *("CUDA_", "NVIDIA_", "NCCL_", "NVSHMEM_", "UCX_", "FI_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_"),
+)
+"""Prefixes of the variables that a run keeps for its jobs; a tick of cron has none of them."""
 MARK = "HPC_SWE_JOB"
 """Variable that every process of a job of this machine inherits: role, submission and run folder."""
 SECRET = re.compile(
@@ -93,11 +99,7 @@ class Executor(Protocol):
     """Largest number of jobs in one submission."""
 
     def check(self, submission: Submission) -> None:
-        """Check that the submission can run.
-
-        Raises:
-            ConfigError: A resource does not fit the submission; the message names the key.
-        """
+        """Raise ConfigError with the key of a resource that does not fit the submission."""
 
     def script(self, run: RunDir, submission: Submission) -> str:
         """Return the script that `submit` would submit, for people to read."""
@@ -111,11 +113,7 @@ class Executor(Protocol):
         """
 
     def queue(self, run: RunDir) -> list[Job]:
-        """List all waiting and running jobs of this run, with one request to the scheduler.
-
-        Raises:
-            SchedulerError: The scheduler does not answer.
-        """
+        """List all waiting and running jobs of this run; raise SchedulerError when there is no answer."""
 
     def endings(self, jobs: Sequence[str]) -> Mapping[str, str] | None:
         """Return how jobs ended, by id, with one request to the scheduler's accounting.
@@ -125,11 +123,7 @@ class Executor(Protocol):
         """
 
     def cancel(self, jobs: Sequence[str]) -> None:
-        """End jobs at once, with all their processes.
-
-        Raises:
-            SchedulerError: The scheduler does not answer.
-        """
+        """End jobs at once, with all their processes; raise SchedulerError when there is no answer."""
 
     def requeue(self) -> None:
         """Ask the scheduler to run this job again; called inside a job that was warned of its end."""
@@ -151,11 +145,7 @@ class RunsHere(Protocol):
     """Jobs end with the process that submitted them."""
 
     def check_machine(self, jobs: Mapping[Role, int], environment: Mapping[str, str]) -> None:
-        """Check that this machine can run the jobs of all roles at the same time.
-
-        Raises:
-            ConfigError: The message names the key.
-        """
+        """Raise ConfigError with the key unless this machine can run the jobs of all roles at once."""
 
 
 @runtime_checkable
@@ -216,11 +206,7 @@ def job_script(
 
 
 def check_environ(environ: Mapping[str, str]) -> None:
-    """Check that [executor] environ holds variables that the executor does not set, and no secret.
-
-    Raises:
-        ConfigError: The message names the variable.
-    """
+    """Raise ConfigError for a variable of [executor] environ that each job gets its own of, or a secret."""
     for name, text in environ.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name) or "\n" in text:
             raise ConfigError(
@@ -233,6 +219,15 @@ def check_environ(environ: Mapping[str, str]) -> None:
                 f"environ.{name}: this looks like a secret, and the run folder and batch scripts store it; "
                 "have a line of setup read it from a file that only you can read"
             )
+
+
+def own_environment() -> dict[str, str]:
+    """Return the variables of this process that say where programs are and how they are set up; no secret."""
+    return {
+        name: text
+        for name, text in os.environ.items()
+        if name.startswith(KEPT) and "\n" not in text and not is_secret(name, text)
+    }
 
 
 def is_secret(name: str, text: str) -> bool:

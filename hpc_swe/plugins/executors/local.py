@@ -145,7 +145,7 @@ class Local(Plugin, frozen=True, kw_only=True):
         marks = {variable(pid, MARK) for pid in roots if leader(pid) == pid} - {None}
         started: dict[int, str | None] = {}
         # Stopped first: between listing and killing, a process could start children that then have no parent.
-        while new := {*_trees(roots), *_with_marks(marks)} - started.keys():
+        while new := _trees(roots, marks) - started.keys():
             started |= {pid: start_time(pid) for pid in new}
             _signal(new, signal.SIGSTOP)
         _signal(started, signal.SIGKILL)
@@ -161,7 +161,8 @@ class Local(Plugin, frozen=True, kw_only=True):
 
     def _choose_gpus(self, submission: Submission, asked: int) -> str:
         available = usable(submission.environment)
-        taken = [gpu for gpus in _gpus_of_jobs() for gpu in gpus.split(",")]
+        jobs = {mark: gpus for pid, mark in with_variable(MARK).items() if (gpus := variable(pid, GPUS))}
+        taken = [gpu for gpus in jobs.values() for gpu in gpus.split(",")]  # of whichever run
         chosen = choose(available, taken, asked, share=self.share_gpus)
         if chosen is None:
             raise ConfigError(
@@ -174,11 +175,7 @@ class Local(Plugin, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def _gpu_lock() -> Iterator[None]:
-    """Let only one process of this user assign GPUs at a time; the lock ends with the process that holds it.
-
-    Raises:
-        SchedulerError: Another process holds it for too long.
-    """
+    """Let one process of this user assign GPUs at a time; the lock ends with the process that holds it."""
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
         while True:
@@ -204,19 +201,10 @@ def _processes(run: RunDir) -> dict[tuple[str, int], list[int]]:
     return found
 
 
-def _gpus_of_jobs() -> list[str]:
-    """Return the GPUs of each job of this machine, of whichever run, as comma-separated text."""
-    found = {mark: gpus for pid, mark in with_variable(MARK).items() if (gpus := variable(pid, GPUS))}
-    return list(found.values())
-
-
-def _with_marks(marks: Collection[str | None]) -> list[int]:
-    return [pid for pid, mark in with_variable(MARK).items() if mark in marks] if marks else []
-
-
-def _trees(roots: Iterable[int]) -> Iterator[int]:
-    for root in roots:
-        yield from (root, *descendants(root))
+def _trees(roots: Iterable[int], marks: Collection[str | None]) -> set[int]:
+    """Return some processes with all their descendants, and those that carry one of the marks."""
+    marked = [pid for pid, mark in with_variable(MARK).items() if mark in marks] if marks else []
+    return {*marked, *(pid for root in roots for pid in (root, *descendants(root)))}
 
 
 def _has_live_leader(pid: int) -> bool:

@@ -221,11 +221,7 @@ class Slurm(Plugin, frozen=True, kw_only=True):
             log.warning("not requeued, the next tick submits another: %s", error)
 
     def _call(self, *command: str) -> str:
-        """Run one of Slurm's commands and return its output.
-
-        Raises:
-            SchedulerError: It failed, is missing, or did not answer in time.
-        """
+        """Run one of Slurm's commands and return its output; raise SchedulerError if none comes in time."""
         try:
             # without SQUEUE_STATES and the like, with which a person filters what is shown
             env = {name: value for name, value in os.environ.items() if not name.startswith(FILTERS)}

@@ -148,11 +148,7 @@ class Learner(Protocol):
         """
 
     def save(self, folder: Path) -> None:
-        """Write a distributed checkpoint into an empty folder.
-
-        Raises:
-            StorageError: On all ranks.
-        """
+        """Write a distributed checkpoint into an empty folder; raise StorageError on all ranks."""
 
     def load(self, folder: Path) -> None:
         """Resume from a checkpoint, which may have been saved at another tensor-parallel size."""
@@ -186,11 +182,7 @@ class EstimatedPolicy(Protocol):
         """Return how many GPUs each process computes on."""
 
     def check_model(self, model: Path) -> None:
-        """Check that the model in a folder can be trained as configured.
-
-        Raises:
-            ConfigError: The message names the key.
-        """
+        """Raise ConfigError with the key unless the model in a folder can be trained as configured."""
 
     def memory(self, model: Path, data_parallel: int, tokens: int, *, reference: bool) -> MemoryEstimate:
         """Estimate the memory of one rank for microbatches of `tokens` tokens.

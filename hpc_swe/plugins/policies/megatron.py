@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part
+from hpc_swe.plugins.costs import MemoryEstimate, Part
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import memory
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
@@ -16,13 +16,7 @@ class Megatron(MegatronSettings, frozen=True, kw_only=True):
     """
 
     def build(self, model: Path, optimizer: OptimizerConfig, reference: Path | None) -> Learner:
-        """Join the process group and load the weights in `model`, a Hugging Face folder.
-
-        The weights in `reference`, a folder of the same architecture, are kept for the KL divergence.
-
-        Raises:
-            ConfigError: The model's shape or the number of processes does not fit the keys.
-        """
+        """Join the process group and load the weights; see `Policy`."""
         from hpc_swe.plugins.policies._megatron import fusions
 
         with fusions.uncompiled(self.device == "cpu"):
@@ -42,14 +36,7 @@ class Megatron(MegatronSettings, frozen=True, kw_only=True):
     def memory(self, model: Path, data_parallel: int, tokens: int, *, reference: bool) -> MemoryEstimate:
         """Estimate the memory of one rank."""
         shape = ModelShape.read(model)
-        found = memory.learner_memory(shape, self, data_parallel, tokens)
-        count, pinned = shape.parameters.total, memory.reference_memory(shape, self) / GIB
-        return MemoryEstimate(
-            f"memory of each learner GPU: P = {count:,}, tp = {self.tensor_parallel}, dp = {data_parallel}",
-            found.parts,
-            Part("peak", "leave 15 % for the allocator", found.peak),
-            [f"reference model: {pinned:.2f} GiB of host memory for each learner process"] * reference,
-        )
+        return memory.learner_memory(shape, self, data_parallel, tokens, reference=reference)
 
     def files(self, model: Path) -> tuple[Part, Part]:
         """Return one exported version and one checkpoint."""

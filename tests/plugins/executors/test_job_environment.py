@@ -5,11 +5,10 @@ import subprocess
 import pytest
 
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins.executors.base import Submission
+from hpc_swe.plugins.executors.base import Submission, own_environment
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.plugins.executors.slurm import Slurm
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs.environment import own_environment
 from tests.kit.waiting import DEADLINE_S
 
 

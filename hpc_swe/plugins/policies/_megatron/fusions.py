@@ -1,6 +1,6 @@
 """Choose whether megatron-core compiles its fused functions; it decides that when it is imported."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,12 +15,8 @@ def uncompiled(wanted: bool = True) -> Iterator[None]:
     """
     compile_function = torch.compile
     if wanted:
-        torch.compile = _leave_unchanged
+        torch.compile = lambda function=None, **_: function or (lambda decorated: decorated)
     try:
         yield
     finally:
         torch.compile = compile_function
-
-
-def _leave_unchanged(function: Callable[..., object] | None = None, **_: object) -> object:
-    return function or (lambda decorated: decorated)

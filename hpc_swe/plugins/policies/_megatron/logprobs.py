@@ -14,15 +14,10 @@ def linear_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities of `targets`, and the entropies of their distributions without gradient.
 
-    Args:
-        hidden: [n, width], equal on all ranks of `group`.
-        weight: [vocabulary / ranks, width], the rows of this rank.
-        targets: int64 [n], indices into the whole vocabulary.
-        group: Ranks among which the vocabulary is split.
-        chunk: Number of tokens whose logits are computed at a time.
-
-    Returns:
-        Two float32 [n], equal on all ranks. The gradient to `hidden` is this rank's part of a sum.
+    The vocabulary is split among the ranks of `group`: `weight` [vocabulary / ranks, width] has the rows of
+    this rank. On all ranks `hidden` [n, width] and the results, two float32 [n], are equal, and `targets`,
+    int64 [n], are indices into the whole vocabulary. The logits of `chunk` tokens are computed at a time.
+    The gradient to `hidden` is this rank's part of a sum.
     """
     logprobs, entropy = _LinearLogprobs.apply(hidden, weight, targets, group, chunk)
     return logprobs, entropy

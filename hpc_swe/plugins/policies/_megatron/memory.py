@@ -7,26 +7,17 @@ tests/runs/test_estimate.py.
     T tokens of a microbatch   k experts a token   tp, dp tensor- and data-parallel sizes
 """
 
-from dataclasses import dataclass
-
-from hpc_swe.plugins.costs import Part
+from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 
 
-@dataclass(frozen=True)
-class LearnerMemory:
-    """Describe the memory of one learner GPU."""
-
-    parts: list[Part]
-    peak: float
-    """Largest number of bytes in use; the allocator reserves up to 15 % more, and CUDA about 1 GiB."""
-
-
 def learner_memory(
-    shape: ModelShape, policy: MegatronSettings, data_parallel: int, tokens: int
-) -> LearnerMemory:
+    shape: ModelShape, policy: MegatronSettings, data_parallel: int, tokens: int, *, reference: bool = False
+) -> MemoryEstimate:
     """Estimate the memory of one rank for microbatches of `tokens` tokens.
+
+    The total is the largest number of bytes in use; the allocator reserves up to 15 % more, and CUDA 1 GiB.
 
     Megatron's DistributedDataParallel and (Distributed)Optimizer hold in bfloat16 2 bytes of weight, 4 of
     gradient, and 12 of optimizer state (float32 weight, two moments), the last divided by dp when the
@@ -53,15 +44,19 @@ def learner_memory(
     ]
     stepping = 4 * count / shards
     step = Part("or then: AdamW's step", f"4 P / tp{' / dp' if shards > 1 else ''}", stepping)
-    most = max(saved + moment[0], stepping)
-    return LearnerMemory([*held, *computing, step], sum(part.bytes for part in held) + most)
+    peak = sum(part.bytes for part in held) + max(saved + moment[0], stepping)
+    pinned = reference_memory(shape, policy) / GIB
+    return MemoryEstimate(
+        f"memory of each learner GPU: P = {shape.parameters.total:,}, tp = {policy.tensor_parallel}, "
+        f"dp = {data_parallel}",
+        [*held, *computing, step],
+        Part("peak", "leave 15 % for the allocator", peak),
+        [f"reference model: {pinned:.2f} GiB of host memory for each learner process"] * reference,
+    )
 
 
 def reference_memory(shape: ModelShape, policy: MegatronSettings) -> float:
-    """Return the bytes of host memory that each rank pins for the KL divergence.
-
-    They hold the reference's weights, and room for the trained ones.
-    """
+    """Return the bytes of host memory that each rank pins for the weights of reference and policy."""
     size = 2 if policy.dtype == "bfloat16" else 4
     return 2.0 * size * shape.parameters.of_rank(policy.tensor_parallel)
 

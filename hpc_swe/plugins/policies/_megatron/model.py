@@ -110,10 +110,8 @@ class Experts(MegatronModule):  # type: ignore[misc]
     def forward(self, tokens: Tensor, counts: Tensor, probabilities: Tensor) -> tuple[Tensor, None]:
         """Return this rank's part of the sum of all ranks' outputs, [routed, width].
 
-        Args:
-            tokens: [routed, width], sorted by expert.
-            counts: int64 [experts], tokens of each expert.
-            probabilities: [routed], of the router.
+        `tokens` [routed, width] are sorted by expert, `counts` are int64 [experts], `probabilities` [routed]
+        are the router's.
         """
         ends = counts.to(tokens.device).cumsum(0, dtype=torch.int32)
         both = F.grouped_mm(tokens, self.gate_up.flatten(1, 2).transpose(1, 2), offs=ends)

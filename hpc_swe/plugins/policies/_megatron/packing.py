@@ -74,11 +74,7 @@ class Packer:
 
 
 def trained_positions(micro: MicroBatch, where: str) -> NDArray[np.integer]:
-    """Return the positions of the tokens to train.
-
-    Raises:
-        ProtocolError: The arrays differ in length, or a sequence's first token is to be trained.
-    """
+    """Return the positions to train; raise ProtocolError if one starts its sequence, or if arrays differ."""
     total, mask = sum(micro.sequence_lengths), micro.mask_array
     sizes = {len(mask), *(len(data) // 4 for data in (micro.token_ids, micro.logprobs, micro.weights))}
     if sizes | {len(micro.advantages) // 4} != {total}:

@@ -137,11 +137,7 @@ class Checkpointer:
         self._ranks, self._model, self._optimizer, self._schedule = ranks, model, optimizer, schedule
 
     def save(self, folder: Path, step: int) -> None:
-        """Write a checkpoint into an empty folder; return when all ranks have written.
-
-        Raises:
-            StorageError: On all ranks.
-        """
+        """Write a checkpoint into an empty folder; return, or raise StorageError, on all ranks together."""
         with compat.cpu_as_cuda():
             compat.prepare_state(self._optimizer)
             state = self._state(loading=False) | {"step": step, "random": torch.get_rng_state()}

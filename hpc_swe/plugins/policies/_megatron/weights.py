@@ -42,11 +42,7 @@ class Snapshot:
         self._where: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.exists() else {}
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a tensor on the CPU, with the dtype it is stored in.
-
-        Raises:
-            ConfigError: The folder has no such tensor.
-        """
+        """Return a tensor on the CPU, with the dtype it is stored in; raise ConfigError if there is none."""
         file = self._where.get(name, "model.safetensors")
         try:
             if file not in self._files:
@@ -89,11 +85,7 @@ def layouts(model: GPTModel, shape: ModelShape) -> dict[str, Layout]:
 
 
 def load(model: GPTModel, shape: ModelShape, snapshot: Snapshot, group: dist.ProcessGroup) -> None:
-    """Copy this rank's part of the weights into the parameters, converting to their dtype.
-
-    Raises:
-        ConfigError: A tensor is missing.
-    """
+    """Copy this rank's part of the weights into the parameters, converting to their dtype."""
     parameters = dict(model.named_parameters())
     for name, layout in layouts(model, shape).items():
         part = layout.part([snapshot[source] for source in layout.sources], group.rank(), group.size())
@@ -187,12 +179,7 @@ class Exporter:
         self._layouts = layouts(model, shape)
 
     def write(self, folder: Path) -> dict[str, TensorInfo]:
-        """Write this rank's file; once writing starts, no rank waits for another, which may have failed.
-
-        Raises:
-            FloatingPointError: On every rank, when a tensor of any rank is not finite.
-            StorageError: On this rank alone.
-        """
+        """Write this rank's file; once writing starts, no rank waits for another, which may have failed."""
         tensors = self._collect()
         file = f"model-{self._ranks.rank + 1:05d}-of-{self._ranks.size:05d}.safetensors"
         shares = self._ranks.gather((file, {name: tensor.nbytes for name, tensor in tensors.items()}))
@@ -226,8 +213,10 @@ class Exporter:
         (folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
 
     def _copy_companions(self, folder: Path) -> None:
-        for path in _companions(self._source):
-            shutil.copyfile(path, folder / path.name)
+        for path in self._source.iterdir():  # configuration, tokenizer, chat template, generation settings
+            is_weights = path.name in (INDEX, "MANIFEST.json")
+            if path.suffix in (".json", ".jinja", ".txt", ".model") and not is_weights:
+                shutil.copyfile(path, folder / path.name)
         config = json.loads((self._source / "config.json").read_text())
         dtype = str(self._model.config.params_dtype).removeprefix("torch.")
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
@@ -255,13 +244,4 @@ def _describe(tensor: Tensor) -> TensorInfo:
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=list(tensor.shape),
         sha256=hashlib.sha256(data).hexdigest(),
-    )
-
-
-def _companions(folder: Path) -> list[Path]:
-    """List the files beside the weights: configuration, tokenizer, chat template, generation settings."""
-    return sorted(
-        path
-        for path in folder.iterdir()
-        if path.suffix in (".json", ".jinja", ".txt", ".model") and path.name not in (INDEX, "MANIFEST.json")
     )
