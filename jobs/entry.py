@@ -34,7 +34,7 @@ def run_role(work: Callable[[RunDir, RunConfig], None]) -> None:
     try:
         work(run, existing.load(run))
     except LostRace as error:
-        log.error("%s; that process goes on", error)
+        log.error("%s; that process continues", error)
         sys.exit(0)
     except HpcSweError as error:
         log.error("%s", error)

@@ -246,11 +246,7 @@ def _work(arguments: argparse.Namespace, run: RunDir, config: RunConfig) -> int:
 
 
 def _require_gpus(role: str, config: RunConfig) -> None:
-    """Check that the node has the role's GPUs; hide all GPUs from a role that is configured for the CPU.
-
-    Raises:
-        NodeError: This node has too few GPUs.
-    """
+    """Check that the node has the role's GPUs; hide all GPUs from a role that is configured for the CPU."""
     needed = job_counts.gpus(role, config)
     if needed == 0:
         os.environ[gpus.VISIBLE] = ""
@@ -274,9 +270,9 @@ def _report(arguments: argparse.Namespace, run: RunDir, seconds: float, code: in
     )
     index = int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))
     try:
-        submissions.report(run, arguments.role, arguments.submission, index, started)
+        atomic.put(run.started(arguments.role, arguments.submission, index), started)
     except StorageError as error:
-        log.warning("not reported: %s", error)  # only people and the next tick read it, so the work goes on
+        log.warning("not reported: %s", error)  # only people and the next tick read it, so the job continues
 
 
 def _srun(processes: int, command: Sequence[str]) -> list[str]:

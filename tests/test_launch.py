@@ -300,7 +300,7 @@ def test_job_of_a_voided_submission_ends_at_once(tmp_path, read):
     run = RunDir(tmp_path / "run")
     control.start(run, read())
     submissions.take(run, "reward", 1)
-    submissions.void(run, "reward", 1)
+    submissions.mark(run, "reward", 1, submissions.VOID)
     line = [sys.executable, "-m", "jobs.run", "reward", str(run.root), "--submission=1"]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr

@@ -119,7 +119,7 @@ def test_damage_is_one_error(run, tmp_path):
 
 @given(st.text(), st.text())
 def test_nothing_that_a_policy_writes_moves_the_cursor(said, arguments):
-    scored = result(request(1, "train", 0, 0, ("t", Sampling())))
+    scored = result(request(1, "train", 0, 0, "t", Sampling()))
     calls = [ToolCall(name=said, arguments=arguments), ToolCall(name="x", arguments=json.dumps({said: said}))]
     messages = [Message(role="assistant", content=said, tool_calls=calls)]
     episode = msgspec.structs.replace(scored.episode, messages=messages)

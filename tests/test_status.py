@@ -237,10 +237,10 @@ def publish(run, **changes):
 def submitted(run, role, number, job, *codes, at=0.0):
     submissions.take(run, role, number)
     noted = Submitted(job=job, count=len(codes), host="h", at=at or time.time())
-    submissions.confirm(run, role, number, noted)
+    atomic.put(run.submitted(role, number), noted)
     for index, code in enumerate(codes):
         said = Started(job="9", host="c1", pid=1, start_time="1", at=at, seconds=3.0, code=code)
-        submissions.report(run, role, number, index, said)
+        atomic.put(run.started(role, number, index), said)
 
 
 def test_before_the_first_report_the_queue_is_shown_with_its_age(run, read):

@@ -215,9 +215,9 @@ def _settle(run: RunDir, role: Role, number: int, decision: Decision) -> None:
     if decision.close:
         _note(run, role, number, decision.close, 0)
     if decision.doubt:
-        submissions.doubt(run, role, number)
+        submissions.mark(run, role, number, submissions.DOUBTED)
     if decision.void:
-        submissions.void(run, role, number)
+        submissions.mark(run, role, number, submissions.VOID)
 
 
 def _submit(run: RunDir, config: RunConfig, role: Role, last: int, missing: int) -> int:
@@ -240,4 +240,4 @@ def _submit(run: RunDir, config: RunConfig, role: Role, last: int, missing: int)
 
 def _note(run: RunDir, role: Role, number: int, job: str, count: int) -> None:
     noted = Submitted(job=job, count=count, host=socket.gethostname(), at=time.time())
-    submissions.confirm(run, role, number, noted)
+    atomic.put(run.submitted(role, number), noted)

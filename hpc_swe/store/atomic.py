@@ -31,7 +31,7 @@ REFUSALS = {
     errno.EACCES: "permission is denied; is the run yours? see `ls -ld`",
     errno.EPERM: "permission is denied; is the run yours? see `ls -ld`",
 }
-NO_FILE = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
+NO_FILE = (errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
 """Errors of opening a name under which there is something else than a regular file."""
 
 
@@ -129,7 +129,7 @@ def decode(path: Path, data: bytes, kind: type[R]) -> R:
             return msgspec.json.decode(data, type=kind)
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CorruptRecord(f"{path}: not a {kind.__name__}: {error}; move it away to go on") from error
+        raise CorruptRecord(f"{path}: not a {kind.__name__}: {error}; move it away") from error
 
 
 def put(path: Path, record: Record, *, durable: bool = True) -> None:
@@ -153,22 +153,25 @@ def get(path: Path, kind: type[R]) -> R:
         FileNotFoundError: Nothing was published at `path`.
         CorruptRecord: The file is not a record of this kind.
     """
+    with storage(path), opened(path) as file:
+        return decode(path, file.read(), kind)
+
+
+def opened(path: Path) -> io.BufferedReader:
+    """Open a regular file. Reading a pipe could block for ever, and a device may have no end.
+
+    Raises:
+        CorruptRecord: Something else has this name.
+    """
     try:
-        with storage(path):
-            data = _content(path)
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        if stat.S_ISREG(os.fstat(file).st_mode):
+            return os.fdopen(file, "rb")
+        os.close(file)
     except OSError as error:
         if error.errno not in NO_FILE:
             raise
-        raise CorruptRecord(f"{path}: {error.strerror}, no {kind.__name__}; move it away to go on") from None
-    return decode(path, data, kind)
-
-
-def _content(path: Path) -> bytes:
-    """Read a regular file. Reading a pipe could block for ever, and a device may have no end."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.ENXIO, "not a regular file", str(path))
-        return file.read()
+    raise CorruptRecord(f"{path}: not a regular file; move it away")
 
 
 def names(folder: Path) -> list[str]:

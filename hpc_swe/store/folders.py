@@ -6,18 +6,18 @@ that has the name of such a folder, but no manifest of the same version, was not
 the run: readers skip it, and a writer moves it aside when it needs the name.
 """
 
+import contextlib
 import errno
 import hashlib
 import io
 import logging
 import os
 import shutil
-import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hpc_swe.errors import CorruptRecord, LostRace
 from hpc_swe.records import FileInfo, Manifest
@@ -33,7 +33,7 @@ NICE = 10
 """Verification gives way to the engines and workers of the same node."""
 Identity = tuple[int, int, int]
 """Size, time of the last change in nanoseconds, inode: another file or content differs in one of them."""
-_KEYS: dict[Path, object] = {}
+_KEYS: dict[Path, Any] = {}
 """Keys of folders whose manifest was read: a published folder never changes."""
 _FOREIGN: set[Path] = set()
 """Paths that a warning was logged for."""
@@ -57,7 +57,7 @@ def require_room(stage: Path) -> None:
 
 
 def commit(stage: Path, final: Path, manifest: Manifest) -> None:
-    """Make the files durable, write the manifest and rename. The stage is always gone afterwards.
+    """Make the files durable, write the manifest and rename. After an error the caller removes the stage.
 
     Raises:
         LostRace: Another process published `final` first.
@@ -65,7 +65,8 @@ def commit(stage: Path, final: Path, manifest: Manifest) -> None:
     try:
         with atomic.storage(final):
             for name in manifest.files:
-                _sync(stage / name)
+                with (stage / name).open("rb") as file:
+                    os.fsync(file.fileno())
             atomic.put(stage / NAME, manifest)
             try:
                 os.rename(stage, final)
@@ -78,8 +79,6 @@ def commit(stage: Path, final: Path, manifest: Manifest) -> None:
         if error.errno in OCCUPIED:
             raise LostRace(f"{final} was published by another process") from None
         raise
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
 
 
 def publish(final: Path, fill: Callable[[Path], Manifest]) -> None:
@@ -109,21 +108,21 @@ def manifest(folder: Path, kind: type[M]) -> M:
     return atomic.get(folder / NAME, kind)
 
 
-def published(
-    parent: Path, kind: type[M], parse: Callable[[str], K | None], key: Callable[[M], K]
-) -> list[K]:
+def published(parent: Path, kind: type[M], key: Callable[[M], K], place: Callable[[K], Path]) -> list[K]:
     """List the keys of the published folders below `parent`, in the order of their names.
 
-    A folder counts when `parse` reads a key in its name and its manifest has the same key. A process reads
-    each manifest once. Anything else below `parent` is skipped with one warning.
+    A folder counts when it is at the `place` of its manifest's key. A process reads each manifest once.
+    Anything else below `parent` is skipped with one warning.
     """
     found: list[K] = []
-    for name in atomic.names(parent):
-        wanted, path = parse(name), parent / name
-        if wanted is not None and _KEYS.get(path) != wanted:
-            _note_key(path, kind, key)
-        if wanted is not None and _KEYS.get(path) == wanted:
-            found.append(wanted)
+    for path in [parent / name for name in atomic.names(parent)]:
+        if path not in _KEYS:
+            with contextlib.suppress(FileNotFoundError, CorruptRecord):
+                named = key(manifest(path, kind))
+                if place(named) == path:
+                    _KEYS[path] = named
+        if path in _KEYS:
+            found.append(_KEYS[path])
         elif path not in _FOREIGN:
             _FOREIGN.add(path)
             log.warning("passed over %r: no folder that a process of the run published", str(path))
@@ -142,13 +141,8 @@ def read(folder: Path, name: str, listed: Manifest) -> bytes:
         raise CorruptRecord(
             f"{path}: not in the folder's manifest; it lists {', '.join(sorted(listed.files))}"
         )
-    try:
-        with atomic.storage(path):
-            data = path.read_bytes()
-    except FileNotFoundError:
-        if not folder.exists():
-            raise
-        raise CorruptRecord(f"{path}: listed in the manifest, but missing; remove the folder") from None
+    with _listed(path) as file:
+        data = file.read()
     if len(data) != info.size or hashlib.sha256(data).hexdigest() != info.sha256:
         raise CorruptRecord(
             f"{path}: {len(data)} bytes, not the {info.size} that were published; remove the folder"
@@ -166,19 +160,14 @@ def verify(folder: Path, listed: Manifest, is_cancelled: Callable[[], bool]) -> 
     """
 
     def check(name: str) -> Identity:
-        try:
-            with atomic.storage(folder / name), _open(folder / name) as file:
-                seen = identity(file.fileno())
-                digest = hashlib.sha256()
-                while piece := file.read(PIECE):
-                    digest.update(piece)
-                    if is_cancelled():
-                        raise CancelledError
-                is_same = seen == identity(file.fileno())
-        except FileNotFoundError:
-            if not folder.exists():
-                raise
-            raise CorruptRecord(f"{folder / name}: listed in the manifest, but missing") from None
+        with _listed(folder / name) as file:
+            seen = identity(file.fileno())
+            digest = hashlib.sha256()
+            while piece := file.read(PIECE):
+                digest.update(piece)
+                if is_cancelled():
+                    raise CancelledError
+            is_same = seen == identity(file.fileno())
         if not is_same or digest.hexdigest() != listed.files[name].sha256:
             raise CorruptRecord(f"{folder / name}: its sha256 is not the manifest's")
         return seen
@@ -204,13 +193,6 @@ def remove(folder: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def _note_key(path: Path, kind: type[M], key: Callable[[M], K]) -> None:
-    try:
-        _KEYS[path] = key(manifest(path, kind))
-    except (FileNotFoundError, CorruptRecord) as error:
-        log.debug("no manifest: %s", error)
-
-
 def _clear(final: Path, kind: type[M]) -> None:
     """Move aside whatever occupies the name `final`, for people to look at.
 
@@ -231,18 +213,16 @@ def _clear(final: Path, kind: type[M]) -> None:
         raise LostRace(f"{final} was published by another process")
 
 
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _open(path: Path) -> io.BufferedReader:
-    """Open a regular file; reading another kind of file might never end."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise CorruptRecord(f"{path}: not a plain file")
-    return os.fdopen(file, "rb")
+@contextlib.contextmanager
+def _listed(path: Path) -> Iterator[io.BufferedReader]:
+    """Open a file of a published folder, whose manifest lists it."""
+    try:
+        with atomic.storage(path), atomic.opened(path) as file:
+            yield file
+    except FileNotFoundError:
+        if not path.parent.exists():
+            raise
+        raise CorruptRecord(f"{path}: listed in the manifest, but missing; remove the folder") from None
 
 
 def _lower_priority() -> None:

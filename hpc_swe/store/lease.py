@@ -26,32 +26,18 @@ MAX_STALLS = 3  # successive looks at which a stall of most leases at once is fo
 log = logging.getLogger(__name__)
 
 
-def owner_name(role: Role, job: str) -> str:
-    """Name this process. The job is for people to read; the random end makes the name unique."""
-    return f"{role}-{job}-{atomic.identity()}"
-
-
 class Lease:
     """Hold a lease inside the `with` block: a thread beats there, also while the process works."""
 
     def __init__(self, run: RunDir, role: Role, job: str, beat_s: float) -> None:
         self._run, self._beat_s = run, beat_s
-        self._node = Node(
-            owner=owner_name(role, job), role=role, beat=0, host=socket.gethostname(), pid=os.getpid()
-        )
+        self.owner = f"{role}-{job}-{atomic.identity()}"
+        """Name of this process. The job is for people to read; the random end makes the name unique."""
+        self.node = Node(owner=self.owner, role=role, beat=0, host=socket.gethostname(), pid=os.getpid())
+        """Present content of the cell."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run_beats, name="lease", daemon=True)
-
-    @property
-    def node(self) -> Node:
-        """Return the cell's present content."""
-        return self._node
-
-    @property
-    def owner(self) -> str:
-        """Return the name of this process."""
-        return self._node.owner
 
     def __enter__(self) -> "Lease":
         self.publish()
@@ -70,13 +56,13 @@ class Lease:
             StorageError: The cell could not be written; the beat thread will try again.
         """
         with self._lock:
-            self._node = msgspec.structs.replace(self._node, beat=self._node.beat + 1, **changes)
-            atomic.put(self._run.node(self.owner), self._node, durable=False)
+            self.node = msgspec.structs.replace(self.node, beat=self.node.beat + 1, **changes)
+            atomic.put(self._run.node(self.owner), self.node, durable=False)
 
     def update(self, **changes: object) -> None:
         """Change fields of this process's cell; the next beat writes them."""
         with self._lock:
-            self._node = msgspec.structs.replace(self._node, **changes)
+            self.node = msgspec.structs.replace(self.node, **changes)
 
     def _run_beats(self) -> None:
         while not self._closed.wait(self._beat_s):

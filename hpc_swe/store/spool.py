@@ -123,10 +123,6 @@ class Spool(Generic[R]):
         found = (Address.parse(name) for name in atomic.names(self.root / state))
         return [address for address in found if address and bool(address.owner) == (state == "claimed")]
 
-    def claim(self, owner: str) -> Claim[R] | None:
-        """Claim one of the oldest ready messages; None when there is none or other workers were faster."""
-        return next(self.claims(owner), None)
-
     def claims(self, owner: str) -> Iterator[Claim[R]]:
         """Claim messages from one listing, as many as the caller takes from the iterator."""
         until = self.misses + TRIES

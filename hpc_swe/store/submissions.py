@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Submitted(Record, frozen=True, kw_only=True):
-    """Record a submission that the scheduler has accepted."""
+    """Record a submission that the scheduler has accepted; this closes it."""
 
     job: str
     """The scheduler's id, without the index of an array task."""
@@ -92,14 +92,13 @@ def take(run: RunDir, role: Role, number: int) -> bool:
     return True
 
 
-def confirm(run: RunDir, role: Role, number: int, submitted: Submitted) -> None:
-    """Close a submission that the scheduler has accepted."""
-    atomic.put(run.submitted(role, number), submitted)
+def mark(run: RunDir, role: Role, number: int, kind: str) -> None:
+    """Mark an open submission whose jobs are not in the queue as DOUBTED or, to close it, as VOID.
 
-
-def doubt(run: RunDir, role: Role, number: int) -> None:
-    """Mark an open submission whose jobs are not in the queue."""
-    _mark(run, role, number, DOUBTED)
+    If a job of a void submission starts later, it ends at once.
+    """
+    with atomic.storage(run.launches / role):
+        run.marked(role, number, kind).mkdir(exist_ok=True)
 
 
 def release(run: RunDir, role: Role, number: int) -> None:
@@ -108,19 +107,9 @@ def release(run: RunDir, role: Role, number: int) -> None:
         run.submission(role, number).rmdir()
 
 
-def void(run: RunDir, role: Role, number: int) -> None:
-    """Close a submission whose tick died; if one of its jobs starts later, it ends at once."""
-    _mark(run, role, number, VOID)
-
-
 def is_void(run: RunDir, role: Role, number: int) -> bool:
     """Tell whether jobs of this submission must end at once."""
     return run.marked(role, number, VOID).exists()
-
-
-def report(run: RunDir, role: Role, number: int, index: int, started: Started) -> None:
-    """Publish a job's own report."""
-    atomic.put(run.started(role, number, index), started)
 
 
 def jobs(run: RunDir, role: Role) -> list[tuple[int, str]]:
@@ -148,11 +137,6 @@ def _numbers(names: set[str]) -> list[int]:
         found.append(number)
         last = number
     return [number for number in found if number]
-
-
-def _mark(run: RunDir, role: Role, number: int, mark: str) -> None:
-    with atomic.storage(run.launches / role):
-        run.marked(role, number, mark).mkdir(exist_ok=True)
 
 
 def _confirmed(run: RunDir, role: Role, number: int) -> Submitted | None:

@@ -9,28 +9,12 @@ from hpc_swe.store import folders
 
 def published(run: RunDir) -> list[WeightVersion]:
     """List all published versions, oldest first; those of the live incarnation come last."""
-    return sorted(folders.published(run.weights, WeightManifest, _version, lambda manifest: manifest.version))
+    return sorted(folders.published(run.weights, WeightManifest, lambda m: m.version, run.weight))
 
 
 def newest(run: RunDir) -> WeightVersion | None:
     """Return the highest version, which is the live incarnation's newest; None before any is published."""
     return max(published(run), default=None)
-
-
-def manifest(run: RunDir, version: WeightVersion) -> WeightManifest:
-    """Read the manifest of a version's folder.
-
-    Raises:
-        FileNotFoundError: The version is not published, or was removed: use the newest instead.
-    """
-    return folders.manifest(run.weight(version), WeightManifest)
-
-
-def _version(name: str) -> WeightVersion | None:
-    try:
-        return WeightVersion.parse(name)
-    except ValueError:
-        return None
 
 
 def superseded(

@@ -170,8 +170,8 @@ def test_a_role_stuck_at_the_start_leaves_no_job_of_another_role(small):
     control.start(small.out, nobody)
     for number in (1, 2, 3):
         submissions.take(small.out, "inference", number)
-        submissions.confirm(
-            small.out, "inference", number, Submitted(job="0", count=1, host="h", at=time.time())
+        atomic.put(
+            small.out.submitted("inference", number), Submitted(job="0", count=1, host="h", at=time.time())
         )
         started = Started(job="0", host="h", pid=1, start_time="1", at=time.time(), seconds=1.0, code=1)
         atomic.put(small.out.started("inference", number, 0), started)

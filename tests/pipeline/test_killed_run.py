@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from hpc_swe.processes import descendants
-from hpc_swe.records import float_array, id_array
+from hpc_swe.records import WeightManifest, float_array, id_array
 from hpc_swe.roles.coordinator.samples import make_samples
 from hpc_swe.runs import existing
-from hpc_swe.store import atomic, weights
+from hpc_swe.store import atomic, folders, weights
 from tests.kit.books import Books, torn
 from tests.kit.run_processes import command, processes_of, role_pids
 from tests.kit.waiting import until
@@ -155,7 +155,10 @@ def test_learner_alone_on_the_same_batches_gives_bitwise_equal_weights(killed, s
     last = weights.newest(run)
     assert last is not None
     assert last.incarnation > 1, "the learner was never started again"
-    mine, theirs = (weights.manifest(r, v) for r, v in ((run, last), (replay, weights.newest(replay))))
+    mine, theirs = (
+        folders.manifest(r.weight(v), WeightManifest)
+        for r, v in ((run, last), (replay, weights.newest(replay)))
+    )
     assert {n: t.sha256 for n, t in mine.tensors.items()} == {n: t.sha256 for n, t in theirs.tensors.items()}
 
 

@@ -16,7 +16,7 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.runs import submit as run_submit
 from hpc_swe.runs.submit import Decision, decide, failures
 from hpc_swe.settings import InferenceConfig, LearnerConfig
-from hpc_swe.store import folders, submissions
+from hpc_swe.store import atomic, folders, submissions
 from hpc_swe.store.submissions import LatestSubmission, Started, Submitted
 
 
@@ -243,7 +243,7 @@ def test_tick_that_dies_before_submitting_is_made_good_after_two_looks(run, conf
 
 def test_jobs_of_a_tick_that_was_slow_and_not_dead_make_way(run, config):
     submissions.take(run, "rollout", 1)
-    submissions.doubt(run, "rollout", 1)
+    submissions.mark(run, "rollout", 1, submissions.DOUBTED)
     assert run_submit.tick(run, config).submit == {"rollout": 200}
     late = [Job("rollout", f"1_{n}", 1, "running") for n in range(200)]
     config.executor.running += late
@@ -346,12 +346,12 @@ def test_foreign_names_in_control_and_launch_stop_no_tick(run, config, make):
 def test_role_that_keeps_failing_is_left_alone_until_it_has_rested(run, config):
     for number in (1, 2, 3):
         assert run_submit.tick(run, config).submit == {"rollout": 200}
-        submissions.report(run, "rollout", number, 0, started())
+        atomic.put(run.started("rollout", number, 0), started())
         config.executor.running.clear()
     assert "failed (exit code 1 on c1)" in run_submit.tick(run, config).stuck["rollout"]
     noted = Submitted(job="3", count=200, host="login", at=time.time() - run_submit.REST_S)
-    submissions.confirm(run, "rollout", 3, noted)
-    submissions.report(run, "rollout", 3, 0, started(at=time.time()))
+    atomic.put(run.submitted("rollout", 3), noted)
+    atomic.put(run.started("rollout", 3, 0), started(at=time.time()))
     assert run_submit.tick(run, config).lost == ["rollout"], "it took long to fail, and rests from then on"
-    submissions.report(run, "rollout", 3, 0, started())
+    atomic.put(run.started("rollout", 3, 0), started())
     assert run_submit.tick(run, config).submit == {"rollout": 200}

@@ -7,7 +7,7 @@ import pytest
 
 from hpc_swe.records import Node
 from hpc_swe.store import atomic
-from hpc_swe.store.lease import MAX_STALLS, Lease, Watcher, owner_name
+from hpc_swe.store.lease import MAX_STALLS, Lease, Watcher
 from tests.kit.crash import FORK
 from tests.kit.waiting import DEADLINE_S, until
 
@@ -237,14 +237,17 @@ def test_the_dead_are_forgotten_when_they_hold_nothing(watch):
     assert atomic.names(watch.run.nodes) == []
 
 
-def test_a_name_is_never_used_twice_even_by_a_requeued_job():
+def test_a_name_is_never_used_twice_even_by_a_requeued_job(run):
+    def owner() -> str:
+        return Lease(run, "rollout", "123_4", beat_s=600.0).owner
+
     names = FORK.Queue()
     for _ in range(2):
-        child = FORK.Process(target=lambda: names.put(owner_name("rollout", "123_4")))
+        child = FORK.Process(target=lambda: names.put(owner()))
         child.start()
         child.join()
     made = {names.get(timeout=DEADLINE_S) for _ in range(2)}
-    assert len(made | {owner_name("rollout", "123_4")}) == 3
+    assert len(made | {owner()}) == 3
 
 
 def test_a_process_beats_while_it_works_and_takes_its_cell_with_it(run):

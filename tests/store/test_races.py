@@ -17,7 +17,7 @@ def drain(root, owner, out, all_at_it) -> None:
     made = Spool(root, RolloutRequest)
     taken = []
     while made.addresses("ready"):
-        if claim := made.claim(owner):
+        if claim := next(made.claims(owner), None):
             taken.append(claim.message.seed)
             assert claim.finish()
             if len(taken) == 1:
@@ -64,15 +64,15 @@ def test_two_recoverers_put_each_claim_back_once(tmp_path):
 
 def test_a_recoverer_with_an_old_opinion_takes_no_redelivered_message(tmp_path):
     made = spool(tmp_path, messages=1)
-    made.claim("w")
+    next(made.claims("w"), None)
     made.recover(lambda address: True, 10)
-    again = made.claim("w")
+    again = next(made.claims("w"), None)
     assert made.recover(lambda address: address.losses == 0, 10) == []
     assert again.finish()
 
 
 def work_when_told(root, pipe) -> None:
-    claim = spool(root / "requests").claim("sleeper")
+    claim = next(spool(root / "requests").claims("sleeper"), None)
     pipe.send("claimed")
     pipe.recv()
     spool(root / "episodes").put(claim.name, claim.message)
@@ -88,7 +88,7 @@ def test_a_worker_that_wakes_up_after_its_claim_was_recovered_does_no_harm(tmp_p
     os.kill(sleeper.pid, signal.SIGSTOP)
     try:
         requests.recover(lambda address: address.owner == "sleeper", 10)
-        claim = requests.claim("w")
+        claim = next(requests.claims("w"), None)
         episodes.put(claim.name, claim.message)
         mine.send("go on")
     finally:
@@ -103,14 +103,14 @@ def test_a_worker_that_wakes_up_after_its_claim_was_recovered_does_no_harm(tmp_p
 def test_giving_back_counts_against_nobody_and_keeps_the_message(tmp_path):
     made = spool(tmp_path, messages=1)
     for _ in range(20):
-        assert made.claim("w").give_back()
+        assert next(made.claims("w"), None).give_back()
     (address,) = made.addresses("ready")
     assert address.losses == 0
 
 
 def test_what_was_lost_is_neither_finished_nor_given_back(tmp_path):
     made = spool(tmp_path, messages=1)
-    claim = made.claim("w")
+    claim = next(made.claims("w"), None)
     made.recover(lambda address: True, 10)
     assert not claim.give_back()
     assert not claim.finish()
@@ -120,7 +120,7 @@ def test_what_was_lost_is_neither_finished_nor_given_back(tmp_path):
 def test_a_message_lost_too_often_is_kept_for_a_person(tmp_path):
     made = spool(tmp_path, messages=1)
     for _ in range(3):
-        made.claim("w")
+        next(made.claims("w"), None)
         made.recover(lambda address: True, max_losses=2)
     assert shown(tmp_path) == [f"dead/{request().name}~3"]
 
@@ -130,7 +130,7 @@ def test_of_two_results_of_one_request_the_first_stays_without_temporaries(tmp_p
     made.put("a", request(attempt=0))
     made.put("a", request(attempt=1))
     assert os.listdir(tmp_path / "ready") == ["a~0"]
-    assert made.claim("w").message.attempt == 0
+    assert next(made.claims("w"), None).message.attempt == 0
 
 
 def test_asking_again_replaces_the_request(tmp_path):
@@ -138,7 +138,7 @@ def test_asking_again_replaces_the_request(tmp_path):
     made.overwrite("a", request(attempt=0))
     made.overwrite("a", request(attempt=1))
     assert shown(tmp_path) == ["ready/a~0"]
-    assert made.claim("w").message.attempt == 1
+    assert next(made.claims("w"), None).message.attempt == 1
 
 
 def put_when_told(root, start, index) -> None:
@@ -165,7 +165,7 @@ def test_of_many_that_publish_one_result_at_once_one_wins_and_stays(tmp_path):
 def test_the_oldest_message_is_taken_though_new_ones_keep_coming(tmp_path):
     made = spool(tmp_path, messages=40)
     for index in range(40, 1000):
-        claim = made.claim("the only worker")
+        claim = next(made.claims("the only worker"), None)
         claim.finish()
         if claim.message.seed == 0:
             return

@@ -57,7 +57,7 @@ def test_the_newest_is_the_live_incarnation_s_though_its_step_be_lower(run):
     for incarnation, step in ((1, 10), (1, 12), (2, 11)):
         publish(run, WeightVersion(incarnation=incarnation, step=step))
     assert weights.newest(run).name == "v000011-i02"
-    assert weights.manifest(run, weights.newest(run)).version.step == 11
+    assert folders.manifest(run.weight(weights.newest(run)), WeightManifest).version.step == 11
 
 
 def test_foreign_and_unfinished_folders_are_no_versions(run):

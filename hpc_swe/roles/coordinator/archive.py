@@ -22,13 +22,29 @@ from hpc_swe.store import atomic
 from hpc_swe.store.evals import CONVERSATION
 
 NAME = re.compile(r"step_[0-9]{6,}\.parquet")
-Columns = dict[str, tuple[pa.DataType, Callable[[ScoredEpisode], object]]]
-"""Maps a column to its type, and to the function that computes its value."""
 
 
 def write(path: Path, episodes: Sequence[ScoredEpisode], trained: Iterable[int]) -> None:
     """Publish the table; `trained` are the ids of the groups with a loss."""
-    columns = _columns(set(trained))
+    groups = set(trained)
+    columns: dict[str, tuple[pa.DataType, Callable[[ScoredEpisode], object]]] = {
+        "group_id": (pa.int64(), lambda s: s.episode.request.group_id),
+        "index": (pa.int64(), lambda s: s.episode.request.index),
+        "task_id": (pa.string(), lambda s: s.episode.request.task_id),
+        "attempt": (pa.int64(), lambda s: s.episode.request.attempt),
+        "trained": (pa.bool_(), lambda s: s.episode.request.group_id in groups),
+        "reward": (pa.float64(), lambda s: s.score.reward),
+        "outcome": (pa.string(), lambda s: s.score.outcome),
+        "exit_status": (pa.string(), lambda s: s.episode.exit_status.value),
+        "dispatch_step": (pa.int64(), lambda s: dispatch_step(s.episode)),
+        "turns": (pa.int64(), lambda s: len(s.episode.turns)),
+        "sampled_tokens": (pa.int64(), lambda s: sampled_tokens(s.episode)),
+        "sampled_ids": (pa.list_(pa.int32()), lambda s: _sampled_ids(s.episode)),
+        "messages": (CONVERSATION, lambda s: msgspec.to_builtins(s.episode.messages)),
+        "submission": (pa.string(), lambda s: s.episode.submission),
+        "detail": (pa.string(), lambda s: s.score.detail),
+        "record": (pa.binary(), msgspec.msgpack.encode),
+    }
     schema = pa.schema([(name, kind) for name, (kind, _) in columns.items()])
     rows = [{name: value(scored) for name, (_, value) in columns.items()} for scored in episodes]
     atomic.put_table(path, pa.Table.from_pylist(rows, schema=schema))
@@ -45,27 +61,6 @@ def read(path: Path) -> list[ScoredEpisode]:
         return [msgspec.msgpack.decode(data, type=ScoredEpisode) for data in column]
     except (pa.ArrowException, KeyError, msgspec.DecodeError) as error:
         raise CorruptRecord(f"{path}: not an archive of episodes: {error}") from error
-
-
-def _columns(trained: set[int]) -> Columns:
-    return {
-        "group_id": (pa.int64(), lambda s: s.episode.request.group_id),
-        "index": (pa.int64(), lambda s: s.episode.request.index),
-        "task_id": (pa.string(), lambda s: s.episode.request.task_id),
-        "attempt": (pa.int64(), lambda s: s.episode.request.attempt),
-        "trained": (pa.bool_(), lambda s: s.episode.request.group_id in trained),
-        "reward": (pa.float64(), lambda s: s.score.reward),
-        "outcome": (pa.string(), lambda s: s.score.outcome),
-        "exit_status": (pa.string(), lambda s: s.episode.exit_status.value),
-        "dispatch_step": (pa.int64(), lambda s: dispatch_step(s.episode)),
-        "turns": (pa.int64(), lambda s: len(s.episode.turns)),
-        "sampled_tokens": (pa.int64(), lambda s: sampled_tokens(s.episode)),
-        "sampled_ids": (pa.list_(pa.int32()), lambda s: _sampled_ids(s.episode)),
-        "messages": (CONVERSATION, lambda s: msgspec.to_builtins(s.episode.messages)),
-        "submission": (pa.string(), lambda s: s.episode.submission),
-        "detail": (pa.string(), lambda s: s.score.detail),
-        "record": (pa.binary(), msgspec.msgpack.encode),
-    }
 
 
 def _sampled_ids(episode: Episode) -> IdArray:

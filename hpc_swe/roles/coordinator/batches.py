@@ -5,10 +5,8 @@ batch, which is one group number and one rate. A coordinator that starts reads i
 else in the spools. The content of a batch is a function of the results of its groups.
 """
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +20,6 @@ from hpc_swe.settings import BatchesConfig, GroupsConfig
 from hpc_swe.store import atomic, folders
 
 NO_SIGNAL = 1e-9  # smaller advantages are rounding errors
-STEP = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,8})")
 
 
 @dataclass(frozen=True)
@@ -91,18 +88,18 @@ def plan_batch(
 ) -> BatchPlan | None:
     """Choose the groups of the batch that follows `state`; return None while one that it needs is open."""
     decisions: dict[int, GroupDecision] = {}
-    for group in count(state.next_group):
+    trained: list[int] = []
+    group = state.next_group
+    while len(trained) < groups_per_step:
         decision = decision_of(group)
         if decision is None:
             return None
         decisions[group] = decision
-        trained = [g for g, d in decisions.items() if d.status == "trained"]
-        if len(trained) == groups_per_step:
-            closed = sorted(decisions.keys() - set(trained))
-            rate = (state.signal_rate * groups_per_step + len(trained)) / (groups_per_step + len(decisions))
-            after = CoordinatorState(next_group=group + 1, signal_rate=rate)
-            return BatchPlan(step, trained, closed, decisions, after)
-    raise AssertionError("count() does not end")
+        trained += [group] if decision.status == "trained" else []
+        group += 1
+    rate = (state.signal_rate * groups_per_step + len(trained)) / (groups_per_step + len(decisions))
+    after = CoordinatorState(next_group=group, signal_rate=rate)
+    return BatchPlan(step, trained, sorted(decisions.keys() - set(trained)), decisions, after)
 
 
 def build_batches(batch_plan: BatchPlan, settings: BatchSettings) -> list[Batch]:
@@ -145,7 +142,7 @@ def commit(run: RunDir, batch_plan: BatchPlan, batches: list[Batch], stats: dict
 
 def published_steps(run: RunDir) -> list[int]:
     """Return the steps of the published batches, oldest first."""
-    return sorted(folders.published(run.batches, BatchManifest, _step, lambda manifest: manifest.step))
+    return sorted(folders.published(run.batches, BatchManifest, lambda manifest: manifest.step, run.batch))
 
 
 def last_manifest(run: RunDir) -> BatchManifest | None:
@@ -154,16 +151,11 @@ def last_manifest(run: RunDir) -> BatchManifest | None:
     return folders.manifest(run.batch(published[-1]), BatchManifest) if published else None
 
 
-def _step(name: str) -> int | None:
-    parts = STEP.fullmatch(name)
-    return int(parts[1]) if parts else None
-
-
-def _advantages(group: Group, baseline: list[ScoredEpisode], settings: BatchSettings) -> Iterator[float]:
+def _advantages(group: Group, baseline: list[ScoredEpisode], settings: BatchSettings) -> list[float]:
     estimator = settings.advantage
     if isinstance(estimator, PerGroup):
         estimator = estimator.for_group(group.key[1])
-    yield from estimator([s.score.reward or 0.0 for s in baseline])
+    return estimator([s.score.reward or 0.0 for s in baseline])
 
 
 def has_signal(c: EpisodeSamples) -> bool:

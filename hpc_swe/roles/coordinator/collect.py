@@ -63,7 +63,7 @@ class ResultCollector:
         for address in snapshot.scan["scored"]["ready"]:
             if address not in self._held and parse_name(address.identity):
                 self._record(address, snapshot.now)
-        self.ledger.close_dead(snapshot.dead_identities)
+        self.ledger.close_dead({a.identity for spool in snapshot.scan.values() for a in spool["dead"]})
         for request in self.ledger.find_lost(snapshot.identities):
             log.warning("lost %s, requested again", request.name)
             self._requests.overwrite(request.name, request)

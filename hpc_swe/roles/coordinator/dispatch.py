@@ -43,20 +43,18 @@ class RequestPlan:
         epoch, place = divmod(group_id, len(self.tasks))
         task = _order(self.seed, epoch, self.tasks)[place]
         return [
-            request(self.seed, "train", group_id, index, (task, self.sampling))
+            request(self.seed, "train", group_id, index, task, self.sampling)
             for index in range(self.group_size)
         ]
 
 
-def request(seed: int, split: Split, group_id: int, index: int, what: tuple[str, Sampling]) -> RolloutRequest:
-    """Build the first request of a member; `what` is its task and its sampling settings."""
+def request(
+    seed: int, split: Split, group_id: int, index: int, task_id: str, sampling: Sampling
+) -> RolloutRequest:
+    """Build the first request of a member."""
+    own_seed = stable_hash(seed, split, group_id, index)
     return RolloutRequest(
-        split=split,
-        group_id=group_id,
-        index=index,
-        task_id=what[0],
-        seed=stable_hash(seed, split, group_id, index),
-        sampling=what[1],
+        split=split, group_id=group_id, index=index, task_id=task_id, seed=own_seed, sampling=sampling
     )
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from hpc_swe import intervals
 from hpc_swe.metrics import Log
-from hpc_swe.records import Episode, Outcome, RolloutRequest
+from hpc_swe.records import Outcome, RolloutRequest
 from hpc_swe.roles.coordinator.collect import ResultCollector
 from hpc_swe.roles.coordinator.dispatch import request
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, Member, failure_cause
@@ -63,7 +63,7 @@ class Evaluator:
             return None
         settings = [s for s in self.config.decodings.values() for _ in range(self.config.samples)]
         return [
-            request(self.seed, "eval", key[1], index, (self.tasks[place], sampling))
+            request(self.seed, "eval", key[1], index, self.tasks[place], sampling)
             for index, sampling in enumerate(settings)
         ]
 
@@ -129,9 +129,8 @@ class Evaluator:
         rows = [_attempt(m, *labels[m.request.index]) for group in groups for m in group.members]
         evals.write(self.run.eval_table(self.label(number)), rows)
         self._done.add(self.label(number))
-        values: dict[str, float] = {}
-        for label in self.config.decodings:
-            values |= summary(label, rows)
+        summaries = [summary(label, rows) for label in self.config.decodings]
+        values = {name: value for each in summaries for name, value in each.items()}
         log.info("evaluation %s: %s", self.label(number), values)
         self.metrics_log.write(number * self.every, values)
 
@@ -192,7 +191,7 @@ def _attempt(member: Member, label: str, sample: int) -> Attempt:
         episode_s=timing.total_s,
         grading_s=score.seconds,
         queue_s=member.queue_s,
-        versions=_versions(episode),
+        versions=sorted({v.name for t in episode.turns for s in t.spans for v in (s.oldest, s.newest)}),
         submission=episode.submission,
         passed=score.passed,
         failed=score.failed,
@@ -210,7 +209,3 @@ def _outcome(member: Member) -> Outcome:
     if member.state != "done" or member.scored is None:
         return "infra_error"
     return member.scored.score.outcome
-
-
-def _versions(episode: Episode) -> list[str]:
-    return sorted({v.name for t in episode.turns for span in t.spans for v in (span.oldest, span.newest)})

@@ -102,7 +102,8 @@ class Ledger:
                 member.request, member.requested_at = dispatch.retry_request(scored.episode.request), now
                 return "retry"
         member.scored, member.address, member.state = scored, address, "failed" if cause else "done"
-        member.queue_s = max(0.0, now - member.requested_at - worked_s(scored))
+        worked_s = scored.episode.timing.total_s + scored.score.seconds
+        member.queue_s = max(0.0, now - member.requested_at - worked_s)
         return "keep"
 
     def close_dead(self, identities: Collection[str]) -> None:
@@ -146,11 +147,6 @@ class Ledger:
         place = parse_name(identity)
         group = self.groups.get(place[0]) if place else None
         return group.members[place[1]] if group and place and place[1] < len(group.members) else None
-
-
-def worked_s(scored: ScoredEpisode) -> float:
-    """Return the seconds that workers spent on a result."""
-    return scored.episode.timing.total_s + scored.score.seconds
 
 
 def dispatch_step(episode: Episode) -> int:

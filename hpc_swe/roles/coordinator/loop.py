@@ -23,7 +23,7 @@ from hpc_swe.roles.coordinator.maintenance import Maintenance
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import CoordinatorConfig
-from hpc_swe.store import atomic
+from hpc_swe.store import atomic, orders
 
 BACK_OFF_S = 300.0  # longest pause after the file system refused a write
 
@@ -69,7 +69,7 @@ class Coordinator:
         while True:
             try:
                 with atomic.storage(self._run.root):
-                    if self._is_over() or self.iterate():
+                    if orders.active(self._run) or self.iterate():
                         return
                 refusals = 0
             except StorageError as error:
@@ -88,19 +88,15 @@ class Coordinator:
         status_s = self._config.status_s if progress.waits_for else 0.0
         self._maintenance.publish(snapshot, progress, self._desired, status_s)
         self._maintenance.clean_up(snapshot)
-        if snapshot.now >= self._draw_at:
+        if not progress.waits_for or snapshot.now >= self._draw_at:
             self._drawing.update()
             self._draw_at = snapshot.now + self._config.status_s
         if not progress.waits_for:
-            self._drawing.update()
             atomic.write(self._run.finished, b"")
             log.info("finished")
             return True
         self._check_progress(snapshot, progress)
         return False
-
-    def _is_over(self) -> bool:
-        return any(path.exists() for path in (self._run.drain, self._run.stop, self._run.finished))
 
     def _check_progress(self, snapshot: RunSnapshot, progress: Progress) -> None:
         """Fail when nothing changed for `wait_s` although others are alive; wait when nobody else is."""

@@ -12,16 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hpc_swe.errors import CorruptRecord
-from hpc_swe.records import (
-    Endpoint,
-    EndpointTable,
-    Episode,
-    Role,
-    RoleStatus,
-    RolloutRequest,
-    StatusReport,
-    WeightVersion,
-)
+from hpc_swe.records import Endpoint, EndpointTable, Record, Role, RoleStatus, StatusReport, WeightVersion
 from hpc_swe.roles.coordinator import retention
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import SPOOLS, RunDir
@@ -71,7 +62,7 @@ class Maintenance:
         self._run, self._kept, self._lease, self._clock = run, kept, lease, clock
         self._max_losses = max_losses
         self._watcher = Watcher(run, lease.beat_s, lease.ttl_s, clock, _remembered(run))
-        self._spools = (Spool(run.requests, RolloutRequest), Spool(run.episodes, Episode))
+        self._spools = {name: Spool(run.spool(name), Record) for name in SPOOLS}
         self._done: dict[str, float] = {}
         self._orphans: dict[Path, float] = {}
         self._since: dict[tuple[str, str], float] = {}
@@ -84,15 +75,14 @@ class Maintenance:
         """Read the state of the run, and return the claims of dead processes to their spools."""
         now = self._clock()
         scan = {
-            name: {state: Spool(self._run.spool(name), Episode).addresses(state) for state in STATES}
-            for name in SPOOLS
+            name: {state: spool.addresses(state) for state in STATES} for name, spool in self._spools.items()
         }
         claimed = [address for name in SPOOLS for address in scan[name]["claimed"]]
         owners = {address.owner for address in claimed}
         self._watcher.look(owners)
         if any([self._is_lost(address) for address in claimed]):
-            for spool in self._spools:
-                spool.recover(self._is_lost, self._max_losses)
+            for name in ("requests", "episodes"):  # results are not claimed
+                self._spools[name].recover(self._is_lost, self._max_losses)
         self._watcher.forget(owners)
         newest = weights.newest(self._run) or WeightVersion()
         with atomic.storage(self._run.root):

@@ -59,16 +59,20 @@ def pack(
         ConfigError: A sample is longer than `budget`.
     """
     lengths = [len(sample) for sample in samples]
+    costs = list(map(cost, lengths))
     if max(lengths, default=0) > budget:
         raise ConfigError(
             f"a sample of {max(lengths)} tokens is longer than batches.microbatch_tokens = {budget}; raise it"
         )
     each = max(1, -(-sum(lengths) // (budget * ranks)))
-    while (bins := _fill(lengths, each * ranks, budget)) is None:
+    while (bins := _spread(costs, lengths, each * ranks, budget)) is None:
         each += 1
+    bins = [sorted(bin) for bin in bins]
+    shares = _spread([sum(costs[i] for i in bin) for bin in bins], [1] * len(bins), ranks, each)
+    assert shares is not None  # there are `each` bins per rank
     return [
-        Batch(step=step, rank=rank, microbatches=[_microbatch(samples, weights, bin) for bin in share])
-        for rank, share in enumerate(_assign(bins, lengths, ranks))
+        Batch(step=step, rank=rank, microbatches=[_microbatch(samples, weights, bins[n]) for n in share])
+        for rank, share in enumerate(shares)
     ]
 
 
@@ -77,34 +81,25 @@ def cost(length: int) -> float:
     return length + length * length / ATTENTION_TOKENS
 
 
-def _fill(lengths: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
-    """Put each sample, the longest first, into the cheapest bin with room; return None when one has no room.
+def _spread(
+    costs: Sequence[float], sizes: Sequence[int], count: int, capacity: int
+) -> list[list[int]] | None:
+    """Put each item, the most expensive first, into the cheapest of `count` bins with room for its size.
 
-    `pack` tries with more and more bins, and succeeds at the latest with one bin per sample.
+    Return the items of each bin in that order, or None when an item finds no room. So `pack` tries with more
+    and more microbatches, and succeeds at the latest with one per sample.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
-    costs, room = [0.0] * count, [budget] * count
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        open_bins = [b for b in range(count) if room[b] >= lengths[index]]
-        if not open_bins:
+    totals, room = [0.0] * count, [capacity] * count
+    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        fitting = [b for b in range(count) if room[b] >= sizes[item]]
+        if not fitting:
             return None
-        best = min(open_bins, key=lambda b: (costs[b], b))
-        bins[best].append(index)
-        costs[best] += cost(lengths[index])
-        room[best] -= lengths[index]
-    return [sorted(bin) for bin in bins]
-
-
-def _assign(bins: list[list[int]], lengths: Sequence[int], ranks: int) -> list[list[list[int]]]:
-    """Give each bin, the most expensive first, to the rank with the least work that may still get one."""
-    shares: list[list[list[int]]] = [[] for _ in range(ranks)]
-    costs, each = [0.0] * ranks, len(bins) // ranks
-    price = [sum(cost(lengths[index]) for index in bin) for bin in bins]
-    for number in sorted(range(len(bins)), key=lambda b: (-price[b], b)):
-        rank = min((r for r in range(ranks) if len(shares[r]) < each), key=lambda r: (costs[r], r))
-        shares[rank].append(bins[number])
-        costs[rank] += price[number]
-    return shares
+        best = min(fitting, key=lambda b: (totals[b], b))
+        bins[best].append(item)
+        totals[best] += costs[item]
+        room[best] -= sizes[item]
+    return bins
 
 
 def _microbatch(samples: Sequence[Sample], weights: Sequence[float], bin: Sequence[int]) -> MicroBatch:

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hpc_swe.errors import CorruptRecord
-from hpc_swe.records import Node, WeightVersion
+from hpc_swe.records import Node, WeightManifest, WeightVersion
 from hpc_swe.roles.coordinator import batches
 from hpc_swe.rundir import SPOOLS, RunDir
 from hpc_swe.settings import RetentionConfig
-from hpc_swe.store import atomic, checkpoints, weights
+from hpc_swe.store import atomic, checkpoints, folders, weights
 from hpc_swe.store.checkpoints import Checkpoint
 from hpc_swe.store.spool import STATES
 
@@ -28,8 +28,7 @@ def superseded(run: RunDir, retention: RetentionConfig, nodes: Iterable[Node]) -
     in_use = {Path(node.reading).name for node in nodes} | {v.name for node in nodes for v in node.versions}
     found = checkpoints.published(run)
     kept = kept_checkpoints(found, retention.keep_every)
-    old = [run.checkpoint(*checkpoint) for checkpoint in found if checkpoint not in kept]
-    old = [path for path in old if path.name not in in_use]
+    old = [p for c in found if c not in kept and (p := run.checkpoint(*c)).name not in in_use]
     first = first_kept_batch(found)
     old += [run.batch(step) for step in batches.published_steps(run)[:-1] if step < first]
     return old + [run.weight(version) for version in _superseded_weights(run, retention, in_use)]
@@ -82,7 +81,7 @@ def _superseded_weights(run: RunDir, retention: RetentionConfig, in_use: set[str
 def _parent(run: RunDir, version: WeightVersion) -> WeightVersion | None:
     """Read the parent of a version; one without a readable manifest cannot be loaded and needs no parent."""
     try:
-        return weights.manifest(run, version).parent
+        return folders.manifest(run.weight(version), WeightManifest).parent
     except (FileNotFoundError, CorruptRecord) as error:
         log.warning("kept %s without its parents: %s", version.name, error)
         return None

@@ -30,11 +30,6 @@ class RunSnapshot:
         states = ("ready", "claimed")
         return {a.identity for spool in self.scan.values() for state in states for a in spool[state]}
 
-    @cached_property
-    def dead_identities(self) -> set[str]:
-        """Return the names of all messages in dead/."""
-        return {address.identity for spool in self.scan.values() for address in spool["dead"]}
-
     @property
     def engines(self) -> list[Node]:
         """Return the leases of the engines that serve."""

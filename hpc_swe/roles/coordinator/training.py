@@ -56,14 +56,11 @@ class Training:
         last = batches.last_manifest(run)
         self.step = last.step + 1 if last else 0
         self.state = last.after if last else CoordinatorState()
-        self._collector = ResultCollector(run, Ledger(settings.groups.max_attempts), self._expects)
+        self._ledger = Ledger(settings.groups.max_attempts)
+        self._collector = ResultCollector(run, self._ledger, self._expects)
         if last is not None and not run.archive(last.step).exists():
             consumed: set[Key] = {("train", group) for group in (*last.groups, *last.closed)}
             archive.write(run.archive(last.step), _leftover_results(run, consumed), last.groups)
-
-    @property
-    def _ledger(self) -> Ledger:
-        return self._collector.ledger
 
     def iterate(self, snapshot: RunSnapshot) -> Progress:
         """Do what can be done now, without waiting.

@@ -25,7 +25,7 @@ from typing import TypeVar
 from hpc_swe.errors import ConfigError, CorruptRecord, EngineError, NoAnswer, Overdue, StorageError
 from hpc_swe.plugins.engines.base import Engine
 from hpc_swe.processes import Flag, free_port
-from hpc_swe.records import WeightVersion
+from hpc_swe.records import WeightManifest, WeightVersion
 from hpc_swe.roles.inference.child import Child
 from hpc_swe.roles.inference.liveness import LivenessMonitor
 from hpc_swe.roles.inference.served import ExternalEngine, OwnEngine, ServedEngine, Weights
@@ -137,16 +137,12 @@ class Supervisor:
         return Weights(WeightVersion(), self.model, None, None)
 
     def _verify(self, version: WeightVersion) -> Weights:
-        manifest = weights.manifest(self.run, version)
         folder = self.run.weight(version)
+        manifest = folders.manifest(folder, WeightManifest)
         return Weights(version, folder, manifest, folders.verify(folder, manifest, self._stopping.is_set))
 
     def _is_healthy_in_time(self, served: ServedEngine) -> bool:
-        """Wait until the engine is healthy; return False when the supervisor must end meanwhile.
-
-        Raises:
-            EngineError: The engine ended, or did not become healthy in time.
-        """
+        """Wait until the engine is healthy; return False when the supervisor must end meanwhile."""
         deadline = time.monotonic() + self.config.start_timeout_s
         while not self.engine.is_healthy(served.url):
             served.require_starting()
@@ -205,11 +201,7 @@ class Supervisor:
         self.lease.publish(state="ready", reading="", versions=[self._version])
 
     def _run_watched(self, work: Callable[[], T], *checks: Callable[[], None]) -> T:
-        """Run `work` in a thread, calling the `checks` meanwhile, which raise when the engine dies or hangs.
-
-        Raises:
-            CancelledError: The supervisor must end.
-        """
+        """Run `work` in a thread; meanwhile call `checks`, which raise when the engine dies or hangs."""
         pool = ThreadPoolExecutor(1, "watched")
         done = pool.submit(work)
         pool.shutdown(wait=False)
@@ -221,11 +213,7 @@ class Supervisor:
         return done.result()
 
     def _refuse(self, served: ServedEngine, version: WeightVersion, error: Exception) -> None:
-        """Keep serving the previous weights after an error about `version`.
-
-        Raises:
-            EngineError: The engine died meanwhile, or refused `MAX_REFUSALS` successive versions.
-        """
+        """Keep serving the previous weights after an error about `version`, unless the engine is to blame."""
         if not self.engine.is_healthy(served.url):  # a death of the engine is no fault of the version
             raise EngineError(f"the engine died while {version.name} was loaded: {error}") from error
         self._refused.add(version)

@@ -8,13 +8,12 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
 
 from hpc_swe.errors import DeadlineError, HpcSweError
 from hpc_swe.records import Batch, BatchManifest, StatusReport
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, folders
+from hpc_swe.store import atomic, folders, orders
 
 PULSE_S = 30.0  # rank 0 sends the other ranks a decision at least this often
 
@@ -22,22 +21,16 @@ log = logging.getLogger(__name__)
 
 
 class Order(Enum):
-    """List what all ranks can be told to do next."""
+    """List the orders that all ranks obey."""
 
-    TRAIN = auto()
-    WAIT = auto()
     DRAIN = auto()
     """Save a checkpoint, and exit with 0."""
     STOP = auto()
     """Exit now."""
 
 
-@dataclass(frozen=True)
-class NextBatch:
-    """Hold an order, and the batch to train when the order is TRAIN."""
-
-    order: Order
-    manifest: BatchManifest | None = None
+Decision = BatchManifest | Order | None
+"""The batch to train next, or an order; None while there is neither."""
 
 
 class BatchSource:
@@ -56,31 +49,29 @@ class BatchSource:
         self._waiting_since: float | None = None
         self._beat: int | None = None
 
-    def wait(self, step: int) -> NextBatch:
-        """Wait for an order or for the batch of `step`; return WAIT when neither came for `pulse_s`.
+    def wait(self, step: int) -> Decision:
+        """Wait for an order or for the batch of `step`; return None when neither came for `pulse_s`.
 
         Raises:
             DeadlineError: The coordinator is alive, but has published no batch for `wait_s`.
         """
         until = time.monotonic() + self._pulse_s
-        while True:
-            upcoming = self._read(step)
-            if upcoming is not None:
-                self._waiting_since = None
-                return upcoming
+        while (decision := self._read(step)) is None:
             self._check_deadline(step)
             if time.monotonic() >= until:
-                return NextBatch(Order.WAIT)
+                return None
             time.sleep(self._poll_s * random.uniform(0.5, 1.5))
+        self._waiting_since = None
+        return decision
 
-    def _read(self, step: int) -> NextBatch | None:
-        orders = {*atomic.names(self._run.control)}
-        if {"STOP", "FINISHED"} & orders:
-            return NextBatch(Order.STOP)
-        if self._interrupted() or "DRAIN" in orders:
-            return NextBatch(Order.DRAIN)
+    def _read(self, step: int) -> Decision:
+        active = orders.active(self._run)
+        if "STOP" in active or "FINISHED" in active:
+            return Order.STOP
+        if self._interrupted() or "DRAIN" in active:
+            return Order.DRAIN
         try:
-            return NextBatch(Order.TRAIN, folders.manifest(self._run.batch(step), BatchManifest))
+            return folders.manifest(self._run.batch(step), BatchManifest)
         except FileNotFoundError:
             return None
 

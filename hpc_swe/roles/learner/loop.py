@@ -12,9 +12,11 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from hpc_swe.plugins.policies.base import Learner, Objective
-from hpc_swe.roles.learner.batch_source import BatchSource, NextBatch, Order, read_batch
+from hpc_swe.records import BatchManifest
+from hpc_swe.roles.learner.batch_source import BatchSource, Order, read_batch
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.publish import Publisher, take_incarnation
 from hpc_swe.rundir import RunDir
@@ -43,8 +45,8 @@ def learn(
     plan: LearnerPlan,
     source: BatchSource,
     on_step: OnStep,
-) -> Order | None:
-    """Train until the plan's last step, or until an order, which is returned.
+) -> None:
+    """Train until the plan's last step, or until an order.
 
     `on_step` is called on every rank after each step; and once at the start, without metrics.
 
@@ -61,11 +63,15 @@ def learn(
     on_step(learner.step, {})
     while learner.step < plan.steps:
         began = time.monotonic()
-        upcoming = _next(learner, source)
-        if upcoming.order is not Order.TRAIN:
-            return _obey(upcoming.order, publisher)
+        decision = _next(learner, source)
+        if isinstance(decision, Order):
+            log.info("order %s", decision.name)
+            if decision is Order.DRAIN:
+                publisher.publish_checkpoint()
+            return
         waited = time.monotonic() - began
-        metrics = _step(run, learner, objective, upcoming)
+        read = partial(read_batch, run, decision, learner.ranks.data_rank)
+        metrics = learner.train(on_all_ranks(learner.ranks, read), objective)
         published = time.monotonic()
         if learner.step % plan.export_every == 0:
             publisher.publish_weights()
@@ -77,25 +83,10 @@ def learn(
         on_step(learner.step, metrics)
     publisher.publish_weights()
     publisher.publish_checkpoint()
-    return None
 
 
-def _next(learner: Learner, source: BatchSource) -> NextBatch:
+def _next(learner: Learner, source: BatchSource) -> BatchManifest | Order:
     while True:
-        upcoming = on_rank_zero(learner.ranks, lambda: source.wait(learner.step))
-        if upcoming.order is not Order.WAIT:
-            return upcoming
-
-
-def _obey(order: Order, publisher: Publisher) -> Order:
-    log.info("order %s", order.name)
-    if order is Order.DRAIN:
-        publisher.publish_checkpoint()
-    return order
-
-
-def _step(run: RunDir, learner: Learner, objective: Objective, upcoming: NextBatch) -> dict[str, float]:
-    manifest = upcoming.manifest
-    assert manifest is not None  # TRAIN always has one
-    batch = on_all_ranks(learner.ranks, lambda: read_batch(run, manifest, learner.ranks.data_rank))
-    return learner.train(batch, objective)
+        decision = on_rank_zero(learner.ranks, lambda: source.wait(learner.step))
+        if decision is not None:
+            return decision

@@ -87,7 +87,6 @@ class PolicyObjective:
         return {"policy/tokens": sums[0]} | {name: means[name] for name in means if self._applies(name)}
 
     def _applies(self, name: str) -> bool:
-        """Tell whether a metric has a meaning under this objective."""
         objective = self._config.objective
         if name == "policy/kl":
             return self.needs_reference
@@ -107,12 +106,8 @@ def decoupled(tokens: TrainedTokens, config: LossConfig) -> Tensor:
     """Return the terms [n] of PPO around the weights before the step, corrected by a constant weight."""
     before = tokens.logprobs.detach()
     correction = _ratio(before, tokens.sampler)
-    kept = ~_masked(correction, config)
-    return (
-        kept
-        * correction.clamp(max=config.ratio_cap)
-        * _clipped(_ratio(tokens.logprobs, before), tokens.advantages, config)
-    )
+    weight = ~_masked(correction, config) * correction.clamp(max=config.ratio_cap)
+    return weight * _clipped(_ratio(tokens.logprobs, before), tokens.advantages, config)
 
 
 def sft(tokens: TrainedTokens, _config: LossConfig) -> Tensor:
@@ -175,9 +170,8 @@ def _sums(tokens: TrainedTokens, config: LossConfig) -> Tensor:
 
 def _histogram(gap: Tensor) -> Tensor:
     bins = ((gap.clamp(min=1e-30).log10() - LOWEST) * PER_DECADE).clamp(0, BINS - 1).long()
-    return torch.zeros(BINS, dtype=torch.float64, device=gap.device).index_add_(
-        0, bins, torch.ones_like(gap).double()
-    )
+    ones = torch.ones_like(gap, dtype=torch.float64)
+    return ones.new_zeros(BINS).index_add_(0, bins, ones)
 
 
 def _percentile(counts: Sequence[float], share: float) -> float:

@@ -16,6 +16,7 @@ from hpc_swe.records import (
     ExitStatus,
     RolloutRequest,
     Sampling,
+    WeightManifest,
     float_array,
     id_array,
 )
@@ -155,7 +156,9 @@ def test_a_session_is_recorded_graded_and_trained(
     mask = np.concatenate([np.frombuffer(micro.mask, np.uint8) for micro in batch.microbatches])
     assert mask.sum() == sum(len(reply.token_ids) for reply in replies)
 
-    first, last = (weights.manifest(run, version) for version in sorted(weights.published(run)))
+    first, last = (
+        folders.manifest(run.weight(version), WeightManifest) for version in sorted(weights.published(run))
+    )
     assert (first.version.step, last.version.step) == (0, 1)
     assert first.tensors.keys() == last.tensors.keys()
     assert first.tensors != last.tensors, "the step changed the weights"

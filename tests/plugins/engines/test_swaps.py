@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from hpc_swe.records import WeightVersion
-from hpc_swe.store import folders, weights
+from hpc_swe.records import WeightManifest, WeightVersion
+from hpc_swe.store import folders
 from tests.kit.engine_kit import CPU, SIZES, TOKEN, make_run, publish, serving
 from tests.kit.random_model import save_random
 
@@ -66,7 +66,7 @@ def test_what_a_swap_leaves_is_the_other_model(
         for step, model in ((1, 1), (2, 0), (3, 1)):
             version = WeightVersion(step=step)
             folder = publish(run, models[model], version)
-            manifest = weights.manifest(run, version)
+            manifest = folders.manifest(run.weight(version), WeightManifest)
             engine.reload(url, TOKEN, folder, manifest, folders.verify(folder, manifest, lambda: False))
             errors.append(float(np.abs(np.asarray(engine.score(url, TOKEN, TEXT)) - wanted[model]).max()))
         print(make.__name__, workers, "largest difference of a log-probability, start and swaps:", errors)

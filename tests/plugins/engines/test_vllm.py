@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from hpc_swe.errors import ConfigError, EngineError
 from hpc_swe.plugins.engines.base import Completion
 from hpc_swe.plugins.engines.vllm import Vllm
-from hpc_swe.records import ProbeScore, Sampling, WeightVersion
+from hpc_swe.records import ProbeScore, Sampling, WeightManifest, WeightVersion
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import folders, weights
+from hpc_swe.store import folders
 from tests.kit.engine_kit import CPU, EOS, TOKEN, VOCABULARY, make_model, make_run, publish, serving
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ class Server(NamedTuple):
         """Publish a next version with the weights of a model, verify and load it; `late` is in between."""
         version = WeightVersion(step=next(self.steps))
         folder = publish(self.run, self.models[model], version, **options)  # type: ignore[arg-type]
-        manifest = weights.manifest(self.run, version)
+        manifest = folders.manifest(self.run.weight(version), WeightManifest)
         files = folders.verify(folder, manifest, lambda: False)
         late(folder)
         CPU.reload(self.url, TOKEN, folder, manifest, files)
@@ -206,7 +206,7 @@ def test_a_wrong_tensor_is_refused_by_name(fresh: Server, kind: str, tmp_path: P
 def test_a_folder_without_weights_is_refused(fresh: Server) -> None:
     version = WeightVersion(step=next(fresh.steps))
     folder = publish(fresh.run, fresh.models["b"], version)
-    manifest = weights.manifest(fresh.run, version)
+    manifest = folders.manifest(fresh.run.weight(version), WeightManifest)
     files = folders.verify(folder, manifest, lambda: False)
     (folder / "model.safetensors").unlink()
     expect_refusal(fresh, lambda: CPU.reload(fresh.url, TOKEN, folder, manifest, files), "no .*safetensors")

@@ -98,7 +98,7 @@ def submit(run):
         job = executor.submit(run, Submission("run", role, number, 1, 1, words, environment))
         begun.append(job)
         if note:
-            submissions.confirm(run, role, number, Submitted(job=job, count=1, host="", at=0.0))
+            atomic.put(run.submitted(role, number), Submitted(job=job, count=1, host="", at=0.0))
         return job
 
     yield one

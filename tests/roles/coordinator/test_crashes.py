@@ -132,7 +132,7 @@ def test_a_death_anywhere_in_recovery_loses_no_claim(tmp_path, template):
         training(run).iterate(make_maintenance(run).snapshot())
         spool = Spool(run.requests, RolloutRequest)
         for _ in range(2):
-            spool.claim("rollout-1-deadbeef")
+            next(spool.claims("rollout-1-deadbeef"), None)
 
     def recover(root):
         clock = Clock()

@@ -78,7 +78,7 @@ def test_a_dead_worker_s_claim_comes_back_after_the_grace_and_not_before(run, cl
     training(run).iterate(make_maintenance(run).snapshot())
     maintenance, owner = make_maintenance(run, clock), "rollout-1-deadbeef"
     show(run, owner, claims=["train-000000-00"])
-    Spool(run.requests, RolloutRequest).claim(owner)
+    next(Spool(run.requests, RolloutRequest).claims(owner), None)
     states = []
     for _ in range(6):
         states.append(len(maintenance.snapshot().scan["requests"]["claimed"]))

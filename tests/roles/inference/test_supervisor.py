@@ -15,10 +15,10 @@ import pytest
 
 from hpc_swe.errors import EngineError
 from hpc_swe.plugins.engines.scripted import SCORE, Scripted, ScriptedReply
-from hpc_swe.records import ProbeScore, Sampling, WeightVersion
+from hpc_swe.records import ProbeScore, Sampling, WeightManifest, WeightVersion
 from hpc_swe.roles.inference.supervisor import MAX_REFUSALS
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, weights
+from hpc_swe.store import atomic, folders
 from hpc_swe.store.lease import Lease
 from tests.kit.engine_kit import (
     TOKEN,
@@ -258,7 +258,7 @@ def test_verifying_a_version_is_cut_short_by_an_order_to_end(
     process = start()
     await_node(run, is_serving(version(0)))
     folder = publish(make_run(tmp_path / "elsewhere"), make_weights(tmp_path / "small"), version(1))
-    manifest = weights.manifest(RunDir(tmp_path / "elsewhere"), version(1))
+    manifest = folders.manifest(RunDir(tmp_path / "elsewhere").weight(version(1)), WeightManifest)
     os.truncate(folder / "model.safetensors", 64 << 30)
     info = msgspec.structs.replace(manifest.files["model.safetensors"], size=64 << 30)
     atomic.put(folder / "MANIFEST.json", msgspec.structs.replace(manifest, files={"model.safetensors": info}))
