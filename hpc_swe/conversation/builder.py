@@ -32,18 +32,8 @@ _NEW = [
     Message(role="user", content="Go on."),
 ]
 _CALL = ToolCall(name="look", arguments='{"path": "a.py", "why": "it fails"}')
-_TOOLS = json.dumps(
-    [
-        {
-            "type": "function",
-            "function": {
-                "name": "look",
-                "description": "Look.",
-                "parameters": {"type": "object", "properties": {}},
-            },
-        }
-    ]
-)
+_LOOK = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
+_TOOLS = json.dumps([{"type": "function", "function": _LOOK}])
 
 
 class TokenBuilder:
@@ -133,11 +123,7 @@ class TokenBuilder:
         return Rendering(parts, answer.slots)
 
     def _check(self) -> None:
-        """Prove on a small conversation that ids can be appended.
-
-        Raises:
-            ConfigError: The template or the tokenizer does not allow it.
-        """
+        """Prove on a small conversation that ids can be appended."""
         for new in (_NEW[:1], _NEW[:2], _NEW, _NEW[2:]):
             for tools in ("", _TOOLS):
                 short, long = (self._after(_BASE * times, new, tools) for times in (1, 2))
@@ -166,11 +152,7 @@ class TokenBuilder:
 
 
 def _end_of_turn(tokens: Tokens, template: ChatTemplate, folder: Path, stops: Collection[int]) -> int:
-    """Return the control token that the template writes after an answer; it must also stop the engine.
-
-    Raises:
-        ConfigError: It is not a control token, or the engine does not stop at it.
-    """
+    """Return the control token that the template writes after an answer; it must also stop the engine."""
     _, end = template.render(_BASE, "", generate=False).cut(1)
     ids = tokens.encode_parts(end.flagged)
     names = {number: name for name, number in tokens.control.items()}

@@ -1,8 +1,10 @@
 """Find the marks of tool calls and thoughts in a completion, and tell them from quoted ones."""
 
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 OPEN, CLOSE, THINK, THOUGHT = "<tool_call>", "</tool_call>", "<think>", "</think>"
 
@@ -20,14 +22,21 @@ class CompletionText:
     """Name of a control token -> ascending places in `text` where it was sampled as that token."""
 
     def find(self, mark: str, start: int) -> int:
-        """Return the place of the next mark at or after `start`; -1 when there is none.
+        """Return the place of the next mark at or after `start`; -1 when there is none."""
+        places = self._places[mark]
+        index = bisect_left(places, start)
+        return places[index] if index < len(places) else -1
+
+    @cached_property
+    def _places(self) -> dict[str, Sequence[int]]:
+        """Map each mark to its ascending places.
 
         If any mark was sampled as a control token, only control tokens count; else spelled marks count too.
         """
-        places = self.control.get(mark)
-        if places is not None and any(self.control.get(name) for name in (OPEN, CLOSE, THINK, THOUGHT)):
-            return next(iter(places[bisect_left(places, start) :]), -1)
-        return self.text.find(mark, start)
+        marks = (OPEN, CLOSE, THINK, THOUGHT)
+        tokens = self.control if any(self.control.get(mark) for mark in marks) else {}
+        spelled = {mark: [m.start() for m in re.finditer(mark, self.text)] for mark in marks}
+        return spelled | {mark: tokens[mark] for mark in marks if mark in tokens}
 
     def skip(self, at: int) -> int:
         """Return the place of the next character that is not white space."""

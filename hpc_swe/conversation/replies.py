@@ -54,7 +54,7 @@ def _json_calls(spelled: CompletionText, start: int, _: str) -> tuple[int, list[
     first, found = spelled.find(OPEN, start), list[ToolCall]()
     at = first
     while at >= 0:
-        call, at = _json_call(spelled.text, at + len(OPEN))
+        call, at = _json_call(spelled, spelled.skip(at + len(OPEN)))
         if not spelled.text.startswith(CLOSE, at):
             raise Malformed(f"{CLOSE} is missing after the call of {call.name!r}")
         found.append(call)
@@ -62,18 +62,17 @@ def _json_calls(spelled: CompletionText, start: int, _: str) -> tuple[int, list[
     return first, found
 
 
-def _json_call(text: str, at: int) -> tuple[ToolCall, int]:
+def _json_call(spelled: CompletionText, at: int) -> tuple[ToolCall, int]:
     """Decode the JSON at `at`; return the call and the place after it.
 
     The decoder finds the end, so that a closing mark inside a string of the JSON ends nothing.
     """
-    at += len(text[at:]) - len(text[at:].lstrip())
     try:
-        _, end = _JSON.raw_decode(text, at)
-        call = msgspec.json.decode(text[at:end], type=_Call)
+        _, end = _JSON.raw_decode(spelled.text, at)
+        call = msgspec.json.decode(spelled.text[at:end], type=_Call)
     except (ValueError, RecursionError) as error:
         raise Malformed(str(error)) from None
     arguments = bytes(call.arguments).decode()
     if not arguments.startswith("{"):
         raise Malformed('"arguments" must be a JSON object')
-    return ToolCall(name=call.name, arguments=arguments), end + len(text[end:]) - len(text[end:].lstrip())
+    return ToolCall(name=call.name, arguments=arguments), spelled.skip(end)

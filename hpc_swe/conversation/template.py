@@ -7,7 +7,7 @@ may contain control tokens, stays apart from all other text, which may not.
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -47,25 +47,11 @@ class _Slots:
         self.texts.append(text)
         return f"{_MARK}.{len(self.texts) - 1};"
 
-    def hide_all(self, value: object) -> object:
-        """Hide every string of a JSON value, keys too."""
-        if isinstance(value, str):
-            return self.hide(value)
-        if isinstance(value, dict):
-            return {self.hide(key): self.hide_all(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self.hide_all(item) for item in value]
-        return value
-
-    def hide_schema(self, value: object) -> object:
-        """Hide the strings of a tool's JSON but the schema's own words; equal strings stay equal."""
-        if isinstance(value, str) and value not in _SCHEMA:
-            if value not in self._names:
-                self._names[value] = self.hide(value)
-            return self._names[value]
-        if isinstance(value, dict):
-            return {self.hide_schema(key): self.hide_schema(item) for key, item in value.items()}
-        return [self.hide_schema(item) for item in value] if isinstance(value, list) else value
+    def hide_name(self, text: str) -> str:
+        """Hide a string of a tool's JSON unless it is a word of schemas; equal strings stay equal."""
+        if text in _SCHEMA:
+            return text
+        return self._names.get(text) or self._names.setdefault(text, self.hide(text))
 
     def reveal_json(self, text: str) -> str:
         """Fill in the placeholders of a JSON text."""
@@ -140,7 +126,7 @@ class ChatTemplate:
             text = self._template.render(
                 self._arguments,
                 messages=[_for_template(message, slots, served) for message in messages],
-                tools=slots.hide_schema(json.loads(tools)) if tools else None,
+                tools=_map_strings(json.loads(tools), slots.hide_name) if tools else None,
                 add_generation_prompt=generate,
                 hpc_swe_slots=slots,
             )
@@ -195,7 +181,17 @@ def _call_for_template(call: ToolCall, slots: _Slots) -> dict[str, object]:
         arguments = json.loads(call.arguments)
     except (ValueError, RecursionError):
         arguments = call.arguments
-    return {"type": "function", "function": {"name": name, "arguments": slots.hide_all(arguments)}}
+    hidden = _map_strings(arguments, slots.hide)
+    return {"type": "function", "function": {"name": name, "arguments": hidden}}
+
+
+def _map_strings(value: object, change: Callable[[str], str]) -> object:
+    """Change every string of a JSON value, keys too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _map_strings(item, change) for key, item in value.items()}
+    return [_map_strings(item, change) for item in value] if isinstance(value, list) else value
 
 
 def _dumps(value: object, **options: object) -> str:

@@ -34,8 +34,7 @@ class Tokens:
 
     def encode(self, text: str) -> list[int]:
         """Encode text that is not the template's; the ids contain no control token."""
-        ids: list[int] = self._plain.encode(_encodable(text), add_special_tokens=False).ids
-        return ids
+        return list(self._plain.encode(_encodable(text), add_special_tokens=False).ids)
 
     def encode_parts(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
         """Encode adjacent texts; control tokens count only in those flagged True, the template's.
@@ -57,8 +56,7 @@ class Tokens:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode ids to text, with control tokens spelled out."""
-        text: str = self._full.decode(list(ids), skip_special_tokens=False)
-        return text
+        return str(self._full.decode(list(ids), skip_special_tokens=False))
 
     def spell(self, ids: Iterable[int]) -> tuple[str, dict[str, list[int]]]:
         """Decode ids to text; return it with the places where each control token was a token, not spelled."""
@@ -75,8 +73,7 @@ class Tokens:
 
     def encode_whole(self, text: str) -> list[int]:
         """Encode text as other programs do, with control tokens wherever they are spelled."""
-        ids: list[int] = self._full.encode(text, add_special_tokens=False).ids
-        return ids
+        return list(self._full.encode(text, add_special_tokens=False).ids)
 
     def _check(self) -> None:
         text = "".join(f"a {name} b{name}" for name in self.control)

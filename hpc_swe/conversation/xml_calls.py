@@ -15,10 +15,10 @@ parameter that the call does not have yet. It is read as that parameter.
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 
 import msgspec
 from msgspec import Raw, Struct
@@ -27,13 +27,14 @@ from hpc_swe.conversation.marks import CLOSE, OPEN, CompletionText, Malformed
 from hpc_swe.records import ToolCall
 
 _FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
-_BARE = re.compile(r"^[ \t]*(?=<function=[^>\n]+>)", re.MULTILINE)
+_BARE = re.compile(r"^[ \t]*(?=<function=([^>\n]+)>)", re.MULTILINE)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
 _AS_WRITTEN = re.compile(r"\n</parameter>\n<parameter=[^\W\d]\w*>\n")
 _END, _ENDED = "</parameter>", "</function>"
 
-MAX_UNOPENED = 16
-"""Most calls without an opening mark that are tried, since each may scan the rest of the text."""
+MAX_SEARCHES = 16
+"""Most vain searches in a text, each of which may go through the whole rest: for a call without an opening
+mark, and for an end mark that ends a value more surely than the first one does."""
 Kinds = Mapping[str, frozenset[str]]
 """Parameter -> its JSON types; empty when it may have any type."""
 Tools = Mapping[str, Kinds]
@@ -72,6 +73,19 @@ class _Found:
     end: int
 
 
+@dataclass(frozen=True)
+class _Stop:
+    """A value may end here: the call continues or ends after an end mark."""
+
+    end: int
+    after: int
+    """Place where the call continues."""
+    key: str | None
+    """Parameter that begins there; None where the function ends."""
+    is_sure: bool
+    """The parameter begins as the template writes it; no other end mark follows before the next call."""
+
+
 def read(spelled: CompletionText, start: int, tools: str) -> tuple[int, list[ToolCall]]:
     """Read all calls after `start`; return the place of the first (-1 without one) and the calls.
 
@@ -82,98 +96,114 @@ def read(spelled: CompletionText, start: int, tools: str) -> tuple[int, list[Too
     Raises:
         Malformed: A call cannot be read.
     """
-    known, found, complaints = _kinds(tools), list[_Found](), list[str]()
+    reader, found = _Reader(spelled, _kinds(tools)), list[_Found]()
     at = start
     while True:
         opened = spelled.find(OPEN, at)
-        taken = next(
-            _unopened(spelled, (at, opened if opened >= 0 else len(spelled.text)), known, complaints), None
-        )
+        taken = reader.unopened(at, opened if opened >= 0 else len(spelled.text))
         if taken is None and opened >= 0:
-            taken = _call(spelled, spelled.skip(opened + len(OPEN)), known, opened)
+            taken = reader.call(spelled.skip(opened + len(OPEN)), opened)
         if taken is None:
             break
         found.append(taken)
         at = taken.end
-    if complaints and not found:
-        raise Malformed(complaints[0])
+    if reader.complaints and not found:
+        raise Malformed(reader.complaints[0])
     return (found[0].start, [each.call for each in found]) if found else (-1, [])
 
 
-def _unopened(
-    spelled: CompletionText, span: tuple[int, int], known: Tools, complaints: list[str]
-) -> Iterator[_Found]:
-    """Yield the calls without an opening mark that begin lines of a span; add why others are not calls."""
-    for match in islice(_BARE.finditer(spelled.text, *span), MAX_UNOPENED):
-        name = _FUNCTION.match(spelled.text, match.end())
-        if name is None or (known and name[1].strip() not in known):
-            complaints.append(f"no {OPEN} before it, and no such tool")
-            continue
-        try:
-            found = _call(spelled, match.end(), known, match.start())
-        except Malformed as error:
-            complaints.append(f"no {OPEN} before it, and {error}")
-            continue
-        if found.end <= span[1]:
-            yield found
+class _Reader:
+    """Read single calls of a completion. The time is linear in its length, since marks are found once."""
 
+    def __init__(self, spelled: CompletionText, known: Tools) -> None:
+        self._spelled, self._text, self._known = spelled, spelled.text, known
+        self._ends = [match.start() for match in re.finditer(f"{_END}|{_ENDED}", self._text)]
+        self._stops = list(self._find_stops())
+        self._searches = MAX_SEARCHES
+        self.complaints: list[str] = []
+        """Why what looks like a call without an opening mark is none."""
 
-def _call(spelled: CompletionText, at: int, known: Tools, start: int) -> _Found:
-    """Read the call whose function begins at `at`; it ends where its closing mark begins."""
-    text, function = spelled.text, _FUNCTION.match(spelled.text, at)
-    if function is None:
-        raise Malformed(f"expected <function=NAME> ... {_ENDED}")
-    name, at = function[1].strip(), function.end()
-    kinds, values = known.get(name, {}), dict[str, object]()
-    while not text.startswith(_ENDED, at):
-        parameter = _PARAMETER.match(text, at)
-        if parameter is None:
-            raise Malformed(f"expected <parameter=KEY> ... {_END} in the call of {name!r}")
-        key = parameter[1].strip()
-        end, at = _value(spelled, parameter.end(), {*values, key}, kinds)
-        value = text[parameter.end() : end].removesuffix("\n")
-        values[key] = typed(value, kinds.get(key, TEXT))
-    end = spelled.skip(at + len(_ENDED))
-    if not _closes(spelled, end):
-        raise Malformed(f"{CLOSE} is missing after the call of {name!r}")
-    return _Found(ToolCall(name=name, arguments=json.dumps(values)), start, end)
+    def unopened(self, at: int, until: int) -> _Found | None:
+        """Return the first call without an opening mark that begins a line and lies between two places."""
+        for match in _BARE.finditer(self._text, at, until):
+            if self._searches <= 0:
+                break
+            try:
+                if self._known and match[1].strip() not in self._known:
+                    raise Malformed("no such tool")
+                found = self.call(match.end(), match.start())
+                if found.end <= until:
+                    return found
+            except Malformed as error:
+                self.complaints.append(f"no {OPEN} before it, and {error}")
+            self._searches -= 1
+        return None
 
-
-def _value(spelled: CompletionText, at: int, taken: Collection[str], kinds: Kinds) -> tuple[int, int]:
-    """Find the end of a value, and the place where the call continues."""
-    text, last = spelled.text, None
-    for match in re.compile(_END).finditer(text, at):
-        end, after = match.start(), spelled.skip(match.end())
-        parameter = _PARAMETER.match(text, after)
-        if parameter is not None:
+    def call(self, at: int, start: int) -> _Found:
+        """Read the call whose function begins at `at`; it ends where its closing mark begins."""
+        text, function = self._text, _FUNCTION.match(self._text, at)
+        if function is None:
+            raise Malformed(f"expected <function=NAME> ... {_ENDED}")
+        name, at = function[1].strip(), function.end()
+        kinds, values = self._known.get(name, {}), dict[str, object]()
+        while not text.startswith(_ENDED, at):
+            parameter = _PARAMETER.match(text, at)
+            if parameter is None:
+                raise Malformed(f"expected <parameter=KEY> ... {_END} in the call of {name!r}")
             key = parameter[1].strip()
-            if key not in taken and (key in kinds or _AS_WRITTEN.match(text, end - 1)):
-                return end, after
-        elif text.startswith(_ENDED, after) and _closes(spelled, spelled.skip(after + len(_ENDED))):
-            if not _goes_on(spelled, after + len(_ENDED)):
-                return end, after
-            last = last or (end, after)
-    if last is None:
-        raise Malformed(f"expected {_END}, then {_ENDED} and {CLOSE} after a value")
-    return last
+            values[key] = None
+            stop = self._stop(parameter.end(), values, kinds)
+            value = text[parameter.end() : stop.end].removesuffix("\n")
+            values[key], at = typed(value, kinds.get(key, TEXT)), stop.after
+        end = self._spelled.skip(at + len(_ENDED))
+        if not self._closes(end):
+            raise Malformed(f"{CLOSE} is missing after the call of {name!r}")
+        return _Found(ToolCall(name=name, arguments=json.dumps(values)), start, end)
 
+    def _stop(self, at: int, taken: Collection[str], kinds: Kinds) -> _Stop:
+        """Find the end of the value at `at`; the call has the parameters `taken` already."""
+        last = None
+        for index in range(bisect_left(self._stops, at, key=lambda stop: stop.end), len(self._stops)):
+            stop = self._stops[index]
+            if stop.key is not None:
+                if stop.key not in taken and (stop.key in kinds or stop.is_sure):
+                    return stop
+            elif stop.is_sure or self._searches <= 0:
+                return stop
+            else:
+                last = last or stop
+        if last is None:
+            raise Malformed(f"expected {_END}, then {_ENDED} and {CLOSE} after a value")
+        self._searches -= 1
+        return last
 
-def _closes(spelled: CompletionText, at: int) -> bool:
-    """Tell whether a call may end here: at its closing mark, at the next call, or at the end of the text."""
-    if at in (spelled.find(CLOSE, at), spelled.find(OPEN, at)) or _FUNCTION.match(spelled.text, at):
-        return True
-    return not spelled.text[at:].removeprefix(CLOSE).strip()
+    def _find_stops(self) -> Iterator[_Stop]:
+        text, spelled = self._text, self._spelled
+        for match in re.finditer(_END, text):
+            end, after = match.start(), spelled.skip(match.end())
+            parameter = _PARAMETER.match(text, after)
+            if parameter is not None:
+                yield _Stop(end, after, parameter[1].strip(), bool(_AS_WRITTEN.match(text, end - 1)))
+            elif text.startswith(_ENDED, after) and self._closes(spelled.skip(after + len(_ENDED))):
+                yield _Stop(end, after, None, not self._continues(after + len(_ENDED)))
 
+    def _closes(self, at: int) -> bool:
+        """Tell whether a call may end here: at its closing mark, at the next call, or at the text's end."""
+        spelled = self._spelled
+        if at in (spelled.find(CLOSE, at), spelled.find(OPEN, at)) or _FUNCTION.match(self._text, at):
+            return True
+        rest = at + len(CLOSE) if self._text.startswith(CLOSE, at) else at
+        return spelled.skip(rest) == len(self._text)
 
-def _goes_on(spelled: CompletionText, at: int) -> bool:
-    """Tell whether more end marks come before the next call: then the end marks here were part of a value."""
-    at = spelled.skip(at)
-    at = spelled.skip(at + len(CLOSE) if spelled.find(CLOSE, at) == at else at)
-    if _FUNCTION.match(spelled.text, at):
-        return False
-    opened = spelled.find(OPEN, at)
-    until = opened if opened >= 0 else len(spelled.text)
-    return any(spelled.text.find(mark, at, until) >= 0 for mark in (_END, _ENDED))
+    def _continues(self, at: int) -> bool:
+        """Tell whether more end marks come before the next call: then those here were part of a value."""
+        spelled = self._spelled
+        at = spelled.skip(at)
+        at = spelled.skip(at + len(CLOSE) if spelled.find(CLOSE, at) == at else at)
+        if _FUNCTION.match(self._text, at):
+            return False
+        opened, index = spelled.find(OPEN, at), bisect_left(self._ends, at)
+        return index < len(self._ends) and (opened < 0 or self._ends[index] < opened)
 
 
 def typed(value: str, kinds: Collection[str]) -> object:

@@ -1,13 +1,16 @@
 """Calls in Qwen3-Coder's form: what its template writes is read back; what its policy forgets is not lost."""
 
 import json
-import time
+import re
+import sys
 
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from hpc_swe.conversation import TokenBuilder
+from hpc_swe.conversation import TokenBuilder, ToolFormat
+from hpc_swe.conversation.marks import CompletionText
+from hpc_swe.conversation.replies import parse
 from hpc_swe.plugins.agents.base import Reply
 from hpc_swe.records import Message, ToolCall
 from tests.kit.toy_model import XML, make_model
@@ -234,20 +237,75 @@ def test_no_schema_breaks_the_reader(builder, schema):
         assert calls(reply) == [("view", {"path": "m.py"})]
 
 
-@pytest.mark.parametrize(
-    "piece",
-    [
-        "<function=view>\n",
-        "</parameter></function>",
-        "<function=view><parameter=path>",
-        CALL,
-        "\n",
-        "</parameter>",
-    ],
-)
-def test_no_reply_takes_long_to_read(builder, piece):
-    started = time.monotonic()
-    for marked in (True, False):
-        read(builder, ("<tool_call><function=view><parameter=path>" + piece * (60_000 // len(piece)), marked))
-        read(builder, (piece * (60_000 // len(piece)), marked))
-    assert time.monotonic() - started < 60  # quadratic in Python would be minutes
+class Counted(str):
+    """A text that counts the characters which are searched, compared or copied one by one."""
+
+    seen = 0
+
+    def __getitem__(self, key):
+        part = super().__getitem__(key)
+        Counted.seen += len(part)
+        return part
+
+    def find(self, part, start=0, end=sys.maxsize):
+        at = super().find(part, start, end)
+        Counted.seen += (at if at >= 0 else min(end, len(self))) - start
+        return at
+
+
+def work(form: ToolFormat, text: str, control: dict[str, list[int]]) -> int:
+    """Count the calls of functions and the characters that a reply costs to read."""
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    Counted.seen = 0
+    spelled = CompletionText(Counted(text), control)
+    sys.setprofile(count)
+    try:
+        parse(spelled, form, truncated=False, tools=TOOLS, thinking=False)
+    finally:
+        sys.setprofile(None)
+    return calls + Counted.seen
+
+
+HOSTILE = [
+    "<function=view>\n",
+    "</parameter></function>",
+    "</parameter></function></tool_call>",
+    "<function=view><parameter=path>",
+    "\n<function=view>\n<parameter=path>\n<tool_call>\n<function=run>\n</function>\n</tool_call>",
+    f"{CALL}\n</parameter>\n",
+    f"{CALL}\n",
+    f"{BODY}\n",
+    "\n</parameter>\n<parameter=path>\n",
+    "</tool_call>",
+    "</parameter>",
+    "\n",
+    '<tool_call>{"name": "run", "arguments": {}}</tool_call>\n',
+    "<tool_call> ",
+]
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "hermes"])
+@pytest.mark.parametrize("start", ["", "<tool_call><function=view><parameter=path>"])
+@pytest.mark.parametrize("piece", HOSTILE)
+def test_a_reply_of_twice_the_size_takes_twice_the_work(form, start, piece):
+    for are_tokens in (False, True):
+        costs = []
+        for size in (10_000, 20_000):
+            text = start + piece * (size // len(piece))
+            places = {mark: [m.start() for m in re.finditer(mark, text)] for mark in MARKS[:2]}
+            costs.append(work(form, text, places if are_tokens else {}))
+        assert costs[1] < 2.5 * costs[0]
+
+
+def test_many_parameters_are_read_in_the_work_of_their_number():
+    costs = []
+    for number in (300, 600):
+        parameters = "".join(f"<parameter=p{n}>\n{n}\n</parameter>\n" for n in range(number))
+        text = f"<tool_call>\n<function=view>\n{parameters}</function>\n</tool_call>"
+        costs.append(work("qwen3_coder", text, {}))
+    assert costs[1] < 2.5 * costs[0]
