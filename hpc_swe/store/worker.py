@@ -5,7 +5,6 @@ thread claims messages and reads orders, with one listing per iteration for the 
 message is worked on in a thread of its own.
 """
 
-import contextlib
 import logging
 import random
 import signal
@@ -219,7 +218,10 @@ class Worker(Generic[M, R]):
             if not self._is_draining:
                 slot.work.after()
         except GiveBack as reason:
-            self._give_back(slot, reason)
+            if slot.settle():
+                log.warning("given back %s: %s", slot.claim.name, reason)
+                slot.is_published = True
+                self._give_back(slot.claim)
         except BaseException as error:  # noqa: BLE001 - the main thread raises it; a panic of Rust is one, too
             slot.crash = error
         slot.is_over = True
@@ -227,24 +229,19 @@ class Worker(Generic[M, R]):
 
     def _publish(self, slot: _Slot[M, R], result: R) -> None:
         """Publish the result, then remove the message: dying in between duplicates it but never loses it."""
-        if not slot.settle():
-            return
-        try:
-            self.results.put(slot.claim.name, result)
-            slot.claim.finish()
-        except StorageError as error:
-            self._storage_error = error
-            with contextlib.suppress(StorageError):  # the coordinator will recover the claim
-                slot.claim.give_back()
-
-    def _give_back(self, slot: _Slot[M, R], reason: GiveBack) -> None:
         if slot.settle():
-            log.warning("given back %s: %s", slot.claim.name, reason)
-            slot.is_published = True
             try:
-                slot.claim.give_back()
-            except StorageError as error:  # the coordinator will recover the claim
+                self.results.put(slot.claim.name, result)
+                slot.claim.finish()
+            except StorageError as error:
                 self._storage_error = error
+                self._give_back(slot.claim)
+
+    def _give_back(self, claim: Claim[M]) -> None:
+        try:
+            claim.give_back()
+        except StorageError as error:  # the coordinator will recover the claim
+            self._storage_error = error
 
     def _pause_after_refusal(self) -> None:
         """Wait longer after each successive refusal of the file system, up to five minutes."""
@@ -260,8 +257,7 @@ class Worker(Generic[M, R]):
         for slot in self._active:
             if slot.settle():
                 slot.work.stop()
-                with contextlib.suppress(StorageError):
-                    slot.claim.give_back()
+                self._give_back(slot.claim)
         until = time.monotonic() + self.cleanup_s
         for slot in self._active:
             slot.thread.join(max(0.0, until - time.monotonic()))

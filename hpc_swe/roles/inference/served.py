@@ -1,8 +1,11 @@
-"""Give a supervisor one interface to an engine that it starts and to one that somebody else runs."""
+"""Give a supervisor one interface to an engine that it starts and to one that somebody else runs.
+
+Both have an address (`url`), and a `remedy`: where to look, or what to do, when the engine is not healthy.
+The methods raise EngineError when it is not fit to serve.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from hpc_swe.errors import EngineError
 from hpc_swe.plugins.engines.base import Engine
@@ -23,29 +26,6 @@ class Weights:
     """The files as they were verified against the manifest; None without a manifest."""
 
 
-class ServedEngine(Protocol):
-    """Reach an engine at an address. The methods raise EngineError when it is not fit to serve."""
-
-    url: str
-    remedy: str
-    """Where to look, or what to do, when it is not healthy."""
-
-    def require_starting(self) -> None:
-        """Check the engine while its start is awaited."""
-
-    def require_serving(self) -> None:
-        """Check the engine while it serves."""
-
-    def load(self, weights: Weights) -> None:
-        """Make the engine serve these first weights and stamp tokens with their version."""
-
-    def update(self, weights: Weights) -> None:
-        """Swap weights while requests run; after an error the previous weights stay."""
-
-    def release(self) -> None:
-        """Give the engine up, since the supervisor ends or replaces it."""
-
-
 class OwnEngine:
     """Run an engine of our own: it starts with the weights and ends with the supervisor."""
 
@@ -57,17 +37,15 @@ class OwnEngine:
         """Check that its processes run."""
         self._child.require_alive()
 
-    def require_serving(self) -> None:
-        """Check that its processes run."""
-        self._child.require_alive()
+    require_serving = require_starting
 
     def load(self, weights: Weights) -> None:
-        """Adopt the weights that it was started with."""
+        """Adopt the weights that it was started with, and stamp tokens with their version."""
         probe = weights.manifest.probe if weights.manifest else None
         self._engine.adopt(self.url, self._token, weights.version, probe)
 
     def update(self, weights: Weights) -> None:
-        """Reload the weights over HTTP."""
+        """Reload the weights while requests run; after an error the previous weights stay."""
         self._engine.reload(self.url, self._token, weights.folder, weights.manifest, weights.files)
 
     def release(self) -> None:
@@ -109,10 +87,13 @@ class ExternalEngine:
             raise EngineError(f"{self.url} cannot be given {weights.version.name}: it offers no updates")
 
     def update(self, weights: Weights) -> None:
-        """Reload the weights over HTTP."""
+        """Reload the weights while requests run; after an error the previous weights stay."""
         folder = weights.folder.absolute()  # the engine has another working folder
         self._engine.reload(self.url, self._token, folder, weights.manifest, weights.files)
         self._stamp = self._engine.stamp(self.url, self._token)
 
     def release(self) -> None:
         """Leave the engine as it is."""
+
+
+ServedEngine = OwnEngine | ExternalEngine

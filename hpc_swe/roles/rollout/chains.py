@@ -86,11 +86,9 @@ class Chains:
 
     def _digest_all(self, messages: Sequence[Message]) -> list[bytes]:
         """Hash each message, or reuse its digest: agents of this process resend the same objects."""
-        old = self._digests
-        self._digests = {}
+        old, self._digests = self._digests, {}
         for message in messages:
-            kept = old.get(id(message))
-            self._digests[id(message)] = kept if kept is not None else (message, _digest(message))
+            self._digests[id(message)] = old.get(id(message)) or (message, _digest(message))
         return [self._digests[id(message)][1] for message in messages]
 
 

@@ -26,7 +26,8 @@ class Endpoints:
         """Exclude engines more than `max_lag` steps behind the newest weights; reread after `fresh_s`."""
         self._run, self._max_lag, self._fresh_s = run, max_lag, fresh_s
         self._lock = threading.Lock()
-        self._table: EndpointTable | None = None
+        self._table = EndpointTable(beat=0, endpoints=[], newest=WeightVersion())
+        """The last table read; its beat is 0 until the coordinator has written one."""
         self._read_at = float("-inf")
         self._busy: Counter[str] = Counter()
         self._failures: dict[str, tuple[int, float]] = {}
@@ -59,8 +60,7 @@ class Endpoints:
     def has_engine(self) -> bool:
         """Tell whether the coordinator lists an engine recent enough; suspended engines count."""
         with self._lock:
-            table = self._read()
-            return table is not None and any(not self._is_behind(e, table.newest) for e in table.endpoints)
+            return bool(self._recent())
 
     def versions(self, endpoint: Endpoint) -> list[WeightVersion]:
         """Read the weight versions in the engine's own cell.
@@ -83,7 +83,7 @@ class Endpoints:
         until = time.monotonic() + wait_s
         while True:
             with self._lock:
-                found = self._choose(self._read(), prefer)
+                found = self._choose(prefer)
                 if found is not None:
                     self._busy[found.owner] += 1
                     return found
@@ -91,26 +91,24 @@ class Endpoints:
                 raise EngineError(f"no engine served within {wait_s:g} s: {self._describe()}")
             time.sleep(random.uniform(0.5, 1.5) * min(self._fresh_s, wait_s) / 4)
 
-    def _choose(self, table: EndpointTable | None, prefer: str) -> Endpoint | None:
+    def _choose(self, prefer: str) -> Endpoint | None:
         now = time.monotonic()
-        serving = [
-            endpoint
-            for endpoint in (table.endpoints if table else [])
-            if table is not None
-            and not self._is_behind(endpoint, table.newest)
-            and self._failures.get(endpoint.owner, (0, 0.0))[1] <= now
-        ]
-        kept = [endpoint for endpoint in serving if endpoint.owner == prefer]
-        order = sorted(serving, key=lambda e: (e.updating, self._busy[e.owner], random.random()))
-        return next(iter(kept or order), None)
+        serving = [e for e in self._recent() if self._failures.get(e.owner, (0, 0.0))[1] <= now]
+        return min(
+            serving,
+            key=lambda e: (e.owner != prefer, e.updating, self._busy[e.owner], random.random()),
+            default=None,
+        )
 
-    def _is_behind(self, endpoint: Endpoint, newest: WeightVersion) -> bool:
-        steps = [version.step for version in endpoint.versions]
-        return not steps or newest.step - max(steps) > self._max_lag
+    def _recent(self) -> list[Endpoint]:
+        """Return the listed engines whose weights are recent enough."""
+        self._read()
+        oldest = self._table.newest.step - self._max_lag
+        return [e for e in self._table.endpoints if any(v.step >= oldest for v in e.versions)]
 
-    def _read(self) -> EndpointTable | None:
+    def _read(self) -> None:
         if time.monotonic() - self._read_at < self._fresh_s:
-            return self._table
+            return
         self._read_at = time.monotonic()
         try:
             self._table = atomic.get(self._run.endpoints, EndpointTable)
@@ -118,7 +116,6 @@ class Endpoints:
             pass  # the coordinator has not written it yet
         except (CorruptRecord, StorageError) as error:
             log.warning("unreadable endpoints, using the last ones read: %s", error)
-        return self._table
 
     def _suspend(self, owner: str, error: EngineError) -> None:
         with self._lock:
@@ -129,7 +126,7 @@ class Endpoints:
         log.warning("failing engine %s suspended for %g s: %s", owner, seconds, error)
 
     def _describe(self) -> str:
-        if self._table is None:
+        if not self._table.beat:
             return f"the coordinator has not written {self._run.endpoints}"
         listed = [f"{e.owner} at {[v.name for v in e.versions]}" for e in self._table.endpoints]
         return (

@@ -77,24 +77,18 @@ class ServedRecorder(Recorder):
     """Record a chat that an agent program may also reach as an OpenAI-style server."""
 
     @contextmanager
-    def serve(self, listener: socket.socket, most_turns: int) -> Iterator[ChatAddress]:
+    def serve(
+        self, listener: socket.socket, most_turns: int, read_s: float = READ_S
+    ) -> Iterator[ChatAddress]:
         """Serve at most `most_turns` replies on a listening socket until the block ends, which closes it."""
-        self.limit_turns(most_turns)
-        with serve(self, listener) as address:
-            yield address
-
-
-@contextmanager
-def serve(recorder: Recorder, listener: socket.socket, read_s: float = READ_S) -> Iterator[ChatAddress]:
-    """Serve on a listening socket until the block ends, which closes it."""
-    server = _Server(recorder, listener, read_s)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="openai-server", daemon=True)
-    thread.start()
-    try:
-        yield ChatAddress(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", server.key)
-    finally:
-        server.shutdown()
-        server.server_close()
+        self.turns_left = most_turns
+        server = _Server(self, listener, read_s)
+        threading.Thread(target=server.serve_forever, args=(0.05,), name="openai-server", daemon=True).start()
+        try:
+            yield ChatAddress(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", server.key)
+        finally:
+            server.shutdown()
+            server.server_close()
 
 
 class _Server(ThreadingHTTPServer):

@@ -70,7 +70,8 @@ class Recorder:
         """Requests that are at the engines."""
         self._busy_since = 0.0
         self._engine_s = 0.0
-        self._turns_left = math.inf
+        self.turns_left = math.inf
+        """Turns that may still be sampled."""
         self._refused_at = math.inf
         """The clock outside the engine when a limit refused a request, unless one was answered since."""
         self.linger_s = LINGER_S
@@ -92,7 +93,7 @@ class Recorder:
             EngineError: No engine answered in time.
             SandboxError: The episode exceeded its time-out outside the engines.
             AgentError: The chat template refuses the messages.
-            TurnsSpent: All turns that `limit_turns` allows are spent.
+            TurnsSpent: No turn is left.
         """
         exchange = self.ask(messages, tools)
         self.deliver(exchange)
@@ -127,7 +128,7 @@ class Recorder:
             self._chains.deliver(exchange.index, exchange.place, exchange.history[-1])
             if exchange.continues or not self.messages:
                 self.messages = exchange.history
-            # The program got an answer and goes on: its next action may take longer than `linger_s`.
+            # The program got an answer and continues: its next action may take longer than `linger_s`.
             self._refused_at = math.inf
             if exchange.continues:
                 self.refusal = None
@@ -162,10 +163,6 @@ class Recorder:
         """Count sampling settings that a client sent, which are ignored."""
         with self._lock:
             self.counts["ignored_settings"] += count
-
-    def limit_turns(self, most: int) -> None:
-        """Allow `most` more turns."""
-        self._turns_left = most
 
     def clock(self) -> float:
         """Return the seconds outside the engines; infinite once the episode's result can no longer change."""
@@ -213,9 +210,9 @@ class Recorder:
     @contextmanager
     def _engine_clock(self) -> Iterator[None]:
         with self._lock:
-            if self._turns_left <= 0:
+            if self.turns_left <= 0:
                 raise TurnsSpent("all turns of the episode are spent")
-            self._turns_left -= 1
+            self.turns_left -= 1
             self._busy_since = self._busy_since if self._in_flight else time.monotonic()
             self._in_flight += 1
         try:

@@ -79,12 +79,8 @@ class Sampler:
         self, engine: Engine, endpoints: Endpoints, token: str, wait_s: float, part: int = PART
     ) -> None:
         """Bound the time without an engine that serves by `wait_s`, the tokens of one request by `part`."""
-        self._engine, self._endpoints, self._token, self._wait_s = engine, endpoints, token, wait_s
+        self.endpoints, self._engine, self._token, self._wait_s = endpoints, engine, token, wait_s
         self._part_tokens = part
-
-    def has_engine(self) -> bool:
-        """Tell whether the coordinator lists an engine that may be asked."""
-        return self._endpoints.has_engine()
 
     def sample(self, prompt: IdArray, sampling: Sampling, prefer: str) -> Sampled:
         """Sample until the turn ends or has `sampling.max_tokens`; `prefer` names the chain's engine.
@@ -122,7 +118,7 @@ class Sampler:
         room = sampling.max_tokens - len(done.token_ids)
         part = msgspec.structs.replace(sampling, max_tokens=min(room, self._part_tokens))
         ids = np.concatenate([prompt, np.asarray(done.token_ids, dtype="<i4")])
-        with self._endpoints.take(done.engine, timer.left_s) as endpoint, timer.paused():
+        with self.endpoints.take(done.engine, timer.left_s) as endpoint, timer.paused():
             silence_s = min(self._wait_s, SILENCE_S)
             completion = self._engine.generate(endpoint.url, self._token, ids, part, silence_s)
             _check(completion, part.max_tokens, endpoint)
@@ -139,7 +135,7 @@ class Sampler:
             return [_span(offset + start, offset + end, [v]) for start, end, v in completion.spans]
         if not completion.token_ids:
             return []
-        served = [*endpoint.versions, *self._endpoints.versions(endpoint)]
+        served = [*endpoint.versions, *self.endpoints.versions(endpoint)]
         return [_span(offset, offset + len(completion.token_ids), served)]
 
 

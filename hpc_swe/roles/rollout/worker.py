@@ -37,7 +37,8 @@ class EpisodeWork(Work[Episode]):
         played = episode.play(self._resources, self._request, self._recorder)
         made = episode.record(self._request, self._recorder, played, self._owner)
         failure = self._recorder.failure
-        if isinstance(failure, EngineError) and not made.turns and not self._resources.sampler.has_engine():
+        has_engine = self._resources.sampler.endpoints.has_engine
+        if isinstance(failure, EngineError) and not made.turns and not has_engine():
             raise GiveBack(f"no engine serves, and nothing was sampled yet: {failure}")
         log.info("finished %s: %s, %d turns", self._request.name, made.exit_status, len(made.turns))
         return made
@@ -68,5 +69,5 @@ def worker(
         resources.config.slots,
         resources.config.poll_s,
         CLEANUP_S,
-        resources.sampler.has_engine,
+        resources.sampler.endpoints.has_engine,
     )

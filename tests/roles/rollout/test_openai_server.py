@@ -272,7 +272,7 @@ def test_the_policy_keeps_only_its_own_agent_waiting(on: Stage) -> None:
     before = threading.active_count()
     head = b"POST /v1/chat/completions HTTP/1.1\r\n"
     starts = [b"", b"\0" * 70_000, head, head + b"X: y\r\n" * 50, head + b"Content-Length: 9\r\n\r\n{"]
-    with openai_server.serve(on.recorder, listener, read_s=0.5) as address:
+    with on.recorder.serve(listener, 10_000, read_s=0.5) as address:
         clients = [socket.create_connection(listener.getsockname()) for _ in range(100)]
         for client, start in zip(clients, starts * 20, strict=True):
             with contextlib.suppress(OSError):
