@@ -27,7 +27,7 @@ FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
 BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe": 3_260,
-    "hpc_swe/conversation": 890,
+    "hpc_swe/conversation": 910,
     "hpc_swe/demo": 370,
     "hpc_swe/doctor": 1_250,
     "hpc_swe/evaluation": 520,
@@ -43,10 +43,10 @@ BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe/plugins/tools": 560,
     "hpc_swe/roles": 10,
     "hpc_swe/roles/coordinator": 2_070,
-    "hpc_swe/roles/inference": 550,
+    "hpc_swe/roles/inference": 530,
     "hpc_swe/roles/learner": 600,
     "hpc_swe/roles/reward": 290,
-    "hpc_swe/roles/rollout": 1_210,
+    "hpc_swe/roles/rollout": 1_190,
     "hpc_swe/runs": 1_610,
     "hpc_swe/store": 1_490,
     "hpc_swe/tasks": 1_690,
