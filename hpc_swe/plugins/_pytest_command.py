@@ -5,8 +5,7 @@ import shlex
 from hpc_swe.errors import ConfigError
 from hpc_swe.records import Task
 
-# None of these plugins changes what a test may do; without them a run starts in half the time. "debugging" is
-# not among them: without its options every test of a unittest.TestCase fails.
+# None of these plugins changes what a test may do; without them a run starts in half the time.
 UNUSED_PLUGINS = ["cacheprovider", "doctest", "faulthandler", "junitxml", "nose", "pastebin"]
 
 

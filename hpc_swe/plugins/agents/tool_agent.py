@@ -6,14 +6,16 @@ host pass through.
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from hpc_swe.plugins import Plugin, load
 from hpc_swe.plugins.agents.base import Chat, ContextFull, Preface, Result
-from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Sandbox, SandboxWrapper
-from hpc_swe.plugins.tools.base import SandboxBroken, Tool, ToolError, cut, invoke, schema
+from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, ProgramSession, Sandbox, SandboxWrapper
+from hpc_swe.plugins.tools.base import Opened, SandboxBroken, Tool, ToolError, cut, invoke, schema
 from hpc_swe.records import ExitStatus, Message, Task, ToolCall
 
 
@@ -21,7 +23,7 @@ class ToolAgent(Plugin, frozen=True, kw_only=True):
     """Chat with tools until the policy submits or a budget is spent."""
 
     tools: tuple[str | dict[str, object], ...] = ("view", "replace", "rewrite", "evaluate", "submit")
-    """Names of plugins/tools/, or tables with a type and its fields."""
+    """Names of plugins/tools/, or tables with a type, its fields and a `name` that the policy is to use."""
     max_turns: int = 10
     """Replies of the policy after which an episode ends."""
     tool_budget_s: float = 300.0
@@ -49,27 +51,36 @@ class ToolAgent(Plugin, frozen=True, kw_only=True):
         """Return the system prompt, and the tools if the template shows them."""
         tools = _load(self)
         shown = [
-            {"type": "function", "function": msgspec.to_builtins(schema(tool))} for tool in tools.values()
+            {"type": "function", "function": msgspec.to_builtins(schema(tool)) | {"name": name}}
+            for name, tool in tools.items()
         ]
         return Preface(self.system_prompt, json.dumps(shown) if self.show_tools else "", list(tools))
 
     def solve(self, task: Task, sandbox: Sandbox, chat: Chat) -> Result:
         """Work on the task until the agent submits or a budget ends."""
-        episode = _Episode(self, task, sandbox)
-        return Result(episode.run(chat), episode.messages, episode.tools_s, episode.error)
+        episode = _Episode(self, task, _Bounded(sandbox))
+        with ExitStack() as life:
+            tools = {
+                name: life.enter_context(tool.open(episode.sandbox, task))
+                if isinstance(tool, Opened)
+                else tool
+                for name, tool in _load(self).items()
+            }
+            status = episode.run(chat, tools)
+        return Result(status, episode.messages, episode.tools_s, episode.error)
 
 
 @dataclass
 class _Episode:
     agent: ToolAgent
     task: Task
-    sandbox: Sandbox
+    sandbox: "_Bounded"
     messages: list[Message] = field(default_factory=list)
     tools_s: float = 0.0
     error: str = ""
 
-    def run(self, chat: Chat) -> ExitStatus:
-        tools, preface = _load(self.agent), self.agent.preface
+    def run(self, chat: Chat, tools: dict[str, Tool]) -> ExitStatus:
+        preface = self.agent.preface
         if preface.system:
             self.messages.append(Message(role="system", content=preface.system))
         self.messages.append(Message(role="user", content=self.task.prompt))
@@ -97,8 +108,8 @@ class _Episode:
             tool = tools.get(call.name)
             if tool is None:
                 raise ToolError(f"No tool {call.name[:50]!r}; tools: {', '.join(tools)}")
-            bounded = _Bounded(self.sandbox, started + self.agent.tool_budget_s - self.tools_s)
-            answer = invoke(tool, call.arguments, bounded, self.task)
+            self.sandbox.deadline = started + self.agent.tool_budget_s - self.tools_s
+            answer = invoke(tool, call.arguments, self.sandbox, self.task)
             status = ExitStatus.SUBMITTED if tool.ends_episode else None
         except SandboxBroken as error:
             answer = self.error = str(error)
@@ -118,22 +129,50 @@ class _Episode:
 class _Bounded(SandboxWrapper):
     """Bound commands by the budget: one that outlasts the episode would count as a failure of the host."""
 
-    deadline: float
+    deadline: float = 0.0
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
-        left_s = self._left_s
+        left_s = self.left_s
         return replace(super().run(command, min(timeout_s, left_s), clock), left_s=round(left_s, 1))
 
     def python(self, program: str, timeout_s: float) -> CommandResult:
-        left_s = self._left_s
+        left_s = self.left_s
         return replace(super().python(program, min(timeout_s, left_s)), left_s=round(left_s, 1))
 
+    @contextmanager
+    def session(self, program: str, python: str = "") -> Iterator[ProgramSession]:
+        with super().session(program, python) as session:
+            yield _BoundedSession(session, self)
+
     @property
-    def _left_s(self) -> float:
+    def left_s(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
 
 
+@dataclass
+class _BoundedSession(ProgramSession):
+    session: ProgramSession
+    sandbox: _Bounded
+
+    def ask(self, message: bytes, timeout_s: float) -> bytes:
+        return self.session.ask(message, min(timeout_s, self.sandbox.left_s))
+
+    def wait(self, timeout_s: float) -> bytes:
+        return self.session.wait(min(timeout_s, self.sandbox.left_s))
+
+    def interrupt(self) -> None:
+        self.session.interrupt()
+
+    def printed(self) -> str:
+        return self.session.printed()
+
+
 def _load(agent: ToolAgent) -> dict[str, Tool]:
-    tables = [{"type": tool} if isinstance(tool, str) else tool for tool in agent.tools]
-    loaded: list[Tool] = [load("tools", table) for table in tables]
-    return {schema(tool).name: tool for tool in loaded}
+    """Return the tools by the names that the policy calls them by."""
+    loaded: dict[str, Tool] = {}
+    for each in agent.tools:
+        table = {"type": each} if isinstance(each, str) else dict(each)
+        name = table.pop("name", "")
+        tool: Tool = load("tools", table)
+        loaded[str(name) or schema(tool).name] = tool
+    return loaded

@@ -10,6 +10,9 @@ and the kernel ends all the rest.
     container  <- settings, then one socket per sandbox
     sandbox    -> b"process" + pidfd, b"ready" + work directory  <- {"kind", "timeout_s"} + program, output
                -> b"listening" + socket                          <- {"kind": "listen", "port"}
+               -> b"session" + pidfd   <- {"kind": "session", "python"} + program, output, requests, answers
+               -> nothing              <- {"kind": "resume"}, {"kind": "pause"}
+               -> b"ended"             <- {"kind": "end"}
 """
 
 import ctypes
@@ -28,6 +31,9 @@ import traceback
 import types
 from typing import Any, NoReturn
 
+# In a container, these are in the text above.
+from hpc_swe.plugins.sandboxes._processes import kill_above, kill_all, kill_others, signal_tree
+
 NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
 MS_RDONLY, MS_NOSUID_NOEXEC, MS_NOSUID_NODEV_NOEXEC = 1, 10, 14
 MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x20, 0x1000, 0x4000, 1 << 18
@@ -37,7 +43,6 @@ SIOCSIFFLAGS, IFF_UP_RUNNING = 0x8914, 0x41
 CAPABILITY_V3 = 0x20080522
 BASE, SCRATCH = "/mnt", "/tmp"
 MEMORY_CHECK_S = 0.25
-PAGE = resource.getpagesize()
 # Linux counts these for the host's user over all sandboxes, unless a namespace has a bound of its own.
 USER_LIMITS = {"max_user_namespaces": 0, "max_inotify_instances": 32, "max_inotify_watches": 16384}
 LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
@@ -173,35 +178,81 @@ def limit_processes(processes: int) -> None:
 
 
 def serve_host(host: socket.socket, workdir: str, settings: dict[str, Any]) -> None:
-    """Run the host's commands one at a time; all processes of a command have ended when it is answered.
+    """Carry out the host's requests one at a time.
 
-    Any message during a command ends the command; a b"stop" that comes after its end is ignored.
+    All processes of a command have ended when it is answered; those of the program of an open session, which
+    is number `program`, go on. Any message during a command ends the command; a b"stop" that comes after its
+    end is ignored.
     """
+    program = 0
+    runs = False
     while True:
-        message, files, _, _ = socket.recv_fds(host, 4096, 2)
+        while runs and not select.select([host], [], [], MEMORY_CHECK_S)[0]:
+            kill_above(settings["memory_mb"])
+        message, files, _, _ = socket.recv_fds(host, 4096, 4)
         if not message:
             return
         if message == b"stop":
             continue
         request = json.loads(message)
-        if request["kind"] == "listen":
+        kind = request["kind"]
+        if kind == "listen":
             listen(host, request["port"])
-            continue
-        child = os.fork()
-        if child == 0:
-            run(request["kind"], files, workdir, settings)
-        handle = os.pidfd_open(child)
-        in_time = await_end(handle, host.fileno(), request["timeout_s"], settings["memory_mb"])
-        if not in_time:
-            os.kill(child, signal.SIGKILL)
-        status = os.waitpid(child, 0)[1]
+        elif kind == "session":
+            program, runs = start_session(host, request["python"], files, workdir, settings), True
+        elif kind in ("shell", "python"):
+            host.send(json.dumps(run_command(host, request, files, workdir, settings, program)).encode())
+        else:
+            program, runs = steer_session(host, kind, program)
+
+
+def run_command(
+    host: socket.socket,
+    request: dict[str, Any],
+    files: list[int],
+    workdir: str,
+    settings: dict[str, Any],
+    program: int,
+) -> dict[str, Any]:
+    """Run one command and return how it ended, when all its processes have ended."""
+    child = os.fork()
+    if child == 0:
+        run(request["kind"], files, workdir, settings)
+    handle = os.pidfd_open(child)
+    in_time = await_end(handle, host.fileno(), request["timeout_s"], settings["memory_mb"])
+    if not in_time:
+        os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    kill_others(program)
+    for file in (handle, *files):
+        os.close(file)
+    code = os.waitstatus_to_exitcode(status)
+    return {"exit_code": code if code >= 0 else 128 - code, "timed_out": not in_time}
+
+
+def start_session(
+    host: socket.socket, python: str, files: list[int], workdir: str, settings: dict[str, Any]
+) -> int:
+    """Start a session's program, pass its pidfd to the host and return its number."""
+    kill_all()
+    child = os.fork()
+    if child == 0:
+        run("session", files, workdir, settings, python)
+    handle = os.pidfd_open(child)
+    socket.send_fds(host, [b"session"], [handle])
+    for file in (handle, *files):
+        os.close(file)
+    return child
+
+
+def steer_session(host: socket.socket, kind: str, program: int) -> tuple[int, bool]:
+    """Resume, pause or end a session; return its program, 0 when it has ended, and whether it runs."""
+    if kind == "end":
         kill_all()
-        for file in (handle, *files):
-            os.close(file)
-        code = os.waitstatus_to_exitcode(status)
-        host.send(
-            json.dumps({"exit_code": code if code >= 0 else 128 - code, "timed_out": not in_time}).encode()
-        )
+        host.send(b"ended")
+        return 0, False
+    signal_tree(program, signal.SIGCONT if kind == "resume" else signal.SIGSTOP)
+    return program, kind == "resume"
 
 
 def await_end(child: int, host: int, timeout_s: float | None, memory_mb: int) -> bool:
@@ -212,32 +263,7 @@ def await_end(child: int, host: int, timeout_s: float | None, memory_mb: int) ->
         ready = select.select([child, host], [], [], min(left_s, MEMORY_CHECK_S))[0]
         if ready or not left_s:
             return child in ready
-        if used_mb("statm") > memory_mb and used_mb("smaps_rollup") > memory_mb:
-            os.kill(-1, signal.SIGKILL)
-
-
-def used_mb(source: str) -> float:
-    """Sum the memory of all processes of this namespace but this one, by their files `source` in /proc.
-
-    smaps_rollup counts shared memory once, statm for each process. A process that hides how much it shares is
-    taken to share nothing.
-    """
-    total = 0
-    for pid in os.listdir("/proc"):
-        if not pid.isdigit() or pid == "1":
-            continue
-        for name in dict.fromkeys((source, "statm")):
-            try:
-                with open(f"/proc/{pid}/{name}") as file:
-                    text = file.read()
-            except OSError:
-                continue  # it ended meanwhile
-            if name == "statm":
-                total += int(text.split()[1]) * PAGE
-            else:
-                total += 1024 * sum(int(line.split()[1]) for line in text.splitlines() if line[:4] == "Pss:")
-            break
-    return total / (1 << 20)
+        kill_above(memory_mb)
 
 
 def listen(host: socket.socket, port: int) -> None:
@@ -249,24 +275,15 @@ def listen(host: socket.socket, port: int) -> None:
         host.send(f"failed: {error}".encode())
 
 
-def kill_all() -> None:
-    """Kill and reap all other processes: for process 1, pid -1 means all others of the namespace, at once."""
-    try:
-        os.kill(-1, signal.SIGKILL)
-        while True:
-            os.waitpid(-1, 0)
-    except (ProcessLookupError, ChildProcessError):
-        return
-
-
-def run(kind: str, files: list[int], workdir: str, settings: dict[str, Any]) -> NoReturn:
-    """Run one shell command, or one Python program in this warm interpreter; called in the forked child."""
+def run(kind: str, files: list[int], workdir: str, settings: dict[str, Any], python: str = "") -> NoReturn:
+    """Run a shell command, or a Python program in this warm interpreter; called in the forked child."""
     try:
         program = read(files[0])
         os.setsid()
         call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)
         for number, source in enumerate((os.open(os.devnull, os.O_RDONLY), files[1], files[1])):
             os.dup2(source, number)
+        pipes = [str(fcntl.fcntl(file, fcntl.F_DUPFD, 256)) for file in files[2:]]
         os.closerange(3, 256)
         os.chdir(workdir)
         limit(resource.RLIMIT_NPROC, settings["processes"])
@@ -283,18 +300,22 @@ def run(kind: str, files: list[int], workdir: str, settings: dict[str, Any]) -> 
             for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would keep that
                 signal.signal(number, signal.SIG_DFL)
             os.execvpe("bash", ["bash", "--noprofile", "--norc", "-c", program], INITIAL)
-        os._exit(execute(program))
+        if kind == "session":
+            call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        if python:
+            os.execvpe(python, [python, "-I", "-c", program, *pipes], INITIAL)
+        os._exit(execute(program, pipes))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
     os._exit(126)
 
 
-def execute(program: str) -> int:
+def execute(program: str, arguments: list[str]) -> int:
     """Run a program as ``python3 -I`` does, and return its exit code."""
     os.environ.clear()
     os.environ.update(INITIAL)
-    sys.argv[:] = [""]
+    sys.argv[:] = ["", *arguments]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     code: object = None
     try:

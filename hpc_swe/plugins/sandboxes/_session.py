@@ -2,9 +2,11 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import os
+import re
 import select
 import signal
 import socket
@@ -13,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal, ParamSpec, TypeVar
 
@@ -20,16 +23,19 @@ import msgspec
 from msgspec import Struct
 
 from hpc_swe.errors import SandboxError
+from hpc_swe.plugins.sandboxes._exchange import PipedProgram, passed_on, pipes
 from hpc_swe.plugins.sandboxes._output import collected
 from hpc_swe.plugins.sandboxes._tree import Tree
-from hpc_swe.plugins.sandboxes.base import Clock, CommandResult
+from hpc_swe.plugins.sandboxes.base import INTERRUPT, Clock, CommandResult, ProgramSession, SessionEnded
 from hpc_swe.processes import descendants, start_time
 
 log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-PROGRAM = Path(__file__).with_name("_container.py")
+_TEXTS = [Path(__file__).with_name(name).read_text() for name in ("_processes.py", "_container.py")]
+PROGRAM = re.sub(r"(?m)^from hpc_swe.*$", "", "\n\n".join(_TEXTS)).encode()
+"""What runs in a container, without its import of the text above it."""
 # The interpreter starts again with the image's own environment, without the variables that Apptainer adds or
 # lets through from the host: a process cannot remove from /proc those with which it was started.
 BOOTSTRAP = """
@@ -114,7 +120,7 @@ class Container:
         settings = msgspec.structs.asdict(limits) | {"warm_up": warm_up, "mounts": list(mounts)}
         self._channel.settimeout(start_timeout_s)
         try:
-            self._channel.send(PROGRAM.read_bytes())
+            self._channel.send(PROGRAM)
             self._channel.send(json.dumps(settings).encode())
             up = self._channel.recv(16)
         except OSError as error:
@@ -216,6 +222,60 @@ class Session:
         except OSError as error:
             raise SandboxError(f"cannot listen on port {port} of the sandbox: {error}") from error
 
+    @contextmanager
+    def session(self, program: str, python: str = "") -> Iterator[ProgramSession]:
+        """Run a program that outlives commands; process 1 stops its processes between messages."""
+        if self._is_broken:
+            raise SessionEnded(GONE.output, broke_sandbox=True)
+        with pipes() as made, _memory(program.encode()) as source, _memory(b"") as output:
+            fcntl.fcntl(output, fcntl.F_SETFL, os.O_APPEND)
+            request = json.dumps({"kind": "session", "python": python}).encode()
+            with passed_on(made) as ends:
+                handle = self._request(request, [source, output, *ends])
+            try:
+                yield PipedProgram(
+                    made, output, self._output_bytes, partial(_interrupt, handle), self._running
+                )
+            finally:
+                os.close(handle)
+                self._end_session()
+
+    def _request(self, request: bytes, files: list[int]) -> int:
+        """Start a session and return the pidfd of its program."""
+        try:
+            self._host.settimeout(GRACE_S)
+            socket.send_fds(self._host, [request], files)
+            return _expect(self._host, b"session")
+        except OSError:
+            raise SessionEnded(self._broken().output, broke_sandbox=True) from None
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Let a session's processes run; at exit they are stopped before any later request is carried out."""
+        try:
+            self._host.send(b'{"kind": "resume"}')
+            yield
+            self._host.send(b'{"kind": "pause"}')
+        except TimeoutError:
+            self._host.send(b'{"kind": "pause"}')
+            raise
+        except (OSError, SessionEnded) as error:
+            self._end_session()  # which tells a program that ended from a sandbox that did
+            raise SessionEnded(str(error), self._is_broken) from None
+
+    def _end_session(self) -> None:
+        """End all processes of a session, and find out whether the sandbox itself has ended."""
+        if self._is_broken:
+            return
+        try:
+            self._host.settimeout(GRACE_S)
+            self._host.send(b'{"kind": "end"}')
+            answer = self._host.recv(4096)
+        except OSError:
+            answer = b""
+        if answer != b"ended":
+            self._broken()
+
     def _execute(
         self, kind: Literal["shell", "python"], program: str, timeout_s: float, clock: Clock | None
     ) -> CommandResult:
@@ -262,6 +322,11 @@ class Session:
         self._is_broken = True
         self._container.require_alive(ENDING_S)
         return GONE
+
+
+def _interrupt(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, INTERRUPT)
 
 
 def end_namespace(ancestor: int) -> None:

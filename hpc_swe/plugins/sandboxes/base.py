@@ -1,6 +1,7 @@
 """Define a sandbox: the container in which an episode acts, and its tests run."""
 
 import math
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from hpc_swe.records import Task
 
 FAILURES_BEFORE_CHECK = 8
 """Sandboxes in a row that do not open before the node itself is checked."""
+INTERRUPT = signal.SIGRTMIN + 7
+"""Signal that asks the program of a session to answer; programs seldom use it for themselves."""
 Clock = Callable[[], float]
 """Returns seconds; they may stand still, and infinity ends what is timed."""
 
@@ -50,11 +53,45 @@ class CommandResult:
     """Seconds left of a budget when the command began; they bound its time whatever was asked for."""
 
 
+class SessionEnded(Exception):
+    """The program of a session has ended, or does not answer as it must; its session is closed."""
+
+    def __init__(self, why: str, broke_sandbox: bool = False) -> None:
+        """Say why, and whether the sandbox itself ended with it."""
+        super().__init__(why)
+        self.broke_sandbox = broke_sandbox
+
+
+class ProgramSession(Protocol):
+    """Exchange messages with a program that goes on between commands.
+
+    What comes back was written where the policy's code runs: it is an observation, and proves nothing.
+    """
+
+    def ask(self, message: bytes, timeout_s: float) -> bytes:
+        """Send a message and return the program's answer to it.
+
+        Raises:
+            TimeoutError: There was no answer in time. The program goes on, and `wait` may still get it.
+            SessionEnded: The program has ended, or its answer is longer than an answer may be.
+            SandboxError: The host failed.
+        """
+
+    def wait(self, timeout_s: float) -> bytes:
+        """Return the next answer without another message; raises as `ask` does."""
+
+    def interrupt(self) -> None:
+        """Send INTERRUPT to the program, which may then answer before it has finished."""
+
+    def printed(self) -> str:
+        """Return what was written to standard output and error since the last call; a long middle is cut."""
+
+
 class Sandbox(Protocol):
     """Run commands and exchange files with one open sandbox.
 
-    Processes end with the command that started them. After a command broke the sandbox all further ones
-    report the same, and files stay readable.
+    Processes end with the command that started them, except those of an open session. After a command broke
+    the sandbox all further ones report the same, and files stay readable.
     """
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
@@ -68,6 +105,22 @@ class Sandbox(Protocol):
         """Run a Python program in the work directory, isolated as by ``python3 -I``.
 
         Raises:
+            SandboxError: The host failed, not the program.
+        """
+
+    def session(self, program: str, python: str = "") -> AbstractContextManager[ProgramSession]:
+        """Run a Python program as ``python -I`` does, until exit; one session may be open at a time.
+
+        The program's arguments are the numbers of two open files: it reads messages from the first and writes
+        its answers to the second, each behind its length in four bytes, big end first. Its standard input is
+        empty. Between messages all its processes stand still, where the sandbox can stop them.
+
+        Args:
+            program: The text of the program.
+            python: Path of its interpreter in the sandbox; empty means the one of `python`.
+
+        Raises:
+            SessionEnded: The sandbox is broken.
             SandboxError: The host failed, not the program.
         """
 
@@ -128,6 +181,9 @@ class SandboxWrapper(Sandbox):
 
     def python(self, program: str, timeout_s: float) -> CommandResult:
         return self.sandbox.python(program, timeout_s)
+
+    def session(self, program: str, python: str = "") -> AbstractContextManager[ProgramSession]:
+        return self.sandbox.session(program, python)
 
     def read(self, path: str) -> bytes:
         return self.sandbox.read(path)

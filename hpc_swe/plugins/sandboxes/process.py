@@ -3,6 +3,7 @@
 This serves machines without Apptainer, and tests of everything else. The policy's code runs as your user.
 """
 
+import fcntl
 import logging
 import os
 import signal
@@ -13,18 +14,22 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from hpc_swe.errors import SandboxError, boundary
 from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.sandboxes._exchange import PipedProgram, passed_on, pipes
 from hpc_swe.plugins.sandboxes._output import collected
 from hpc_swe.plugins.sandboxes._tree import Tree
-from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, Sandbox
+from hpc_swe.plugins.sandboxes.base import INTERRUPT, Clock, CommandResult, ProgramSession, Sandbox
+from hpc_swe.processes import die_with_parent
 from hpc_swe.records import Task
 
 MARK = "HPC_SWE_SANDBOX"
 """Environment variable of all its processes; a process shows the environment with which it began."""
+SESSION_MARK = "HPC_SWE_SESSION"
+"""Environment variable of a session's processes, which go on when a command ends."""
 CLOCK_CHECK_S = 0.2
 """Seconds between two readings of a clock other than wall time."""
 
@@ -47,7 +52,7 @@ class Process(Plugin, frozen=True, kw_only=True):
 
     @contextmanager
     def open(self, task: Task) -> Iterator[Sandbox]:
-        """Open a fresh folder with the task's files; `Task.absent` removes nothing from this machine."""
+        """Open a fresh folder with the task's files."""
         _warn()
         with tempfile.TemporaryDirectory(
             prefix="hpc_swe.", dir=self.scratch or None, ignore_cleanup_errors=True
@@ -81,6 +86,30 @@ class _Folder:
     def python(self, program: str, timeout_s: float) -> CommandResult:
         return self._run([sys.executable, "-I", "-"], program, timeout_s, time.monotonic)
 
+    @contextmanager
+    def session(self, program: str, python: str = "") -> Iterator[ProgramSession]:
+        with pipes() as made, tempfile.TemporaryFile() as output:
+            fcntl.fcntl(output, fcntl.F_SETFL, os.O_APPEND)
+            with passed_on(made) as ends, boundary(SandboxError, "start a session"):
+                process = subprocess.Popen(
+                    [python or sys.executable, "-I", "-c", program, *map(str, ends)],
+                    cwd=self._folder,
+                    env=self._environment() | {SESSION_MARK: "1"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output.fileno(),
+                    stderr=output.fileno(),
+                    pass_fds=ends,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
+                )
+            try:
+                interrupt = partial(process.send_signal, INTERRUPT)
+                yield PipedProgram(made, output.fileno(), self._output_bytes, interrupt)
+            finally:
+                process.kill()
+                _kill_all(self._folder)
+                process.wait()
+
     def listen(self, port: int) -> socket.socket:
         with boundary(SandboxError, "listen on a free port"):
             return socket.create_server(("127.0.0.1", 0))
@@ -88,14 +117,6 @@ class _Folder:
     def _run(
         self, command: Sequence[str], standard_input: str, timeout_s: float, clock: Clock
     ) -> CommandResult:
-        path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
-        environment = {
-            "PATH": path,
-            "HOME": str(self._folder),
-            MARK: str(self._folder),
-            "LANG": "C.UTF-8",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
         with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as output:
             source.write(standard_input.encode())
             source.seek(0)
@@ -103,7 +124,7 @@ class _Folder:
                 process = subprocess.Popen(
                     command,
                     cwd=self._folder,
-                    env=environment,
+                    env=self._environment(),
                     stdin=source.fileno(),
                     stdout=output.fileno(),
                     stderr=output.fileno(),
@@ -116,22 +137,35 @@ class _Folder:
                     with suppress(subprocess.TimeoutExpired):
                         code = process.wait(max(min(deadline - clock(), CLOCK_CHECK_S), 0.0))
             finally:
-                _kill_all(self._folder)
+                _kill_all(self._folder, but=SESSION_MARK)
                 process.wait()
             code = 137 if code is None else code
             text = collected(output.fileno(), self._output_bytes)
         return CommandResult(exit_code=code if code >= 0 else 128 - code, output=text, timed_out=timed_out)
 
+    def _environment(self) -> dict[str, str]:
+        return {
+            "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+            "HOME": str(self._folder),
+            MARK: str(self._folder),
+            "LANG": "C.UTF-8",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
 
-def _kill_all(folder: Path) -> None:
-    """Kill all processes of a sandbox, daemons in other sessions too: their environment names the folder."""
+
+def _kill_all(folder: Path, but: str = "") -> None:
+    """Kill all processes of a sandbox, daemons in other sessions too: their environment names the folder.
+
+    Those that have the variable `but` go on.
+    """
     mark = f"{MARK}={folder}\0".encode()
     passes = 2  # a process that is just executing a program shows an empty environment
     for _ in range(100):
         found = False
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it ended meanwhile, or is another user's
-                if mark in (entry / "environ").read_bytes():
+                variables = (entry / "environ").read_bytes()
+                if mark in variables and not (but and but.encode() in variables):
                     os.kill(int(entry.name), signal.SIGKILL)
                     found = True
         passes = 2 if found else passes - 1

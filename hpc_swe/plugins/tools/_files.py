@@ -1,6 +1,12 @@
-"""Read and write text files of the work directory, without starting a process in the sandbox."""
+"""Read and write text files of the work directory, without starting a process in the sandbox.
+
+A task's own files may name patterns: tools do not show what `.debugignore` matches, and do not change what
+`.debugreadonly` matches. This spares the policy useless looks and edits; no reward depends on it, since a
+grader brings its own tests.
+"""
 
 from hpc_swe.plugins.sandboxes.base import Sandbox
+from hpc_swe.plugins.tools._patterns import matches
 from hpc_swe.plugins.tools.base import ToolError
 from hpc_swe.records import Task
 
@@ -11,6 +17,8 @@ def read_text(sandbox: Sandbox, task: Task, path: str) -> str:
     Raises:
         ToolError: It cannot be read, or is not text.
     """
+    if is_ignored(task, path):
+        raise ToolError(f"{name(path)} is not shown: .debugignore names it.")
     try:
         return sandbox.read(below(task, path)).decode()
     except UnicodeDecodeError:
@@ -30,8 +38,10 @@ def write_text(sandbox: Sandbox, task: Task, path: str, text: str) -> None:
     """Replace a text file, or make one.
 
     Raises:
-        ToolError: It cannot be written, or the text cannot be encoded.
+        ToolError: It cannot be written, is read-only, or the text cannot be encoded.
     """
+    if is_read_only(task, path):
+        raise ToolError(f"{name(path)} is read-only; change other files.")
     try:
         sandbox.write(below(task, path), text.encode())
     except UnicodeEncodeError:
@@ -49,6 +59,25 @@ def is_missing(sandbox: Sandbox, task: Task, path: str) -> bool:
     except OSError:
         return False
     return False
+
+
+def is_folder(sandbox: Sandbox, task: Task, path: str) -> bool:
+    """Return whether a path names a folder of the work directory."""
+    try:
+        sandbox.entries(below(task, path))
+    except OSError:
+        return False
+    return True
+
+
+def is_ignored(task: Task, path: str) -> bool:
+    """Return whether tools do not show a file."""
+    return matches(task.files.get(".debugignore", ""), below(task, path))
+
+
+def is_read_only(task: Task, path: str) -> bool:
+    """Return whether tools do not change a file."""
+    return matches(task.files.get(".debugreadonly", ""), below(task, path))
 
 
 def below(task: Task, path: str) -> str:

@@ -11,12 +11,17 @@ import stat
 import sys
 from collections.abc import Iterator
 
+from hpc_swe.plugins.tools._patterns import matches  # in a sandbox, text above this one
+
 MOST_BYTES = 2_000_000
 """Bytes of one file that are searched."""
 
 
-def search(pattern: str, path: str, most_matches: int, most_chars: int) -> str:
-    """Return the matching lines by file; exit with status 1 and a message when nothing can be searched."""
+def search(pattern: str, path: str, most_matches: int, most_chars: int, ignored: str) -> str:
+    """Return the matching lines by file, except of files that the patterns `ignored` match.
+
+    Exit with status 1 and a message when nothing can be searched.
+    """
     try:
         found = re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
@@ -24,15 +29,17 @@ def search(pattern: str, path: str, most_matches: int, most_chars: int) -> str:
     if not os.path.lexists(path):
         sys.exit(f"There is no {path[:500]!r}.")
     answer: list[str] = []
-    matches = 0
+    count = 0
     for file in files(path):
+        if matches(ignored, file):
+            continue
         lines = [(number, line) for number, line in enumerate(lines_of(file), 1) if found.search(line)]
-        if lines and matches < most_matches:
+        if lines and count < most_matches:
             answer.append(file if file.isprintable() else ascii(file))
-        for number, line in lines[: most_matches - matches]:
+        for number, line in lines[: most_matches - count]:
             answer.append(f"{number}:{line if len(line) <= most_chars else f'{line[:most_chars]} ...'}")
-        matches += len(lines)
-        if matches > most_matches:
+        count += len(lines)
+        if count > most_matches:
             return "\n".join([*answer, f"... more than {most_matches} matches; narrow pattern or path"])
     return "\n".join(answer) or "no match"
 

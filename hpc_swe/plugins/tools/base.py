@@ -1,8 +1,9 @@
 """Define a tool: one action that an agent can take in its sandbox."""
 
 import inspect
+from contextlib import AbstractContextManager
 from functools import cache
-from typing import ClassVar, Protocol, get_type_hints, runtime_checkable
+from typing import Any, ClassVar, Protocol, get_type_hints, runtime_checkable
 
 import msgspec
 
@@ -33,6 +34,14 @@ class Tool(Protocol):
         """
 
 
+@runtime_checkable
+class Opened(Protocol):
+    """A tool that keeps something from call to call, which ends with the episode."""
+
+    def open(self, sandbox: Sandbox, task: Task) -> AbstractContextManager[Any]:
+        """Return the tool for one episode, with the same arguments; it starts nothing before a call."""
+
+
 class Schema(msgspec.Struct, frozen=True):
     """Describe a tool to the policy."""
 
@@ -58,8 +67,11 @@ def invoke(tool: Tool, arguments: str, sandbox: Sandbox, task: Task) -> str:
         SandboxError: The host failed.
     """
     try:
+        given = msgspec.json.decode(arguments or "{}")
+        if isinstance(given, dict):  # null stands for an argument that is left out, as many policies write it
+            given = {name: value for name, value in given.items() if value is not None}
         # Not strict: the meaning of "3" for a line number is clear.
-        values = msgspec.convert(msgspec.json.decode(arguments or "{}"), _arguments(type(tool)), strict=False)
+        values = msgspec.convert(given, _arguments(type(tool)), strict=False)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ToolError(f"Wrong arguments: {error}") from None
     return tool(sandbox, task, **msgspec.structs.asdict(values))
@@ -85,4 +97,5 @@ def _arguments(tool: type) -> type[msgspec.Struct]:
             if p.kind is p.KEYWORD_ONLY
         ],
         forbid_unknown_fields=True,
+        kw_only=True,
     )

@@ -1,5 +1,6 @@
 """Find lines that match a pattern."""
 
+import re
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,7 +10,10 @@ from hpc_swe.plugins.tools._files import below
 from hpc_swe.plugins.tools.base import SandboxBroken, ToolError, cut
 from hpc_swe.records import Task
 
-_PROGRAM = Path(__file__).with_name("_search.py").read_text(encoding="utf-8")
+_TEXTS = [
+    Path(__file__).with_name(part).read_text(encoding="utf-8") for part in ("_patterns.py", "_search.py")
+]
+_PROGRAM = re.sub(r"(?m)^from hpc_swe.*$", "", "\n\n".join(_TEXTS))
 
 
 class Grep(Plugin, frozen=True, kw_only=True):
@@ -21,9 +25,13 @@ class Grep(Plugin, frozen=True, kw_only=True):
     most_line_chars: int = 200
     most_chars: int = 8000
 
-    def __call__(self, sandbox: Sandbox, task: Task, *, pattern: str, path: str = ".") -> str:
+    def __call__(
+        self, sandbox: Sandbox, task: Task, *, pattern: str, path: str = ".", max_results: int = 0
+    ) -> str:
         """Return the matching lines with their numbers, below the name of their file."""
-        arguments = (pattern, below(task, path), self.most_matches, self.most_line_chars)
+        most = min(max_results, self.most_matches) if max_results > 0 else self.most_matches
+        ignored = task.files.get(".debugignore", "")
+        arguments = (pattern, below(task, path), most, self.most_line_chars, ignored)
         call = f"sys.stdout.buffer.write(search{arguments!r}.encode(errors='replace'))"
         result = sandbox.python(f"{_PROGRAM}\n\n{call}\n", self.timeout_s)
         if result.broke_sandbox:

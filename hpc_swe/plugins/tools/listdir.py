@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.tools._files import below, name
+from hpc_swe.plugins.tools._files import below, is_ignored, is_read_only, name
 from hpc_swe.plugins.tools.base import ToolError
 from hpc_swe.records import Task
 
@@ -20,11 +20,12 @@ class Listdir(Plugin, frozen=True, kw_only=True):
         """Return one name per line, folders with a slash; the deepest ones with their number of files."""
         folder = "/".join(part for part in below(task, path).split("/") if part not in ("", "."))
         try:
-            files = sandbox.paths()
+            files = [file for file in sandbox.paths() if not is_ignored(task, file)]
         except OSError as error:
             raise ToolError(f"Cannot list the files: {error.strerror}") from None
         start = f"{folder}/" if folder else ""
-        inside = [file.removeprefix(start).split("/") for file in files if file.startswith(start)]
+        named = {file: f"{file} (read-only)" if is_read_only(task, file) else file for file in files}
+        inside = [named[file].removeprefix(start).split("/") for file in files if file.startswith(start)]
         if not inside:
             raise ToolError(f"There are no files in {name(path)}.")
         lines = _tree([parts for parts in inside if ".git" not in parts[:-1]], depth)

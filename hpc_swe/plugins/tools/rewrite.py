@@ -15,11 +15,16 @@ class Rewrite(Plugin, frozen=True, kw_only=True):
     ends_episode: ClassVar[bool] = False
 
     def __call__(
-        self, sandbox: Sandbox, task: Task, *, path: str, start: int, end: int, new_code: str
+        self, sandbox: Sandbox, task: Task, *, path: str, start: int = 0, end: int = -1, new_code: str
     ) -> str:
-        """Edit the file and answer ``ok``; start = 1 and end = 0 make a file that does not exist."""
+        """Edit the file and answer ``ok``; start = 1 and end = 0 make a file that does not exist.
+
+        Without an end, only line start is replaced; without both, all lines are.
+        """
         is_new = (start, end) == (1, 0) and is_missing(sandbox, task, path)
         lines = [] if is_new else read_lines(sandbox, task, path)
+        if end == -1:
+            start, end = (start, start) if start else (1, len(lines))
         if not 1 <= start <= len(lines) + 1 or not start - 1 <= end <= len(lines):
             raise ToolError(f"{path} has {len(lines)} lines.")
         before, old, after = map("".join, (lines[: start - 1], lines[start - 1 : end], lines[end:]))

@@ -4,8 +4,9 @@ from typing import ClassVar
 
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.tools._files import read_lines
+from hpc_swe.plugins.tools._files import is_folder, is_read_only, read_lines
 from hpc_swe.plugins.tools.base import ToolError
+from hpc_swe.plugins.tools.listdir import Listdir
 from hpc_swe.records import Task
 
 
@@ -16,12 +17,18 @@ class View(Plugin, frozen=True, kw_only=True):
     most_lines: int = 200
 
     def __call__(self, sandbox: Sandbox, task: Task, *, path: str, start: int = 1, end: int = 0) -> str:
-        """Return the lines with their numbers, at most `most_lines` of them."""
-        lines = read_lines(sandbox, task, path)
+        """Return the lines with their numbers, at most `most_lines` of them, or what is in a folder."""
+        try:
+            lines = read_lines(sandbox, task, path)
+        except ToolError:
+            if not is_folder(sandbox, task, path):
+                raise
+            return Listdir(most_lines=self.most_lines)(sandbox, task, path=path, depth=1)
         if not 1 <= start <= max(len(lines), 1):
             raise ToolError(f"{path} has {len(lines)} lines.")
         last = min(end or len(lines), start + self.most_lines - 1, len(lines))
         bare = [line.removesuffix("\r\n").removesuffix("\n") for line in lines[start - 1 : last]]
         shown = [f"{number}:{line}" for number, line in enumerate(bare, start)]
         rest = [f"... {len(lines)} lines in all"] if last < (end or len(lines)) and last < len(lines) else []
-        return "\n".join(shown + rest) or "(empty)"
+        note = ["(read-only)"] if is_read_only(task, path) else []
+        return "\n".join([*(shown + rest or ["(empty)"]), *note])

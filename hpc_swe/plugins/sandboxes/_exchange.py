@@ -1,0 +1,135 @@
+"""Exchange messages with a program in a sandbox through two pipes, as `ProgramSession` describes.
+
+Whatever runs in the sandbox can write to the program's end of the pipes. So every wait has a deadline, an
+answer has a largest size, and nothing that is received is taken to prove anything.
+"""
+
+import os
+import select
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+from hpc_swe.plugins.sandboxes._output import collected
+from hpc_swe.plugins.sandboxes.base import SessionEnded
+
+MOST_ANSWER_BYTES = 1 << 20
+"""An honest answer is much shorter; a longer one ends the session."""
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """Hold the four ends of the two pipes: the host keeps the first two and passes on the others."""
+
+    to_program: int
+    from_program: int
+    program_reads: int
+    program_writes: int
+
+
+@contextmanager
+def pipes() -> Iterator[Pipes]:
+    """Open both pipes, and close the host's ends at exit; `passed_on` closes the others."""
+    reads, to_program = os.pipe()
+    from_program, writes = os.pipe()
+    for end in (to_program, from_program):
+        os.set_blocking(end, False)
+    made = Pipes(to_program, from_program, reads, writes)
+    try:
+        yield made
+    finally:
+        for end in (to_program, from_program):
+            os.close(end)
+
+
+@contextmanager
+def passed_on(made: Pipes) -> Iterator[tuple[int, int]]:
+    """Return the program's ends, and close them at exit, so that the program has the only copies."""
+    try:
+        yield made.program_reads, made.program_writes
+    finally:
+        os.close(made.program_reads)
+        os.close(made.program_writes)
+
+
+class PipedProgram:
+    """Send messages to one program and receive its answers, as `ProgramSession` describes.
+
+    Args:
+        pipes: Both pipes; this class uses the host's ends.
+        output: The open file of the program's standard output and error, opened for appending.
+        output_bytes: Bytes of output that `printed` returns.
+        signal: Sends INTERRUPT to the program.
+        running: Lets the program's processes run until exit, and says why when the program ended.
+    """
+
+    def __init__(
+        self,
+        pipes: Pipes,
+        output: int,
+        output_bytes: int,
+        signal: Callable[[], None],
+        running: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._pipes = pipes
+        self._output = output
+        self._output_bytes = output_bytes
+        self.interrupt = signal
+        self._running = running
+        self._received = b""
+
+    def ask(self, message: bytes, timeout_s: float) -> bytes:
+        deadline = time.monotonic() + timeout_s
+        with self._running():
+            self._send(struct.pack(">I", len(message)) + message, deadline)
+            return self._receive(deadline)
+
+    def wait(self, timeout_s: float) -> bytes:
+        with self._running():
+            return self._receive(time.monotonic() + timeout_s)
+
+    def printed(self) -> str:
+        text = collected(self._output, self._output_bytes)
+        os.ftruncate(self._output, 0)  # it is open for appending, so what is written next begins at 0
+        return text
+
+    def _send(self, data: bytes, deadline: float) -> None:
+        while data:
+            if not _is_ready(self._pipes.to_program, select.POLLOUT, deadline):
+                raise SessionEnded("the program does not read the debugger's commands")
+            try:
+                data = data[os.write(self._pipes.to_program, data) :]
+            except BlockingIOError:
+                continue
+            except OSError:
+                raise SessionEnded("the program has ended") from None
+
+    def _receive(self, deadline: float) -> bytes:
+        """Return one whole answer; what has arrived of it stays received after a TimeoutError."""
+        while len(self._received) < 4 or len(self._received) < 4 + self._size:
+            if not _is_ready(self._pipes.from_program, select.POLLIN, deadline):
+                raise TimeoutError("the program has not answered in time")
+            try:
+                piece = os.read(self._pipes.from_program, 1 << 16)
+            except BlockingIOError:
+                continue
+            if not piece:
+                raise SessionEnded("the program has ended")
+            self._received += piece
+            if len(self._received) >= 4 and self._size > MOST_ANSWER_BYTES:
+                raise SessionEnded("the program wrote to the debugger's pipe")
+        end = 4 + self._size
+        answer, self._received = self._received[4:end], self._received[end:]
+        return answer
+
+    @property
+    def _size(self) -> int:
+        return int.from_bytes(self._received[:4], "big")
+
+
+def _is_ready(file: int, event: int, deadline: float) -> bool:
+    poll = select.poll()
+    poll.register(file, event)
+    return bool(poll.poll(1000 * max(deadline - time.monotonic(), 0.0)))

@@ -1,0 +1,135 @@
+"""A debugging session as the policy has it: call after call, each answered by text.
+
+As a program it opens a session in the sandbox of type KIND, says that a program runs in it, and waits to be
+killed: debugging KIND
+"""
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from hpc_swe.plugins import load
+from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
+from hpc_swe.plugins.tools.base import Opened, ToolError, invoke
+from hpc_swe.records import Task, TestPlan
+from tests.kit.checkout import IMAGES
+
+CALC = '''"""Sums of numbers.
+
+More of the docstring.
+"""
+
+
+def total(values):
+    # add them up
+    result = 0
+    for value in values:
+        result += value
+    return result
+
+
+def ratio(a, b):
+    above = total(a)
+    return above / total(b)
+
+
+if __name__ == "__main__":
+    print("ratio", ratio([1, 2, 3], [4]))
+    print("done")
+'''
+TESTS = """import unittest
+
+from calc import ratio, total
+
+
+def test_total():
+    values = [1, 2]
+    assert total(values) == 3
+
+
+def test_ratio():
+    assert ratio([1], []) == 0
+
+
+class TestMore(unittest.TestCase):
+    def test_more(self):
+        self.assertEqual(total([5]), 6)
+"""
+
+
+def task(**files: str) -> Task:
+    """A task with these files, named without `.py`."""
+    return Task(
+        task_id="t",
+        taskset="tests",
+        prompt="",
+        image="python-pytest",
+        workdir="/testbed",
+        files={f"{name}.py": text for name, text in files.items()},
+        tests=TestPlan(command="python -m pytest -q test_calc.py", fail_to_pass=[], timeout_s=10.0),
+    )
+
+
+class Session:
+    """What one episode does with the tool and its sandbox."""
+
+    def __init__(self, sandbox: Sandbox, tool: object, of: Task) -> None:
+        self.sandbox, self.tool, self.task = sandbox, tool, of
+
+    def __call__(self, command: str, **words: str) -> str:
+        try:
+            return invoke(self.tool, json.dumps({"command": command, **words}), self.sandbox, self.task)
+        except ToolError as error:
+            return f"error: {error}"
+
+    def start(self, file: str, **words: str) -> str:
+        return self("start", file=file, **words)
+
+    def write(self, path: str, text: str) -> None:
+        self.sandbox.write(path, text.encode())
+
+    def use(self, name: str, /, **arguments: object) -> str:
+        return invoke(load("tools", {"type": name}), json.dumps(arguments), self.sandbox, self.task)
+
+
+@contextmanager
+def session(sandboxes: Sandboxes, of: Task, **fields: object) -> Iterator[Session]:
+    """Open a sandbox, and the debugger in it."""
+    tool = load("tools", {"type": "pdb", "timeout_s": 20.0, **fields})
+    assert isinstance(tool, Opened)
+    with sandboxes.open(of) as sandbox, tool.open(sandbox, of) as opened:
+        yield Session(sandbox, opened, of)
+
+
+def require(kind: str) -> str:
+    """Skip the test where this machine has no such sandbox."""
+    if kind == "apptainer" and (
+        shutil.which("apptainer") is None or not (IMAGES / "python-pytest.sif").exists()
+    ):
+        pytest.skip("Apptainer or its task image is missing: run `make image` as root once")
+    return kind
+
+
+def made(kind: str) -> Sandboxes:
+    table = {"type": kind} | ({"images": str(IMAGES)} if kind == "apptainer" else {})
+    sandboxes: Sandboxes = load("sandboxes", table)
+    return sandboxes
+
+
+def main() -> None:
+    program = "import os, sys, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(1000)\n"
+    with session(made(sys.argv[1]), task(spin=program), timeout_s=1000.0) as debug:
+        debug.start("spin.py")
+        print("started", flush=True)
+        if len(sys.argv) > 2:
+            debug("c")  # until this process is killed
+        time.sleep(1000)
+
+
+if __name__ == "__main__":
+    main()

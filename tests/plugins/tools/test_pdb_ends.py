@@ -1,0 +1,112 @@
+"""A debugging session ends with its time, its episode, its sandbox and its worker, and leaves nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_swe.errors import EngineError
+from hpc_swe.plugins.agents.base import Reply
+from hpc_swe.plugins.agents.tool_agent import ToolAgent
+from hpc_swe.processes import descendants, start_time
+from hpc_swe.records import ToolCall
+from tests.kit import checkout
+from tests.kit.debugging import made, require, session, task
+from tests.kit.waiting import until
+
+SPIN = "import os\nopen('pid', 'w').write(str(os.getpid()))\nif os.fork():\n    while True:\n        pass\n"
+SPIN += "while True:\n    open('alive', 'w').write('x')\n"
+
+
+@pytest.fixture(params=["process", pytest.param("apptainer", marks=pytest.mark.slow)])
+def kind(request) -> str:
+    return require(request.param)
+
+
+def call(name: str, **arguments: object) -> Reply:
+    return Reply("", [ToolCall(name=name, arguments=json.dumps(arguments))])
+
+
+class Script:
+    def __init__(self, *replies: Reply | Exception) -> None:
+        self.replies = list(replies)
+
+    def __call__(self, messages, tools: str = "") -> Reply:
+        reply = self.replies.pop(0)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+
+START, GO = call("pdb", command="start", file="spin.py"), call("pdb", command="c")
+
+
+def alive() -> dict[int, str | None]:
+    """This process's children and theirs, but not the containers that stay warm."""
+    found = {pid: start_time(pid) for pid in descendants(os.getpid())}
+    texts = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in found if Path(f"/proc/{pid}").exists()}
+    return {pid: found[pid] for pid, text in texts.items() if b"apptainer" not in text.lower()}
+
+
+def test_the_seconds_of_all_calls_bound_a_session_s_calls(kind: str):
+    of = task(spin="import re\nwhile True:\n    pass\n")
+    agent = ToolAgent(tools=({"type": "pdb", "timeout_s": 100.0, "grace_s": 100.0},), tool_budget_s=2.0)
+    with made(kind).open(of) as sandbox:
+        began = time.monotonic()
+        result = agent.solve(of, sandbox, Script(START, GO))
+        assert result.exit_status == "tool_time"
+        assert result.tools_s < 60, "neither of the hundreds"
+        assert time.monotonic() - began < 90
+        assert "so the session was ended" in result.messages[-1].content
+
+
+@pytest.mark.parametrize("end", ["submit", "turns", "error"])
+def test_a_session_ends_with_the_agent_and_before_its_patch_is_taken(kind: str, end: str):
+    of = task(spin=SPIN)
+    agent = ToolAgent(
+        tools=({"type": "pdb", "timeout_s": 1.0, "grace_s": 5.0}, "submit"),
+        max_turns=2 if end == "turns" else 3,
+    )
+    last = {"submit": call("submit"), "turns": GO, "error": EngineError("gone")}[end]
+    before = set(alive())
+    with made(kind).open(of) as sandbox:
+        try:
+            agent.solve(of, sandbox, Script(START, GO, last))
+        except EngineError:
+            assert end == "error"
+        sandbox.write("alive", b"")
+        time.sleep(0.3)
+        assert sandbox.read("alive") == b"", "nothing of the program goes on"
+        if kind == "process":
+            assert set(alive()) <= before
+            assert start_time(int(sandbox.read("pid"))) is None
+
+
+def test_a_session_that_is_left_open_ends_with_its_sandbox(kind: str):
+    of = task(spin=SPIN)
+    before = set(alive())
+    with session(made(kind), of, timeout_s=1.0) as debug:
+        debug.start("spin.py")
+        debug("c")
+    until(lambda: set(alive()) <= before, "the end of the session's processes")
+
+
+@pytest.mark.parametrize("state", ["waits", "runs"])
+def test_a_session_ends_when_its_worker_is_killed(kind: str, state: str, tmp_path: Path):
+    line = [sys.executable, "-m", "tests.kit.debugging", kind, *(["run"] if state == "runs" else [])]
+    environment = checkout.environment(TMPDIR=str(tmp_path))
+    worker = subprocess.Popen(line, stdout=subprocess.PIPE, env=environment, text=True)
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "started\n"
+    if state == "runs":
+        time.sleep(0.5)
+    found = {pid: start_time(pid) for pid in descendants(worker.pid)}
+    assert found
+    worker.send_signal(signal.SIGKILL)
+    worker.wait(60)
+    until(lambda: not [pid for pid, born in found.items() if born and start_time(pid) == born], "their end")
