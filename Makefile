@@ -17,6 +17,7 @@ demo: image  ## train on this machine and show what was learned
 test: image  ## every test that this machine can run
 	containers/build_agents.sh || true
 	tests/kit/cluster/install.sh
+	tests/kit/install_browser.sh
 	tests/run.sh
 
 cluster: setup  ## a shell on a Slurm cluster of six nodes, here and for as long as the shell lasts

@@ -12,6 +12,7 @@ COMMANDS = {
     "launch": ("hpc_swe.launch", "start, continue and stop a run"),
     "status": ("hpc_swe.status", "show what a run is doing"),
     "show": ("hpc_swe.show", "print any part of a run as text"),
+    "report": ("hpc_swe.report", "write a run as pages for a browser"),
     "evaluate": ("hpc_swe.evaluate", "measure how many tasks a model solves"),
     "doctor": ("hpc_swe.doctor", "check whether a cluster can run hpc_swe"),
     "demo": ("hpc_swe.demo", "run the whole loop on this machine"),

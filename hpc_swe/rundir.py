@@ -82,6 +82,8 @@ class RunDir:
     """Logs: one JSONL file per writer."""
     tensorboard = _At("tensorboard")
     """View drawn from metrics/; may be deleted."""
+    report = _At("report")
+    """Pages of the run for a browser; may be deleted."""
     launches = _At("launch")
     """Folders: one per submission, by role."""
     code = _At("code")

@@ -50,17 +50,24 @@ def _message(message: Message) -> str:
 def _call(call: ToolCall) -> Iterator[str]:
     """Yield a tool call as its name and arguments; texts of several lines are indented, not quoted."""
     yield f">>> {clean(call.name)}"
-    try:
-        arguments = json.loads(call.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = call.arguments
-    if not isinstance(arguments, dict):
+    pairs = arguments(call)
+    if pairs is None:
         yield f"    {clean(call.arguments)}"
-        return
-    for key, value in arguments.items():
-        text = clean(value if isinstance(value, str) else json.dumps(value))
+    for key, text in pairs or []:
         indented = "\n        ".join(text.split("\n")) if "\n" in text else ""
-        yield f"    {clean(key)}:" + (f"\n        {indented}" if indented else f" {text}")
+        yield f"    {key}:" + (f"\n        {indented}" if indented else f" {text}")
+
+
+def arguments(call: ToolCall) -> list[tuple[str, str]] | None:
+    """Return the names and values of a call's arguments as text, or None when they are no JSON object."""
+    try:
+        found = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    texts = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in found.items())
+    return [(clean(key), clean(text)) for key, text in texts]
 
 
 def _tests(failed: Sequence[str]) -> list[str]:

@@ -26,7 +26,7 @@ LONGER = {"hpc_swe/records.py": 500}  # one page of records reads better than tw
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
 BUDGETS = {  # of all lines, blank ones and docstrings too
-    "hpc_swe": 3_260,
+    "hpc_swe": 3_290,
     "hpc_swe/conversation": 910,
     "hpc_swe/demo": 370,
     "hpc_swe/doctor": 1_250,
@@ -41,6 +41,7 @@ BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe/plugins/sandboxes": 2_090,
     "hpc_swe/plugins/tasksets": 830,
     "hpc_swe/plugins/tools": 1_640,
+    "hpc_swe/report": 860,
     "hpc_swe/roles": 10,
     "hpc_swe/roles/coordinator": 2_070,
     "hpc_swe/roles/inference": 530,

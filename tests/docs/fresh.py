@@ -78,6 +78,7 @@ RULES = (
     (r"(python -m hpc_swe\.show) RUN(/tasks\.parquet)?", RUN, r"\1 evals/mine\2"),
     (r"(python -m hpc_swe\.show) RUN --task TASK", RUN, r"\1 evals/mine --task bugs-eval-0"),
     (r"(python -m hpc_swe\.show) RUN .*--outcome \w+", RUN, r"\1 evals/mine --outcome no_submission"),
+    (r"(python -m hpc_swe\.report) (?:runs/\S+|evals/\S+|RUN)( --\w.*)?", RUN, r"\1 evals/mine\2"),
     (r"(python -m hpc_swe\.launch start .*) model=/path/to/model (.*)", RUN, r"\1 model=models/tiny \2"),
     (
         r"(python -m hpc_swe\.launch start) CONFIG\.\.\. --run RUN",
