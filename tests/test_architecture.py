@@ -50,7 +50,7 @@ BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe/roles/rollout": 1_190,
     "hpc_swe/runs": 1_860,
     "hpc_swe/store": 1_560,
-    "hpc_swe/tasks": 1_810,
+    "hpc_swe/tasks": 1_840,
     "jobs": 790,
 }
 HEAVY = {"torch", "vllm", "megatron", "transformers", "submitit", "tensorboard", "datasets"}
