@@ -26,8 +26,8 @@ LONGER = {"hpc_swe/records.py": 500}  # one page of records reads better than tw
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
 BUDGETS = {  # of all lines, blank ones and docstrings too
-    "hpc_swe": 3_330,
-    "hpc_swe/conversation": 1_180,
+    "hpc_swe": 3_290,
+    "hpc_swe/conversation": 910,
     "hpc_swe/demo": 370,
     "hpc_swe/doctor": 1_250,
     "hpc_swe/evaluation": 520,
@@ -37,21 +37,21 @@ BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe/plugins/engines": 1_290,
     "hpc_swe/plugins/executors": 810,
     "hpc_swe/plugins/graders": 3_000,
-    "hpc_swe/plugins/policies": 1_790,
-    "hpc_swe/plugins/sandboxes": 2_090,
+    "hpc_swe/plugins/policies": 1_760,
+    "hpc_swe/plugins/sandboxes": 2_120,
     "hpc_swe/plugins/tasksets": 830,
     "hpc_swe/plugins/tools": 1_640,
     "hpc_swe/report": 860,
     "hpc_swe/roles": 10,
-    "hpc_swe/roles/coordinator": 2_120,
+    "hpc_swe/roles/coordinator": 2_070,
     "hpc_swe/roles/inference": 530,
-    "hpc_swe/roles/learner": 610,
+    "hpc_swe/roles/learner": 600,
     "hpc_swe/roles/reward": 290,
     "hpc_swe/roles/rollout": 1_190,
-    "hpc_swe/runs": 1_860,
-    "hpc_swe/store": 1_560,
-    "hpc_swe/tasks": 1_840,
-    "jobs": 790,
+    "hpc_swe/runs": 1_610,
+    "hpc_swe/store": 1_490,
+    "hpc_swe/tasks": 1_690,
+    "jobs": 770,
 }
 HEAVY = {"torch", "vllm", "megatron", "transformers", "submitit", "tensorboard", "datasets"}
 HOSTS = (
@@ -372,15 +372,9 @@ def test_every_configuration_loads(path):
 def paths_of_a_run() -> set[str]:
     """What RunDir's attributes and methods give for the examples, relative to the run."""
     run = RunDir(Path("run"))
-    found = {f"batches/step_000012/{name}" for name in (run.rank_file(0), run.validation_file(0))}
+    found = {f"batches/step_000012/{run.rank_file(0)}"}
     for attribute, member in inspect.getmembers(RunDir):
-        if attribute.startswith("_") or attribute in (
-            "make",
-            "rank_file",
-            "root",
-            "spool",
-            "validation_file",
-        ):
+        if attribute.startswith("_") or attribute in ("make", "rank_file", "root", "spool"):
             continue
         if isinstance(member, Path):
             path = getattr(run, attribute)

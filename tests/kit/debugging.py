@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import msgspec
 import pytest
 
 from hpc_swe.plugins import load
@@ -78,7 +80,7 @@ def task(**files: str) -> Task:
 class Session:
     """What one episode does with the tool and its sandbox."""
 
-    def __init__(self, sandbox: Sandbox, tool: object, of: Task) -> None:
+    def __init__(self, sandbox: Sandbox, tool: Any, of: Task) -> None:
         self.sandbox, self.tool, self.task = sandbox, tool, of
 
     def __call__(self, command: str, **words: str) -> str:
@@ -90,6 +92,10 @@ class Session:
     def start(self, file: str, **words: str) -> str:
         return self("start", file=file, **words)
 
+    def hurry(self, timeout_s: float, grace_s: float = 20.0) -> None:
+        """Give the following calls less time than the start of a program may take on a busy machine."""
+        self.tool.tool = msgspec.structs.replace(self.tool.tool, timeout_s=timeout_s, grace_s=grace_s)
+
     def write(self, path: str, text: str) -> None:
         self.sandbox.write(path, text.encode())
 
@@ -100,7 +106,7 @@ class Session:
 @contextmanager
 def session(sandboxes: Sandboxes, of: Task, **fields: object) -> Iterator[Session]:
     """Open a sandbox, and the debugger in it."""
-    tool = load("tools", {"type": "pdb", "timeout_s": 20.0, **fields})
+    tool = load("tools", {"type": "pdb", "timeout_s": 60.0, **fields})
     assert isinstance(tool, Opened)
     with sandboxes.open(of) as sandbox, tool.open(sandbox, of) as opened:
         yield Session(sandbox, opened, of)

@@ -31,8 +31,7 @@ import traceback
 import types
 from typing import Any, NoReturn
 
-# In a container, these are in the text above.
-from hpc_swe.plugins.sandboxes._processes import kill_above, kill_all, kill_others, signal_tree
+from hpc_swe.plugins.sandboxes._processes import Processes, kill_above  # in a container, text above this one
 
 NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
 MS_RDONLY, MS_NOSUID_NOEXEC, MS_NOSUID_NODEV_NOEXEC = 1, 10, 14
@@ -180,30 +179,27 @@ def limit_processes(processes: int) -> None:
 def serve_host(host: socket.socket, workdir: str, settings: dict[str, Any]) -> None:
     """Carry out the host's requests one at a time.
 
-    All processes of a command have ended when it is answered; those of the program of an open session, which
-    is number `program`, go on. Any message during a command ends the command; a b"stop" that comes after its
-    end is ignored.
+    All processes of a command have ended when it is answered; those of an open session go on. Any message
+    during a command ends the command; a b"stop" that comes after its end is ignored.
     """
-    program = 0
-    runs = False
+    processes = Processes()
     while True:
-        while runs and not select.select([host], [], [], MEMORY_CHECK_S)[0]:
-            kill_above(settings["memory_mb"])
+        while processes.program and not select.select([host], [], [], MEMORY_CHECK_S)[0]:
+            processes.watch(settings["memory_mb"])
         message, files, _, _ = socket.recv_fds(host, 4096, 4)
         if not message:
             return
         if message == b"stop":
             continue
         request = json.loads(message)
-        kind = request["kind"]
-        if kind == "listen":
+        if request["kind"] == "listen":
             listen(host, request["port"])
-        elif kind == "session":
-            program, runs = start_session(host, request["python"], files, workdir, settings), True
-        elif kind in ("shell", "python"):
-            host.send(json.dumps(run_command(host, request, files, workdir, settings, program)).encode())
+        elif request["kind"] in ("shell", "python"):
+            run_command(host, request, files, workdir, settings, processes)
+        elif request["kind"] == "session":
+            start_session(host, request["python"], files, workdir, settings, processes)
         else:
-            program, runs = steer_session(host, kind, program)
+            steer_session(host, request["kind"], processes)
 
 
 def run_command(
@@ -212,10 +208,10 @@ def run_command(
     files: list[int],
     workdir: str,
     settings: dict[str, Any],
-    program: int,
-) -> dict[str, Any]:
-    """Run one command and return how it ended, when all its processes have ended."""
-    child = os.fork()
+    processes: Processes,
+) -> None:
+    """Run one command and say how it ended, when all its processes have ended."""
+    child = processes.fork()
     if child == 0:
         run(request["kind"], files, workdir, settings)
     handle = os.pidfd_open(child)
@@ -223,36 +219,40 @@ def run_command(
     if not in_time:
         os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
-    kill_others(program)
+    processes.kill_others()
     for file in (handle, *files):
         os.close(file)
     code = os.waitstatus_to_exitcode(status)
-    return {"exit_code": code if code >= 0 else 128 - code, "timed_out": not in_time}
+    host.send(json.dumps({"exit_code": code if code >= 0 else 128 - code, "timed_out": not in_time}).encode())
 
 
 def start_session(
-    host: socket.socket, python: str, files: list[int], workdir: str, settings: dict[str, Any]
-) -> int:
-    """Start a session's program, pass its pidfd to the host and return its number."""
-    kill_all()
+    host: socket.socket,
+    python: str,
+    files: list[int],
+    workdir: str,
+    settings: dict[str, Any],
+    processes: Processes,
+) -> None:
+    """Start the program of a session, after the end of any other, and pass its pidfd to the host."""
+    processes.kill_all()
     child = os.fork()
     if child == 0:
         run("session", files, workdir, settings, python)
+    processes.program = child
     handle = os.pidfd_open(child)
     socket.send_fds(host, [b"session"], [handle])
     for file in (handle, *files):
         os.close(file)
-    return child
 
 
-def steer_session(host: socket.socket, kind: str, program: int) -> tuple[int, bool]:
-    """Resume, pause or end a session; return its program, 0 when it has ended, and whether it runs."""
+def steer_session(host: socket.socket, kind: str, processes: Processes) -> None:
+    """Resume, pause or end a session."""
     if kind == "end":
-        kill_all()
+        processes.kill_all()
         host.send(b"ended")
-        return 0, False
-    signal_tree(program, signal.SIGCONT if kind == "resume" else signal.SIGSTOP)
-    return program, kind == "resume"
+    else:
+        processes.signal(signal.SIGCONT if kind == "resume" else signal.SIGSTOP)
 
 
 def await_end(child: int, host: int, timeout_s: float | None, memory_mb: int) -> bool:

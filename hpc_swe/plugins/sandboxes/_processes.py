@@ -12,17 +12,111 @@ import time
 
 KILLING_S = 5.0
 """Seconds in which processes are stopped or killed one by one, before all of them are killed at once."""
+STOPPED = "ZXTtD"
+"""States of processes that have ended, are stopped, or wait in the kernel, for a child for example."""
 PAGE = resource.getpagesize()
 
 
+class Processes:
+    """All processes of the sandbox but this one, which is process 1.
+
+    Those of a session descend from its program, which adopts its orphans. Once the program has ended, what it
+    left is killed like any other process. Process 1 has not reaped it then, so its number is nobody else's.
+    """
+
+    def __init__(self) -> None:
+        self.program = 0
+        """Number of the program of the open session; 0 when there is none."""
+        self.is_paused = False
+
+    def fork(self) -> int:
+        """Fork; end the session where its processes leave no room for another one."""
+        try:
+            return os.fork()
+        except OSError:
+            self.kill_all()
+            return os.fork()
+
+    def kill_all(self) -> None:
+        """Kill and reap all processes: for process 1, pid -1 means all others of the namespace, at once."""
+        self.program, self.is_paused = 0, False
+        try:
+            os.kill(-1, signal.SIGKILL)
+            while True:
+                os.waitpid(-1, 0)
+        except (ProcessLookupError, ChildProcessError):
+            return
+
+    def kill_others(self) -> None:
+        """Kill and reap all processes but the session's; all of them if they multiply too fast for that."""
+        deadline = time.monotonic() + KILLING_S
+        while self.program and time.monotonic() < deadline:
+            theirs, others = self._found()
+            if not theirs:
+                break
+            if not others:
+                return self.signal(signal.SIGSTOP if self.is_paused else 0)
+            for pid in others:
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.002)
+        return self.kill_all()
+
+    def signal(self, number: int) -> None:
+        """Stop or continue the session's processes; end them if they multiply too fast to be stopped.
+
+        A stopped process uses no time of a processor and no more memory.
+        """
+        if not number or not self.program:
+            return
+        self.is_paused = number == signal.SIGSTOP
+        deadline = time.monotonic() + KILLING_S
+        while time.monotonic() < deadline:
+            theirs = self._found()[0]
+            for pid in theirs:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            if number == signal.SIGCONT or set(theirs.values()) <= set(STOPPED):
+                return
+            time.sleep(0.002)
+        self.kill_all()
+
+    def watch(self, memory_mb: int) -> None:
+        """Kill all processes if they use too much memory together, or go on although they were stopped.
+
+        A process can ask the kernel for a signal that continues it later.
+        """
+        if not self.is_paused:
+            kill_above(memory_mb)
+        elif not set(self._found()[0].values()) <= set(STOPPED):
+            self.kill_all()
+
+    def _found(self) -> tuple[dict[int, str], dict[int, str]]:
+        """Return the states of the session's processes, and of all others, by number."""
+        parents, states = {}, {}
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+            except OSError:
+                continue  # it ended meanwhile
+            if name != "1":
+                states[int(name)], parents[int(name)] = fields[0].decode(), int(fields[1])
+        theirs = {self.program} if states.get(self.program, "Z") not in "ZX" else set()
+        while more := {pid for pid, parent in parents.items() if parent in theirs} - theirs:
+            theirs |= more
+        return {pid: states.pop(pid) for pid in theirs}, states
+
+
 def kill_above(memory_mb: int) -> None:
-    """Kill all processes, those of a session too, if they use too much memory together."""
-    if used_mb("statm") > memory_mb and used_mb("smaps_rollup") > memory_mb:
+    """Kill all processes but this one, a session's too, if they use too much memory together."""
+    if _used_mb("statm") > memory_mb and _used_mb("smaps_rollup") > memory_mb:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
 
 
-def used_mb(source: str) -> float:
+def _used_mb(source: str) -> float:
     """Sum the memory of all processes of this namespace but this one, by their files `source` in /proc.
 
     smaps_rollup counts shared memory once, statm for each process. A process that hides how much it shares is
@@ -44,70 +138,3 @@ def used_mb(source: str) -> float:
                 total += 1024 * sum(int(line.split()[1]) for line in text.splitlines() if line[:4] == "Pss:")
             break
     return total / (1 << 20)
-
-
-def kill_all() -> None:
-    """Kill and reap all other processes: for process 1, pid -1 means all others of the namespace, at once."""
-    try:
-        os.kill(-1, signal.SIGKILL)
-        while True:
-            os.waitpid(-1, 0)
-    except (ProcessLookupError, ChildProcessError):
-        return
-
-
-def processes(program: int) -> tuple[dict[int, str], dict[int, str]]:
-    """Return the states of a session's processes, and those of all others but this one, by number.
-
-    The program is the parent of its orphans, so all its processes descend from it until it ends. Once it has
-    ended, there are none, and whatever it left is among the others.
-    """
-    parents, states = {}, {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:
-            continue  # it ended meanwhile
-        if name != "1":
-            states[int(name)], parents[int(name)] = fields[0].decode(), int(fields[1])
-    theirs = {program} if states.get(program, "Z") not in "ZX" else set()
-    while more := {pid for pid, parent in parents.items() if parent in theirs} - theirs:
-        theirs |= more
-    found = {pid: states.pop(pid) for pid in theirs}
-    return found, states
-
-
-def kill_others(program: int) -> None:
-    """Kill and reap all processes but those of a session; all of them if they multiply too fast for that."""
-    deadline = time.monotonic() + KILLING_S
-    while program and time.monotonic() < deadline:
-        theirs, others = processes(program)
-        if not theirs:
-            break
-        for pid in others:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, os.WNOHANG)
-        if not others:
-            return
-        time.sleep(0.002)
-    kill_all()
-
-
-def signal_tree(program: int, number: int) -> None:
-    """Stop or continue all processes of a session; end them if they multiply too fast to be stopped.
-
-    A stopped process uses no time of a processor and no more memory. One in state D waits in the kernel.
-    """
-    done = "ZXTtD" if number == signal.SIGSTOP else "ZX"
-    deadline = time.monotonic() + KILLING_S
-    while time.monotonic() < deadline:
-        running = [pid for pid, state in processes(program)[0].items() if state not in done]
-        for pid in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        if not running or number == signal.SIGCONT:
-            return
-        time.sleep(0.002)
-    kill_all()

@@ -244,6 +244,7 @@ class Debugger(pdb.Pdb):
         self.note += "The program was interrupted; c goes on.\n"
         outer = frame
         while outer:
+            outer.f_trace = None  # before Python 3.10 a frame's line is out of date while this is set
             outer.f_trace = self.trace_dispatch
             outer = None if outer is self.botframe else outer.f_back
         self.set_step()

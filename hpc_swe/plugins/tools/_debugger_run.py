@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from hpc_swe.plugins.tools._debugger import OURS, Debugger
 from hpc_swe.plugins.tools._debugger_pipes import Channel, flush
 
-PYTEST_OPTIONS = ["-s", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider"]
+PYTEST_OPTIONS = ["-s", "-q", "--tb=short", "-p", "no:cacheprovider"]
 
 
 class Hooks:

@@ -2,15 +2,17 @@
 
 import json
 
+import msgspec
 import pytest
 
-from hpc_swe.plugins import load
+from hpc_swe.plugins import load, patch
 from hpc_swe.plugins.agents.tool_agent import ToolAgent
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.plugins.tools._breakable import refusal
 from hpc_swe.plugins.tools._breakpoints import moved_line
 from hpc_swe.plugins.tools._patterns import matches
 from hpc_swe.plugins.tools.base import ToolError, invoke
+from hpc_swe.records import TestPlan
 from tests.kit.debugging import task
 
 IGNORED = "# what nobody needs\nsecret*\n/build/\n!secret_not.py\n"
@@ -96,6 +98,26 @@ def test_a_tool_has_the_name_that_its_table_gives():
     agent = ToolAgent(tools=({"type": "evaluate", "name": "eval", "timeout_s": 1.0}, "pdb"), show_tools=True)
     shown = json.loads(agent.preface.tools)
     assert [each["function"]["name"] for each in shown] == ["eval", "pdb"] == agent.preface.names
+
+
+def test_methods_of_unittest_pass_for_agents_and_graders():
+    """pytest's plugin `debugging` has options that such tests ask for, so it must be loaded."""
+    tests = "import unittest\n\nfrom mod import f\n\n\nclass TestF(unittest.TestCase):\n"
+    tests += "    def test_f(self):\n        self.assertEqual(f(1), 2)\n"
+    plan = TestPlan(
+        command="python -m pytest -q test_f.py",
+        files={"test_f.py": tests},
+        fail_to_pass=["test_f.py::TestF::test_f"],
+        timeout_s=60.0,
+    )
+    of = msgspec.structs.replace(task(mod="def f(x):\n    return x\n", test_f=tests), tests=plan)
+    with Process().open(of) as sandbox:
+        evaluate = load("tools", {"type": "evaluate"})
+        assert "1 failed" in invoke(evaluate, "", sandbox, of)
+        sandbox.write("mod.py", b"def f(x):\n    return x + 1\n")
+        assert "1 passed" in invoke(evaluate, "", sandbox, of)
+        submitted = patch.take(of, sandbox, Process())
+    assert load("graders", {"type": "pytest"}).grade(of, submitted, Process()).outcome == "resolved"
 
 
 OLD = ["a\n", "b\n", "c\n", "d\n", "e\n"]

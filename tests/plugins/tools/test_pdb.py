@@ -1,5 +1,6 @@
 """The debugger, by the policy's calls, in both sandboxes: what programs do to it, and what it shows."""
 
+import sys
 import time
 
 import pytest
@@ -8,6 +9,7 @@ from hpc_swe.plugins import load
 from hpc_swe.plugins.tools.base import schema
 from tests.kit.checkout import IMAGES
 from tests.kit.debugging import CALC, TESTS, Session, made, require, session, task
+from tests.kit.waiting import until
 
 FILES = {"calc": CALC, "test_calc": TESTS}
 
@@ -212,8 +214,9 @@ def test_tests_that_cannot_be_collected_are_examined(debug: Session):
 
 
 def test_a_hang_is_interrupted_and_its_values_are_there(kind: str):
-    with run(kind, "n = 0\nwhile True:\n    n += 1\n", timeout_s=1.5) as debug:
+    with run(kind, "n = 0\nwhile True:\n    n += 1\n") as debug:
         debug.start("prog.py")
+        debug.hurry(0.5)
         said = debug("c")
         assert "[the program ran for " in said
         assert "The program was interrupted; c goes on." in said
@@ -225,24 +228,28 @@ def test_a_hang_is_interrupted_and_its_values_are_there(kind: str):
 
 
 def test_a_program_that_sleeps_is_interrupted(kind: str):
-    with run(kind, "import time\nx = 7\ntime.sleep(1000)\n", timeout_s=1.5) as debug:
+    with run(kind, "import time\nx = 7\ntime.sleep(1000)\n") as debug:
         debug.start("prog.py")
+        debug.hurry(0.5)
         assert "time.sleep(1000)" in debug("c")
         assert debug("p x") == "7"
 
 
 def test_a_hang_that_nothing_interrupts_ends_the_session(kind: str):
     program = "sum(range(10**15))\n"
-    with run(kind, program, timeout_s=1.5, grace_s=1.0) as debug:
+    with run(kind, program) as debug:
         debug.start("prog.py")
+        debug.hurry(0.5, 0.5)
         assert "It did not stop, so the session was ended." in debug("c")
+        debug.hurry(60.0)
         assert debug("p 1").startswith("The program was not running, and was started again.")
 
 
 def test_a_command_that_hangs_is_interrupted(kind: str):
-    with run(kind, "def spin():\n    while True:\n        pass\n\n\nx = 1\n", timeout_s=1.5) as debug:
+    with run(kind, "def spin():\n    while True:\n        pass\n\n\nx = 1\n") as debug:
         debug.start("prog.py")
         debug("n")
+        debug.hurry(0.5)
         assert "KeyboardInterrupt" in debug("p spin()")
         assert debug("!y = 5") == ""
         assert debug("p y") == "5"
@@ -354,9 +361,11 @@ def test_a_program_that_writes_to_every_file_ends_its_session_only(kind: str):
         "import os\nfor number in range(3, 5000):\n    try:\n        os.write(number, b'{' * 100)\n"
         "    except OSError:\n        pass\nx = 1\n"
     )
-    with run(kind, program, timeout_s=3.0, grace_s=1.0) as debug:
+    with run(kind, program) as debug:
         debug.start("prog.py")
+        debug.hurry(2.0, 0.5)
         assert "The session" in debug("c")
+        debug.hurry(60.0)
         assert "prog.py(1)<module>()" in debug("w")
 
 
@@ -425,32 +434,73 @@ def test_too_much_memory_ends_the_session(kind: str):
         assert debug.use("bash", command="echo alive").startswith("alive")
 
 
+SPINNING = """import ctypes, os, struct, time
+if os.fork() == 0:
+    TIMER
+    while True:
+        open("alive", "a").write("x")
+while not os.path.exists("alive"):
+    time.sleep(0.01)
+x = 1
+"""
+# A timer of the kernel that continues its process every ten milliseconds.
+TIMER = (
+    "import signal; signal.signal(signal.SIGCONT, lambda *_: None); "
+    "libc, number = ctypes.CDLL(None), ctypes.c_void_p(); "
+    "libc.timer_create(1, struct.pack('qii48x', 0, 18, 0), ctypes.byref(number)); "
+    "libc.timer_settime(number, 0, struct.pack('4q', 0, 10**7, 0, 10**7), None)"
+)
+
+
+def is_still(debug: Session) -> bool:
+    """Whether nothing writes to the file; process 1 sees to that a moment after an answer."""
+    size = len(debug.sandbox.read("alive"))
+    time.sleep(0.3)
+    return len(debug.sandbox.read("alive")) == size
+
+
 def test_its_processes_stand_still_between_calls(kind: str):
     if kind == "process":
         pytest.skip("it stops nothing")
-    program = (
-        "import os, time\nif os.fork() == 0:\n    while True:\n        open('alive', 'a').write('x')\n"
-        "while not os.path.exists('alive'):\n    time.sleep(0.01)\nx = 1\n"
-    )
-    with run(kind, program) as debug:
+    with run(kind, SPINNING.replace("TIMER", "pass")) as debug:
         debug.start("prog.py")
-        debug("b 7")
-        debug("c")
-        until = len(debug.sandbox.read("alive"))
-        for _ in range(3):  # process 1 stops them a moment after the answer
-            time.sleep(0.2)
-            until, before = len(debug.sandbox.read("alive")), until
-        assert until == before
-        debug("p 1")
-        assert debug.use("bash", command="true") == "[exit code 0]"
+        debug("tbreak 8")
+        assert "x = 1" in debug("c")
+        until(lambda: is_still(debug), "their rest")
+        assert debug("p 1") == "1"
+        assert debug.use("bash", command="kill -CONT -1; sleep 0.1") == "[exit code 0]"
+        until(lambda: is_still(debug), "their rest")
+        assert debug("p 1") == "1"
+
+
+def test_a_process_that_wakes_itself_costs_its_session(kind: str):
+    if kind == "process":
+        pytest.skip("it stops nothing")
+    with run(kind, SPINNING.replace("TIMER", TIMER)) as debug:
+        debug.start("prog.py")
+        debug("tbreak 8")
+        assert "x = 1" in debug("c")
+        until(lambda: time.sleep(1.0) or "The session is over" in debug("p 1"), "the session's end")
+
+
+def test_another_interpreter_runs_the_program(kind: str):
+    python = "/usr/bin/python3" if kind == "apptainer" else sys.executable
+    program = "import sys\nprint(sys.executable, sys.flags.isolated, sys.argv[1:])\n"
+    with run(kind, program, python=python) as debug:
+        assert "prog.py(1)<module>()" in debug.start("prog.py")
+        assert f"{python} 1 []" in debug("c")
+    if kind == "apptainer":
+        with run(kind, program, python="/nowhere/python") as debug:
+            assert "No such file or directory: '/nowhere/python'" in debug.start("prog.py")
 
 
 def test_a_program_that_forks_for_ever_costs_its_session_at_most(kind: str):
     if kind == "process":
         pytest.skip("it bounds nothing")
     program = "import os, time\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass\n"
-    with run(kind, program, timeout_s=2.0, grace_s=1.0) as debug:
+    with run(kind, program) as debug:
         debug.start("prog.py")
+        debug.hurry(1.0, 0.5)
         debug("c")
         assert debug.use("bash", command="echo alive", timeout_s=60).startswith("alive")
 

@@ -69,7 +69,7 @@ def test_the_seconds_of_all_calls_bound_a_session_s_calls(kind: str):
 def test_a_session_ends_with_the_agent_and_before_its_patch_is_taken(kind: str, end: str):
     of = task(spin=SPIN)
     agent = ToolAgent(
-        tools=({"type": "pdb", "timeout_s": 1.0, "grace_s": 5.0}, "submit"),
+        tools=({"type": "pdb", "timeout_s": 2.0, "grace_s": 5.0}, "submit"),
         max_turns=2 if end == "turns" else 3,
     )
     last = {"submit": call("submit"), "turns": GO, "error": EngineError("gone")}[end]
@@ -90,8 +90,9 @@ def test_a_session_ends_with_the_agent_and_before_its_patch_is_taken(kind: str, 
 def test_a_session_that_is_left_open_ends_with_its_sandbox(kind: str):
     of = task(spin=SPIN)
     before = set(alive())
-    with session(made(kind), of, timeout_s=1.0) as debug:
+    with session(made(kind), of) as debug:
         debug.start("spin.py")
+        debug.hurry(0.5)
         debug("c")
     until(lambda: set(alive()) <= before, "the end of the session's processes")
 
@@ -110,3 +111,12 @@ def test_a_session_ends_when_its_worker_is_killed(kind: str, state: str, tmp_pat
     worker.send_signal(signal.SIGKILL)
     worker.wait(60)
     until(lambda: not [pid for pid, born in found.items() if born and start_time(pid) == born], "their end")
+
+
+@pytest.mark.slow
+def test_many_sessions_of_which_some_are_killed_leave_nothing():
+    require("apptainer")
+    line = [sys.executable, "-m", "tests.bench.debug_soak", "--episodes", "32", "--killed", "10"]
+    done = subprocess.run(line, env=checkout.environment(), stdout=subprocess.PIPE, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout
+    assert "left: nothing" in done.stdout

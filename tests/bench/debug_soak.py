@@ -1,0 +1,253 @@
+"""Debug in a thousand episodes, end a hundred of them by force, and count what is left of them.
+
+    python -m tests.bench.debug_soak
+    python -m tests.bench.debug_soak --episodes 100 --killed 10 --kind process
+
+Eight episodes run at a time in one worker, as in a rollout job: `tool_agent`, the real sandbox, the real
+debugger, and scripted replies. Programs hang, fork daemons, flood, crash and are tested by pytest. A fate
+befalls an episode at a random moment: its program, process 1 of its sandbox, its container or its worker is
+killed, which also ends what the other threads of that worker do; another worker then takes the rest.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from hpc_swe.errors import SandboxError
+from hpc_swe.plugins import patch
+from hpc_swe.plugins.agents.base import Reply
+from hpc_swe.plugins.agents.tool_agent import ToolAgent
+from hpc_swe.plugins.sandboxes._session import end_namespace, namespace_pids
+from hpc_swe.plugins.sandboxes.base import Sandbox
+from hpc_swe.processes import descendants, start_time
+from hpc_swe.records import Message, Task, ToolCall
+from tests.kit.checkout import environment
+from tests.kit.debugging import CALC, TESTS, made, task
+
+LANES = 8
+FATES = ["program"] * 6 + ["first"] * 3 + ["container"]
+EVERY = 100
+"""Episodes after which a worker says how large it is."""
+PATIENCE_S = 120.0
+PR_SET_CHILD_SUBREAPER = 36
+PROGRAMS = {
+    "ends": "print('begun')\nfor n in range(100):\n    x = n\nprint('ended')\n",
+    "hangs": "n = 0\nwhile True:\n    n += 1\n",
+    "leaves": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        "
+    "time.sleep(1000)\n    os._exit(0)\nos.wait()\nx = 1\n",
+    "floods": "print('x' * 2_000_000)\nx = 1\n",
+    "crashes": "def f(x):\n    return 1 / x\n\n\nf(0)\n",
+}
+AGENT = ToolAgent(
+    tools=({"type": "pdb", "timeout_s": 1.0, "grace_s": 2.0}, "rewrite", "evaluate", "submit"), max_turns=20
+)
+
+
+def call(name: str, **arguments: object) -> Reply:
+    return Reply("", [ToolCall(name=name, arguments=json.dumps(arguments))])
+
+
+def replies(number: int) -> list[Reply]:
+    """What the policy does in an episode."""
+    if number % 6 == 5:
+        calls = [
+            ("start", "test_calc.py::test_total"),
+            ("b calc.py:12", ""),
+            ("c", ""),
+            ("p result", ""),
+            ("c", ""),
+        ]
+    else:
+        name = list(PROGRAMS)[number % 6]
+        calls = [
+            ("start", f"{name}.py"),
+            ("b 2", ""),
+            ("c", ""),
+            ("n", ""),
+            ("w", ""),
+            ("c", ""),
+            ("p 1", ""),
+        ]
+    made = [call("pdb", command=command, file=file or None) for command, file in calls]
+    edit = call("rewrite", path="calc.py", start=1, end=0, new_code="# new\n")
+    return [*made, *([call("evaluate"), edit] if number % 12 == 5 else [edit]), *made[1:3], call("submit")]
+
+
+class Script:
+    """The policy; at one of its turns a fate is set off, which befalls the episode a moment later."""
+
+    def __init__(self, number: int, fate: str, sandbox: Sandbox) -> None:
+        self.left, self.fate, self.sandbox = replies(number), fate, sandbox
+        self.turn = random.randrange(1, len(self.left)) if fate else -1
+        self.timer = threading.Timer(random.uniform(0.0, 0.5), self.befall)
+
+    def __call__(self, messages: Sequence[Message], tools: str = "") -> Reply:
+        self.turn -= 1
+        if self.turn == 0:
+            self.timer.start()
+        return self.left.pop(0)
+
+    def befall(self) -> None:
+        if self.fate == "worker":
+            os.kill(os.getpid(), signal.SIGKILL)
+        container = self.sandbox._container._process.pid
+        inside = {pid: numbers for pid in descendants(container) if len(numbers := namespace_pids(pid)) == 3}
+        # A pid in the sandbox's own namespace ends the list; 1 is that namespace's first.
+        theirs = [pid for pid, numbers in inside.items() if (numbers[-1] == "1") == (self.fate == "first")]
+        if self.fate == "container":
+            end_namespace(container)
+        elif theirs:
+            with suppress(ProcessLookupError):
+                os.kill(random.choice(theirs), signal.SIGKILL)
+
+
+def play(kind: str, number: int, fate: str, of: Task) -> str:
+    try:
+        sandboxes = made(kind)
+        with sandboxes.open(of) as sandbox:
+            script = Script(number, fate, sandbox)
+            result = AGENT.solve(of, sandbox, script)
+            if script.timer.is_alive():
+                script.timer.join()
+            patch.take(of, sandbox, sandboxes)
+            return str(result.exit_status)
+    except SandboxError:
+        return "host"
+
+
+def work(kind: str, words: list[str]) -> None:
+    """Be a worker: play the episodes NUMBER or NUMBER:FATE, LANES at a time, and say how they go."""
+    of = task(calc=CALC, test_calc=TESTS, **PROGRAMS)
+    done = 0
+    lock = threading.Lock()
+
+    def one(word: str) -> None:
+        nonlocal done
+        number, _, fate = word.partition(":")
+        say(f"begun {word}")
+        outcome = play(kind, int(number), fate, of)
+        say(f"ended {number} {outcome}")
+        with lock:
+            done += 1
+            if done % EVERY == 0 or done == len(words):
+                files = len(os.listdir("/proc/self/fd"))
+                say(f"size {done} {memory_mb():.1f} {files} {threading.active_count()}")
+
+    with ThreadPoolExecutor(LANES) as pool:
+        list(pool.map(one, words))
+
+
+def say(line: str) -> None:
+    os.write(1, f"{line}\n".encode())
+
+
+def memory_mb() -> float:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+
+
+class Left:
+    """What is on this machine that was not there before."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+        self.before = self.now()
+
+    def now(self) -> set[str]:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+        found = {line for line in mounts if "apptainer" in line or "fuse" in line or "/tmp/root" in line}
+        found |= {str(path) for path in self.scratch.rglob("*")}
+        alive = [pid for pid in descendants(os.getpid()) if start_time(pid)]
+        for pid in alive:
+            with suppress(OSError):
+                found.add(f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_bytes()[:100]!r}")
+        return found
+
+    def wait(self) -> set[str]:
+        deadline = time.monotonic() + PATIENCE_S
+        while (left := self.now() - self.before) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return left
+
+
+def drawn(kind: str, episodes: int, killed: int) -> dict[int, str]:
+    """Return which episodes have a fate; workers die early, so that the last one shows whether it grows."""
+    chosen = sorted(random.sample(range(episodes), killed))
+    early, late = chosen[: killed // 10], chosen[killed // 10 :]
+    fates = dict.fromkeys(early, "worker")
+    return fates if kind == "process" else fates | {n: random.choice(FATES) for n in late}
+
+
+def run_workers(kind: str, fates: dict[int, str], episodes: int, scratch: str) -> dict[str, str]:
+    """Let one worker after the other take the episodes that have not begun; return how each ended."""
+    words = {str(n): f"{n}:{fates[n]}" if n in fates else str(n) for n in range(episodes)}
+    outcomes: dict[str, str] = {}
+    workers = 0
+    while words:
+        workers += 1
+        line = [sys.executable, "-m", "tests.bench.debug_soak", "--kind", kind, "--work", *words.values()]
+        worker = subprocess.Popen(line, stdout=subprocess.PIPE, env=environment(TMPDIR=scratch), text=True)
+        assert worker.stdout is not None
+        for said in worker.stdout:
+            match said.split():
+                case ["begun", word]:
+                    number = word.partition(":")[0]
+                    del words[number]
+                    outcomes[number] = "ended with its worker"
+                case ["ended", number, outcome]:
+                    outcomes[number] = outcome
+                case ["size", *figures]:
+                    print(
+                        f"  worker {workers}: episodes, MB, files, threads: {' '.join(figures)}", flush=True
+                    )
+        worker.wait()
+    return outcomes
+
+
+def soak(kind: str, episodes: int, killed: int) -> bool:
+    """Run all, print what happened, and return whether nothing is left."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    fates = drawn(kind, episodes, killed)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        left = Left(Path(name))
+        outcomes = run_workers(kind, fates, episodes, name)
+        found = left.wait()
+    others = Counter(outcome for number, outcome in outcomes.items() if int(number) not in fates)
+    print(f"{kind}: {episodes} episodes in {time.monotonic() - began:.0f} s")
+    print(f"fates: {dict(Counter(fates.values()))}")
+    print(f"outcomes: {dict(Counter(outcomes.values()))}; of those without a fate: {dict(others)}")
+    print(f"left: {sorted(found) or 'nothing'}")
+    return not found and len(outcomes) == episodes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--episodes", type=int, default=1000)
+    parser.add_argument("--killed", type=int, default=100)
+    parser.add_argument("--kind", default="apptainer", choices=["apptainer", "process"])
+    parser.add_argument("--work", nargs="*", help=argparse.SUPPRESS)
+    words = parser.parse_args()
+    if words.work is not None:
+        work(words.kind, words.work)
+        return 0
+    return 0 if soak(words.kind, words.episodes, words.killed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
