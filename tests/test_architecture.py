@@ -50,7 +50,7 @@ BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe/roles/rollout": 1_190,
     "hpc_swe/runs": 1_610,
     "hpc_swe/store": 1_490,
-    "hpc_swe/tasks": 1_690,
+    "hpc_swe/tasks": 2_570,
     "jobs": 770,
 }
 HEAVY = {"torch", "vllm", "megatron", "transformers", "submitit", "tensorboard", "datasets"}

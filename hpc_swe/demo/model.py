@@ -157,6 +157,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
+    context = SIZES["max_position_embeddings"]
+    parser.add_argument("--context", type=int, default=context, help="longest conversation in tokens")
     options = cli.parse(parser)
     folder = options.out.with_name(f"{options.out.name}.tmp")
     shutil.rmtree(folder, ignore_errors=True)
@@ -164,7 +166,7 @@ def main() -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     tokenizer = make_tokenizer(texts(folder))
     save_tokenizer(tokenizer, folder)
-    parameters = save_model(tokenizer, folder, options.seed)
+    parameters = save_model(tokenizer, folder, options.seed, max_position_embeddings=options.context)
     for path in folder.iterdir():
         path.chmod(0o644)  # save_pretrained lets only their owner read the weights
     folder.rename(options.out)

@@ -15,6 +15,11 @@ START, END = ">>>>> Start Test Output", ">>>>> End Test Output"
 """Marks that an eval script prints before and after the tests."""
 Record = str | dict[str, Any]
 """A line of JSON, or a mapping of column to value."""
+SET_UP = ["conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"]
+SET_UP += ["setup.py", "pyproject.toml", "sitecustomize.py", "usercustomize.py", ".gitattributes"]
+SET_UP += ["*.pth", "*.pyc", "*.so", "*.dist-info/*", "*.egg-info/*", "*.egg-link"]
+SET_UP += ["tests/*", "test/*", "testing/*", "e2e/*"]
+"""Files that set up tests or their runner. No reference of SWE-bench changes folders of these names."""
 _NO_TESTS = {".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml"}
 
 
@@ -62,8 +67,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Shell line; the names of the test files follow."""
     log_parser: str
     """Name of swebench's parser, for example parse_log_pytest."""
-    labels: Literal["files", "modules"] = "files"
-    """Form of the tests' names: tests/a/test_b.py, or a.test_b."""
+    labels: Literal["files", "modules", "none"] = "files"
+    """Form of the tests' names: tests/a/test_b.py, or a.test_b; none if the command itself has them."""
     root: str = "tests/"
     """First part of a path that labels of the form `modules` leave out."""
     set_up: list[str] = []
@@ -216,7 +221,7 @@ def script(row: Row, patch: TestPatch, recipe: Recipe, workdir: str) -> str:
             *remove,
             f"git apply --verbose - <<'{end}'\n{row.test_patch.rstrip(chr(10))}\n{end}",
             f": '{START}'",
-            f"{recipe.command} {shlex.join(_labels(patch.files, recipe))}",
+            f"{recipe.command} {shlex.join(_labels(patch.files, recipe))}".rstrip(),
             f": '{END}'",
             *restore,
             "",
@@ -237,6 +242,8 @@ def find_marks(task_id: str, script: list[str]) -> tuple[int, int]:
 
 
 def _labels(files: list[str], recipe: Recipe) -> list[str]:
+    if recipe.labels == "none":
+        return []
     tests = [path for path in files if PurePosixPath(path).suffix not in _NO_TESTS]
     if recipe.labels == "files":
         return tests

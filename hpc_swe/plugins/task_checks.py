@@ -117,8 +117,8 @@ def create(path: Path) -> None:
         path.open("ab").close()
 
 
-def append(path: Path, verdict: TaskCheck) -> None:
-    """Add a line and sync it to disk, after removing a line that an earlier process left unfinished.
+def append(path: Path, verdict: msgspec.Struct) -> None:
+    """Add a record as a line and sync it to disk, after removing a line that was left unfinished.
 
     Raises:
         StorageError: The line cannot be written.

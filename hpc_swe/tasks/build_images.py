@@ -61,14 +61,35 @@ def run(store: ImageStore, source: ImageSource, problems: Sequence[Problem], job
     return failed
 
 
-def _source(arguments: argparse.Namespace, sandbox: ImageSandboxes) -> ImageSource:
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a recipe for images that needs no registry."""
+    recipe = parser.add_argument_group("images from a local recipe")
+    recipe.add_argument("--requirements", type=Path, help="file of the packages that the tests need, for pip")
+    recipe.add_argument("--wheels", type=Path, help="folder of wheels (default: pip's configured index)")
+    recipe.add_argument("--base", type=Path, help="unpacked base image (default: python-pytest beside them)")
+    recipe.add_argument(
+        "--set-up",
+        action="append",
+        default=[],
+        metavar="LINE",
+        help="shell line that runs in each image's repository, without network; files that it adds stay",
+    )
+
+
+def recipe(arguments: argparse.Namespace, repository: Path, sandbox: ImageSandboxes) -> Built:
+    """Return the source of images that the options of a recipe describe."""
     images = Path(sandbox.images)
+    base = arguments.base or images / "python-pytest"
+    set_up = tuple(arguments.set_up)
+    return Built(images, base, repository, arguments.requirements, arguments.wheels, set_up, sandbox)
+
+
+def _source(arguments: argparse.Namespace, sandbox: ImageSandboxes) -> ImageSource:
     if arguments.source:
         return Pulled(arguments.source, sandbox)
     if not arguments.repository or not arguments.requirements:
         raise ConfigError("name a source of images: --from, or --repository with --requirements")
-    base = arguments.base or images / "python-pytest"
-    return Built(images, base, arguments.repository, arguments.requirements, arguments.wheels)
+    return recipe(arguments, arguments.repository, sandbox)
 
 
 @cli.command
@@ -82,7 +103,7 @@ def main() -> int:
     parser.add_argument("words", nargs="+", help="TOML files, then overrides such as tasks.train=5")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="images at a time")
     parser.add_argument("--keep-leaks", action="store_true", help="also build images that show the solution")
-    pulled = parser.add_argument_group("from existing images")
+    pulled = parser.add_argument_group("images from existing ones")
     pulled.add_argument(
         "--from",
         dest="source",
@@ -90,11 +111,8 @@ def main() -> int:
         help="docker://HOST/NAME/{image}:TAG, docker-archive:FILE, oci-archive:FILE, oci:FOLDER or a .sif; "
         "{image} is filled in",
     )
-    recipe = parser.add_argument_group("from a local recipe")
-    recipe.add_argument("--repository", type=Path, help="git repository with the base commits")
-    recipe.add_argument("--requirements", type=Path, help="packages of the environment")
-    recipe.add_argument("--wheels", type=Path, help="folder of wheels (default: pip's configured index)")
-    recipe.add_argument("--base", type=Path, help="unpacked base image (default: python-pytest beside them)")
+    parser.add_argument("--repository", type=Path, help="git repository with the base commits, for a recipe")
+    add_recipe(parser)
     arguments = cli.parse(parser)
     sandbox, problems = wanted(configuration.from_words(arguments.words))
     store = ImageStore(Path(sandbox.images), arguments.keep_leaks)

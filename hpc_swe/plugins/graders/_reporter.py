@@ -316,7 +316,10 @@ class Listener:
     def _implementations(self) -> Any:
         """Return name, implementation and function of each hook that takes part in making a report."""
         prefixes = ("pytest_runtest", "pytest_pyfunc", "pytest_collection_m", "pytest_make")
-        hooks = sorted(item for item in vars(self._config.hook).items() if item[0].startswith(prefixes))
+        relay = (
+            self._config.pluginmanager.hook
+        )  # pytest 7 and 8 keep only hooks that were called in config.hook
+        hooks = sorted(item for item in vars(relay).items() if item[0].startswith(prefixes))
         return [(name, one, one.function) for name, hook in hooks for one in hook.get_hookimpls()]
 
 

@@ -323,6 +323,14 @@ def _names(kind: str, test: str, doc: str, wanted: set[str]) -> set[str]:
     return wanted & {f"{method} ({owner})", f"{method} ({test})", doc.strip(), test} - {""}
 
 
+def by_name_in_logs(parsed: ParsedRun) -> dict[str, str]:
+    """Return each test's worst outcome, by its name as swebench's parser of pytest cuts it at a blank."""
+    found: dict[str, str] = {}
+    for test, outcome in sorted(parsed.outcomes.items(), key=lambda item: _WORST_LAST.index(item[1])):
+        found[test.partition(" ")[0]] = outcome
+    return found
+
+
 def _head(name: str) -> str:
     """Return the part of a name that no parser of pytest cuts."""
     return re.split(r"[\[\s]", name, maxsplit=1)[0]

@@ -50,6 +50,18 @@ class Regrader(Protocol):
         """Return versions that the reference, which resolves the task, fails; or none and the reason."""
 
 
+@runtime_checkable
+class OutcomeReporter(Protocol):
+    """A grader that reports every test of a run, also tests that the task does not name."""
+
+    def outcomes(self, task: Task, patch: str, sandboxes: Sandboxes) -> tuple[dict[str, str], str]:
+        """Return test -> outcome, named as in the task's lists; or nothing and the reason.
+
+        Raises:
+            SandboxError: The host failed.
+        """
+
+
 @dataclass(frozen=True)
 class GradedPatch:
     """A patch of an attempt at a task, together with the score that a grader gave it."""

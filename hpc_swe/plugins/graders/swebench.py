@@ -35,13 +35,9 @@ from hpc_swe.plugins.graders.base import DISAGREES, SILENT, GradedPatch, ending
 from hpc_swe.plugins.hidden_tests import Version
 from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
 from hpc_swe.plugins.second_run import run_reliably
+from hpc_swe.plugins.swebench_rows import SET_UP
 from hpc_swe.records import Score, Task
 
-SET_UP = ["conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"]
-SET_UP += ["setup.py", "pyproject.toml", "sitecustomize.py", "usercustomize.py", ".gitattributes"]
-SET_UP += ["*.pth", "*.pyc", "*.so", "*.dist-info/*", "*.egg-info/*", "*.egg-link"]
-SET_UP += ["tests/*", "test/*", "testing/*", "e2e/*"]
-"""Files that set up tests or their runner. No reference of SWE-bench changes folders of these names."""
 _STEP_S = 120.0
 _MOST_BASES = 64
 _bases: dict[tuple[bytes, str], ParsedRun] = {}
@@ -71,12 +67,16 @@ class Swebench(Plugin, frozen=True, kw_only=True):
     def examine(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
         """Grade a patch and run the tests even when it is empty, which shows that a task can be failed."""
         started = time.monotonic()
-        test_run = run_reliably(
-            lambda: _run_tests(task, patch, sandboxes), lambda run: run.timed_out, task.tests.timeout_s
-        )
-        test_run = _accuse(task, test_run, sandboxes)
+        test_run = _run_and_accuse(task, patch, sandboxes)
         score = self._score(task, patch, test_run, time.monotonic() - started)
         return self._regrade(task, patch, sandboxes, score) if score.outcome == "resolved" else score
+
+    def outcomes(self, task: Task, patch: str, sandboxes: Sandboxes) -> tuple[dict[str, str], str]:
+        """Return how each test ended, whether or not the task names it; or nothing and the reason."""
+        test_run = _run_and_accuse(task, patch, sandboxes)
+        if test_run.parsed.complaint:
+            return {}, f"{test_run.parsed.complaint}: {test_run.output}"
+        return _swebench.by_name_in_logs(test_run.parsed), ""
 
     def changed_tests(self, task: Task, reference: str, sandboxes: Sandboxes) -> tuple[list[Version], str]:
         """Return versions of the hidden tests that the reference fails; or none and the reason."""
@@ -154,6 +154,14 @@ class _TestRun:
     timed_out: bool = False
     touched: frozenset[str] = frozenset()
     """Files that the patch changes, and the empty name, which stands for code that is in no file."""
+
+
+def _run_and_accuse(task: Task, patch: str, sandboxes: Sandboxes) -> _TestRun:
+    """Run the tests once, or twice when the host may have spoiled the first run."""
+    test_run = run_reliably(
+        lambda: _run_tests(task, patch, sandboxes), lambda run: run.timed_out, task.tests.timeout_s
+    )
+    return _accuse(task, test_run, sandboxes)
 
 
 def _accuse(task: Task, test_run: _TestRun, sandboxes: Sandboxes) -> _TestRun:

@@ -5,9 +5,9 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 import msgspec
@@ -30,6 +30,8 @@ _CONDA = """conda() { case "$1" in activate) . "/opt/miniconda3/envs/$2/bin/acti
 _FILES = ("docker-archive:", "oci-archive:", "oci:")
 _TRIAL_S = 120.0
 _INCOMPLETE = 2  # exit code of unsquashfs that cannot make devices, which no sandbox takes from its image
+_SET_UP_S = 1800.0
+_MADE = ".git/made"
 _CHECK_VERSION = "import sys; sys.exit(sys.version_info < (3, 10))"
 _environment_lock = threading.Lock()
 
@@ -69,6 +71,10 @@ class Built:
     """Requirements file that pip installs into the environment."""
     wheels: Path | None = None
     """Folder that pip installs from; None is where pip is configured to look."""
+    set_up: tuple[str, ...] = ()
+    """Shell lines that run in the repository when an image is made; the files that they add there stay."""
+    sandbox: ImageSandboxes | None = None
+    """Sandboxes in which `set_up` runs; they must be given with it."""
     keeps_folder: bool = True
 
     def origin(self, task: Task) -> str:
@@ -82,7 +88,8 @@ class Built:
         with boundary(ConfigError, "read --requirements and --wheels"):
             wheels = sorted(path.name for path in self.wheels.iterdir()) if self.wheels else []
             requirements = self.requirements.read_text(encoding="utf-8")
-        return _digest(EDITION, str(self.base), self.base.stat().st_mtime_ns, requirements, wheels)
+        values = (EDITION, str(self.base), self.base.stat().st_mtime_ns, requirements, wheels)
+        return _digest(*values, self.set_up) if self.set_up else _digest(*values)
 
     def lay_out(self, task: Task, exact: Collection[str], work: Path) -> list[str]:
         """Link the environment's files, which all images share, and stage the repository."""
@@ -91,6 +98,8 @@ class Built:
             environment = self._environment(self.digest(task), task.workdir, work)
         _copy(environment, tree)
         stage(self.repository, task.base_commit, tree / task.workdir.lstrip("/"))
+        if self.set_up and self.sandbox:
+            _add_made_files(self.sandbox, msgspec.structs.replace(task, image=tree.name), self.set_up, work)
         return []
 
     def _environment(self, digest: str, workdir: str, work: Path) -> Path:
@@ -98,14 +107,15 @@ class Built:
         done = self.images / f".environment-{digest}"
         if not done.exists():
             tree = work / "environment"
-            _copy(self.base, tree)
+            _copy(self.base.resolve(), tree)
             self._install(tree, workdir)
             tree.rename(done)
         return done
 
     def _install(self, tree: Path, workdir: str) -> None:
         """Install with the pip of this interpreter, so that nothing of the image runs."""
-        version = _python(tree)
+        python = _python(tree)
+        version = python.name.removeprefix("python")
         environment = tree / ENVIRONMENT
         packages = environment / f"lib/python{version}/site-packages"
         packages.mkdir(parents=True)
@@ -118,8 +128,8 @@ class Built:
         (packages / "testbed.pth").write_text(f"{workdir}\n{workdir}/src\n")
         (environment / "bin").mkdir()
         for name in ("python", "python3", f"python{version}"):
-            (environment / "bin" / name).symlink_to(f"/usr/bin/python{version}")
-        (environment / "pyvenv.cfg").write_text(f"home = /usr/bin\nversion = {version}\n")
+            (environment / "bin" / name).symlink_to(python)
+        (environment / "pyvenv.cfg").write_text(f"home = {python.parent}\nversion = {version}\n")
         (environment / "bin/activate").write_text(_ACTIVATE.format(environment=ENVIRONMENT))
         (tree / "opt/miniconda3/bin").mkdir(parents=True)
         (tree / "opt/miniconda3/bin/activate").write_text(_CONDA)
@@ -216,12 +226,36 @@ def _digest(*values: object) -> str:
     return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
-def _python(tree: Path) -> str:
-    found = [re.fullmatch(r"python(3\.\d+)", path.name) for path in (tree / "usr/bin").glob("python3.*")]
-    versions = [match[1] for match in found if match]
-    if len(versions) != 1:
-        raise ConfigError(f"--base {tree}: usr/bin must have exactly one Python, and has {versions}")
-    return versions[0]
+def _python(tree: Path) -> PurePosixPath:
+    """Return where an image has its Python, as its programs see it."""
+    for folder in ("usr/local/bin", "usr/bin"):  # in the order in which they stand on the PATH
+        found = [path.name for path in (tree / folder).glob("python3.*") if path.suffix[1:].isdecimal()]
+        if len(found) > 1:
+            raise ConfigError(f"--base {tree}: {folder} must have exactly one Python, and has {found}")
+        if found:
+            return PurePosixPath("/", folder, found[0])
+    raise ConfigError(f"--base {tree}: there is no Python in usr/local/bin or usr/bin")
+
+
+def _add_made_files(sandbox: ImageSandboxes, task: Task, lines: Sequence[str], work: Path) -> None:
+    """Run shell lines in a sandbox of the image in `work`, and add the files that they make to the image.
+
+    Tracked files stay as they are in the base commit. Links and empty folders are not added.
+    """
+    folder = (work / task.image / task.workdir.lstrip("/")).resolve()
+    command = ["set -e", f". /{ENVIRONMENT}/bin/activate", *lines, "git reset --quiet --hard"]
+    listing = f"git ls-files -z --others > {_MADE}"
+    with boundary(HpcSweError, "run the set-up lines"), sandbox.for_trial(work).open(task) as opened:
+        done = opened.run("\n".join([*command, listing]), _SET_UP_S)
+        if done.exit_code:
+            raise HpcSweError(f"the set-up lines failed: exit code {done.exit_code}: {done.output[-1000:]}")
+        for name in opened.read(_MADE).decode().split("\0")[:-1]:
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.parent.resolve().is_relative_to(folder):
+                raise HpcSweError(f"the set-up lines made {name!r} outside the repository")
+            path.write_bytes(opened.read(name))
+            path.chmod(0o755)
 
 
 def _copy(tree: Path, to: Path) -> None:

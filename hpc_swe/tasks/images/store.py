@@ -66,7 +66,7 @@ class ImageStore:
         """
         task = problem.task
         digest = source.digest(task)
-        if self._has(task, digest):
+        if self.has(task, digest):
             return False
         with self._scratch() as work:
             tree, sif = work / "tree", work / "image.sif"
@@ -92,6 +92,12 @@ class ImageStore:
             )
             self._put(work, done, source.keeps_folder)
         return True
+
+    def discard(self, task: Task) -> None:
+        """Remove the image of a task, its manifest first."""
+        self._manifest(task.image).unlink(missing_ok=True)
+        self._sif(task.image).unlink(missing_ok=True)
+        remove(self.images / task.image)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -142,7 +148,8 @@ class ImageStore:
             (work / "tree").rename(folder)
         (work / "manifest").rename(manifest)
 
-    def _has(self, task: Task, digest: str) -> bool:
+    def has(self, task: Task, digest: str) -> bool:
+        """Tell whether there is an image of the task, made of what the digest stands for."""
         try:
             made = msgspec.json.decode(self._manifest(task.image).read_bytes(), type=ImageManifest)
         except (OSError, msgspec.MsgspecError):

@@ -1,0 +1,232 @@
+"""Make tasks of a git history: python -m hpc_swe.tasks.mine_history REPOSITORY --out FOLDER.
+
+Commits that change code and tests become rows in the form of SWE-bench, so that the taskset, the grader and
+the checks of SWE-bench work for them. Each candidate is tried in a sandbox of its own image. A verdict is
+written as soon as it is known, so the same command continues after an interruption.
+"""
+
+import argparse
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
+from pathlib import Path
+
+import msgspec
+
+from hpc_swe import cli, tables
+from hpc_swe import config as configuration
+from hpc_swe.errors import ConfigError, StorageError, boundary
+from hpc_swe.plugins import task_checks
+from hpc_swe.plugins.graders.base import OutcomeReporter
+from hpc_swe.plugins.sandboxes.base import ImageSandboxes, WatchedSandboxes
+from hpc_swe.screen import bars, console, say
+from hpc_swe.settings import RunConfig
+from hpc_swe.tasks import history, mining
+from hpc_swe.tasks.build_images import add_recipe, recipe
+from hpc_swe.tasks.history import REFUSALS, Candidate, Commit, RefusedCommit
+from hpc_swe.tasks.images.store import ImageStore
+from hpc_swe.tasks.mining import VERDICTS, ImageBuilder, Trial, TriedCommit
+
+COMMAND = "python -m pytest -rA --tb=short --continue-on-collection-errors"
+EVAL_SHARE = 8
+"""One task in so many is held out; these are the youngest ones."""
+PROMPT = """The repository in {workdir} needs the change that is described below.
+
+<change>
+{problem_statement}
+</change>
+
+Make this change. Hidden tests decide: those of the change must pass, and those that pass today must go on
+passing. Changes to tests and to the set-up of the test runner are not counted. A command that begins with
+`. /opt/miniconda3/bin/activate; conda activate testbed;` finds the Python and the packages of the tests.
+"""
+"""Prompt of the tasks, written into their configuration."""
+
+
+def sift(
+    repository: Path, commits: Sequence[Commit], tests: Sequence[str], texts: dict[str, str]
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Return the candidates among the commits, and the name of the rule that refused each other commit."""
+    found: list[Candidate] = []
+    refused: dict[str, str] = {}
+    for commit in commits:
+        try:
+            parts = history.split(commit, tests)
+            found.append(history.candidate(repository, commit, parts, texts.get(commit.sha, "")))
+        except RefusedCommit as error:
+            refused[commit.sha] = error.why
+    return found, refused
+
+
+def run(trial: Trial, candidates: Sequence[Candidate], out: Path, jobs: int) -> list[TriedCommit]:
+    """Try every candidate without a verdict that holds, under a progress bar; return all verdicts.
+
+    Raises:
+        StorageError: The file cannot be written, or the disk is full.
+    """
+    task_checks.create(out)
+    known = mining.read(out)
+    todo = [one for one in candidates if not trial.is_known(one, known.get(one.commit.sha))]
+    with bars() as progress, ThreadPoolExecutor(jobs) as pool:
+        bar = progress.add_task("commits", total=len(candidates), completed=len(candidates) - len(todo))
+        futures = [pool.submit(trial.run, one) for one in todo]
+        try:
+            for future in as_completed(futures):
+                tried = future.result()
+                task_checks.append(out, tried)
+                known[tried.commit] = tried
+                progress.update(bar, description=f"{tried.commit[:12]}: {tried.verdict}", advance=1)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    return [known[one.commit.sha] for one in candidates]
+
+
+def write(folder: Path, tried: Sequence[TriedCommit], timeout_s: float) -> tuple[int, int]:
+    """Write rows, lists of ids and a configuration, oldest task first; return the numbers of both splits.
+
+    Raises:
+        StorageError: A file cannot be written.
+    """
+    made = [(one, one.row) for one in reversed(tried) if one.row is not None]
+    rows = [{**msgspec.to_builtins(row), "commit": one.commit, "created_at": one.date} for one, row in made]
+    ids = [row.instance_id for _, row in made]
+    held_out = max(len(ids) // EVAL_SHARE, len(ids) > 1)
+    splits = {"train": ids[: len(ids) - held_out], "eval": ids[len(ids) - held_out :]}
+    tree = {
+        "tasks": {split: len(names) for split, names in splits.items()},
+        "taskset": {
+            "type": "swebench",
+            "prompt": PROMPT,
+            "timeout_s": timeout_s,
+            **{split: {"rows": f"{folder}/rows.jsonl", "ids": f"{folder}/{split}.txt"} for split in splits},
+        },
+    }
+    texts = {f"{split}.txt": "".join(f"{name}\n" for name in names) for split, names in splits.items()}
+    texts["rows.jsonl"] = "".join(f"{json.dumps(row)}\n" for row in rows)
+    texts["taskset.toml"] = "\n".join(configuration.toml(tree)).lstrip() + "\n"
+    for name, text in texts.items():
+        temporary = folder / f".{name}.{os.getpid()}"
+        with boundary(StorageError, f"write {folder / name}"):
+            temporary.write_text(text, encoding="utf-8")
+            temporary.rename(folder / name)
+    return len(splits["train"]), len(splits["eval"])
+
+
+def show_candidates(commits: Sequence[Commit], refused: dict[str, str]) -> None:
+    """Print each commit with what is known of it before any trial."""
+    shown = tables.table(("commit", "date", "is", "files", "subject"))
+    for commit in commits:
+        what = refused.get(commit.sha, "a candidate")
+        shown.add_row(commit.sha[:12], commit.date[:10], what, str(len(commit.paths)), commit.subject[:60])
+    tables.show(console, shown)
+
+
+def show_counts(counts: Counter[str]) -> None:
+    """Print how many commits became tasks, or were refused, and why."""
+    shown = tables.table(("verdict", "means"), ("commits",))
+    for verdict, means in (*VERDICTS.items(), *REFUSALS.items()):
+        if counts[verdict]:
+            shown.add_row(verdict, means, str(counts[verdict]))
+    tables.show(console, shown)
+
+
+def _trial(arguments: argparse.Namespace, config: RunConfig) -> Trial:
+    if not isinstance(config.grader, OutcomeReporter):
+        raise ConfigError("[grader] must be one that reports every test: grader.type = 'swebench'")
+    images = None
+    config.sandbox.check()
+    if isinstance(config.sandbox, ImageSandboxes):
+        if arguments.requirements is None:
+            raise ConfigError(
+                "name the packages that the tests need: --requirements FILE; pytest is one of them"
+            )
+        source = recipe(arguments, arguments.repository, config.sandbox)
+        images = ImageBuilder(ImageStore(Path(config.sandbox.images)), source)
+    return Trial(
+        name=arguments.repository.resolve().name.removesuffix(".git"),
+        command=arguments.command,
+        timeout_s=arguments.timeout_s,
+        runs=max(1, arguments.runs),
+        grader=config.grader,
+        sandboxes=WatchedSandboxes(config.sandbox),
+        images=images,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hpc_swe.tasks.mine_history",
+        description="Make tasks of the commits of a git history that change code and tests.",
+    )
+    add = parser.add_argument
+    add("repository", type=Path, help="git repository, of which HEAD's history is read")
+    add(
+        "words",
+        nargs="*",
+        help="TOML files and overrides with sandbox and grader (default: configs/swebench.toml)",
+    )
+    add("--out", type=cli.folder, required=True, help="folder for rows, verdicts and a configuration")
+    add("--since", default="", metavar="DATE", help="only younger commits, as git log understands it")
+    add("--limit", type=int, metavar="N", help="only the N youngest candidates")
+    add(
+        "--tests",
+        action="append",
+        metavar="PATTERN",
+        help="paths of tests, where a star also matches slashes",
+    )
+    add(
+        "--issues", type=Path, metavar="FILE", help='a line {"commit": ID, "text": TEXT} for each description'
+    )
+    add(
+        "--command",
+        default=COMMAND,
+        help="runs pytest on the modules of tests that follow (default: %(default)s)",
+    )
+    add(
+        "--timeout-s",
+        type=float,
+        default=300.0,
+        help="seconds for the tests of a task (default: %(default)g)",
+    )
+    add("--runs", type=int, default=3, help="runs without and with the change (default: %(default)s)")
+    add("--jobs", type=int, default=1, help="candidates at a time (default: %(default)s)")
+    add("--dry-run", action="store_true", help="list the commits and run nothing")
+    add_recipe(parser)
+    return parser
+
+
+@cli.command
+def main() -> int:
+    """Make the tasks that the command line describes."""
+    os.umask(0o022)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    arguments = cli.parse(_parser())
+    commits = history.commits(arguments.repository, arguments.since)
+    texts = history.described(arguments.issues, commits) if arguments.issues else {}
+    candidates, refused = sift(arguments.repository, commits, arguments.tests or history.TESTS, texts)
+    if arguments.dry_run:
+        show_candidates(commits, refused)
+        say(f"{len(commits)} commits, {len(candidates)} candidates; nothing was run")
+        return 0
+    config = configuration.from_words(arguments.words or ["configs/swebench.toml"])
+    trial, folder = _trial(arguments, config), arguments.out
+    with trial.images.store.locked() if trial.images else nullcontext():
+        tried = run(trial, candidates[: arguments.limit], folder / "trials.jsonl", max(1, arguments.jobs))
+    for one in tried:
+        left_out = f"left out, since their runs differ: {', '.join(one.flaky)}" if one.flaky else ""
+        if one.verdict != "task" or left_out:
+            say(": ".join(filter(None, (one.commit[:12], one.verdict, one.reason or left_out))))
+    show_counts(Counter([*refused.values(), *(one.verdict for one in tried)]))
+    train, held_out = write(folder, tried, trial.timeout_s)
+    untried = len(candidates) - len(tried)
+    rest = f", {untried} candidates not tried (--limit)" if untried else ""
+    say(f"{len(commits)} commits{rest}; {train} tasks for training and {held_out} held out, in {folder}")
+    return 0 if train else 1
+
+
+if __name__ == "__main__":
+    main()
