@@ -97,7 +97,7 @@ def test_table_of_checked_tasks():
 
 def test_table_of_prepared_tasks():
     fields = {"instance_id": "i", "base_commit": "b", "problem_statement": "p", "patch": "", "test_patch": ""}
-    fields |= {"FAIL_TO_PASS": [], "PASS_TO_PASS": []}
+    fields |= {"FAIL_TO_PASS": ["t"], "PASS_TO_PASS": []}
     rows = [prepare.Prepared(Row(**fields, repo=LONG, version=f"{n}.0"), {}) for n in range(40)]
     lines = printed(prepare.overview(rows))
     assert starts(lines, LONG) >= 1, lines

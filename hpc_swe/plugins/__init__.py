@@ -44,12 +44,13 @@ def load(family: str, table: dict[str, Any]) -> Any:
     module, _, name = kind.partition(":") if ":" in kind else (f"hpc_swe.plugins.{family}.{kind}", "", "")
     try:
         plugin = getattr(importlib.import_module(module), name or kind.title().replace("_", ""))
-    except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
+    except (ModuleNotFoundError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and not (error.name and module.startswith(error.name)):
             raise  # the plugin exists, but something that it imports does not
-        raise _unknown(family, kind) from None
-    except AttributeError:
-        raise _unknown(family, kind) from None
+        raise ConfigError(
+            f"[{_table(family)}] has no type {kind!r}{suggestion(kind, known(family))}; "
+            f"known: {', '.join(known(family))}; for your own write type = 'package.module:Class'"
+        ) from None
     try:
         return convert(fields, plugin)
     except ValidationError as error:
@@ -81,10 +82,3 @@ def known(family: str) -> list[str]:
 
 def _table(family: str) -> str:
     return TABLES.get(family, family.removesuffix("s"))
-
-
-def _unknown(family: str, kind: str) -> ConfigError:
-    return ConfigError(
-        f"[{_table(family)}] has no type {kind!r}{suggestion(kind, known(family))}; "
-        f"known: {', '.join(known(family))}; for your own write type = 'package.module:Class'"
-    )

@@ -8,7 +8,7 @@ limit. Beyond a limit nothing is handed in, so a step that is not done in time i
 
 import json
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from hpc_swe.errors import SandboxError, boundary
@@ -56,14 +56,8 @@ for path, kind, target in json.load(open(NAME)):
 """
 
 
-class TooMuch(OSError):
-    """The changes exceed a limit, so that nothing is handed in."""
-
-
 def difference(task: Task, sandbox: Sandbox, clean: Sandbox) -> str:
-    """Return the agent's changes as git's diff, without files that the base commit itself ignores.
-
-    Ignored files, such as products of a build, are not the agent's work.
+    """Return the agent's changes as git's diff, without what the base commit ignores, like build products.
 
     Raises:
         OSError: The changes are too large to hand in, or the sandbox broke.
@@ -72,9 +66,11 @@ def difference(task: Task, sandbox: Sandbox, clean: Sandbox) -> str:
     found = _Comparison(sandbox, clean, _skipped(task, clean))
     found.walk()
     kept = found.kept()
-    gone = _tracked(clean, found.gone)
+    # Files that an image holds beside its commit do not count.
+    tracked = "xargs -0 -r git --literal-pathspecs ls-files -z --"
+    gone = _by_parts(lambda paths: _ask(clean, tracked, paths), found.gone)
     if len(kept) + len(gone) > MOST_CHANGED:
-        raise TooMuch(f"more than {MOST_CHANGED} files were changed")
+        raise OSError(f"more than {MOST_CHANGED} files were changed")
     if not kept and not gone:
         return ""
     base = _base_tree(clean, [*gone, *(path for path in kept if path in found.known)])
@@ -105,8 +101,7 @@ class _Comparison:
     def walk(self) -> None:
         """Compare every folder that both directories have."""
         pending = [""]
-        while pending:
-            folder = pending.pop()
+        for folder in pending:  # the loop extends the list
             theirs = self._theirs(folder)
             with boundary(SandboxError, f"list {folder or 'the work directory'} of the image"):
                 ours = self.clean.entries(folder)
@@ -114,12 +109,12 @@ class _Comparison:
                 path = f"{folder}/{name}" if folder else name
                 if _is_work(name) and path not in self.skipped:
                     new, old = (theirs or {}).get(name), ours.get(name)
-                    if new and old and new.is_folder and old.is_folder:
+                    if new and old and new.kind == old.kind == "folder":
                         pending.append(path)
                     else:
                         self._compare(path, new, old)
             if len(self.changed) + len(self.folders) + len(self.gone) > MOST_ASKED:
-                raise TooMuch(f"more than {MOST_ASKED} names differ")
+                raise OSError(f"more than {MOST_ASKED} names differ")
 
     def kept(self) -> list[str]:
         """Return changed files and links that the base commit does not ignore, those in new folders too."""
@@ -129,15 +124,15 @@ class _Comparison:
             kept += self._unignored(files, "", budget)
             folders = self._unignored(folders, "/", budget)
             if len(kept) > MOST_CHANGED:
-                raise TooMuch(f"more than {MOST_CHANGED} files were changed")
+                raise OSError(f"more than {MOST_CHANGED} files were changed")
             inside: dict[str, TreeEntry] = {}
             for folder in folders:
                 entries = self._theirs(folder) or {}
                 inside |= {f"{folder}/{name}": entry for name, entry in entries.items() if _is_work(name)}
                 if len(inside) > MOST_ASKED:
-                    raise TooMuch(f"more than {MOST_ASKED} names are new")
+                    raise OSError(f"more than {MOST_ASKED} names are new")
             files = [path for path, entry in inside.items() if entry.is_file_or_link]
-            folders = [path for path, entry in inside.items() if entry.is_folder]
+            folders = [path for path, entry in inside.items() if entry.kind == "folder"]
             self.changed |= {path: inside[path] for path in files}
             if not files and not folders:
                 break
@@ -158,9 +153,9 @@ class _Comparison:
                 self.known |= {path} if is_old else set()
         elif is_old:
             self.gone.append(path)
-        if old is not None and old.is_folder:
+        if old is not None and old.kind == "folder":
             self.gone += self._below(path)
-        if new is not None and new.is_folder:
+        if new is not None and new.kind == "folder":
             self.folders.append(path)
             self.replacing |= {path} if old is not None else set()
 
@@ -181,24 +176,22 @@ class _Comparison:
             entries = self.clean.entries(folder)
         for name, entry in entries.items():
             path = f"{folder}/{name}"
-            if entry.is_folder and path not in self.skipped:
+            if entry.kind == "folder" and path not in self.skipped:
                 yield from self._below(path)
             elif entry.is_file_or_link:
                 yield path
 
     def _unignored(self, paths: list[str], end: str, budget: list[int]) -> list[str]:
-        """Return the paths that the base commit does not ignore; tracked files are never ignored.
-
-        The clean sandbox is asked, since it has the base commit's rules. Names are given as ``./name``, since
-        git refuses names like ``:(top)x``.
-        """
+        """Return the paths that the base commit does not ignore; tracked files are never ignored."""
         budget[0] -= len(paths)
         budget[1] -= sum(map(len, paths))
         if min(budget) < 0:
-            raise TooMuch(f"more than {MOST_ASKED} names, or {MOST_NAMED} characters of them, are new")
-        asked = [path for path in paths if not _is_in(path, self.replacing)]
-        names = [f"./{path}{end}" for path in asked]
-        ignored = set(_by_parts(lambda part: _ignored(self.clean, part), names))
+            raise OSError(f"more than {MOST_ASKED} names, or {MOST_NAMED} characters of them, are new")
+        inside = tuple(f"{folder}/" for folder in self.replacing)
+        # The clean sandbox has the base commit's rules. Git refuses names like ``:(top)x`` without ``./``.
+        names = [f"./{path}{end}" for path in paths if not f"{path}/".startswith(inside)]
+        check = "git check-ignore -z --stdin"
+        ignored = set(_by_parts(lambda part: _ask(self.clean, check, part, (0, 1)), names))
         return [path for path in paths if f"./{path}{end}" not in ignored]
 
 
@@ -206,18 +199,8 @@ def _is_work(name: str) -> bool:
     return name not in IGNORED and name.isprintable()
 
 
-def _is_in(path: str, folders: set[str]) -> bool:
-    return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
-
-
 def _skipped(task: Task, clean: Sandbox) -> set[str]:
-    """Return the paths in which an agent's work does not count: ignored ones and submodules.
-
-    Git cannot make a diff of files in a submodule, and refuses to answer about them.
-
-    Raises:
-        SandboxError: The image has no repository, or git fails; no agent is to blame.
-    """
+    """Return the paths in which work does not count: ignored ones, and submodules, which git cannot diff."""
     head = clean.run("git rev-parse --quiet --verify HEAD", _STEP_S)
     if head.exit_code:
         raise SandboxError(f"image {task.image} holds no repository in {task.workdir}: {head.output[-200:]}")
@@ -236,58 +219,31 @@ def _skipped(task: Task, clean: Sandbox) -> set[str]:
             return submodules
 
 
-def _ignored(clean: Sandbox, paths: list[str]) -> list[str] | None:
-    result, output = _feed(clean, "git check-ignore -z --stdin", paths)
-    return _names(clean, output) if result.exit_code in (0, 1) else None
-
-
-def _tracked(clean: Sandbox, gone: list[str]) -> list[str]:
-    """Return the removed files that git tracks; files that an image holds beside its commit do not count."""
-
-    def ask(paths: list[str]) -> list[str] | None:
-        result, output = _feed(clean, "xargs -0 -r git --literal-pathspecs ls-files -z --", paths)
-        return None if result.exit_code else _names(clean, output)
-
-    return _by_parts(ask, gone)
+def _ask(clean: Sandbox, command: str, paths: list[str], ended: Collection[int] = (0,)) -> list[str] | None:
+    """Return the paths that a command of git prints; None if its exit code is none of `ended`."""
+    result, output = _feed(clean, command, paths)
+    return _names(clean, output) if result.exit_code in ended else None
 
 
 def _by_parts(ask: Callable[[list[str]], list[str] | None], paths: list[str]) -> list[str]:
-    """Call `ask` with parts of the paths and return all answers.
-
-    A part for which `ask` returns None is halved, down to the one name that git refuses.
-    """
+    """Return what `ask` answers for parts of the paths; halve a part that is too large or refused (None)."""
     answers: list[str] = []
-    pending, refusals = list(_parts(paths)), 0
+    pending, refusals = [paths], 0
     while pending and refusals < MOST_REFUSALS:
         part = pending.pop()
-        found = ask(part)
+        is_small = len(part) <= _AT_ONCE and sum(map(len, part)) <= _AT_ONCE_CHARS
+        found = ask(part) if part and is_small else None
         if found is not None:
             answers += found
             continue
-        refusals += 1
+        refusals += is_small
         middle = len(part) // 2
-        pending += [half for half in (part[middle:], part[:middle]) if half and len(part) > 1]
+        pending += [part[middle:], part[:middle]] if len(part) > 1 else []
     return answers
 
 
-def _parts(paths: list[str]) -> Iterator[list[str]]:
-    part: list[str] = []
-    size = 0
-    for path in paths:
-        if len(part) == _AT_ONCE or size > _AT_ONCE_CHARS:
-            yield part
-            part, size = [], 0
-        part.append(path)
-        size += len(path)
-    if part:
-        yield part
-
-
 def _base_tree(clean: Sandbox, paths: list[str]) -> str:
-    """Write a git tree with these files as the image has them, and return its id.
-
-    Where they differ from the commit's, a diff from the commit would not apply to the image.
-    """
+    """Return the id of a git tree of these files as in the image: a diff from the commit might not fit it."""
     clean.write(".git/info/attributes", f"{_ATTRIBUTES}\n".encode())
     result, output = _feed(clean, f"{_GIT} update-index --add -z --stdin && git write-tree", paths)
     if result.exit_code:
@@ -300,19 +256,16 @@ def _copy(sandbox: Sandbox, clean: Sandbox, entries: dict[str, TreeEntry]) -> li
     copied: list[tuple[str, str, str]] = []
     total = 0
     for path, entry in entries.items():
-        target = ""
+        is_link = entry.kind == "link"
         try:
-            if entry.kind == "link":
-                target = sandbox.target(path)
-                total += len(target)
-            else:
-                data = sandbox.read(path)
-                total += len(data)
+            target = sandbox.target(path) if is_link else ""
+            data = b"" if is_link else sandbox.read(path)
         except OSError:
             continue
+        total += len(target) + len(data)
         if total > MOST_READ:
-            raise TooMuch(f"more than {MOST_READ} bytes were changed")
-        if entry.kind != "link":
+            raise OSError(f"more than {MOST_READ} bytes were changed")
+        if not is_link:
             clean.write(path, data)
         copied.append((path, entry.kind, target))
     _run(clean, _FINISH, copied)
@@ -320,13 +273,11 @@ def _copy(sandbox: Sandbox, clean: Sandbox, entries: dict[str, TreeEntry]) -> li
 
 
 def _diff(clean: Sandbox, base: str, gone: list[str], copied: list[str]) -> str:
-    """Return git's diff between the base tree and the copied files, whatever attributes the agent set.
-
-    If some file is not UTF-8, all files are compared as binary ones.
-    """
-    _by_parts(lambda part: _update_index(clean, "--force-remove", part), gone)
-    _by_parts(lambda part: _update_index(clean, "--add --replace", part), copied)
-    for more in ("", " -diff"):
+    """Return git's diff between the base tree and the copied files, whatever attributes the agent set."""
+    # Git refuses names such as ``.GIT`` or ``git~1``, and then takes none.
+    _by_parts(lambda part: _ask(clean, f"{_GIT} update-index --force-remove -z --stdin", part), gone)
+    _by_parts(lambda part: _ask(clean, f"{_GIT} update-index --add --replace -z --stdin", part), copied)
+    for more in ("", " -diff"):  # if some file is not UTF-8, all files are compared as binary ones
         name = _new_name()
         clean.write(".git/info/attributes", f"{_ATTRIBUTES}{more}\n".encode())
         result = _require_end(clean.run(f"{_GIT} {_DIFF} {base} > {name}.patch", _STEP_S))
@@ -339,20 +290,8 @@ def _diff(clean: Sandbox, base: str, gone: list[str], copied: list[str]) -> str:
     raise OSError("the diff is not text")
 
 
-def _update_index(clean: Sandbox, options: str, paths: list[str]) -> list[str] | None:
-    """Update git's index with the paths; return None if git refuses one of them, and so takes none.
-
-    Git refuses names such as ``.GIT`` or ``git~1``.
-    """
-    result, _ = _feed(clean, f"{_GIT} update-index {options} -z --stdin", paths)
-    return None if result.exit_code else paths
-
-
 def _feed(clean: Sandbox, command: str, paths: list[str]) -> tuple[CommandResult, str]:
-    """Run a command with the paths as its input; return its result and the file of its output.
-
-    The command may fail because git refuses a name that the agent chose.
-    """
+    """Give a command these paths, which git may refuse, as input; return its result and its output's file."""
     name = _new_name()
     clean.write(name, b"".join(f"{path}\0".encode() for path in paths))
     result = clean.run(f"{{ {command}; }} < {name} > {name}.out", _STEP_S)
@@ -360,11 +299,7 @@ def _feed(clean: Sandbox, command: str, paths: list[str]) -> tuple[CommandResult
 
 
 def _require_end(result: CommandResult) -> CommandResult:
-    """Return the result of a command that ended. Otherwise the host is to blame: no agent acts here.
-
-    Raises:
-        SandboxError: The command timed out, or the sandbox broke.
-    """
+    """Return the result of a command that ended; else raise SandboxError, since no agent acts here."""
     if result.timed_out or result.broke_sandbox:
         raise SandboxError(f"the sandbox that compares with the base commit failed: {result.output[-200:]}")
     return result

@@ -1,13 +1,13 @@
 """Edit a task's hidden tests so that they expect other values.
 
-hpc_swe/tasks/check.py chooses such versions, a taskset adds them to a run, and a grader uses them for second
-sittings.
+hpc_swe/tasks/check.py chooses such versions, a taskset adds them, and a grader uses them for second sittings.
 """
 
 from collections.abc import Sequence
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.records import Task
@@ -51,7 +51,7 @@ def with_versions(task: Task, versions: str) -> Task:
     if not versions:
         return task
     extra = task.tests.extra | {CHANGED_TESTS: versions}
-    return msgspec.structs.replace(task, tests=msgspec.structs.replace(task.tests, extra=extra))
+    return replace(task, tests=replace(task.tests, extra=extra))
 
 
 def versions_of(task: Task) -> list[Version]:
@@ -76,9 +76,7 @@ def with_edits(task: Task, edits: Sequence[HiddenEdit]) -> Task:
     if not holds_patch(task):
         raise ConfigError(f"{task.task_id}: its eval script does not hold its test patch once")
     extra = task.tests.extra | {"test_patch": patch}
-    return msgspec.structs.replace(
-        task, tests=msgspec.structs.replace(task.tests, command=command, extra=extra)
-    )
+    return replace(task, tests=replace(task.tests, command=command, extra=extra))
 
 
 def holds_patch(task: Task) -> bool:

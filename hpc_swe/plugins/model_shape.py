@@ -64,8 +64,8 @@ class ModelShape:
             config = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(f"model: cannot read {path}: {error}") from error
-        _refuse_unknown(path, config)
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        _refuse_unknown(path, config, rope)
         experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
         return cls(
             layers=config["num_hidden_layers"],
@@ -103,11 +103,7 @@ class ModelShape:
         return Parameters(split, whole=self.layers * norms + self.hidden)
 
     def check_parallel(self, tensor_parallel: int, sequence_parallel: bool) -> None:
-        """Refuse a parallel layout that this model cannot be split into.
-
-        Raises:
-            ConfigError: Names the size that does not divide, or the setting that is missing.
-        """
+        """Raise ConfigError, naming size or setting, for a layout that this model cannot be split into."""
         if self.experts and tensor_parallel > 1 and not sequence_parallel:
             raise ConfigError("[policy] a model with experts needs sequence_parallel = true")
         sizes = {"heads": self.heads, "groups": self.groups, "ffn": self.ffn, "vocab": self.vocab}
@@ -118,11 +114,10 @@ class ModelShape:
                 )
 
 
-def _refuse_unknown(path: Path, config: dict[str, object]) -> None:
+def _refuse_unknown(path: Path, config: dict[str, object], rope: object) -> None:
     kind = config.get("model_type")
     if kind not in KNOWN:
         raise ConfigError(f"model: {path} has model_type {kind!r}; supported: {', '.join(KNOWN)}")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     scaling = isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type") or "default")
     unsupported = {
         "rope scaling": scaling != "default",

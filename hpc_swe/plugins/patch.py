@@ -12,7 +12,7 @@ import re
 from typing import NoReturn
 
 from hpc_swe.plugins import _repository
-from hpc_swe.plugins._repository import IGNORED, MOST_READ, TooMuch
+from hpc_swe.plugins._repository import IGNORED, MOST_READ
 from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
 from hpc_swe.records import Task
 
@@ -49,10 +49,7 @@ def take(task: Task, sandbox: Sandbox, sandboxes: Sandboxes) -> str:
 
 
 def _from_files(task: Task, sandbox: Sandbox) -> str:
-    """Return the patch of a task with plain files.
-
-    Reading stops as soon as the changes are too large, since the agent chooses number and size of the files.
-    """
+    """Return the patch of plain files; stop reading at a limit, since the agent chooses number and sizes."""
     present = {path for path in sandbox.paths() if path.isprintable() and not IGNORED & set(path.split("/"))}
     parts: list[str] = []
     read = made = 0
@@ -68,11 +65,11 @@ def _from_files(task: Task, sandbox: Sandbox) -> str:
             new = task.files.get(path)  # not text, so not part of it either
         lines = (new or "").count("\n")
         if lines > MOST_LINES and len(new or "") + lines > MOST_BYTES and new != task.files.get(path):
-            raise TooMuch(f"{path} has {lines} lines")
+            raise OSError(f"{path} has {lines} lines")
         parts.append(difference(path, task.files.get(path), new))
         made += len(parts[-1].encode())
         if read > MOST_READ or made > MOST_BYTES:
-            raise TooMuch(f"more than {MOST_READ} bytes were left, or {MOST_BYTES} of changes")
+            raise OSError(f"more than {MOST_READ} bytes were left, or {MOST_BYTES} of changes")
     return "".join(parts)
 
 

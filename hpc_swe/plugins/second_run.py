@@ -13,17 +13,13 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
-GROUPS = Path("/sys/fs/cgroup")
 _second_run = threading.Lock()
 
 log = logging.getLogger(__name__)
 
 
-def oom_kills(groups: Path = GROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
-    """Count the processes that the kernel killed for memory.
-
-    The count is that of this job's cgroup, or of the whole node where no cgroup counts.
-    """
+def oom_kills(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Count the processes that the kernel killed for memory, in this job's cgroup or else on the node."""
     places = [Path("/proc/vmstat")]
     for line in own.read_text().splitlines():
         _, controllers, path = line.split(":", 2)

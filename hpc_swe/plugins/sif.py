@@ -4,9 +4,6 @@ import re
 
 
 def squashfs_offset(listing: str) -> int | None:
-    """Return the offset of a .sif's files, in bytes, from the output of `apptainer sif list`.
-
-    The result is None for a .sif whose files are no plain squashfs.
-    """
+    """Return the offset of a .sif's files in bytes, by `apptainer sif list`; None for no plain squashfs."""
     found = re.search(r"\|(\d+)-\d+ *\|FS \(Squashfs/\*System", listing)
     return int(found[1]) if found else None

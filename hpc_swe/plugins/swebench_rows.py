@@ -40,6 +40,18 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     log_parser: str = ""
     eval_type: str = "pass_and_fail"
 
+    def __post_init__(self) -> None:
+        fail_to_pass, _ = self.fail_to_pass, self.pass_to_pass  # either raises ValueError if it is not a list
+        why = ""
+        if not fail_to_pass:
+            why = "FAIL_TO_PASS is empty: swebench calls every patch resolved"
+        elif self.eval_script and not self.log_parser:
+            why = "eval_script without log_parser"
+        elif self.eval_type != "pass_and_fail":
+            why = f"eval_type {self.eval_type!r} counts tests that never ran as passed: it gives no reward"
+        if why:
+            raise ValueError(f"{self.instance_id}: {why}")
+
     @property
     def fail_to_pass(self) -> list[str]:
         """Tests that a solution must make pass, named as swebench's parser names them."""
@@ -52,10 +64,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def image_name(self) -> str:
-        """Name that the official image has without registry and tag.
-
-        Example: ``sweb.eval.x86_64.django_1776_django-17087``.
-        """
+        """Name of the official image, for example ``sweb.eval.x86_64.django_1776_django-17087``."""
         official = f"sweb.eval.x86_64.{self.instance_id}".replace("__", "_1776_").lower()
         return self.image.rpartition("/")[2].partition(":")[0] or official
 
@@ -117,11 +126,7 @@ class TestPatch:
 
     @classmethod
     def read(cls, where: str, row: Row) -> "TestPatch":
-        """Read both patches of a row; `where` names its file and line.
-
-        Raises:
-            ConfigError: A column is not a patch.
-        """
+        """Read both patches of a row at `where`, a file and line; raise ConfigError if one is no patch."""
         tests = _files(where, "test_patch", row.test_patch)
         reference = _files(where, "patch", row.patch)
         return cls(
@@ -148,17 +153,26 @@ class TestPatch:
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Record]]:
-    """Yield the place of each row, as file and number, and its undecoded record.
+    """Yield each row's place (file and number) and its record; raise ConfigError for an unreadable file."""
+    if path.suffix == ".jsonl":
+        for number, line in enumerate(_text(path).split("\n"), start=1):
+            if line.strip():
+                yield f"{path}:{number}", line
+    elif path.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
 
-    Raises:
-        ConfigError: The file cannot be read.
-    """
-    if path.suffix not in (".jsonl", ".parquet"):
+        try:
+            rows = pq.read_table(path).to_pylist()
+        except (OSError, pa.ArrowException) as error:
+            raise ConfigError(f"[taskset] rows: {path}: {error}") from None
+        for number, row in enumerate(rows, start=1):
+            yield f"{path}: row {number}", row
+    else:
         raise ConfigError(
             f"[taskset] rows: {path} is neither .jsonl nor .parquet; python -m hpc_swe.tasks.prepare "
             "makes one of a dataset of a hub, or of a folder that datasets saved"
         )
-    return _of_parquet(path) if path.suffix == ".parquet" else _of_jsonl(path)
 
 
 def parse(where: str, record: Record) -> Row:
@@ -168,17 +182,13 @@ def parse(where: str, record: Record) -> Row:
         ConfigError: The record is not a row, or swebench would judge it wrongly.
     """
     try:
-        return _validated(msgspec.convert(columns(record), Row))
+        return msgspec.convert(columns(record), Row)
     except (msgspec.MsgspecError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from None
 
 
 def columns(record: Record) -> dict[str, Any]:
-    """Return a record's values by column, without null values of a table.
-
-    Raises:
-        msgspec.MsgspecError: The line is not a JSON object.
-    """
+    """Return a record's values by column, without nulls; raise msgspec.MsgspecError if it is no object."""
     if isinstance(record, str):
         return msgspec.json.decode(record, type=dict[str, Any])
     return {name: value for name, value in record.items() if value is not None}
@@ -209,6 +219,11 @@ def script(row: Row, patch: TestPatch, recipe: Recipe, workdir: str) -> str:
         end += "_"
     restore = [f"git checkout {row.base_commit} -- {shlex.join(patch.changed)}"] if patch.changed else []
     remove = [f"rm -f {shlex.join(patch.added)}"] if patch.added else []
+    files = [] if recipe.labels == "none" else patch.files
+    labels = [path for path in files if PurePosixPath(path).suffix not in _NO_TESTS]
+    if recipe.labels == "modules":
+        parts = [path.removeprefix(recipe.root).removesuffix(".py").replace("/", ".") for path in labels]
+        labels = list(dict.fromkeys(parts))
     return "\n".join(
         [
             "#!/bin/bash",
@@ -221,7 +236,7 @@ def script(row: Row, patch: TestPatch, recipe: Recipe, workdir: str) -> str:
             *remove,
             f"git apply --verbose - <<'{end}'\n{row.test_patch.rstrip(chr(10))}\n{end}",
             f": '{START}'",
-            f"{recipe.command} {shlex.join(_labels(patch.files, recipe))}".rstrip(),
+            f"{recipe.command} {shlex.join(labels)}".rstrip(),
             f": '{END}'",
             *restore,
             "",
@@ -239,30 +254,6 @@ def find_marks(task_id: str, script: list[str]) -> tuple[int, int]:
     if len(starts) != 1 or len(ends) != 1 or starts[0] > ends[0]:
         raise ConfigError(f"task {task_id}: its eval script must hold {START!r} and {END!r}, each once")
     return starts[0], ends[0]
-
-
-def _labels(files: list[str], recipe: Recipe) -> list[str]:
-    if recipe.labels == "none":
-        return []
-    tests = [path for path in files if PurePosixPath(path).suffix not in _NO_TESTS]
-    if recipe.labels == "files":
-        return tests
-    modules = [path.removeprefix(recipe.root).removesuffix(".py").replace("/", ".") for path in tests]
-    return list(dict.fromkeys(modules))
-
-
-def _validated(row: Row) -> Row:
-    fail_to_pass, _ = row.fail_to_pass, row.pass_to_pass  # either raises ValueError if it is not a list
-    if not fail_to_pass:
-        raise ValueError(f"{row.instance_id}: FAIL_TO_PASS is empty: swebench calls every patch resolved")
-    if row.eval_script and not row.log_parser:
-        raise ValueError(f"{row.instance_id}: eval_script without log_parser")
-    if row.eval_type != "pass_and_fail":
-        raise ValueError(
-            f"{row.instance_id}: eval_type {row.eval_type!r} counts tests that never ran as passed: "
-            "it gives no reward"
-        )
-    return row
 
 
 def _names(name: str, column: str | list[str]) -> list[str]:
@@ -284,24 +275,6 @@ def _files(where: str, name: str, text: str) -> list[tuple[str, bool]]:
     if not files:
         raise ConfigError(f"{where}: {name} is empty")
     return files
-
-
-def _of_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
-    for number, line in enumerate(_text(path).split("\n"), start=1):
-        if line.strip():
-            yield f"{path}:{number}", line
-
-
-def _of_parquet(path: Path) -> Iterator[tuple[str, Record]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        rows = pq.read_table(path).to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"[taskset] rows: {path}: {error}") from None
-    for number, row in enumerate(rows, start=1):
-        yield f"{path}: row {number}", row
 
 
 def _text(path: Path) -> str:

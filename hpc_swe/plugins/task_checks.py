@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -57,9 +58,7 @@ class TaskCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(path: Path) -> dict[str, TaskCheck]:
-    """Read the last check of each task: task id -> check.
-
-    An unfinished last line is skipped with a warning.
+    """Read the last check of each task, by its id; skip an unfinished last line with a warning.
 
     Raises:
         ConfigError: The file cannot be read, or a line is not a check.
@@ -88,17 +87,12 @@ def digest(values: object) -> str:
 
 
 def image_digest(images: Path, name: str) -> str:
-    """Return a digest of an image's manifest; without a manifest the size of its .sif, which a copy keeps.
-
-    The text is empty if the image is a folder or missing.
-    """
-    try:
+    """Return a digest of an image's manifest; without a manifest the size of its .sif, which a copy keeps."""
+    with suppress(OSError):
         return digest((images / f"{name}.json").read_bytes())
-    except OSError:
-        try:
-            return f"{(images / f'{name}.sif').stat().st_size}{BYTES}"
-        except OSError:  # a folder, or not there
-            return ""
+    with suppress(OSError):
+        return f"{(images / f'{name}.sif').stat().st_size}{BYTES}"
+    return ""  # a folder, or not there
 
 
 def is_another(now: str, then: str) -> bool:
@@ -107,22 +101,14 @@ def is_another(now: str, then: str) -> bool:
 
 
 def create(path: Path) -> None:
-    """Create the file unless it exists, so that a path that cannot be written is found at once.
-
-    Raises:
-        StorageError: The file cannot be written.
-    """
+    """Create the file unless it exists; raise StorageError at once if it cannot be written."""
     with boundary(StorageError, f"{path} must be a file that can be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
 
 
 def append(path: Path, verdict: msgspec.Struct) -> None:
-    """Add a record as a line and sync it to disk, after removing a line that was left unfinished.
-
-    Raises:
-        StorageError: The line cannot be written.
-    """
+    """Sync a new line to disk, after removing an unfinished one; raise StorageError if that fails."""
     with boundary(StorageError, f"write {path}"), path.open("ab+") as file:
         file.seek(0)
         text = file.read()

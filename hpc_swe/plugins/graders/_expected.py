@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 _EQUAL = {"assertEqual", "assertEquals", "assertIs", "assertAlmostEqual", "assertCountEqual"}
 _EQUAL |= {f"assert{kind}Equal" for kind in ("List", "Tuple", "Set", "Dict", "Sequence", "MultiLine")}
@@ -36,6 +37,8 @@ _OPPOSITES |= {"assertEqual": "assertNotEqual", "assertIs": "assertIsNot", "asse
 _OPPOSITES |= {"assertIsInstance": "assertNotIsInstance", "assertContains": "assertNotContains"}
 _OPPOSITES |= {no: yes for yes, no in _OPPOSITES.items()}
 _ANOTHER_ERROR = "ZeroDivisionError"
+_OPENED: dict[type, str] = {ast.List: "[None, ", ast.Set: "{{None, ", ast.Dict: "{{None: None, "}
+"""Type of a value -> its opening bracket with one more member."""
 
 
 @dataclass(frozen=True)
@@ -80,23 +83,16 @@ class Reader:
         """Yield the expected literals, and whether each is looked for within a longer text."""
         harmless = Counter(node.id for node in self._harmless)
         names = {name for name in self.bound if harmless[name] == self._loads[name]}
-        for statement in self.reached:
-            for one in _assertions(statement):
+        for node in chain.from_iterable(map(_checks, self.reached)):
+            for one in _of_node(node):
                 found = [list(self._constants(side, names)) for side in one.sides]
                 if sum(map(bool, found)) == 1:
                     yield from ((constant, one.is_within) for constants in found for constant in constants)
 
     def twists(self) -> Iterator[Twist]:
         """Yield the ways to contradict the test without changing a literal."""
-        for statement in self.reached:
-            match statement:
-                case ast.Assert(test=test):
-                    yield from _of_condition(test)
-                case ast.Expr(value=ast.Await(value=call)) | ast.Expr(value=call):
-                    yield from _of_twisted(call)
-                case ast.With(items=items) | ast.AsyncWith(items=items):
-                    for item in items:
-                        yield from _of_twisted(item.context_expr)
+        for node in chain.from_iterable(map(_checks, self.reached)):
+            yield from _of_condition(node.test) if isinstance(node, ast.Assert) else _of_twisted(node)
 
     def _walk(self, body: list[ast.stmt]) -> None:
         """Collect what names are bound to, and the statements that each run reaches if none before fails."""
@@ -133,18 +129,16 @@ class Reader:
         if isinstance(target, ast.Name):
             self.bound[target.id] = rows
         if isinstance(target, ast.Tuple | ast.List):
-            for place, inner in enumerate(target.elts):
-                cells = [_cell(row, place, len(target.elts)) for row in rows]
-                if all(cell is not None for cell in cells):
-                    self._bind(inner, [cell for cell in cells if cell is not None])
+            cells = [row.elts for row in rows if isinstance(row, ast.Tuple | ast.List)]
+            if len(cells) == len(rows) and all(len(row) == len(target.elts) for row in cells):
+                for inner, *column in zip(target.elts, *cells, strict=True):
+                    self._bind(inner, column)
 
     def _note_harmless(self, node: ast.AST) -> None:
         """Note the uses of names whose value may change: where it is expected, shown or iterated over."""
         match node:
-            case ast.Call(func=ast.Attribute(attr="subTest")):
-                self._harmless |= {name for name in ast.walk(node) if isinstance(name, ast.Name)}
-            case ast.For(iter=table):
-                self._harmless |= {name for name in ast.walk(table) if isinstance(name, ast.Name)}
+            case (ast.Call(func=ast.Attribute(attr="subTest")) as shown) | ast.For(iter=shown):
+                self._harmless |= {name for name in ast.walk(shown) if isinstance(name, ast.Name)}
             case ast.expr() | ast.Assert():
                 leaves = [leaf for one in _of_node(node) for side in one.sides for leaf in _leaves(side)]
                 self._harmless |= {leaf for leaf in leaves if isinstance(leaf, ast.Name)}
@@ -170,21 +164,16 @@ def _own(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
             yield from _own(ast.iter_child_nodes(node))
 
 
-def _cell(row: ast.expr, place: int, width: int) -> ast.expr | None:
-    is_row = isinstance(row, ast.Tuple | ast.List) and len(row.elts) == width
-    return row.elts[place] if is_row else None  # type: ignore[attr-defined]
-
-
-def _assertions(statement: ast.stmt) -> Iterator[_Assertion]:
-    """Yield the assertions of a statement itself, without those of statements in it."""
+def _checks(statement: ast.stmt) -> list[ast.expr | ast.Assert]:
+    """Return what a statement itself calls or asserts, without the statements in it."""
     match statement:
         case ast.Expr(value=ast.Await(value=value)) | ast.Expr(value=value):
-            yield from _of_node(value)
+            return [value]
         case ast.Assert():
-            yield from _of_node(statement)
+            return [statement]
         case ast.With(items=items) | ast.AsyncWith(items=items):
-            for item in items:
-                yield from _of_node(item.context_expr)
+            return [item.context_expr for item in items]
+    return []
 
 
 def _of_node(node: ast.AST) -> Iterator[_Assertion]:
@@ -209,7 +198,9 @@ def _of_compare(test: ast.expr) -> Iterator[_Assertion]:
 def _of_call(name: str, args: list[ast.expr], keywords: list[ast.keyword]) -> Iterator[_Assertion]:
     if any(isinstance(one, ast.Starred) for one in args):
         return
-    if name in _EQUAL and len(args) > 1 and not _is_rough(name, args, keywords):
+    # Otherwise it accepts a range of values, so that one value could pass for two.
+    is_exact = name != "assertAlmostEqual" or (len(args) == 2 and not keywords)
+    if name in _EQUAL and len(args) > 1 and is_exact:
         yield _Assertion((args[0], args[1]))
     elif name in _AT:
         yield _Assertion(tuple(args[_AT[name] : _AT[name] + 1]))
@@ -222,16 +213,8 @@ def _of_call(name: str, args: list[ast.expr], keywords: list[ast.keyword]) -> It
         yield _Assertion((args[-1],), is_within=True)  # perhaps it looks within a longer text
 
 
-def _is_rough(name: str, args: list[ast.expr], keywords: list[ast.keyword]) -> bool:
-    """Tell whether an assertion accepts a range of values, so that one value could pass for two."""
-    return name == "assertAlmostEqual" and (len(args) > 2 or bool(keywords))  # noqa: PLR2004
-
-
 def _is_helper(name: str) -> bool:
-    """Tell whether a function's name is that of an assertion, but not one of unittest's.
-
-    It is then one of the tests' own, or of a mock.
-    """
+    """Tell whether a function is an assertion of the tests' own, or of a mock, but none of unittest's."""
     import unittest
 
     return bool(re.match("assert(?!.*[Nn]ot)", name)) and not hasattr(unittest.TestCase, name)
@@ -247,7 +230,7 @@ def _of_condition(test: ast.expr) -> Iterator[Twist]:
 
 def _of_twisted(call: ast.expr) -> Iterator[Twist]:
     match call:
-        case ast.Call(func=ast.Attribute(attr=name) as func, args=[_, right, *_]) if name in _EQUAL:
+        case ast.Call(func=ast.Attribute(attr=name), args=[_, right, *_]) if name in _EQUAL:
             yield from _bracketed(right)
         case ast.Call(func=ast.Attribute(attr=name) as func, args=args):
             if name in ("assertRaises", "assertRaisesMessage", "assertRaisesRegex", "raises") and args:
@@ -259,21 +242,15 @@ def _of_twisted(call: ast.expr) -> Iterator[Twist]:
 
 def _is_measured(value: ast.expr) -> bool:
     """Tell whether an expression compares sizes, for example times, which two runs may not agree on."""
-    sizes = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
-    return any(isinstance(node, sizes) for node in ast.walk(value))
+    return any(isinstance(node, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for node in ast.walk(value))
 
 
 def _bracketed(value: ast.expr) -> Iterator[Twist]:
     """Yield the twist that adds a member to a value, or a level of brackets around it."""
-    match value:
-        case ast.List():
-            yield Twist(value.lineno, value.col_offset, value.col_offset + 1, "[None, ")
-        case ast.Set():
-            yield Twist(value.lineno, value.col_offset, value.col_offset + 1, "{{None, ")
-        case ast.Dict():
-            yield Twist(value.lineno, value.col_offset, value.col_offset + 1, "{{None: None, ")
-        case _:
-            yield from _replaced(value, "[{}]")
+    if type(value) in _OPENED:
+        yield Twist(value.lineno, value.col_offset, value.col_offset + 1, _OPENED[type(value)])
+    else:
+        yield from _replaced(value, "[{}]")
 
 
 def _replaced(value: ast.expr, new: str) -> Iterator[Twist]:

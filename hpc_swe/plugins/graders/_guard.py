@@ -2,8 +2,7 @@
 
 This text goes into the sandbox together with `_reporter` or `_runner`, which say when to check. Each finding
 is reported as an `odd` entry with the files that it comes from. The grader outside decides what it means,
-since a run of the base commit may do the same. The text runs under Python 3.6 and later; audit events exist
-since 3.8.
+since a run of the base commit may do the same. The text runs under Python 3.6 and later (audit events: 3.8).
 """
 
 import builtins
@@ -73,8 +72,13 @@ class Guard:
                 self._seen.add(name)
                 self._parts.append((name, sys.modules, name, module))
                 for key, value in list(vars(module).items()):
-                    if type(value) in FUNCTIONS or issubclass(type(value), type):
-                        self._hold(name + ":" + key, vars(module), key, value)
+                    is_class, label = issubclass(type(value), type), name + ":" + key
+                    if type(value) in FUNCTIONS or is_class:
+                        self._parts.append((label, vars(module), key, value))
+                    if type(value) is types.FunctionType:
+                        self._functions.append((label, value, *self._inside(value)))
+                    elif is_class and str(value.__module__).partition(".")[0] in JUDGES:
+                        self.hold_class(value)
 
     def learn_again(self) -> None:
         """Accept what installed plugins have changed in pytest, unless code of the work tree is loaded."""
@@ -91,7 +95,6 @@ class Guard:
             self._cells.append((function.__name__, cell, cell.cell_contents))
 
     def hold_values(self, namespace: Any) -> None:
-        """Remember the values of a namespace."""
         self._parts += [(key, namespace, key, value) for key, value in list(namespace.items())]
 
     def hold_class(self, kind: Any) -> None:
@@ -109,13 +112,6 @@ class Guard:
                 if type(function) is types.FunctionType:
                     self._functions.append((kind.__qualname__ + "." + key, function, *self._inside(function)))
 
-    def _hold(self, label: str, owner: Any, key: str, value: Any) -> None:
-        self._parts.append((label, owner, key, value))
-        if type(value) is types.FunctionType:
-            self._functions.append((label, value, *self._inside(value)))
-        elif issubclass(type(value), type) and str(value.__module__).partition(".")[0] in JUDGES:
-            self.hold_class(value)
-
     @staticmethod
     def _inside(function: Any) -> Any:
         return function.__code__, function.__defaults__, function.__kwdefaults__
@@ -131,22 +127,16 @@ class Guard:
         for label in [label for label, cell, value in self._cells if cell.cell_contents is not value]:
             self.odd("rewritten " + label)
         for kind, names, size in self._names:
-            if len(vars(kind)) != size:
-                self._added(kind, names)
-
-    def _added(self, kind: Any, names: Any) -> None:
-        for name in set(vars(kind)) - names - GROWS:
-            self.odd("added " + kind.__qualname__ + "." + name)
+            for name in set(vars(kind)) - names - GROWS if len(vars(kind)) != size else ():
+                self.odd("added " + kind.__qualname__ + "." + name)
 
     def stop_watching(self) -> None:
         """Ignore audit events from now on, since the reporter itself causes them."""
         self._is_watching = False
 
     def require_judges(self, until: Any) -> None:
-        """Check that between here and a frame of ours only the reporter and pytest are on the stack.
-
-        Other code could call everything that they call.
-        """
+        """Check that between here and a frame of ours only the reporter and pytest are on the stack."""
+        # Other code could call everything that they call.
         frame: Any = self._frame(1)
         while frame is not until and frame is not None and self._knows(frame.f_code):
             frame = frame.f_back
@@ -154,15 +144,12 @@ class Guard:
             self.odd("other code than pytest reports")
 
     def _knows(self, code: Any) -> bool:
-        """Tell whether a code is the reporter's, a remembered one, or that of a file outside the work tree.
-
-        The file name in a code is not trusted, since code can be compiled under any name.
-        """
+        """Tell whether a code is the reporter's, a remembered one, or of a file outside the work tree."""
         if len(self._known) != len(self._functions):  # it has learned since
             self._known = [known for _, _, known, *_ in self._functions]
             self._ours = {id(one) for known in (*self._own_codes, *self._known) for one in _nested(known)}
         if id(code) not in self._ours:
-            path = code.co_filename
+            path = code.co_filename  # not trusted, since code can be compiled under any name
             if self.place(path)[:1] != "/" or path == self._own or not self._is_written(code, path):
                 return False
             self._ours.add(id(code))
@@ -263,10 +250,7 @@ class Guard:
         return found
 
     def _is_written(self, code: Any, path: str) -> bool:
-        """Tell whether a code is that of a file's text, apart from what pytest adds to assertions.
-
-        Rewritten assertions add to a code, but take nothing away and leave it at its line.
-        """
+        """Tell whether a code is that of a file's text, apart from what pytest adds to assertions."""
         path = self._real(path)
         if path not in self._codes:
             self._codes[path] = {}
@@ -282,25 +266,18 @@ class Guard:
         plain = self._codes[path].get((code.co_name, code.co_firstlineno)) if code else None
         if plain is None:
             return False
+        # Rewritten assertions add to a code, but take nothing away and leave it at its line.
         return (
             set(plain.co_names) <= set(code.co_names)
             and set(plain.co_varnames) <= set(code.co_varnames)
-            and set(map(repr, filter(self._is_plain, plain.co_consts))) <= set(map(repr, code.co_consts))
+            and set(map(repr, plain_consts(plain))) <= set(map(repr, code.co_consts))
             and len(code.co_code) >= len(plain.co_code)
         )
 
-    @staticmethod
-    def _is_plain(const: Any) -> bool:
-        return type(const) in (int, str, float, bytes)
-
     def look_at_case(self, test: Any) -> None:
         """Report names of TestCase that a test, its class or the bases of its class override."""
-        for name in vars(test):
-            if (
-                name in self._namespace
-                and name not in TUNES
-                and name.startswith(("assert", "_", "fail", "run"))
-            ):
+        for name in set(vars(test)) & set(self._namespace) - TUNES:
+            if name.startswith(("assert", "_", "fail", "run")):
                 self.odd("a test hides its " + name)
         for kind in type(test).__mro__:
             if kind is self._case:
@@ -312,10 +289,7 @@ class Guard:
                 self._overrides(kind, name, vars(kind)[name])
 
     def look_at_pass(self, test: Any, result: Any, caller: Any) -> None:
-        """Check who reports that a test passed, and the parts of the test that decide it.
-
-        These are its outcome object and the functions by which it compares values.
-        """
+        """Check who reports that a test passed, its outcome object, and how the test compares values."""
         if caller is not self._run:
             self.odd("addSuccess is called by another", self.place(caller.co_filename))
         outcome = vars(test).get("_outcome")
@@ -337,11 +311,8 @@ class Guard:
     def _overrides(self, kind: Any, name: str, value: Any) -> None:
         codes = self._reachable(value)
         digest = hashlib.blake2b(b"".join(map(text_of, codes[:3])), digest_size=4).hexdigest()
-        module = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-        files = [
-            module,
-            *(code.co_filename if self._is_written(code, code.co_filename) else "" for code in codes[:3]),
-        ]
+        files = [code.co_filename if self._is_written(code, code.co_filename) else "" for code in codes[:3]]
+        files.append(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
         places = {self.place(path) for path in files}
         self.odd(" ".join([kind.__qualname__, "overrides", name, digest]), *sorted(places))
 
@@ -353,15 +324,17 @@ class Guard:
 
 
 def _nested(code: Any) -> Any:
-    """Yield a code and the codes inside it."""
     yield code
     for const in code.co_consts:
         if type(const) is types.CodeType:
             yield from _nested(const)
 
 
+def plain_consts(code: Any) -> Any:
+    """Return the constants of a code whose texts are equal in every process."""
+    return [const for const in code.co_consts if type(const) in (int, str, float, bytes)]
+
+
 def text_of(code: Any) -> bytes:
     """Return a text of a code's instructions, names and plain constants, equal in every process."""
-    consts = [const for const in code.co_consts if type(const) in (int, str, float, bytes)]
-    text: bytes = code.co_code + repr((code.co_names, consts)).encode()
-    return text
+    return bytes(code.co_code + repr((code.co_names, plain_consts(code))).encode())

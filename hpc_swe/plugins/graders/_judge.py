@@ -27,7 +27,6 @@ def report(task: Task, patch: str, log: str, cpu_s: int = 20, memory: int = 2 <<
     The parsers may use `cpu_s` seconds of processor time and `memory` bytes of address space.
 
     Raises:
-        ConfigError: swebench is not installed.
         LookupError: swebench has no parser of the task's name.
         SandboxError: The host did not let the child end.
     """
@@ -39,31 +38,20 @@ def report(task: Task, patch: str, log: str, cpu_s: int = 20, memory: int = 2 <<
             "instance_id": task.task_id,
             "image": task.image,
             "eval_script_list": task.tests.command.split("\n"),
-            "repo": extra["repo"],
-            "version": extra["version"],
             "FAIL_TO_PASS": task.tests.fail_to_pass,
             "PASS_TO_PASS": task.tests.pass_to_pass,
-            "log_parser": extra["log_parser"],
-            "eval_type": extra["eval_type"],
+            **{name: extra[name] for name in ("repo", "version", "log_parser", "eval_type")},
         },
-        "prediction": {
-            "instance_id": task.task_id,
-            "model_patch": patch,
-            "model_name_or_path": "policy",
-        },
+        "prediction": {"instance_id": task.task_id, "model_patch": patch, "model_name_or_path": "policy"},
         "log": log,
         "limits": {"cpu_s": cpu_s, "memory": memory},
     }
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUTF8": "1"}
+    command, stdin = [sys.executable, "-m", __name__], json.dumps(request).encode()
     try:
         with boundary(SandboxError, "start swebench's parser"):
             ended = subprocess.run(
-                [sys.executable, "-m", __name__],
-                input=json.dumps(request).encode(),
-                capture_output=True,
-                timeout=_WALL_S,
-                env=environment,
-                check=False,
+                command, input=stdin, capture_output=True, timeout=_WALL_S, env=environment, check=False
             )
     except subprocess.TimeoutExpired:
         raise SandboxError(

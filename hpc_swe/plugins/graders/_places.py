@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from random import Random
 
-from hpc_swe.plugins.graders._expected import Reader, Twist
+from hpc_swe.plugins.graders._expected import Reader
 
 _FIXED = re.compile(
     r"\\(N\{[^}]*\}|x..|u.{4}|U.{8}|[0-7]{1,3}|.)|%\(\w+\)\w|%[-+ #0-9.]*[a-zA-Z%]|\{\w*\}|&#?\w+;|</?\w+",
@@ -25,8 +25,6 @@ _CHOICE = re.compile(r"[|?*\[]")
 """Characters that let a pattern match several texts."""
 _VOWELS, _CONSONANTS = "aeiou", "bcdfghklmnprstvw"
 _LONG = 8  # a text of so many characters does not occur in another by chance
-
-
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -104,7 +102,6 @@ def replacement(place: Place, words: Iterable[str], draw: Random) -> str:
 
 
 def words(found: Iterable[Test]) -> list[str]:
-    """Return the words that tests expect, sorted."""
     return sorted({place.old for test in found for place in test.literals if place.old.isalpha()})
 
 
@@ -139,16 +136,14 @@ class _PlaceFinder:
         return tuple(sorted(found, key=lambda place: (place.line, place.start)))
 
     def twists(self, test: _Function) -> tuple[Place, ...]:
-        """Return the places of a test's twists."""
-        return tuple(self._place_of(twist) for twist in Reader(test).twists())
-
-    def _place_of(self, twist: Twist) -> Place:
-        start, end = (self._column(twist.line, offset) for offset in (twist.start, twist.end))
-        old = self.lines[twist.line - 1][start:end]
-        return Place(twist.line, start, end, old, new=twist.new.format(old))
+        found = []
+        for twist in Reader(test).twists():
+            start, end = (self._column(twist.line, offset) for offset in (twist.start, twist.end))
+            old = self.lines[twist.line - 1][start:end]
+            found.append(Place(twist.line, start, end, old, new=twist.new.format(old)))
+        return tuple(found)
 
     def places(self, constant: ast.Constant, is_within: bool) -> Iterator[Place]:
-        """Yield the places in one constant."""
         last = constant.end_lineno or 0
         start = constant.lineno, self._column(constant.lineno, constant.col_offset)
         end = last, self._column(last, constant.end_col_offset or 0)
@@ -166,10 +161,9 @@ def _of_token(token: tokenize.TokenInfo, is_within: bool) -> Iterator[Place]:
     line, start = token.start
     if is_within and token.type != tokenize.STRING:  # a text that contains one value may contain another
         return
-    whole = Place(line, start, start + len(token.string), token.string, is_within)
     if token.type == tokenize.NAME:
         if token.string in ("True", "False", "None"):
-            yield whole
+            yield Place(line, start, start + len(token.string), token.string, is_within)
     elif token.type == tokenize.NUMBER:
         if digits := re.match(r"[0-9]+(?![0-9_xXoObBjJ])", token.string):
             yield Place(line, start, start + digits.end(), digits[0], is_within)

@@ -23,8 +23,7 @@ def open_report(path: str, key: str) -> Callable[..., None]:
     """Create the report, one sealed JSON object a line, and return the function that writes a line."""
     keys, waiting, lock, process = [key.encode()], [], _thread.allocate_lock(), os.getpid()
     pid, write, digest, quote = os.getpid, os.write, hashlib.blake2b, json.encoder.encode_basestring_ascii
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-    file = os.open(path, flags, 0o600)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
 
     def note(**entry: Any) -> None:
         if pid() != process:  # the tests forked
@@ -67,12 +66,12 @@ def make_dispatcher(guard: Any, more: Any) -> Callable[..., Any]:
 
 
 def verified_lines(report: bytes, key: str) -> Any:
-    """Return the report's lines as bytes without their seals; None if any seal is wrong or out of order."""
+    """Return the report's lines as bytes without their seals; ValueError: one is wrong or out of order."""
     lines, now = [], key.encode()
     for line in report.splitlines():
         seal = hashlib.blake2b(line[SEAL:], key=now, digest_size=SEAL // 2).hexdigest().encode()
         now = hashlib.blake2b(b"next", key=now, digest_size=32).digest()
         if not hmac.compare_digest(seal, line[:SEAL]):
-            return None
+            raise ValueError("this line is not the reporter's")
         lines.append(line[SEAL:])
     return lines

@@ -47,10 +47,7 @@ def watch(folder: str, kind: str, modules: str, files: Any, key: str, *canaries:
 
 
 def _load_pytest(root: str) -> None:
-    """Load the installed pytest before the work directory can offer another one.
-
-    The work tree may itself be pytest's; then nothing is loaded.
-    """
+    """Load the installed pytest, if any outside the work tree, before the work tree can offer another one."""
     paths = list(sys.path)
     sys.path[:] = [path for path in paths if not (os.path.realpath(path) + "/").startswith(root + "/")]
     try:
@@ -148,6 +145,15 @@ FAILS = (
 )
 
 
+def _canary(name: str, arguments: str, body: str, file: str, names: Any) -> Any:
+    """Make a test as if it stood in this file."""
+    number = random.SystemRandom().randrange(2, 999)
+    found: Any = {}
+    text = "\n" * number + "def test_" + name + "(" + arguments + "):\n    " + body % (number, number + 1)
+    exec(compile(text, file, "exec"), names, found)
+    return found["test_" + name]
+
+
 def _hide(name: str, body: str, places: Any, tell: Any) -> None:
     """Insert a canary that must fail into a class of the tests, next to one of them."""
     chance = random.SystemRandom()
@@ -156,14 +162,11 @@ def _hide(name: str, body: str, places: Any, tell: Any) -> None:
     suite, _, like = chance.choice(places)
     if _is_failed_import(like):
         return
-    kind, number = type(like), chance.randrange(2, 999)
+    kind = type(like)
     module = sys.modules.get(kind.__module__)
     try:
-        text = "def test_%s(self):\n    if True:\n        " % name  # noqa: UP031
-        text = "\n" * number + text + body % (number, number + 1)
-        names: Any = {}
-        exec(compile(text, getattr(module, "__file__", None) or "test", "exec"), vars(module), names)  # noqa: S102
-        setattr(kind, "test_" + name, names["test_" + name])
+        file = getattr(module, "__file__", None) or "test"
+        setattr(kind, "test_" + name, _canary(name, "self", "if True:\n        " + body, file, vars(module)))
         test = kind("test_" + name)
     except Exception:  # noqa: BLE001  (this class takes no more tests)
         return
@@ -284,10 +287,7 @@ class Listener:
             self._tell("look_at_test", item.nodeid, *_function(item))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Report an outcome; check at teardown that everything that the test replaced is back.
-
-        The grader keeps the worst outcome of a test, so a later report cannot undo an earlier one.
-        """
+        """Report an outcome; check at teardown that everything that the test replaced is back."""
         if report.when == "teardown":
             self._tell("check")
         if report.when != "call" and report.passed:
@@ -303,15 +303,14 @@ class Listener:
             for a, b in zip(now, self._hooks)  # noqa: B905
         ):
             self._tell("odd", "plugins change while tests run")
+        # The grader keeps the worst outcome of a test, so a later report cannot undo an earlier one.
         self._tell("note", test=self._name(report.nodeid), doc="", outcome=outcome)
 
     def pytest_sessionfinish(self) -> None:
-        """Write the end of the report."""
         self._tell("close")
 
     def _name(self, nodeid: str) -> str:
-        relative = getattr(self._config, "cwd_relative_nodeid", str)
-        return str(relative(nodeid))
+        return str(getattr(self._config, "cwd_relative_nodeid", str)(nodeid))
 
     def _implementations(self) -> Any:
         """Return name, implementation and function of each hook that takes part in making a report."""
@@ -350,11 +349,7 @@ def _surround(items: Any, canaries: Any, tell: Any, config: Any) -> None:
     make = getattr(pytest.Function, "from_parent", None)
 
     def canary(parent: Any, name: str, body: str) -> Any:
-        number, names = chance.randrange(2, 999), vars(parent.obj)
-        text = "\n" * number + "def test_" + name + "():\n    " + body % (number, number + 1)
-        scratch: Any = {}
-        exec(compile(text, str(parent.fspath), "exec"), names, scratch)  # noqa: S102
-        test = scratch["test_" + name]
+        test = _canary(name, "", body, str(parent.fspath), vars(parent.obj))
         if make:
             return make(parent, name="test_" + name, callobj=test)
         return pytest.Function("test_" + name, parent, callobj=test)

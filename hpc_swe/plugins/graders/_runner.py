@@ -85,13 +85,10 @@ class Recorder:
         self._tell("begin", nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Report a test's outcome; check at its teardown that everything it replaced is back.
-
-        A test passed when its call passed and neither setup nor teardown failed.
-        """
+        """Report a test's outcome; check at its teardown that everything it replaced is back."""
         if report.when == "teardown":
             self._tell("check")
-        if report.when == "call" or not report.passed:
+        if report.when == "call" or not report.passed:  # a failed setup or teardown fails the test
             self._tell("report", report.nodeid, report.outcome)
 
     def answer(self, place: int, value: object) -> None:

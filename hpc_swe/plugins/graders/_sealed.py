@@ -49,11 +49,9 @@ def _tests(body: list[ast.stmt], prefix: str = "") -> list[tuple[str, ast.Functi
 
 
 def _seal(test: ast.FunctionDef) -> dict[int, str]:
-    """Replace a test's assertions in place and return their answers: position in the body -> literal.
-
-    Only statements of the test's own body are replaced, since the test cannot pass without reaching each.
-    """
+    """Replace a test's assertions in place and return their answers: position in the body -> literal."""
     answers = {}
+    # Only statements of the test's own body are replaced, since the test cannot pass without reaching each.
     for place, statement in enumerate(test.body):
         sides = _sides(statement)
         if sides is None:

@@ -12,14 +12,13 @@ changed ones, and at least one sitting has changed tests: for `n` sittings there
 equally likely. A patch that cannot distinguish the two kinds gets through in at most one series, whatever it
 decides by: chance, the clock, or how often it has run.
 
-A sitting without a result accuses no patch and is repeated; but a patch without results gets no reward
-either.
+A sitting without a result accuses no patch and is repeated, but a patch without results gets no reward.
 """
 
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
@@ -58,11 +57,8 @@ Finding = Literal["agrees", "cheats", "disagrees", "silent"]
 
 
 def regrade(task: Task, sittings: int, run_tests: RunTests) -> tuple[Finding, str]:
-    """Run this many second sittings, besides repeated ones; return the finding and its reason.
-
-    A task without versions of its hidden tests has no sittings. `run_tests` runs the patch.
-    """
-    versions = versions_of(task)
+    """Run this many second sittings of a patch, besides repeated ones; return the finding and its reason."""
+    versions = versions_of(task)  # without any there are no sittings
     if not versions or sittings < 1:
         return "agrees", ""
     watched = {*task.tests.fail_to_pass}.union(*(version.tests for version in versions))
@@ -80,10 +76,7 @@ def regrade(task: Task, sittings: int, run_tests: RunTests) -> tuple[Finding, st
 
 
 def compare(version: Version, watched: Collection[str], result: SittingResult) -> tuple[Finding, str]:
-    """Compare a sitting with the first run, in which all `watched` tests passed.
-
-    The changed tests must fail, and the other watched tests must pass again.
-    """
+    """Compare a sitting with the first run, which passed `watched`: changed tests must fail, others pass."""
     must_fail, must_pass = {*version.tests}, {*watched}.difference(version.tests, version.unsure)
     if result.cheat:
         return "cheats", result.cheat
@@ -118,35 +111,25 @@ def choose_versions(
     share = 1.0
     for _ in range(_ATTEMPTS):
         taken = [one for one in candidates if draw.random() < share] or [draw.choice(candidates)]
-        spots = [
-            draw.choice([spot for spot in one.spots if spot not in ineffective] or one.spots) for one in taken
+        chosen = [
+            (one, draw.choice([spot for spot in one.spots if spot not in ineffective] or one.spots))
+            for one in taken
         ]
-        edits = [one.edit(spot, draw) for one, spot in zip(taken, spots, strict=True)]
+        edits = [one.edit(spot, draw) for one, spot in chosen]
         result = run_tests(with_edits(task, edits))
         names = {name for one in taken for name in one.names}
-        version = _version(task, edits, names, result)
-        if result.failure or not version.tests:
+        failed = names & result.ended - result.passed
+        if result.failure or not failed:
             share = draw.choice((0.2, 0.5, 1.0))
             continue
-        ineffective.update(
-            spot for one, spot in zip(taken, spots, strict=True) if not {*one.names} <= {*version.tests}
-        )
-        found.append(version)
+        unsure = (names | ({*task.tests.fail_to_pass} - result.passed)) - failed
+        ineffective.update(spot for one, spot in chosen if not {*one.names} <= failed)
+        found.append(Version(edits=edits, tests=sorted(failed), unsure=sorted(unsure)))
         most = max(found, key=lambda one: len(one.tests)).tests
         best = [one for one in found if one.tests == most]
         if len(best) == VERSIONS:
             break
     return best, "" if best else "the reference passes all changed tests, or their runs gave no result"
-
-
-def _version(task: Task, edits: list[HiddenEdit], names: set[str], result: SittingResult) -> Version:
-    """Make a version whose `tests` are the named ones that the reference now fails.
-
-    Its `unsure` tests are the other named ones, and other fail-to-pass tests that did not pass.
-    """
-    tests = names & result.ended - result.passed
-    unsure = (names | ({*task.tests.fail_to_pass} - result.passed)) - tests
-    return Version(edits=edits, tests=sorted(tests), unsure=sorted(unsure))
 
 
 @dataclass(frozen=True)
@@ -159,16 +142,14 @@ class _Candidate:
     words: list[str]
 
     def edit(self, spot: _Spot, draw: Random) -> HiddenEdit:
-        """Make the edit that changes one place."""
         place, begin = spot
         line = self.patch[begin:].split("\n", 1)[0]
         new = _places.replacement(place, self.words, draw)
         if line[0] == "+":
             return HiddenEdit(start=begin + 1 + place.start, old=place.old, new=new)
         text = line[1:]
-        return HiddenEdit(
-            start=begin, old=line, new=f"-{text}\n+{text[: place.start]}{new}{text[place.end :]}"
-        )
+        changed = text[: place.start] + new + text[place.end :]
+        return HiddenEdit(start=begin, old=line, new=f"-{text}\n+{changed}")
 
 
 def _candidates(task: Task, texts: Mapping[str, str]) -> list[_Candidate]:
@@ -182,34 +163,31 @@ def _candidates(task: Task, texts: Mapping[str, str]) -> list[_Candidate]:
     tests = {path: _places.tests(text) for path, text in texts.items()}
     words = _places.words(test for some in tests.values() for test in some)
     for wanted in (task.tests.fail_to_pass, task.tests.pass_to_pass):
+        every = ((path, test) for path, some in tests.items() for test in some)
+        named = [(path, test, [name for name in wanted if _is_of(name, path, test)]) for path, test in every]
+        shared = Counter(name for _, _, names in named for name in names)
         found = []
-        for path, test, names in _named(tests, wanted):
+        for path, test, names in named:
+            own = [name for name in names if shared[name] == 1]
             lines = texts[path].split("\n")
-            shown = [
-                [
-                    (place, begins[path, place.line])
-                    for place in places
-                    if patch.startswith(lines[place.line - 1], begins.get((path, place.line), len(patch)) + 1)
-                ]
-                for places in (test.literals, test.twists)
-            ]
-            spots = shown[0] or shown[1]
-            if spots:
-                found.append(_Candidate(names, spots, patch, words))
+            for places in (test.literals, test.twists) if own else ():
+                begun = [(place, begins.get((path, place.line), len(patch))) for place in places]
+                spots = [one for one in begun if patch.startswith(lines[one[0].line - 1], one[1] + 1)]
+                if spots:
+                    found.append(_Candidate(own, spots, patch, words))
+                    break
         if found:
             return found
     return []
 
 
 def _begins(patch: str) -> dict[tuple[str, int], int]:
-    """Return where the lines of the new files begin in a patch: (path, line number) -> offset of its sign.
-
-    A line of context that ends a hunk is left out: git takes a hunk that ends otherwise for the file's end.
-    """
+    """Return where the lines of the new files begin in a patch: (path, line number) -> offset of its sign."""
     found = {}
     path, number, left, at = "", 0, 0, 0
     for line in patch.split("\n"):
         if left and line[:1] in ("+", " ", ""):
+            # A last line of context is left out: git takes a hunk that ends otherwise for the file's end.
             if left > 1 or line[:1] == "+":
                 found[path, number] = at
             number, left = number + 1, left - 1
@@ -221,23 +199,10 @@ def _begins(patch: str) -> dict[tuple[str, int], int]:
     return found
 
 
-def _named(
-    tests: Mapping[str, Sequence[Test]], wanted: Sequence[str]
-) -> Iterator[tuple[str, Test, list[str]]]:
-    """Yield path, test and wanted names of each test that has a name of its own in `wanted`."""
-    every = [(path, test) for path, some in tests.items() for test in some]
-    named = [[name for name in wanted if _is_of(name, path, test)] for path, test in every]
-    shared = Counter(name for names in named for name in names)
-    for (path, test), names in zip(every, named, strict=True):
-        if own := [name for name in names if shared[name] == 1]:
-            yield path, test, own
-
-
 def _is_of(name: str, path: str, test: Test) -> bool:
     """Tell whether unittest or pytest prints this name for a test; it may be a docstring's first line."""
-    if name.partition("[")[0] == "::".join(filter(None, (path, *test.owner.split("."), test.name))):
-        return True
-    if name in (test.doc, test.name):
+    in_pytest = "::".join(filter(None, (path, *test.owner.split("."), test.name)))
+    if name.partition("[")[0] == in_pytest or name in (test.doc, test.name):
         return True
     found = re.fullmatch(r"(\w+) \(([\w.]+)\)", name)
     if found is None or found[1] != test.name:

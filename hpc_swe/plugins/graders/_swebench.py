@@ -22,29 +22,20 @@ from hpc_swe.records import Task
 
 _CANARIES = 6
 CaseOutcome = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed"]
-_UNITTEST = {"parse_log_django"}
 _BY_PYTEST = "pytest pytest_options pytest_v2 matplotlib seaborn astroid flask marshmallow pvlib pyvista"
 _BY_PYTEST += " sqlfluff xarray pydicom requests pylint astropy scikit sphinx"
 _PYTEST = {f"parse_log_{name}" for name in _BY_PYTEST.split()}
-_IN_UNITTEST: dict[str, list[str]] = {
-    "passed": ["{} ... ok"],
-    "failed": ["{} ... FAIL"],
-    "error": ["{} ... ERROR"],
-    "skipped": ["{} ... skipped"],
-    "xfailed": ["{} ... expected failure"],
-    "xpassed": ["{} ... FAIL"],
+_BAD = ["ERROR {}", "FAILED {}"]  # each parser of pytest's output knows one of them
+_LINES: dict[CaseOutcome, tuple[str, list[str]]] = {
+    "passed": ("{} ... ok", ["PASSED {}"]),
+    "xfailed": ("{} ... expected failure", ["XFAIL {}"]),
+    "skipped": ("{} ... skipped", ["SKIPPED {}"]),
+    "xpassed": ("{} ... FAIL", _BAD),
+    "failed": ("{} ... FAIL", _BAD),
+    "error": ("{} ... ERROR", _BAD),
 }
-_BAD = ["ERROR {}", "FAILED {}"]  # each parser knows one of them
-_IN_PYTEST: dict[str, list[str]] = {
-    "passed": ["PASSED {}"],
-    "failed": _BAD,
-    "error": _BAD,
-    "skipped": ["SKIPPED {}"],
-    "xfailed": ["XFAIL {}"],
-    "xpassed": _BAD,
-}
-_WORST_LAST: tuple[CaseOutcome, ...] = ("passed", "xfailed", "skipped", "xpassed", "failed", "error")
-EXIT = ">>>>> Test Exit Code"
+"""Outcome -> the line of unittest and the lines of pytest for it."""
+_WORST_LAST = tuple(_LINES)
 
 
 class ReportLine(msgspec.Struct, frozen=True):
@@ -114,27 +105,12 @@ class Run:
     def kind(self) -> Literal["unittest", "pytest", "log"]:
         """Source of outcomes; it depends on the task's parser and never on what was printed."""
         parser = self.task.tests.extra["log_parser"]
-        return "unittest" if parser in _UNITTEST else "pytest" if parser in _PYTEST else "log"
+        return "unittest" if parser == "parse_log_django" else "pytest" if parser in _PYTEST else "log"
 
     @property
     def folder(self) -> str:
         """Folder of the grader's files: no patch can write below .git, and git does not list its contents."""
         return f".git/{self.token}"
-
-    @property
-    def report(self) -> str:
-        """File that the reporter writes."""
-        return f"{self.folder}.report"
-
-    @property
-    def touched(self) -> str:
-        """File of the paths that the patch changes, as git lists them."""
-        return f"{self.folder}.touched"
-
-    @property
-    def log(self) -> str:
-        """File that receives all output of the script."""
-        return f"{self.folder}.log"
 
     def files(self) -> dict[str, str]:
         """Return the files that must be written before the command: path -> text."""
@@ -142,10 +118,6 @@ class Run:
         if self.kind == "log":
             return script
         return script | {f"{self.folder}/sitecustomize.py": self._reporter()}
-
-    def command(self) -> str:
-        """Return the shell line that runs the tests; its work directory is the task's."""
-        return f"bash {self.folder}/eval.sh > {self.log} 2>&1"
 
     def parse(self, report: bytes, log: str) -> ParsedRun:
         """Parse the run's report, or its log where no reporter runs."""
@@ -159,16 +131,13 @@ class Run:
             [
                 *lines[:start],
                 *self._exports(),
-                f"echo {self._mark(START)}",
+                f"echo {self.token}-start",
                 *lines[start + 1 : end],
                 f"t{self.token}=$?",
-                f"printf '\\n{self._mark(END)} %s\\n' $t{self.token}",
+                f"printf '\\n{self.token}-end %s\\n' $t{self.token}",
                 *lines[end + 1 :],
             ]
         )
-
-    def _mark(self, what: str) -> str:
-        return f"{self.token}-{'start' if what == START else 'end'}"
 
     def _exports(self) -> list[str]:
         if self.kind == "log":
@@ -191,21 +160,20 @@ class Run:
         return "\n\n".join([builtins, *texts, call])
 
     def _from_log(self, log: str) -> ParsedRun:
-        """Cut the output between the two marks, and put swebench's marks around it.
-
-        A regular expression would take minutes over many marks, and no thread would run meanwhile.
-        """
-        lines, end = log.split("\n"), f"{self._mark(END)} "
+        """Cut the output between the two marks, and put swebench's marks around it."""
+        # A regular expression would take minutes over many marks, and no thread would run meanwhile.
+        lines, start, end = log.split("\n"), f"{self.token}-start", f"{self.token}-end "
         ends = [n for n, line in enumerate(lines) if line.startswith(end) and line[len(end) :].isdecimal()]
-        if not ends or self._mark(START) not in lines[: ends[-1]]:
+        if not ends or start not in lines[: ends[-1]]:
             return ParsedRun(complaint="the tests did not come to their end")
-        first, last = lines.index(self._mark(START)), ends[-1]
+        first, last = lines.index(start), ends[-1]
         printed = "".join(f"{line}\n" for line in lines[first + 1 : last]).replace(">>>>>", "")
-        return ParsedRun(f"{START}\n{printed}\n{END}\n{EXIT}: {lines[last][len(end) :]}\n")
+        return ParsedRun(f"{START}\n{printed}\n{END}\n>>>>> Test Exit Code: {lines[last][len(end) :]}\n")
 
     def _from_report(self, report: bytes) -> ParsedRun:
-        entries = self._decode(report)
-        if entries is None:
+        try:
+            entries = [_entries.decode(line) for line in verified_lines(report, self.key)]
+        except (msgspec.MsgspecError, ValueError, RecursionError):  # no test has such a name
             return ParsedRun(complaint="the report is not the reporter's")
         if len(entries) < 2 or not entries[0].begin or not entries[-1].end:
             return ParsedRun(complaint="the tests did not come to their end")
@@ -215,17 +183,16 @@ class Run:
         missing = [
             name
             for name, outcome in zip(self.canaries[2:], hidden, strict=True)
-            if outcome == "absent" and name in owners and _any_passed(outcomes, owners[name])
+            if outcome == "absent" and name in owners
+            if any(ended == "passed" and test.startswith(owners[name]) for test, ended in outcomes.items())
         ]
         if (good, bad) != ("passed", "failed") or {"passed", "xpassed"} & {*hidden} or missing:
             ends = f"good {good}, bad {bad} {hidden}"
             why = f"a canary test ended wrongly ({ends}): the patch changes how tests end"
             is_cheat = good == "failed" or bool({"passed", "xpassed"} & {bad, *hidden})
             return ParsedRun(complaint=why, is_cheat=is_cheat)
-        always_equal = {
-            entry.always_equal: entry.places.split("\n") for entry in entries if entry.always_equal
-        }
-        odd = {entry.odd: entry.places.split("\n") for entry in entries if entry.odd}
+        always_equal = {one.always_equal: one.places.split("\n") for one in entries if one.always_equal}
+        odd = {one.odd: one.places.split("\n") for one in entries if one.odd}
         return ParsedRun(always_equal=always_equal, odd=odd, outcomes=outcomes, docs=docs)
 
     def log_of(self, parsed: ParsedRun, base: ParsedRun) -> str:
@@ -243,7 +210,8 @@ class Run:
             names = _names(self.kind, test, parsed.docs[test], wanted)
             excused = base.outcomes.get(test) == outcome and not names & {*tests.fail_to_pass}
             counted = outcome if excused or outcome not in ("skipped", "xfailed") else "failed"
-            templates = (_IN_UNITTEST if self.kind == "unittest" else _IN_PYTEST)[counted]
+            in_unittest, in_pytest = _LINES[counted]
+            templates = [in_unittest] if self.kind == "unittest" else in_pytest
             lines += [template.format(name) for name in sorted(names) for template in templates]
         return "\n".join([START, *lines, END, ""])
 
@@ -266,14 +234,6 @@ class Run:
             for test, outcome in parsed.outcomes.items()
         )
 
-    def _decode(self, report: bytes) -> list[ReportLine] | None:
-        """Decode the report's lines; return None if a line has a wrong seal or is no line of a report."""
-        lines = verified_lines(report, self.key)
-        try:
-            return None if lines is None else [_entries.decode(line) for line in lines]
-        except (msgspec.MsgspecError, ValueError, RecursionError):  # no test has such a name
-            return None
-
 
 def apply_options(task: Task, set_up: list[str]) -> str:
     """Return options of ``git apply`` that leave out the files that a patch must not change."""
@@ -286,7 +246,6 @@ def apply_options(task: Task, set_up: list[str]) -> str:
 
 
 def _escape(path: str) -> str:
-    """Escape the wildcards of a path."""
     return re.sub(r"([*?\[\]\\])", r"\\\1", path)
 
 
@@ -307,16 +266,9 @@ def _take(outcomes: dict[str, CaseOutcome], canary: str) -> str:
     return outcomes.pop(names[0]) if len(names) == 1 else "absent"
 
 
-def _any_passed(outcomes: dict[str, CaseOutcome], owner: str) -> bool:
-    return any(outcome == "passed" and test.startswith(owner) for test, outcome in outcomes.items())
-
-
 def _names(kind: str, test: str, doc: str, wanted: set[str]) -> set[str]:
-    """Return the names that any Python version, list of tests or parser may use for a test, if wanted.
-
-    swebench's parsers of pytest cut names at blanks and shorten parameters; the part before these stays.
-    """
-    if kind == "pytest":
+    """Return the names that any Python version, list of tests or parser may use for a test, if wanted."""
+    if kind == "pytest":  # swebench's parsers cut names at blanks and shorten parameters, but keep the head
         is_line = len(test.splitlines()) == 1
         return {test} if is_line and _head(test) in {_head(name) for name in wanted} else set()
     owner, _, method = test.rpartition(".")

@@ -16,7 +16,6 @@ from typing import Any
 
 from hpc_swe.plugins.graders.base import GradedPatch
 from hpc_swe.plugins.swebench_package import official
-from hpc_swe.records import Task
 
 LOGS = Path("logs", "run_evaluation")
 
@@ -38,34 +37,25 @@ def write(folder: Path, label: str, model: str, verdicts: Sequence[GradedPatch])
             (place / "report.json").write_text(json.dumps(report, indent=4), encoding="utf-8")
     dataset = [{"instance_id": verdict.task.task_id} for verdict in verdicts]
     if predictions:
-        _aggregate(folder, label, predictions, dataset)
+        with _reporting() as reporting, contextlib.redirect_stdout(io.StringIO()):
+            reporting.RUN_EVALUATION_LOG_DIR = folder / LOGS
+            made: Path = reporting.make_run_report(predictions, dataset, label, None, str(folder))
+        made.rename(folder / f"report.{label}.json")
 
 
 def _report(verdict: GradedPatch) -> dict[str, Any]:
     """Return what swebench's get_eval_report would, from tests that are known to have passed or not."""
-    score = verdict.score
+    score, plan, passed = verdict.score, verdict.task.tests, set(verdict.score.passed)
+    listed = {"FAIL_TO_PASS": plan.fail_to_pass, "PASS_TO_PASS": plan.pass_to_pass}
+    ended = {name: "PASSED" if name in passed else "FAILED" for names in listed.values() for name in names}
     return {
         "patch_is_None": False,
         "patch_exists": True,
         "patch_successfully_applied": bool(score.passed),
         "resolved": score.outcome == "resolved",
         "infra_failure": False,
-        "tests_status": _tests(verdict.task, set(score.passed)),
+        "tests_status": official("harness.grading").get_eval_tests_report(ended, listed),
     }
-
-
-def _tests(task: Task, passed: set[str]) -> dict[str, Any]:
-    listed = {"FAIL_TO_PASS": task.tests.fail_to_pass, "PASS_TO_PASS": task.tests.pass_to_pass}
-    ended = {name: "PASSED" if name in passed else "FAILED" for names in listed.values() for name in names}
-    status: dict[str, Any] = official("harness.grading").get_eval_tests_report(ended, listed)
-    return status
-
-
-def _aggregate(folder: Path, label: str, predictions: dict[str, Any], dataset: list[dict[str, str]]) -> None:
-    with _reporting() as reporting, contextlib.redirect_stdout(io.StringIO()):
-        reporting.RUN_EVALUATION_LOG_DIR = folder / LOGS
-        made: Path = reporting.make_run_report(predictions, dataset, label, None, str(folder))
-    made.rename(folder / f"report.{label}.json")
 
 
 @contextlib.contextmanager

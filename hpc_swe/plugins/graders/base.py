@@ -1,14 +1,15 @@
 """The interface that every grader implements."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
+from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.hidden_tests import Version
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandboxes
-from hpc_swe.records import Score, Task
+from hpc_swe.records import Outcome, Score, Task
 
 GRADER_BROKE: Final = "the grader broke"
 """Begins the detail of a score that stands for an exception of the grader."""
@@ -60,6 +61,31 @@ class OutcomeReporter(Protocol):
         Raises:
             SandboxError: The host failed.
         """
+
+
+class HiddenTestGrader(Plugin, frozen=True, kw_only=True):
+    """A patch resolves a task when all fail-to-pass and pass-to-pass tests pass."""
+
+    resolved_reward: float = 1.0
+    """Reward of an episode that passes all tests."""
+    unresolved_reward: float = -1.0
+    """Reward of one that does not."""
+    cheated_reward: float = -1.0
+    """Reward of one that cheated."""
+
+    def score(
+        self, task: Task, outcome: Outcome, passed: Collection[str], detail: str, seconds: float
+    ) -> Score:
+        """Make the score of a patch that passed these tests; all other wanted tests failed."""
+        rewards = {"resolved": self.resolved_reward, "cheated": self.cheated_reward}
+        return Score(
+            outcome=outcome,
+            reward=rewards.get(outcome, self.unresolved_reward),
+            passed=sorted(passed),
+            failed=sorted({*task.tests.fail_to_pass, *task.tests.pass_to_pass}.difference(passed)),
+            detail="" if outcome == "resolved" else detail,
+            seconds=seconds,
+        )
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from pathlib import PurePosixPath
 import msgspec
 
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins import Plugin, _pytest_command
+from hpc_swe.plugins import _pytest_command
 from hpc_swe.plugins.graders._report import verified_lines
 from hpc_swe.plugins.graders._sealed import seal
-from hpc_swe.plugins.graders.base import ending, sandbox_texts
+from hpc_swe.plugins.graders.base import HiddenTestGrader, ending, sandbox_texts
 from hpc_swe.plugins.patch import BadPatch, apply
 from hpc_swe.plugins.sandboxes.base import CommandResult, Sandboxes
 from hpc_swe.plugins.second_run import run_reliably
@@ -26,20 +26,14 @@ _SET_UP |= {"pyproject.toml", "sitecustomize.py", "usercustomize.py"}
 _OPTIONS = ["-s", "--tb=no", "--assert=plain", "--rootdir=.", "--continue-on-collection-errors"]
 
 
-class Pytest(Plugin, frozen=True, kw_only=True):
+class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
     """A patch resolves a task when all fail-to-pass and pass-to-pass tests pass."""
 
-    resolved_reward: float = 1.0
-    """Reward of an episode that passes all tests."""
     unresolved_reward: float = 0.0
-    """Reward of one that does not."""
     cheated_reward: float = 0.0
-    """Reward of one that cheated."""
     sealed: bool = True
-    """Whether expected values stay outside the sandbox.
-
-    Turn it off where tests compare literals with values that are neither built in nor numpy's.
-    """
+    """Whether expected values stay outside the sandbox. Turn it off where tests compare literals with values
+    that are neither built in nor numpy's."""
 
     def grade(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
         """Grade a patch; an empty one starts no sandbox."""
@@ -62,25 +56,15 @@ class Pytest(Plugin, frozen=True, kw_only=True):
         return self._score(exam, report, ending(result), time.monotonic() - started)
 
     def _score(self, exam: "_Exam", report: "_Report", detail: str, seconds: float) -> Score:
-        wanted = sorted({*exam.task.tests.fail_to_pass, *exam.task.tests.pass_to_pass})
-        failed = [name for name in wanted if not exam.is_passed(name, report)]
-        passed = [name for name in wanted if name not in failed]
+        wanted = {*exam.task.tests.fail_to_pass, *exam.task.tests.pass_to_pass}
+        passed = {name for name in wanted if exam.is_passed(name, report)}
         good, bad = (report.outcomes.get(f"{exam.canaries}::{name}") for name in ("test_good", "test_bad"))
         charges = ["a canary test ended wrongly"] if good == "failed" or bad == "passed" else report.odd[:3]
         if charges:
             detail = f"the patch changes how tests end: {'; '.join(charges)}"
-            return Score(
-                outcome="cheated", reward=self.cheated_reward, failed=wanted, detail=detail, seconds=seconds
-            )
-        is_resolved = bool(passed) and not failed and good == "passed"
-        return Score(
-            outcome="resolved" if is_resolved else "unresolved",
-            reward=self.resolved_reward if is_resolved else self.unresolved_reward,
-            passed=passed,
-            failed=failed,
-            detail="" if is_resolved else detail,
-            seconds=seconds,
-        )
+            return self.score(exam.task, "cheated", (), detail, seconds)
+        is_resolved = bool(passed) and passed == wanted and good == "passed"
+        return self.score(exam.task, "resolved" if is_resolved else "unresolved", passed, detail, seconds)
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -127,12 +111,8 @@ class _Exam:
             f"def test_bad():\n    assert {number} + 1 == {number + 2}\n"
         )
         self._task_in_sandbox = msgspec.structs.replace(task, files=files)
-        self._arguments = [
-            *_pytest_command.disabling_options(),
-            *_OPTIONS,
-            *_pytest_command.arguments(task),
-            self.canaries,
-        ]
+        given = [*_OPTIONS, *_pytest_command.arguments(task), self.canaries]
+        self._arguments = [*_pytest_command.FEWER_PLUGINS, *given]
 
     def run(self, sandboxes: Sandboxes) -> tuple[CommandResult, _Report]:
         """Run the tests; the report is empty when they did not come to their end."""
@@ -142,7 +122,7 @@ class _Exam:
         with sandboxes.open(self._task_in_sandbox) as sandbox:
             result = sandbox.python(program, self.task.tests.timeout_s)
             try:
-                report = self._parse(verified_lines(sandbox.read(report_path), key) or [])
+                report = self._parse(verified_lines(sandbox.read(report_path), key))
             except (OSError, msgspec.MsgspecError, ValueError, RecursionError):  # the patch's code wrote it
                 report = _Report()
         return result, report

@@ -1,9 +1,8 @@
 """Grade a patch with swebench's own parsers and report, in a fresh sandbox of the task's image.
 
 Only the agent's patch enters that sandbox. The parts that change tests, or that set up the test runner or the
-interpreter, are left out, unless the reference changes the same file. The tests come from the test patch. The
-grader first checks that it still applies after the agent's patch, since the official script would run without
-it.
+interpreter, are left out, unless the reference changes the same file. The tests come from the test patch; the
+grader first checks that it applies after the agent's patch, since the official script would run without it.
 
 Where our reporter runs (unittest and pytest, `_reporter`), the printed output of tests is not trusted. The
 reporter writes a file whose every line is sealed, opens and closes the run, and puts several canary tests
@@ -27,32 +26,37 @@ from random import SystemRandom
 
 import msgspec
 
-from hpc_swe.errors import ConfigError, SandboxError, boundary
-from hpc_swe.plugins import Plugin
+from hpc_swe.errors import ConfigError, SandboxError
 from hpc_swe.plugins.graders import _judge, _second_sitting, _swebench, _swebench_report
 from hpc_swe.plugins.graders._swebench import ParsedRun, Run
-from hpc_swe.plugins.graders.base import DISAGREES, SILENT, GradedPatch, ending
+from hpc_swe.plugins.graders.base import DISAGREES, SILENT, GradedPatch, HiddenTestGrader, ending
 from hpc_swe.plugins.hidden_tests import Version
-from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
+from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes, add_files
 from hpc_swe.plugins.second_run import run_reliably
 from hpc_swe.plugins.swebench_rows import SET_UP
-from hpc_swe.records import Score, Task
+from hpc_swe.records import Outcome, Score, Task
 
 _STEP_S = 120.0
+_WRITING = "write the files of a grading"
 _MOST_BASES = 64
 _bases: dict[tuple[bytes, str], ParsedRun] = {}
 _bases_lock = threading.Lock()
 
 
-class Swebench(Plugin, frozen=True, kw_only=True):
+@dataclass(frozen=True)
+class _TestRun:
+    """A test run has a parsed result and the end of its output."""
+
+    parsed: ParsedRun
+    output: str = ""
+    timed_out: bool = False
+    touched: frozenset[str] = frozenset()
+    """Files that the patch changes, and the empty name, which stands for code that is in no file."""
+
+
+class Swebench(HiddenTestGrader, frozen=True, kw_only=True):
     """A patch resolves a task when all fail-to-pass and pass-to-pass tests pass."""
 
-    resolved_reward: float = 1.0
-    """Reward of an episode that passes all tests."""
-    unresolved_reward: float = -1.0
-    """Reward of one that does not."""
-    cheated_reward: float = -1.0
-    """Reward of one that cheated."""
     second_sittings: int = 5
     """How often a resolving patch is graded again, with the same or with changed tests; 0 is never."""
 
@@ -67,13 +71,13 @@ class Swebench(Plugin, frozen=True, kw_only=True):
     def examine(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
         """Grade a patch and run the tests even when it is empty, which shows that a task can be failed."""
         started = time.monotonic()
-        test_run = _run_and_accuse(task, patch, sandboxes)
-        score = self._score(task, patch, test_run, time.monotonic() - started)
+        test_run, base = _run_and_accuse(task, patch, sandboxes)
+        score = self._score(task, patch, test_run, base, time.monotonic() - started)
         return self._regrade(task, patch, sandboxes, score) if score.outcome == "resolved" else score
 
     def outcomes(self, task: Task, patch: str, sandboxes: Sandboxes) -> tuple[dict[str, str], str]:
         """Return how each test ended, whether or not the task names it; or nothing and the reason."""
-        test_run = _run_and_accuse(task, patch, sandboxes)
+        test_run, _ = _run_and_accuse(task, patch, sandboxes)
         if test_run.parsed.complaint:
             return {}, f"{test_run.parsed.complaint}: {test_run.output}"
         return _swebench.by_name_in_logs(test_run.parsed), ""
@@ -87,7 +91,6 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         return _second_sitting.choose_versions(task, texts, run_tests, SystemRandom())
 
     def _regrade(self, task: Task, patch: str, sandboxes: Sandboxes, score: Score) -> Score:
-        """Run the second sittings and return their common score."""
         started = time.monotonic()
         run_tests = partial(self._run_later, patch, sandboxes)
         finding, why = _second_sitting.regrade(task, self.second_sittings, run_tests)
@@ -95,68 +98,38 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         if finding == "agrees":
             return score
         prefix = {"cheats": "", "disagrees": f"{DISAGREES}: ", "silent": f"{SILENT}: "}[finding]
-        return self._failed(task, finding == "cheats", f"{prefix}{why}", score.seconds)
+        outcome: Outcome = "cheated" if finding == "cheats" else "unresolved"
+        return self.score(task, outcome, (), f"{prefix}{why}", score.seconds)
 
     def _run_later(self, patch: str, sandboxes: Sandboxes, task: Task) -> _second_sitting.SittingResult:
         """Run one second sitting. Its oddities are not looked at: those of the first run were."""
         test_run = run_reliably(
             lambda: _run_tests(task, patch, sandboxes), lambda _: False, task.tests.timeout_s
         )
-        parsed, run = test_run.parsed, Run(task)
+        parsed = test_run.parsed
         if parsed.complaint:
             why = f"{parsed.complaint}: {test_run.output}"
             return _second_sitting.SittingResult(cheat=why if parsed.is_cheat else "", failure=why)
-        with_log = dataclasses.replace(parsed, log=run.log_of(parsed, ParsedRun()))
-        score = self._score(task, patch, dataclasses.replace(test_run, parsed=with_log), 0.0)
-        return _second_sitting.SittingResult(passed=frozenset(score.passed), ended=run.ended(parsed))
+        score = self._score(task, patch, test_run, ParsedRun(), 0.0)
+        return _second_sitting.SittingResult(passed=frozenset(score.passed), ended=Run(task).ended(parsed))
 
     def report(self, folder: Path, label: str, model: str, verdicts: Sequence[GradedPatch]) -> None:
         """Write ``report.<label>.json`` and the tree that swebench's own tools would write below logs/."""
         _swebench_report.write(folder, label, model, verdicts)
 
-    def _score(self, task: Task, patch: str, test_run: "_TestRun", seconds: float) -> Score:
+    def _score(self, task: Task, patch: str, test_run: _TestRun, base: ParsedRun, seconds: float) -> Score:
         parsed = test_run.parsed
         if parsed.complaint:
-            return self._failed(task, parsed.is_cheat, f"{parsed.complaint}: {test_run.output}", seconds)
-        verdict = _judge.report(task, patch, parsed.log)
+            detail = f"{parsed.complaint}: {test_run.output}"
+            return self.score(task, "cheated" if parsed.is_cheat else "unresolved", (), detail, seconds)
+        verdict = _judge.report(task, patch, Run(task).log_of(parsed, base))
         tests = verdict.get("tests_status", {}).values()
-        passed = sorted({name for kind in tests for name in kind["success"]})
-        return Score(
-            outcome="resolved" if verdict["resolved"] else "unresolved",
-            reward=self.resolved_reward if verdict["resolved"] else self.unresolved_reward,
-            passed=passed,
-            failed=[name for name in _wanted(task) if name not in passed],
-            detail="" if verdict["resolved"] else verdict.get("complaint", test_run.output),
-            seconds=seconds,
-        )
-
-    def _failed(self, task: Task, is_cheat: bool, detail: str, seconds: float) -> Score:
-        """Return the score of a patch for which none of the tests counts as passed."""
-        return Score(
-            outcome="cheated" if is_cheat else "unresolved",
-            reward=self.cheated_reward if is_cheat else self.unresolved_reward,
-            failed=_wanted(task),
-            detail=detail,
-            seconds=seconds,
-        )
+        passed = {name for kind in tests for name in kind["success"]}
+        detail = verdict.get("complaint", test_run.output)
+        return self.score(task, "resolved" if verdict["resolved"] else "unresolved", passed, detail, seconds)
 
 
-def _wanted(task: Task) -> list[str]:
-    return sorted({*task.tests.fail_to_pass, *task.tests.pass_to_pass})
-
-
-@dataclass(frozen=True)
-class _TestRun:
-    """A test run has a parsed result and the end of its output."""
-
-    parsed: ParsedRun
-    output: str = ""
-    timed_out: bool = False
-    touched: frozenset[str] = frozenset()
-    """Files that the patch changes, and the empty name, which stands for code that is in no file."""
-
-
-def _run_and_accuse(task: Task, patch: str, sandboxes: Sandboxes) -> _TestRun:
+def _run_and_accuse(task: Task, patch: str, sandboxes: Sandboxes) -> tuple[_TestRun, ParsedRun]:
     """Run the tests once, or twice when the host may have spoiled the first run."""
     test_run = run_reliably(
         lambda: _run_tests(task, patch, sandboxes), lambda run: run.timed_out, task.tests.timeout_s
@@ -164,38 +137,27 @@ def _run_and_accuse(task: Task, patch: str, sandboxes: Sandboxes) -> _TestRun:
     return _accuse(task, test_run, sandboxes)
 
 
-def _accuse(task: Task, test_run: _TestRun, sandboxes: Sandboxes) -> _TestRun:
-    """Call a run a cheat for its oddities, unless a run of the base commit shows the same ones.
-
-    Other runs get the log that swebench's parser reads.
-    """
-    parsed, run = test_run.parsed, Run(task)
+def _accuse(task: Task, test_run: _TestRun, sandboxes: Sandboxes) -> tuple[_TestRun, ParsedRun]:
+    """Call a run a cheat for its oddities, unless a run of the base commit, also returned, shows the same."""
+    parsed, base = test_run.parsed, ParsedRun()
     if parsed.complaint:
-        return test_run
+        return test_run, base
     always_equal, odd = (
         {what for what, places in found.items() if test_run.touched.intersection(places)}
         for found in (parsed.always_equal, parsed.odd)
     )
-    base = ParsedRun()
-    if always_equal or odd or run.needs_base(parsed):
+    if always_equal or odd or Run(task).needs_base(parsed):
         base = _base(task, "\n".join(name.partition(":")[0] for name in sorted(always_equal)), sandboxes)
-    charges = [
-        f"values of {name} equal everything" for name in sorted(always_equal - base.always_equal.keys())
-    ]
-    charges += sorted(odd - base.odd.keys())
+    values = sorted(always_equal - base.always_equal.keys())
+    charges = [f"values of {name} equal everything" for name in values] + sorted(odd - base.odd.keys())
     if charges:
         parsed = ParsedRun(complaint="; ".join(charges[:3]), is_cheat=True)
-    else:
-        parsed = dataclasses.replace(parsed, log=run.log_of(parsed, base))
-    return dataclasses.replace(test_run, parsed=parsed)
+    return dataclasses.replace(test_run, parsed=parsed), base
 
 
 def _base(task: Task, modules: str, sandboxes: Sandboxes) -> ParsedRun:
-    """Run the tests on the base commit and import these modules, one a line, at the end; cache the result.
-
-    A run that does not end excuses no oddity: otherwise a policy could choose tasks on which nothing can be
-    found out.
-    """
+    """Run the tests on the base commit and import these modules, one a line, at the end; cache the result."""
+    # A run that does not end excuses no oddity: a policy could choose tasks on which nothing is found out.
     key = (msgspec.json.encode(task), modules)
     with _bases_lock:
         known = _bases.get(key)
@@ -214,24 +176,23 @@ def _run_tests(task: Task, patch: str, sandboxes: Sandboxes, modules: str = "") 
     run = Run(task, modules=modules)
     with sandboxes.open(task) as sandbox:
         _check_image(task, run, sandbox)
-        _write(sandbox, {f"{run.folder}.patch": patch})
+        add_files(sandbox, {f"{run.folder}.patch": patch}, _WRITING)
         options = _swebench.apply_options(task, SET_UP)
         git = f"git apply --whitespace=nowarn {run.folder}.patch"
-        apply = f"{git} --numstat -z > {run.touched} && {git} {options} && " if patch.strip() else ""
+        apply = f"{git} --numstat -z > {run.folder}.touched && {git} {options} && " if patch.strip() else ""
         applied = sandbox.run(f"{apply}{_check_tests(run)}", _STEP_S)
         if applied.timed_out or applied.broke_sandbox:  # no code of the patch has run
             raise SandboxError(f"the patch for {task.task_id} was not applied: {ending(applied)}")
         if applied.exit_code:
             return _TestRun(ParsedRun(complaint="the patch does not fit the task"), ending(applied))
-        touched = frozenset(
-            re.findall(r"\t([^\t\0]+)\0", _read(sandbox, run.touched).decode(errors="replace"))
-        )
-        _write(sandbox, run.files())
-        result = sandbox.run(run.command(), task.tests.timeout_s)
-        log = _read(sandbox, run.log).decode(errors="replace")
+        listed = _read(sandbox, f"{run.folder}.touched").decode(errors="replace")
+        touched = frozenset(re.findall(r"\t([^\t\0]+)\0", listed))
+        add_files(sandbox, run.files(), _WRITING)
+        result = sandbox.run(f"bash {run.folder}/eval.sh > {run.folder}.log 2>&1", task.tests.timeout_s)
+        log = _read(sandbox, f"{run.folder}.log").decode(errors="replace")
         if result.timed_out:
             return _TestRun(ParsedRun(complaint="timed out"), log[-500:], timed_out=True)
-        parsed = run.parse(_read(sandbox, run.report), log)
+        parsed = run.parse(_read(sandbox, f"{run.folder}.report"), log)
     return _TestRun(parsed, f"{ending(result)} {log.strip()[-500:]}", touched=touched | {""})
 
 
@@ -246,12 +207,8 @@ def _test_files(task: Task, sandboxes: Sandboxes) -> dict[str, str]:
 
 
 def _check_image(task: Task, run: Run, sandbox: Sandbox) -> None:
-    """Check that the image holds the base commit and that the test patch applies to it.
-
-    Raises:
-        SandboxError: The image is not the task's; no patch of an agent is to blame.
-    """
-    _write(sandbox, {f"{run.folder}.tests": task.tests.extra["test_patch"]})
+    """Raise SandboxError, which blames no agent, unless the image has the base commit and fits the tests."""
+    add_files(sandbox, {f"{run.folder}.tests": task.tests.extra["test_patch"]}, _WRITING)
     commit = shlex.quote(f"{task.base_commit}^{{commit}}")
     checked = sandbox.run(f"git cat-file -e {commit} && {_check_tests(run)}", _STEP_S)
     if checked.exit_code:
@@ -264,13 +221,6 @@ def _check_image(task: Task, run: Run, sandbox: Sandbox) -> None:
 def _check_tests(run: Run) -> str:
     """Return the command that fails if the test patch does not apply."""
     return f"git apply --check --whitespace=nowarn {run.folder}.tests"
-
-
-def _write(sandbox: Sandbox, files: dict[str, str]) -> None:
-    """Write the grader's files into a sandbox in which no code of the patch has run yet."""
-    with boundary(SandboxError, "write the files of a grading"):
-        for path, text in files.items():
-            sandbox.write(path, text.encode())
 
 
 def _read(sandbox: Sandbox, path: str) -> bytes:

@@ -15,6 +15,7 @@ and the kernel ends all the rest.
                -> b"ended"             <- {"kind": "end"}
 """
 
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -153,7 +154,8 @@ def drop_privileges(processes: int) -> None:
         fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP_RUNNING))
     for name, most in USER_LIMITS.items():
         put(f"/proc/sys/user/{name}", str(most))
-    limit_processes(processes)
+    with contextlib.suppress(OSError):  # works since Linux 6.14, where RLIMIT_NPROC does not bind root
+        put("/proc/sys/kernel/pid_max", str(300 + processes))  # Linux assigns numbers below 300 only once
     put("/proc/self/oom_score_adj", "1000")  # when the node runs out of memory, end sandboxes first
     # Where the host user is root, /proc/sys and sysrq-trigger would be writable without any capability.
     call("mount", None, "/proc", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID_NODEV_NOEXEC, None)
@@ -165,22 +167,10 @@ def drop_privileges(processes: int) -> None:
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def limit_processes(processes: int) -> None:
-    """Bound the pids of this namespace, which works since Linux 6.14: RLIMIT_NPROC does not bind root.
-
-    Linux assigns the numbers below 300 only once.
-    """
-    try:
-        put("/proc/sys/kernel/pid_max", str(300 + processes))
-    except OSError:
-        return
-
-
 def serve_host(host: socket.socket, workdir: str, settings: dict[str, Any]) -> None:
     """Carry out the host's requests one at a time.
 
-    All processes of a command have ended when it is answered; those of an open session go on. Any message
-    during a command ends the command; a b"stop" that comes after its end is ignored.
+    All processes of a command have ended when it is answered; those of an open session go on.
     """
     processes = Processes()
     while True:
@@ -189,7 +179,7 @@ def serve_host(host: socket.socket, workdir: str, settings: dict[str, Any]) -> N
         message, files, _, _ = socket.recv_fds(host, 4096, 4)
         if not message:
             return
-        if message == b"stop":
+        if message == b"stop":  # any message ends a command, but this one came after its end
             continue
         request = json.loads(message)
         if request["kind"] == "listen":
@@ -278,7 +268,7 @@ def listen(host: socket.socket, port: int) -> None:
 def run(kind: str, files: list[int], workdir: str, settings: dict[str, Any], python: str = "") -> NoReturn:
     """Run a shell command, or a Python program in this warm interpreter; called in the forked child."""
     try:
-        program = read(files[0])
+        program = os.pread(files[0], os.fstat(files[0]).st_size, 0).decode()
         os.setsid()
         call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)
         for number, source in enumerate((os.open(os.devnull, os.O_RDONLY), files[1], files[1])):
@@ -329,10 +319,6 @@ def execute(program: str, arguments: list[str]) -> int:
         print(code, file=sys.stderr)
     sys.stderr.flush()
     return code if isinstance(code, int) else int(code is not None)
-
-
-def read(file: int) -> str:
-    return os.pread(file, os.fstat(file).st_size, 0).decode()
 
 
 def limit(which: int, value: int) -> None:

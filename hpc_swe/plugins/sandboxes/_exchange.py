@@ -10,13 +10,22 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from hpc_swe.plugins.sandboxes._output import collected
 from hpc_swe.plugins.sandboxes.base import SessionEnded
 
 MOST_ANSWER_BYTES = 1 << 20
 """An honest answer is much shorter; a longer one ends the session."""
+
+
+def collected(file: int, most: int) -> str:
+    """Return the text of an open file; when it has more than `most` bytes, the middle is cut out."""
+    size = os.fstat(file).st_size
+    if size <= most:
+        return os.pread(file, most, 0).decode(errors="replace")
+    head, tail = os.pread(file, most // 2, 0), os.pread(file, most // 2, size - most // 2)
+    note = f"\n[... {size - 2 * (most // 2)} bytes cut ...]\n"
+    return head.decode(errors="replace") + note + tail.decode(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -54,53 +63,43 @@ def passed_on(made: Pipes) -> Iterator[tuple[int, int]]:
         os.close(made.program_writes)
 
 
+@dataclass
 class PipedProgram:
-    """Send messages to one program and receive its answers, as `ProgramSession` describes.
+    """Send messages to one program and receive its answers, as `ProgramSession` describes."""
 
-    Args:
-        pipes: Both pipes; this class uses the host's ends.
-        output: The open file of the program's standard output and error, opened for appending.
-        output_bytes: Bytes of output that `printed` returns.
-        signal: Sends INTERRUPT to the program.
-        running: Lets the program's processes run until exit, and says why when the program ended.
-    """
-
-    def __init__(
-        self,
-        pipes: Pipes,
-        output: int,
-        output_bytes: int,
-        signal: Callable[[], None],
-        running: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._pipes = pipes
-        self._output = output
-        self._output_bytes = output_bytes
-        self.interrupt = signal
-        self._running = running
-        self._received = b""
+    pipes: Pipes
+    """Both pipes; this class uses the host's ends."""
+    output: int
+    """Open file of the program's standard output and error, opened for appending."""
+    output_bytes: int
+    """Bytes of output that `printed` returns."""
+    interrupt: Callable[[], None]
+    """Sends INTERRUPT to the program."""
+    running: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Lets the program's processes run until exit, and says why when the program ended."""
+    _received: bytes = field(default=b"", init=False)
 
     def ask(self, message: bytes, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s
-        with self._running():
+        with self.running():
             self._send(struct.pack(">I", len(message)) + message, deadline)
             return self._receive(deadline)
 
     def wait(self, timeout_s: float) -> bytes:
-        with self._running():
+        with self.running():
             return self._receive(time.monotonic() + timeout_s)
 
     def printed(self) -> str:
-        text = collected(self._output, self._output_bytes)
-        os.ftruncate(self._output, 0)  # it is open for appending, so what is written next begins at 0
+        text = collected(self.output, self.output_bytes)
+        os.ftruncate(self.output, 0)  # it is open for appending, so what is written next begins at 0
         return text
 
     def _send(self, data: bytes, deadline: float) -> None:
         while data:
-            if not _is_ready(self._pipes.to_program, select.POLLOUT, deadline):
+            if not _is_ready(self.pipes.to_program, select.POLLOUT, deadline):
                 raise SessionEnded("the program does not read the debugger's commands")
             try:
-                data = data[os.write(self._pipes.to_program, data) :]
+                data = data[os.write(self.pipes.to_program, data) :]
             except BlockingIOError:
                 continue
             except OSError:
@@ -109,10 +108,10 @@ class PipedProgram:
     def _receive(self, deadline: float) -> bytes:
         """Return one whole answer; what has arrived of it stays received after a TimeoutError."""
         while len(self._received) < 4 or len(self._received) < 4 + self._size:
-            if not _is_ready(self._pipes.from_program, select.POLLIN, deadline):
+            if not _is_ready(self.pipes.from_program, select.POLLIN, deadline):
                 raise TimeoutError("the program has not answered in time")
             try:
-                piece = os.read(self._pipes.from_program, 1 << 16)
+                piece = os.read(self.pipes.from_program, 1 << 16)
             except BlockingIOError:
                 continue
             if not piece:

@@ -1,7 +1,6 @@
 """Unpack images to a node's own disk, once per node; the first process that needs one does it.
 
-    <local>/hpc_swe-<uid>/                     private to this user, or unused; locked while an image is
-    unpacked
+    <local>/hpc_swe-<uid>/                     private to this user, or unused; locked while one unpacks
         <image>-<size>-<time of change>.<boot> locked, shared, by each process that runs a container of it
             tree/, bytes
         anything else                          an unfinished image, or what a dead process or node left
@@ -10,7 +9,6 @@ Locks are those of flock: they end with the process that holds them, whatever en
 speed only, since the .sif itself can be run. So it is logged once, and nothing is raised.
 """
 
-import contextlib
 import fcntl
 import logging
 import os
@@ -20,7 +18,7 @@ import stat
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,11 +35,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _warned: set[str] = set()
 
 
-class _CannotUnpack(Exception):
-    """Say why the .sif itself must be run."""
-
-
-_FAILURES = (_CannotUnpack, OSError, ValueError, subprocess.SubprocessError)
+_FAILURES = (OSError, ValueError, subprocess.SubprocessError)
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ class LocalImages:
         image, root = tree.parent, tree.parent.parent
         try:
             with ExitStack() as alone:
-                _lock(_open(root, alone), self.timeout_s, root)
+                _lock(root, self.timeout_s, alone)
                 if _evict(image):
                     log.warning("thinned: %s did not start, though its .sif does; it is removed", image)
         except _FAILURES as error:
@@ -82,8 +76,7 @@ class LocalImages:
         image = root / f"{sif.stem}-{state.st_size:x}-{state.st_mtime_ns:x}{boot}"
         if not _hold(image, held):
             with ExitStack() as alone:
-                lock = _open(root, alone)
-                _lock(lock, self.timeout_s, root)
+                lock = _lock(root, self.timeout_s, alone)
                 if not _hold(image, held):
                     for leftover in root.iterdir():
                         if not leftover.name.endswith(boot):
@@ -91,42 +84,38 @@ class LocalImages:
                     _make_room(root, _GROWTH * state.st_size, int(self.most_gb * 1e9))
                     self._unpack(sif, image, lock)
                     if not _hold(image, held):
-                        raise _CannotUnpack(f"{image} was removed at once")
+                        raise OSError(f"{image} was removed at once")
         os.utime(image)
         return image / "tree"
 
     def _unpack(self, sif: Path, image: Path, lock: int) -> None:
+        offset = squashfs_offset(_run([self.executable, "sif", "list", str(sif)], self.timeout_s))
+        if offset is None:
+            raise OSError(f"{sif.name} holds no plain squashfs")
         part = image.with_name(f"{image.name}.part")
         part.mkdir()
         try:
             command = ["unsquashfs", "-quiet", "-no-progress", "-no-xattrs"]
-            place = ["-offset", str(self._offset(sif)), "-dest", str(part / "tree"), str(sif)]
+            place = ["-offset", str(offset), "-dest", str(part / "tree"), str(sif)]
             # unsquashfs inherits the lock, and holds it should this process die first.
             _run([*command, *place], self.timeout_s, lock)
-            (part / "bytes").write_text(
-                _run(["du", "-s", "-B1", str(part / "tree")], self.timeout_s).split()[0]
-            )
+            listing = _run(["du", "-s", "-B1", str(part / "tree")], self.timeout_s)
+            (part / "bytes").write_text(listing.split()[0])
             part.rename(image)
         finally:
             _remove(part)
-
-    def _offset(self, sif: Path) -> int:
-        offset = squashfs_offset(_run([self.executable, "sif", "list", str(sif)], self.timeout_s))
-        if offset is None:
-            raise _CannotUnpack(f"{sif.name} holds no plain squashfs")
-        return offset
 
 
 def _root(folder: str) -> Path:
     expanded = os.path.expandvars(folder)
     if "$" in expanded:
-        raise _CannotUnpack("there is no such environment variable here")
+        raise OSError("there is no such environment variable here")
     root = Path(expanded, f"hpc_swe-{os.geteuid()}")
-    with contextlib.suppress(FileExistsError):
+    with suppress(FileExistsError):
         root.mkdir(mode=0o700)
     state = root.lstat()
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o077:
-        raise _CannotUnpack(f"{root} is no private folder of this user (mode 0700)")
+        raise OSError(f"{root} is no private folder of this user (mode 0700)")
     return root
 
 
@@ -136,16 +125,15 @@ def _open(folder: Path, until: ExitStack) -> int:
     return handle
 
 
-def _lock(handle: int, timeout_s: float, root: Path) -> None:
-    deadline = time.monotonic() + timeout_s
+def _lock(root: Path, timeout_s: float, until: ExitStack) -> int:
+    handle, deadline = _open(root, until), time.monotonic() + timeout_s
     while True:
         try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise _CannotUnpack(
-                    f"another process has been unpacking in {root} for {timeout_s:.0f} s"
-                ) from None
+                raise OSError(f"another process has been unpacking in {root} for {timeout_s:.0f} s") from None
         time.sleep(0.05)
 
 
@@ -164,17 +152,13 @@ def _hold(image: Path, held: ExitStack) -> bool:
 
 
 def _make_room(root: Path, needed: int, most: int) -> None:
-    """Remove the least recently used images, but none in use, until `needed` bytes are free.
-
-    Raises:
-        _CannotUnpack: All that is left is in use.
-    """
+    """Remove the least recently used images, but none in use, until `needed` bytes are free."""
     images = sorted(root.iterdir(), key=lambda image: image.stat().st_mtime_ns)
     sizes = {image: size for image in images if (size := _size(image)) or not _evict(image)}
     while needed > min(shutil.disk_usage(root).free, most - sum(sizes.values())):
         victim = next((image for image in images if image in sizes and _evict(image)), None)
         if victim is None:
-            raise _CannotUnpack(f"no room for {needed / 1e9:.1f} GB in {root} beside the images in use")
+            raise OSError(f"no room for {needed / 1e9:.1f} GB in {root} beside the images in use")
         del sizes[victim]
 
 
@@ -210,7 +194,7 @@ def _run(command: list[str], timeout_s: float, *kept: int) -> str:
     )
     errors = [line for line in done.stderr.splitlines() if line and not _DEVICE.match(line)]
     if done.returncode and (errors or done.returncode != _INCOMPLETE):
-        raise _CannotUnpack(f"{command[0]}: {' '.join(errors)[-300:] or done.returncode}")
+        raise OSError(f"{command[0]}: {' '.join(errors)[-300:] or done.returncode}")
     return done.stdout
 
 

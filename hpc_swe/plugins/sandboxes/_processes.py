@@ -123,18 +123,13 @@ def _used_mb(source: str) -> float:
     taken to share nothing.
     """
     total = 0
-    for pid in os.listdir("/proc"):
-        if not pid.isdigit() or pid == "1":
-            continue
+    for pid in set(filter(str.isdigit, os.listdir("/proc"))) - {"1"}:
         for name in dict.fromkeys((source, "statm")):
-            try:
-                with open(f"/proc/{pid}/{name}") as file:
-                    text = file.read()
-            except OSError:
-                continue  # it ended meanwhile
-            if name == "statm":
-                total += int(text.split()[1]) * PAGE
-            else:
-                total += 1024 * sum(int(line.split()[1]) for line in text.splitlines() if line[:4] == "Pss:")
-            break
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}") as file:  # it ended meanwhile
+                lines = [line.split() for line in file]
+                if name == "statm":
+                    total += int(lines[0][1]) * PAGE
+                else:
+                    total += 1024 * sum(int(line[1]) for line in lines if line[0] == "Pss:")
+                break
     return total / (1 << 20)

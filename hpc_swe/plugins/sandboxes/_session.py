@@ -1,6 +1,5 @@
 """Control a container and the sandboxes in it from the host; `_container.py` runs inside."""
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -14,17 +13,16 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Literal, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from hpc_swe.errors import SandboxError
-from hpc_swe.plugins.sandboxes._exchange import PipedProgram, passed_on, pipes
-from hpc_swe.plugins.sandboxes._output import collected
+from hpc_swe.plugins.sandboxes._exchange import PipedProgram, collected, passed_on, pipes
 from hpc_swe.plugins.sandboxes._tree import Tree
 from hpc_swe.plugins.sandboxes.base import INTERRUPT, Clock, CommandResult, ProgramSession, SessionEnded
 from hpc_swe.processes import descendants, start_time
@@ -84,41 +82,30 @@ class Container:
     """Run a container that opens sandboxes. It ends when the host's end of its socket closes."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        limits: Limits,
-        warm_up: str,
-        start_timeout_s: float,
-        mounts: Sequence[str] = (),
+        self, command: Sequence[str], limits: Limits, warm_up: str, timeout_s: float, mounts: Sequence[str]
     ) -> None:
-        """Start the container and wait until it can open sandboxes.
+        """Start the container by a command of the image's interpreter, and wait until it opens sandboxes.
 
-        Args:
-            command: The command line that runs the image's interpreter, without its arguments.
-            mounts: Paths in the container that its sandboxes see too.
-
-        Raises:
-            SandboxError: It did not start in `start_timeout_s`.
+        Its sandboxes see `mounts` too, which are paths in it. It raises SandboxError after `timeout_s`.
         """
         self._limits = limits
-        self._start_timeout_s = start_timeout_s
+        self._start_timeout_s = timeout_s
         self._sending = threading.Lock()
         self._outside: dict[int, str | None] = {}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the container runs)
         self._channel, container_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(_PASSED_INSIDE)}
         with container_end:
             self._process = subprocess.Popen(
                 [*command, "-I", "-c", BOOTSTRAP],
-                env={
-                    name: value for name, value in os.environ.items() if not name.startswith(_PASSED_INSIDE)
-                },
+                env=kept,
                 stdin=container_end.fileno(),
                 stdout=self._errors,
                 stderr=self._errors,
                 start_new_session=True,
             )
         settings = msgspec.structs.asdict(limits) | {"warm_up": warm_up, "mounts": list(mounts)}
-        self._channel.settimeout(start_timeout_s)
+        self._channel.settimeout(timeout_s)
         try:
             self._channel.send(PROGRAM)
             self._channel.send(json.dumps(settings).encode())
@@ -126,7 +113,7 @@ class Container:
         except OSError as error:
             up = str(error).encode()
         if up != b"up":
-            self.close(min(GRACE_S, start_timeout_s))
+            self.close(min(GRACE_S, timeout_s))
             raise SandboxError(f"the container did not start: {self.last_output() or up.decode()}")
         self._outside = _outside(self._process.pid)
 
@@ -152,7 +139,7 @@ class Container:
         """Open a fresh sandbox; at exit it ends with all its processes."""
         host_end, sandbox_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         host_end.settimeout(self._start_timeout_s)
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             stack.enter_context(host_end)
             try:
                 with sandbox_end, self._sending:
@@ -168,14 +155,14 @@ class Container:
 
     def close(self, grace_s: float = GRACE_S) -> None:
         """End the container and wait for it. Its sandboxes end too, and find out by `require_alive`."""
-        with contextlib.suppress(OSError):  # when this interpreter ends, it may be closed already
+        with suppress(OSError):  # when this interpreter ends, it may be closed already
             self._channel.shutdown(socket.SHUT_RDWR)
         if not self._has_ended(grace_s):
             self._outside = self._outside | _outside(self._process.pid)  # not in place: other threads read it
             end_namespace(self._process.pid)
             self._has_ended(grace_s)
         for pid in self._outside_left():  # when Apptainer itself was killed, or hangs
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if not self._has_ended(grace_s):
             # Its sandboxes have ended, so their results stand, whatever the kernel cannot end.
@@ -276,9 +263,7 @@ class Session:
         if answer != b"ended":
             self._broken()
 
-    def _execute(
-        self, kind: Literal["shell", "python"], program: str, timeout_s: float, clock: Clock | None
-    ) -> CommandResult:
+    def _execute(self, kind: str, program: str, timeout_s: float, clock: Clock | None) -> CommandResult:
         if self._is_broken:
             return GONE
         with _memory(program.encode()) as source, _memory(b"") as output:
@@ -300,7 +285,7 @@ class Session:
         deadline = clock() + timeout_s
         while (left_s := deadline - clock()) > 0:
             self._host.settimeout(min(left_s, CLOCK_CHECK_S))
-            with contextlib.suppress(TimeoutError):
+            with suppress(TimeoutError):
                 return self._host.recv(4096)
         self._host.settimeout(GRACE_S)
         self._host.send(b"stop")
@@ -325,19 +310,16 @@ class Session:
 
 
 def _interrupt(process: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    with suppress(ProcessLookupError):
         signal.pidfd_send_signal(process, INTERRUPT)
 
 
 def end_namespace(ancestor: int) -> None:
-    """Kill process 1 of every process namespace that begins below `ancestor`.
-
-    Killing Apptainer itself would leave its FUSE daemons behind; in this way it sees its payload end.
-    """
+    """Kill process 1 of each namespace below `ancestor`: Apptainer then ends its FUSE daemons, and itself."""
     for child in descendants(ancestor):
         pids = namespace_pids(child)
         if len(pids) == 2 and pids[-1] == "1":
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
 
 
@@ -376,7 +358,7 @@ def _expect(sender: socket.socket, what: bytes) -> int:
 
 def _kill(process: int) -> None:
     """Kill process 1 by its pidfd and wait: its end shows only after that of all others in its namespace."""
-    with contextlib.suppress(ProcessLookupError):
+    with suppress(ProcessLookupError):
         signal.pidfd_send_signal(process, signal.SIGKILL)
     _is_readable(process, GRACE_S)
     os.close(process)

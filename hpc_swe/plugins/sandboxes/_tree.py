@@ -73,27 +73,20 @@ class Tree:
 
     def paths(self) -> list[str]:
         found: list[str] = []
-        for count, path in enumerate(self._walk(self._root, "", _DEEPEST)):
-            if path is not None:
-                found.append(path)
+        folders, count = [""], 0
+        for folder in folders:  # the loop extends the list
+            for name, entry in self.entries(folder).items():
+                path, count = f"{folder}/{name}".lstrip("/"), count + 1
+                if entry.kind in ("file", "executable"):
+                    found.append(path)
+                elif entry.kind == "folder" and path.count("/") < _DEEPEST:
+                    folders.append(path)
             if len(found) > _MOST_FILES or count > _MOST_ENTRIES:
                 raise OSError(errno.EFBIG, f"more than {_MOST_FILES} files or {_MOST_ENTRIES} names", ".")
         return sorted(found)
 
     def close(self) -> None:
         os.close(self._root)
-
-    def _walk(self, folder: int, prefix: str, depth: int) -> Iterator[str | None]:
-        """Yield files, and None for any other name, so that the caller can count it."""
-        for entry in os.scandir(folder):
-            is_file = entry.is_file(follow_symlinks=False)
-            yield prefix + entry.name if is_file else None
-            if entry.is_dir(follow_symlinks=False) and depth:
-                child = os.open(entry.name, _FOLDER, dir_fd=folder)
-                try:
-                    yield from self._walk(child, f"{prefix}{entry.name}/", depth - 1)
-                finally:
-                    os.close(child)
 
     @contextmanager
     def _parent(self, path: str, make: bool = False) -> Iterator[tuple[int, str]]:

@@ -22,7 +22,7 @@ from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes._local import LocalImages
 from hpc_swe.plugins.sandboxes._session import Container, Limits
 from hpc_swe.plugins.sandboxes._warm import WarmContainers
-from hpc_swe.plugins.sandboxes.base import Sandbox
+from hpc_swe.plugins.sandboxes.base import Sandbox, add_files
 from hpc_swe.records import Task
 
 _ISOLATION = ["--containall", "--no-home", "--cleanenv", "--no-mount=bind-paths", "--net", "--network=none"]
@@ -100,9 +100,7 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
         """Open a fresh sandbox of the task's image with the task's files in its work directory."""
         containers = self._containers().container if self.shared_container else self._running
         with containers(task.image) as container, container.open(task.workdir) as sandbox:
-            with boundary(SandboxError, f"lay out the files of {task.task_id}"):
-                for path, text in task.files.items():
-                    sandbox.write(path, text.encode())
+            add_files(sandbox, task.files, f"lay out the files of {task.task_id}")
             yield sandbox
 
     def for_trial(self, images: Path) -> "Apptainer":
@@ -110,11 +108,7 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, images=str(images), local="", shared_container=False)
 
     def image(self, name: str) -> Path:
-        """Return the file or folder of an image.
-
-        Raises:
-            ConfigError: There is none, or others may change it.
-        """
+        """Return file or folder of an image; raise ConfigError if there is none or others may change it."""
         folder, file = Path(self.images, name), Path(self.images, f"{name}.sif")
         # Files of other users have no owner inside a container, and nothing could be written beside them.
         if folder.is_dir() and folder.stat().st_uid == os.geteuid():
@@ -136,13 +130,10 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
 
     @contextmanager
     def _running(self, name: str) -> Iterator[Container]:
-        """Run a container of an image until exit."""
         sif = Path(self.images, f"{name}.sif")
         with ExitStack() as life:
-            tree = None
             local = LocalImages(self.local, self.local_gb, self.start_timeout_s, self.executable)
-            if self.local and sif.exists():
-                tree = life.enter_context(local.unpacked(sif))
+            tree = life.enter_context(local.unpacked(sif)) if self.local and sif.exists() else None
             try:
                 container = self._start(tree or self.image(name))
             except SandboxError:
@@ -159,8 +150,8 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
         shown = [self._mount(mount) for mount in self.mounts]
         options += [word for option, _ in shown for word in ("--bind", option)]
         command = [self.executable, "-q", "exec", *options, str(image), self.python]
+        targets = [target for _, target in shown]
         with boundary(SandboxError, f"start {self.executable}"):
-            targets = [target for _, target in shown]
             return Container(command, self.limits, self.warm_up, self.start_timeout_s, targets)
 
     def _mount(self, mount: str) -> tuple[str, str]:

@@ -4,13 +4,13 @@ import math
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
-from hpc_swe.errors import ConfigError, NodeError, SandboxError
+from hpc_swe.errors import ConfigError, NodeError, SandboxError, boundary
 from hpc_swe.records import Task
 
 FAILURES_BEFORE_CHECK = 8
@@ -27,11 +27,6 @@ class TreeEntry(NamedTuple):
     kind: Literal["file", "executable", "link", "folder", "other"]
     size: int
     changed_ns: int
-
-    @property
-    def is_folder(self) -> bool:
-        """Return whether it is a folder, and no link to one."""
-        return self.kind == "folder"
 
     @property
     def is_file_or_link(self) -> bool:
@@ -91,83 +86,56 @@ class Sandbox(Protocol):
     """Run commands and exchange files with one open sandbox.
 
     Processes end with the command that started them, except those of an open session. After a command broke
-    the sandbox all further ones report the same, and files stay readable.
+    the sandbox all further ones report the same, and files stay readable. Commands raise SandboxError when
+    the host failed, and not the command. Methods for files start no process in the sandbox. They raise
+    OSError when there is no such file, folder or link below the work directory, no access, or when a link or
+    ``..`` leads there.
     """
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
-        """Run a shell command in the work directory. Its time is wall time, or that of `clock`.
-
-        Raises:
-            SandboxError: The host failed, not the command.
-        """
+        """Run a shell command in the work directory. Its time is wall time, or that of `clock`."""
 
     def python(self, program: str, timeout_s: float) -> CommandResult:
-        """Run a Python program in the work directory, isolated as by ``python3 -I``.
-
-        Raises:
-            SandboxError: The host failed, not the program.
-        """
+        """Run a Python program in the work directory, isolated as by ``python3 -I``."""
 
     def session(self, program: str, python: str = "") -> AbstractContextManager[ProgramSession]:
         """Run a Python program as ``python -I`` does, until exit; one session may be open at a time.
 
         The program's arguments are the numbers of two open files: it reads messages from the first and writes
         its answers to the second, each behind its length in four bytes, big end first. Its standard input is
-        empty. Between messages all its processes stand still, where the sandbox can stop them.
-
-        Args:
-            program: The text of the program.
-            python: Path of its interpreter in the sandbox; empty means the one of `python`.
-
-        Raises:
-            SessionEnded: The sandbox is broken.
-            SandboxError: The host failed, not the program.
+        empty. Between messages all its processes stand still, where the sandbox can stop them. `python` is
+        the path of its interpreter in the sandbox; empty means the one of the method `python`. A broken
+        sandbox raises SessionEnded.
         """
 
     def read(self, path: str) -> bytes:
-        """Return the content of a regular file below the work directory. This starts no process there.
-
-        Raises:
-            OSError: No such regular file, too large, or reached through a link or ``..``.
-        """
+        """Return the content of a regular file; raise OSError, too, if it is too large."""
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a regular file, and make its folders. This starts no process in the sandbox.
-
-        Raises:
-            OSError: Disk full, or the path is a folder, or leads through a link or ``..``.
-        """
+        """Write a regular file, and make its folders; raise OSError, too, if the disk is full."""
 
     def listen(self, port: int) -> socket.socket:
         """Return a socket that listens on 127.0.0.1 of the sandbox's network; only this host accepts on it.
 
         Where the sandbox uses the host's network, the socket takes any free port. Call this before the agent
-        acts: the policy could take the port.
-
-        Raises:
-            SandboxError: The socket could not be made.
+        acts: the policy could take the port. It raises SandboxError if the socket could not be made.
         """
 
     def entries(self, folder: str) -> dict[str, TreeEntry]:
-        """List a folder below the work directory by name; the empty path is the work directory itself.
-
-        Raises:
-            OSError: No such folder, no access, reached through a link or ``..``, or too many names.
-        """
+        """List a folder by name, "" is the work directory; raise OSError, too, for too many names."""
 
     def target(self, path: str) -> str:
-        """Return the target of a link, as written in it.
-
-        Raises:
-            OSError: No such link, or reached through another one or ``..``.
-        """
+        """Return the target of a link, as written in it."""
 
     def paths(self) -> list[str]:
-        """List every regular file below the work directory, sorted; links are not followed.
+        """List every regular file, sorted, following no link; raise OSError for too many files."""
 
-        Raises:
-            OSError: Too many files.
-        """
+
+def add_files(sandbox: Sandbox, files: Mapping[str, str], doing: str) -> None:
+    """Write files (path -> text) before any agent acts; a failure is a SandboxError, which says `doing`."""
+    with boundary(SandboxError, doing):
+        for path, text in files.items():
+            sandbox.write(path, text.encode())
 
 
 @dataclass
@@ -212,11 +180,7 @@ class Sandboxes(Protocol):
         """Raise ConfigError, with the remedy, when this machine cannot open sandboxes."""
 
     def open(self, task: Task) -> AbstractContextManager[Sandbox]:
-        """Open a fresh sandbox of the task's image with the task's files in its work directory.
-
-        Raises:
-            SandboxError: It did not start.
-        """
+        """Open a fresh sandbox of a task's image, its files in the work directory, or raise SandboxError."""
 
 
 @runtime_checkable
@@ -246,12 +210,7 @@ class WatchedSandboxes(Sandboxes):
 
     @contextmanager
     def open(self, task: Task) -> Iterator[Sandbox]:
-        """Open a sandbox, and count failures in a row.
-
-        Raises:
-            SandboxError: It did not start.
-            NodeError: None of the last ones started, and this machine cannot open any.
-        """
+        """Open a sandbox; raise NodeError if none of the last ones started and this machine opens none."""
         with ExitStack() as stack:
             try:
                 sandbox = stack.enter_context(self.sandboxes.open(task))

@@ -13,16 +13,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 
 from hpc_swe.errors import SandboxError, boundary
 from hpc_swe.plugins import Plugin
-from hpc_swe.plugins.sandboxes._exchange import PipedProgram, passed_on, pipes
-from hpc_swe.plugins.sandboxes._output import collected
+from hpc_swe.plugins.sandboxes._exchange import PipedProgram, collected, passed_on, pipes
 from hpc_swe.plugins.sandboxes._tree import Tree
-from hpc_swe.plugins.sandboxes.base import INTERRUPT, Clock, CommandResult, ProgramSession, Sandbox
+from hpc_swe.plugins.sandboxes.base import INTERRUPT, Clock, CommandResult, ProgramSession, Sandbox, add_files
 from hpc_swe.processes import die_with_parent
 from hpc_swe.records import Task
 
@@ -54,34 +53,24 @@ class Process(Plugin, frozen=True, kw_only=True):
     def open(self, task: Task) -> Iterator[Sandbox]:
         """Open a fresh folder with the task's files."""
         _warn()
-        with tempfile.TemporaryDirectory(
-            prefix="hpc_swe.", dir=self.scratch or None, ignore_cleanup_errors=True
-        ) as name:
-            folder = Path(name)
-            tree = Tree(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), self.read_bytes)
-            try:
-                with boundary(SandboxError, f"lay out the files of {task.task_id}"):
-                    for path, text in task.files.items():
-                        tree.write(path, text.encode())
-                yield _Folder(folder, tree, self.output_bytes)
-            finally:
-                tree.close()
+        place = self.scratch or None
+        with (
+            tempfile.TemporaryDirectory(prefix="hpc_swe.", dir=place, ignore_cleanup_errors=True) as folder,
+            closing(_Folder(folder, self.read_bytes, self.output_bytes)) as sandbox,
+        ):
+            add_files(sandbox, task.files, f"lay out the files of {task.task_id}")
+            yield sandbox
 
 
-class _Folder:
-    def __init__(self, folder: Path, tree: Tree, output_bytes: int) -> None:
-        self._folder = folder
+class _Folder(Tree):
+    def __init__(self, folder: str, read_bytes: int, output_bytes: int) -> None:
+        super().__init__(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), read_bytes)
+        self._home = folder
         self._output_bytes = output_bytes
-        self.read = tree.read
-        self.write = tree.write
-        self.paths = tree.paths
-        self.entries = tree.entries
-        self.target = tree.target
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
-        return self._run(
-            ["bash", "--noprofile", "--norc", "-c", command], "", timeout_s, clock or time.monotonic
-        )
+        shell = ["bash", "--noprofile", "--norc", "-c", command]
+        return self._run(shell, "", timeout_s, clock or time.monotonic)
 
     def python(self, program: str, timeout_s: float) -> CommandResult:
         return self._run([sys.executable, "-I", "-"], program, timeout_s, time.monotonic)
@@ -93,7 +82,7 @@ class _Folder:
             with passed_on(made) as ends, boundary(SandboxError, "start a session"):
                 process = subprocess.Popen(
                     [python or sys.executable, "-I", "-c", program, *map(str, ends)],
-                    cwd=self._folder,
+                    cwd=self._home,
                     env=self._environment() | {SESSION_MARK: "1"},
                     stdin=subprocess.DEVNULL,
                     stdout=output.fileno(),
@@ -107,23 +96,21 @@ class _Folder:
                 yield PipedProgram(made, output.fileno(), self._output_bytes, interrupt)
             finally:
                 process.kill()
-                _kill_all(self._folder)
+                _kill_all(self._home)
                 process.wait()
 
     def listen(self, port: int) -> socket.socket:
         with boundary(SandboxError, "listen on a free port"):
             return socket.create_server(("127.0.0.1", 0))
 
-    def _run(
-        self, command: Sequence[str], standard_input: str, timeout_s: float, clock: Clock
-    ) -> CommandResult:
+    def _run(self, command: Sequence[str], stdin: str, timeout_s: float, clock: Clock) -> CommandResult:
         with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as output:
-            source.write(standard_input.encode())
+            source.write(stdin.encode())
             source.seek(0)
             with boundary(SandboxError, f"start {command[0]}"):
                 process = subprocess.Popen(
                     command,
-                    cwd=self._folder,
+                    cwd=self._home,
                     env=self._environment(),
                     stdin=source.fileno(),
                     stdout=output.fileno(),
@@ -137,23 +124,19 @@ class _Folder:
                     with suppress(subprocess.TimeoutExpired):
                         code = process.wait(max(min(deadline - clock(), CLOCK_CHECK_S), 0.0))
             finally:
-                _kill_all(self._folder, but=SESSION_MARK)
+                _kill_all(self._home, but=SESSION_MARK)
                 process.wait()
             code = 137 if code is None else code
             text = collected(output.fileno(), self._output_bytes)
         return CommandResult(exit_code=code if code >= 0 else 128 - code, output=text, timed_out=timed_out)
 
     def _environment(self) -> dict[str, str]:
-        return {
-            "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
-            "HOME": str(self._folder),
-            MARK: str(self._folder),
-            "LANG": "C.UTF-8",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
+        path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
+        about = {"PATH": path, "HOME": self._home, MARK: self._home}
+        return about | {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def _kill_all(folder: Path, but: str = "") -> None:
+def _kill_all(folder: str, but: str = "") -> None:
     """Kill all processes of a sandbox, daemons in other sessions too: their environment names the folder.
 
     Those that have the variable `but` go on.

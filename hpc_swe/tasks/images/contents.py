@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 
 import pyarrow as pa
 
@@ -25,19 +25,9 @@ DEEPEST = 5
 """Layers that are unpacked: a wheel in a compressed archive is three, and its members are the fourth."""
 _ZLIB = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 _PACK = (b"PACK\0\0\0", b"# v2 git bundle", b"# v3 git bundle")
-_BROKEN = (
-    EOFError,
-    HpcSweError,
-    NotImplementedError,
-    OSError,
-    RuntimeError,
-    ValueError,
-    lzma.LZMAError,
-    pa.ArrowException,
-    tarfile.TarError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
+_BROKEN: tuple[type[Exception], ...]
+_BROKEN = (lzma.LZMAError, pa.ArrowException, tarfile.TarError, zipfile.BadZipFile, zlib.error)
+_BROKEN += (EOFError, HpcSweError, OSError, RuntimeError, ValueError)
 
 Inner = Iterator[tuple[str, bytes]]
 
@@ -92,24 +82,12 @@ def _ar(data: bytes) -> Inner:
         at += 60 + size + size % 2
 
 
-def _gzip(data: bytes) -> Inner:
-    with gzip.open(io.BytesIO(data)) as file:
-        yield "", file.read(LARGEST)
+def _stream(open_stream: Callable[[io.BytesIO], io.BufferedIOBase]) -> Callable[[bytes], Inner]:
+    def unpack(data: bytes) -> Inner:
+        with open_stream(io.BytesIO(data)) as stream:
+            yield "", stream.read(LARGEST)
 
-
-def _bz2(data: bytes) -> Inner:
-    with bz2.open(io.BytesIO(data)) as file:
-        yield "", file.read(LARGEST)
-
-
-def _xz(data: bytes) -> Inner:
-    with lzma.open(io.BytesIO(data)) as file:
-        yield "", file.read(LARGEST)
-
-
-def _zstd(data: bytes) -> Inner:
-    with pa.input_stream(io.BytesIO(data), compression="zstd") as stream:
-        yield "", stream.read(LARGEST)
+    return unpack
 
 
 def _zlib(data: bytes) -> Inner:
@@ -121,32 +99,25 @@ def _pack(data: bytes) -> Inner:
     """Unpack the blobs of git's packs and bundles."""
     with tempfile.TemporaryDirectory(prefix="hpc_swe-") as folder:
         run("git", "init", "--quiet", "--bare", "--template=", folder)
+        git = ["git", "-C", folder]
         pack = data[data.index(b"PACK") :]
-        index = ["git", "-C", folder, "index-pack", "--stdin"]
-        subprocess.run(index, input=pack, check=False, capture_output=True)
-        listing = run("git", "-C", folder, "cat-file", "--batch-all-objects", "--batch-check")
-        blobs = [line.split()[0] for line in listing.splitlines() if line.split()[1] == "blob"]
-        yield from _blobs(Path(folder), blobs)
-
-
-def _blobs(folder: Path, names: list[str]) -> Inner:
-    asked = ["git", "-C", str(folder), "cat-file", "--batch"]
-    with tempfile.TemporaryFile() as wanted:
-        wanted.write("".join(f"{name}\n" for name in names).encode())
-        wanted.seek(0)
-        with subprocess.Popen(asked, stdin=wanted, stdout=subprocess.PIPE) as process:
+        subprocess.run([*git, "index-pack", "--stdin"], input=pack, check=False, capture_output=True)
+        every = [*git, "cat-file", "--batch-all-objects", "--batch"]
+        with subprocess.Popen(every, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
-            for _ in names:
-                name, _, size = process.stdout.readline().decode().split()
-                yield name, process.stdout.read(int(size))
+            while header := process.stdout.readline():
+                name, kind, size = header.decode().split()
+                content = process.stdout.read(int(size))
                 process.stdout.read(1)
+                if kind == "blob":
+                    yield name, content
 
 
 _BY_MARK: dict[tuple[bytes, ...], Callable[[bytes], Inner]] = {
-    (b"\x1f\x8b",): _gzip,
-    (b"BZh",): _bz2,
-    (b"\xfd7zXZ\0", b"\x5d\0\0"): _xz,
-    (b"\x28\xb5\x2f\xfd",): _zstd,
+    (b"\x1f\x8b",): _stream(gzip.open),
+    (b"BZh",): _stream(bz2.open),
+    (b"\xfd7zXZ\0", b"\x5d\0\0"): _stream(lzma.open),
+    (b"\x28\xb5\x2f\xfd",): _stream(partial(pa.input_stream, compression="zstd")),
     _ZLIB: _zlib,
     (b"!<arch>\n",): _ar,
     _PACK: _pack,
@@ -160,16 +131,9 @@ def words_only(data: bytes) -> bytes:
 
 def uncoloured(data: bytes) -> bytes:
     """Remove the markup of a page with coloured source code; return any other data unchanged."""
-    if b"<span" not in data[:_HEAD]:
-        return data
-    data = _TAG.sub(b"", data)
-    for sign in (b"&quot;", b"&#39;", b"&lt;", b"&gt;", b"&amp;"):
-        data = data.replace(sign, b"")
-    return data
+    return _MARKUP.sub(b"", data) if b"<span" in data[:_HEAD] else data
 
 
 _HEAD = 1 << 16
-_TAG = re.compile(rb"<[^>]*>")
-_OTHERS = bytes(
-    each for each in range(256) if not (chr(each).isascii() and (chr(each).isalnum() or each == 95))
-)
+_MARKUP = re.compile(rb"<[^>]*>|&(?:quot|#39|lt|gt|amp);")
+_OTHERS = re.sub(rb"\w", b"", bytes(range(256)))

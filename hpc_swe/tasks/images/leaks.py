@@ -104,8 +104,10 @@ def search(tree: Path, workdir: str, commit: str, *patches: str) -> list[str]:
         here = Path(folder)
         if here == repository:
             folders.remove(".git")
-        if {"HEAD", "objects", "refs"} <= {*folders, *names} and _holds(here, commit):
-            found.append(str(here.relative_to(tree)))
+        if {"HEAD", "objects", "refs"} <= {*folders, *names}:  # it looks like a git directory
+            asked = ("git", "-c", "safe.directory=*", "--git-dir", folder, "cat-file", "-t", commit)
+            if run(*asked, ok=(0, 1, 128)).strip() == "commit":
+                found.append(str(here.relative_to(tree)))
         files = [here / name for name in names if f"{folder}/{name}" not in known]
         found += [shown for file in files if (shown := _shown(file, str(file.relative_to(tree)), golds))]
     return sorted(found)
@@ -141,10 +143,8 @@ def _golds(repository: Path, commit: str, patches: Sequence[str]) -> Iterator[Go
 
 
 def _versions(repository: Path, commit: str, patch: str) -> dict[str, tuple[bytes, bytes]]:
-    """Return the files that a patch changes, before and after it; nothing when it does not apply.
-
-    They are made with a separate index and object folder: nothing may get into the repository.
-    """
+    """Return the files that a patch changes, before and after it; nothing when it does not apply."""
+    # A separate index and object folder are used: nothing may get into the repository.
     with tempfile.TemporaryDirectory(prefix="hpc_swe-") as scratch:
         objects, index = Path(scratch, "objects"), Path(scratch, "index")
         objects.mkdir()
@@ -164,16 +164,12 @@ def _versions(repository: Path, commit: str, patch: str) -> dict[str, tuple[byte
         here("checkout-index", f"--prefix={scratch}/after/", "-z", "--stdin", stdin=names)
         here("read-tree", commit)
         here("checkout-index", f"--prefix={scratch}/before/", "-z", "--stdin", stdin=names)
-        places = {
-            name: [Path(scratch, when, name) for when in ("before", "after")] for name in names.split("\0")
-        }
-        return {
-            name: (_read(before), _read(after)) for name, (before, after) in places.items() if after.is_file()
-        }
-
-
-def _read(path: Path) -> bytes:
-    return path.read_bytes() if path.is_file() else b""
+        found = {}
+        for name in names.split("\0"):
+            before, after = Path(scratch, "before", name), Path(scratch, "after", name)
+            if after.is_file():
+                found[name] = before.read_bytes() if before.is_file() else b"", after.read_bytes()
+        return found
 
 
 def _words(source: bytes) -> set[bytes]:
@@ -198,9 +194,3 @@ def _codes(source: bytes) -> set[bytes]:
     for code in todo:  # the loop extends the list
         todo += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
     return {code.co_code for code in todo}
-
-
-def _holds(folder: Path, commit: str) -> bool:
-    """Return whether a folder that looks like a git directory is one and has the commit."""
-    asked = ("git", "-c", "safe.directory=*", "--git-dir", str(folder), "cat-file", "-t", commit)
-    return run(*asked, ok=(0, 1, 128)).strip() == "commit"

@@ -88,9 +88,8 @@ def foreign_objects(folder: Path, commit: str) -> list[str]:
     found = [name for name in there if name not in held]
     found += [ref for ref in refs if ref != "refs/heads/main"]
     found += run(*here, "remote").split()
-    for name in ("logs", "FETCH_HEAD", "ORIG_HEAD", "packed-refs", "objects/info/alternates"):
-        found += [name] if (folder / ".git" / name).exists() else []
-    return found
+    files = ("logs", "FETCH_HEAD", "ORIG_HEAD", "packed-refs", "objects/info/alternates")
+    return found + [name for name in files if (folder / ".git" / name).exists()]
 
 
 def unchanged(folder: Path, commit: str) -> set[str]:

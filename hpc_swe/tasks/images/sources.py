@@ -8,7 +8,6 @@ import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Protocol
 
 import msgspec
 
@@ -22,39 +21,16 @@ from hpc_swe.tasks.images.repository import restage, stage
 EDITION = 1
 """Increase this when the same recipe makes another image, so that existing images are built again."""
 ENVIRONMENT = "opt/miniconda3/envs/testbed"
-_ACTIVATE = """export VIRTUAL_ENV=/{environment} PATH="/{environment}/bin:$PATH"
-"""
+_ACTIVATE = f'export VIRTUAL_ENV=/{ENVIRONMENT} PATH="/{ENVIRONMENT}/bin:$PATH"\n'
 # What official eval scripts source: they expect conda, and get a virtual environment of the same name.
-_CONDA = """conda() { case "$1" in activate) . "/opt/miniconda3/envs/$2/bin/activate";; esac; }
-"""
-_FILES = ("docker-archive:", "oci-archive:", "oci:")
+_CONDA = 'conda() { case "$1" in activate) . "/opt/miniconda3/envs/$2/bin/activate";; esac; }\n'
+_FILE = re.compile("^(docker-archive|oci-archive|oci):")
 _TRIAL_S = 120.0
 _INCOMPLETE = 2  # exit code of unsquashfs that cannot make devices, which no sandbox takes from its image
 _SET_UP_S = 1800.0
 _MADE = ".git/made"
 _CHECK_VERSION = "import sys; sys.exit(sys.version_info < (3, 10))"
 _environment_lock = threading.Lock()
-
-
-class ImageSource(Protocol):
-    """Make the files of images."""
-
-    @property
-    def keeps_folder(self) -> bool:
-        """Return whether unpacked files stay beside the packed ones, where they take hardly any space."""
-
-    def origin(self, task: Task) -> str:
-        """Name the origin of a task's image, for people."""
-
-    def digest(self, task: Task) -> str:
-        """Return a digest of everything that the image depends on, except the base commit."""
-
-    def lay_out(self, task: Task, exact: Collection[str], work: Path) -> list[str]:
-        """Make work/tree with the staged repository; return its files that differ from the base commit.
-
-        Raises:
-            HpcSweError: The image cannot be made, or is not fit for the task.
-        """
 
 
 @dataclass(frozen=True)
@@ -75,14 +51,13 @@ class Built:
     """Shell lines that run in the repository when an image is made; the files that they add there stay."""
     sandbox: ImageSandboxes | None = None
     """Sandboxes in which `set_up` runs; they must be given with it."""
-    keeps_folder: bool = True
 
     def origin(self, task: Task) -> str:
-        """Return the base image, which all images share."""
+        """Name the origin of a task's image, for people: the base image, which all images share."""
         return str(self.base)
 
     def digest(self, task: Task) -> str:
-        """Return a digest of everything that the environment depends on; wheels count by name."""
+        """Return a digest of all that the image depends on but the base commit; wheels count by name."""
         if not (self.base / "usr/bin").is_dir():
             raise ConfigError(f"--base {self.base} is not an unpacked image: run containers/build_image.sh")
         with boundary(ConfigError, "read --requirements and --wheels"):
@@ -92,25 +67,19 @@ class Built:
         return _digest(*values, self.set_up) if self.set_up else _digest(*values)
 
     def lay_out(self, task: Task, exact: Collection[str], work: Path) -> list[str]:
-        """Link the environment's files, which all images share, and stage the repository."""
-        tree = work / "tree"
+        """Make work/tree of links to a common environment and a new repository; none of its files differ."""
+        tree, environment = work / "tree", self.images / f".environment-{self.digest(task)}"
         with _environment_lock:
-            environment = self._environment(self.digest(task), task.workdir, work)
+            if not environment.exists():
+                made = work / "environment"
+                _copy(self.base.resolve(), made)
+                self._install(made, task.workdir)
+                made.rename(environment)
         _copy(environment, tree)
         stage(self.repository, task.base_commit, tree / task.workdir.lstrip("/"))
         if self.set_up and self.sandbox:
             _add_made_files(self.sandbox, msgspec.structs.replace(task, image=tree.name), self.set_up, work)
         return []
-
-    def _environment(self, digest: str, workdir: str, work: Path) -> Path:
-        """Return the base image with the environment in it, made once for all images."""
-        done = self.images / f".environment-{digest}"
-        if not done.exists():
-            tree = work / "environment"
-            _copy(self.base.resolve(), tree)
-            self._install(tree, workdir)
-            tree.rename(done)
-        return done
 
     def _install(self, tree: Path, workdir: str) -> None:
         """Install with the pip of this interpreter, so that nothing of the image runs."""
@@ -130,7 +99,7 @@ class Built:
         for name in ("python", "python3", f"python{version}"):
             (environment / "bin" / name).symlink_to(python)
         (environment / "pyvenv.cfg").write_text(f"home = {python.parent}\nversion = {version}\n")
-        (environment / "bin/activate").write_text(_ACTIVATE.format(environment=ENVIRONMENT))
+        (environment / "bin/activate").write_text(_ACTIVATE)
         (tree / "opt/miniconda3/bin").mkdir(parents=True)
         (tree / "opt/miniconda3/bin/activate").write_text(_CONDA)
         (tree / "etc/gitconfig").write_text("[safe]\n\tdirectory = *\n")
@@ -147,7 +116,6 @@ class Pulled:
     """Source that Apptainer builds from; {image} is replaced by the image's name."""
     sandbox: ImageSandboxes
     """Sandboxes that must be able to open the image."""
-    keeps_folder: bool = False
 
     def __post_init__(self) -> None:
         unknown = set(re.findall(r"\{(.*?)\}", self.template)) - {"image"}
@@ -157,8 +125,8 @@ class Pulled:
     def origin(self, task: Task) -> str:
         """Return the source as Apptainer reads it."""
         name = self.template.replace("{image}", task.image)
-        scheme = next((scheme for scheme in _FILES if name.startswith(scheme)), "")
-        return scheme + str(Path(name.removeprefix(scheme)).absolute()) if scheme else name
+        found = _FILE.match(name)
+        return found[0] + str(Path(name[found.end() :]).absolute()) if found else name
 
     def digest(self, task: Task) -> str:
         """Return a digest of a file's size and age; images of a registry count as unchanging."""
@@ -172,7 +140,7 @@ class Pulled:
         return _digest(EDITION, self.origin(task), about.st_size, about.st_mtime_ns)
 
     def lay_out(self, task: Task, exact: Collection[str], work: Path) -> list[str]:
-        """Unpack the image, replace its repository, and open it once."""
+        """Make work/tree of an image that opens, with a new repository; return what its maker changed."""
         tree = work / "tree"
         self._unpack(task, tree, work)
         repository = tree / task.workdir.lstrip("/")
@@ -197,7 +165,7 @@ class Pulled:
 
     def _file(self, task: Task) -> Path | None:
         origin = self.origin(task)
-        return None if "://" in origin else Path(re.sub(f"^({'|'.join(_FILES)})", "", origin))
+        return None if "://" in origin else Path(_FILE.sub("", origin))
 
     def _try(self, task: Task, work: Path) -> None:
         """Use the image as a worker will, so that no node is the first to find a fault."""
@@ -212,6 +180,9 @@ class Pulled:
             raise HpcSweError("the image's python3 is older than 3.10: name another as [sandbox] python")
         if status.exit_code or len(status.output.split()) > 1:
             raise HpcSweError(f"git in the image does not see a clean {task.workdir}: {status.output[-500:]}")
+
+
+ImageSource = Built | Pulled
 
 
 def apptainer(*words: str, work: Path) -> None:

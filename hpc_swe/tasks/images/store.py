@@ -18,7 +18,7 @@ from hpc_swe.errors import DeadlineError, HpcSweError, StorageError, boundary
 from hpc_swe.records import Task
 from hpc_swe.tasks.images import leaks
 from hpc_swe.tasks.images.commands import remove
-from hpc_swe.tasks.images.sources import ImageSource, apptainer
+from hpc_swe.tasks.images.sources import Built, ImageSource, apptainer
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
@@ -70,8 +70,11 @@ class ImageStore:
             return False
         with self._scratch() as work:
             tree, sif = work / "tree", work / "image.sif"
-            set_up = source.lay_out(task, _exact(problem), work)
-            found = leaks.search(tree, task.workdir, task.base_commit, *_secrets(problem))
+            extra = task.tests.extra
+            exact = {*json.loads(extra["test_files"]), *extra["set_up"].split("\n")}  # of tests and reference
+            set_up = source.lay_out(task, exact, work)
+            secrets = (problem.reference, extra["test_patch"])
+            found = leaks.search(tree, task.workdir, task.base_commit, *secrets)
             if found and not self.keep_leaks:
                 more = f" and {len(found) - 5} more" if len(found) > 5 else ""
                 raise HpcSweError(
@@ -81,22 +84,24 @@ class ImageStore:
             # mksquashfs's default, gzip, takes twenty times the CPU for nearly the same size
             zstd = ("--mksquashfs-args", "-comp zstd -Xcompression-level 3")
             apptainer("build", *zstd, str(sif), str(tree), work=work)
+            with sif.open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             done = ImageManifest(
                 image=task.image,
                 base_commit=task.base_commit,
                 environment=digest,
-                sif_sha256=_sha256(sif),
+                sif_sha256=sha256,
                 source=source.origin(task),
                 set_up=set_up,
                 leaks=found,
             )
-            self._put(work, done, source.keeps_folder)
+            self._put(work, done, isinstance(source, Built))
         return True
 
     def discard(self, task: Task) -> None:
         """Remove the image of a task, its manifest first."""
-        self._manifest(task.image).unlink(missing_ok=True)
-        self._sif(task.image).unlink(missing_ok=True)
+        (self.images / f"{task.image}.json").unlink(missing_ok=True)
+        (self.images / f"{task.image}.sif").unlink(missing_ok=True)
         remove(self.images / task.image)
 
     @contextmanager
@@ -137,31 +142,26 @@ class ImageStore:
                 return False
             time.sleep(0.2)
 
-    def _put(self, work: Path, done: ImageManifest, with_folder: bool) -> None:
+    def _put(self, work: Path, done: ImageManifest, has_links: bool) -> None:
         """Remove the manifest first and write it last: an image without one does not count."""
-        manifest, folder = self._manifest(done.image), self.images / done.image
+        folder, manifest = self.images / done.image, self.images / f"{done.image}.json"
         (work / "manifest").write_bytes(msgspec.json.format(msgspec.json.encode(done)))
         manifest.unlink(missing_ok=True)
         remove(folder)
-        (work / "image.sif").rename(self._sif(done.image))
-        if with_folder:
+        (work / "image.sif").rename(self.images / f"{done.image}.sif")
+        if has_links:  # then the unpacked files take hardly any space
             (work / "tree").rename(folder)
         (work / "manifest").rename(manifest)
 
     def has(self, task: Task, digest: str) -> bool:
         """Tell whether there is an image of the task, made of what the digest stands for."""
         try:
-            made = msgspec.json.decode(self._manifest(task.image).read_bytes(), type=ImageManifest)
+            manifest = (self.images / f"{task.image}.json").read_bytes()
+            made = msgspec.json.decode(manifest, type=ImageManifest)
         except (OSError, msgspec.MsgspecError):
             return False
         same = (made.base_commit, made.environment) == (task.base_commit, digest)
-        return same and self._sif(task.image).exists()
-
-    def _manifest(self, image: str) -> Path:
-        return self.images / f"{image}.json"
-
-    def _sif(self, image: str) -> Path:
-        return self.images / f"{image}.sif"
+        return same and (self.images / f"{task.image}.sif").exists()
 
     @contextmanager
     def _scratch(self) -> Iterator[Path]:
@@ -174,19 +174,3 @@ class ImageStore:
             raise (StorageError if full else HpcSweError)(str(error)) from None
         finally:
             remove(work)
-
-
-def _exact(problem: Problem) -> set[str]:
-    """Return the files that must equal the base commit: those of the reference and of the tests."""
-    extra = problem.task.tests.extra
-    return {*json.loads(extra["test_files"]), *extra["set_up"].split("\n")}
-
-
-def _secrets(problem: Problem) -> tuple[str, str]:
-    """Return the patches that the agent may not read: the solution and the hidden tests."""
-    return problem.reference, problem.task.tests.extra["test_patch"]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

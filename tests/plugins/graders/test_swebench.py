@@ -248,7 +248,7 @@ def test_a_log_full_of_marks_keeps_no_other_thread_waiting(repository, tmp_path)
     one = task(tmp_path, "unittest", repository[1])
     extra = one.tests.extra | {"log_parser": "parse_log_gotest"}
     run = Run(msgspec.structs.replace(one, tests=msgspec.structs.replace(one.tests, extra=extra)))
-    begin, end = run._mark(START), run._mark(END)
+    begin, end = f"{run.token}-start", f"{run.token}-end"
     started = time.process_time()
     assert run.parse(b"", f"{begin}\n" * 40_000).complaint == "the tests did not come to their end"
     parsed = run.parse(b"", f"x\n{begin}\n>>>>> a\n{begin}\n{end} x\n{end} 0\n" + f"{begin}\n" * 40_000)
