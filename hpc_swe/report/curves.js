@@ -65,14 +65,16 @@ function chartOf(chart) {
     const at = ((event.clientX - box.left) / box.width) * WIDTH;
     return steps.reduce((best, step) => (Math.abs(x(step) - at) < Math.abs(x(best) - at) ? step : best));
   };
-  picture.addEventListener("pointermove", (event) => {
+  const point = (event) => {
     const step = stepAt(event);
     for (const end of ["x1", "x2"]) cursor.setAttribute(end, x(step));
     cursor.setAttribute("visibility", "visible");
     readout.replaceChildren(...read(chart, step));
-  });
+  };
+  picture.addEventListener("pointermove", point);
   picture.addEventListener("click", (event) => {
-    if (event.pointerType !== "touch") location.hash = episodesOf(chart, stepAt(event));
+    if (event.pointerType === "touch") point(event); // a finger cannot hover; the readout has the link
+    else location.hash = episodesOf(chart, stepAt(event));
   });
   return make("figure", {}, make("figcaption", {}, chart.title), picture, legend(chart), readout);
 }

@@ -18,7 +18,7 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\.parquet")
-OPEN = "train-open"
+OPEN = "open"
 """Name that stands for the table of episodes that no batch has consumed yet."""
 
 

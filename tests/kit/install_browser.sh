@@ -11,11 +11,11 @@ main() {
     for program in chromium-headless-shell chromium; do
         if command -v "$program" >/dev/null; then return 0; fi
     done
+    [ "$(id -u)" = 0 ] || { cannot "only root can install $package"; return 0; }
+    command -v apt-get >/dev/null || { cannot "there is no apt-get to install $package"; return 0; }
     mkdir -p .cache
     exec 9>.cache/setup.lock
     flock 9
-    [ "$(id -u)" = 0 ] || { cannot "only root can install $package"; return 0; }
-    command -v apt-get >/dev/null || { cannot "there is no apt-get to install $package"; return 0; }
     say "installing $package"
     apt_install || { apt-get update -qq && apt_install; } || cannot "apt-get could not install $package"
 }

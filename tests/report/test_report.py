@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -279,8 +280,8 @@ def test_a_run_without_any_batch_shows_what_waits_for_one(tmp_path):
     Spool(made.run.scored, ScoredEpisode).put("train-000000-01", made.episode(0, 1, 1.0))
     write(made.run, tmp_path / "out", WholeEpisodes())
     (only,) = listed(tmp_path / "out")
-    assert (only["table"], only["step"], only["outcome"]) == ("train-open", None, "resolved")
-    assert data(tmp_path / "out", "train-open/0000")["untrained"] == "no batch has consumed it yet"
+    assert (only["table"], only["step"], only["outcome"]) == ("open", None, "resolved")
+    assert data(tmp_path / "out", "open/0000")["untrained"] == "no batch has consumed it yet"
 
 
 def test_a_damaged_archive_is_named_and_the_others_are_shown(tmp_path):
@@ -350,18 +351,10 @@ def test_the_command_says_where_the_page_is_and_what_is_missing(made, tmp_path):
 
 def test_an_installation_has_the_page(tmp_path):
     """Without what setuptools is told by name, a wheel would have the Python alone."""
-    line = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-q",
-        "-w",
-        tmp_path,
-        ROOT,
-    ]
+    shutil.copytree(ROOT / "hpc_swe", tmp_path / "hpc_swe", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    line = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "."]
     subprocess.run(line, cwd=tmp_path, check=True, timeout=DEADLINE_S)
     (wheel,) = tmp_path.glob("*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
