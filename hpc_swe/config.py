@@ -44,6 +44,7 @@ MAY_CHANGE = (
     *("steps", "counts", "by_hand", "max_restarts", "executor", "inference", "reward", "coordinator"),
     *("lease", "retention", "eval.every", "batches.microbatch_tokens", "policy.recompute"),
     *("policy.logprob_chunk", "learner.checkpoint_every", "learner.batch_wait_s", "learner.poll_s"),
+    "sft.validate_every",
     *("rollout.slots", "rollout.poll_s", "rollout.engine_wait_s", "rollout.episode_timeout_s"),
     *("engine.extra", "engine.environ", "engine.program", "engine.threads", "engine.enforce_eager"),
     *("engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_share", "engine.update_timeout_s"),
@@ -88,7 +89,7 @@ def build(tree: dict[str, Any], source: str, parts: Sequence[tuple[str, dict[str
     conflicts = [f"{source}: {message}" for is_broken, message in rules if is_broken]
     if conflicts:
         raise ConfigError("\n".join(conflicts))
-    return _with_decay_steps(config)
+    return config if config.sft.epochs else _with_decay_steps(config)
 
 
 def dump(config: RunConfig) -> dict[str, Any]:
@@ -164,6 +165,11 @@ def _is_same_file(old: Any, new: Any, folder: Path) -> bool:
     return False
 
 
+def with_steps(config: RunConfig, steps: int) -> RunConfig:
+    """Return the configuration with the steps of its epochs; raise ConfigError if a decay ends before."""
+    return _with_decay_steps(build(dump(replace(config, steps=steps)), "sft.epochs"))
+
+
 def _with_decay_steps(config: RunConfig) -> RunConfig:
     """Set the length of a decay that has none to the run's steps.
 
@@ -196,6 +202,10 @@ def _mode_rules(config: RunConfig) -> list[tuple[bool, str]]:
             (config.mode, config.rollout.history, config.batches.train_chains)
             == ("grpo", "template", "main"),
             'rollout.history = "template" makes each turn its own chain; set batches.train_chains = "all"',
+        ),
+        (
+            (config.mode, config.sft.source, config.rollout.history) == ("sft", "trajectories", "template"),
+            'rollout.history = "template": trajectories are trained as episodes with history = "keep" are',
         ),
         (
             config.mode == "grpo" and groups.group_size < 2,

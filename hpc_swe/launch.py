@@ -58,7 +58,7 @@ def _start(arguments: argparse.Namespace) -> None:
     if arguments.wait is None:
         return
     try:
-        watch(run, config, arguments.wait)
+        watch(run, load(run), arguments.wait)  # as it was made: epochs are steps there
     except (DeadlineError, KeyboardInterrupt):
         print(left(run, config), file=sys.stderr)
         raise

@@ -32,6 +32,8 @@ class RunDir:
     """Cell: the merged configuration, written once."""
     tasks = _At("tasks.parquet")
     """Cell: the tasks of the run as parquet, written once."""
+    trajectories = _At("trajectories.parquet")
+    """Cell: the conversations of an SFT run as token ids, written once."""
     references = _At("references.json")
     """Cell, mode 0600: solutions of the tasks, which only reward workers read."""
     changed_tests = _At("changed_tests.json")
@@ -101,6 +103,11 @@ class RunDir:
     def rank_file(rank: int) -> str:
         """Return the name of a data-parallel rank's file in a batch folder."""
         return f"rank_{rank:04d}.msgpack"
+
+    @staticmethod
+    def validation_file(rank: int) -> str:
+        """Return the name of the file of held-out samples beside a data-parallel rank's file."""
+        return f"validation_{rank:04d}.msgpack"
 
     def weight(self, version: WeightVersion) -> Path:
         """Return the folder of one weight version."""

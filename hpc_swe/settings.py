@@ -187,16 +187,47 @@ class EvalConfig(Record, frozen=True, kw_only=True):
 
 
 class SftConfig(Record, frozen=True, kw_only=True):
-    """A warm start takes its samples from this source."""
+    """A run of mode sft takes its samples from this source."""
 
-    source: Literal["demonstrations", "episodes"] = "demonstrations"
-    """The taskset's demonstrations, or archived episodes of another run."""
+    source: Literal["demonstrations", "episodes", "trajectories"] = "demonstrations"
+    """The taskset's demonstrations, archived episodes of another run, or files of conversations."""
     episodes: str = ""
     """Folder of the run whose archived episodes are trained, when the source is episodes."""
     min_reward: float = 1.0
-    """Minimum reward of an episode to be trained."""
+    """Minimum reward of an episode to be trained, when the source is episodes."""
     samples_per_step: Positive = 32
     """Samples per optimizer step."""
+    trajectories: list[str] = []
+    """Parquet or JSONL files of conversations in chat form, when the source is trajectories."""
+    epochs: Natural = 0
+    """Passes over the trajectories, from which the start computes `steps`; with 0 the key `steps` counts."""
+    shown: Literal["row", "agent"] = "row"
+    """row: the system message and the tools' schemas are those of each row. agent: they are those that the
+    agent shows to the policy in its episodes."""
+    thoughts: Literal["keep", "drop"] = "keep"
+    """keep: answers are trained with their thoughts, which stay in later prompts, as in episodes."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """A conversation over `rollout.context` tokens is cut after its last turn that fits, or left out."""
+    bad_rows: Literal["refuse", "drop"] = "refuse"
+    """refuse: one row that cannot be used stops the start. drop: such rows are left out and counted."""
+    validation: list[str] = []
+    """Files of conversations whose loss is computed, and that are never trained."""
+    validation_share: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Share of the trajectories' tasks that is held out instead; a row without task_id is its own task."""
+    validate_every: Natural = 0
+    """Steps between two validations, the first before step 0; one more follows the last step; 0 is never."""
+
+    def __post_init__(self) -> None:
+        """Refuse keys that contradict each other."""
+        is_of_files, holds_out = self.source == "trajectories", bool(self.validation or self.validation_share)
+        if is_of_files and not self.trajectories:
+            raise ValueError("trajectories is empty; name parquet or JSONL files")
+        if not is_of_files and (self.trajectories or self.epochs or holds_out or self.validate_every):
+            raise ValueError('trajectories, epochs and validation need source = "trajectories"')
+        if holds_out != bool(self.validate_every):
+            raise ValueError("set validate_every and validation (or validation_share), or none of them")
+        if self.validation and self.validation_share:
+            raise ValueError("validation names files, so validation_share must be 0")
 
 
 class LeaseConfig(Record, frozen=True, kw_only=True):
@@ -212,7 +243,7 @@ class RunConfig(Record, frozen=True, kw_only=True):
     """A run is described completely by this tree."""
 
     mode: Literal["grpo", "sft", "eval"] = "grpo"
-    """grpo trains on rewards, sft on demonstrations or archived episodes; eval only evaluates."""
+    """grpo trains on rewards, sft on conversations that [sft] names; eval only evaluates."""
     model: str
     """Hugging Face folder of the initial weights."""
     reference: str = ""

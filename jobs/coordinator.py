@@ -1,5 +1,6 @@
 """Run the coordinator of one run, in the run's mode: python -m jobs.coordinator RUN."""
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from hpc_swe.roles.coordinator.maintenance import Maintenance
 from hpc_swe.roles.coordinator.training import Training
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, tasks
+from hpc_swe.store import atomic, tasks, trajectories
 from hpc_swe.tokenization import token_builder
 from jobs import entry
 
@@ -29,8 +30,14 @@ def mode(run: RunDir, config: RunConfig, curves: Log) -> Mode:
     if config.mode == "sft":
         batches = config.batches
         schedule = sft.SftSchedule(
-            config.steps, config.sft.samples_per_step, batches.microbatch_tokens, config.learner.data_parallel
+            config.steps,
+            config.sft.samples_per_step,
+            batches.microbatch_tokens,
+            config.learner.data_parallel,
+            config.sft.validate_every,
         )
+        if config.sft.source == "trajectories":
+            return _trained(run, config, schedule, curves)
         return sft.WarmStart(run, _samples(config, curves), schedule, curves)
     taken = tasks.read(run.tasks)
     held_out = [task.task_id for task in taken["eval"]][: config.eval.tasks or None]
@@ -43,6 +50,16 @@ def mode(run: RunDir, config: RunConfig, curves: Log) -> Mode:
     plan = RequestPlan(config.seed, names, config.groups.group_size, config.sampling)
     settings = BatchSettings(config.groups, config.batches, config.advantage, config.learner.data_parallel)
     return Training(run, plan, settings, config.steps, evaluator, curves)
+
+
+def _trained(run: RunDir, config: RunConfig, schedule: sft.SftSchedule, curves: Log) -> sft.WarmStart:
+    """Make the work of a run on trajectories."""
+    known = trajectories.read(run.trajectories)
+    fates = Counter(each.fate for each in known)
+    curves.write(0, {"sft/cut": fates["cut"], "sft/dropped": fates["dropped"]})
+    stream = sft.in_passes(sft.of_split(known, "train"), config.seed, config.sft.epochs)
+    held_out = [sft.as_sample(each) for each in sft.of_split(known, "eval")]
+    return sft.WarmStart(run, map(sft.as_sample, stream), schedule, curves, held_out)
 
 
 def _samples(config: RunConfig, curves: Log) -> Iterator[Sample]:

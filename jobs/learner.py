@@ -46,18 +46,18 @@ def work(run: RunDir, config: RunConfig) -> None:
 def _reporting(run: RunDir, config: RunConfig) -> Iterator[tuple[str, OnStep]]:
     """Hold the lease and write the metrics on rank 0; do nothing on the other ranks."""
     if os.environ.get("RANK", "0") != "0":
-        yield "", lambda _step, _metrics: None
+        yield "", lambda _taken, _step, _metrics: None
         return
     with entry.lease(run, config, "learner") as lease:
         curves = Log(run.metric_log(lease.owner))
 
-        def on_step(step: int, metrics: dict[str, float]) -> None:
+        def on_step(taken: int, step: int, metrics: dict[str, float]) -> None:
             try:
-                lease.publish(step=step, state="ready")
+                lease.publish(step=taken, state="ready")
             except StorageError as error:
                 log.warning("not published: %s", error)  # the beat thread tries again
             if metrics:
-                curves.write(step - 1, metrics)
+                curves.write(step, metrics)
 
         yield lease.owner, on_step
 

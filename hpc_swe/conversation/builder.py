@@ -14,8 +14,9 @@ import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
-from hpc_swe.conversation.marks import CompletionText
+from hpc_swe.conversation.marks import THINK, THOUGHT, CompletionText
 from hpc_swe.conversation.replies import ToolFormat, parse
 from hpc_swe.conversation.template import ChatTemplate, Rendering
 from hpc_swe.conversation.tokens import Tokens
@@ -59,8 +60,7 @@ class TokenBuilder:
         self._format: ToolFormat = tool_format
         try:
             self.end_id = _end_of_turn(self.tokens, self._template, folder, stops)
-            opening = self._template.render([_ASKED], "", generate=True).text
-            self._thinks = opening.rfind("<think>") > opening.rfind("</think>")
+            self.thoughts = _thoughts(self._template.render([_ASKED], "", generate=True).text)
             self._check()
         except (ConfigError, AgentError) as error:
             raise ConfigError(
@@ -78,20 +78,30 @@ class TokenBuilder:
         ids = self.tokens.encode_parts(self._after(_BASE, messages, tools).flagged)
         return ids[1:] if last_id == self.end_id else ids
 
-    def encode_answer(self, message: Message) -> list[int]:
-        """Return the ids that a policy would sample for an assistant's message, with its end of turn."""
-        return self.tokens.encode_parts(self._answer(message).flagged) + [self.end_id]
+    def encode_answer(self, message: Message, thought: str = "") -> list[int]:
+        """Return the ids that a policy would sample for an assistant's message, with its end of turn.
+
+        A `thought` comes first, between its marks; the opening mark is left out where the prompt ends in it.
+        """
+        opening = "" if self.thoughts == "opened" else f"{THINK}\n"
+        marked = [(opening, True), (thought, False), (f"\n{THOUGHT}\n\n", True)] if thought else []
+        return self.tokens.encode_parts([*marked, *self._answer(message).flagged]) + [self.end_id]
 
     def reply(self, completion: Sequence[int], *, truncated: bool = False, tools: str = "") -> Reply:
         """Parse the text and the tool calls of a completion, given as ids with or without its end of turn."""
         ids = completion[:-1] if completion and completion[-1] == self.end_id else completion
         spelled = CompletionText(*self.tokens.spell(ids))
-        return parse(spelled, self._format, truncated=truncated, tools=tools, thinking=self._thinks)
+        return parse(
+            spelled, self._format, truncated=truncated, tools=tools, thinking=self.thoughts == "opened"
+        )
 
-    def demonstration(self, messages: Sequence[Message], tools: str = "") -> tuple[list[int], list[int]]:
+    def demonstration(
+        self, messages: Sequence[Message], tools: str = "", thoughts: Sequence[str] = ()
+    ) -> tuple[list[int], list[int]]:
         """Return the ids and the mask of a conversation; the mask is 1 on answers and their ends of turn.
 
-        Messages after the last answer are left out. A recorded conversation has the same ids and mask.
+        Messages after the last answer are left out. `thoughts` has one for each message, or is empty. A
+        recorded conversation has the same ids and mask.
         """
         answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
         ids: list[int] = []
@@ -100,7 +110,7 @@ class TokenBuilder:
         for index in answers:
             new = messages[done:index]
             prompt = self.extend(ids[-1], new, tools) if ids else self.start(new, tools)
-            answer = self.encode_answer(messages[index])
+            answer = self.encode_answer(messages[index], thoughts[index] if thoughts else "")
             ids += prompt + answer
             mask += [0] * len(prompt) + [1] * len(answer)
             done = index + 1
@@ -149,6 +159,13 @@ class TokenBuilder:
             expected = [(_CALL.name, json.loads(_CALL.arguments))] * 2
             if read != expected or reply.content != (thought + content).rstrip():
                 raise ConfigError(f"it writes a tool call as {spelled.text!r}, which is not {self._format}")
+
+
+def _thoughts(opening: str) -> Literal["free", "opened", "closed"]:
+    """Tell whether a prompt leaves it to the policy to think, begins a thought, or ends an empty one."""
+    if opening.rfind(THINK) > opening.rfind(THOUGHT):
+        return "opened"
+    return "closed" if opening.rstrip().endswith(THOUGHT) else "free"
 
 
 def _end_of_turn(tokens: Tokens, template: ChatTemplate, folder: Path, stops: Collection[int]) -> int:

@@ -4,10 +4,12 @@ Control tokens are the tokenizer's added tokens (turn marks, tool-call marks). O
 own text may contain them; all other text goes through a copy of the tokenizer that does not know them.
 """
 
+import hashlib
 import itertools
 import json
 import re
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -31,6 +33,12 @@ class Tokens:
         names = sorted(added, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, names))})" if names else r"(?!)()")
         self._check()
+
+    @cached_property
+    def digest(self) -> str:
+        """Return a digest of what each id means; two tokenizers with the same one can exchange ids."""
+        words = json.dumps([sorted(self._full.get_vocab().items()), sorted(self.control.items())])
+        return hashlib.sha256(words.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Encode text that is not the template's; the ids contain no control token."""

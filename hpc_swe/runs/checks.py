@@ -22,15 +22,15 @@ from hpc_swe.tokenization import token_builder
 
 
 def require(run: RunDir, config: RunConfig) -> Taken:
-    """Run all checks and return the tasks of a new run; a run that exists has its tasks already.
+    """Run all checks and return what a new run works on; a run that exists has that already.
 
     Raise ConfigError with one line for each complaint.
     """
     found = [complaint for check in CHECKS for complaint in check(run, config)]
-    taken: Taken = {}
+    taken = Taken({})
     if not run.config.exists():
         try:
-            taken = create.take_tasks(config)
+            taken = create.take(config)
         except ConfigError as error:
             found.append(str(error))
     if found:

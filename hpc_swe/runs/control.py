@@ -9,7 +9,7 @@ from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, HpcSweError
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import checks, create, submit
+from hpc_swe.runs import checks, create, submit, trajectories
 from hpc_swe.runs.existing import load
 from hpc_swe.runs.submit import TickResult
 from hpc_swe.settings import RunConfig
@@ -28,6 +28,7 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> TickResul
     exists with another configuration, or a check refuses it.
     """
     taken = checks.require(run, config)
+    config = trajectories.resolved(run, config, taken.trajectories)
     if run.config.exists() or not create.create(run, config, taken):
         _update_config(run, config)
         if upgrade:

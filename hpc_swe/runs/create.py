@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -21,8 +22,10 @@ from hpc_swe.plugins.tasksets.base import Referenced, RepositoryTasks, WithChang
 from hpc_swe.records import RunManifest, Split, Task
 from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.runs import attach
+from hpc_swe.runs import trajectories as conversations
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, folders, tasks
+from hpc_swe.store import atomic, folders, tasks, trajectories
+from hpc_swe.store.trajectories import Trajectory
 
 MAKING = ".making"
 """Folder below the run's in which a start prepares the files."""
@@ -32,14 +35,20 @@ PAUSE_S = 0.1
 LISTINGS = 5
 """Listings of a folder before it counts as foreign: a start that replaces a dead one removes files first."""
 PACKAGES = ("hpc_swe", "jobs")
-Taken = Mapping[Split, Sequence[Task]]
-"""Tasks of a run by split."""
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Taken:
+    """Hold what a run works on, taken once: its tasks by split, and what an SFT run trains."""
+
+    tasks: Mapping[Split, Sequence[Task]]
+    trajectories: Sequence[Trajectory] = ()
+
+
 def create(run: RunDir, config: RunConfig, taken: Taken) -> bool:
-    """Create the run with the tasks of `take_tasks`; return False when another start has created it."""
+    """Create the run with what `take` took; return False when another start has created it."""
     try:
         with atomic.storage(run.root):
             run.root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -127,8 +136,10 @@ def publish(run: RunDir, place: RunDir, config: RunConfig, taken: Taken, model_s
     """Write a run's files in `place`, and move them into the run."""
     _copy_code(run, place)
     atomic.write(place.token, key(run, config).encode())
-    tasks.write(place.tasks, taken)
-    all_tasks = [task for split in taken.values() for task in split]
+    tasks.write(place.tasks, taken.tasks)
+    if taken.trajectories:
+        trajectories.write(place.trajectories, taken.trajectories)
+    all_tasks = [task for split in taken.tasks.values() for task in split]
     if isinstance(config.taskset, WithChangedTests):
         tasks.write_hidden(place.changed_tests, config.taskset.changed_tests(all_tasks))
     if isinstance(config.taskset, Referenced):
@@ -193,7 +204,18 @@ def replace(new: Path, final: Path) -> None:
     moved.rename(final)
 
 
-def take_tasks(config: RunConfig) -> Taken:
+def take(config: RunConfig) -> Taken:
+    """Return what a new run works on.
+
+    Raises:
+        ConfigError: There is nothing, or some of it cannot be used.
+    """
+    if conversations.is_source(config):
+        return Taken({}, conversations.take(config))
+    return Taken(_take_tasks(config))
+
+
+def _take_tasks(config: RunConfig) -> Mapping[Split, Sequence[Task]]:
     """Return the run's tasks; log when there are fewer than asked for.
 
     Raise ConfigError when there are none, or their images are not those that were checked.

@@ -1,18 +1,20 @@
 """Print every batch script of a run and what it would cost, for `launch start --dry-run`; make nothing."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import RenderableType
 
 from hpc_swe import config as configuration
 from hpc_swe import job_counts, tables
+from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part, total
 from hpc_swe.plugins.engines.base import EstimatedEngine
 from hpc_swe.plugins.executors.base import ResourceRequest, Scheduled
 from hpc_swe.plugins.policies.base import EstimatedPolicy
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import checks, estimate, submit
+from hpc_swe.runs import checks, estimate, submit, trajectories
 from hpc_swe.runs.control import require_alike
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import submissions
@@ -21,17 +23,27 @@ from hpc_swe.store import submissions
 def preview(run: RunDir, config: RunConfig) -> None:
     """Show what `start` would make and submit; raise ConfigError when `start` would refuse it."""
     try:
-        print("### the merged configuration, with all defaults")
-        print("\n".join(configuration.toml(configuration.dump(config))), end="\n\n")
-        for script in scripts(run, config):
-            print(script)
-        console = tables.screen()
-        for table in cost_tables(config):
-            tables.show(console, table, "")
-    finally:
-        checks.require(run, config)
+        taken = checks.require(run, config)
+        config = trajectories.resolved(run, config, taken.trajectories)
         if run.config.exists():
             require_alike(run, config)
+    except ConfigError:
+        with suppress(ConfigError):  # it is one of the complaints, too
+            _show(run, config)
+        raise
+    _show(run, config)
+    if taken.trajectories:
+        tables.show(tables.screen(), trajectories.overview(taken.trajectories), "")
+
+
+def _show(run: RunDir, config: RunConfig) -> None:
+    print("### the merged configuration, with all defaults")
+    print("\n".join(configuration.toml(configuration.dump(config))), end="\n\n")
+    for script in scripts(run, config):
+        print(script)
+    console = tables.screen()
+    for table in cost_tables(config):
+        tables.show(console, table, "")
 
 
 def scripts(run: RunDir, config: RunConfig) -> list[str]:

@@ -63,6 +63,8 @@ row = {"task_id": "a", "problem_statement": "p", "extra_info": {"files": files}}
 for split in ("train", "test"):
     Path(".cache/swepdb").mkdir(exist_ok=True)
     pq.write_table(pa.Table.from_pylist([row]), f".cache/swepdb/rl_{split}.parquet")
+    said = [{"role": "user", "content": split}, {"role": "assistant", "content": "Done."}]
+    pq.write_table(pa.Table.from_pylist([{"messages": said}]), f".cache/swepdb/sft_{split}.parquet")
 """
 """Replies, a model whose plan takes long contexts, and rows: what a person would have."""
 RUN, PLANNED, LOOKED_UP = "run", "planned", "looked up"
@@ -76,6 +78,8 @@ RULES = (
     (r"(python -m hpc_swe\.show) runs/demo-0/grpo(/tasks\.parquet)?", RUN, r"\1 evals/mine\2"),
     (r"(python -m hpc_swe\.show) RUN( --limit \d+)", RUN, r"\1 evals/mine\2"),
     (r"(python -m hpc_swe\.show) RUN(/tasks\.parquet)?", RUN, r"\1 evals/mine\2"),
+    (r"(python -m hpc_swe\.show) RUN/trajectories\.parquet", RUN, r"\1 .cache/swepdb/sft_test.parquet"),
+    (r"(python -m hpc_swe\.tasks\.export_episodes) RUN (.*)", RUN, r"\1 evals/mine \2 --min-reward 0"),
     (r"(python -m hpc_swe\.show) RUN --task TASK", RUN, r"\1 evals/mine --task bugs-eval-0"),
     (r"(python -m hpc_swe\.show) RUN .*--outcome \w+", RUN, r"\1 evals/mine --outcome no_submission"),
     (r"(python -m hpc_swe\.report) (?:runs/\S+|evals/\S+|RUN)( --\w.*)?", RUN, r"\1 evals/mine\2"),

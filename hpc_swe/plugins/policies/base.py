@@ -136,6 +136,15 @@ class Learner(Protocol):
             ProtocolError: The batch is not for this rank, or trains the first token of a sequence.
         """
 
+    def evaluate(self, batch: Batch, objective: Objective) -> dict[str, float]:
+        """Return the loss and the metrics of a batch under the current weights, without a step.
+
+        They are the same on every rank. The objective may need no reference.
+
+        Raises:
+            ProtocolError: The batch trains the first token of a sequence.
+        """
+
     def logprobs(self, token_ids: list[int]) -> list[float]:
         """Return the log-probabilities of one sequence's tokens, without its first token."""
 

@@ -5,7 +5,7 @@ batch, which is one group number and one rate. A coordinator that starts reads i
 else in the spools. The content of a batch is a function of the results of its groups.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -118,13 +118,21 @@ def build_batches(batch_plan: BatchPlan, settings: BatchSettings) -> list[Batch]
     )
 
 
-def commit(run: RunDir, batch_plan: BatchPlan, batches: list[Batch], stats: dict[str, float]) -> None:
-    """Publish the batch; `stats` are the metrics in its manifest.
+def commit(
+    run: RunDir,
+    batch_plan: BatchPlan,
+    batches: list[Batch],
+    stats: dict[str, float],
+    held_out: Sequence[Batch] = (),
+) -> None:
+    """Publish the batch; `stats` are the metrics in its manifest, and `held_out` is to be validated with it.
 
     Raises:
         LostRace: Another coordinator published this step.
     """
-    files = {run.rank_file(batch.rank): atomic.encode(Path(run.rank_file(0)), batch) for batch in batches}
+    named = [(run.rank_file(batch.rank), batch) for batch in batches]
+    named += [(run.validation_file(batch.rank), batch) for batch in held_out]
+    files = {name: atomic.encode(Path(name), batch) for name, batch in named}
 
     def fill(stage: Path) -> BatchManifest:
         return BatchManifest(

@@ -1,7 +1,8 @@
-"""Start warm: publish batches of demonstrations, or of archived episodes with a high reward.
+"""Publish batches of demonstrations, of archived episodes with a high reward, or of trajectories.
 
-consumes      an endless stream of samples that is the same at every start
-produces      batches/step_n: samples n * size .. (n + 1) * size - 1 of the stream
+consumes      a stream of samples that is the same at every start
+produces      batches/step_n: samples n * size .. (n + 1) * size - 1 of the stream; where a validation is due,
+              the held-out samples beside them
 waits for     the learner, when AHEAD batches are published beyond its step
 unblocked by  the learner's steps
 
@@ -11,6 +12,7 @@ Batch n is a function of the stream and n, so the only state is which batches ex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -18,7 +20,7 @@ import numpy as np
 from hpc_swe.errors import ConfigError, LostRace
 from hpc_swe.metrics import Log
 from hpc_swe.plugins.agents.base import Preface
-from hpc_swe.records import CoordinatorState, Message, Sample, ScoredEpisode
+from hpc_swe.records import Batch, CoordinatorState, IdArray, Message, Sample, ScoredEpisode, Split, id_array
 from hpc_swe.roles.coordinator import batch_metrics, batches
 from hpc_swe.roles.coordinator.batches import BatchPlan
 from hpc_swe.roles.coordinator.dispatch import stable_hash
@@ -28,12 +30,14 @@ from hpc_swe.roles.coordinator.samples import Chains, build_sample, make_samples
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import checkpoints
+from hpc_swe.store.trajectories import Trajectory
 
 AHEAD = 32
 """Number of batches that may be published beyond the learner's step."""
 
 Encode = Callable[[Sequence[Message]], tuple[Sequence[int], Sequence[int]]]
 """Encodes a conversation as token ids and mask, exactly as the recorder would."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,15 +48,29 @@ class SftSchedule:
     samples_per_step: int
     microbatch_tokens: int
     data_parallel: int
+    validate_every: int = 0
+    """Steps between two validations; 0 is never."""
+
+    def validates(self, step: int) -> bool:
+        """Tell whether the batch of a step carries the held-out samples; the last batch always does."""
+        return self.validate_every > 0 and (step % self.validate_every == 0 or step == self.steps - 1)
 
 
 class WarmStart:
-    """Publish the endless `stream` of samples, each at most microbatch_tokens long, as batches."""
+    """Publish the `stream` of samples, each at most microbatch_tokens long, as batches.
+
+    The learner computes the loss of the `held_out` samples without training them.
+    """
 
     def __init__(
-        self, run: RunDir, stream: Iterator[Sample], schedule: SftSchedule, metrics_log: Log
+        self,
+        run: RunDir,
+        stream: Iterator[Sample],
+        schedule: SftSchedule,
+        metrics_log: Log,
+        held_out: Sequence[Sample] = (),
     ) -> None:
-        self._run, self._schedule, self._log = run, schedule, metrics_log
+        self._run, self._schedule, self._log, self._held_out = run, schedule, metrics_log, held_out
         self.step = max(batches.published_steps(run), default=-1) + 1
         self._stream = islice(stream, self.step * schedule.samples_per_step, None)
 
@@ -72,14 +90,18 @@ class WarmStart:
         return Progress("" if done else waits_for, self.step, self._log.recent, [])
 
     def _publish(self, samples: list[Sample]) -> None:
-        tokens = [int(sample.mask_array.sum()) for sample in samples]
-        weights = token_weights(tokens, "token_mean", 1)
-        schedule = self._schedule
-        packed = pack(self.step, samples, weights, schedule.microbatch_tokens, schedule.data_parallel)
-        values = batch_metrics.of_packing(packed, schedule.microbatch_tokens)
-        batches.commit(self._run, BatchPlan(self.step, [], [], {}, CoordinatorState()), packed, values)
+        packed = self._pack(samples)
+        held_out = self._pack(self._held_out) if self._schedule.validates(self.step) else []
+        values = batch_metrics.of_packing(packed, self._schedule.microbatch_tokens)
+        plan = BatchPlan(self.step, [], [], {}, CoordinatorState())
+        batches.commit(self._run, plan, packed, values, held_out)
         self._log.write(self.step, values)
         self.step += 1
+
+    def _pack(self, samples: Sequence[Sample]) -> list[Batch]:
+        tokens = [int(sample.mask_array.sum()) for sample in samples]
+        weights, schedule = token_weights(tokens, "token_mean", 1), self._schedule
+        return pack(self.step, samples, weights, schedule.microbatch_tokens, schedule.data_parallel)
 
 
 def with_system_prompt(
@@ -114,16 +136,15 @@ def from_conversations(
         if 0 < len(ids) != end:
             metrics_log.write(number, counts)
         if end:
-            known = (np.zeros(end, np.float32), np.zeros(end, np.int32))
-            yield build_sample(f"demonstration-{number:06d}", ids[:end], known, mask[:end] != 0, 1.0)
+            yield _demonstration(f"demonstration-{number:06d}", ids[:end], mask[:end])
 
 
 def from_episodes(
     episodes: Iterable[ScoredEpisode], chains: Chains, least: float, seed: int, limit: int, metrics_log: Log
 ) -> Iterator[Sample]:
-    """Yield what the policy sampled in episodes with a reward of at least `least`, endlessly.
+    """Yield what the policy sampled in episodes with a reward of at least `least`, in endless passes.
 
-    This is rejection sampling. Each pass over the samples has its own order.
+    This is rejection sampling.
 
     Raises:
         ConfigError: No episode has such a reward.
@@ -137,9 +158,25 @@ def from_episodes(
     metrics_log.write(0, {"sft/cut": changed - dropped, "sft/dropped": dropped})
     if not samples:
         raise ConfigError(f"no archived episode has a reward of sft.min_reward = {least} or more; lower it")
-    for epoch in count():
-        order = sorted(range(len(samples)), key=lambda i: (stable_hash(seed, "sft", epoch, i), i))
-        yield from (samples[i] for i in order)
+    yield from in_passes(samples, seed)
+
+
+def of_split(trajectories: Iterable[Trajectory], split: Split) -> list[Trajectory]:
+    """Return the trajectories of a split that are used, in the order of their files."""
+    return [each for each in trajectories if each.split == split and each.is_used]
+
+
+def as_sample(trajectory: Trajectory) -> Sample:
+    """Return the sample of a trajectory, which has a loss on its answers."""
+    mask = np.frombuffer(trajectory.mask, dtype=np.uint8)
+    return _demonstration(trajectory.name, id_array(trajectory.token_ids), mask)
+
+
+def in_passes(items: Sequence[T], seed: int, passes: int = 0) -> Iterator[T]:
+    """Yield all items in each pass, whose order the seed decides; 0 passes are endless."""
+    for number in range(passes) if passes else count():
+        order = sorted(range(len(items)), key=lambda i: (stable_hash(seed, "sft", number, i), i))
+        yield from (items[i] for i in order)
 
 
 def fitting_length(mask: np.ndarray[tuple[int], np.dtype[np.integer]], limit: int) -> int:
@@ -151,6 +188,11 @@ def fitting_length(mask: np.ndarray[tuple[int], np.dtype[np.integer]], limit: in
         return len(mask)
     ends = np.flatnonzero(np.diff(mask.astype(np.int8)) == -1) + 1
     return int(max((end for end in ends if end <= limit), default=0))
+
+
+def _demonstration(name: str, ids: IdArray, mask: np.ndarray[tuple[int], np.dtype[np.integer]]) -> Sample:
+    known = (np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
+    return build_sample(name, ids, known, mask != 0, 1.0)
 
 
 def _shortened(sample: Sample, limit: int) -> Sample:

@@ -100,7 +100,7 @@ class BatchSource:
         return report.beat, report.waits_for
 
 
-def read_batch(run: RunDir, manifest: BatchManifest, data_rank: int) -> Batch:
-    """Read the part of a published batch that one data-parallel rank trains."""
-    folder, name = run.batch(manifest.step), run.rank_file(data_rank)
+def read_batch(run: RunDir, manifest: BatchManifest, name: str) -> Batch:
+    """Read one file of a published batch: what a data-parallel rank trains, or what it validates with."""
+    folder = run.batch(manifest.step)
     return atomic.decode(folder / name, folders.read(folder, name, manifest), Batch)

@@ -21,8 +21,8 @@ from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.publish import Publisher, take_incarnation
 from hpc_swe.rundir import RunDir
 
-OnStep = Callable[[int, dict[str, float]], None]
-"""Receives the steps taken so far, and the metrics of the last one."""
+OnStep = Callable[[int, int, dict[str, float]], None]
+"""Receives the steps taken so far, the step that metrics belong to, and these metrics."""
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,8 @@ def learn(
 ) -> None:
     """Train until the plan's last step, or until an order.
 
-    `on_step` is called on every rank after each step; and once at the start, without metrics.
+    Held-out samples of a batch are scored before its step, and those of the last batch after it, too.
+    `on_step` is called on every rank after each step and the last scoring; and at the start, without metrics.
 
     Raises:
         DeadlineError: No batch came, although the coordinator is alive.
@@ -60,7 +61,7 @@ def learn(
     publisher = Publisher(run, learner, incarnation, plan.writer)
     publisher.restore()
     publisher.publish_weights()
-    on_step(learner.step, {})
+    on_step(learner.step, learner.step, {})
     while learner.step < plan.steps:
         began = time.monotonic()
         decision = _next(learner, source)
@@ -70,8 +71,11 @@ def learn(
                 publisher.publish_checkpoint()
             return
         waited = time.monotonic() - began
-        read = partial(read_batch, run, decision, learner.ranks.data_rank)
-        metrics = learner.train(on_all_ranks(learner.ranks, read), objective)
+        metrics = _validate(run, learner, objective, decision)
+        read = partial(read_batch, run, decision, run.rank_file(learner.ranks.data_rank))
+        metrics |= learner.train(on_all_ranks(learner.ranks, read), objective)
+        if learner.step == plan.steps and (found := _validate(run, learner, objective, decision)):
+            on_step(learner.step, learner.step, found)  # before anything says that the run is done
         published = time.monotonic()
         if learner.step % plan.export_every == 0:
             publisher.publish_weights()
@@ -80,7 +84,7 @@ def learn(
         metrics["step_seconds/wait"] = waited
         metrics["step_seconds/publish"] = time.monotonic() - published
         metrics["rate/trained_tokens"] = metrics["policy/tokens"] / (time.monotonic() - began)
-        on_step(learner.step, metrics)
+        on_step(learner.step, learner.step - 1, metrics)
     publisher.publish_weights()
     publisher.publish_checkpoint()
 
@@ -90,3 +94,15 @@ def _next(learner: Learner, source: BatchSource) -> BatchManifest | Order:
         decision = on_rank_zero(learner.ranks, lambda: source.wait(learner.step))
         if decision is not None:
             return decision
+
+
+def _validate(
+    run: RunDir, learner: Learner, objective: Objective, manifest: BatchManifest
+) -> dict[str, float]:
+    """Return metrics of a batch's held-out samples under the current weights; none without such samples."""
+    name = run.validation_file(learner.ranks.data_rank)
+    if name not in manifest.files:
+        return {}
+    held_out = on_all_ranks(learner.ranks, partial(read_batch, run, manifest, name))
+    found = learner.evaluate(held_out, objective)
+    return {f"validation/{curve.removeprefix('policy/')}": value for curve, value in found.items()}

@@ -39,10 +39,10 @@ def main() -> None:
     policy = Megatron(tensor_parallel=2 // data_parallel, dtype="float32")
     learner = policy.build(model, OptimizerConfig(lr=1e-3), None)
 
-    def tell(step: int, metrics: dict[str, float]) -> None:
+    def tell(taken: int, step: int, metrics: dict[str, float]) -> None:
         if learner.ranks.rank == 0:
             with (run.root / "told.jsonl").open("a") as file:
-                print(json.dumps({"step": step} | metrics), file=file)
+                print(json.dumps({"step": taken, "of": step} | metrics), file=file)
 
     plan = LearnerPlan(steps, export_every=1, checkpoint_every=2, writer="learner-test")
     feed = BatchSource(run, wait_s=600.0, poll_s=0.05, interrupted=interrupted.is_set)

@@ -49,6 +49,16 @@ def _train(learner, steps: int, case: dict, found: dict) -> None:
             return
 
 
+def _evaluate(learner, steps: int, case: dict, found: dict) -> None:
+    """As a validation does; steps that follow must not notice it."""
+    from hpc_swe.plugins.policies.base import LossConfig
+    from hpc_swe.roles.learner.loss import PolicyObjective
+
+    found["validation"] = learner.evaluate(
+        _batch(case, learner), PolicyObjective(LossConfig(objective="sft"))
+    )
+
+
 def _score(learner, token_ids: list[int], case: dict, found: dict) -> None:
     found["scores"], found["logits"] = learner.logprobs(token_ids), _logits(learner, token_ids)
 
@@ -94,6 +104,7 @@ def _grads(learner, name: str, case: dict, found: dict) -> None:
 VERBS = {
     "train": _train,
     "score": _score,
+    "evaluate": _evaluate,
     "spoil": _spoil,
     "export": _export,
     "save": _save,

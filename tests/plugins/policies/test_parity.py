@@ -12,6 +12,7 @@ import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from hpc_swe.records import float_array, id_array  # noqa: E402
 from tests.kit.ranks import gang, tiny  # noqa: E402
 
 STEPS = 3
@@ -116,6 +117,7 @@ class Runs:
             "do": [
                 ("score", TEXT),
                 ("export", "before"),
+                ("evaluate", None),
                 ("train", 1),
                 *([("grads", "grads")] if self._clip(name) == 0 else []),
                 ("train", STEPS - 1),
@@ -138,6 +140,27 @@ def test_logits_are_those_of_transformers(runs, name):
         scores = tiny.score(model, torch.tensor(TEXT))[1:]
     assert (torch.tensor(answer["logits"]) - expected).abs().max() < 1e-5
     assert (torch.tensor(answer["scores"]) - scores).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_validation_is_the_loss_of_transformers_and_changes_nothing(runs, name):
+    """The steps behind it are compared below, and would notice a gradient or a step of it."""
+    model = AutoModelForCausalLM.from_pretrained(runs.models[CASES[name][1]], dtype=torch.float32)
+    loss = nll = count = 0.0
+    for sequence in runs.sequences[CASES[name][1]]:
+        with torch.no_grad():
+            scores = tiny.score(model, torch.from_numpy(id_array(sequence.token_ids).astype("int64"))).numpy()
+        mask = sequence.mask_array
+        loss, nll = (
+            loss - float((float_array(sequence.weights) * scores).sum()),
+            nll - float((mask * scores).sum()),
+        )
+        count += float(mask.sum())
+    for answer in runs.answers(name):
+        found = answer["validation"]
+        assert found["policy/loss"] == pytest.approx(loss, rel=2e-5)
+        assert found["policy/nll"] == pytest.approx(nll / count, rel=2e-5)
+        assert found["policy/tokens"] == count
 
 
 @pytest.mark.parametrize("name", CASES)

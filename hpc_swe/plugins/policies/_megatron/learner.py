@@ -94,10 +94,7 @@ class MegatronLearner:
                 f"expected step {self.step}, rank {self.ranks.data_rank}"
             )
         watch = Stopwatch()
-        trained = [
-            packing.trained_positions(micro, f"step {batch.step}, rank {batch.rank}, microbatch {index}")
-            for index, micro in enumerate(batch.microbatches)
-        ]
+        trained = _trained_positions(batch)
         reference = self._reference_logprobs(batch, trained) if objective.needs_reference else None
         watch.lap("step_seconds/reference")
         losses, sums, maxima = self._accumulate(batch, trained, reference, objective, watch)
@@ -108,6 +105,14 @@ class MegatronLearner:
         lr = float(self._optimizer.param_groups[0]["lr"])
         metrics |= {"policy/grad_norm": norm, "policy/lr": lr} | watch.read()
         return self.ranks.broadcast(metrics)
+
+    def evaluate(self, batch: Batch, objective: Objective) -> dict[str, float]:
+        results = []
+        with torch.no_grad():
+            for micro, rows in zip(batch.microbatches, _trained_positions(batch), strict=True):
+                model = self._forward(id_array(micro.token_ids), micro.sequence_lengths, rows)
+                results.append(objective(packing.terms(micro, rows, model, None)))
+        return self.ranks.broadcast(self._report(*_total(results), objective))
 
     def logprobs(self, token_ids: list[int]) -> list[float]:
         with torch.no_grad():
@@ -158,8 +163,7 @@ class MegatronLearner:
             loss.backward()
             watch.lap("step_seconds/backward")
             results.append((loss.detach(), sums, maxima))
-        losses, sums, maxima = (torch.stack(parts) for parts in zip(*results, strict=True))
-        return losses, sums.sum(0), maxima.amax(0)
+        return _total(results)
 
     def _update(self) -> float:
         finalize_model_grads([self._ddp])  # no num_tokens: nothing is divided
@@ -187,3 +191,16 @@ class MegatronLearner:
             f"step {self.step - 1}: loss {loss}, gradient norm {norm}; not finite: {where}. "
             "Nothing was published; a restart resumes from the last checkpoint"
         )
+
+
+def _trained_positions(batch: Batch) -> list[np.ndarray]:
+    return [
+        packing.trained_positions(micro, f"step {batch.step}, rank {batch.rank}, microbatch {index}")
+        for index, micro in enumerate(batch.microbatches)
+    ]
+
+
+def _total(results: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the losses [microbatches], the sums added up, and the largest maxima."""
+    losses, sums, maxima = (torch.stack(parts) for parts in zip(*results, strict=True))
+    return losses, sums.sum(0), maxima.amax(0)
