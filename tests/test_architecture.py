@@ -26,8 +26,8 @@ LONGER = {"hpc_swe/records.py": 500}  # one page of records reads better than tw
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
 BUDGETS = {  # of all lines, blank ones and docstrings too
-    "hpc_swe": 3_290,
-    "hpc_swe/conversation": 910,
+    "hpc_swe": 3_330,
+    "hpc_swe/conversation": 1_180,
     "hpc_swe/demo": 370,
     "hpc_swe/doctor": 1_250,
     "hpc_swe/evaluation": 520,
