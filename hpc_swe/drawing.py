@@ -33,7 +33,7 @@ from hpc_swe.store import atomic
 from hpc_swe.transcript import as_text
 
 FIRST = "0_overview"
-HEADLINES = re.compile(r"reward/(mean|trained_mean)|solve/(train|eval/.*)|groups/signal_rate")
+HEADLINES = re.compile(r"reward/(mean|trained_mean)|solve/(train|eval/.*)|groups/signal_rate|validation/loss")
 """Curves that are drawn a second time under FIRST, which stands at the top of the page."""
 LAYOUT = {
     "Does it learn?": {
@@ -50,7 +50,7 @@ LAYOUT = {
         "clipped": ["ratio/clipped_.*", "ratio/.*_share"],
     },
     "How does the policy change?": {
-        "loss and divergence": ["policy/loss", "policy/kl"],
+        "loss and divergence": ["policy/loss", "policy/kl", "validation/loss"],
         "entropy": ["policy/entropy", "policy/nll"],
         "gradient": ["policy/grad_norm"],
         "learning rate": ["policy/lr"],

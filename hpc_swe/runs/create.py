@@ -212,6 +212,8 @@ def take(config: RunConfig) -> Taken:
     """
     if conversations.is_source(config):
         return Taken({}, conversations.take(config))
+    if (config.mode, config.sft.source) == ("sft", "episodes"):
+        conversations.require_same_tokenizer(config)
     return Taken(_take_tasks(config))
 
 

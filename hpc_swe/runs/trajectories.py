@@ -18,14 +18,16 @@ from hpc_swe import config as configuration
 from hpc_swe import records, tables
 from hpc_swe.conversation import rows
 from hpc_swe.conversation.rows import ChatRow
+from hpc_swe.conversation.tokens import Tokens
 from hpc_swe.errors import AgentError, ConfigError
 from hpc_swe.plugins.agents.base import Preface, Prefaced
-from hpc_swe.records import Message, Split
+from hpc_swe.records import Message, RunManifest, Split
 from hpc_swe.roles.coordinator.dispatch import stable_hash
 from hpc_swe.roles.coordinator.sft import fitting_length
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import existing
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import trajectories
+from hpc_swe.store import atomic, trajectories
 from hpc_swe.store.trajectories import Trajectory
 from hpc_swe.tokenization import token_builder
 
@@ -71,6 +73,33 @@ def resolved(run: RunDir, config: RunConfig, taken: Sequence[Trajectory]) -> Run
     known = taken or trajectories.read(run.trajectories)
     samples = config.sft.epochs * sum(each.is_used for each in known if each.split == "train")
     return configuration.with_steps(config, math.ceil(samples / config.sft.samples_per_step))
+
+
+def tokenizer_digest(run: RunDir) -> str:
+    """Return the digest of the tokenizer whose ids a run's episodes have.
+
+    Raises:
+        ConfigError: The folder is no run, or its model is gone and it has exported no weights.
+    """
+    config, folder = existing.load(run), atomic.get(run.manifest, RunManifest).folder
+    places = [Path(folder) / config.model, *(run.weights / name for name in atomic.names(run.weights))]
+    for place in places:
+        if (place / "tokenizer.json").is_file():
+            return Tokens(place).digest
+    raise ConfigError(f"{run.root}: its tokenizer is gone: {places[0]} has no tokenizer.json; put it back")
+
+
+def require_same_tokenizer(config: RunConfig) -> None:
+    """Require that archived episodes have the tokens of the model that they will train.
+
+    Raises:
+        ConfigError: They have those of another tokenizer.
+    """
+    if tokenizer_digest(RunDir(Path(config.sft.episodes))) != Tokens(Path(config.model)).digest:
+        raise ConfigError(
+            f"sft.episodes = {config.sft.episodes!r}: its token ids are of another tokenizer than model = "
+            f"{config.model!r} has; train a model with the same one"
+        )
 
 
 def overview(taken: Sequence[Trajectory]) -> Table:

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hpc_swe import cli, tables
-from hpc_swe.conversation.tokens import Tokens
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.agents.base import Prefaced
 from hpc_swe.records import Message, RunManifest, Sample, ScoredEpisode, id_array
@@ -24,7 +23,7 @@ from hpc_swe.roles.coordinator.dispatch import stable_hash
 from hpc_swe.roles.coordinator.groups import failure_cause
 from hpc_swe.roles.coordinator.samples import make_samples
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import exhibits, existing
+from hpc_swe.runs import exhibits, existing, trajectories
 from hpc_swe.screen import console, say
 from hpc_swe.store import atomic
 
@@ -81,9 +80,8 @@ class RunExport:
             ConfigError: The folder is no run, or its model's tokenizer is gone.
         """
         self.run, self.config = RunDir(folder), existing.load(RunDir(folder))
-        manifest = atomic.get(self.run.manifest, RunManifest)
-        self._run_id = manifest.run_id
-        self._tokenizer = Tokens(Path(manifest.folder) / self.config.model).digest
+        self._run_id = atomic.get(self.run.manifest, RunManifest).run_id
+        self._tokenizer = trajectories.tokenizer_digest(self.run)
         agent = self.config.agent
         self._tools = agent.preface.tools if isinstance(agent, Prefaced) else ""
 
