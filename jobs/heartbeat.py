@@ -33,31 +33,28 @@ log = logging.getLogger(__name__)
 def start() -> None:
     """Start to beat in a thread, if this process has a supervisor."""
     folder, rank = os.environ.get(MEETING), os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    if folder:
-        heartbeat = _Heartbeat(Path(folder) / f"{BEATS}{rank}")
-        threading.Thread(target=heartbeat.run, name="heartbeat", daemon=True).start()
-        atexit.register(heartbeat.stop)  # a process that ends in order must not look frozen
+    if not folder:
+        return
+    path, closed = Path(folder) / f"{BEATS}{rank}", threading.Event()
+    thread = threading.Thread(target=_run, args=(path, closed), name="heartbeat", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        closed.set()
+        thread.join()
+        path.unlink(missing_ok=True)
+
+    atexit.register(stop)  # a process that ends in order must not look frozen
 
 
-class _Heartbeat:
-    def __init__(self, path: Path) -> None:
-        self._path, self._closed, self._lock = path, threading.Event(), threading.Lock()
-
-    def run(self) -> None:
-        for number in count():
-            with self._lock:
-                if self._closed.is_set():
-                    return
-                try:
-                    atomic.write(self._path, str(number).encode(), durable=False)
-                except (StorageError, OSError) as error:
-                    log.debug("no beat: %s", error)  # the supervisor ended, or a later beat succeeds
-            self._closed.wait(BEAT_S)
-
-    def stop(self) -> None:
-        self._closed.set()
-        with self._lock:
-            self._path.unlink(missing_ok=True)
+def _run(path: Path, closed: threading.Event) -> None:
+    for number in count():
+        try:
+            atomic.write(path, str(number).encode(), durable=False)
+        except (StorageError, OSError) as error:
+            log.debug("no beat: %s", error)  # the supervisor ended, or a later beat succeeds
+        if closed.wait(BEAT_S):
+            return
 
 
 class HeartbeatMonitor:
@@ -75,7 +72,13 @@ class HeartbeatMonitor:
         if time.monotonic() < self._due:
             return ""
         self._due = time.monotonic() + self._look_s
-        self._seen = {name: self._count(name, data) for name, data in self._read().items()}
+        seen = {}
+        for path in self._folder.glob(f"{BEATS}*"):
+            with contextlib.suppress(OSError):  # its process ended, or the file system does not answer
+                before, looks = self._seen.get(path.name, (b"", 0))
+                data = path.read_bytes()
+                seen[path.name] = data, 0 if data != before else looks + 1
+        self._seen = seen
         stopped = [f"process {pid} is stopped" for pid in self._stopped.find(children)]
         silent = [
             f"rank {name.removeprefix(BEATS)} gave no sign of life for {n * self._look_s:.0f} s"
@@ -83,14 +86,3 @@ class HeartbeatMonitor:
             if n >= self._silent
         ]
         return "; ".join(stopped + silent)
-
-    def _count(self, name: str, data: bytes) -> tuple[bytes, int]:
-        before, looks = self._seen.get(name, (b"", 0))
-        return data, 0 if data != before else looks + 1
-
-    def _read(self) -> dict[str, bytes]:
-        found = {}
-        for path in self._folder.glob(f"{BEATS}*"):
-            with contextlib.suppress(OSError):  # its process ended, or the file system does not answer
-                found[path.name] = path.read_bytes()
-        return found

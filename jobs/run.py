@@ -225,7 +225,7 @@ def main() -> int:
 
 def _work(arguments: argparse.Namespace, run: RunDir, config: RunConfig) -> int:
     role, number = arguments.role, arguments.submission
-    if number and submissions.is_void(run, role, number):
+    if number and run.marked(role, number, submissions.VOID).exists():
         log.info("void: another submission has taken the place of %s %d", role, number)
         return 0
     gang = Gang(commands(run, role, config), arguments.bound_to, arguments.notice, run.meetings)

@@ -1,8 +1,7 @@
 """Parse the tool calls of a completion.
 
 A policy may quote marks that it has seen in a file or an issue. If it sampled any mark as a control token,
-only control tokens are marks, and spelled ones are text. A mark for which the tokenizer has no token can
-only be spelled, and always counts.
+only control tokens are marks; spelled ones are text. A mark that is no token is spelled and always counts.
 """
 
 import json

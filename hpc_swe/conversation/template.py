@@ -102,7 +102,8 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _tojson
-        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
@@ -176,13 +177,12 @@ def _hide_thought(content: str, slots: _Slots) -> str:
 
 
 def _call_for_template(call: ToolCall, slots: _Slots) -> dict[str, object]:
-    name = slots.hide(call.name)
     try:
         arguments = json.loads(call.arguments)
     except (ValueError, RecursionError):
         arguments = call.arguments
-    hidden = _map_strings(arguments, slots.hide)
-    return {"type": "function", "function": {"name": name, "arguments": hidden}}
+    function = {"name": slots.hide(call.name), "arguments": _map_strings(arguments, slots.hide)}
+    return {"type": "function", "function": function}
 
 
 def _map_strings(value: object, change: Callable[[str], str]) -> object:
@@ -207,10 +207,6 @@ def _tojson(context: Context, value: object, **options: object) -> str:
 
 def _raise(message: str) -> None:
     raise TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 class _Generation(Extension):

@@ -18,7 +18,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Raw, Struct
@@ -66,15 +66,13 @@ class _Tool(Struct):
     function: _Function
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Found(NamedTuple):
     call: ToolCall
     start: int
     end: int
 
 
-@dataclass(frozen=True)
-class _Stop:
+class _Stop(NamedTuple):
     """A value may end here: the call continues or ends after an end mark."""
 
     end: int

@@ -4,10 +4,9 @@
     claimed/    <identity>~<losses>~<owner>    one worker has it
     dead/       <identity>~<losses>            lost too often or corrupt, kept for a person to look at
 
-Every change of state is one rename(2) inside one file system, which is atomic: a reader never sees
-half a message, and of two workers that claim the same one, exactly one gets it. There are no locks. A
-finished message is unlinked. A worker that dies leaves its claim behind; `recover` puts it back and
-counts one more loss.
+Every change of state is one rename(2) inside one file system, which is atomic: a reader never sees half a
+message, and of two workers that claim the same one, exactly one gets it. There are no locks. A finished
+message is unlinked. A worker that dies leaves its claim; `recover` puts it back and counts one more loss.
 """
 
 import logging

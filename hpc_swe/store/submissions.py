@@ -107,11 +107,6 @@ def release(run: RunDir, role: Role, number: int) -> None:
         run.submission(role, number).rmdir()
 
 
-def is_void(run: RunDir, role: Role, number: int) -> bool:
-    """Tell whether jobs of this submission must end at once."""
-    return run.marked(role, number, VOID).exists()
-
-
 def jobs(run: RunDir, role: Role) -> list[tuple[int, str]]:
     """List the number and the job id of every submission of a role, for an executor without a scheduler."""
     found = []

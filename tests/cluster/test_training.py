@@ -113,7 +113,7 @@ def test_role_that_nobody_interrupted_was_submitted_once(trained, role, jobs):
     """All the ticks found it whole. What a slow sbatch let a tick void was to be submitted again."""
     _, run = trained
     taken = {int(name) for name in atomic.names(run.launches / role) if name.isdecimal()}
-    kept = {number for number in taken if not submissions.is_void(run, role, number)}
+    kept = {number for number in taken if not run.marked(role, number, submissions.VOID).exists()}
     noted = [(number, submitted.count) for number, submitted, _ in submissions.history(run, role, len(taken))]
     assert [(number, count) for number, count in noted if number in kept] == [(max(taken), jobs)]
     assert len(kept) == 1

@@ -238,7 +238,7 @@ def test_tick_that_dies_before_submitting_is_made_good_after_two_looks(run, conf
     config.executor.dies = ""
     assert run_submit.tick(run, config).submit == {}
     assert run_submit.tick(run, config).submit == {"rollout": 200}
-    assert submissions.is_void(run, "rollout", 1)
+    assert run.marked("rollout", 1, submissions.VOID).exists()
 
 
 def test_jobs_of_a_tick_that_was_slow_and_not_dead_make_way(run, config):

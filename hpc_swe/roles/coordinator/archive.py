@@ -1,8 +1,7 @@
 """Keep every episode that batch n consumed in archive/episodes/step_n.parquet, for people and later training.
 
-The table has columns that any tool can read, and the whole record. It is written after the batch is
-committed and before its messages are removed from scored/. So if a crash comes between the two and the table
-is missing, the messages still exist.
+The table has columns that any tool can read, and the whole record. It is written after the batch is committed
+and before its messages are removed from scored/, so they still exist when a crash prevents the table.
 """
 
 import re

@@ -129,12 +129,12 @@ def _deciles(decided: Decided) -> dict[str, float]:
     """
     rows = []
     for group, decision in decided:
-        trained = {
-            c.episode.request.index for c in decision.episodes if decision.status == "trained" and c.tokens
-        }
+        episodes = decision.episodes if decision.status == "trained" else []
+        trained = {c.episode.request.index for c in episodes if c.tokens}
         dropped = decision.status in ("too_few", "too_old")
-        for s in group.results:
-            rows.append((sampled_tokens(s.episode), s.episode.request.index in trained, dropped))
+        rows += [
+            (sampled_tokens(s.episode), s.episode.request.index in trained, dropped) for s in group.results
+        ]
     values = {f"length/{kind}_d{d}": 0.0 for kind in ("finished", "trained", "dropped") for d in range(10)}
     for place, (_, trained_too, dropped_too) in enumerate(sorted(rows, key=lambda row: row[0])):
         decile = place * 10 // len(rows)

@@ -59,9 +59,8 @@ def decide(group: Group, step: int, settings: BatchSettings) -> GroupDecision:
     """Compute the advantages and samples of a group in batch `step`, and decide if it is trained.
 
     A truncated episode is trained (``train``), counts for the baseline of its siblings only (``mask_loss``),
-    or does not count at all (``drop_from_baseline``); an episode without a loss is in no denominator. A group
-    with a token over `hard_max_staleness` is dropped as a whole: without its longest member its baseline
-    would be biased.
+    or not at all (``drop_from_baseline``); an episode without a loss is in no denominator. A group with a
+    token over `hard_max_staleness` is dropped as a whole: its baseline is biased without its longest member.
     """
     overlong, limits = settings.batches.overlong, settings.groups
     drops = overlong == "drop_from_baseline"
@@ -151,12 +150,6 @@ def commit(
 def published_steps(run: RunDir) -> list[int]:
     """Return the steps of the published batches, oldest first."""
     return sorted(folders.published(run.batches, BatchManifest, lambda manifest: manifest.step, run.batch))
-
-
-def last_manifest(run: RunDir) -> BatchManifest | None:
-    """Read the manifest of the last batch; return None in a new run."""
-    published = published_steps(run)
-    return folders.manifest(run.batch(published[-1]), BatchManifest) if published else None
 
 
 def _advantages(group: Group, baseline: list[ScoredEpisode], settings: BatchSettings) -> list[float]:

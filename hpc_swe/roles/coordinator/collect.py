@@ -70,11 +70,7 @@ class ResultCollector:
 
     def request(self, key: Key, snapshot: RunSnapshot) -> None:
         """Open a group, and request its members that are not in a spool already."""
-        requests = self._expects(key)
-        if requests is None or key in self.ledger.groups:
-            return
-        self.ledger.open(key, requests, snapshot.now)
-        for request in requests:
+        for request in self._open(key, snapshot.now):
             if request.name not in snapshot.identities:
                 self._requests.overwrite(request.name, request)
 
@@ -87,16 +83,20 @@ class ResultCollector:
 
     def _adopt(self, snapshot: RunSnapshot) -> None:
         """Open the groups that a former coordinator dispatched, and remove requests that no group needs."""
-        for key in sorted(
-            {place[0] for place in map(parse_name, snapshot.identities) if place} - self.ledger.groups.keys()
-        ):
-            requests = self._expects(key)
-            if requests is not None:
-                self.ledger.open(key, requests, snapshot.now)
+        for key in sorted({place[0] for place in map(parse_name, snapshot.identities) if place}):
+            self._open(key, snapshot.now)
         for address in snapshot.scan["requests"]["ready"]:
             place = parse_name(address.identity)
             if place is not None and place[0] not in self.ledger.groups:
                 self._requests.remove(address)
+
+    def _open(self, key: Key, now: float) -> list[RolloutRequest]:
+        """Open a group that is expected and not open yet; return its requests, or none otherwise."""
+        requests = None if key in self.ledger.groups else self._expects(key)
+        if requests is None:
+            return []
+        self.ledger.open(key, requests, now)
+        return requests
 
     def _record(self, address: Address, now: float) -> None:
         scored = self._scored.read(address)

@@ -64,25 +64,17 @@ def retry_request(failed: RolloutRequest) -> RolloutRequest:
     return msgspec.structs.replace(failed, attempt=attempt, seed=stable_hash(failed.seed, attempt))
 
 
-@dataclass(frozen=True)
-class DispatchWindow:
-    """Limit how many groups may be dispatched now."""
-
-    next_batch: int
-    last_batch: int
-    """The last batch that may be sampled now: newest exported weights plus staleness, or the run's last."""
-    groups_per_step: int
-    signal_rate: float
-
-
-def dispatch_end(first: int, has_signal: Callable[[int], bool | None], window: DispatchWindow) -> int:
+def dispatch_end(
+    first: int, has_signal: Callable[[int], bool | None], batches: int, groups_per_step: int, rate: float
+) -> int:
     """Return the first group from `first` on that must not be dispatched yet.
 
-    `has_signal` of a group is None while it is open.
+    `has_signal` of a group is None while it is open. `batches` may be sampled now: from the next one to the
+    newest exported weights plus staleness, or to the run's last. `rate` is the share of groups with signal.
     """
     # The number of groups with signal that may come before a group; 1e-6 absorbs rounding.
-    room = (window.last_batch + 1 - window.next_batch) * window.groups_per_step - 1e-6
-    rate = min(1.0, max(RATE_FLOOR, window.signal_rate))
+    room = batches * groups_per_step - 1e-6
+    rate = min(1.0, max(RATE_FLOOR, rate))
     group, expected = first, 0.0
     while expected < room:
         signal = has_signal(group)

@@ -56,10 +56,10 @@ class Evaluator:
         return key[1] // max(1, len(self.tasks)) * self.every
 
     def expects(self, key: Key) -> list[RolloutRequest] | None:
-        """Return the requests of one task of a round; None when its table exists."""
+        """Return the requests of one task of a round; None when its table exists, and for other splits."""
         number, place = divmod(key[1], max(1, len(self.tasks)))
-        is_round = number == 0 or self.every
-        if not self.tasks or not is_round or self.label(number) in self._done:
+        is_round = key[0] == "eval" and bool(self.tasks) and (number == 0 or self.every > 0)
+        if not is_round or self.label(number) in self._done:
             return None
         settings = [s for s in self.config.decodings.values() for _ in range(self.config.samples)]
         return [
@@ -140,7 +140,7 @@ class Evaluating:
 
     def __init__(self, run: RunDir, evaluator: Evaluator, max_attempts: int) -> None:
         self._evaluator = evaluator
-        self._collector = ResultCollector(run, Ledger(max_attempts), self._expects)
+        self._collector = ResultCollector(run, Ledger(max_attempts), evaluator.expects)
 
     def iterate(self, snapshot: RunSnapshot) -> Progress:
         """Do what can be done now, without waiting."""
@@ -148,9 +148,6 @@ class Evaluating:
         waits_for = self._evaluator.iterate(self._collector, snapshot)
         recent = self._evaluator.metrics_log.recent | self._evaluator.progress(self._collector.ledger)
         return Progress(waits_for, 0, recent, self._collector.errors)
-
-    def _expects(self, key: Key) -> list[RolloutRequest] | None:
-        return self._evaluator.expects(key) if key[0] == "eval" else None
 
 
 def summary(label: str, rows: Sequence[Attempt]) -> dict[str, float]:

@@ -40,8 +40,7 @@ class RunSnapshot:
     def worked_s(self) -> dict[str, float]:
         """Map the requests that a rollout worker has, and that have no result yet, to seconds of work.
 
-        The leases of the workers report them: their clocks pause while no engine serves, and end with the
-        claim.
+        The workers' leases report them: their clocks pause while no engine serves, and end with the claim.
         """
         rollout = [node for node in self.nodes if node.role == "rollout"]
         clocks = {(n.owner, c): s for n in rollout for c, s in zip(n.claims, n.worked_s, strict=False)}

@@ -15,17 +15,17 @@ from math import ceil
 
 from hpc_swe.errors import LostRace
 from hpc_swe.metrics import Log
-from hpc_swe.records import CoordinatorState, RolloutRequest, ScoredEpisode
+from hpc_swe.records import BatchManifest, CoordinatorState, RolloutRequest, ScoredEpisode
 from hpc_swe.roles.coordinator import archive, batch_metrics, batches
 from hpc_swe.roles.coordinator.batches import BatchPlan, BatchSettings, GroupDecision
 from hpc_swe.roles.coordinator.collect import ResultCollector
-from hpc_swe.roles.coordinator.dispatch import RATE_FLOOR, DispatchWindow, RequestPlan, dispatch_end
+from hpc_swe.roles.coordinator.dispatch import RATE_FLOOR, RequestPlan, dispatch_end
 from hpc_swe.roles.coordinator.evaluation import Evaluator
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, parse_name
 from hpc_swe.roles.coordinator.samples import sampled_tokens
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import checkpoints
+from hpc_swe.store import checkpoints, folders
 from hpc_swe.store.spool import Spool
 
 AHEAD = 1
@@ -53,7 +53,8 @@ class Training:
         limits = settings.groups
         self._farthest = ceil((limits.max_staleness + AHEAD + 1) * limits.groups_per_step / RATE_FLOOR)
         """Groups are dispatched in order of their numbers; a message of one this far ahead is foreign."""
-        last = batches.last_manifest(run)
+        steps_done = batches.published_steps(run)
+        last = folders.manifest(run.batch(steps_done[-1]), BatchManifest) if steps_done else None
         self.step = last.step + 1 if last else 0
         self.state = last.after if last else CoordinatorState()
         self._ledger = Ledger(settings.groups.max_attempts)
@@ -133,9 +134,9 @@ class Training:
     def _dispatch(self, snapshot: RunSnapshot) -> None:
         limits = self._settings.groups
         last = min(snapshot.newest.step + limits.max_staleness, self._steps - 1)
-        window = DispatchWindow(self.step, last, limits.groups_per_step, self.state.signal_rate)
-        first = self.state.next_group
-        for group in range(first, dispatch_end(first, self._has_signal, window)):
+        batches, first, rate = last + 1 - self.step, self.state.next_group, self.state.signal_rate
+        end = dispatch_end(first, self._has_signal, batches, limits.groups_per_step, rate)
+        for group in range(first, end):
             self._collector.request(("train", group), snapshot)
 
     def _decision(self, number: int) -> GroupDecision | None:

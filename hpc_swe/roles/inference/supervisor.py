@@ -5,9 +5,8 @@ version of the live incarnation, which the learner publishes, and for the health
 else runs. It names a version in its cell before it reads it, so that retention keeps the version; before
 weights change, the cell names both versions.
 
-A version is verified here, while the engine serves, and only once for all workers of the engine. A version
-is refused when the engine reports an error about it; an engine that does not answer is hung or dead, and is
-replaced.
+A version is verified here, while the engine serves, and only once for all workers of the engine. It is refused
+when the engine reports an error about it; an engine that does not answer is hung or dead, and is replaced.
 """
 
 import logging
@@ -19,7 +18,6 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 from hpc_swe.errors import ConfigError, CorruptRecord, EngineError, NoAnswer, Overdue, StorageError
@@ -76,7 +74,7 @@ class Supervisor:
         """
         restarts = 0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-            signal.signal(number, self._on_signal)
+            signal.signal(number, lambda *_: self._stopping.set())
         while not self._must_end():
             self._since = float("inf")
             try:
@@ -233,9 +231,6 @@ class Supervisor:
             return False
         self._watcher.look()
         return not self._watcher.live("rollout")  # draining rollout workers still need the engine
-
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self._stopping.set()
 
     def _free_port(self) -> int:
         try:

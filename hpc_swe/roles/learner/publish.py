@@ -13,14 +13,7 @@ from typing import TypeVar
 
 from hpc_swe.errors import CorruptRecord
 from hpc_swe.plugins.policies.base import Learner, Ranks
-from hpc_swe.records import (
-    CheckpointManifest,
-    FileInfo,
-    ProbeScore,
-    TensorInfo,
-    WeightManifest,
-    WeightVersion,
-)
+from hpc_swe.records import CheckpointManifest, FileInfo, ProbeScore, WeightManifest, WeightVersion
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, folders
@@ -64,14 +57,12 @@ class Publisher:
             return
         version = WeightVersion(incarnation=self._incarnation, step=self._learner.step)
         with self._stage(self._run.weight(version)) as (stage, final):
-            tensors: dict[str, TensorInfo] = {}
-            for part in self._ranks.gather(on_all_ranks(self._ranks, lambda: self._learner.export(stage))):
-                tensors |= part
+            parts = self._ranks.gather(on_all_ranks(self._ranks, lambda: self._learner.export(stage)))
             manifest = WeightManifest(
                 writer=self._writer,
                 files=self._describe(stage),
                 version=version,
-                tensors=tensors,
+                tensors={name: tensor for part in parts for name, tensor in part.items()},
                 probe=self._probe(),
             )
             on_rank_zero(self._ranks, lambda: folders.commit(stage, final, manifest))
@@ -125,15 +116,14 @@ class Publisher:
 def take_incarnation(run: RunDir) -> int:
     """Reserve a number that no earlier start of this run's learner had."""
     taken = (name for name in atomic.names(run.incarnations) if INCARNATION.fullmatch(name))
-    number = max(map(int, taken), default=0)
+    number = max(map(int, taken), default=0) + 1
     while True:
-        number += 1
         try:
             with atomic.storage(run.incarnations):
                 (run.incarnations / f"{number:02d}").mkdir()
+            return number
         except FileExistsError:
-            continue
-        return number
+            number += 1
 
 
 def _checkpoints(run: RunDir) -> list[tuple[Path, CheckpointManifest]]:

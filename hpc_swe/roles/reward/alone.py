@@ -17,7 +17,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -29,6 +28,10 @@ from hpc_swe.records import Episode, Score
 
 BEAT_S = 2.0
 LOOK_S = 1.0
+SILENT = 120
+"""Successive looks without a sign of life. Looks count, so that a worker that was frozen counts none."""
+LEAVE_S = 10.0
+"""Wait after a child's end before the patch is blamed: what ends the whole job ends the worker within it."""
 WAIT_S = 900.0
 """Longest wait for other gradings to end before a child that may have lacked memory is tried again."""
 _OWN_EXIT_CODES = range(2, 10)
@@ -37,28 +40,19 @@ _OWN_EXIT_CODES = range(2, 10)
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class SilenceLimits:
-    """Limit how long a child may be silent, and how soon its end is blamed on the patch."""
-
-    silent: int = 120
-    """Successive looks without a sign of life. Looks count, so that a worker that was frozen counts none."""
-    leave_s: float = 10.0
-    """Seconds to wait after a child's end: whatever ends the whole job ends the worker within them."""
-
-
 def watch(
     command: Sequence[str],
     episode: Episode,
     unresolved_reward: float,
-    limits: SilenceLimits = SilenceLimits(),
+    silent: int = SILENT,
+    leave_s: float = LEAVE_S,
 ) -> Score:
     """Grade an episode by a command that runs `answer`, and watch it.
 
     Raises:
         SandboxError: The child ended with an error of the host or the configuration.
     """
-    found = run_reliably(lambda: _watch(command, episode, limits), lambda _: False, WAIT_S)
+    found = run_reliably(lambda: _watch(command, episode, silent, leave_s), lambda _: False, WAIT_S)
     if isinstance(found, Score):
         return found
     log.error("grading alone of %s: its process %s", episode.request.name, found)
@@ -92,7 +86,7 @@ def _beat(file: int, done: Flag) -> None:
         os.write(file, b".")
 
 
-def _watch(command: Sequence[str], episode: Episode, limits: SilenceLimits) -> Score | str:
+def _watch(command: Sequence[str], episode: Episode, silent: int, leave_s: float) -> Score | str:
     """Return the child's score, or how the child ended. It prints a dot per beat, a newline and the score."""
     environment = {name: value for name, value in os.environ.items() if name != MEETING}
     with boundary(SandboxError, "start a grading alone"), tempfile.TemporaryFile() as given:
@@ -105,14 +99,14 @@ def _watch(command: Sequence[str], episode: Episode, limits: SilenceLimits) -> S
     with child, child.stdout:
         output, looks, poll = b"", 0, select.poll()
         poll.register(child.stdout, select.POLLIN)
-        while looks < limits.silent:
+        while looks < silent:
             if not poll.poll(LOOK_S * 1000):
                 looks += 1
             elif data := os.read(child.stdout.fileno(), 1 << 16):
                 output, looks = output + data, 0
             else:
                 break
-        is_frozen = looks == limits.silent
+        is_frozen = looks == silent
         if is_frozen:
             child.kill()
         code = child.wait()
@@ -121,5 +115,5 @@ def _watch(command: Sequence[str], episode: Episode, limits: SilenceLimits) -> S
         return msgspec.json.decode(output.partition(b"\n")[2], type=Score)
     if not output or code in _OWN_EXIT_CODES:
         raise SandboxError(f"a grading alone of {episode.request.name} {state}; the worker's log says why")
-    time.sleep(limits.leave_s)
+    time.sleep(leave_s)
     return state

@@ -1,9 +1,8 @@
 """Find the earlier turn that a request extends, by comparing messages; turns form chains.
 
 An agent sends its whole history each time. If the part up to the last answer equals a history that ended in
-a delivered reply, the request extends that reply's turn. Any other request (with a compressed history, an
-edited answer, or a side request) starts a chain, and a repeated request becomes a sibling of the turn whose
-reply was lost.
+a delivered reply, the request extends that reply's turn. Any other (with a compressed history, an edited
+answer, or a side request) starts a chain, and a repeated one is a sibling of the turn whose reply was lost.
 """
 
 import json

@@ -144,7 +144,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             with _parsing:
                 request = msgspec.json.decode(body, type=_Request)
-                recorder.ignore(len(msgspec.json.decode(body, type=dict[str, Raw]).keys() - TAKEN))
+                ignored = msgspec.json.decode(body, type=dict[str, Raw]).keys() - TAKEN
+                recorder.counts["ignored_settings"] += len(ignored)
                 tools = "" if bytes(request.tools) in (b"null", b"[]") else bytes(request.tools).decode()
                 self._request = [_convert(message) for message in request.messages], tools
             exchange = recorder.ask(*self._request)

@@ -1,7 +1,6 @@
 """Record an agent's chat with the engines, token by token.
 
-The recorder alone sets how tokens are sampled. Agents of this package call it; agent programs reach it
-through `openai_server`.
+The recorder alone sets how tokens are sampled. Our agents call it; programs reach it by `openai_server`.
 """
 
 import dataclasses
@@ -118,7 +117,9 @@ class Recorder:
             sampled = self._sampler.sample(prompt, sampling, engine)
         seconds = time.monotonic() - started
         index = self._keep(place.parent, appended, sampling, sampled, seconds)
-        reply = self._reply(sampled, tools)
+        cut = sampled.finish_reason == "length"
+        reply = self._builder.reply(sampled.token_ids, truncated=cut, tools=tools)
+        self.counts["parse_errors"] += bool(reply.parse_error)
         history = [*messages, Message(role="assistant", content=reply.content, tool_calls=reply.tool_calls)]
         return Exchange(index, place, history, continues, reply, len(prompt), len(sampled.token_ids))
 
@@ -158,11 +159,6 @@ class Recorder:
                 self.refusal = Refusal(status, why, is_side_request)
             if status.is_truncated:
                 self._refused_at = min(self._refused_at, now)
-
-    def ignore(self, count: int) -> None:
-        """Count sampling settings that a client sent, which are ignored."""
-        with self._lock:
-            self.counts["ignored_settings"] += count
 
     def clock(self) -> float:
         """Return the seconds outside the engines; infinite once the episode's result can no longer change."""
@@ -282,9 +278,3 @@ class Recorder:
         with self._lock:
             self.counts["continued"] += sampled.continued
             return self._chains.add(turn)
-
-    def _reply(self, sampled: Sampled, tools: str) -> Reply:
-        cut = sampled.finish_reason == "length"
-        reply = self._builder.reply(sampled.token_ids, truncated=cut, tools=tools)
-        self.counts["parse_errors"] += bool(reply.parse_error)
-        return reply

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_swe.records import Sampling
-from hpc_swe.roles.coordinator.dispatch import DispatchWindow, RequestPlan, dispatch_end, retry_request
+from hpc_swe.roles.coordinator.dispatch import RequestPlan, dispatch_end, retry_request
 
 TASKS = tuple(f"task-{i}" for i in range(7))
 PLAN = RequestPlan(3, TASKS, 4, Sampling())
@@ -40,7 +40,7 @@ def test_another_attempt_keeps_the_name_and_changes_the_seed():
 
 
 def window(next_batch=0, newest=0, staleness=0, per_step=4, rate=1.0):
-    return DispatchWindow(next_batch, newest + staleness, per_step, rate)
+    return newest + staleness + 1 - next_batch, per_step, rate
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def window(next_batch=0, newest=0, staleness=0, per_step=4, rate=1.0):
     ],
 )
 def test_dispatch_goes_as_far_as_the_foreseen_batch_allows(given_window, signals, expected):
-    assert dispatch_end(0, signals.get, given_window) == expected
+    assert dispatch_end(0, signals.get, *given_window) == expected
 
 
 @given(st.integers(0, 99), st.integers(0, 3), st.floats(0.05, 1.0), st.integers(1, 5))
@@ -70,7 +70,7 @@ def test_no_run_of_outcomes_starves_the_learner_or_outruns_it(seed, staleness, s
     first, rate = 0, 1.0
     for step in range(6):
         while sum(signals.get(g, False) for g in range(first, first + len(signals) + 1)) < per_step:
-            edge = dispatch_end(first, signals.get, window(step, step, staleness, per_step, rate))
+            edge = dispatch_end(first, signals.get, *window(step, step, staleness, per_step, rate))
             todo = [g for g in range(first, edge) if g not in signals]
             assert todo, "nothing may be dispatched, and nothing is open: deadlock"
             signals[draw.choice(todo)] = draw.random() < share
