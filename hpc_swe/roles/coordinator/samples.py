@@ -80,18 +80,25 @@ def trained_turns(turns: Sequence[Turn], chains: Chains, main: int = -1) -> list
     ]
 
 
+def path_to(turns: Sequence[Turn], leaf: int) -> list[int]:
+    """Return the turns from the start of the chain to `leaf`."""
+    path: list[int] = []
+    index: int | None = leaf
+    while index is not None:
+        path.append(index)
+        index = turns[index].parent
+    return path[::-1]
+
+
 def leaf_chains(turns: Sequence[Turn], trained: Sequence[int]) -> list[list[int]]:
     """Return the paths from a first turn to each trained turn that no other trained turn descends from."""
     covered: set[int] = set()
-    paths: list[list[int]] = []
-    for leaf in sorted(trained, reverse=True):
-        if leaf not in covered:
-            path = [leaf]
-            while (parent := turns[path[0]].parent) is not None:
-                path.insert(0, parent)
-            paths.insert(0, path)
-            covered.update(path)
-    return paths
+    paths = []
+    for index in sorted(trained, reverse=True):
+        if index not in covered:
+            paths.append(path_to(turns, index))
+            covered.update(paths[-1])
+    return paths[::-1]
 
 
 def count_sequences(turns: Sequence[Turn]) -> int:

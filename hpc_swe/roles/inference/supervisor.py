@@ -5,7 +5,7 @@ version of the live incarnation, which the learner publishes, and for the health
 else runs. It names a version in its cell before it reads it, so that retention keeps the version; before
 weights change, the cell names both versions.
 
-A version is verified here, while the engine serves, and only once for all workers of the engine. It is refused
+A version is verified here, while the engine serves, and once for all workers of the engine. It is refused
 when the engine reports an error about it; an engine that does not answer is hung or dead, and is replaced.
 """
 
