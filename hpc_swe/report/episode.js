@@ -121,6 +121,8 @@ function section(episode, turn, index, before) {
   return make("section", {class: `turn ${isSide ? "side" : ""}`, tabindex: "-1"},
     make("h3", {}, `Turn ${index} `, ...kinds), make("p", {class: "about"}, about), ...before,
     turn.prompt ? folded(`exact prompt, ${number(turn.read)} tokens`, () => text(turn.prompt)) : null,
+    // Without a tokenizer the tokens are numbers, so that the answer's text is nowhere else.
+    message && message[1] && !Object.keys(episode.words).length ? text(message[1]) : null,
     tokens(episode, turn), message ? calls(message) : null);
 }
 

@@ -187,6 +187,17 @@ def test_no_page_is_wider_than_the_window(page, report, width):
         assert page.ask("document.documentElement.scrollWidth") <= width, place
 
 
+def test_answers_are_read_without_a_tokenizer(page, tmp_path):
+    made = RunMaker(tmp_path / "run")
+    made.step(0)
+    (tmp_path / "run-model/tokenizer.json").unlink()
+    write(made.run, tmp_path / "out", WholeEpisodes())
+    page.visit(tmp_path / "out/index.html", "#episode/train-step_000000/0001")
+    assert "tokens are shown as ids" in page.ask("document.getElementById('notes').textContent")
+    assert "I look at the file" in page.ask("document.querySelector('.turn').textContent")
+    page.requests[:] = [url for url in page.requests if not url.startswith((tmp_path / "out").as_uri())]
+
+
 def test_a_huge_line_is_cut_until_a_button_is_pressed(page, report):
     page.visit(report, "#episode/train-step_000004/0001")
     assert page.ask("document.querySelector('.message.tool pre').textContent.length") < 21_000
