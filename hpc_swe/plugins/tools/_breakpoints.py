@@ -2,12 +2,16 @@
 
 import difflib
 from collections.abc import Sequence
+from functools import lru_cache
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-MOST_LINES = 300
-"""Changed lines of a file above which only lines that occur once are found again: difflib takes the cube."""
+MOST_LINES = 100
+"""Changed lines of a file above which only lines that occur once are found again.
+
+difflib may take the cube of their number, and the policy chooses the texts.
+"""
 
 
 class Breakpoint(Struct, frozen=True):
@@ -53,9 +57,12 @@ def _found(line: int, old: Sequence[str], new: Sequence[str]) -> int | None:
     if max(len(old), len(new)) > MOST_LINES:
         places = [n for n, text in enumerate(new) if text == old[line]]
         return places[0] if len(places) == 1 else None
-    for kind, first, end, start, stop in difflib.SequenceMatcher(
-        None, old, new, autojunk=False
-    ).get_opcodes():
+    for kind, first, end, start, stop in _changes(tuple(old), tuple(new)):
         if first <= line < end and kind != "delete":
             return min(start + line - first, stop - 1)
     return None
+
+
+@lru_cache(maxsize=8)
+def _changes(old: tuple[str, ...], new: tuple[str, ...]) -> list[tuple[str, int, int, int, int]]:
+    return list(difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes())

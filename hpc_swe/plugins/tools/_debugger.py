@@ -35,7 +35,7 @@ MOST_LINE_CHARS = 200
 MOST_CONDITION_CHARS = 1_000
 AROUND = 5
 """Lines before and after the current one that are shown when the frame changes."""
-MOST_BREAKPOINTS = 100
+MOST_BREAKPOINTS = 30
 SKIPPED = ["_pytest.*", "pytest", "pluggy*", "unittest*", "importlib*", "runpy", "contextlib", "threading"]
 """Modules that are not stepped into."""
 RUNNING, AT_PROMPT, IN_COMMAND = "running", "at the prompt", "in a command"
@@ -294,14 +294,10 @@ class Debugger(pdb.Pdb):
     def refuse(self, arg: str) -> None:
         raise CommandRefused("the debugger has no terminal for this command")
 
-    def restart(self, arg: str) -> None:
-        raise CommandRefused('to run the program again, call with command "start"')
-
     do_b = do_break
     do_cl = do_clear
     do_q = do_exit = do_EOF = do_quit
     do_interact = do_commands = do_debug = refuse
-    do_run = do_restart = restart
 
     def located(self, where: str) -> tuple[str, int]:
         """Return the file and line of LINE, FILE:LINE or a function's name."""

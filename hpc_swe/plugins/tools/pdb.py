@@ -15,12 +15,16 @@ from msgspec import Struct
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes.base import INTERRUPT, ProgramSession, Sandbox, SessionEnded
 from hpc_swe.plugins.tools._breakpoints import Breakpoint, moved
-from hpc_swe.plugins.tools._files import name, read_lines
+from hpc_swe.plugins.tools._files import below, name, read_text
 from hpc_swe.plugins.tools.base import SandboxBroken, ToolError, cut
 from hpc_swe.records import Task
 
 _PARTS = ("_debugger_pipes", "_breakable", "_debugger", "_debugger_run")
 _MOST_COMMAND_CHARS = 10_000
+_MOST_TEXT_CHARS = 200_000
+"""Characters of a file whose breakpoints are followed through changes; a host has many episodes."""
+_MOST_BREAKPOINTS = 30
+"""The debugger sets no more either; what comes back from the sandbox may name any number."""
 _ON_BREAKPOINTS = ("b", "break", "tbreak", "cl", "clear", "condition", "disable", "enable", "ignore")
 
 
@@ -97,7 +101,7 @@ class _Debugging:
     start: _Start | None = None
     session: ProgramSession | None = None
     breakpoints: list[Breakpoint] = field(default_factory=list)
-    texts: dict[str, list[str]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     """What the answer to the current call says so far."""
 
@@ -109,8 +113,8 @@ class _Debugging:
             raise ToolError(f"A command has no NUL and at most {_MOST_COMMAND_CHARS} characters.")
         self.said = []
         word, _, rest = command.strip().partition(" ")
-        if word == "start":
-            self.start = _start(runner, file or rest, self.start)
+        if word in ("start", "restart", "run"):
+            self.start = _start(runner, below(task, (file or rest).strip()), self.start)
             self._begin()
         elif self.start is None:
             raise ToolError(
@@ -159,19 +163,20 @@ class _Debugging:
         kept = []
         for each in self.breakpoints:
             old, new = self.texts.get(each.file), self._text(each.file)
-            found = each if old is None or new is None else moved(each, old, new)
+            found = each if old is None or new is None else moved(each, old.split("\n"), new.split("\n"))
             if found is None:
                 self.said.append(f"The breakpoint at {name(str(each))} is removed: its line was deleted.")
             else:
                 kept.append(found)
         self.breakpoints = kept
 
-    def _text(self, path: str) -> list[str] | None:
-        """Return the lines of a file of the work directory; None for others, which are not followed."""
+    def _text(self, path: str) -> str | None:
+        """Return the text of a file of the work directory; None for large ones and others."""
         try:
-            return read_lines(self.sandbox, self.task, path)
+            text = read_text(self.sandbox, self.task, path)
         except ToolError:
             return None
+        return text if len(text) <= _MOST_TEXT_CHARS else None
 
     def _ask(self, request: dict[str, object]) -> _Answer | None:
         """Return the debugger's answer; None when there is no session any more, which has been said."""
@@ -207,11 +212,9 @@ class _Debugging:
     def _show(self, answer: _Answer) -> None:
         printed = self.session.printed() if self.session else ""
         self.said += [printed, answer.output, answer.note, answer.context]
-        self.breakpoints = answer.breakpoints
-        for each in answer.breakpoints:
-            text = self._text(each.file)
-            if text is not None:
-                self.texts[each.file] = text
+        self.breakpoints = answer.breakpoints[:_MOST_BREAKPOINTS]
+        texts = {file: self._text(file) for file in {each.file for each in self.breakpoints}}
+        self.texts = {file: text for file, text in texts.items() if text is not None}
         if answer.state == "ended":
             self._end()
 

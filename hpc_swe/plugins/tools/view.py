@@ -16,7 +16,16 @@ class View(Plugin, frozen=True, kw_only=True):
     ends_episode: ClassVar[bool] = False
     most_lines: int = 200
 
-    def __call__(self, sandbox: Sandbox, task: Task, *, path: str, start: int = 1, end: int = 0) -> str:
+    def __call__(
+        self,
+        sandbox: Sandbox,
+        task: Task,
+        *,
+        path: str,
+        start: int = 1,
+        end: int = 0,
+        include_line_numbers_and_breakpoints: bool = True,
+    ) -> str:
         """Return the lines with their numbers, at most `most_lines` of them, or what is in a folder."""
         try:
             lines = read_lines(sandbox, task, path)
@@ -28,7 +37,8 @@ class View(Plugin, frozen=True, kw_only=True):
             raise ToolError(f"{path} has {len(lines)} lines.")
         last = min(end or len(lines), start + self.most_lines - 1, len(lines))
         bare = [line.removesuffix("\r\n").removesuffix("\n") for line in lines[start - 1 : last]]
-        shown = [f"{number}:{line}" for number, line in enumerate(bare, start)]
+        is_numbered = include_line_numbers_and_breakpoints
+        shown = [f"{number}:{line}" if is_numbered else line for number, line in enumerate(bare, start)]
         rest = [f"... {len(lines)} lines in all"] if last < (end or len(lines)) and last < len(lines) else []
         note = ["(read-only)"] if is_read_only(task, path) else []
         return "\n".join([*(shown + rest or ["(empty)"]), *note])

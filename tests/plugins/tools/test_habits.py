@@ -75,6 +75,8 @@ def test_read_only_files_are_shown_as_such_and_not_changed():
         ("[", "[", True),
         ("[!a]b", "cb", True),
         ("", "a", False),
+        ("a/*\n!a/b", "a/b", False),
+        ("*a*b", "a" * 100_000, False),
         ("# a\n\n/\n!", "a", False),
     ],
 )
@@ -92,6 +94,10 @@ def test_policies_write_null_for_what_they_leave_out():
     assert use("grep", pattern="x = 1", path=None, max_results=1).startswith("mod.py\n1:x = 1")
     assert use("rewrite", path="mod.py", start=None, end=None, new_code="y = 2") == "ok"
     assert use("rewrite", path="mod.py", start=1, end=None, new_code="y = 2") == "ok"
+    assert (
+        use("grep", pattern="x = ", path="*mod.py", max_results=5) == "mod.py\n1:x = 1\ntest_mod.py\n1:x = 6"
+    )
+    assert use("view", path="mod.py", include_line_numbers_and_breakpoints=False) == "x = 1"
 
 
 def test_a_tool_has_the_name_that_its_table_gives():
@@ -144,6 +150,8 @@ def test_large_changes_are_followed_by_unique_lines_only():
     old = [f"{n}\n" for n in range(5000)]
     new = ["x\n", *reversed(old), "y\n"]
     assert moved_line(10, old, new) == 4990
+    alike = ["a\n", "b\n"] * 49
+    assert moved_line(10, ["x\n", *alike], ["y\n", *reversed(alike), "z\n"]) is not None
     assert moved_line(10, ["0\n"] * 5000, ["x\n", *["0\n"] * 4000, "y\n"] * 2) is None
 
 

@@ -392,7 +392,7 @@ def test_breakpoint_calls_stop_where_they_stand(kind: str):
         assert debug("p a") == "1"
 
 
-@pytest.mark.parametrize("command", ["interact", "commands 1", "debug 1", "run", "restart"])
+@pytest.mark.parametrize("command", ["interact", "commands 1", "debug 1"])
 def test_commands_without_sense_here_are_refused(debug: Session, command: str):
     debug.start("calc.py")
     assert debug(command).startswith("*** ")
@@ -403,9 +403,11 @@ def test_a_session_is_left_and_begun_again(debug: Session):
     assert debug("c").startswith("error: Nothing is being debugged")
     assert debug("start").startswith("error: Name the file")
     assert debug.start("calc.py", runner="node").startswith("error: runner 'node'")
-    assert "calc.py(1)<module>()" in debug("start calc.py")
+    assert "calc.py(1)<module>()" in debug("start /testbed/calc.py")
     assert "The session has ended." in debug("q")
     assert "calc.py(1)<module>()" in debug("start")
+    debug("n")
+    assert "Session started: python calc.py" in debug("restart")
 
 
 def test_a_file_that_cannot_be_started_says_why(debug: Session):
