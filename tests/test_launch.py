@@ -141,7 +141,7 @@ def test_a_start_that_died_making_the_run_delays_the_next_one_only_a_while(tmp_p
 def test_a_slow_start_taken_for_dead_leaves_the_run_of_another_whole(tmp_path, read):
     run, config = RunDir(tmp_path / "run"), read()
     run.root.mkdir()
-    nothing = {"train": [], "eval": []}
+    nothing = create.Taken({})
 
     def start():
         with create.making(run) as place:

@@ -183,7 +183,7 @@ def test_a_learner_that_expects_gpus_refuses_where_it_sees_none(run, tmp_path):
     words = [f"model={tmp_path}", "policy.device='gpu'", 'sandbox={type="process"}', "tasks.train=1"]
     config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
     (tmp_path / "place").mkdir()
-    create.publish(run, RunDir(tmp_path / "place"), config, {"train": [], "eval": []}, "")
+    create.publish(run, RunDir(tmp_path / "place"), config, create.Taken({}), "")
     line = [sys.executable, "-m", "jobs.run", "learner", str(run.root), "--submission=1"]
     submissions.take(run, "learner", 1)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
