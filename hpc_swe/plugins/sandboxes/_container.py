@@ -46,6 +46,7 @@ MEMORY_CHECK_S = 0.25
 # Linux counts these for the host's user over all sandboxes, unless a namespace has a bound of its own.
 USER_LIMITS = {"max_user_namespaces": 0, "max_inotify_instances": 32, "max_inotify_watches": 16384}
 LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
+Table = dict[str, Any]
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -91,7 +92,7 @@ def serve(channel: socket.socket) -> None:
         os.close(received[0])
 
 
-def start(host: socket.socket, workdir: str, settings: dict[str, Any]) -> NoReturn:
+def start(host: socket.socket, workdir: str, settings: Table) -> NoReturn:
     """Become a sandbox, and send any error to the host."""
     try:
         user, group = os.geteuid(), os.getegid()
@@ -167,7 +168,7 @@ def drop_privileges(processes: int) -> None:
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def serve_host(host: socket.socket, workdir: str, settings: dict[str, Any]) -> None:
+def serve_host(host: socket.socket, workdir: str, settings: Table) -> None:
     """Carry out the host's requests one at a time.
 
     All processes of a command have ended when it is answered; those of an open session go on.
@@ -193,12 +194,7 @@ def serve_host(host: socket.socket, workdir: str, settings: dict[str, Any]) -> N
 
 
 def run_command(
-    host: socket.socket,
-    request: dict[str, Any],
-    files: list[int],
-    workdir: str,
-    settings: dict[str, Any],
-    processes: Processes,
+    host: socket.socket, request: Table, files: list[int], workdir: str, settings: Table, processes: Processes
 ) -> None:
     """Run one command and say how it ended, when all its processes have ended."""
     child = processes.fork()
@@ -217,12 +213,7 @@ def run_command(
 
 
 def start_session(
-    host: socket.socket,
-    python: str,
-    files: list[int],
-    workdir: str,
-    settings: dict[str, Any],
-    processes: Processes,
+    host: socket.socket, python: str, files: list[int], workdir: str, settings: Table, processes: Processes
 ) -> None:
     """Start the program of a session, after the end of any other, and pass its pidfd to the host."""
     processes.kill_all()
@@ -265,7 +256,7 @@ def listen(host: socket.socket, port: int) -> None:
         host.send(f"failed: {error}".encode())
 
 
-def run(kind: str, files: list[int], workdir: str, settings: dict[str, Any], python: str = "") -> NoReturn:
+def run(kind: str, files: list[int], workdir: str, settings: Table, python: str = "") -> NoReturn:
     """Run a shell command, or a Python program in this warm interpreter; called in the forked child."""
     try:
         program = os.pread(files[0], os.fstat(files[0]).st_size, 0).decode()

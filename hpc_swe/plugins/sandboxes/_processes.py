@@ -40,12 +40,10 @@ class Processes:
     def kill_all(self) -> None:
         """Kill and reap all processes: for process 1, pid -1 means all others of the namespace, at once."""
         self.program, self.is_paused = 0, False
-        try:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(-1, signal.SIGKILL)
             while True:
                 os.waitpid(-1, 0)
-        except (ProcessLookupError, ChildProcessError):
-            return
 
     def kill_others(self) -> None:
         """Kill and reap all processes but the session's; all of them if they multiply too fast for that."""
