@@ -15,10 +15,9 @@ from hpc_swe.settings import RunConfig
 from hpc_swe.store import tasks
 from jobs import entry
 
-log = logging.getLogger(__name__)
-
-
 ALONE = "--alone"
+
+log = logging.getLogger(__name__)
 
 
 def work(run: RunDir, config: RunConfig) -> None:

@@ -65,21 +65,13 @@ class Gang:
         self._shared = shared
         self._children: list[subprocess.Popen[bytes]] = []
         self._until = float("inf")
-        self._stopping = Flag()
+        self.stopping = Flag()
+        """It is set once a signal has asked the gang to end."""
         self.is_warned = False
-
-    @property
-    def stopping(self) -> bool:
-        """Tell whether a signal asked the gang to end."""
-        return self._stopping.is_set()
-
-    def pause(self, seconds: float) -> None:
-        """Wait for some seconds, or until a signal asks the gang to end."""
-        self._stopping.wait(seconds)
 
     def start(self) -> None:
         """Start all ranks; those of one node meet in a folder, others at a port of the job's first node."""
-        if not self.stopping:
+        if not self.stopping.is_set():
             self._until = float("inf")  # forget the deadline of the previous start
         self._folder = self._make_meeting()
         self._monitor = heartbeat.HeartbeatMonitor(self._folder)
@@ -112,7 +104,7 @@ class Gang:
                 log.warning("not done in time; ending")
                 self._end()
                 return 0
-            if self._is_abandoned() and not self.stopping:
+            if self._is_abandoned() and not self.stopping.is_set():
                 self.forward(signal.SIGTERM, None)
                 self._end()
                 return 0
@@ -120,7 +112,7 @@ class Gang:
 
     def forward(self, number: int, _: FrameType | None) -> None:
         """Forward a signal to the children: SIGUSR2 makes them drain, SIGTERM and SIGINT end."""
-        self._stopping.set()
+        self.stopping.set()
         if number == signal.SIGUSR2:
             self.is_warned = True
             self._until = min(self._until, time.monotonic() + SHARE * self._notice_s)
@@ -155,7 +147,7 @@ class Gang:
     def _end(self) -> None:
         for child in self._children:
             child.terminate()
-        deadline = time.monotonic() + (GRACE_S if self.stopping else 1.0)
+        deadline = time.monotonic() + (GRACE_S if self.stopping.is_set() else 1.0)
         for child in self._children:
             try:
                 child.wait(max(0.0, deadline - time.monotonic()))
@@ -188,22 +180,23 @@ def supervise(gang: Gang, run: RunDir, max_restarts: int, refused_s: float = 60.
     A refusal of the file system does not count as a restart; the next start comes `refused_s` later.
     """
     restarts = code = 0
-    while not gang.stopping:  # a signal may also come between two starts
+    while not gang.stopping.is_set():  # a signal may also come between two starts
         began = time.monotonic()
         gang.start()
         code = gang.wait()
-        if code == 0 or code in PERMANENT or gang.stopping or run.stop.exists() or run.finished.exists():
+        is_over = gang.stopping.is_set() or run.stop.exists() or run.finished.exists()
+        if code == 0 or code in PERMANENT or is_over:
             break
         if code == StorageError.exit_code:
             log.warning("the file system refused; start again in %g s", refused_s)
-            gang.pause(refused_s)
+            gang.stopping.wait(refused_s)
             continue
         restarts = 0 if time.monotonic() - began > QUIET_S else restarts + 1
         if restarts > max_restarts:
             log.error("gave up after %d restarts; last exit code %d", max_restarts, code)
             return 1
         log.warning("exit code %d; start again, %d of %d", code, restarts, max_restarts)
-        gang.pause(min(2.0 ** (restarts - 1), 60.0))
+        gang.stopping.wait(min(2.0 ** (restarts - 1), 60.0))
     return max(code, 0)
 
 

@@ -31,8 +31,6 @@ REFUSALS = {
     errno.EACCES: "permission is denied; is the run yours? see `ls -ld`",
     errno.EPERM: "permission is denied; is the run yours? see `ls -ld`",
 }
-NO_FILE = (errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
-"""Errors of opening a name under which there is something else than a regular file."""
 
 
 @lru_cache(maxsize=1)
@@ -169,7 +167,7 @@ def opened(path: Path) -> io.BufferedReader:
             return os.fdopen(file, "rb")
         os.close(file)
     except OSError as error:
-        if error.errno not in NO_FILE:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.ENXIO):  # below a file, a loop, a socket
             raise
     raise CorruptRecord(f"{path}: not a regular file; move it away")
 

@@ -61,7 +61,6 @@ class Attempt(Record, frozen=True, kw_only=True):
 LONG_COLUMNS = ("submission", "passed", "failed", "detail", "messages", "record")
 LONGEST_COLUMNS = ("messages", "record")
 _KINDS: dict[type | UnionType, pa.DataType] = {
-    str: pa.string(),
     int: pa.int64(),
     float: pa.float64(),
     float | None: pa.float64(),

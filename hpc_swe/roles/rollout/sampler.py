@@ -51,12 +51,10 @@ class _ProgressTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Start again, since there was progress."""
         self._until = time.monotonic() + self._wait_s
 
     @property
     def left_s(self) -> float:
-        """Return the seconds left; 0 when the time has run out."""
         return max(self._until - time.monotonic(), 0.0)
 
     @contextmanager
