@@ -1,9 +1,7 @@
 """Define every record that crosses a process boundary; nothing else crosses one.
 
-Every record is frozen and names its units. Token arrays are little-endian bytes, int32 or float32, so that
-thirty thousand tokens decode in microseconds: `ids` and `floats` pack, `id_array` and `float_array` view.
-
-Each stage adds a record and never fills in fields of another stage's record:
+Every record is frozen and names its units. Token arrays are little-endian bytes, int32 or float32: `ids` and
+`floats` pack them, `id_array` and `float_array` view them. A stage adds a record and changes no earlier one:
 Task, RolloutRequest -> Episode(Turn...) -> ScoredEpisode(Score) -> Sample -> MicroBatch -> Batch.
 """
 
@@ -78,6 +76,8 @@ class Task(Record, frozen=True, kw_only=True):
     """Commit that the submitted diff applies to; empty when the task is plain files."""
     files: dict[str, str] = {}
     """Path -> text, written into the work directory before the agent starts."""
+    absent: list[str] = []
+    """Shell patterns of absolute paths that are removed from the sandbox before anybody acts in it."""
     tests: TestPlan
 
 

@@ -54,7 +54,11 @@ def graded(run: RunDir) -> dict[str, Task]:
 def references(run: RunDir, config: RunConfig) -> dict[str, str]:
     """Read the reference patches by task id; log a warning when they are expected but missing."""
     found = tasks.read_hidden(run.references)
-    if not found and config.reward.sentinel_every and isinstance(config.taskset, Referenced):
+    if (
+        not run.references.exists()
+        and config.reward.sentinel_every
+        and isinstance(config.taskset, Referenced)
+    ):
         log.warning("%s is missing: no sentinel of this worker grades a reference", run.references)
     return found
 

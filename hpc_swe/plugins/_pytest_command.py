@@ -7,7 +7,10 @@ from hpc_swe.records import Task
 
 _UNUSED = ("cacheprovider", "doctest", "faulthandler", "junitxml", "nose", "pastebin")
 FEWER_PLUGINS = [option for name in _UNUSED for option in ("-p", f"no:{name}")]
-"""Options that disable plugins of pytest itself which change no test; a run then starts in half the time."""
+"""Options that disable plugins of pytest itself which change no test; a run then starts in half the time.
+
+Without the options of the plugin "debugging" every test of a unittest.TestCase would fail.
+"""
 
 
 def arguments(task: Task) -> list[str]:

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -10,6 +10,8 @@ from typing import Any, Literal
 import msgspec
 
 from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.swebench_package import official
+from hpc_swe.records import TestPlan
 
 START, END = ">>>>> Start Test Output", ">>>>> End Test Output"
 """Marks that an eval script prints before and after the tests."""
@@ -192,6 +194,44 @@ def columns(record: Record) -> dict[str, Any]:
     if isinstance(record, str):
         return msgspec.json.decode(record, type=dict[str, Any])
     return {name: value for name, value in record.items() if value is not None}
+
+
+def test_plan(
+    where: str, row: Row, recipes: Mapping[str, Recipe], workdir: str, timeout_s: float
+) -> TestPlan:
+    """Return how the tests of a row are run and judged; `where` names its file and line.
+
+    Raises now what the grader would raise for each episode, after its tests have run.
+
+    Raises:
+        ConfigError: A column is not a patch, nothing says how to run the tests, or the row has an unknown
+            parser, or an eval script that the grader cannot use.
+    """
+    patch = TestPatch.read(where, row)
+    recipe = recipes.get(row.repo)
+    if not row.eval_script and recipe is None:
+        raise ConfigError(
+            f"{where}: {row.instance_id} has no eval_script, and [taskset.recipes] none for {row.repo!r}"
+        )
+    command, parser = row.eval_script, row.log_parser
+    if recipe is not None and not command:
+        command, parser = script(row, patch, recipe, workdir), recipe.log_parser
+    if parser not in official("harness.log_parsers").PARSER_REGISTRY:
+        raise ConfigError(
+            f"{where}: {row.instance_id}: swebench.harness.log_parsers has no log_parser {parser!r}; "
+            "correct the row, or the recipe in [taskset.recipes]"
+        )
+    try:
+        find_marks(row.instance_id, command.split("\n"))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return TestPlan(
+        command=command,
+        fail_to_pass=row.fail_to_pass,
+        pass_to_pass=row.pass_to_pass,
+        timeout_s=timeout_s,
+        extra=patch.extra(row) | {"log_parser": parser},
+    )
 
 
 def read_ids(path: Path) -> dict[str, str]:

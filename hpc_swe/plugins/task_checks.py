@@ -3,6 +3,8 @@
 import hashlib
 import logging
 import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -11,8 +13,11 @@ import msgspec
 
 from hpc_swe.errors import ConfigError, StorageError, boundary
 from hpc_swe.plugins.hidden_tests import Version
+from hpc_swe.records import Task
 
-Kind = Literal["usable", "gold_fails", "empty_passes", "flaky", "broken"]
+Kind = Literal["usable", "unproven", "gold_fails", "empty_passes", "flaky", "broken"]
+TAKEN: tuple[Kind, ...] = ("usable", "unproven")
+"""Verdicts of tasks that a run takes."""
 
 BYTES = " bytes"
 
@@ -20,15 +25,8 @@ log = logging.getLogger(__name__)
 
 
 class Seconds(msgspec.Struct, frozen=True, kw_only=True):
-    """The seconds that parts of grading the reference took are medians over the runs."""
+    """The seconds that grading the reference took are medians over the runs."""
 
-    open: float
-    """Time to start and end the sandbox."""
-    apply: float
-    """Time between the start of the sandbox and that of the tests."""
-    tests: float
-    judge: float
-    """Time to read the results of the tests, and everything else."""
     bare: float
     """Time of the task's own script on the reference, in a sandbox without any file of a grader."""
     overhead: float
@@ -79,6 +77,44 @@ def read(path: Path) -> dict[str, TaskCheck]:
             raise ConfigError(f"{path}:{number}: {error}; delete the line, or check again") from None
         found[verdict.task_id] = verdict
     return found
+
+
+def usable(path: str, split: str, tasks: Mapping[str, tuple[str, str]]) -> set[str]:
+    """Return the ids that a file of checks lets a run take, of tasks given as id -> place and image name.
+
+    Raises:
+        ConfigError: A task was not checked, or with another image.
+    """
+    checks = read(Path(path))
+    for task_id, (where, image) in tasks.items():
+        known = checks.get(task_id)
+        if known is None or known.image != image:
+            how = f"with image {known.image}, not {image}," if known else "not"
+            raise ConfigError(
+                f"{where}: {task_id} is {how} in taskset.checked = {path!r}: run "
+                f"python -m hpc_swe.tasks.check CONFIG --out {path}"
+            )
+    kinds = Counter(checks[task_id].verdict for task_id in tasks)
+    left_out = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common() if kind not in TAKEN)
+    if left_out:
+        taken = sum(kinds[kind] for kind in TAKEN)
+        log.info("%s: %d of %d tasks are usable; left out: %s", split, taken, len(tasks), left_out)
+    return {task_id for task_id in tasks if checks[task_id].verdict in TAKEN}
+
+
+def require_images(path: str, tasks: Iterable[Task], images: Path) -> None:
+    """Check that the images in a folder are those with which the tasks were checked.
+
+    Raises:
+        ConfigError: An image is another one.
+    """
+    checks = read(Path(path))
+    for task in tasks:
+        if is_another(image_digest(images, task.image), checks[task.task_id].image_digest):
+            raise ConfigError(
+                f"{task.task_id}: {images / task.image} is another image than taskset.checked = "
+                f"{path!r} is of: run python -m hpc_swe.tasks.check CONFIG --out {path}"
+            )
 
 
 def digest(values: object) -> str:

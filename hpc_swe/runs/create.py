@@ -16,9 +16,10 @@ import msgspec
 
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, CorruptRecord, StorageError
+from hpc_swe.plugins import task_checks
 from hpc_swe.plugins.executors.base import own_environment
 from hpc_swe.plugins.sandboxes.base import ImageSandboxes
-from hpc_swe.plugins.tasksets.base import Referenced, RepositoryTasks, WithChangedTests
+from hpc_swe.plugins.tasksets.base import CheckedTasks, Referenced, WithChangedTests
 from hpc_swe.records import RunManifest, Split, Task
 from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.runs import attach
@@ -224,13 +225,11 @@ def _take_tasks(config: RunConfig) -> Mapping[Split, Sequence[Task]]:
     """
     wanted = config.tasks
     taken = wanted.take(config.taskset)
-    if isinstance(config.taskset, RepositoryTasks) and not config.taskset.checked:
-        log.warning(
-            "[taskset] checked is not set: instances are used that nobody has checked, and what resolves "
-            "them is graded once, without a second sitting"
-        )
-    elif isinstance(config.taskset, RepositoryTasks) and isinstance(config.sandbox, ImageSandboxes):
-        config.taskset.check_images([*taken["train"], *taken["eval"]], Path(config.sandbox.images))
+    if isinstance(config.taskset, CheckedTasks) and not config.taskset.checked:
+        log.warning("[taskset] checked is not set: nobody has checked these tasks, none has a second sitting")
+    elif isinstance(config.taskset, CheckedTasks) and isinstance(config.sandbox, ImageSandboxes):
+        all_tasks = [*taken["train"], *taken["eval"]]
+        task_checks.require_images(config.taskset.checked, all_tasks, Path(config.sandbox.images))
     if config.mode == "eval" and not taken["eval"]:
         raise ConfigError(
             f"tasks.eval = {wanted.eval} (--tasks), tasks.eval_from = {wanted.eval_from}: [taskset] has no "

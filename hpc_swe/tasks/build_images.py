@@ -15,7 +15,7 @@ from hpc_swe import cli
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, HpcSweError, StorageError
 from hpc_swe.plugins.sandboxes.base import ImageSandboxes
-from hpc_swe.plugins.tasksets.base import RepositoryTasks
+from hpc_swe.plugins.tasksets.base import Referenced
 from hpc_swe.screen import bars, say
 from hpc_swe.settings import RunConfig
 from hpc_swe.tasks.images.sources import Built, ImageSource, Pulled
@@ -24,10 +24,16 @@ from hpc_swe.tasks.images.store import ImageStore, Problem
 
 def wanted(config: RunConfig) -> tuple[ImageSandboxes, list[Problem]]:
     """Return the run's sandboxes, and one of its problems for each image."""
-    if not isinstance(config.taskset, RepositoryTasks) or not isinstance(config.sandbox, ImageSandboxes):
-        raise ConfigError("images are built for taskset.type = 'swebench' with sandbox.type = 'apptainer'")
-    taken = config.tasks.take(config.taskset)
-    tasks = {task.image: task for task in taken["train"] + taken["eval"]}.values()
+    taken = config.tasks.take(config.taskset) if isinstance(config.taskset, Referenced) else {}
+    tasks = {task.image: task for found in taken.values() for task in found if task.base_commit}.values()
+    if (
+        not tasks
+        or not isinstance(config.taskset, Referenced)
+        or not isinstance(config.sandbox, ImageSandboxes)
+    ):
+        raise ConfigError(
+            "images are built for tasks of taskset.type = 'swebench' with sandbox.type = 'apptainer'"
+        )
     references = config.taskset.references(tasks)
     return config.sandbox, [Problem(task, references[task.task_id]) for task in tasks]
 

@@ -1,20 +1,21 @@
 """Check whether a run can train on its tasks: python -m hpc_swe.tasks.check CONFIG...
 
 The reference must resolve a task and the empty patch must not, the same in every run, in fresh sandboxes, by
-the run's own grader. Each check is a line of a file, written at once, so the same command continues after an
-interruption. A task is checked again when its image, tests or reference, or the grader's settings, have
-changed, and when the host failed. With `taskset.checked` a run takes only usable tasks.
+the run's own grader. A task without a reference is unproven if the empty patch fails. Each check is a line of
+a file, written at once, so the same command continues after an interruption. A task is checked again when its
+image, tests or reference, or the grader's settings, have changed, and when the host failed. With
+`taskset.checked` a run takes only usable and unproven tasks.
 """
 
 import argparse
 import logging
 import os
+import re
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -28,73 +29,16 @@ from hpc_swe.plugins import task_checks
 from hpc_swe.plugins.graders.base import Examiner, Grader, Regrader
 from hpc_swe.plugins.hidden_tests import Version
 from hpc_swe.plugins.patch import apply
-from hpc_swe.plugins.sandboxes.base import (
-    Clock,
-    CommandResult,
-    ImageSandboxes,
-    Sandbox,
-    Sandboxes,
-    SandboxWrapper,
-    WatchedSandboxes,
-)
-from hpc_swe.plugins.task_checks import Kind, Seconds, TaskCheck
-from hpc_swe.plugins.tasksets.base import Referenced, RepositoryTasks
+from hpc_swe.plugins.sandboxes.base import ImageSandboxes, Sandboxes, WatchedSandboxes
+from hpc_swe.plugins.task_checks import TAKEN, Kind, Seconds, TaskCheck
+from hpc_swe.plugins.tasksets.base import CheckedTasks, Referenced
 from hpc_swe.records import Score, Task
 from hpc_swe.screen import bars, console, say
 from hpc_swe.settings import RunConfig
 
-COLUMNS = ("open", "apply", "tests", "judge", "bare", "overhead")
+COLUMNS = ("bare", "overhead")
 APPLY_TIMEOUT_S = 120.0
-
-
-@dataclass
-class Clocked(Sandboxes):
-    """Measure the parts of one grading; the last command of a sandbox runs the tests."""
-
-    sandboxes: Sandboxes
-    open_s: float = 0.0
-    apply_s: float = 0.0
-    tests_s: float = 0.0
-
-    def check(self) -> None:
-        """Check the wrapped sandboxes."""
-        self.sandboxes.check()
-
-    def seconds(self, whole_s: float, bare_s: float) -> Seconds:
-        """Return the parts of a grading of `whole_s` seconds, whose tests alone take `bare_s`."""
-        parts = {"open": self.open_s, "apply": self.apply_s, "tests": self.tests_s}
-        rest = whole_s - sum(parts.values())
-        return Seconds(**parts, judge=rest, bare=bare_s, overhead=whole_s - bare_s)
-
-    @contextmanager
-    def open(self, task: Task) -> Iterator[Sandbox]:
-        """Open a sandbox and measure it."""
-        asked = time.monotonic()
-        with self.sandboxes.open(task) as sandbox:
-            clocked, opened = _ClockedSandbox(sandbox), time.monotonic()
-            yield clocked
-            done = time.monotonic()
-        self.open_s += opened - asked + time.monotonic() - done
-        self.apply_s += clocked.began - opened
-        self.tests_s += clocked.ended - clocked.began
-
-
-@dataclass
-class _ClockedSandbox(SandboxWrapper):
-    began: float = field(default_factory=time.monotonic)
-    ended: float = field(default_factory=time.monotonic)
-
-    def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
-        self.began = time.monotonic()
-        result = super().run(command, timeout_s, clock)
-        self.ended = time.monotonic()
-        return result
-
-    def python(self, program: str, timeout_s: float) -> CommandResult:
-        self.began = time.monotonic()
-        result = super().python(program, timeout_s)
-        self.ended = time.monotonic()
-        return result
+_MISSING = re.compile(r"No module named '([\w.]+)'")
 
 
 @dataclass(frozen=True)
@@ -107,27 +51,29 @@ class Checker:
     images: Path | None = None
     """Folder of the images, for their digests; None when images are not files."""
 
-    def check(self, task: Task, reference: str) -> TaskCheck:
-        """Grade the reference and the empty patch in turns."""
+    def check(self, task: Task, reference: str | None) -> TaskCheck:
+        """Grade the reference, where there is one, and the empty patch in turns."""
         gold: list[Score] = []
         empty: list[Score] = []
         seconds: list[Seconds] = []
-        kind: Kind = "broken"
         versions: list[Version] = []
         unchanged = ""
         try:
             for _ in range(self.runs):
-                watch = Clocked(self.sandboxes)
-                began = time.monotonic()
                 with boundary(EpisodeError, "grade"):  # swebench's parsers may raise anything
-                    gold.append(self._grade(task, reference, watch))
-                    whole_s = time.monotonic() - began
-                    if gold[-1].outcome == "resolved":
-                        seconds.append(watch.seconds(whole_s, _bare_s(task, reference, self.sandboxes)))
-                    empty.append(self._grade(task, "", self.sandboxes))
+                    if reference is not None:
+                        began = time.monotonic()
+                        gold.append(self._grade(task, reference))
+                        whole_s = time.monotonic() - began
+                        if gold[-1].outcome == "resolved":
+                            bare_s, _ = _run_bare(task, reference, self.sandboxes)
+                            seconds.append(Seconds(bare=bare_s, overhead=whole_s - bare_s))
+                    empty.append(self._grade(task, ""))
             kind, reason = judged(gold, empty)
+            if kind in ("unproven", "gold_fails") and not task.base_commit:
+                kind, reason = self._blamed_on_image(task, reference or "") or (kind, reason)
             if kind == "usable":
-                versions, unchanged = self._changed(task, reference)
+                versions, unchanged = self._changed(task, reference or "")
         except (EpisodeError, ConfigError) as error:
             kind, reason = "broken", str(error)  # also when only the search for changed tests failed
         return TaskCheck(
@@ -150,27 +96,34 @@ class Checker:
         with boundary(EpisodeError, "change tests"):
             return self.grader.changed_tests(task, reference, self.sandboxes)
 
-    def is_known(self, task: Task, reference: str, verdict: TaskCheck | None) -> bool:
+    def _blamed_on_image(self, task: Task, reference: str) -> tuple[Kind, str] | None:
+        """Return a verdict if the tests do not run because the image lacks a module."""
+        missing = _MISSING.search(_run_bare(task, reference, self.sandboxes)[1])
+        if missing is None:
+            return None
+        return "broken", f"its tests need the module {missing[1]}, which the image {task.image} lacks"
+
+    def is_known(self, task: Task, reference: str | None, verdict: TaskCheck | None) -> bool:
         """Return whether a check still holds."""
-        if verdict is None or verdict.verdict == "broken" or len(verdict.gold) < self.runs:
+        if verdict is None or verdict.verdict == "broken" or len(verdict.empty) < self.runs:
             return False
         now = self._image(task), self._settings(task, reference)
         return now == (verdict.image_digest, verdict.settings)
 
-    def _grade(self, task: Task, submission: str, sandboxes: Sandboxes) -> Score:
+    def _grade(self, task: Task, submission: str) -> Score:
         """Grade a patch, and once more if the host failed."""
         judge = self.grader.examine if isinstance(self.grader, Examiner) else self.grader.grade
         try:
-            return judge(task, submission, sandboxes)
+            return judge(task, submission, self.sandboxes)
         except EpisodeError:
-            return judge(task, submission, sandboxes)
+            return judge(task, submission, self.sandboxes)
 
     def _image(self, task: Task) -> str:
         return "" if self.images is None else task_checks.image_digest(self.images, task.image)
 
-    def _settings(self, task: Task, reference: str) -> str:
+    def _settings(self, task: Task, reference: str | None) -> str:
         grader = plugins.dump(self.grader) if isinstance(self.grader, plugins.Plugin) else {}
-        return task_checks.digest((grader, task.base_commit, task.files, task.tests, reference))
+        return task_checks.digest((grader, task.base_commit, task.files, task.tests, reference, *task.absent))
 
 
 def judged(gold: Sequence[Score], empty: Sequence[Score]) -> tuple[Kind, str]:
@@ -181,11 +134,13 @@ def judged(gold: Sequence[Score], empty: Sequence[Score]) -> tuple[Kind, str]:
                 differ = _some(set(score.failed) ^ set(scores[0].failed))
                 outcomes = f"{scores[0].outcome} in run 1, {score.outcome} in run {number} of {len(scores)}"
                 return "flaky", f"{what}: {outcomes}; differ: {differ}"
-    if gold[0].outcome != "resolved":
+    if gold and gold[0].outcome != "resolved":
         detail = " ".join(gold[0].detail.split())[-300:]
         return "gold_fails", f"{gold[0].outcome}: {_some(gold[0].failed)}; {detail}"
     if empty[0].outcome == "resolved":
         return "empty_passes", f"without a change pass {_some(empty[0].passed)}"
+    if not gold:
+        return "unproven", "its tests fail without a change, and no reference shows that they can pass"
     return "usable", ""
 
 
@@ -200,8 +155,8 @@ def _medians(seconds: Sequence[Seconds]) -> Seconds | None:
     return Seconds(**{name: round(median(getattr(one, name) for one in seconds), 3) for name in COLUMNS})
 
 
-def _bare_s(task: Task, reference: str, sandboxes: Sandboxes) -> float:
-    """Measure the task's own tests without a grader, in seconds."""
+def _run_bare(task: Task, reference: str, sandboxes: Sandboxes) -> tuple[float, str]:
+    """Run the task's own tests without a grader; return their seconds and their output."""
     if not task.base_commit:
         task = msgspec.structs.replace(task, files=apply(task, reference) | task.tests.files)
     with sandboxes.open(task) as sandbox:
@@ -212,14 +167,14 @@ def _bare_s(task: Task, reference: str, sandboxes: Sandboxes) -> float:
             sandbox.run("git apply --whitespace=nowarn .git/bare.patch", APPLY_TIMEOUT_S)
             command = "bash .git/bare.sh > .git/bare.log 2>&1"
         began = time.monotonic()
-        sandbox.run(command, task.tests.timeout_s)
-        return time.monotonic() - began
+        result = sandbox.run(command, task.tests.timeout_s)
+        return time.monotonic() - began, result.output
 
 
 def wanted(config: RunConfig) -> tuple[list[Task], dict[str, str]]:
-    """Return the tasks that a run would take if all were usable, and their references."""
+    """Return the tasks that a run would take if all were usable, and the references that are known."""
     taskset = config.taskset
-    if isinstance(taskset, RepositoryTasks):
+    if isinstance(taskset, CheckedTasks):
         taskset = taskset.unchecked()
     if not isinstance(taskset, Referenced):
         raise ConfigError(
@@ -231,7 +186,7 @@ def wanted(config: RunConfig) -> tuple[list[Task], dict[str, str]]:
 
 
 def run(
-    checker: Checker, tasks: Sequence[Task], references: dict[str, str], out: Path, jobs: int
+    checker: Checker, tasks: Sequence[Task], references: Mapping[str, str], out: Path, jobs: int
 ) -> list[TaskCheck]:
     """Check what has no verdict that holds, under a progress bar; the verdicts of all tasks.
 
@@ -243,11 +198,11 @@ def run(
     todo = [
         task
         for task in tasks
-        if not checker.is_known(task, references[task.task_id], verdicts.get(task.task_id))
+        if not checker.is_known(task, references.get(task.task_id), verdicts.get(task.task_id))
     ]
     with bars() as progress, ThreadPoolExecutor(jobs) as pool:
         bar = progress.add_task("tasks", total=len(tasks), completed=len(tasks) - len(todo))
-        futures = [pool.submit(checker.check, task, references[task.task_id]) for task in todo]
+        futures = [pool.submit(checker.check, task, references.get(task.task_id)) for task in todo]
         try:
             for future in as_completed(futures):
                 verdict = future.result()
@@ -280,13 +235,15 @@ def _tally(outcomes: Sequence[str]) -> str:
 
 def _show(verdicts: Sequence[TaskCheck], out: Path) -> None:
     tables.show(console, table(verdicts))
+    usable = [one for one in verdicts if one.verdict == "usable"]
+    remarks = defaultdict[str, list[str]](list)
     for one in verdicts:
         if one.verdict != "usable":
-            say(f"{one.task_id}: {one.verdict}: {one.reason}")
-    usable = [one for one in verdicts if one.verdict == "usable"]
-    for one in usable:
-        if not one.changed_tests:
-            say(f"{one.task_id}: no second sitting: {one.unchanged}")
+            remarks[f"{one.verdict}: {one.reason}"].append(one.task_id)
+        elif not one.changed_tests:
+            remarks[f"no second sitting: {one.unchanged}"].append(one.task_id)
+    for remark, names in remarks.items():
+        say(f"{_some(names)}: {remark}")
     with_sitting = sum(bool(one.changed_tests) for one in usable)
     if usable:
         share = with_sitting / len(usable)
@@ -321,7 +278,7 @@ def main() -> int:
     checker = Checker(config.grader, WatchedSandboxes(config.sandbox), max(1, arguments.runs), images)
     checks = run(checker, tasks, references, arguments.out, max(1, arguments.jobs))
     _show(checks, arguments.out)
-    return 0 if any(each.verdict == "usable" for each in checks) else 1
+    return 0 if any(each.verdict in TAKEN for each in checks) else 1
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hpc_swe import cli, plugins, tables
+from hpc_swe import cli, tables
 from hpc_swe.errors import ConfigError, StorageError, boundary
 from hpc_swe.plugins.swebench_rows import (
     RECIPES,
@@ -26,8 +26,12 @@ from hpc_swe.plugins.swebench_rows import (
     parse,
     read_ids,
     read_records,
+    test_plan,
 )
 from hpc_swe.screen import console, say
+
+WORKDIR, TIMEOUT_S = "/testbed", 900.0
+"""Values for the plan of tests that is only made to find faults of a row."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ def _prepared(where: str, record: Record, values: dict[str, Any]) -> Prepared:
     if prepared.tests == "needs a recipe":
         TestPatch.read(where, prepared.row)
     else:
-        plugins.load("tasksets", {"type": "swebench"}).task(where, prepared.row)
+        test_plan(where, prepared.row, RECIPES, WORKDIR, TIMEOUT_S)
     return prepared
 
 

@@ -15,13 +15,14 @@ import pytest
 
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, CorruptRecord, SandboxError, SchedulerError, StorageError
-from hpc_swe.plugins import task_checks
+from hpc_swe.plugins import Plugin, task_checks
 from hpc_swe.plugins.graders import _second_sitting
 from hpc_swe.plugins.graders.pytest import Pytest
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.hidden_tests import HiddenEdit, Version
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.plugins.tasksets.bugs import Bugs
+from hpc_swe.plugins.tasksets.programs import Programs
 from hpc_swe.records import Score
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control
@@ -106,7 +107,7 @@ def test_every_verdict_has_its_reason_and_stands_until_its_task_changes(reposito
     usable = verdicts["toy__usable-1"]
     assert (usable.gold, usable.empty) == (["resolved"] * 2, ["unresolved"] * 2)
     assert usable.seconds is not None
-    assert usable.seconds.tests > 0 <= usable.seconds.judge
+    assert usable.seconds.bare > 0
     assert [name for name, one in verdicts.items() if one.changed_tests] == ["toy__usable-1"]
     assert "1 of 1 usable tasks have a second sitting (100%)" in done.stdout
     assert "5 tasks: 1 usable" in done.stdout
@@ -198,7 +199,7 @@ def test_a_run_takes_what_is_usable_and_says_what_it_left_out(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         found = list(taskset(path, checked=str(out)).load("train"))
     assert [task.task_id for task in found] == ["toy__one-1"], "of two lines the last one counts"
-    assert "1 of 3 instances are usable; left out: 1 flaky, 1 gold_fails" in caplog.text
+    assert "1 of 3 tasks are usable; left out: 1 flaky, 1 gold_fails" in caplog.text
     write_rows(path, *made, row("unittest", "b" * 40, instance_id="toy__new-1"))
     with pytest.raises(ConfigError, match=r"rows.jsonl:4: toy__new-1 .*hpc_swe.tasks.check"):
         list(taskset(path, checked=str(out)).load("train"))
@@ -321,8 +322,56 @@ def test_our_own_tasks_are_checked_and_those_without_references_refused():
     demo = [ROOT / "configs/demo.toml"]
     config = configuration.read(*demo, overrides=["tasks.train=2", "tasks.eval=1"])
     assert sorted(wanted(config)[1]) == ["bugs-eval-0", "bugs-train-0", "bugs-train-1"]
-    with pytest.raises(ConfigError, match="Kodcode has no references"):
-        wanted(configuration.read(*demo, overrides=['taskset={type="kodcode"}']))
+    with pytest.raises(ConfigError, match="Unsolved has no references"):
+        wanted(configuration.read(*demo, overrides=['taskset={type="tests.tasks.test_check:Unsolved"}']))
+
+
+class Unsolved(Plugin, frozen=True, kw_only=True):
+    """Tasks that nobody has solved."""
+
+    def load(self, split):
+        return []
+
+
+def test_programs_are_checked_by_their_repair_or_left_unproven(tmp_path):
+    test = (
+        "from solution import f\ndef test_a():\n    assert f(2) == 4\ndef test_b():\n    assert f(3) == 6\n"
+    )
+    bad, good = "def f(x):\n    return x + 3\n", "def f(x):\n    return x * 2\n"
+
+    def files(program):
+        return [{"path": "solution.py", "content": program}, {"path": "test.py", "content": test}]
+
+    def fixed(program):
+        return [{"path": "solution.py", "content": program}]
+
+    made = [
+        {"task_id": "usable", "files": files(bad), "fixed": fixed(good)},
+        {"task_id": "gold_fails", "files": files(bad), "fixed": fixed(bad + "\n")},
+        {"task_id": "empty_passes", "files": files(good), "fixed": fixed(good + "\n")},
+        {"task_id": "unproven", "files": files(bad)},
+        {"task_id": "broken", "files": files("import no_such_package\n" + bad)},
+        {
+            "task_id": "humaneval/usable",
+            "prompt": "def f(x):\n",
+            "declaration": "def f(x):\n",
+            "buggy_solution": "    return x + 1\n",
+            "canonical_solution": "    return x * 2\n",
+            "test": "def check(f):\n    assert f(2) == 4\n    assert f(5) == 10\n\ncheck(f)\n",
+            "entry_point": "f",
+        },
+    ]
+    rows = write_rows(tmp_path / "rows.jsonl", *made)
+    programs = Programs(eval=str(rows))
+    tasks_ = list(programs.load("eval"))
+    checks = run(
+        Checker(Pytest(), Process(), 2), tasks_, programs.references(tasks_), tmp_path / "checked.jsonl", 2
+    )
+    found = {one.task_id: one.verdict for one in checks}
+    assert found == {name: name.rpartition("-")[2] for name in found}, [one.reason for one in checks]
+    assert "the module no_such_package" in checks[4].reason
+    taken = Programs(eval=str(rows), checked=str(tmp_path / "checked.jsonl"))
+    assert [task.task_id for task in taken.load("eval")] == ["usable", "unproven", "humaneval-usable"]
 
 
 def test_a_task_that_breaks_the_grader_is_broken_the_others_are_checked(repository, sandboxes, tmp_path):
@@ -369,8 +418,10 @@ def test_a_worker_without_references_says_so_where_there_should_be_some(tmp_path
         ("WARNING", True)
     ]
     caplog.clear()
-    assert references(made, configuration.read(*demo, overrides=['taskset={type="kodcode"}'])) == {}
     assert references(made, configuration.read(*demo, overrides=["reward.sentinel_every=0"])) == {}
+    tasks.write_hidden(made.references, {})  # rows without references
+    assert references(made, configuration.read(*demo, overrides=['taskset={type="kodcode"}'])) == {}
+    made.references.unlink()
     assert caplog.records == []
     made.references.mkdir()
     with pytest.raises(CorruptRecord, match=r"references.json: not a file of hidden texts"):

@@ -8,6 +8,7 @@ its socket and exits, and the kernel removes the rest.
 
 import logging
 import os
+import re
 import shutil
 import stat
 import threading
@@ -43,6 +44,8 @@ except ImportError:
 _pools: dict[tuple[int, "Apptainer"], WarmContainers] = {}
 _pools_lock = threading.Lock()
 TRIALS = 3
+REMOVE_S = 60.0
+_ABSENT = re.compile(r"(/[\w.*?+-]+){2,}")
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +104,8 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
         containers = self._containers().container if self.shared_container else self._running
         with containers(task.image) as container, container.open(task.workdir) as sandbox:
             add_files(sandbox, task.files, f"lay out the files of {task.task_id}")
+            if task.absent:
+                _remove(sandbox, task)
             yield sandbox
 
     def for_trial(self, images: Path) -> "Apptainer":
@@ -164,6 +169,21 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
                 "containers/build_agents.sh makes those of the agents that ship"
             )
         return f"{path}:{target}:ro" if path.is_dir() else f"{path}:{target}:image-src=/,ro", target
+
+
+def _remove(sandbox: Sandbox, task: Task) -> None:
+    """Remove what must be absent from the sandbox's own layer; the image below stays as it is.
+
+    Raises:
+        SandboxError: Something is still there.
+    """
+    if wrong := [pattern for pattern in task.absent if not _ABSENT.fullmatch(pattern)]:
+        raise SandboxError(f"{task.task_id}: absent: {wrong[0]!r} is no pattern of an absolute path")
+    patterns = " ".join(task.absent)
+    check = f'for path in {patterns}; do [ ! -e "$path" ] || exit 1; done'
+    result = sandbox.run(f"rm -rf -- {patterns} && {check}", REMOVE_S)
+    if result.exit_code:
+        raise SandboxError(f"{task.task_id}: cannot remove {patterns}: {result.output[-500:]}")
 
 
 def _require_ours(file: Path) -> None:

@@ -51,7 +51,7 @@ class Process(Plugin, frozen=True, kw_only=True):
 
     @contextmanager
     def open(self, task: Task) -> Iterator[Sandbox]:
-        """Open a fresh folder with the task's files."""
+        """Open a fresh folder with the task's files; `Task.absent` removes nothing from this machine."""
         _warn()
         place = self.scratch or None
         with (

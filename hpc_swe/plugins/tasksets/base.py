@@ -1,7 +1,6 @@
 """The interfaces that a taskset may implement."""
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from hpc_swe.records import Message, Split, Task
@@ -28,7 +27,7 @@ class Referenced(Protocol):
     """A taskset that also knows solutions of its tasks, to test a grader with; no agent ever sees them."""
 
     def references(self, tasks: Iterable[Task]) -> dict[str, str]:
-        """Return a right patch for each task: task id -> patch."""
+        """Return a right patch for each task of which one is known: task id -> patch."""
 
 
 @runtime_checkable
@@ -40,18 +39,11 @@ class WithChangedTests(Protocol):
 
 
 @runtime_checkable
-class RepositoryTasks(Taskset, Referenced, Protocol):
-    """A taskset of problems in repositories, whose images and tests `hpc_swe.tasks` makes and checks."""
+class CheckedTasks(Taskset, Referenced, Protocol):
+    """A taskset that can leave out the tasks that `hpc_swe.tasks.check` did not find usable."""
 
     checked: str
     """File of task checks, of which only usable tasks are taken; empty takes all tasks."""
 
-    def unchecked(self) -> "RepositoryTasks":
+    def unchecked(self) -> "CheckedTasks":
         """Return the taskset of all tasks, checked or not."""
-
-    def check_images(self, tasks: Iterable[Task], images: Path) -> None:
-        """Check that the images in a folder are those with which the tasks were checked.
-
-        Raises:
-            ConfigError: An image is another one.
-        """

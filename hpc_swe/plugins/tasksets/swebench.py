@@ -6,7 +6,6 @@ repository says how its tests are run.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -16,19 +15,16 @@ from msgspec import Struct
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin, task_checks
 from hpc_swe.plugins.hidden_tests import encode_versions
-from hpc_swe.plugins.swebench_package import official
 from hpc_swe.plugins.swebench_rows import (
     RECIPES,
     Recipe,
     Row,
-    TestPatch,
-    find_marks,
     parse,
     read_ids,
     read_records,
-    script,
+    test_plan,
 )
-from hpc_swe.records import Split, Task, TestPlan
+from hpc_swe.records import Split, Task
 
 PROMPT = """The repository in {workdir} has the problem that the report below describes.
 
@@ -83,7 +79,9 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         for row_id in rows.keys() & other.keys():
             raise ConfigError(f"[taskset] {row_id} is in train and in eval; select other ids for one of them")
         if self.checked:
-            rows = self._usable(split, rows)
+            images = {row_id: (where, row.image_name) for row_id, (where, row) in rows.items()}
+            usable = task_checks.usable(self.checked, split, images)
+            rows = {row_id: found for row_id, found in rows.items() if row_id in usable}
         for where, row in rows.values():
             yield self.task(where, row)
 
@@ -119,39 +117,6 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         """Return the taskset of all instances, checked or not."""
         return msgspec.structs.replace(self, checked="")
 
-    def check_images(self, tasks: Iterable[Task], images: Path) -> None:
-        """Check that the images in the folder are those that were checked.
-
-        Raises:
-            ConfigError: An image is another one.
-        """
-        checks = task_checks.read(Path(self.checked))
-        for task in tasks:
-            now = task_checks.image_digest(images, task.image)
-            if task_checks.is_another(now, checks[task.task_id].image_digest):
-                raise ConfigError(
-                    f"{task.task_id}: {images / task.image} is another image than taskset.checked = "
-                    f"{self.checked!r} is of: run python -m hpc_swe.tasks.check CONFIG --out {self.checked}"
-                )
-
-    def _usable(self, split: Split, rows: dict[str, tuple[str, Row]]) -> dict[str, tuple[str, Row]]:
-        checks = task_checks.read(Path(self.checked))
-        for row_id, (where, row) in rows.items():
-            known = checks.get(row_id)
-            if known is None or known.image != row.image_name:
-                how = f"with image {known.image}, not {row.image_name}," if known else "not"
-                raise ConfigError(
-                    f"{where}: {row_id} is {how} in taskset.checked = {self.checked!r}: run "
-                    f"python -m hpc_swe.tasks.check CONFIG --out {self.checked}"
-                )
-        kinds = Counter(checks[row_id].verdict for row_id in rows)
-        left_out = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common() if kind != "usable")
-        if left_out:
-            log.info(
-                "%s: %d of %d instances are usable; left out: %s", split, kinds["usable"], len(rows), left_out
-            )
-        return {row_id: found for row_id, found in rows.items() if checks[row_id].verdict == "usable"}
-
     def _selected(self, split: Split) -> dict[str, tuple[str, Row]]:
         source = self.train if split == "train" else self.eval
         if not source.rows:
@@ -174,53 +139,17 @@ class Swebench(Plugin, frozen=True, kw_only=True):
         """Make the task of a row; `where` names its file and line.
 
         Raises:
-            ConfigError: A column is not a patch, nothing says how to run the tests, or the grader cannot
-            judge
-                the task.
+            ConfigError: The row cannot be judged; see `test_plan`.
         """
-        patch = TestPatch.read(where, row)
-        recipe = (RECIPES | self.recipes).get(row.repo)
-        if not row.eval_script and recipe is None:
-            raise ConfigError(
-                f"{where}: {row.instance_id} has no eval_script, and [taskset.recipes] none for {row.repo!r}"
-            )
-        command, parser = row.eval_script, row.log_parser
-        if recipe is not None and not command:
-            command, parser = script(row, patch, recipe, self.workdir), recipe.log_parser
+        tests = test_plan(where, row, RECIPES | self.recipes, self.workdir, self.timeout_s)
         # Other braces are the prompt's own. The report comes last, so that nothing in it is filled in.
         prompt = self.prompt.replace("{workdir}", self.workdir)
-        task = Task(
+        return Task(
             task_id=row.instance_id,
             taskset="swebench",
             prompt=prompt.replace("{problem_statement}", row.problem_statement),
             image=row.image_name,
             workdir=self.workdir,
             base_commit=row.base_commit,
-            tests=TestPlan(
-                command=command,
-                fail_to_pass=row.fail_to_pass,
-                pass_to_pass=row.pass_to_pass,
-                timeout_s=self.timeout_s,
-                extra=patch.extra(row) | {"log_parser": parser},
-            ),
+            tests=tests,
         )
-        _require_gradable(where, task)
-        return task
-
-
-def _require_gradable(where: str, task: Task) -> None:
-    """Raise now what the grader would raise for each episode, after its tests have run.
-
-    Raises:
-        ConfigError: The task has an unknown parser, or an eval script that the grader cannot use.
-    """
-    parser = task.tests.extra["log_parser"]
-    if parser not in official("harness.log_parsers").PARSER_REGISTRY:
-        raise ConfigError(
-            f"{where}: {task.task_id}: swebench.harness.log_parsers has no log_parser {parser!r}; "
-            "correct the row, or the recipe in [taskset.recipes]"
-        )
-    try:
-        find_marks(task.task_id, task.tests.command.split("\n"))
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None

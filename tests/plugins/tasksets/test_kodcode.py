@@ -1,6 +1,5 @@
 """Buggy programs in parquet rows: what becomes a task, and that its tests cannot be talked round."""
 
-import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,8 +10,9 @@ from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.graders.pytest import Pytest
 from hpc_swe.plugins.patch import difference
 from hpc_swe.plugins.sandboxes.process import Process
-from hpc_swe.plugins.tasksets.kodcode import COMMAND, Kodcode, ids_of_tests, visible
+from hpc_swe.plugins.tasksets.kodcode import Kodcode
 from hpc_swe.plugins.tools.evaluate import Evaluate
+from hpc_swe.plugins.visible_tests import cut, ids_of_tests
 
 STATEMENT = "Find the bug."
 WRONG = "def double(x):\n    return x + 2\n"
@@ -50,8 +50,35 @@ def test_a_row_becomes_a_task_in_the_order_of_the_file(taskset: Kodcode) -> None
     [task, *_] = found
     assert task.prompt == f"{STATEMENT}\n\nFiles: double_code.py, test.py"
     assert set(task.files) == {"test.py", "double_code.py"}
-    assert (task.tests.command, task.tests.files) == (COMMAND, {"test.py": TESTS})
+    assert task.tests.command == "python -m pytest --tb=short -sq test.py"
+    assert task.tests.files == {"test.py": TESTS}
     assert task.tests.fail_to_pass == ["test.py::test_small", "test.py::TestLarge::test_ten"]
+
+
+@pytest.mark.parametrize(
+    ("first_message", "said"),
+    [
+        ("statement", STATEMENT),
+        ("directory_tree", "The files of the program:\n  double_code.py\n  test.py"),
+    ],
+)
+def test_the_first_message_says_what_is_configured(taskset: Kodcode, first_message: str, said: str) -> None:
+    task = next(iter(Kodcode(train=taskset.train, first_message=first_message).load("train")))
+    assert task.prompt == said
+
+
+def test_an_entrypoint_names_the_tests_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    files = [{"path": "checks/test_it.py", "content": TESTS}, {"path": "double_code.py", "content": WRONG}]
+    extra = {"entrypoint": "python -m pytest --tb=no -s checks/test_it.py", "files": files}
+    pq.write_table(pa.Table.from_pylist([row("a") | {"extra_info": extra}]), path)
+    (task,) = Kodcode(train=str(path)).load("train")
+    assert task.tests.command == "python -m pytest --tb=short -sq checks/test_it.py"
+    assert task.tests.fail_to_pass[0] == "checks/test_it.py::test_small"
+    extra["entrypoint"] = "python main.py"
+    pq.write_table(pa.Table.from_pylist([row("a") | {"extra_info": extra}]), path)
+    with pytest.raises(ConfigError, match=r"row 1: a: entrypoint 'python main.py' does not run pytest"):
+        list(Kodcode(train=str(path)).load("train"))
 
 
 @pytest.mark.parametrize(
@@ -125,13 +152,13 @@ A, C, D = "def test_a():\n    0\n", "    def test_c(self): pass\n", "    @x\n   
 @pytest.mark.parametrize(
     ("hidden", "left"),
     [
-        ({"test.py::test_a"}, f"class TestB:\n{C}{D}"),
-        ({"test.py::TestB::test_d"}, f"{A}class TestB:\n{C}"),
-        ({"test.py::TestB::test_c", "test.py::TestB::test_d"}, A),
+        ({"test_a"}, f"class TestB:\n{C}{D}"),
+        ({"TestB.test_d"}, f"{A}class TestB:\n{C}"),
+        ({"TestB.test_c", "TestB.test_d"}, f"{A}class TestB:\n    pass\n"),
     ],
 )
 def test_hidden_tests_are_cut_out_of_the_text(hidden: set[str], left: str) -> None:
-    assert visible(f"{A}class TestB:\n{C}{D}", hidden) == left
+    assert cut(f"{A}class TestB:\n{C}{D}", hidden) == left
 
 
 def test_the_agent_may_run_the_tests_that_it_sees(taskset: Kodcode) -> None:
@@ -152,14 +179,3 @@ def test_what_is_no_file_of_rows_is_one_error_that_names_the_key(tmp_path: Path)
     other.write_text("no parquet")
     with pytest.raises(ConfigError, match=r"\[taskset\] eval"):
         list(Kodcode(eval=str(other)).load("eval"))
-
-
-def test_real_rows_are_tasks() -> None:
-    """HPC_SWE_KODCODE names a parquet file of real rows."""
-    path = Path(os.environ.get("HPC_SWE_KODCODE", ".cache/swepdb/rl_test.parquet"))
-    if not path.exists():
-        pytest.skip(f"no real rows: HPC_SWE_KODCODE or {path}")
-    found = list(Kodcode(eval=str(path)).load("eval"))
-    assert len(found) == pq.ParquetFile(path).metadata.num_rows
-    assert len({task.task_id for task in found}) == len(found)
-    assert all("test.py" in task.files and task.tests.fail_to_pass for task in found)
