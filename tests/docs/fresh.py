@@ -114,6 +114,7 @@ RULES = (
         LOOKED_UP,
         NETWORK,
     ),
+    (r"python -m hpc_swe\.tasks\.make_bugs .*", LOOKED_UP, MINUTES),
     (r".*configs/swebench\.toml.*", LOOKED_UP, "needs the rows of the hub"),
     (r"python -m hpc_swe\.evaluate configs/swepdb\.toml .*", LOOKED_UP, CLUSTER),
     (r"python -m swebench.*", LOOKED_UP, "is no program of ours"),

@@ -1,0 +1,1 @@
+"""Make buggy programs from code that works."""

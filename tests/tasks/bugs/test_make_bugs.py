@@ -1,0 +1,260 @@
+"""Tasks are made from code that works; their originals cannot be found, and only a repair is paid."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from hpc_swe.plugins.graders.pytest import Pytest
+from hpc_swe.plugins.patch import difference
+from hpc_swe.plugins.sandboxes.apptainer import Apptainer
+from hpc_swe.plugins.sandboxes.process import Process
+from hpc_swe.plugins.tasksets.kodcode import Kodcode
+from hpc_swe.plugins.tasksets.programs import Programs
+from hpc_swe.plugins.tools.evaluate import Evaluate
+from hpc_swe.plugins.visible_tests import ids_of_tests
+from hpc_swe.records import Task
+from tests.kit.checkout import IMAGES, ROOT, environment
+
+OPTIONS = ("--jobs=2", "--per-function=3")
+SHAPES = '''"""Areas of shapes."""
+
+
+def square(side):
+    """Return the area of a square.
+
+    >>> square(3)
+    9
+    >>> square(4)
+    16
+    """
+    if side < 0:
+        raise ValueError("a side is at least 0")
+    return side * side
+
+
+def triangle(base, height):
+    """Return the area of a triangle."""
+    return square(base) * height / base / 2 if base else 0.0
+
+
+def largest(*areas):
+    """Return the largest area.
+
+    >>> largest(1, 3, 2)
+    3
+    """
+    return max(areas)
+'''
+TESTS = """import unittest
+
+import pytest
+
+from shapes import largest, square, triangle
+
+
+@pytest.mark.parametrize("side", [1, 2, 7])
+def test_square(side):
+    assert square(side) == side**2
+
+
+def test_negative():
+    with pytest.raises(ValueError):
+        square(-1)
+
+
+class Base:
+    def test_triangle(self):
+        self.assertEqual(triangle(4, 3), 6.0)
+
+    def test_flat(self):
+        self.assertEqual(triangle(0, 3), 0.0)
+
+
+class TestShapes(Base, unittest.TestCase):
+    def test_zero(self):
+        self.assertEqual(square(0), 0)
+
+    def test_largest(self):
+        self.assertEqual(largest(2, 5, 3), 5)
+
+    def test_only(self):
+        self.assertEqual(largest(-1), -1)
+
+
+def test_that_fails():
+    assert False
+"""
+
+
+def command(out: Path, *words: str) -> list[str]:
+    config = ["--config", str(ROOT / "configs/swepdb.toml")]
+    config += [] if "sandbox" in words[-1] else ["sandbox={type='process'}"]
+    return [
+        sys.executable,
+        "-m",
+        "hpc_swe.tasks.make_bugs",
+        *words[:1],
+        "--out",
+        str(out),
+        *config,
+        *words[1:],
+    ]
+
+
+def make(out: Path, *words: str) -> str:
+    line = command(out, *words)
+    done = subprocess.run(line, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def made(out: Path) -> list[Task]:
+    files = [out / f"{split}.parquet" for split in ("train", "validation", "test")]
+    return [task for file in files if file.exists() for task in Programs(train=str(file)).load("train")]
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("shapes")
+    (folder / "shapes.py").write_text(SHAPES)
+    (folder / "test_shapes.py").write_text(TESTS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def out(shapes, tmp_path_factory) -> tuple[Path, str]:
+    """Of the folder, its tasks and what was printed."""
+    folder = tmp_path_factory.mktemp("bugs")
+    return folder, make(folder, str(shapes), *OPTIONS)
+
+
+def test_a_made_task_pays_for_its_repair_and_for_nothing_else(out):
+    """Not for what the agent's own run of the tests says, which is an observation."""
+    tasks = made(out[0])
+    assert len(tasks) >= 4, out[1]
+    references = {}
+    for split in ("train", "validation", "test"):
+        if (out[0] / f"{split}.parquet").exists():
+            own = Programs(train=str(out[0] / f"{split}.parquet"))
+            references |= own.references(own.load("train"))
+    task = tasks[0]
+    grader, text = Pytest(), task.files["test_shapes.py"]
+    assert grader.grade(task, references[task.task_id], Process()).reward == 1.0
+    assert grader.examine(task, "", Process()).reward == 0.0
+    with Process().open(task) as sandbox:
+        assert "failed" in Evaluate()(sandbox, task)
+        passing = "def test_all_is_well():\n    pass\n"
+        sandbox.write("test_shapes.py", passing.encode())
+        assert "1 passed" in Evaluate()(sandbox, task)
+    assert grader.grade(task, difference("test_shapes.py", text, passing), Process()).reward == 0.0
+    both = references[task.task_id] + difference("test_shapes.py", text, "import nothing\n")
+    assert grader.grade(task, both, Process()).reward == 1.0
+
+
+def test_half_of_the_failing_tests_are_hidden_and_the_others_are_seen(out):
+    for task in made(out[0]):
+        seen, full = task.files["test_shapes.py"], task.tests.files["test_shapes.py"]
+        assert "test_that_fails" not in full, "only tests that pass for the original belong to a task"
+        assert set(seen.split("\n")) - {"    pass"} < set(full.split("\n"))
+        assert task.tests.fail_to_pass
+        with Process().open(task) as sandbox:
+            assert "failed" in Evaluate()(sandbox, task)
+    rows = [row for file in out[0].glob("*.parquet") for row in pq.read_table(file).to_pylist()]
+    assert {"task_id", "problem_statement", "prompt", "extra_info"} < set(rows[0])
+    assert all(SHAPES in (fixed["content"] for fixed in row["fixed"]) for row in rows)
+    assert len(list(Kodcode(train=str(next(out[0].glob("*.parquet")))).load("train"))) > 0
+
+
+def test_a_function_is_in_one_split_and_reasons_are_counted(out):
+    functions: dict[str, set[str]] = {}
+    for file in out[0].glob("*.parquet"):
+        for row in pq.read_table(file).to_pylist():
+            _, name, _ = row["extra_info"]["task_name"].split(": ")
+            functions.setdefault(name, set()).add(file.stem)
+    assert functions
+    assert all(len(splits) == 1 for splits in functions.values())
+    assert "valid" in out[1]
+    assert "mutants beyond --per-function" in out[1]
+
+
+def test_what_was_tried_is_not_tried_again_and_other_options_are_refused(shapes, out, tmp_path):
+    """The journal of a command that was killed has fewer lines, and the last one may be unfinished."""
+    shutil.copytree(out[0], tmp_path / "bugs")
+    tried = tmp_path / "bugs/tried.jsonl"
+    lines = tried.read_bytes().splitlines(keepends=True)
+    tried.write_bytes(b"".join(lines[:-2]) + lines[-1][:30])
+    make(tmp_path / "bugs", str(shapes), *OPTIONS)
+    after = tried.read_bytes().splitlines(keepends=True)
+    assert after[:-2] == lines[:-2]
+    assert sorted(after) == sorted(lines), "and what was tried again ended in the same way"
+    refused = subprocess.run(
+        command(tmp_path / "bugs", str(shapes), "--seed=2"),
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert refused.returncode != 0
+    assert "was begun with other sources or options" in refused.stderr
+
+
+def test_docstrings_with_examples_are_tests_that_an_agent_cannot_change(shapes, tmp_path):
+    make(tmp_path / "bugs", f"{shapes}/shapes.py", "--limit=2")
+    for task in made(tmp_path / "bugs"):
+        assert ">>> largest(1, 3, 2)" in task.files["shapes.py"]
+        assert ids_of_tests(task.tests.files["test_docstrings.py"])
+
+
+@pytest.mark.slow
+def test_the_original_of_a_library_function_is_not_in_the_sandbox(tmp_path):
+    """Neither by an import nor by a search of all files; the test modules of the library are gone as well."""
+    if not (IMAGES / "python-pytest.sif").exists():
+        pytest.skip("the task image is not built: containers/build_image.sh")
+    import colorsys
+
+    library = tmp_path / "library"
+    (library / "test").mkdir(parents=True)
+    original = Path(colorsys.__file__).read_text()
+    (library / "colorsys.py").write_text(original)
+    (library / "test/test_colorsys.py").write_text(
+        "import colorsys\n\n\n"
+        "def test_there():\n    assert colorsys.rgb_to_hsv(1, 0, 0) == (0.0, 1.0, 1)\n\n\n"
+        "def test_back():\n    assert colorsys.hsv_to_rgb(0.0, 1.0, 1) == (1, 0.0, 0.0)\n\n\n"
+        "def test_both():\n    assert colorsys.hsv_to_rgb(*colorsys.rgb_to_hsv(0, 0, 1)) == (0.0, 0.0, 1)\n"
+    )
+    words = (f"--library={library}", "--limit=2", "--per-function=8")
+    config = (
+        "--config",
+        str(ROOT / "configs/swepdb.toml"),
+        f"sandbox={{type='apptainer', images='{IMAGES}'}}",
+    )
+    make(tmp_path / "bugs", "colorsys", *words, *config)
+    task = made(tmp_path / "bugs")[0]
+    line = next(line for line in original.splitlines() if "maxc-minc" in line).strip()
+    search = f"""
+import os, sys
+found = []
+for folder, folders, names in os.walk('/'):
+    if folder in ('/proc', '/sys'):
+        folders[:] = names[:] = []
+    for name in names:
+        path = os.path.join(folder, name)
+        if os.path.isfile(path) and ('colorsys' in name or {line.encode()!r} in open(path, 'rb').read()):
+            found.append(path)
+print('found', *sorted(found))
+try:
+    import colorsys
+    print('imported', colorsys.__file__)
+except ModuleNotFoundError:
+    print('no module')
+"""
+    with Apptainer(images=str(IMAGES)).open(task) as sandbox:
+        result = sandbox.python(search, 60.0)
+        assert "found /work/colorsys.py /work/test_colorsys.py\n" in result.output, result.output
+        assert "no module" in result.output
+        assert "no module" in sandbox.run(f"cd / && python3 - <<'END'\n{search}\nEND", 60.0).output
+        assert "failed" in Evaluate()(sandbox, task)
