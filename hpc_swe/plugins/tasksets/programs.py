@@ -21,6 +21,7 @@ from hpc_swe.plugins.visible_tests import cut, half, ids_of_tests, name_of, spli
 from hpc_swe.records import Split, Task, TestPlan
 
 COMMAND = "python -m pytest --tb=short -sq"
+SPLITS: tuple[Split, ...] = ("train", "eval")
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,8 @@ class Programs(Plugin, frozen=True, kw_only=True):
 
     def references(self, tasks: Iterable[Task]) -> dict[str, str]:
         """Return the patch that makes the fixed program of each task, where its row has one."""
-        programs = {id_: one for path in ("train", "eval") for id_, one in self._configured(path).items()}
+        splits: list[Split] = [split for split in SPLITS if Path(self._source(split) or " ").exists()]
+        programs = {id_: one for split in splits for id_, one in self._programs(split).items()}
         return {
             task.task_id: "".join(
                 patch.difference(path, task.files.get(path), text)
@@ -99,11 +101,11 @@ class Programs(Plugin, frozen=True, kw_only=True):
         usable = task_checks.usable(self.checked, split, images)
         return [task for task in tasks if task is None or task.task_id in usable]
 
-    def _configured(self, split: Split) -> dict[str, Program]:
-        return self._programs(split) if (self.train if split == "train" else self.eval) else {}
+    def _source(self, split: Split) -> str:
+        return self.train if split == "train" else self.eval
 
     def _programs(self, split: Split) -> dict[str, Program]:
-        source = self.train if split == "train" else self.eval
+        source = self._source(split)
         if not source or not Path(source).exists():
             raise ConfigError(
                 f"[taskset] {split} = {source!r}: no such file; name a folder or a file of programs"

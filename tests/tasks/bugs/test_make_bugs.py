@@ -254,7 +254,8 @@ except ModuleNotFoundError:
 """
     with Apptainer(images=str(IMAGES)).open(task) as sandbox:
         result = sandbox.python(search, 60.0)
-        assert "found /work/colorsys.py /work/test_colorsys.py\n" in result.output, result.output
+        own = f"found {task.workdir}/colorsys.py {task.workdir}/test_colorsys.py\n"
+        assert own in result.output, result.output
         assert "no module" in result.output
         assert "no module" in sandbox.run(f"cd / && python3 - <<'END'\n{search}\nEND", 60.0).output
         assert "failed" in Evaluate()(sandbox, task)
