@@ -265,6 +265,7 @@ class Debugger(pdb.Pdb):
     # Commands that differ from pdb's own.
 
     def do_break(self, arg: str, temporary: Any = False) -> None:
+        """Set a breakpoint: b LINE, b FILE:LINE or b FUNCTION, then a comma and a condition; b lists all."""
         if not arg:
             super().do_break(arg)
             return
@@ -274,6 +275,7 @@ class Debugger(pdb.Pdb):
         self.message(f"Breakpoint {made.number} at {self.named(path)}:{line}")
 
     def do_clear(self, arg: str) -> None:
+        """Remove breakpoints: cl FILE:LINE or cl NUMBER; cl removes all."""
         if not arg:
             self.clear_all_breaks()
             self.message("All breakpoints are removed")
@@ -289,6 +291,7 @@ class Debugger(pdb.Pdb):
             super().do_clear(arg)
 
     def do_quit(self, arg: str) -> NoReturn:
+        """End the session."""
         self.end("The session has ended.\n")
 
     def refuse(self, arg: str) -> None:

@@ -136,7 +136,7 @@ class _Debugging:
             answer = self._ask({"command": command})
         if answer:
             self._show(answer)
-            if word in _ON_BREAKPOINTS:
+            if word in _ON_BREAKPOINTS and command not in ("b", "break", "tbreak"):  # which list them
                 self._show_breakpoints()
 
     def _begin(self, quietly: bool = False) -> None:

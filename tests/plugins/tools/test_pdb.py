@@ -369,6 +369,16 @@ def test_a_program_that_writes_to_every_file_ends_its_session_only(kind: str):
         assert "prog.py(1)<module>()" in debug("w")
 
 
+def test_breakpoints_are_listed_and_explained_as_pdb_does(debug: Session):
+    debug.start("calc.py")
+    debug("b calc.py:9, len(values) > 1")
+    listed = debug("b")
+    assert "calc.py:9" in listed
+    assert "stop only if len(values) > 1" in listed
+    assert "Breakpoints:" not in listed
+    assert "b FILE:LINE" in debug("help b")
+
+
 def test_any_text_goes_through(kind: str):
     name = "\u00e4\u00df\u4e2d"
     program = f"{name} = '\u2713\U0001f600'\nbad = '\\ud800'\nprint({name}, flush=True)\nx = 1\n"
