@@ -13,7 +13,7 @@ from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError
 from hpc_swe.records import Message, ToolCall, id_array
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import checks, create, trajectories
+from hpc_swe.runs import checks, control, create, existing, trajectories
 from hpc_swe.store import trajectories as stored
 from hpc_swe.tasks.export_episodes import chat_form
 from hpc_swe.tokenization import token_builder
@@ -338,6 +338,19 @@ def test_a_run_keeps_its_tokens_when_the_files_change(read, tmp_path, run):
     assert [t.name.rpartition("/")[2] for t in kept] == ["rows.jsonl: row 1", "rows.jsonl: row 2"]
     assert id_array(kept[0].token_ids).tolist() == tokens(tmp_path / "hermes", ONE_CALL_PIECES)[0]
     assert list(kept[0].mask) == tokens(tmp_path / "hermes", ONE_CALL_PIECES)[1]
+
+
+def test_a_second_start_finds_the_steps_of_its_epochs_without_the_files(read, tmp_path):
+    (tmp_path / "hermes/config.json").write_text('{"eos_token_id": 322}')
+    rows = [_about("", f"question {n}") for n in range(3)]
+    words = ["sft.epochs=2", "sft.samples_per_step=4", "counts={coordinator=0, learner=0}"]
+    run, config = RunDir(tmp_path / "twice"), read(*words, rows=rows)
+    control.start(run, config)
+    (tmp_path / "rows.jsonl").unlink()
+    control.start(run, config)
+    assert existing.load(run).steps == 2
+    with pytest.raises(ConfigError, match="sft.epochs: 2 -> 3"):
+        control.start(run, read(*words, "sft.epochs=3", rows=rows))
 
 
 def test_complaints_about_rows_stand_beside_all_others(read, tmp_path):
