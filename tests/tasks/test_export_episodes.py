@@ -26,6 +26,10 @@ from hpc_swe.roles.coordinator import archive
 from hpc_swe.roles.rollout.episode import Played, record
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import create, trajectories
+from hpc_swe.settings import EvalConfig
+from hpc_swe.store import evals
+from hpc_swe.store.evals import Attempt
+from hpc_swe.tasks.export_episodes import RunExport
 from hpc_swe.tokenization import token_builder
 from tests.kit.checkout import ROOT, environment
 from tests.kit.recording import V1, serve, stage
@@ -177,3 +181,18 @@ def test_a_task_gives_at_most_so_many_rows_and_a_share_is_held_out(run, tmp_path
     assert export(run, out, "--min-reward", "2").stderr.startswith(
         "error: no row is left to write: 0 of 6 episodes"
     )
+
+
+def test_of_an_evaluation_its_own_episodes_are_taken_and_else_no_held_out(run, config, tmp_path):
+    (solved, *_) = archive.read(run.archive(0))
+    attempt = Attempt(task_id="t0", index=0, sampling="greedy", sample=0, outcome="resolved", reward=1.0)
+    told = [msgspec.structs.replace(attempt, record=msgspec.msgpack.encode(solved)), attempt]
+    evals.write(run.eval_table("held_out"), told)
+    assert len(list(RunExport(run.root).episodes())) == 6
+    evaluated = RunDir(tmp_path / "evaluated")
+    evaluated.make()
+    decodings = {"greedy": Sampling(temperature=0.0)}
+    only = msgspec.structs.replace(config, mode="eval", eval=EvalConfig(decodings=decodings))
+    create.publish(evaluated, evaluated, only, create.Taken({}), "")
+    evals.write(evaluated.eval_table("eval"), told)
+    assert list(RunExport(evaluated.root).episodes()) == [solved]
