@@ -20,26 +20,12 @@ from msgspec.structs import replace
 from hpc_swe import plugins
 from hpc_swe.cli import suggestion
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins.advantages.base import Advantage
-from hpc_swe.plugins.agents.base import Agent
-from hpc_swe.plugins.engines.base import Engine
-from hpc_swe.plugins.executors.base import Executor
-from hpc_swe.plugins.graders.base import Grader
-from hpc_swe.plugins.policies.base import Policy
-from hpc_swe.plugins.sandboxes.base import Sandboxes
-from hpc_swe.plugins.tasksets.base import Taskset
 from hpc_swe.settings import RunConfig
 
-FAMILIES: dict[Any, str] = {
-    Advantage: "advantages",
-    Agent: "agents",
-    Engine: "engines",
-    Executor: "executors",
-    Grader: "graders",
-    Policy: "policies",
-    Sandboxes: "sandboxes",
-    Taskset: "tasksets",
-}
+_TYPES = [field.type for field in msgspec.structs.fields(RunConfig)]
+_PLUGINS = [kind for kind in _TYPES if kind.__module__.startswith("hpc_swe.plugins.")]
+FAMILIES: dict[Any, str] = {kind: kind.__module__.split(".")[2] for kind in _PLUGINS}
+"""Type of a key of a run -> the family of plugins, in whose package the type is defined."""
 MAY_CHANGE = (
     *("steps", "counts", "by_hand", "max_restarts", "executor", "inference", "reward", "coordinator"),
     *("lease", "retention", "eval.every", "batches.microbatch_tokens", "policy.recompute"),
@@ -66,7 +52,10 @@ def read(*paths: Path, overrides: Sequence[str] = ()) -> RunConfig:
     tree: dict[str, Any] = {}
     for _, part in parts:
         _merge(tree, part)
-    _drop_version(tree)
+    table = tree.get("inference")
+    if isinstance(table, dict) and isinstance(table.get("url"), str):
+        # OpenAI clients need a trailing /v1, which other routes of an engine lack
+        tree["inference"] = table | {"url": re.sub(r"(/v1)?/*$", "", table["url"])}
     return build(tree, " + ".join(map(str, paths)), parts)
 
 
@@ -85,8 +74,7 @@ def build(tree: dict[str, Any], source: str, parts: Sequence[tuple[str, dict[str
     if lines:
         raise ConfigError("\n".join(lines))
     config = msgspec.convert(tree, RunConfig, dec_hook=_plugin)
-    rules = (*_mode_rules(config), *_limit_rules(config))
-    conflicts = [f"{source}: {message}" for is_broken, message in rules if is_broken]
+    conflicts = [f"{source}: {message}" for message in (*_conflicts(config), *_exceeded_limits(config))]
     if conflicts:
         raise ConfigError("\n".join(conflicts))
     return config if config.sft.epochs else _with_decay_steps(config)
@@ -130,11 +118,9 @@ def changes(old: RunConfig, new: RunConfig, folder: Path) -> dict[str, str]:
     Relative paths of `old` start in `folder`, those of `new` in the current folder.
     """
     before, after = dict(_leaves(dump(old))), dict(_leaves(dump(new)))
-    return {
-        key: f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not _is_same_file(before.get(key), after.get(key), folder)
-    }
+    both = [(key, before.get(key), after.get(key)) for key in sorted(before.keys() | after.keys())]
+    changed = [each for each in both if each[1] != each[2] and not _is_same_file(*each[1:], folder)]
+    return {key: f"{key}: {was!r} -> {now!r}" for key, was, now in changed}
 
 
 def forbidden_changes(old: RunConfig, new: RunConfig, folder: Path = Path()) -> list[str]:
@@ -183,82 +169,68 @@ def _with_decay_steps(config: RunConfig) -> RunConfig:
     return replace(config, learner=replace(config.learner, optimizer=optimizer))
 
 
-def _mode_rules(config: RunConfig) -> list[tuple[bool, str]]:
-    """Return the rules between several keys: whether the configuration breaks it, and the message."""
-    groups, learner = config.groups, config.learner
-    optimizer = learner.optimizer
-    return [
-        (
-            config.mode == "grpo" and not config.sampling.is_plain,
+def _conflicts(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each rule between several keys that the configuration breaks, by mode first."""
+    groups, learner, is_grpo = config.groups, config.learner, config.mode == "grpo"
+    chains = (config.rollout.history, config.batches.train_chains)
+    if is_grpo and not config.sampling.is_plain:
+        yield (
             "[sampling] training must sample the unchanged distribution: temperature = 1, top_p = 1, "
-            "top_k = 0, min_p = 0; put other settings under [eval.decodings]",
-        ),
-        (
-            config.mode == "grpo" and groups.max_staleness < learner.export_every - 1,
+            "top_k = 0, min_p = 0; put other settings under [eval.decodings]"
+        )
+    if is_grpo and groups.max_staleness < learner.export_every - 1:
+        yield (
             f"groups.max_staleness = {groups.max_staleness} stops sampling for ever with "
-            f"learner.export_every = {learner.export_every}; set it to export_every - 1 or more",
-        ),
-        (
-            (config.mode, config.rollout.history, config.batches.train_chains)
-            == ("grpo", "template", "main"),
-            'rollout.history = "template" makes each turn its own chain; set batches.train_chains = "all"',
-        ),
-        (
-            (config.mode, config.sft.source, config.rollout.history) == ("sft", "trajectories", "template"),
-            'rollout.history = "template": trajectories are trained as episodes with history = "keep" are',
-        ),
-        (
-            config.mode == "grpo" and groups.group_size < 2,
-            "groups.group_size = 1 has no baseline; set it to 2 or more",
-        ),
-        (
-            config.mode == "eval" and not config.eval.decodings,
-            "[eval.decodings] is empty; add for example greedy = {temperature = 0.0}",
-        ),
-        (
-            (config.mode == "sft") != (learner.loss.objective == "sft"),
+            f"learner.export_every = {learner.export_every}; set it to export_every - 1 or more"
+        )
+    if is_grpo and chains == ("template", "main"):
+        yield 'rollout.history = "template" makes each turn its own chain; set batches.train_chains = "all"'
+    if (config.mode, config.sft.source, config.rollout.history) == ("sft", "trajectories", "template"):
+        yield 'rollout.history = "template": trajectories are trained as episodes with history = "keep" are'
+    if is_grpo and groups.group_size < 2:
+        yield "groups.group_size = 1 has no baseline; set it to 2 or more"
+    if config.mode == "eval" and not config.eval.decodings:
+        yield "[eval.decodings] is empty; add for example greedy = {temperature = 0.0}"
+    if (config.mode == "sft") != (learner.loss.objective == "sft"):
+        yield (
             f"learner.loss.objective = {learner.loss.objective!r} does not fit mode = {config.mode!r}; "
-            "use the objective sft in mode sft, and only there",
-        ),
-        (
-            config.mode != "eval"
-            and optimizer.decay != "constant"
-            and 0 < optimizer.decay_steps < config.steps,
+            "use the objective sft in mode sft, and only there"
+        )
+
+
+def _exceeded_limits(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each limit that another key exceeds."""
+    lease, context, url = config.lease, config.rollout.context, config.inference.url
+    optimizer = config.learner.optimizer
+    decays = config.mode != "eval" and optimizer.decay != "constant"
+    if decays and 0 < optimizer.decay_steps < config.steps:
+        yield (
             f"learner.optimizer.decay_steps = {optimizer.decay_steps} is less than steps = {config.steps}: "
             "the learning rate would be 0 from there on; 0 means the run's number of steps. An existing run "
-            "keeps its schedule: start another run from its last weights",
-        ),
-    ]
-
-
-def _limit_rules(config: RunConfig) -> list[tuple[bool, str]]:
-    lease = config.lease
-    return [
-        (
-            config.rollout.context > config.batches.microbatch_tokens,
+            "keeps its schedule: start another run from its last weights"
+        )
+    if context > config.batches.microbatch_tokens:
+        yield (
             f"batches.microbatch_tokens = {config.batches.microbatch_tokens} cannot hold an episode of "
-            f"rollout.context = {config.rollout.context} tokens",
-        ),
-        (
-            config.rollout.context > config.engine.max_model_len,
-            f"rollout.context = {config.rollout.context} is more than engine.max_model_len = "
-            f"{config.engine.max_model_len}: a full context would count as a failure of the engine",
-        ),
-        (
-            bool(config.inference.url) and not _URL.fullmatch(config.inference.url),
-            f"inference.url = {config.inference.url!r} must be http(s)://host:port, optionally with the path "
-            "of a gateway; put the engine's key into the environment variable VLLM_API_KEY",
-        ),
-        (
-            config.agent.budget_s >= config.rollout.episode_timeout_s,
+            f"rollout.context = {context} tokens"
+        )
+    if context > config.engine.max_model_len:
+        yield (
+            f"rollout.context = {context} is more than engine.max_model_len = "
+            f"{config.engine.max_model_len}: a full context would count as a failure of the engine"
+        )
+    if url and not _URL.fullmatch(url):
+        yield (
+            f"inference.url = {url!r} must be http(s)://host:port, optionally with the path "
+            "of a gateway; put the engine's key into the environment variable VLLM_API_KEY"
+        )
+    if config.agent.budget_s >= config.rollout.episode_timeout_s:
+        yield (
             f"rollout.episode_timeout_s = {config.rollout.episode_timeout_s} must exceed the agent's "
-            f"budget, {config.agent.budget_s} s: else an idle policy would count as a failure of the host",
-        ),
-        (
-            lease.ttl_s < 2 * lease.beat_s,
-            f"lease.ttl_s = {lease.ttl_s} must be at least twice lease.beat_s = {lease.beat_s}",
-        ),
-    ]
+            f"budget, {config.agent.budget_s} s: else an idle policy would count as a failure of the host"
+        )
+    if lease.ttl_s < 2 * lease.beat_s:
+        yield f"lease.ttl_s = {lease.ttl_s} must be at least twice lease.beat_s = {lease.beat_s}"
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -284,13 +256,6 @@ def _merge(tree: dict[str, Any], update: dict[str, Any]) -> None:
             _merge(old, value)
         else:
             tree[key] = value
-
-
-def _drop_version(tree: dict[str, Any]) -> None:
-    """Remove a trailing /v1 from inference.url: OpenAI clients need it, other routes of an engine lack it."""
-    table = tree.get("inference")
-    if isinstance(table, dict) and isinstance(table.get("url"), str):
-        tree["inference"] = table | {"url": re.sub(r"(/v1)?/*$", "", table["url"])}
 
 
 def _plugin(kind: type, table: Any) -> Any:

@@ -102,7 +102,6 @@ class _EventFile:
             self._event(tag, about, step, at, simple_value=value)
 
     def deciles(self, name: str, step: int, at: float, counts: Sequence[float]) -> None:
-        """Write a histogram over deciles."""
         buckets = np.array([(left, left + 1, count) for left, count in enumerate(counts)], np.float64)
         about = histogram.create_summary_metadata("", DECILES.format(name.rpartition("/")[2]))
         self._tensor(name, buckets, about, step, at)
@@ -158,7 +157,11 @@ class Drawing:
                 file.seek(self._offsets.get(path, 0))
                 whole = file.read().rpartition(b"\n")[0]
             self._offsets[path] = self._offsets.get(path, 0) + len(whole) + bool(whole)
-            lines += [line for text in whole.splitlines() if text and (line := _parse(path, text))]
+            for text in filter(None, whole.splitlines()):
+                try:
+                    lines.append(msgspec.json.decode(text, type=MetricLine))
+                except msgspec.DecodeError as error:
+                    log.warning("%s: skipped a line: %s", path, error)
         return lines
 
     def _restart(self) -> Path:
@@ -184,8 +187,10 @@ class Drawing:
                 events.write_header(self._run)
             for step, lines in sorted(todo.items()):
                 self._draw(events, step, lines)
-            for name in self._new_archives():
-                self._draw_episodes(events, name)
+            archives = [name for name in atomic.names(self._run.archives) if ARCHIVE.fullmatch(name)]
+            for name in archives[-EPISODE_STEPS:]:
+                if name not in self._shown:
+                    self._draw_episodes(events, name)
 
     def _draw(self, events: _EventFile, step: int, lines: dict[str, MetricLine]) -> None:
         """Draw one point of each curve in `lines`, and the histograms of the step."""
@@ -200,11 +205,6 @@ class Drawing:
         for name, counts in deciles.items():
             first = lines.get(f"{name}_d0")
             events.deciles(name, step, first.time if first else time.time(), counts)
-
-    def _new_archives(self) -> list[str]:
-        """Return the archives of the newest steps whose episodes are not drawn yet."""
-        names = [name for name in atomic.names(self._run.archives) if ARCHIVE.fullmatch(name)]
-        return [name for name in names[-EPISODE_STEPS:] if name not in self._shown]
 
     def _draw_episodes(self, events: _EventFile, name: str) -> None:
         """Draw up to three episodes of a step as text."""
@@ -237,11 +237,3 @@ def _examples(path: Path) -> Iterator[tuple[str, ScoredEpisode]]:
     yield from found.items()
     if others:
         yield "longest", max(others, key=lambda s: sum(len(t.completion_ids) for t in s.episode.turns))
-
-
-def _parse(path: Path, text: bytes) -> MetricLine | None:
-    try:
-        return msgspec.json.decode(text, type=MetricLine)
-    except msgspec.DecodeError as error:
-        log.warning("%s: skipped a line: %s", path, error)
-        return None

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from hpc_swe import cli
 from hpc_swe import config as configuration
-from hpc_swe.runs.attach import KEY
+from hpc_swe.runs.create import ENGINE_KEY as KEY
 from hpc_swe.settings import RunConfig
 
 PORT = 8000

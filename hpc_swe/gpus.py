@@ -73,10 +73,9 @@ def _exists(word: str, machine: Sequence[tuple[str, str]]) -> bool:
 
 def _machine_gpus() -> list[tuple[str, str]]:
     """Return the number and UUID of each GPU; none where there is no driver."""
+    command = ["nvidia-smi", "-L"]
     try:
-        done = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=LIST_TIMEOUT_S, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIST_TIMEOUT_S, check=False)
     except FileNotFoundError:
         return []
     except (OSError, subprocess.TimeoutExpired) as error:

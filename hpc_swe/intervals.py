@@ -16,8 +16,7 @@ from hpc_swe.store.evals import Attempt
 DRAWS = 10_000
 POWER, LEVEL = 0.8, 0.05
 ROUNDING = 1e-9  # means that differ by less are equal
-Outcomes = Mapping[str, Sequence[float]]
-"""Task id -> one number per episode, 1 where it was resolved."""
+Outcomes = Mapping[str, Sequence[float]]  # task id -> one number per episode, 1 where it was resolved
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from hpc_swe import plugins
 from hpc_swe.settings import RunConfig
 
 SHORT = {"Positive": "int > 0", "Natural": "int >= 0", "Duration": "float > 0"}
+ANNOTATED = re.compile(r"Annotated\[(\w+), Meta\(([^)]*)\)\]")
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -120,11 +121,7 @@ def _docstring(node: ast.stmt | None) -> str:
 
 
 def _kind(annotation: ast.expr) -> str:
-    text = re.sub(
-        r"Annotated\[(\w+), Meta\(([^)]*)\)\]",
-        lambda found: _bounded(*found.groups()),
-        ast.unparse(annotation),
-    )
+    text = ANNOTATED.sub(lambda found: _bounded(*found.groups()), ast.unparse(annotation))
     for short, long in SHORT.items():
         text = re.sub(rf"\b{short}\b", long, text)
     return text

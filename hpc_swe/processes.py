@@ -14,8 +14,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PF_KTHREAD = 0x00200000  # of linux/sched.h: a kernel thread runs no program, so it has no environment
 RETRIES = 100
-MEETING = "HPC_SWE_MEETING"
-"""The environment variable that names the folder in which the processes of a job meet."""
+MEETING = "HPC_SWE_MEETING"  # variable that names the folder in which the processes of a job meet
 LIBC = ctypes.CDLL(None)  # loaded here, since a child must not load it between fork and exec
 
 
@@ -37,12 +36,10 @@ class Flag:
             os.eventfd_write(self._file, 1)
 
     def clear(self) -> None:
-        """Take the flag back."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._file)
 
     def is_set(self) -> bool:
-        """Tell whether the flag is set."""
         return self.wait(0.0)
 
     def wait(self, seconds: float) -> bool:

@@ -1,4 +1,4 @@
-"""Print tables for people. The first cell names its row, so it is neither cut nor wrapped.
+"""Print tables, lines and progress bars for people. A table's first cell is neither cut nor wrapped.
 
 Columns that do not fit on the screen follow below, in a table that repeats the first column. Output that does
 not go to a terminal has no screen, and longer lines.
@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from rich import progress
 from rich.box import Box
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
@@ -23,6 +24,21 @@ def screen() -> Console:
     """Return standard output as a console, as wide as the terminal or COLUMNS says."""
     has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(highlight=False, width=None if has_width else WIDE)
+
+
+console = screen()
+
+
+def say(line: str) -> None:
+    """Print a line unchanged: without markup, and not wrapped at the terminal's width."""
+    show(console, line)
+
+
+def bars(*more: progress.ProgressColumn, console: Console = console) -> progress.Progress:
+    """Return progress bars with a description, a count, the time elapsed, and more columns behind them."""
+    description = progress.TextColumn("{task.description}", markup=False)  # an error may contain brackets
+    count, elapsed = progress.MofNCompleteColumn(), progress.TimeElapsedColumn()
+    return progress.Progress(description, progress.BarColumn(), count, elapsed, *more, console=console)
 
 
 def table(

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hpc_swe import config as configuration
-from hpc_swe import screen, status, tables
+from hpc_swe import status, tables
 from hpc_swe.demo import __main__ as demo
 from hpc_swe.doctor import examine
 from hpc_swe.doctor.findings import Finding
@@ -165,7 +165,7 @@ def test_what_show_prints_of_a_file_keeps_its_first_column(tmp_path):
 
 def test_brackets_beside_a_bar_are_text_and_do_not_end_a_command():
     console = Console(file=io.StringIO(), width=200)
-    bar = screen.bars()
+    bar = tables.bars()
     bar.add_task("django-1: [sandbox] no room in [/tmp/x]", total=3)
     console.print(bar.get_renderable())
     assert "django-1: [sandbox] no room in [/tmp/x]" in console.file.getvalue()

@@ -30,10 +30,10 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control as run_control
 from hpc_swe.runs import watch
 from hpc_swe.runs.view import RunView
-from hpc_swe.screen import bars, console, say
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import evals, weights
 from hpc_swe.store.evals import Attempt
+from hpc_swe.tables import bars, console, say
 
 DEADLINE_S = 1800.0  # for each stage
 DECODINGS = ("greedy", "sampled")

@@ -86,7 +86,10 @@ def attend(folder: Path, rank: int, nodes: int, wait_s: float) -> list[Peer]:
         others = [other for other in range(nodes) if other != rank]
         peers = [_meet(room, rank, other, lock.fileno()) for other in others]
         room.show(f"{DONE}-{rank}-")
-        _await_done(room, [other for other, peer in zip(others, peers, strict=True) if not peer.unseen])
+        # The others need this node's port and lock until they are done, or until the time is over.
+        with contextlib.suppress(DeadlineError):
+            for other in (other for other, peer in zip(others, peers, strict=True) if not peer.unseen):
+                room.await_name(f"{DONE}-{other}-")
     return peers
 
 
@@ -141,10 +144,3 @@ def _answer_pings(room: Room, rank: int) -> None:
         room.show(f"pong-{rank}-{number}-{time.time():.6f}")
         if word == "last":
             return
-
-
-def _await_done(room: Room, others: list[int]) -> None:
-    """Wait until the other nodes no longer need this node's port and lock, or the time is over."""
-    with contextlib.suppress(DeadlineError):
-        for other in others:
-            room.await_name(f"{DONE}-{other}-")

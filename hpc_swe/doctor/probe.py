@@ -59,7 +59,6 @@ class Probe(Record, frozen=True, kw_only=True):
     """A probe is everything that was measured on one node."""
 
     rank: int
-    nodes: int
     host: str
     python: str
     user_namespaces: str
@@ -90,7 +89,6 @@ def measure(folder: Path, token: str, wait_s: float, sandbox: str) -> Probe:
     tmp, version = tempfile.gettempdir(), apptainer_version()
     return Probe(
         rank=rank,
-        nodes=nodes,
         host=socket.gethostname(),
         python=f"{platform.python_version()} at {sys.executable}",
         user_namespaces=user_namespaces(),
@@ -192,10 +190,9 @@ def apptainer_version() -> str:
     """Return Apptainer's version; empty when it is not on PATH."""
     if shutil.which("apptainer") is None:
         return ""
+    command = ["apptainer", "--version"]
     try:
-        done = subprocess.run(
-            ["apptainer", "--version"], capture_output=True, text=True, timeout=30, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except subprocess.TimeoutExpired:
         return "unknown version: no answer in 30 s"
     return done.stdout.strip() or done.stderr.strip() or f"unknown version: exit code {done.returncode}"

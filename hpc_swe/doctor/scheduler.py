@@ -58,11 +58,8 @@ def _words(line: str) -> dict[str, str]:
 
 def _partition(words: dict[str, str], members: Sequence[dict[str, str]]) -> Partition:
     name = words["PartitionName"]
-    usable = [
-        node
-        for node in members
-        if name in node.get("Partitions", "").split(",") and not UNUSABLE.search(node.get("State", ""))
-    ]
+    inside = [node for node in members if name in node.get("Partitions", "").split(",")]
+    usable = [node for node in inside if not UNUSABLE.search(node.get("State", ""))]
     return Partition(
         name=name,
         is_default=words.get("Default") == "YES",
@@ -147,19 +144,17 @@ def constraints(cluster: Cluster) -> Finding:
     if "task/cgroup" in plugins and ram != "no":
         return Finding("cgroups", "ok", f"TaskPlugin={plugins}, ConstrainRAMSpace={ram or 'unknown'}")
     settings = f"TaskPlugin={plugins or 'none'}, ConstrainRAMSpace={ram or 'unset'}"
+    says = f"{settings}: a job that runs out of memory can crash its node"
     remedy = "TaskPlugin=task/cgroup and ConstrainRAMSpace=yes (cgroup.conf); until then --exclusive"
-    return Finding(
-        "cgroups", "fault", f"{settings}: a job that runs out of memory can crash its node", remedy
-    )
+    return Finding("cgroups", "fault", says, remedy)
 
 
 def partition(cluster: Cluster, need: PartitionNeeds) -> Finding:
     """Check that a partition exists, accepts jobs and has usable nodes."""
     found, known = cluster.partitions.get(need.partition), ", ".join(cluster.partitions)
     if found is None:
-        return Finding(
-            "partition", "fault", f"there is no partition {need.partition!r}", f"name one of {known}"
-        )
+        says = f"there is no partition {need.partition!r}"
+        return Finding("partition", "fault", says, f"name one of {known}")
     if found.state == "UP" and found.nodes:
         return Finding("partition", "ok", f"{found.nodes} usable nodes")
     remedy = f"see why its nodes are down (sinfo -R), or use another of {known}"

@@ -41,7 +41,6 @@ class ProbeSetup:
 
     @property
     def command(self) -> list[str]:
-        """Return the command that each node runs."""
         options = ["--wait", str(self.timeout_s / 2), "--sandbox", self.sandbox]
         return [self.python, "-m", "hpc_swe.doctor.probe", str(self.folder), self.token, *options]
 

@@ -10,9 +10,9 @@ from rich.progress import TimeRemainingColumn
 from hpc_swe.errors import DeadlineError
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs.view import RunView, duration
-from hpc_swe.screen import bars
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import tasks
+from hpc_swe.tables import bars
 
 
 @dataclass(frozen=True)

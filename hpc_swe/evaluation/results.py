@@ -146,15 +146,10 @@ def _write_predictions(
 ) -> None:
     """Write the patches as swebench reads them, and the benchmark's own report: one file per sample."""
     for label, sample in itertools.product(config.eval.decodings, range(config.eval.samples)):
-        verdicts = [
-            GradedPatch(
-                known[a.task_id],
-                a.submission,
-                Score(outcome=a.outcome, reward=a.reward, passed=a.passed, failed=a.failed),
-            )
-            for a in attempts
-            if (a.sampling, a.sample) == (label, sample)
-        ]
+        found = [a for a in attempts if (a.sampling, a.sample) == (label, sample)]
+        scores = [Score(outcome=a.outcome, reward=a.reward, passed=a.passed, failed=a.failed) for a in found]
+        pairs = zip(found, scores, strict=True)
+        verdicts = [GradedPatch(known[a.task_id], a.submission, score) for a, score in pairs]
         name = f"{quote(label, safe='')}-{sample}"
         rows = [
             {"instance_id": v.task.task_id, "model_name_or_path": run.root.name, "model_patch": v.patch}

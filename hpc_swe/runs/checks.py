@@ -4,18 +4,20 @@ Each check is a function that yields its complaints. All complaints are shown to
 person can correct them in one go.
 """
 
+import ipaddress
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from hpc_swe import job_counts
-from hpc_swe.errors import ConfigError
-from hpc_swe.plugins.engines.base import EstimatedEngine
+from hpc_swe.errors import ConfigError, EngineError
+from hpc_swe.plugins.engines.base import EngineInfo, EstimatedEngine
 from hpc_swe.plugins.executors.base import GrantsGpus, RunsHere, own_environment
 from hpc_swe.plugins.policies.base import EstimatedPolicy
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import attach, create, submit
+from hpc_swe.runs import create, submit
 from hpc_swe.runs.create import Taken
 from hpc_swe.settings import RunConfig
 from hpc_swe.tokenization import token_builder
@@ -94,7 +96,6 @@ def _weights(key: str, folder: Path) -> Iterator[str]:
 
 
 def _parallel(_: RunDir, config: RunConfig) -> Iterator[str]:
-    """Check that the model can be divided as configured."""
     model, wanted, engine, policy = Path(config.model), _wanted(config), config.engine, config.policy
     if not (model / "config.json").is_file():
         return
@@ -105,7 +106,6 @@ def _parallel(_: RunDir, config: RunConfig) -> Iterator[str]:
 
 
 def _jobs(run: RunDir, config: RunConfig) -> Iterator[str]:
-    """Check the jobs of each role with the executor."""
     for role in _wanted(config):
         order = submit.submission(run, config, role, 1, job_counts.desired(config)[role])
         yield from _complaints(lambda order=order: config.executor.check(order))  # type: ignore[misc]
@@ -138,7 +138,51 @@ def _machine(_: RunDir, config: RunConfig) -> Iterator[str]:
 
 def _engine(run: RunDir, config: RunConfig) -> Iterator[str]:
     if config.inference.url and "inference" in job_counts.desired(config):
-        yield from _complaints(lambda: attach.require_usable(config, create.key(run, config)))
+        yield from _complaints(lambda: _require_usable(config, create.key(run, config)))
+
+
+def _require_usable(config: RunConfig, key: str) -> None:
+    """Raise ConfigError, with the remedies, unless the engine of `inference.url` can serve this run."""
+    url = config.inference.url
+    if _is_loopback(url) and not config.executor.is_here:
+        raise ConfigError(
+            f"inference.url = {url!r} is another machine for each job; write this host's name in place of it"
+        )
+    try:
+        problem = _problem(config, config.engine.inspect(url, key))
+    except EngineError as error:
+        problem = str(error)
+    if problem:
+        ways = [f"give its key in {create.ENGINE_KEY}"]
+        ways += ["start it with the command that `python -m hpc_swe.engine` prints"]
+        ways += ['set mode = "eval"'] if config.mode == "grpo" else []
+        ways += ["leave inference.url (VLLM_URL) out for engines of our own"]
+        raise ConfigError(f"inference.url = {url!r}: {problem}. Either {', or '.join(ways)}")
+
+
+def _problem(config: RunConfig, info: EngineInfo) -> str:
+    if not _is_same(info.model, Path(config.model)):
+        return f"it serves another model, {info.model}, than model = {config.model!r}"
+    if info.max_model_len < config.rollout.context:
+        return f"it takes {info.max_model_len} tokens, less than rollout.context = {config.rollout.context}"
+    if config.mode == "grpo" and not info.can_update:
+        return "it has no routes that update its weights, so it could not sample the trained policy"
+    return ""
+
+
+def _is_same(served: str, model: Path) -> bool:
+    """Compare folders where the served one is visible, else names: an engine may run in a container."""
+    if Path(served).is_dir():
+        return Path(served).samefile(model)
+    return Path(served).name == model.resolve().name
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _wanted(config: RunConfig) -> list[Role]:

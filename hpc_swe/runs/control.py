@@ -15,8 +15,7 @@ from hpc_swe.runs.submit import TickResult
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, submissions
 
-GRACE_S = 10.0
-"""Seconds that `stop --now` gives processes to obey the order before it ends them."""
+GRACE_S = 10.0  # seconds that `stop --now` gives processes to obey the order before it ends them
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +30,10 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> TickResul
     config = trajectories.resolved(run, config, taken.trajectories)
     if run.config.exists() or not create.create(run, config, taken):
         _update_config(run, config)
+        if upgrade and (jobs := alive(run, config)):
+            raise ConfigError(f"{run.root}: {len(jobs)} jobs still run the old code; `launch stop` it first")
         if upgrade:
-            _upgrade(run, config)
+            create.renew_code(run)
     for order in (run.drain, run.stop):
         order.unlink(missing_ok=True)
     return _submit(run, config)
@@ -104,19 +105,10 @@ def _update_config(run: RunDir, config: RunConfig) -> None:
     atomic.write(run.config, create.encoded(config))
 
 
-def _upgrade(run: RunDir, config: RunConfig) -> None:
-    jobs = alive(run, config)
-    if jobs:
-        raise ConfigError(f"{run.root}: {len(jobs)} jobs still run the old code; `launch stop` it first")
-    create.renew_code(run)
-
-
 def print_result(run: RunDir, plan: TickResult) -> None:
     """Print what was submitted; raise HpcSweError when a role is stuck."""
     submitted = ", ".join(f"{count} {role}" for role, count in plan.submit.items())
     cancelled = f", cancelled {len(plan.cancel)}" if plan.cancel else ""
-    print(
-        f"{run.root}: submitted {submitted or 'nothing'}{cancelled}", flush=True
-    )  # `start --wait` keeps running
+    print(f"{run.root}: submitted {submitted or 'nothing'}{cancelled}", flush=True)  # before `--wait` waits
     if plan.stuck:
         raise HpcSweError("; ".join(f"{role}: {why}" for role, why in plan.stuck.items()))

@@ -22,16 +22,14 @@ from hpc_swe.plugins.sandboxes.base import ImageSandboxes
 from hpc_swe.plugins.tasksets.base import CheckedTasks, Referenced, WithChangedTests
 from hpc_swe.records import RunManifest, Split, Task
 from hpc_swe.rundir import PROTOCOL, RunDir
-from hpc_swe.runs import attach
 from hpc_swe.runs import trajectories as conversations
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, folders, tasks, trajectories
 from hpc_swe.store.trajectories import Trajectory
 
-MAKING = ".making"
-"""Folder below the run's in which a start prepares the files."""
-MAKING_TIMEOUT_S = 120.0
-"""Seconds without a change after which a start counts as dead; a run is made in a second or two."""
+ENGINE_KEY = "VLLM_API_KEY"  # the environment variable of `launch start` that holds an engine's key
+MAKING = ".making"  # folder below the run's in which a start prepares the files
+MAKING_TIMEOUT_S = 120.0  # seconds without a change after which a start is dead; a run takes a second or two
 PAUSE_S = 0.1
 LISTINGS = 5
 """Listings of a folder before it counts as foreign: a start that replaces a dead one removes files first."""
@@ -176,7 +174,7 @@ def renew_code(run: RunDir) -> None:
 
 def key(run: RunDir, config: RunConfig) -> str:
     """Return the key of every engine route: that of an external engine, else the run's own."""
-    given = os.environ.get(attach.KEY, "") if config.inference.url else ""
+    given = os.environ.get(ENGINE_KEY, "") if config.inference.url else ""
     known = run.token.read_text(encoding="ascii").strip() if run.token.exists() else ""
     return given or known or secrets.token_hex(16)
 

@@ -15,28 +15,19 @@ from hpc_swe.plugins.policies.base import EstimatedPolicy
 from hpc_swe.roles.coordinator import evaluation, sft, training
 from hpc_swe.settings import RunConfig
 
-BATCH_TOKEN = 17
-"""Bytes of a token in a batch: id, log-probability, advantage, weight of 4 each, and the mask."""
-EPISODE_TOKEN = 12
-"""Bytes of a token in an episode: id, log-probability, and about four letters in its messages."""
-COMPANIONS, COMPANION_FILES = 16e6, 8
-"""Bytes and files of a tokenizer and of settings beside weights."""
-CODE, CODE_FILES = 1.5e6, 240
-"""Bytes and files of the packages that a run copies for its jobs."""
-CURVES = 12e3
-"""Bytes of metrics a step, of coordinator and learner, with drawn curves."""
-LOG_LINE = 150
-"""Bytes that an episode leaves in logs."""
+BATCH_TOKEN = 17  # bytes of a token in a batch: id, log-probability, advantage, weight of 4 each; mask
+EPISODE_TOKEN = 12  # bytes of a token in an episode: id, log-probability, about four letters of messages
+COMPANIONS, COMPANION_FILES = 16e6, 8  # bytes and files of a tokenizer and of settings beside weights
+CODE, CODE_FILES = 1.5e6, 240  # bytes and files of the packages that a run copies for its jobs
+CURVES = 12e3  # bytes of metrics a step, of coordinator and learner, with drawn curves
+LOG_LINE = 150  # bytes that an episode leaves in logs
 AHEAD = {"grpo": training.AHEAD, "sft": sft.AHEAD}
 
 
 def requests(config: RunConfig, executor: Scheduled) -> list[ResourceRequest]:
     """Return what the run asks of the scheduler at once, by role."""
-    return [
-        executor.request(role, jobs, processes(role, config))
-        for role, jobs in desired(config).items()
-        if jobs
-    ]
+    wanted = desired(config).items()
+    return [executor.request(role, jobs, processes(role, config)) for role, jobs in wanted if jobs]
 
 
 def disk(config: RunConfig) -> list[Part]:
@@ -49,11 +40,8 @@ def disk(config: RunConfig) -> list[Part]:
     if "rollout" in roles:
         parts += _episodes(config)
     jobs = sum(roles.values())
-    parts.append(
-        Part("metrics/, tensorboard/", f"{CURVES / 1e3:.0f} kB a step", config.steps * CURVES, 2 * jobs)
-    )
-    parts.append(Part("nodes/, launch/, logs/", "three files a job", jobs * 5e3, 4 * jobs))
-    return parts
+    curves = Part("metrics/, tensorboard/", f"{CURVES / 1e3:.0f} kB a step", config.steps * CURVES, 2 * jobs)
+    return [*parts, curves, Part("nodes/, launch/, logs/", "three files a job", jobs * 5e3, 4 * jobs)]
 
 
 def _states(config: RunConfig) -> list[Part]:

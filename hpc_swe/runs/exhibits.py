@@ -4,6 +4,7 @@ import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pyarrow as pa
@@ -11,21 +12,12 @@ import pyarrow.parquet as pq
 
 from hpc_swe.errors import CorruptRecord, HpcSweError
 from hpc_swe.metrics import meaning
-from hpc_swe.records import (
-    Batch,
-    Episode,
-    MetricLine,
-    Record,
-    RolloutRequest,
-    ScoredEpisode,
-    float_array,
-    id_array,
-)
+from hpc_swe.records import Batch, Episode, MetricLine, RolloutRequest, ScoredEpisode, float_array, id_array
 from hpc_swe.rundir import SPOOLS, RunDir
 from hpc_swe.store import atomic
 from hpc_swe.transcript import clean
 
-KINDS: dict[str, type[Record]] = {
+KINDS: dict[str, Any] = {
     "requests": RolloutRequest,
     "episodes": Episode,
     "scored": ScoredEpisode,

@@ -61,11 +61,21 @@ def scripts(run: RunDir, config: RunConfig) -> list[str]:
 def cost_tables(config: RunConfig) -> list[RenderableType]:
     """Return tables of jobs, memory of the GPUs, and room on disk."""
     found: list[RenderableType] = [_jobs(config)]
-    wanted = job_counts.desired(config)
-    if wanted.get("learner"):
-        found += _learner(config)
-    if wanted.get("inference"):
-        found += _engine(config)
+    wanted, model, policy, engine = (
+        job_counts.desired(config),
+        Path(config.model),
+        config.policy,
+        config.engine,
+    )
+    if wanted.get("learner") and isinstance(policy, EstimatedPolicy):
+        tokens, reference = config.batches.microbatch_tokens, config.learner.loss.kl_coefficient > 0
+        found += _memory(policy.memory(model, config.learner.data_parallel, tokens, reference=reference))
+    elif wanted.get("learner"):
+        found.append(f"learner: {type(policy).__name__} is no policy whose memory is known here")
+    if wanted.get("inference") and isinstance(engine, EstimatedEngine):
+        found += _memory(engine.memory(model, config.rollout.context))
+    elif wanted.get("inference"):
+        found.append(f"inference: {type(engine).__name__} is no engine whose memory is known here")
     return [*found, _disk(estimate.disk(config))]
 
 
@@ -84,36 +94,14 @@ def _jobs(config: RunConfig) -> RenderableType:
 
 
 def _numbers(found: Sequence[ResourceRequest]) -> list[str]:
+    asked = [(each.jobs, each.nodes, each.cores, each.memory_gb, each.gpus) for each in found] or [(0,) * 5]
     hours = {each.hours for each in found}
-    sums = [
-        sum(each.jobs for each in found),
-        sum(each.nodes for each in found),
-        sum(each.cores for each in found),
-        sum(each.memory_gb for each in found),
-        sum(each.gpus for each in found),
-        hours.pop() if len(hours) == 1 else None,
-        sum(each.nodes * each.hours for each in found),
-        sum(each.cores * each.hours for each in found),
-        sum(each.gpus * each.hours for each in found),
-    ]
+    used = [[n * each.hours for n in (each.nodes, each.cores, each.gpus)] for each in found] or [[0.0] * 3]
+    walltime = hours.pop() if len(hours) == 1 else None
+    sums = [*map(sum, zip(*asked, strict=True)), walltime, *map(sum, zip(*used, strict=True))]
     return [
         "" if number is None else f"{number:,.4g}" if number < 1e4 else f"{number:,.0f}" for number in sums
     ]
-
-
-def _learner(config: RunConfig) -> list[RenderableType]:
-    policy, learner = config.policy, config.learner
-    if not isinstance(policy, EstimatedPolicy):
-        return [f"learner: {type(policy).__name__} is no policy whose memory is known here"]
-    tokens, reference = config.batches.microbatch_tokens, learner.loss.kl_coefficient > 0
-    return _memory(policy.memory(Path(config.model), learner.data_parallel, tokens, reference=reference))
-
-
-def _engine(config: RunConfig) -> list[RenderableType]:
-    engine = config.engine
-    if not isinstance(engine, EstimatedEngine):
-        return [f"inference: {type(engine).__name__} is no engine whose memory is known here"]
-    return _memory(engine.memory(Path(config.model), config.rollout.context))
 
 
 def _disk(parts: Sequence[Part]) -> RenderableType:

@@ -23,16 +23,13 @@ from hpc_swe.store.submissions import LatestSubmission, Started, Submitted
 
 log = logging.getLogger(__name__)
 
-GENERATIONS = 3
-"""Submissions of a role that may fail one after another before it counts as stuck."""
+GENERATIONS = 3  # submissions of a role that may fail one after another before it counts as stuck
 FAILED = ("FAILED", "OUT_OF_MEMORY", "BOOT_FAIL")
 OPEN = ("PENDING", "RUNNING", "REQUEUED", "COMPLETING")
 """States that accounting may still have for jobs that have left the queue."""
-REST_S = 600.0
-"""Seconds for which nothing is submitted for a role that is stuck."""
+REST_S = 600.0  # seconds for which nothing is submitted for a role that is stuck
 
-History = tuple[int, Submitted, list[Started]]
-"""Number of a submission, its note, and the notes of its jobs."""
+History = tuple[int, Submitted, list[Started]]  # number of a submission, its note, and the notes of its jobs
 
 
 @dataclass(frozen=True)

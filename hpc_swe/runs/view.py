@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -17,8 +17,7 @@ from hpc_swe.runs import submit
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, orders, submissions
 
-ASK_S = 15.0
-"""Least seconds between two requests to the scheduler."""
+ASK_S = 15.0  # least seconds between two requests to the scheduler
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ class RunReader:
         self._queue, self._asked_at = Queue(), float("-inf")
 
     def look(self) -> RunView:
-        """Return the present state."""
         run, config = self._run, self._config
         if self._clock() >= self._asked_at + ASK_S:
             self._queue, self._asked_at = _ask(run, config), self._clock()
@@ -67,17 +65,20 @@ class RunReader:
             engines = atomic.get(run.endpoints, EndpointTable).endpoints
         except FileNotFoundError:
             report, silent_s, engines = None, 0.0, []
-        view = RunView(
+        desired, standing = job_counts.desired(config), orders.active(run)
+        if run.finished.exists() and not self._queue.jobs:  # the last report describes live processes
+            desired, engines = dict.fromkeys(desired, 0), []
+            report = report and msgspec.structs.replace(report, roles=[], waits_for="", step_s=0.0)
+        return RunView(
             name=run.root.name,
             steps=0 if config.mode == "eval" else config.steps,
-            desired=job_counts.desired(config),
-            orders=orders.active(run),
+            desired=desired,
+            orders=standing,
             queue=self._queue,
             report=report,
             silent_s=silent_s,
             engines=engines,
         )
-        return _ended(view) if run.finished.exists() and not self._queue.jobs else view
 
     def read(self) -> RunView | str:
         """Return the present state, or why it cannot be read now, such as a file that is being replaced."""
@@ -85,13 +86,6 @@ class RunReader:
             return self.look()
         except (HpcSweError, OSError) as error:
             return str(error)
-
-
-def _ended(view: RunView) -> RunView:
-    """Correct the view of a finished run without jobs: its last report describes live ones."""
-    none_desired = dict.fromkeys(view.desired, 0)
-    report = view.report and msgspec.structs.replace(view.report, roles=[], waits_for="", step_s=0.0)
-    return replace(view, desired=none_desired, report=report, engines=[])
 
 
 def duration(seconds: float) -> str:

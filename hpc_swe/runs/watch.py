@@ -30,11 +30,8 @@ def watch(
 
     After each tick `show` gets the state of the run, or a text that says why it cannot be read. When this
     ends early the jobs keep running, unless `stop_on` names what stops them: a deadline, or any error or
-    interrupt.
-
-    Raises:
-        HpcSweError: The run was ordered to end before it had finished.
-        DeadlineError: It takes longer than `timeout_s`, or a role cannot be kept alive.
+    interrupt. Raise HpcSweError when the run was ordered to end before it had finished, and DeadlineError
+    when it takes longer than `timeout_s`, or a role cannot be kept alive.
     """
     try:
         _watch(run, config, timeout_s, show)
@@ -51,22 +48,17 @@ def _watch(
 ) -> None:
     deadline, reader = time.monotonic() + timeout_s, RunReader(run, config)
     while not orders.active(run) or alive(run, config):
-        plan = _tick(run, config)
+        try:
+            plan = submit.tick(run, config)
+        except (SchedulerError, StorageError) as error:
+            log.warning("waiting for the scheduler or the file system: %s", error)
+            plan = TickResult()
         if plan.lost or time.monotonic() > deadline:
             why = "; ".join(f"{role}: {plan.stuck[role]}" for role in plan.lost)
             raise DeadlineError(f"{run.root}: {why or f'not finished after {timeout_s:g} s; see its logs/'}")
         if show:
             show(reader.read())
         time.sleep(config.executor.pause_s)
-
-
-def _tick(run: RunDir, config: RunConfig) -> TickResult:
-    """Submit missing jobs, unless the scheduler or the file system does not answer."""
-    try:
-        return submit.tick(run, config)
-    except (SchedulerError, StorageError) as error:
-        log.warning("waiting for the scheduler or the file system: %s", error)
-        return TickResult()
 
 
 def left(run: RunDir, config: RunConfig) -> str:

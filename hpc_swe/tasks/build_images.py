@@ -16,8 +16,8 @@ from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, HpcSweError, StorageError
 from hpc_swe.plugins.sandboxes.base import ImageSandboxes
 from hpc_swe.plugins.tasksets.base import Referenced
-from hpc_swe.screen import bars, say
 from hpc_swe.settings import RunConfig
+from hpc_swe.tables import bars, say
 from hpc_swe.tasks.images.sources import Built, ImageSource, Pulled
 from hpc_swe.tasks.images.store import ImageStore, Problem
 

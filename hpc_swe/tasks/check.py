@@ -33,8 +33,8 @@ from hpc_swe.plugins.sandboxes.base import ImageSandboxes, Sandboxes, WatchedSan
 from hpc_swe.plugins.task_checks import TAKEN, Kind, Seconds, TaskCheck
 from hpc_swe.plugins.tasksets.base import CheckedTasks, Referenced
 from hpc_swe.records import Score, Task
-from hpc_swe.screen import bars, console, say
 from hpc_swe.settings import RunConfig
+from hpc_swe.tables import bars, console, say
 
 COLUMNS = ("bare", "overhead")
 APPLY_TIMEOUT_S = 120.0

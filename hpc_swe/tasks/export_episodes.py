@@ -24,8 +24,8 @@ from hpc_swe.roles.coordinator.groups import failure_cause
 from hpc_swe.roles.coordinator.samples import make_samples
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import exhibits, existing, trajectories
-from hpc_swe.screen import console, say
 from hpc_swe.store import atomic
+from hpc_swe.tables import console, say
 
 TEXT = pa.string()
 FUNCTION = pa.struct([("name", TEXT), ("arguments", TEXT)])

@@ -26,8 +26,8 @@ from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, SandboxError, StorageError, boundary
 from hpc_swe.plugins.graders.base import Examiner
 from hpc_swe.plugins.sandboxes.base import WatchedSandboxes
-from hpc_swe.screen import bars, console, say
 from hpc_swe.store import atomic
+from hpc_swe.tables import bars, console, say
 from hpc_swe.tasks.bugs.attempts import VALID, Trier
 from hpc_swe.tasks.bugs.mutations import Module, Mutant, chosen
 from hpc_swe.tasks.bugs.sources import CodeSource, find

@@ -23,8 +23,8 @@ from hpc_swe.errors import ConfigError, StorageError, boundary
 from hpc_swe.plugins import task_checks
 from hpc_swe.plugins.graders.base import OutcomeReporter
 from hpc_swe.plugins.sandboxes.base import ImageSandboxes, WatchedSandboxes
-from hpc_swe.screen import bars, console, say
 from hpc_swe.settings import RunConfig
+from hpc_swe.tables import bars, console, say
 from hpc_swe.tasks import history, mining
 from hpc_swe.tasks.build_images import add_recipe, recipe
 from hpc_swe.tasks.history import REFUSALS, Candidate, Commit, RefusedCommit

@@ -28,7 +28,7 @@ from hpc_swe.plugins.swebench_rows import (
     read_records,
     test_plan,
 )
-from hpc_swe.screen import console, say
+from hpc_swe.tables import console, say
 
 WORKDIR, TIMEOUT_S = "/testbed", 900.0
 """Values for the plan of tests that is only made to find faults of a row."""

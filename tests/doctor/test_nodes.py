@@ -20,7 +20,7 @@ from tests.kit.checkout import ROOT
 
 # What the probe of a node of the test cluster printed, but for the path of its python.
 PRINTED = (
-    'hpc_swe-probe 0 {"rank":0,"nodes":2,"host":"c1","python":"3.11.2 at .venv/bin/python",'
+    'hpc_swe-probe 0 {"rank":0,"host":"c1","python":"3.11.2 at .venv/bin/python",'
     '"user_namespaces":"","apptainer":"apptainer version 1.4.5","container":"","tmp":"/tmp",'
     '"tmp_kind":"tmpfs","tmp_free_gb":2.147483648,"memory_mb":1024.0,"gpus":0,"gpu_files":0,'
     '"tensorboard":true,"shared":{"kind":"ext4","error":"","crossing":"","flock":"","sockets":"",'

@@ -10,12 +10,9 @@ from msgspec import Struct
 from hpc_swe.errors import EngineError
 from hpc_swe.records import WeightVersion
 
-PENDING = "?"
-"""Suffix of the stamp of weights that have not passed their probe yet."""
-INITIAL = "default"
-"""Stamp of the weights that vLLM starts with, until they are given a name."""
-NOT_FINITE = -9999.0
-"""Value that vLLM writes in place of a log-probability that is not finite."""
+PENDING = "?"  # suffix of the stamp of weights that have not passed their probe yet
+INITIAL = "default"  # stamp of the weights that vLLM starts with, until they are given a name
+NOT_FINITE = -9999.0  # value that vLLM writes in place of a log-probability that is not finite
 Span = tuple[int, int, WeightVersion]
 _T = TypeVar("_T")
 
@@ -29,13 +26,10 @@ class Logprob(Struct):
 
     @property
     def id(self) -> int:
-        """Return the token's id."""
         return self.token_id if not self.token else int(self.token.removeprefix("token_id:"))
 
 
 class Logprobs(Struct):
-    """Hold the log-probabilities of the sampled tokens."""
-
     content: list[Logprob]
 
 
@@ -48,8 +42,6 @@ class Stamp(Struct):
 
 
 class Choice(Struct):
-    """Hold one completion."""
-
     token_ids: list[int]
     finish_reason: str
     logprobs: Logprobs
@@ -87,8 +79,6 @@ class WeightInfo(Struct):
 
 
 class ModelCard(Struct):
-    """Describe a model that is served."""
-
     root: str
     max_model_len: int
 
@@ -100,14 +90,10 @@ class Models(Struct):
 
 
 class WeightTransfer(Struct):
-    """Name the back end through which weights are updated."""
-
     backend: str
 
 
 class VllmConfig(Struct, frozen=True):
-    """Hold the part of vLLM's configuration that matters here."""
-
     weight_transfer_config: WeightTransfer | None = None
 
 

@@ -9,6 +9,8 @@ from hpc_swe.plugins.costs import MemoryEstimate
 from hpc_swe.records import IdArray, ProbeScore, Sampling, WeightManifest, WeightVersion
 from hpc_swe.store.folders import Identity
 
+Files = dict[str, Identity]  # name of a file -> what tells whether it changed since it was verified
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -68,21 +70,13 @@ class Engine(Protocol):
         """
 
     def reload(
-        self,
-        url: str,
-        token: str,
-        folder: Path,
-        manifest: WeightManifest | None,
-        files: dict[str, Identity] | None = None,
+        self, url: str, token: str, folder: Path, manifest: WeightManifest | None, files: Files | None = None
     ) -> None:
         """Swap in a published version, or without a manifest the model that the run starts from.
 
         With `files` it loads only files that did not change since they were verified.
-        After any error but NoAnswer the engine serves the old weights, or has ended.
-
-        Raises:
-            NoAnswer: The engine is dead or hangs; this says nothing about the version.
-            EngineError: The engine refused; the message names the file or tensor.
+        Raise EngineError, with the file or tensor, when the engine refuses; it then serves the old weights,
+        or has ended. Raise NoAnswer when it is dead or hangs, which says nothing about the version.
         """
 
     def generate(
@@ -90,10 +84,8 @@ class Engine(Protocol):
     ) -> Completion:
         """Sample one completion; check after each `timeout_s` without data that the engine is alive.
 
-        Raises:
-            NoAnswer: The engine is dead or hangs.
-            Overdue: It works, but the completion took far longer than its tokens may.
-            EngineError: The answer cannot be trusted.
+        Raise NoAnswer when it is dead or hangs, Overdue when it works, but the completion takes far longer
+        than its tokens may, and EngineError when the answer cannot be trusted.
         """
 
 

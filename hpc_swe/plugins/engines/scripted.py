@@ -25,8 +25,7 @@ from hpc_swe.plugins.engines.vllm import BACKEND, TOKEN, Vllm
 from hpc_swe.records import Record
 from hpc_swe.store import folders
 
-SCORE = -1.0
-"""Log-probability of every scored token."""
+SCORE = -1.0  # log-probability of every scored token
 
 
 class ScriptedReply(Record, frozen=True, kw_only=True):
@@ -98,14 +97,9 @@ class _State:
     update_s: float
     version: str = INITIAL
     running: threading.Event = field(default_factory=threading.Event)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.running.set()
-
-    def reply(self) -> ScriptedReply:
-        with self._lock:
-            return next(self.replies, ScriptedReply(status=404))
 
     def control(self, path: str, request: _ControlRequest) -> None:
         """Carry out a control request; raise ValueError if a weight file changed since it was verified."""
@@ -166,16 +160,17 @@ class _Handler(BaseHTTPRequestHandler):
     def _generate(self, request: _GenerateRequest) -> None:
         is_score = request.sampling_params.prompt_logprobs is not None
         prompt = request.token_ids
-        reply = ScriptedReply(token_ids=[0], logprobs=[SCORE]) if is_score else self._state.reply()
+        score = ScriptedReply(token_ids=[0], logprobs=[SCORE])
+        # `next` of a cycle is one call in C, so threads share it without a lock
+        reply = score if is_score else next(self._state.replies, ScriptedReply(status=404))
         time.sleep(reply.delay_s)
         self._state.running.wait()
         ids = reply.token_ids[: request.sampling_params.max_tokens]
+        content = [{"token_id": i, "logprob": p} for i, p in zip(ids, reply.logprobs, strict=False)]
         choice = {
             "token_ids": ids,
             "finish_reason": reply.finish_reason if ids == reply.token_ids else "length",
-            "logprobs": {
-                "content": [{"token_id": i, "logprob": p} for i, p in zip(ids, reply.logprobs, strict=False)]
-            },
+            "logprobs": {"content": content},
             "weight_versions": [{"version": self._state.version, "start": 0, "end": len(ids)}] if ids else [],
         }
         rows = [None, *({str(i): {"logprob": SCORE}} for i in prompt[1:])] if is_score else None

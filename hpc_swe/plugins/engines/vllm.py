@@ -23,25 +23,11 @@ from msgspec import Meta
 from hpc_swe.errors import ConfigError, EngineError, NoAnswer, Overdue, boundary
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.costs import MemoryEstimate
-from hpc_swe.plugins.engines import _http, _vllm_memory
-from hpc_swe.plugins.engines._answers import (
-    PENDING,
-    Answer,
-    Choice,
-    Models,
-    ServerInfo,
-    Span,
-    WeightInfo,
-    decode,
-    from_completions,
-    require_finite,
-    sampled_logprobs,
-    to_spans,
-)
-from hpc_swe.plugins.engines.base import Completion, EngineInfo
+from hpc_swe.plugins.engines import _answers, _http, _vllm_memory
+from hpc_swe.plugins.engines._answers import PENDING, Answer, decode
+from hpc_swe.plugins.engines.base import Completion, EngineInfo, Files
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.records import IdArray, ProbeScore, Sampling, WeightManifest, WeightVersion
-from hpc_swe.store.folders import Identity
 
 TOKEN = "HPC_SWE_ENGINE_TOKEN"
 BACKEND = "hpc_swe_folder"
@@ -109,7 +95,11 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         flags = ["--tokens-only", "--disable-uvicorn-access-log", "--disable-log-stats"]
         eager = ["--enforce-eager"] if self.enforce_eager else []
         pairs = [part for key, value in options.items() for part in (f"--{key}", str(value))]
-        return [self._program(), "serve", str(model), *pairs, *flags, *eager, *self.extra]
+        beside = Path(sys.executable).with_name("vllm")
+        program = self.program or (str(beside) if beside.exists() else shutil.which("vllm"))
+        if not program:
+            raise ConfigError(f"[engine] program: no vllm beside {sys.executable} nor on PATH; name its path")
+        return [program, "serve", str(model), *pairs, *flags, *eager, *self.extra]
 
     def environment(self, token: str) -> dict[str, str]:
         """Return this process's variables and those that vLLM needs.
@@ -128,19 +118,22 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             "TRANSFORMERS_OFFLINE": "1",
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",  # an agent's tools take longer than the default of 5 s
         }
-        return inherited | always | (self._cpu_environment() if self.device == "cpu" else {}) | self.environ
+        on_cpu = {
+            "OMP_NUM_THREADS": str(self.threads),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise two engines of a node share core 0
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a CPU then allows one process for core and worker
+            "TORCHDYNAMO_DISABLE": "1",  # otherwise it compiles at the first request; without g++ it ends
+        }
+        return inherited | always | (on_cpu if self.device == "cpu" else {}) | self.environ
 
     @property
     def gpus(self) -> int:
-        """Return the GPUs of one engine; none on a CPU."""
         return self.tensor_parallel if self.device == "gpu" else 0
 
     def check_model(self, model: Path) -> None:
-        """Check that ranks and contexts fit the model."""
         _vllm_memory.check(model, self.tensor_parallel, self.max_model_len)
 
     def memory(self, model: Path, context: int) -> MemoryEstimate:
-        """Estimate the memory of one rank."""
         return _vllm_memory.estimate(
             ModelShape.read(model),
             self.tensor_parallel,
@@ -173,16 +166,16 @@ class Vllm(Plugin, frozen=True, kw_only=True):
 
         The second route exists only in vLLM's development mode, without which weights cannot be updated.
         """
-        [card, *_] = decode(Models, url, self._get(url, token, "/v1/models")).data
+        [card, *_] = decode(_answers.Models, url, self._get(url, token, "/v1/models")).data
         info = self._get(url, token, "/server_info?config_format=json", absent=b"{}")
-        transfer = decode(ServerInfo, url, info).vllm_config.weight_transfer_config
+        transfer = decode(_answers.ServerInfo, url, info).vllm_config.weight_transfer_config
         can_update = transfer is not None and transfer.backend == BACKEND
         return EngineInfo(card.root, card.max_model_len, can_update)
 
     def stamp(self, url: str, token: str) -> str | None:
         """Read the stamp from /weight_info; return None where the release has no such route."""
         data = self._get(url, token, "/weight_info", absent=b"")
-        return decode(WeightInfo, url, data).weight_version if data else None
+        return decode(_answers.WeightInfo, url, data).weight_version if data else None
 
     def adopt(self, url: str, token: str, version: WeightVersion, probe: ProbeScore | None) -> None:
         """Compare the probe, then set the stamp where the release has stamps."""
@@ -192,12 +185,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             self._control(url, token, "/update_weight_version", {"new_version": version.name})
 
     def reload(
-        self,
-        url: str,
-        token: str,
-        folder: Path,
-        manifest: WeightManifest | None,
-        files: dict[str, Identity] | None = None,
+        self, url: str, token: str, folder: Path, manifest: WeightManifest | None, files: Files | None = None
     ) -> None:
         """Pause, swap, resume, then probe; a version that fails its probe is swapped out again.
 
@@ -232,12 +220,15 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         wait = (timeout_s, timeout_s + sampling.max_tokens / SLOWEST_TOKENS_PER_S)
         choice = self._request(url, token, prompt.tolist(), sampling, wait).choices[0]
         ids = choice.token_ids
-        logprobs = sampled_logprobs(choice)
+        logprobs = _answers.sampled_logprobs(choice)
         if choice.finish_reason not in ("stop", "length", "abort"):
             raise EngineError(f"{url}: finish reason {choice.finish_reason!r}")
         if choice.finish_reason == "stop" and not (ids and choice.stop_reason in (None, ids[-1])):
             raise EngineError(f"{url}: stopped by {choice.stop_reason!r}, which is not the last token id")
-        spans = self._spans(url, token, choice)
+        stamps = choice.weight_versions
+        if stamps and any(stamp.version.endswith(PENDING) for stamp in stamps):
+            self._await_probe(url, token, {stamp.version for stamp in stamps})
+        spans = None if stamps is None else _answers.to_spans(stamps, len(ids))
         return Completion(ids, logprobs, choice.finish_reason, spans)
 
     def score(self, url: str, token: str, token_ids: Sequence[int]) -> list[float]:
@@ -252,7 +243,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             raise EngineError(f"{url}: {len(rows)} prompt log-probabilities of {len(token_ids)} tokens")
         found = [(row or {}).get(str(i)) for row, i in zip(rows[1:], token_ids[1:], strict=True)]
         values = [math.nan if entry is None else entry.logprob for entry in found]
-        require_finite(values)
+        _answers.require_finite(values)
         return values
 
     def _request(
@@ -285,7 +276,8 @@ class Vllm(Plugin, frozen=True, kw_only=True):
                 raise
         del settings["detokenize"]  # /v1/completions, which every vLLM serves, does not know it
         body = msgspec.json.encode({"prompt": ids, "return_token_ids": True, **settings})
-        return from_completions(url, _http.call(url, token, "/v1/completions", body, check_s, keep_waiting))
+        data = _http.call(url, token, "/v1/completions", body, check_s, keep_waiting)
+        return _answers.from_completions(url, data)
 
     def _swap(self, url: str, token: str, update: dict[str, object], stamp: str | None) -> None:
         self._start_update(url, token)
@@ -320,14 +312,6 @@ class Vllm(Plugin, frozen=True, kw_only=True):
                 f" more than {probe.tolerance:g}"
             )
 
-    def _spans(self, url: str, token: str, choice: Choice) -> list[Span] | None:
-        stamps = choice.weight_versions
-        if stamps is None:
-            return None
-        if any(stamp.version.endswith(PENDING) for stamp in stamps):
-            self._await_probe(url, token, {stamp.version for stamp in stamps})
-        return to_spans(stamps, len(choice.token_ids))
-
     def _await_probe(self, url: str, token: str, names: set[str]) -> None:
         deadline = time.monotonic() + self.update_timeout_s
         while (current := self.stamp(url, token)) is None or current.endswith(PENDING):
@@ -352,18 +336,3 @@ class Vllm(Plugin, frozen=True, kw_only=True):
 
     def _control(self, url: str, token: str, path: str, body: dict[str, object]) -> None:
         _http.call(url, token, path, msgspec.json.encode(body), self.update_timeout_s)
-
-    def _program(self) -> str:
-        beside = Path(sys.executable).with_name("vllm")
-        found = self.program or (str(beside) if beside.exists() else shutil.which("vllm"))
-        if not found:
-            raise ConfigError(f"[engine] program: no vllm beside {sys.executable} nor on PATH; name its path")
-        return found
-
-    def _cpu_environment(self) -> dict[str, str]:
-        return {
-            "OMP_NUM_THREADS": str(self.threads),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise two engines of a node share core 0
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a CPU then allows one process for core and worker
-            "TORCHDYNAMO_DISABLE": "1",  # otherwise it compiles at the first request; without g++ it ends
-        }

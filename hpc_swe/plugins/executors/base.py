@@ -12,8 +12,7 @@ from hpc_swe.errors import ConfigError
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
 
-SINGLETON_ROLES: tuple[Role, ...] = ("coordinator", "learner")
-"""Roles of which a run has at most one job."""
+SINGLETON_ROLES: tuple[Role, ...] = ("coordinator", "learner")  # roles of which a run has at most one job
 JOB_VARIABLES = (
     *("SLURM_", "SLURMD_", "SRUN_", "SBATCH_CPU_BIND", "SBATCH_MEM_BIND"),
     *("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
@@ -25,8 +24,7 @@ KEPT = (
     *("CUDA_", "NVIDIA_", "NCCL_", "NVSHMEM_", "UCX_", "FI_", "GLOO_", "TORCH", "PYTORCH_", "TRITON_"),
 )
 """Prefixes of the variables that a run keeps for its jobs; a tick of cron has none of them."""
-MARK = "HPC_SWE_JOB"
-"""Variable that every process of a job of this machine inherits: role, submission and run folder."""
+MARK = "HPC_SWE_JOB"  # what all processes of a job of this machine inherit: role, submission and run folder
 SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|USERNAME|(^|_)(API)?KEYS?(_|$)|(^|_)AUTH(_|$)"
 )
@@ -107,9 +105,7 @@ class Executor(Protocol):
     def submit(self, run: RunDir, submission: Submission) -> str:
         """Start the jobs and return their id.
 
-        Raises:
-            ConfigError: The scheduler refuses; the message carries its own words.
-            SchedulerError: It does not answer.
+        Raise ConfigError, with the scheduler's own words, when it refuses; SchedulerError without an answer.
         """
 
     def queue(self, run: RunDir) -> list[Job]:
@@ -191,9 +187,8 @@ def job_script(
     command with the arguments `more`. A line of setup that fails ends the job with exit code 2. A TMPDIR that
     the node's scheduler has set is kept.
     """
-    known = {
-        name: text for name, text in submission.environment.items() if not name.startswith(JOB_VARIABLES)
-    }
+    given = submission.environment.items()
+    known = {name: text for name, text in given if not name.startswith(JOB_VARIABLES)}
     lines = [f"export {name}={shlex.quote(text)}" for name, text in (known | dict(environ)).items()]
     if "TMPDIR" in known and "TMPDIR" not in environ:
         lines[list(known).index("TMPDIR")] = f"export TMPDIR=${{TMPDIR:-{shlex.quote(known['TMPDIR'])}}}"
@@ -223,11 +218,8 @@ def check_environ(environ: Mapping[str, str]) -> None:
 
 def own_environment() -> dict[str, str]:
     """Return the variables of this process that say where programs are and how they are set up; no secret."""
-    return {
-        name: text
-        for name, text in os.environ.items()
-        if name.startswith(KEPT) and "\n" not in text and not is_secret(name, text)
-    }
+    kept = {name: text for name, text in os.environ.items() if name.startswith(KEPT) and "\n" not in text}
+    return {name: text for name, text in kept.items() if not is_secret(name, text)}
 
 
 def is_secret(name: str, text: str) -> bool:

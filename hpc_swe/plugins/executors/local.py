@@ -86,7 +86,6 @@ class Local(Plugin, frozen=True, kw_only=True):
             )
 
     def gpu_grant(self, role: Role) -> GpuGrant:
-        """Return the GPUs that a job of a role gets."""
         count = self.gpus.get(role, 0)
         return GpuGrant(count, f"gpus.{role} = {count}")
 

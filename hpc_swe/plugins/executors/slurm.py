@@ -10,8 +10,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, get_args
 
 import msgspec
@@ -20,17 +19,8 @@ from msgspec import Meta
 from hpc_swe.errors import ConfigError, SchedulerError
 from hpc_swe.gpus import in_gres
 from hpc_swe.plugins import Plugin
-from hpc_swe.plugins.executors.base import (
-    JOB_VARIABLES,
-    SINGLETON_ROLES,
-    GpuGrant,
-    Job,
-    ResourceRequest,
-    Submission,
-    check_environ,
-    job_script,
-    own_job_id,
-)
+from hpc_swe.plugins.executors import base
+from hpc_swe.plugins.executors.base import SINGLETON_ROLES, GpuGrant, Job, ResourceRequest, Submission
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
@@ -42,10 +32,7 @@ ENDED = (
 )
 NOT_IN_PATHS = ("%", "\\", "\n")
 # Reasons of jobs that wait for a person.
-HELD = (
-    *("JobHeldUser", "JobHeldAdmin", "PartitionConfig"),
-    *("BadConstraints", "InvalidAccount", "InvalidQOS"),
-)
+HELD = ("JobHeldUser", "JobHeldAdmin", "PartitionConfig", "BadConstraints", "InvalidAccount", "InvalidQOS")
 BROKEN = ("launch failed requeued held", "DependencyNeverSatisfied")
 UNCOUNTED = (
     *("gpus", "gpus-per-task", "gpus_per_task", "constraint", "exclusive"),
@@ -102,7 +89,7 @@ class Slurm(Plugin, frozen=True, kw_only=True):
     """Seconds that each of Slurm's commands may take."""
 
     def __post_init__(self) -> None:
-        check_environ(self.environ)
+        base.check_environ(self.environ)
 
     def check(self, submission: Submission) -> None:
         """Check that the walltime leaves room for the notice, and that processes divide among nodes."""
@@ -139,7 +126,6 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         return GpuGrant(count * resources.nodes, f"roles.{role}.gpus_per_node = {count}{nodes}")
 
     def request(self, role: Role, jobs: int, processes: int) -> ResourceRequest:
-        """Return what so many jobs of a role, each of so many processes, ask of Slurm together."""
         each = self._resources(role)
         return ResourceRequest(
             role=role,
@@ -160,7 +146,6 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         return str(slurm._make_sbatch_string(command=command, folder=folder, **parameters))
 
     def submit(self, run: RunDir, submission: Submission) -> str:
-        """Submit the batch script with sbatch."""
         from submitit import SlurmExecutor
         from submitit.core.utils import FailedJobError
 
@@ -169,12 +154,15 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         run.logs(submission.role).mkdir(parents=True, exist_ok=True)
         executor = SlurmExecutor(folder=run.logs(submission.role))
         sbatch = executor._make_submission_command
-        executor._make_submission_command = lambda script: [*TIMEOUT, f"{self.answer_s:g}", *sbatch(script)]
+        # A job that is submitted from a job would take that one's variables for its own. SBATCH_ACCOUNT and
+        # the like stay: with them a person sets options for all jobs.
+        inside = [name for name in os.environ if name.startswith(base.JOB_VARIABLES) and name != "SLURM_CONF"]
+        prefix = ["env", *(f"--unset={name}" for name in inside), *TIMEOUT, f"{self.answer_s:g}"]
+        executor._make_submission_command = lambda script: [*prefix, *sbatch(script)]
         executor.update_parameters(**self._parameters(run, submission))
         started = time.monotonic()
         try:
-            with _without_job_variables():
-                job = executor._submit_command(self._command(submission))
+            job = executor._submit_command(self._command(submission))
         except FailedJobError as error:
             cause = error.__cause__
             code = cause.returncode if isinstance(cause, subprocess.CalledProcessError) else 1
@@ -205,7 +193,6 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         return {row[0].partition("_")[0]: " ".join(row[1:]) for row in rows}
 
     def cancel(self, jobs: Sequence[str]) -> None:
-        """End the jobs with one scancel."""
         if jobs:
             self._call("scancel", *jobs)
 
@@ -216,7 +203,7 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
-            self._call("scontrol", "requeue", own_job_id())
+            self._call("scontrol", "requeue", base.own_job_id())
         except SchedulerError as error:
             log.warning("not requeued, the next tick submits another: %s", error)
 
@@ -247,7 +234,7 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         # The script ends in exec: Slurm signals the batch shell, so jobs.run must take its place.
         # Until Python has installed its handler, the warning is ignored: it must not kill the job.
         notice = ["--notice", str(self.notice_s)]
-        return "\n".join(["trap '' USR2", *job_script(submission, self.setup, self.environ, notice)])
+        return "\n".join(["trap '' USR2", *base.job_script(submission, self.setup, self.environ, notice)])
 
     def _parameters(self, run: RunDir, submission: Submission) -> dict[str, Any]:
         resources = self._resources(submission.role)
@@ -283,22 +270,6 @@ class Slurm(Plugin, frozen=True, kw_only=True):
             options["array"] = f"0-{submission.count - 1}"
         given = {key: value for key, value in options.items() if value != ""}
         return given | self.options | resources.options
-
-
-@contextmanager
-def _without_job_variables() -> Iterator[None]:
-    """Remove the variables that Slurm gives a job: a job submitted from it would take them for its own.
-
-    SBATCH_ACCOUNT and the like stay: with them a person sets options for all jobs.
-    """
-    inside = {name: value for name, value in os.environ.items() if name.startswith(JOB_VARIABLES)}
-    inside.pop("SLURM_CONF", None)
-    for name in inside:
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(inside)
 
 
 def parse_queue(listing: str, run_id: str) -> list[Job]:
