@@ -160,10 +160,10 @@ def _run_bare(task: Task, reference: str, sandboxes: Sandboxes) -> tuple[float, 
     if not task.base_commit:
         task = msgspec.structs.replace(task, files=apply(task, reference) | task.tests.files)
     with sandboxes.open(task) as sandbox:
-        command = task.tests.command
+        command = f'python() {{ python3 "$@"; }}; {task.tests.command}'  # Debian has no program python
         if task.base_commit:
             sandbox.write(".git/bare.patch", reference.encode())
-            sandbox.write(".git/bare.sh", command.encode())
+            sandbox.write(".git/bare.sh", task.tests.command.encode())
             sandbox.run("git apply --whitespace=nowarn .git/bare.patch", APPLY_TIMEOUT_S)
             command = "bash .git/bare.sh > .git/bare.log 2>&1"
         began = time.monotonic()

@@ -20,6 +20,7 @@ from hpc_swe.plugins.graders import _second_sitting
 from hpc_swe.plugins.graders.pytest import Pytest
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.hidden_tests import HiddenEdit, Version
+from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.plugins.tasksets.bugs import Bugs
 from hpc_swe.plugins.tasksets.programs import Programs
@@ -30,7 +31,7 @@ from hpc_swe.settings import RunConfig
 from hpc_swe.store import tasks
 from hpc_swe.tasks.check import Checker, judged, run, wanted
 from jobs.reward import graded, references
-from tests.kit.checkout import ROOT, environment
+from tests.kit.checkout import IMAGES, ROOT, environment
 from tests.kit.toy import BROKEN, RECIPES, UNITTESTS, gold, patch, row, taskset, write_rows
 
 DOUBLES = "Twice a number is the number doubled."
@@ -333,6 +334,7 @@ class Unsolved(Plugin, frozen=True, kw_only=True):
         return []
 
 
+@pytest.mark.slow
 def test_programs_are_checked_by_their_repair_or_left_unproven(tmp_path):
     test = (
         "from solution import f\ndef test_a():\n    assert f(2) == 4\ndef test_b():\n    assert f(3) == 6\n"
@@ -370,6 +372,9 @@ def test_programs_are_checked_by_their_repair_or_left_unproven(tmp_path):
     found = {one.task_id: one.verdict for one in checks}
     assert found == {name: name.rpartition("-")[2] for name in found}, [one.reason for one in checks]
     assert "the module no_such_package" in checks[4].reason
+    if (IMAGES / "python-pytest.sif").exists():  # in which there is python3, and no python
+        real = Checker(Pytest(), Apptainer(images=str(IMAGES)), 1).check(tasks_[4], None)
+        assert "the module no_such_package, which the image python-pytest lacks" in real.reason
     taken = Programs(eval=str(rows), checked=str(tmp_path / "checked.jsonl"))
     assert [task.task_id for task in taken.load("eval")] == ["usable", "unproven", "humaneval-usable"]
 
