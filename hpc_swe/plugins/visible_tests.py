@@ -4,6 +4,8 @@ import ast
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 
+from hpc_swe.plugins.syntax import parse
+
 TESTS = "test.py"
 """File of the tests where nothing names another one."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -17,7 +19,7 @@ def ids_of_tests(text: str, path: str = TESTS) -> list[str]:
         ['test.py::test_a']
     """
     try:
-        module = ast.parse(text)
+        module = parse(text)
     except (SyntaxError, ValueError):
         return []
     if any(isinstance(node, ast.Attribute) and node.attr == "parametrize" for node in ast.walk(module)):
@@ -46,7 +48,7 @@ def split_only_test(text: str) -> str:
     Some of them can then be hidden, and the file as a whole tests the same.
     """
     names = ids_of_tests(text)
-    tests = [test for test in _functions(ast.parse(text).body) if not test.decorator_list] if names else []
+    tests = [test for test in _functions(parse(text).body) if not test.decorator_list] if names else []
     if len(names) != 1 or len(tests) != 1 or not all(isinstance(each, ast.Assert) for each in tests[0].body):
         return text
     (test,) = tests
@@ -61,7 +63,7 @@ def split_only_test(text: str) -> str:
 def cut(text: str, hidden: set[str]) -> str:
     """Return a test file without the functions of these names, such as ``test_a`` or ``TestB.test_c``."""
     lines: list[str | None] = [*text.split("\n")]
-    _cut(ast.parse(text).body, "", hidden, lines)
+    _cut(parse(text).body, "", hidden, lines)
     return "\n".join(line for line in lines if line is not None)
 
 
@@ -88,7 +90,7 @@ def _is_unittest(node: ast.ClassDef) -> bool:
 
 def names_of_tests(text: str) -> Iterator[str]:
     """Yield the qualified name of each function whose name begins with ``test``, in any class too."""
-    yield from _names(ast.parse(text).body, "")
+    yield from _names(parse(text).body, "")
 
 
 def _names(body: Sequence[ast.stmt], prefix: str) -> Iterator[str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from random import Random
 
 from hpc_swe.plugins.graders._expected import Reader
+from hpc_swe.plugins.syntax import parse
 
 _FIXED = re.compile(
     r"\\(N\{[^}]*\}|x..|u.{4}|U.{8}|[0-7]{1,3}|.)|%\(\w+\)\w|%[-+ #0-9.]*[a-zA-Z%]|\{\w*\}|&#?\w+;|</?\w+",
@@ -61,7 +62,7 @@ class Test:
 def tests(text: str) -> list[Test]:
     """Return the tests of a module whose names are unique; none if the text is not Python."""
     try:
-        module = ast.parse(text)
+        module = parse(text)
         finder = _PlaceFinder(text)
     except (SyntaxError, ValueError, RecursionError, tokenize.TokenError):
         return []

@@ -11,6 +11,7 @@ import ast
 from dataclasses import dataclass, field
 
 from hpc_swe.plugins.graders._runner import canonical
+from hpc_swe.plugins.syntax import parse
 
 # A test that can end before its assertion may have no answer.
 _LEAVES_EARLY = (ast.Return, ast.Yield, ast.YieldFrom)
@@ -28,7 +29,7 @@ class Sealed:
 def seal(text: str) -> Sealed:
     """Take the answers out of a test module; a text that is not Python stays as it is."""
     try:
-        module = ast.parse(text)
+        module = parse(text)
     except (SyntaxError, ValueError):
         return Sealed(text)
     answers = {}
@@ -57,8 +58,8 @@ def _seal(test: ast.FunctionDef) -> dict[int, str]:
         if sides is None:
             continue
         expression, answers[place] = sides
-        recorder = ast.parse("__import__('__main__').RECORDER.answer", mode="eval").body
-        test.body[place] = ast.Expr(ast.Call(recorder, [ast.Constant(place), expression], []))
+        call = f"__import__('__main__').RECORDER.answer({place}, {ast.unparse(expression)})"
+        test.body[place] = parse(call).body[0]
     return answers
 
 

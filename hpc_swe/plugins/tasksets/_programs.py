@@ -13,6 +13,7 @@ import msgspec
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.swebench_rows import columns, read_records
+from hpc_swe.plugins.syntax import parse
 from hpc_swe.plugins.visible_tests import TESTS
 
 FIXED = ".fixed"
@@ -136,7 +137,7 @@ def _of_row(row: _Row) -> Program:
     entrypoint = row.extra_info.entrypoint if row.extra_info else row.entrypoint
     tests = full or {path: files.get(path, "") for path in _test_paths(row.task_id, entrypoint)}
     if row.fail_to_pass:
-        _ = [ast.parse(text) for text in tests.values()]  # the tests have ids, so they must be Python
+        _ = [parse(text) for text in tests.values()]  # the tests have ids, so they must be Python
     return Program(
         task_id=row.task_id,
         statement=row.problem_statement or STATEMENT,
@@ -181,7 +182,7 @@ def _tests_of_check(text: str, entry_point: str) -> str:
     Raises:
         ValueError: There is no such function.
     """
-    module = ast.parse(text)
+    module = parse(text)
     check = next((n for n in module.body if isinstance(n, ast.FunctionDef) and n.name == "check"), None)
     if check is None or len(check.args.args) != 1:
         raise ValueError("test has no function check(candidate)")

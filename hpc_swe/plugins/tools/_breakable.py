@@ -9,6 +9,8 @@ import dis
 import types
 import warnings
 
+from hpc_swe.plugins.syntax import parse
+
 
 def refusal(text: str, line: int) -> str:
     """Return why a line cannot hold a breakpoint, and which next line can; return nothing when it can."""
@@ -16,7 +18,7 @@ def refusal(text: str, line: int) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            module = ast.parse(text)
+            module = parse(text)
             able = _lines_with_code(compile(text, "<file>", "exec", dont_inherit=True)) - _headers(module)
     except (SyntaxError, ValueError, RecursionError) as error:
         return f"the file is no valid Python: {error}"

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
+from hpc_swe.plugins.syntax import parse
+
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 Change = tuple[str, int, int, str]
 """Kind of the mutation, offsets of the first byte that is replaced and the first one after, new text."""
@@ -113,7 +115,7 @@ class Module:
         self._starts = [0]
         for line in self.data.split(b"\n"):
             self._starts.append(self._starts[-1] + len(line) + 1)
-        self._nodes = dict(self._find(ast.parse(self.data).body, ""))
+        self._nodes = dict(self._find(parse(self.data).body, ""))
         self.functions = [*self._nodes]
 
     def _find(self, body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[SourceFunction, FunctionNode]]:
@@ -155,7 +157,7 @@ class Module:
         """Return the digest of a function's text; empty if it is not Python any more."""
         indented = data[:1] in (b" ", b"\t")
         try:
-            body = ast.parse(b"if 1:\n" + data if indented else data).body
+            body = parse(b"if 1:\n" + data if indented else data).body
         except (SyntaxError, ValueError):
             return ""
         return _digest(body[0].body[0] if isinstance(body[0], ast.If) else body[0])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.syntax import parse
 
 STDLIB = "stdlib"
 DOCTESTS = "test_docstrings.py"
@@ -154,7 +155,7 @@ def _of_docstrings(text: str, name: str) -> str:
         ConfigError: There are no examples.
     """
     lines, parser = [_DOCTEST.format(name=name)], doctest.DocTestParser()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             before: list[str] = []
             for number, one in enumerate(parser.get_examples(ast.get_docstring(node) or "")):

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import CodeType
 
 from hpc_swe.plugins.swebench_rows import added
+from hpc_swe.plugins.syntax import parse
 from hpc_swe.tasks.images.commands import git, run
 from hpc_swe.tasks.images.contents import LARGEST, contents, uncoloured, words_only
 from hpc_swe.tasks.images.repository import unchanged
@@ -183,7 +184,7 @@ def _words(source: bytes) -> set[bytes]:
 
 def _tree(source: bytes) -> ast.Module:
     try:
-        return ast.parse(source)
+        return parse(source)
     except (SyntaxError, ValueError):
         return ast.Module(body=[], type_ignores=[])
 

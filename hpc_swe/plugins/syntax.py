@@ -1,0 +1,21 @@
+"""Parse Python source in threads.
+
+Before Python 3.11.5 all threads that build syntax trees count their depth in one number, so that two of them
+at a time may fail with a SystemError. In a reward worker a right patch would count as unresolved by chance.
+"""
+
+import ast
+import threading
+
+_parsing = threading.Lock()
+
+
+def parse(source: str | bytes) -> ast.Module:
+    """Parse a module as `ast.parse` does, one thread at a time.
+
+    Raises:
+        SyntaxError: It is not Python.
+        ValueError: It holds a null byte.
+    """
+    with _parsing:
+        return ast.parse(source)
