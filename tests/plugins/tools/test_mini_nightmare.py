@@ -14,7 +14,7 @@ import pytest
 from hpc_swe.plugins import load, patch
 from hpc_swe.plugins.agents.base import Reply
 from hpc_swe.plugins.agents.tool_agent import ToolAgent
-from hpc_swe.plugins.tasksets.kodcode import ids_of_tests
+from hpc_swe.plugins.visible_tests import ids_of_tests
 from hpc_swe.records import Message, Task, TestPlan, ToolCall
 from tests.kit.debugging import made, require
 
