@@ -50,7 +50,7 @@ BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe/roles/rollout": 1_180,
     "hpc_swe/runs": 1_820,
     "hpc_swe/store": 1_550,
-    "hpc_swe/tasks": 3_780,
+    "hpc_swe/tasks": 3_820,
     "jobs": 730,
 }
 HEAVY = {"torch", "vllm", "megatron", "transformers", "submitit", "tensorboard", "datasets"}

@@ -44,7 +44,15 @@ _FEWEST_SIGNS = 8
 """Letters and digits of a line that may be a copy of a line of the patch."""
 _LOG = ("log", "-z", "--no-renames", "--no-show-signature", "--numstat", "--no-textconv", "--no-ext-diff")
 _FORMAT = "--format=%x01%H%x00%P%x00%cI%x00%B%x00"
-_DIFF = ("--no-renames", "--no-ext-diff", "--no-textconv", "--no-color", "--full-index", "--unified=3")
+_DIFF = (
+    "--no-renames",
+    "--no-ext-diff",
+    "--no-textconv",
+    "--no-color",
+    "--full-index",
+    "--unified=3",
+    "--submodule=short",
+)
 _PREFIXES = ("--src-prefix=a/", "--dst-prefix=b/")
 _TRAILER = re.compile(r"(?:[A-Z]\w*(?:-\w+)+|Fixes|Closes|Refs|Bug|Link|Cc): .*|\(cherry picked from .*\)")
 _POINTER = re.compile(
@@ -113,8 +121,11 @@ def commits(repository: Path, since: str = "") -> list[Commit]:
     """Return the commits that HEAD contains, the newest first.
 
     Raises:
-        ConfigError: The folder is not a git repository, or git fails.
+        ConfigError: The folder is not that of a git repository, or git fails.
     """
+    inside = _git(repository, "rev-parse", "--show-prefix").decode(errors="replace").strip()
+    if inside:
+        raise ConfigError(f"{repository} is the folder {inside} of a repository; name the repository itself")
     dates = [f"--since={since}"] if since else []
     text = _git(repository, *_LOG, _FORMAT, *dates, "HEAD").decode(errors="replace")
     return [_commit(record) for record in re.split(r"\x01(?=[0-9a-f]{40,64}\0)", text)[1:]]

@@ -10,9 +10,10 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -47,19 +48,32 @@ passing. Changes to tests and to the set-up of the test runner are not counted. 
 """Prompt of the tasks, written into their configuration."""
 
 
-def sift(
-    repository: Path, commits: Sequence[Commit], tests: Sequence[str], texts: dict[str, str]
-) -> tuple[list[Candidate], dict[str, str]]:
-    """Return the candidates among the commits, and the name of the rule that refused each other commit."""
-    found: list[Candidate] = []
-    refused: dict[str, str] = {}
-    for commit in commits:
-        try:
-            parts = history.split(commit, tests)
-            found.append(history.candidate(repository, commit, parts, texts.get(commit.sha, "")))
-        except RefusedCommit as error:
-            refused[commit.sha] = error.why
-    return found, refused
+@dataclass(frozen=True)
+class Sifting:
+    """A sifting decides which commits are candidates, before any trial."""
+
+    repository: Path
+    tests: Sequence[str]
+    """Patterns of the paths that are tests."""
+    texts: dict[str, str]
+    """Commit -> description that replaces its message."""
+
+    def sift(
+        self, commits: Iterable[Commit], limit: int | None = None
+    ) -> tuple[list[Candidate], dict[str, str]]:
+        """Return the first candidates, and the name of the rule that refused each commit before the last."""
+        found: list[Candidate] = []
+        refused: dict[str, str] = {}
+        for commit in commits:
+            if len(found) == limit:
+                break
+            try:
+                parts = history.split(commit, self.tests)
+                text = self.texts.get(commit.sha, "")
+                found.append(history.candidate(self.repository, commit, parts, text))
+            except RefusedCommit as error:
+                refused[commit.sha] = error.why
+        return found, refused
 
 
 def run(trial: Trial, candidates: Sequence[Candidate], out: Path, jobs: int) -> list[TriedCommit]:
@@ -207,24 +221,26 @@ def main() -> int:
     arguments = cli.parse(_parser())
     commits = history.commits(arguments.repository, arguments.since)
     texts = history.described(arguments.issues, commits) if arguments.issues else {}
-    candidates, refused = sift(arguments.repository, commits, arguments.tests or history.TESTS, texts)
+    sifting = Sifting(arguments.repository, arguments.tests or history.TESTS, texts)
+    with bars() as progress:
+        read = progress.track(commits, description="commits read")
+        candidates, refused = sifting.sift(read, arguments.limit)
+    looked = f"{len(candidates) + len(refused)} of {len(commits)} commits were looked at"
     if arguments.dry_run:
-        show_candidates(commits, refused)
-        say(f"{len(commits)} commits, {len(candidates)} candidates; nothing was run")
+        show_candidates(commits[: len(candidates) + len(refused)], refused)
+        say(f"{looked}: {len(candidates)} candidates; nothing was run")
         return 0
     config = configuration.from_words(arguments.words or ["configs/swebench.toml"])
     trial, folder = _trial(arguments, config), arguments.out
     with trial.images.store.locked() if trial.images else nullcontext():
-        tried = run(trial, candidates[: arguments.limit], folder / "trials.jsonl", max(1, arguments.jobs))
+        tried = run(trial, candidates, folder / "trials.jsonl", max(1, arguments.jobs))
     for one in tried:
         left_out = f"left out, since their runs differ: {', '.join(one.flaky)}" if one.flaky else ""
         if one.verdict != "task" or left_out:
             say(": ".join(filter(None, (one.commit[:12], one.verdict, one.reason or left_out))))
     show_counts(Counter([*refused.values(), *(one.verdict for one in tried)]))
     train, held_out = write(folder, tried, trial.timeout_s)
-    untried = len(candidates) - len(tried)
-    rest = f", {untried} candidates not tried (--limit)" if untried else ""
-    say(f"{len(commits)} commits{rest}; {train} tasks for training and {held_out} held out, in {folder}")
+    say(f"{looked}: {train} tasks for training and {held_out} held out, in {folder}")
     return 0 if train else 1
 
 

@@ -29,6 +29,7 @@ EDITION = 1
 """Increase this when trials judge otherwise, so that candidates are tried again."""
 LOG_PARSER = "parse_log_pytest"
 WORKDIR = "/testbed"
+_NOT_KNOWN = "not-known-yet"  # a row without any test that must pass is refused
 _END = 600
 Verdict = Literal["task", "unfit", "no_image", "does_not_run", "nothing_fails", "flaky", "host"]
 VERDICTS: dict[Verdict, str] = {
@@ -178,7 +179,7 @@ class Trial:
         return "task", "", found
 
     def _row(self, candidate: Candidate) -> Row:
-        """Return the row of a candidate, whose lists of tests are still empty."""
+        """Return the row of a candidate, whose lists of tests are not known yet."""
         where = f"commit {candidate.commit.sha[:12]}"
         name = re.sub(r"[^a-z0-9_.-]", "-", f"{self.name}-{candidate.commit.sha[:12]}".lower())
         row = Row(
@@ -190,7 +191,7 @@ class Trial:
             test_patch=candidate.test_patch,
             problem_statement=candidate.statement,
             version="0",
-            FAIL_TO_PASS=[],
+            FAIL_TO_PASS=[_NOT_KNOWN],
             PASS_TO_PASS=[],
             log_parser=LOG_PARSER,
         )

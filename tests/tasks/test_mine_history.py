@@ -16,7 +16,7 @@ from hpc_swe.plugins import task_checks
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.tasks import history
-from hpc_swe.tasks.mine_history import sift
+from hpc_swe.tasks.mine_history import Sifting
 from hpc_swe.tasks.mining import sort_tests
 from tests.kit.checkout import IMAGES, ROOT, environment
 from tests.kit.histories import commit, make
@@ -40,18 +40,25 @@ def mine(*words: object, **more: object) -> "subprocess.CompletedProcess[str]":
     )
 
 
+def sift(repository, texts=None, limit=None):
+    return Sifting(repository, history.TESTS, texts or {}).sift(history.commits(repository), limit)
+
+
 def test_a_commit_needs_code_tests_and_a_message_to_be_a_candidate(past):
     repository, made, _ = past
-    found, refused = sift(repository, history.commits(repository), history.TESTS, {})
+    found, refused = sift(repository)
     kinds = ("good", "flaky", "does_not_run", "nothing_fails", "rename")
     assert {one.commit.sha for one in found} == {made[kind] for kind in kinds}
     others = ("first", "no_tests", "no_code", "merge", "binary", "says_nothing")
     assert refused == {made[kind]: kind for kind in others}
+    youngest, before = sift(repository, limit=1)
+    assert [one.commit.sha for one in youngest] == [made["rename"]]
+    assert before == {made[kind]: kind for kind in ("says_nothing", "binary")}
 
 
 def test_a_commit_is_split_without_what_sets_up_tests(past):
     repository, made, _ = past
-    found, _ = sift(repository, history.commits(repository), history.TESTS, {})
+    found, _ = sift(repository)
     by_commit = {one.commit.sha: one for one in found}
     good, rename = by_commit[made["good"]], by_commit[made["rename"]]
     assert [line for line in good.patch.splitlines() if line.startswith("diff")] == [
@@ -66,7 +73,7 @@ def test_a_commit_is_split_without_what_sets_up_tests(past):
 def test_the_prompt_does_not_show_the_solution_or_where_it_is(past):
     repository, made, _ = past
     texts = {made["says_nothing"]: "The value of one should be two."}
-    found, refused = sift(repository, history.commits(repository), history.TESTS, texts)
+    found, refused = sift(repository, texts)
     told = {one.commit.sha: one.statement for one in found}
     assert told[made["good"]] == ("Add numbers instead of subtracting them\n\nadd(3, 2) gave 1, which and"), (
         "trailers, pointers and lines of the patch are left out"
@@ -96,7 +103,7 @@ def test_patches_keep_the_line_ends_of_files(tmp_path):
     commit(
         tmp_path, "Make one a two", {"a.py": b"one = 2\r\ntwo = 2\r\n", "test_a.py": b"import a  # two\r\n"}
     )
-    (one,), _ = sift(tmp_path, history.commits(tmp_path), history.TESTS, {})
+    (one,), _ = sift(tmp_path)
     assert "-one = 1\r\n+one = 2\r\n two = 2\r\n" in one.patch
     git(tmp_path, "checkout", "-q", "HEAD~1")
     subprocess.run(["git", "apply"], cwd=tmp_path, input=one.patch.encode(), check=True)
@@ -129,7 +136,7 @@ def test_only_tests_that_end_alike_in_all_runs_count(before, after, kind):
 def test_a_dry_run_lists_the_commits_and_writes_nothing(past, tmp_path):
     done = mine(past[0], "--out", tmp_path / "out", "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert "11 commits, 5 candidates; nothing was run" in done.stdout
+    assert "11 of 11 commits were looked at: 5 candidates; nothing was run" in done.stdout
     assert done.stdout.count("a candidate") == 5
     assert not (tmp_path / "out").exists()
 
@@ -138,6 +145,8 @@ def test_what_is_wrong_with_the_call_is_one_clear_error(past, tmp_path):
     empty = mine(tmp_path, "--out", tmp_path / "out", "--dry-run")
     assert (empty.returncode, empty.stderr.count("\n")) == (2, 1)
     assert "not a git repository" in empty.stderr
+    inside = mine(past[0] / "calc", "--out", tmp_path / "out", "--dry-run")
+    assert "name the repository itself" in inside.stderr
     (tmp_path / "issues").write_text('{"commit": "0123456", "text": "a b c"}\n')
     issues = mine(past[0], "--out", tmp_path / "out", "--dry-run", "--issues", tmp_path / "issues")
     assert f"{tmp_path}/issues:1: 0 of 11 commits begin with '0123456'" in issues.stderr
@@ -183,7 +192,7 @@ def test_a_history_becomes_tasks_also_when_the_command_is_killed(past, tmp_path)
     assert "surely_not_installed" in next(
         line["reason"] for line in lines if line["verdict"] == "does_not_run"
     )
-    assert "11 commits; 1 tasks for training and 1 held out" in done.stdout
+    assert "11 of 11 commits were looked at: 1 tasks for training and 1 held out" in done.stdout
     rows = {row["commit"]: row for row in map(json.loads, (out / "rows.jsonl").read_text().splitlines())}
     good = rows[made["good"]]
     assert good["FAIL_TO_PASS"] == ["tests/test_core.py::test_add"]
