@@ -175,10 +175,8 @@ class Policy(Protocol):
     def build(self, model: Path, optimizer: OptimizerConfig, reference: Path | None) -> Learner:
         """Join the process group of this job and load the weights in `model`, a Hugging Face folder.
 
-        The weights in `reference`, a folder of the same architecture, are kept for the KL divergence.
-
-        Raises:
-            ConfigError: The model cannot be trained as configured.
+        The weights in `reference`, a folder of the same architecture, are kept for the KL divergence. Raise
+        ConfigError when the model cannot be trained as configured.
         """
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from hpc_swe.plugins.costs import MemoryEstimate, Part
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.policies._megatron import memory
+from hpc_swe.plugins.policies._megatron import memory, uncompiled
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 from hpc_swe.plugins.policies.base import Learner, OptimizerConfig
 
@@ -17,27 +17,21 @@ class Megatron(MegatronSettings, frozen=True, kw_only=True):
 
     def build(self, model: Path, optimizer: OptimizerConfig, reference: Path | None) -> Learner:
         """Join the process group and load the weights; see `Policy`."""
-        from hpc_swe.plugins.policies._megatron import fusions
-
-        with fusions.uncompiled(self.device == "cpu"):
+        with uncompiled(self.device == "cpu"):
             from hpc_swe.plugins.policies._megatron.learner import MegatronLearner
 
         return MegatronLearner(self, model, optimizer, reference)
 
     @property
     def gpus(self) -> int:
-        """Return the GPUs of each process: one, or none on a CPU."""
         return int(self.device == "gpu")
 
     def check_model(self, model: Path) -> None:
-        """Check that the model can be divided among the ranks."""
         ModelShape.read(model).check_parallel(self.tensor_parallel, self.sequence_parallel)
 
     def memory(self, model: Path, data_parallel: int, tokens: int, *, reference: bool) -> MemoryEstimate:
-        """Estimate the memory of one rank."""
         shape = ModelShape.read(model)
         return memory.learner_memory(shape, self, data_parallel, tokens, reference=reference)
 
     def files(self, model: Path) -> tuple[Part, Part]:
-        """Return one exported version and one checkpoint."""
         return memory.files(ModelShape.read(model), self)

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from hpc_swe.plugins.policies._megatron import fusions
+from hpc_swe.plugins.policies._megatron import uncompiled
 
 if not Path("/dev/nvidiactl").exists():  # a rank with a GPU compiles, so it imports for itself
-    with fusions.uncompiled():
+    with uncompiled():
         import hpc_swe.plugins.policies._megatron.learner
         import hpc_swe.roles.learner.loop  # noqa: F401

@@ -1,20 +1,30 @@
-"""Contain the parts of the megatron policy; most import torch and megatron-core, so they are imported late.
+"""Contain the parts of the megatron policy, which are imported late.
 
-settings   the keys of the policy; without torch
-memory     estimate memory and files; without torch
-fusions    choose whether megatron-core compiles its fused functions; must run before its import
-compat     repair megatron-core where it needs Transformer Engine or CUDA
-parallel   join the process group; tensor- and data-parallel ranks
-packing    convert a microbatch to tensors
-logprobs   output layer and log-probability in one function
-model      the model: norms, attention, experts, log-probabilities instead of logits
-weights    convert and exchange weights in Hugging Face's format
-state      what training changes: optimizer, schedule, checkpoints, and the reference weights
-learner    implement `Learner`: train, export, save, load
+All but `settings` and `memory` import torch or megatron-core; `uncompiled` must surround the first import.
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # These warnings advise the authors of megatron-core, at import and at each first call.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", category=FutureWarning, message="`torch.distributed|Please use DTensor")
+
+
+@contextmanager
+def uncompiled(wanted: bool = True) -> Iterator[None]:
+    """Import megatron-core without its compiled fusions, when `wanted`.
+
+    megatron/core/jit.py decorates them with torch.compile at import. On a CPU that costs each rank 1.5 s to
+    load Inductor, and the first call of a fusion (a mixture of experts has one) would need a C++ compiler.
+    """
+    import torch
+
+    compile_function = torch.compile
+    if wanted:
+        torch.compile = lambda function=None, **_: function or (lambda decorated: decorated)
+    try:
+        yield
+    finally:
+        torch.compile = compile_function

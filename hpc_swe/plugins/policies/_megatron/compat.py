@@ -10,6 +10,7 @@ import os
 import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from megatron.core import __version__
@@ -17,13 +18,7 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.tensor_parallel import random
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import layers, random
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -49,8 +44,11 @@ def apply() -> None:
     # filesystem_async.py:266 forks a writer, which would wait for ever for a rank that was killed.
     os.register_at_fork(after_in_child=die_with_parent)
     DistributedOptimizer._set_main_param_and_optimizer_states = _set_states
-    if not torch.cuda.is_available():
-        _replace_cuda_functions()
+    if not torch.cuda.is_available():  # the CPU is the device, and recomputation keeps its random state
+        torch.cuda.current_device = lambda: torch.device("cpu")
+        torch.cuda.synchronize = lambda *_args: None
+        random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
+        random._set_cuda_rng_state = lambda *_args, **_kwargs: None
 
 
 def mark_shards(model: nn.Module) -> None:
@@ -59,13 +57,14 @@ def mark_shards(model: nn.Module) -> None:
     With perform_initialization=False layers.py skips the marks, and the gradient norm then counts
     only rank 0's shard of every such weight.
     """
+    kinds = (layers.VocabParallelEmbedding, layers.ColumnParallelLinear, layers.RowParallelLinear)
     for module in model.modules():
-        if isinstance(module, (VocabParallelEmbedding, ColumnParallelLinear, RowParallelLinear)):
+        if isinstance(module, kinds):
             for name, weight in module.named_parameters(recurse=False):
                 if not hasattr(weight, "tensor_model_parallel"):
-                    dim = 1 if isinstance(module, RowParallelLinear) and name == "weight" else 0
-                    split = not isinstance(module, RowParallelLinear) or name == "weight"
-                    set_tensor_model_parallel_attributes(weight, split, dim, 1)
+                    dim = 1 if isinstance(module, layers.RowParallelLinear) and name == "weight" else 0
+                    split = not isinstance(module, layers.RowParallelLinear) or name == "weight"
+                    layers.set_tensor_model_parallel_attributes(weight, split, dim, 1)
 
 
 def prepare_state(optimizer: MegatronOptimizer) -> None:
@@ -133,14 +132,6 @@ def _set_states(self: DistributedOptimizer, model_param: nn.Parameter, tensors: 
 # Calls to CUDA, answered by the CPU.
 
 
-def _replace_cuda_functions() -> None:
-    """Make the CPU the current CUDA device, and let recomputation keep the CPU's random state."""
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.synchronize = lambda *_args: None
-    random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda *_args, **_kwargs: None
-
-
 def cpu_as_cuda() -> contextlib.AbstractContextManager[object]:
     """Create tensors for "cuda" on the CPU, and let them report a CUDA type; with CUDA, change nothing.
 
@@ -150,13 +141,7 @@ def cpu_as_cuda() -> contextlib.AbstractContextManager[object]:
 
 
 class _CpuAsCuda(TorchFunctionMode):  # type: ignore[misc]
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         if func is torch.Tensor.cuda:
             return args[0]
         named = dict(kwargs or {})

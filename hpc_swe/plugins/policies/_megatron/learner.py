@@ -37,12 +37,12 @@ class Stopwatch:
         self._marks.append((part, _now()))
 
     def read(self) -> dict[str, float]:
-        """Return seconds by part."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds: dict[str, float] = {}
         for (_, start), (part, end) in zip(self._marks, self._marks[1:], strict=False):
-            seconds[part] = seconds.get(part, 0.0) + _between(start, end)
+            passed = end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
+            seconds[part] = seconds.get(part, 0.0) + passed
         return seconds
 
 
@@ -52,12 +52,6 @@ def _now() -> float | torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    if isinstance(start, float):
-        return float(end - start)
-    return float(start.elapsed_time(end)) / 1000
 
 
 class MegatronLearner:
@@ -95,9 +89,7 @@ class MegatronLearner:
             )
         watch = Stopwatch()
         trained = _trained_positions(batch)
-        reference = self._reference_logprobs(batch, trained) if objective.needs_reference else None
-        watch.lap("step_seconds/reference")
-        losses, sums, maxima = self._accumulate(batch, trained, reference, objective, watch)
+        losses, sums, maxima = self._accumulate(batch, trained, objective, watch)
         norm = self._update()
         watch.lap("step_seconds/optimizer")
         metrics = self._report(losses, sums, maxima, objective)
@@ -144,21 +136,18 @@ class MegatronLearner:
             return [self._forward(id_array(m.token_ids), m.sequence_lengths, rows)[0] for m, rows in pairs]
 
     def _accumulate(
-        self,
-        batch: Batch,
-        trained: list[np.ndarray],
-        reference: list[Tensor] | None,
-        objective: Objective,
-        watch: Stopwatch,
+        self, batch: Batch, trained: list[np.ndarray], objective: Objective, watch: Stopwatch
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Add up gradients; return losses [microbatches], and sums and maxima of the statistics."""
+        given = objective.needs_reference
+        references = self._reference_logprobs(batch, trained) if given else [None] * len(trained)
+        watch.lap("step_seconds/reference")
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
         results = []
-        for index, (micro, rows) in enumerate(zip(batch.microbatches, trained, strict=True)):
+        for micro, rows, reference in zip(batch.microbatches, trained, references, strict=True):
             model = self._forward(id_array(micro.token_ids), micro.sequence_lengths, rows)
-            terms = packing.terms(micro, rows, model, reference[index] if reference else None)
-            loss, sums, maxima = objective(terms)
+            loss, sums, maxima = objective(packing.terms(micro, rows, model, reference))
             watch.lap("step_seconds/forward")
             loss.backward()
             watch.lap("step_seconds/backward")

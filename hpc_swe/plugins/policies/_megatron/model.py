@@ -6,14 +6,11 @@ the same on CPU and CUDA. The model returns log-probabilities, never logits.
 
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -46,13 +43,7 @@ class Attention(MegatronModule):  # type: ignore[misc]
         super().__init__(config=config)
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: None,
-        packed_seq_params: Packing,
-        **_: object,
+        self, query: Tensor, key: Tensor, value: Tensor, *_: object, packed_seq_params: Packing, **__: object
     ) -> Tensor:
         """Return [tokens, heads * d] for query [tokens, heads, d], and key and value [tokens, groups, d]."""
         packing = packed_seq_params
@@ -123,7 +114,7 @@ class Experts(MegatronModule):  # type: ignore[misc]
         self,
         prefix: str = "",
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, object] | None = None,
+        metadata: object = None,
     ) -> dict[str, ShardedTensor]:
         """Describe the split for checkpoints: over experts, and each expert over tensor-parallel ranks."""
         groups, depth = self._groups, len(sharded_offsets)
@@ -151,11 +142,11 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=True, group=group
             )
         else:
-            hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
         shared = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
         rows = hidden[:, 0].index_select(0, packed_seq_params.rows)
@@ -165,15 +156,13 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 def build_model(shape: ModelShape, settings: MegatronSettings) -> PolicyModel:
     """Build the model on this rank's device; its weights are not initialized."""
     config = _transformer_config(shape, settings)
-    block = TransformerBlockSubmodules(
-        layer_specs=[_layer(config) for _ in range(shape.layers)], layer_norm=RMSNorm
-    )
+    layers = [_layer(config) for _ in range(shape.layers)]
+    block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
     model = PolicyModel(
         config=config,
         transformer_layer_spec=block,
         vocab_size=shape.vocab,
         max_sequence_length=0,  # positions are rotary, and `Attention` applies them
-        parallel_output=True,
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="none",
     )
@@ -209,11 +198,6 @@ def _transformer_config(shape: ModelShape, settings: MegatronSettings) -> Transf
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,
         bias_activation_fusion=torch.cuda.is_available(),
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
         **_recompute(settings.recompute, bool(shape.experts)),
         **(_expert_settings(shape) if shape.experts else {}),
     )
@@ -225,11 +209,8 @@ def _expert_settings(shape: ModelShape) -> dict[str, object]:
         "moe_ffn_hidden_size": shape.ffn,
         "moe_router_topk": shape.experts_per_token,
         "moe_router_pre_softmax": not shape.renormalize,
-        "moe_router_score_function": "softmax",
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "allgather",
     }
 
 

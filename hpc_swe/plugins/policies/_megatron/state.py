@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,11 +33,8 @@ CONTENT = {
 
 def wrap(model: PolicyModel, settings: MegatronSettings) -> DistributedDataParallel:
     """Give the model float32 gradient buffers, which are summed over data-parallel ranks."""
-    config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=settings.distributed_optimizer,
-        average_in_collective=False,
-    )
+    spread = settings.distributed_optimizer
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=spread)
     return DistributedDataParallel(model.config, config, model)
 
 
@@ -45,7 +43,6 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Build AdamW for the wrapped model; it keeps float32 copies of bfloat16 parameters."""
     megatron = MegatronConfig(
-        optimizer="adam",
         lr=config.lr,
         min_lr=_final_lr(config),
         weight_decay=config.weight_decay,
@@ -121,20 +118,17 @@ def _host_copy(data: Tensor) -> Tensor:
     return copy.copy_(data)
 
 
+@dataclass(frozen=True)
 class Checkpointer:
     """Save and load weights, optimizer, schedule, step and random state.
 
     Any number of tensor- or data-parallel ranks can resume from a checkpoint.
     """
 
-    def __init__(
-        self,
-        ranks: TorchRanks,
-        model: PolicyModel,
-        optimizer: MegatronOptimizer,
-        schedule: OptimizerParamScheduler,
-    ) -> None:
-        self._ranks, self._model, self._optimizer, self._schedule = ranks, model, optimizer, schedule
+    _ranks: TorchRanks
+    _model: PolicyModel
+    _optimizer: MegatronOptimizer
+    _schedule: OptimizerParamScheduler
 
     def save(self, folder: Path, step: int) -> None:
         """Write a checkpoint into an empty folder; return, or raise StorageError, on all ranks together."""
@@ -154,7 +148,6 @@ class Checkpointer:
                 raise failure
 
     def load(self, folder: Path) -> int:
-        """Load a checkpoint, and return its step."""
         with compat.cpu_as_cuda():
             compat.prepare_state(self._optimizer)
             state = dist_checkpointing.load(self._state(loading=True), str(folder))

@@ -189,7 +189,10 @@ class Exporter:
         with atomic.storage(folder):
             _save(tensors, folder / file)
             if self._ranks.rank == 0:
-                self._write_index(folder, shares)
+                total = sum(sum(sizes.values()) for _, sizes in shares)
+                where = {name: file for file, sizes in shares for name in sizes}
+                index = {"metadata": {"total_size": total}, "weight_map": where}
+                (folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
                 self._copy_companions(folder)
         with ThreadPoolExecutor(4) as pool:
             return dict(zip(tensors, pool.map(_describe, tensors.values()), strict=True))
@@ -204,13 +207,6 @@ class Exporter:
             if data_rank == self._ranks.data_rank:
                 tensors |= gather(parameter.data, self._layouts[name], tensor_rank, group)
         return tensors
-
-    def _write_index(self, folder: Path, shares: list[tuple[str, dict[str, int]]]) -> None:
-        index = {
-            "metadata": {"total_size": sum(sum(sizes.values()) for _, sizes in shares)},
-            "weight_map": {name: file for file, sizes in shares for name in sizes},
-        }
-        (folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
 
     def _copy_companions(self, folder: Path) -> None:
         for path in self._source.iterdir():  # configuration, tokenizer, chat template, generation settings
