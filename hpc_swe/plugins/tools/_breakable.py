@@ -9,8 +9,6 @@ import dis
 import types
 import warnings
 
-from hpc_swe.plugins.syntax import parse
-
 
 def refusal(text: str, line: int) -> str:
     """Return why a line cannot hold a breakpoint, and which next line can; return nothing when it can."""
@@ -18,7 +16,7 @@ def refusal(text: str, line: int) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            module = parse(text)
+            module = ast.parse(text)  # this text runs in a sandbox, which has no hpc_swe
             able = _lines_with_code(compile(text, "<file>", "exec", dont_inherit=True)) - _headers(module)
     except (SyntaxError, ValueError, RecursionError) as error:
         return f"the file is no valid Python: {error}"

@@ -1,6 +1,8 @@
 """What tools hide and refuse to change, where breakpoints go, and what policies of other systems write."""
 
 import json
+import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from hpc_swe.plugins import load, patch
 from hpc_swe.plugins.agents.tool_agent import ToolAgent
 from hpc_swe.plugins.sandboxes.process import Process
+from hpc_swe.plugins.tools import pdb
 from hpc_swe.plugins.tools._breakable import refusal
 from hpc_swe.plugins.tools._breakpoints import moved_line
 from hpc_swe.plugins.tools._patterns import matches
@@ -124,6 +127,14 @@ def test_methods_of_unittest_pass_for_agents_and_graders():
         assert "1 passed" in invoke(evaluate, "", sandbox, of)
         submitted = patch.take(of, sandbox, Process())
     assert load("graders", {"type": "pytest"}).grade(of, submitted, Process()).outcome == "resolved"
+
+
+def test_what_runs_in_the_sandbox_imports_of_ours_only_what_is_sent_along():
+    for part in pdb._PARTS:
+        text = Path(pdb.__file__).with_name(f"{part}.py").read_text()
+        assert set(re.findall(r"(?m)^from hpc_swe\.plugins\.(?:tools\.)?(\S+) import", text)) <= set(
+            pdb._PARTS
+        )
 
 
 OLD = ["a\n", "b\n", "c\n", "d\n", "e\n"]
