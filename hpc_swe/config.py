@@ -28,9 +28,9 @@ FAMILIES: dict[Any, str] = {kind: kind.__module__.split(".")[2] for kind in _PLU
 """Type of a key of a run -> the family of plugins, in whose package the type is defined."""
 MAY_CHANGE = (
     *("steps", "counts", "by_hand", "max_restarts", "executor", "inference", "reward", "coordinator"),
-    *("lease", "retention", "eval.every", "batches.microbatch_tokens", "policy.recompute"),
-    *("policy.logprob_chunk", "learner.checkpoint_every", "learner.batch_wait_s", "learner.poll_s"),
-    "sft.validate_every",
+    *("lease", "retention", "eval.every", "eval.patience", "eval.select", "batches.microbatch_tokens"),
+    *("policy.recompute", "policy.logprob_chunk", "sft.validate_every"),
+    *("learner.checkpoint_every", "learner.max_skipped", "learner.batch_wait_s", "learner.poll_s"),
     *("rollout.slots", "rollout.poll_s", "rollout.engine_wait_s", "rollout.episode_timeout_s"),
     *("engine.extra", "engine.environ", "engine.program", "engine.threads", "engine.enforce_eager"),
     *("engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_share", "engine.update_timeout_s"),
@@ -74,7 +74,10 @@ def build(tree: dict[str, Any], source: str, parts: Sequence[tuple[str, dict[str
     if lines:
         raise ConfigError("\n".join(lines))
     config = msgspec.convert(tree, RunConfig, dec_hook=_plugin)
-    conflicts = [f"{source}: {message}" for message in (*_conflicts(config), *_exceeded_limits(config))]
+    conflicts = [
+        f"{source}: {message}"
+        for message in (*_conflicts(config), *_exceeded_limits(config), *_misplaced_bounds(config))
+    ]
     if conflicts:
         raise ConfigError("\n".join(conflicts))
     return config if config.sft.epochs else _with_decay_steps(config)
@@ -196,6 +199,19 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
             f"learner.loss.objective = {learner.loss.objective!r} does not fit mode = {config.mode!r}; "
             "use the objective sft in mode sft, and only there"
         )
+
+
+def _misplaced_bounds(config: RunConfig) -> Iterator[str]:
+    shaping, evals = config.shaping, config.eval
+    if shaping.overlong_from > 0 and shaping.overlong_to <= shaping.overlong_from:
+        yield (
+            f"shaping.overlong_to = {shaping.overlong_to} must exceed shaping.overlong_from = "
+            f"{shaping.overlong_from}"
+        )
+    if evals.select and evals.select not in evals.decodings:
+        yield f"eval.select = {evals.select!r} is no decoding; known: {', '.join(evals.decodings)}"
+    if config.mode == "grpo" and evals.patience > 0 and not evals.every:
+        yield f"eval.patience = {evals.patience} needs evaluations; set eval.every"
 
 
 def _exceeded_limits(config: RunConfig) -> Iterator[str]:

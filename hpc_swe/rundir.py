@@ -109,6 +109,14 @@ class RunDir:
         """Return the name of the file of held-out samples beside a data-parallel rank's file."""
         return f"validation_{rank:04d}.msgpack"
 
+    def history(self, step: int) -> Path:
+        """Return the file in a batch folder that says what the run knows about each task."""
+        return self.batch(step) / "history.msgpack"
+
+    def skipped(self, step: int) -> Path:
+        """Return the folder that keeps a batch whose gradient was not finite."""
+        return self.root / "skipped" / f"step_{step:06d}"
+
     def weight(self, version: WeightVersion) -> Path:
         """Return the folder of one weight version."""
         return self.weights / version.name

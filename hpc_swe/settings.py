@@ -65,6 +65,18 @@ class GroupsConfig(Record, frozen=True, kw_only=True):
     """Replace groups without signal by others; false trains them with advantage 0."""
 
 
+class CurriculumConfig(Record, frozen=True, kw_only=True):
+    """Tasks that all or no episodes resolve are sampled less often by these rules."""
+
+    rest: Natural = 0
+    """After each group of a settled task, the task is passed over so many times; 0 treats all tasks alike."""
+    settled_after: Positive = 2
+    """A task is settled when each of its last so many groups was resolved by all its episodes, or by none."""
+    reweight: bool = False
+    """Multiply the advantages of a settled task's groups by 1 + rest, so that the expected gradient is that
+    of equally frequent tasks; false trains settled tasks less."""
+
+
 class BatchesConfig(Record, frozen=True, kw_only=True):
     """Episodes are made into microbatches by these rules."""
 
@@ -88,6 +100,8 @@ class RetentionConfig(Record, frozen=True, kw_only=True):
     """Newest versions of the weights to keep."""
     keep_every: Natural = 0
     """Also keep versions and checkpoints at multiples of this many steps; 0 keeps none."""
+    keep_best: bool = True
+    """Also keep the version, and the checkpoint if there is one, of the step with the best evaluation."""
     free_space_floor_gb: Annotated[float, Meta(ge=0)] = 0.2
     """With less free space than this, no new episodes are dispatched, and `status` says so."""
 
@@ -165,6 +179,9 @@ class LearnerConfig(Record, frozen=True, kw_only=True):
     """Steps between two versions of the weights for the engines."""
     checkpoint_every: Positive = 10
     """Steps between two checkpoints."""
+    max_skipped: Natural = 3
+    """Batches in a row that are skipped, and kept in skipped/, because a gradient was not finite; one more is
+    an error."""
     batch_wait_s: Duration = 3600.0
     """Maximum wait for the next batch."""
     poll_s: Duration = 0.2
@@ -184,6 +201,10 @@ class EvalConfig(Record, frozen=True, kw_only=True):
     """Number of held-out tasks; 0 is all."""
     decodings: dict[str, Sampling] = {}
     """Label -> sampling settings, for example greedy = {temperature = 0}."""
+    select: str = ""
+    """Label of the decoding whose solve rate says which weights are best; empty is the first one."""
+    patience: Natural = 0
+    """Training ends after so many evaluations in a row without a better one; 0 never ends it early."""
 
 
 class SftConfig(Record, frozen=True, kw_only=True):
@@ -230,6 +251,20 @@ class SftConfig(Record, frozen=True, kw_only=True):
             raise ValueError("validation names files, so validation_share must be 0")
 
 
+class ShapingConfig(Record, frozen=True, kw_only=True):
+    """Rewards are changed by these terms before advantages are computed; curves of rewards and solve rates
+    keep the grader's numbers."""
+
+    overlong_from: Natural = 0
+    """Sampled tokens of an episode from which it is penalized; 0 penalizes none."""
+    overlong_to: Natural = 0
+    """Sampled tokens from which the whole of `overlong_penalty` is taken; it grows linearly up to there."""
+    overlong_penalty: Annotated[float, Meta(ge=0)] = 1.0
+    """Largest penalty of length."""
+    turn_penalty: Annotated[float, Meta(ge=0)] = 0.0
+    """Taken from the reward of a resolved episode for each of its turns."""
+
+
 class LeaseConfig(Record, frozen=True, kw_only=True):
     """Processes show that they are alive by a heartbeat."""
 
@@ -269,6 +304,8 @@ class RunConfig(Record, frozen=True, kw_only=True):
     executor: Executor
     sampling: Sampling = Sampling()
     groups: GroupsConfig = GroupsConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
+    shaping: ShapingConfig = ShapingConfig()
     batches: BatchesConfig = BatchesConfig()
     retention: RetentionConfig = RetentionConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()

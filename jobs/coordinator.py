@@ -1,7 +1,7 @@
 """Run the coordinator of one run, in the run's mode: python -m jobs.coordinator RUN."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -9,10 +9,11 @@ from hpc_swe import job_counts
 from hpc_swe.errors import ConfigError
 from hpc_swe.metrics import Log
 from hpc_swe.plugins.agents.base import Prefaced
-from hpc_swe.plugins.tasksets.base import Demonstrated
-from hpc_swe.records import Sample, ScoredEpisode
+from hpc_swe.plugins.tasksets.base import Demonstrated, Weighted
+from hpc_swe.records import Sample, ScoredEpisode, Task
 from hpc_swe.roles.coordinator import archive, sft
 from hpc_swe.roles.coordinator.batches import BatchSettings
+from hpc_swe.roles.coordinator.curriculum import TaskPlan, WeightedTasks
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator
 from hpc_swe.roles.coordinator.loop import Coordinator, Mode
@@ -43,13 +44,24 @@ def mode(run: RunDir, config: RunConfig, curves: Log) -> Mode:
     held_out = [task.task_id for task in taken["eval"]][: config.eval.tasks or None]
     every = config.eval.every if config.mode == "grpo" else 0
     known = held_out if every or config.mode == "eval" else []
-    evaluator = Evaluator(run, known, config.eval, config.seed, curves, every)
+    parts = {task.task_id: task.taskset for task in taken["eval"]}
+    evaluator = Evaluator(run, known, config.eval, config.seed, curves, every, parts)
     if config.mode == "eval":
         return Evaluating(run, evaluator, config.groups.max_attempts)
-    names = tuple(task.task_id for task in taken["train"])
-    plan = RequestPlan(config.seed, names, config.groups.group_size, config.sampling)
-    settings = BatchSettings(config.groups, config.batches, config.advantage, config.learner.data_parallel)
-    return Training(run, plan, settings, config.steps, evaluator, curves)
+    requests = RequestPlan(config.seed, config.groups.group_size, config.sampling)
+    plan_tasks = partial(TaskPlan, requests, _sources(config, taken["train"]), config.curriculum)
+    data_parallel = config.learner.data_parallel
+    settings = BatchSettings(config.groups, config.batches, config.advantage, data_parallel, config.shaping)
+    return Training(run, plan_tasks, settings, config.steps, evaluator, curves)
+
+
+def _sources(config: RunConfig, taken: Sequence[Task]) -> list[WeightedTasks]:
+    if not isinstance(config.taskset, Weighted):
+        return [WeightedTasks("", tuple(task.task_id for task in taken))]
+    by_name: dict[str, list[str]] = {}
+    for task in taken:
+        by_name.setdefault(task.taskset, []).append(task.task_id)
+    return [WeightedTasks(name, tuple(ids), config.taskset.weights[name]) for name, ids in by_name.items()]
 
 
 def _trained(run: RunDir, config: RunConfig, schedule: sft.SftSchedule, curves: Log) -> sft.WarmStart:

@@ -32,7 +32,9 @@ def work(run: RunDir, config: RunConfig) -> None:
     reference = Path(config.reference or config.model) if objective.needs_reference else None
     with _reporting(run, config) as (writer, on_step):
         learner = config.policy.build(Path(config.model), table.optimizer, reference)
-        plan = LearnerPlan(config.steps, table.export_every, table.checkpoint_every, writer)
+        plan = LearnerPlan(
+            config.steps, table.export_every, table.checkpoint_every, table.max_skipped, writer
+        )
         source = BatchSource(run, table.batch_wait_s, table.poll_s, interrupted.is_set)
         try:
             learn(run, learner, objective, plan, source, on_step)

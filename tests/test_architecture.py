@@ -26,7 +26,7 @@ LONGER = {"hpc_swe/records.py": 500}  # one page of records reads better than tw
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
 BUDGETS = {  # of all lines, blank ones and docstrings too
-    "hpc_swe": 3_260,
+    "hpc_swe": 3_340,
     "hpc_swe/conversation": 1_170,
     "hpc_swe/demo": 320,
     "hpc_swe/doctor": 1_240,
@@ -37,21 +37,21 @@ BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe/plugins/engines": 1_230,
     "hpc_swe/plugins/executors": 770,
     "hpc_swe/plugins/graders": 2_730,
-    "hpc_swe/plugins/policies": 1_710,
+    "hpc_swe/plugins/policies": 1_830,
     "hpc_swe/plugins/sandboxes": 1_990,
-    "hpc_swe/plugins/tasksets": 970,
+    "hpc_swe/plugins/tasksets": 1_050,
     "hpc_swe/plugins/tools": 1_670,
     "hpc_swe/report": 860,
     "hpc_swe/roles": 10,
-    "hpc_swe/roles/coordinator": 2_100,
+    "hpc_swe/roles/coordinator": 2_420,
     "hpc_swe/roles/inference": 530,
-    "hpc_swe/roles/learner": 600,
+    "hpc_swe/roles/learner": 660,
     "hpc_swe/roles/reward": 290,
     "hpc_swe/roles/rollout": 1_180,
     "hpc_swe/runs": 1_820,
-    "hpc_swe/store": 1_550,
+    "hpc_swe/store": 1_600,
     "hpc_swe/tasks": 3_820,
-    "jobs": 730,
+    "jobs": 750,
 }
 HEAVY = {"torch", "vllm", "megatron", "transformers", "submitit", "tensorboard", "datasets"}
 HOSTS = (

@@ -138,7 +138,8 @@ def learner(run: RunDir, steps: int) -> None:
 def coordinator(run: RunDir, steps: int) -> None:
     with lease(run, "coordinator") as mine:
         curves = Log(run.metric_log(mine.owner))
-        plan = RequestPlan(5, (TASK.task_id,), LIMITS.group_size, Sampling(max_tokens=200))
+        requests = RequestPlan(5, LIMITS.group_size, Sampling(max_tokens=200))
+        plan = coordinator_kit.plan_tasks(requests, [TASK.task_id])
         batch_settings = BatchSettings(LIMITS, BatchesConfig(), Grpo(), 1)
         evaluator = Evaluator(run, [], EvalConfig(), 5, curves, 0)
         maintenance = Maintenance(run, RetentionConfig(free_space_floor_gb=0), LEASE, LIMITS.max_losses)

@@ -163,7 +163,8 @@ def play(run: RunDir, load: Load, rule: Rule, steps: int, mean_s: float) -> Requ
     """A whole run."""
     run.make()
     limits = GroupsConfig(group_size=8, groups_per_step=32, resample=False, straggler_s=rule[1])
-    plan = RequestPlan(7, tuple(f"task-{n}" for n in range(512)), limits.group_size, Sampling())
+    requests = RequestPlan(7, limits.group_size, Sampling())
+    plan = played.plan_tasks(requests, [f"task-{n}" for n in range(512)])
     time, crew, log = played.Clock(), Crew(run, load, mean_s), Log(run.metric_log("coordinator"))
     batch_settings = BatchSettings(limits, BatchesConfig(), Grpo(), 1)
     mode = Training(run, plan, batch_settings, steps, Evaluator(run, [], EvalConfig(), 5, log, 0), log)
@@ -182,15 +183,15 @@ def play(run: RunDir, load: Load, rule: Rule, steps: int, mean_s: float) -> Requ
         if time.now >= trains_until:
             played.export(run, WeightVersion(step=step + 1))
             trains_until = math.inf
-    return plan
+    return requests
 
 
-def figures(run: RunDir, plan: RequestPlan, mean_s: float) -> dict[str, float]:
+def figures(run: RunDir, requests: RequestPlan, mean_s: float) -> dict[str, float]:
     """Mean lengths in minutes, and how many of the members of closed groups have no result."""
     manifests = [folders.manifest(run.batch(step), BatchManifest) for step in batches.published_steps(run)]
     closed = [group for manifest in manifests for group in (*manifest.groups, *manifest.closed)]
     trained = {group for manifest in manifests for group in manifest.groups}
-    asked = [length_s(request, mean_s) for group in closed for request in plan.group(group)]
+    asked = [length_s(request, mean_s) for group in closed for request in requests.group(group, "")]
     found = [s.episode for step in batches.published_steps(run) for s in archive.read(run.archive(step))]
     finished = [(sampled_tokens(e) * TOKEN_S, e.request.group_id in trained) for e in found]
     return {

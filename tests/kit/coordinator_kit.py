@@ -1,6 +1,7 @@
 """A run in small: a coordinator, and the other roles played by functions that do their work at once."""
 
 import hashlib
+from functools import partial
 
 from hpc_swe import records
 from hpc_swe.metrics import Log
@@ -24,18 +25,28 @@ from hpc_swe.records import (
 )
 from hpc_swe.roles.coordinator import batches
 from hpc_swe.roles.coordinator.batches import BatchSettings
+from hpc_swe.roles.coordinator.curriculum import TaskPlan, WeightedTasks
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.evaluation import Evaluator
 from hpc_swe.roles.coordinator.maintenance import Maintenance
 from hpc_swe.roles.coordinator.training import Training
 from hpc_swe.rundir import RunDir
-from hpc_swe.settings import BatchesConfig, EvalConfig, GroupsConfig, LeaseConfig, RetentionConfig
+from hpc_swe.settings import (
+    BatchesConfig,
+    CurriculumConfig,
+    EvalConfig,
+    GroupsConfig,
+    LeaseConfig,
+    RetentionConfig,
+)
 from hpc_swe.store import folders, weights
 from hpc_swe.store.spool import Spool
+from hpc_swe.store.task_history import RunHistory
 
 STEPS = 3
 CALL = ToolCall(name="view", arguments='{"path": "m.py"}')
 TASKS = ("ant", "bee", "cat", "dog")
+ALIKE = CurriculumConfig()
 LIMITS = GroupsConfig(group_size=2, groups_per_step=2, max_staleness=1, straggler_s=100.0)
 HELD_OUT = EvalConfig(samples=2, decodings={"plain": Sampling(), "greedy": Sampling(temperature=0.0)})
 
@@ -62,11 +73,29 @@ def make_maintenance(run, clock=None, beat_s=1.0, ttl_s=3.0, max_losses=2, reten
     return Maintenance(run, kept, lease, max_losses, clock or Clock())
 
 
-def training(run, limits=LIMITS, every=0, eval_tasks=(), owner="coordinator", steps=STEPS) -> Training:
+def plan_tasks(requests, tasks=TASKS, curriculum=ALIKE, sources=()):
+    """What `Training` plans its groups with: one taskset, unless `sources` names several."""
+    return partial(TaskPlan, requests, sources or [WeightedTasks("", tuple(tasks))], curriculum)
+
+
+def requests_of(group):
+    """The requests of a group, consumed or not, of `training` with its defaults."""
+    return plan_tasks(RequestPlan(5, LIMITS.group_size, Sampling()))(RunHistory()).requests(group)
+
+
+def training(
+    run,
+    limits=LIMITS,
+    every=0,
+    eval_tasks=(),
+    owner="coordinator",
+    steps=STEPS,
+    **planned,
+) -> Training:
     log = Log(run.metric_log(owner))
     evaluator = Evaluator(run, eval_tasks, HELD_OUT, 5, log, every)
     batch_settings = BatchSettings(limits, BatchesConfig(microbatch_tokens=64), Grpo(), 2)
-    plan = RequestPlan(5, TASKS, limits.group_size, Sampling())
+    plan = plan_tasks(RequestPlan(5, limits.group_size, Sampling()), **planned)
     return Training(run, plan, batch_settings, steps, evaluator, log)
 
 

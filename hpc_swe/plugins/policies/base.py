@@ -40,6 +40,8 @@ class LossConfig(Record, frozen=True, kw_only=True):
     """decoupled: tokens with pi_prox / mu above this are not trained; 0 is off."""
     kl_coefficient: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the KL divergence from the reference, which is the initial weights."""
+    entropy_coefficient: Annotated[float, Meta(ge=0)] = 0.0
+    """Weight of the entropy bonus."""
 
 
 class OptimizerConfig(Record, frozen=True, kw_only=True):
@@ -65,6 +67,10 @@ class OptimizerConfig(Record, frozen=True, kw_only=True):
     """Added to the root of the mean of squared gradients."""
     clip_grad: Annotated[float, Meta(ge=0)] = 1.0
     """Gradients are scaled down to at most this norm; 0 is off."""
+    epochs: Annotated[int, Meta(ge=1)] = 1
+    """Passes over each batch."""
+    minibatches: Annotated[int, Meta(ge=1)] = 1
+    """Optimizer steps of one pass, each on its share of the microbatches; at most one per microbatch."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +87,16 @@ class TrainedTokens:
     weights: "Tensor"
     reference: "Tensor | None"
     """Log-probabilities under the initial weights; None when the objective does not need them."""
+    proximal: "Tensor | None" = None
+    """Log-probabilities under the weights before the batch; None where the weights are still the same."""
 
 
 class Objective(Protocol):
     """Define the loss that a step minimizes, and the metrics that it reports."""
 
     needs_reference: bool
+    needs_proximal: bool
+    """Whether the weights before the batch matter when a batch has several optimizer steps."""
 
     def __call__(self, tokens: TrainedTokens) -> tuple["Tensor", "Tensor", "Tensor"]:
         """Return the loss of a microbatch (a scalar), and sums [k] and maxima [m] of detached statistics.
@@ -122,17 +132,18 @@ class Learner(Protocol):
     tolerance: float
     """Largest difference of a log-probability that rounding explains; probes of engines compare with it."""
     step: int
-    """Optimizer steps taken."""
+    """Batches trained."""
 
     @property
     def ranks(self) -> Ranks:
         """Return the processes that train together."""
 
     def train(self, batch: Batch, objective: Objective) -> dict[str, float]:
-        """Take one optimizer step, and return its metrics, which are the same on every rank.
+        """Train on a batch, and return its metrics, which are the same on every rank.
+
+        An optimizer step whose gradient is not finite is left out; ``policy/skipped`` counts these.
 
         Raises:
-            FloatingPointError: Loss or gradient is not finite; this learner must not be used again.
             ProtocolError: The batch is not for this rank, or trains the first token of a sequence.
         """
 

@@ -39,6 +39,15 @@ class WithChangedTests(Protocol):
 
 
 @runtime_checkable
+class Weighted(Protocol):
+    """A taskset has several parts; the `taskset` of each task names its part."""
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Return part -> weight; groups are divided among parts in proportion to these."""
+
+
+@runtime_checkable
 class CheckedTasks(Taskset, Referenced, Protocol):
     """A taskset that can leave out the tasks that `hpc_swe.tasks.check` did not find usable."""
 

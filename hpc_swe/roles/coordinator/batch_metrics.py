@@ -14,6 +14,8 @@ from hpc_swe.records import Batch, ScoredEpisode
 from hpc_swe.roles.coordinator.batches import BatchPlan, GroupDecision, has_signal
 from hpc_swe.roles.coordinator.groups import Group
 from hpc_swe.roles.coordinator.samples import count_sequences, sampled_tokens
+from hpc_swe.roles.coordinator.shaping import shaped
+from hpc_swe.settings import ShapingConfig
 
 Decided = list[tuple[Group, GroupDecision]]
 RECORDED = ("chains", "undelivered", "continued", "parse_errors", "context_full", "ignored_settings")
@@ -43,6 +45,29 @@ def of_batch(groups: Sequence[Group], batch_plan: BatchPlan) -> dict[str, float]
         **_episodes(results),
         **_deciles(decided),
     }
+
+
+def of_sources(
+    groups: Sequence[Group], batch_plan: BatchPlan, source_of: Mapping[str, str]
+) -> dict[str, float]:
+    """Return the metrics of each part of a mixture; none when all tasks are from one taskset."""
+    sources = sorted(set(source_of.values()))
+    values: dict[str, float] = {}
+    for source in sources if len(sources) > 1 else ():
+        own = [group for group in groups if source_of[group.members[0].request.task_id] == source]
+        results = [scored for group in own for scored in group.results]
+        values[f"taskset/groups/{source}"] = float(len(own))
+        if results:
+            decisions = [batch_plan.decisions[group.key[1]] for group in own]
+            values[f"taskset/reward/{source}"] = _mean(_rewards(results))
+            values[f"taskset/solve/{source}"] = _solved(results)
+            values[f"taskset/signal/{source}"] = _mean([any(map(has_signal, d.episodes)) for d in decisions])
+    return values
+
+
+def mean_shaped(groups: Sequence[Group], config: ShapingConfig) -> float:
+    """Return the mean shaped reward of the groups' results."""
+    return _mean([shaped(scored, config) for group in groups for scored in group.results])
 
 
 def of_packing(batches: Sequence[Batch], budget: int) -> dict[str, float]:

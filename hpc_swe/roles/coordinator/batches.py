@@ -15,9 +15,11 @@ from hpc_swe.records import Batch, BatchManifest, CoordinatorState, ScoredEpisod
 from hpc_swe.roles.coordinator.groups import Group
 from hpc_swe.roles.coordinator.packing import pack, token_weights
 from hpc_swe.roles.coordinator.samples import EpisodeSamples, make_samples
+from hpc_swe.roles.coordinator.shaping import shaped
 from hpc_swe.rundir import RunDir
-from hpc_swe.settings import BatchesConfig, GroupsConfig
+from hpc_swe.settings import BatchesConfig, GroupsConfig, ShapingConfig
 from hpc_swe.store import atomic, folders
+from hpc_swe.store.task_history import RunHistory
 
 NO_SIGNAL = 1e-9  # smaller advantages are rounding errors
 
@@ -30,6 +32,7 @@ class BatchSettings:
     batches: BatchesConfig
     advantage: Advantage
     data_parallel: int
+    shaping: ShapingConfig = ShapingConfig()
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,10 @@ class BatchPlan:
     """State of the coordinator after the batch."""
 
 
-def decide(group: Group, step: int, settings: BatchSettings) -> GroupDecision:
+def decide(group: Group, step: int, settings: BatchSettings, weight: float = 1.0) -> GroupDecision:
     """Compute the advantages and samples of a group in batch `step`, and decide if it is trained.
+
+    The advantages are multiplied by `weight`.
 
     A truncated episode is trained (``train``), counts for the baseline of its siblings only (``mask_loss``),
     or not at all (``drop_from_baseline``); an episode without a loss is in no denominator. A group with a
@@ -68,7 +73,9 @@ def decide(group: Group, step: int, settings: BatchSettings) -> GroupDecision:
     if len(baseline) < 2:
         return GroupDecision("too_few", [])
     episodes = [
-        make_samples(s.episode, advantage, settings.batches.train_chains, step, limits.max_token_staleness)
+        make_samples(
+            s.episode, weight * advantage, settings.batches.train_chains, step, limits.max_token_staleness
+        )
         for s, advantage in zip(baseline, _advantages(group, baseline, settings), strict=True)
         if overlong == "train" or not s.episode.exit_status.is_truncated
     ]
@@ -123,8 +130,11 @@ def commit(
     batches: list[Batch],
     stats: dict[str, float],
     held_out: Sequence[Batch] = (),
+    history: RunHistory | None = None,
 ) -> None:
-    """Publish the batch; `stats` are the metrics in its manifest, and `held_out` is to be validated with it.
+    """Publish the batch, with the history after it; `stats` are the metrics in its manifest.
+
+    `held_out` is to be validated with it.
 
     Raises:
         LostRace: Another coordinator published this step.
@@ -132,6 +142,9 @@ def commit(
     named = [(run.rank_file(batch.rank), batch) for batch in batches]
     named += [(run.validation_file(batch.rank), batch) for batch in held_out]
     files = {name: atomic.encode(Path(name), batch) for name, batch in named}
+    if history is not None:
+        known = run.history(batch_plan.step)
+        files[known.name] = atomic.encode(known, history)
 
     def fill(stage: Path) -> BatchManifest:
         return BatchManifest(
@@ -156,7 +169,7 @@ def _advantages(group: Group, baseline: list[ScoredEpisode], settings: BatchSett
     estimator = settings.advantage
     if isinstance(estimator, PerGroup):
         estimator = estimator.for_group(group.key[1])
-    return estimator([s.score.reward or 0.0 for s in baseline])
+    return estimator([shaped(scored, settings.shaping) for scored in baseline])
 
 
 def has_signal(c: EpisodeSamples) -> bool:

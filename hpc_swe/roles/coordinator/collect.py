@@ -102,8 +102,9 @@ class ResultCollector:
         scored = self._scored.read(address)
         if scored is None:
             return
-        if scored.episode.request.name != address.identity:
-            log.error("dropped %s: a result of %s", address.identity, scored.episode.request.name)
+        request, member = scored.episode.request, self.ledger.member(address.identity)
+        if request.name != address.identity or (member and member.request.task_id != request.task_id):
+            log.error("dropped %s: a result of %s, %s", address.identity, request.name, request.task_id)
             self._drop(address)
             return
         cause = failure_cause(scored)

@@ -1,7 +1,8 @@
 """Decide which requests are made, and when they may be made. Both decisions are pure functions.
 
-Which: Groups are numbered 0, 1, 2 .. for the whole run, and everything about group g is computed from the
-run's seed and g. A second coordinator therefore writes exactly the same requests.
+Which: Groups are numbered 0, 1, 2 .. for the whole run. Everything about group g is computed from the run's
+seed, g, and the task of g, which `curriculum` plans from results that a batch has published. A second
+coordinator therefore writes exactly the same requests.
 
 When: Batch n is the next `groups_per_step` groups with signal in the order of their numbers, and is ready
 when every lower-numbered group is closed. So the content of a batch depends on the results, never on their
@@ -15,7 +16,6 @@ group is ever discarded for its age.
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import msgspec
 
@@ -31,17 +31,14 @@ def stable_hash(*parts: object) -> int:
 
 @dataclass(frozen=True)
 class RequestPlan:
-    """Determine the task and the seeds of every training group."""
+    """Determine the requests of a training group from its number and its task."""
 
     seed: int
-    tasks: tuple[str, ...]
     group_size: int
     sampling: Sampling
 
-    def group(self, group_id: int) -> list[RolloutRequest]:
-        """Return the requests of a group; each pass over the tasks has its own order."""
-        epoch, place = divmod(group_id, len(self.tasks))
-        task = _order(self.seed, epoch, self.tasks)[place]
+    def group(self, group_id: int, task: str) -> list[RolloutRequest]:
+        """Return the requests of a group."""
         return [
             request(self.seed, "train", group_id, index, task, self.sampling)
             for index in range(self.group_size)
@@ -81,8 +78,3 @@ def dispatch_end(
         expected += rate if signal is None else float(signal)
         group += 1
     return group
-
-
-@lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, tasks: tuple[str, ...]) -> list[str]:
-    return sorted(tasks, key=lambda task: hashlib.sha256(f"{seed}/{epoch}/{task}".encode()).digest())

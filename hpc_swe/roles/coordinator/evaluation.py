@@ -6,7 +6,7 @@ are retried as in training; an attempt that fails to the end counts as not resol
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -19,6 +19,7 @@ from hpc_swe.roles.coordinator.collect import ResultCollector
 from hpc_swe.roles.coordinator.dispatch import request
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, Member, failure_cause
 from hpc_swe.roles.coordinator.samples import sampled_tokens
+from hpc_swe.roles.coordinator.selection import kept_steps, select
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import EvalConfig
@@ -41,8 +42,12 @@ class Evaluator:
     seed: int
     metrics_log: Log
     every: int = 0
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Task -> part of a mixture."""
     _done: set[str] = field(default_factory=set, init=False)
     """Labels of the tables that exist."""
+    _rates: dict[int, float] = field(default_factory=dict, init=False)
+    """Step -> solve rate of the decoding that selects the best weights."""
 
     def __post_init__(self) -> None:
         self._list_done()
@@ -54,6 +59,16 @@ class Evaluator:
     def step(self, key: Key) -> int:
         """Return the optimizer step at which the round of a group is due."""
         return key[1] // max(1, len(self.tasks)) * self.every
+
+    @property
+    def has_lost_patience(self) -> bool:
+        """Tell whether so many evaluations in a row were no better that training should end."""
+        best = select(self._rates)
+        return bool(self.config.patience and best and best.rounds_since >= self.config.patience)
+
+    def kept_steps(self, newest: int) -> set[int]:
+        """Return the steps up to `newest` whose weights the best ones may be, or are so far."""
+        return kept_steps(self._rates, self.every, newest) if self.every and self.tasks else set()
 
     def expects(self, key: Key) -> list[RolloutRequest] | None:
         """Return the requests of one task of a round; None when its table exists, and for other splits."""
@@ -101,6 +116,17 @@ class Evaluator:
 
     def _list_done(self) -> None:
         self._done = {name.removesuffix(".parquet") for name in atomic.names(self.run.evals)}
+        if not self.every:
+            return
+        for label in self._done:
+            step = label.removeprefix("step_")
+            if step.isdecimal() and int(step) not in self._rates:
+                self._rates[int(step)] = self._rate(evals.read(self.run.eval_table(label)))
+
+    def _rate(self, rows: Sequence[Attempt]) -> float:
+        label = self.config.select or next(iter(self.config.decodings))
+        outcomes = intervals.outcomes(rows, label)
+        return fmean(fmean(solved) for solved in outcomes.values()) if outcomes else 0.0
 
     def _forget(self, collector: ResultCollector) -> None:
         collector.forget(collector.ledger.drop(lambda key: key[0] == "eval" and self.expects(key) is None))
@@ -110,6 +136,8 @@ class Evaluator:
         if not self.tasks or not self.config.decodings:
             return None
         under_way = [group // len(self.tasks) for split, group in ledger.groups if split == "eval"]
+        if self.has_lost_patience and not under_way:
+            return None
         due = snapshot.newest.step // self.every if self.every else 0
         number = min(under_way, default=due)
         return None if self.label(number) in self._done else number
@@ -128,11 +156,25 @@ class Evaluator:
         labels = [(label, n) for label in self.config.decodings for n in range(self.config.samples)]
         rows = [_attempt(m, *labels[m.request.index]) for group in groups for m in group.members]
         evals.write(self.run.eval_table(self.label(number)), rows)
-        self._done.add(self.label(number))
-        summaries = [summary(label, rows) for label in self.config.decodings]
-        values = {name: value for each in summaries for name, value in each.items()}
+        self._list_done()
+        best = select(self._rates)
+        values = {"solve/best": best.rate, "solve/best_step": float(best.step)} if best else {}
+        for label in self.config.decodings:
+            values |= summary(label, rows)
+            values |= self._by_part(label, rows)
         log.info("evaluation %s: %s", self.label(number), values)
+        if self.has_lost_patience:
+            log.info("early end: no better evaluation in %d rounds (eval.patience)", self.config.patience)
         self.metrics_log.write(number * self.every, values)
+
+    def _by_part(self, label: str, rows: Sequence[Attempt]) -> dict[str, float]:
+        parts = sorted(set(self.parts.values()))
+        own = {part: [row for row in rows if self.parts.get(row.task_id) == part] for part in parts}
+        return {
+            f"solve/eval_part/{part}/{label}": intervals.solve_rate(intervals.outcomes(own[part], label)).mean
+            for part in parts
+            if len(parts) > 1 and own[part]
+        }
 
 
 class Evaluating:

@@ -87,7 +87,7 @@ class Coordinator:
         progress = self._mode.iterate(snapshot)
         status_s = self._config.status_s if progress.waits_for else 0.0
         self._maintenance.publish(snapshot, progress, self._desired, status_s)
-        self._maintenance.clean_up(snapshot)
+        self._maintenance.clean_up(snapshot, progress.kept_steps)
         if not progress.waits_for or snapshot.now >= self._draw_at:
             self._drawing.update()
             self._draw_at = snapshot.now + self._config.status_s

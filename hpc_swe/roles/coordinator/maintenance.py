@@ -8,7 +8,7 @@ import logging
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 
 from hpc_swe.errors import CorruptRecord
@@ -112,10 +112,14 @@ class Maintenance:
         atomic.put(self._run.status, self._report(snapshot, progress, desired), durable=False)
         atomic.put(self._run.watch, self._watcher.memory(), durable=False)
 
-    def clean_up(self, snapshot: RunSnapshot) -> None:
-        """Delete superseded folders once per beat, and files of dead processes six times an hour."""
+    def clean_up(self, snapshot: RunSnapshot, kept_steps: Set[int] = frozenset()) -> None:
+        """Delete superseded folders once per beat, and files of dead processes six times an hour.
+
+        Weights and checkpoints of `kept_steps` are not deleted if `retention.keep_best` is set.
+        """
+        kept = kept_steps if self._kept.keep_best else frozenset()
         if self._is_due("retain", self._lease.beat_s, snapshot.now):
-            for folder in retention.superseded(self._run, self._kept, snapshot.nodes):
+            for folder in retention.superseded(self._run, self._kept, snapshot.nodes, kept):
                 log.info("removed %s", folder.name)
                 folders.remove(folder)
         if self._is_due("sweep", ORPHAN_S / 6, snapshot.now):

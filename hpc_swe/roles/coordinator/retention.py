@@ -6,7 +6,7 @@ needs every batch from there on.
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 
 from hpc_swe.errors import CorruptRecord
@@ -23,15 +23,21 @@ TEMPORARY = re.compile(r"\..*-([0-9a-f]{8})")
 log = logging.getLogger(__name__)
 
 
-def superseded(run: RunDir, retention: RetentionConfig, nodes: Iterable[Node]) -> list[Path]:
-    """Return the published folders that nothing needs any more; the newest of each kind is always needed."""
+def superseded(
+    run: RunDir, retention: RetentionConfig, nodes: Iterable[Node], kept_steps: Set[int] = frozenset()
+) -> list[Path]:
+    """Return the published folders that nothing needs any more; the newest of each kind is always needed.
+
+    Weights and checkpoints of `kept_steps` are needed too.
+    """
     in_use = {Path(node.reading).name for node in nodes} | {v.name for node in nodes for v in node.versions}
     found = checkpoints.published(run)
     kept = kept_checkpoints(found, retention.keep_every)
-    old = [p for c in found if c not in kept and (p := run.checkpoint(*c)).name not in in_use]
+    old = [run.checkpoint(*c) for c in found if c not in kept and c[0] not in kept_steps]
+    old = [path for path in old if path.name not in in_use]
     first = first_kept_batch(found)
     old += [run.batch(step) for step in batches.published_steps(run)[:-1] if step < first]
-    return old + [run.weight(version) for version in _superseded_weights(run, retention, in_use)]
+    return old + [run.weight(v) for v in _superseded_weights(run, retention, in_use, kept_steps)]
 
 
 def newest_checkpoints(published: Sequence[Checkpoint]) -> set[Checkpoint]:
@@ -64,10 +70,13 @@ def swept_folders(run: RunDir) -> list[Path]:
     return [*cells, run.batches, run.weights, run.checkpoints, *spools]
 
 
-def _superseded_weights(run: RunDir, retention: RetentionConfig, in_use: set[str]) -> list[WeightVersion]:
+def _superseded_weights(
+    run: RunDir, retention: RetentionConfig, in_use: set[str], kept_steps: Set[int]
+) -> list[WeightVersion]:
     """Return the versions to delete; the parents of a delta are kept as long as the delta."""
     published = weights.published(run)
-    gone = set(weights.superseded(published, in_use, retention.keep_last, retention.keep_every))
+    found = weights.superseded(published, in_use, retention.keep_last, retention.keep_every)
+    gone = {version for version in found if version.step not in kept_steps}
     if not gone:
         return []
     for version in sorted(set(published) - gone):

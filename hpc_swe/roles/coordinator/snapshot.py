@@ -1,5 +1,6 @@
 """Describe the run at one moment, as the coordinator's modes see it, and what a mode reports back."""
 
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -80,3 +81,5 @@ class Progress:
     """The latest values of metrics, by name."""
     errors: list[str]
     """Messages for people."""
+    kept_steps: Set[int] = frozenset()
+    """Steps whose weights and checkpoints are not deleted."""

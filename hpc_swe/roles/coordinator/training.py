@@ -11,6 +11,7 @@ from them if it is missing, and then removes them like any duplicate.
 """
 
 import logging
+from collections.abc import Callable
 from math import ceil
 
 from hpc_swe.errors import LostRace
@@ -19,14 +20,16 @@ from hpc_swe.records import BatchManifest, CoordinatorState, RolloutRequest, Sco
 from hpc_swe.roles.coordinator import archive, batch_metrics, batches
 from hpc_swe.roles.coordinator.batches import BatchPlan, BatchSettings, GroupDecision
 from hpc_swe.roles.coordinator.collect import ResultCollector
-from hpc_swe.roles.coordinator.dispatch import RATE_FLOOR, RequestPlan, dispatch_end
+from hpc_swe.roles.coordinator.curriculum import TaskPlan
+from hpc_swe.roles.coordinator.dispatch import RATE_FLOOR, dispatch_end
 from hpc_swe.roles.coordinator.evaluation import Evaluator
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, parse_name
 from hpc_swe.roles.coordinator.samples import sampled_tokens
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import checkpoints, folders
+from hpc_swe.store import checkpoints, folders, task_history
 from hpc_swe.store.spool import Spool
+from hpc_swe.store.task_history import RunHistory
 
 AHEAD = 1
 """Number of batches that may be published beyond the learner's step."""
@@ -40,13 +43,13 @@ class Training:
     def __init__(
         self,
         run: RunDir,
-        plan: RequestPlan,
+        plan_tasks: Callable[[RunHistory], TaskPlan],
         settings: BatchSettings,
         steps: int,
         evaluator: Evaluator,
         metrics_log: Log,
     ) -> None:
-        self._run, self._plan, self._settings, self._steps = run, plan, settings, steps
+        self._run, self._settings, self._steps = run, settings, steps
         self._evaluator, self._log = evaluator, metrics_log
         self._decisions: dict[int, tuple[int, GroupDecision]] = {}
         self._published_at: float | None = None
@@ -57,6 +60,8 @@ class Training:
         last = folders.manifest(run.batch(steps_done[-1]), BatchManifest) if steps_done else None
         self.step = last.step + 1 if last else 0
         self.state = last.after if last else CoordinatorState()
+        known = task_history.read(run, last.step, self.state.next_group) if last else RunHistory()
+        self._tasks = plan_tasks(known)
         self._ledger = Ledger(settings.groups.max_attempts)
         self._collector = ResultCollector(run, self._ledger, self._expects)
         if last is not None and not run.archive(last.step).exists():
@@ -79,7 +84,8 @@ class Training:
         if snapshot.has_room:
             self._dispatch(snapshot)
         waits_for = self._waits_for(snapshot) or evaluating
-        return Progress(waits_for, self.step, self._log.recent, self._collector.errors)
+        kept = self._evaluator.kept_steps(snapshot.newest.step)
+        return Progress(waits_for, self.step, self._log.recent, self._collector.errors, kept)
 
     def _expects(self, key: Key) -> list[RolloutRequest] | None:
         split, group = key
@@ -87,11 +93,11 @@ class Training:
             return self._evaluator.expects(key) if self._evaluator.step(key) <= self._steps else None
         first = self.state.next_group
         last = max((number for kind, number in self._ledger.groups if kind == "train"), default=first - 1)
-        return self._plan.group(group) if first <= group <= last + self._farthest else None
+        return self._tasks.requests(group) if first <= group <= last + self._farthest else None
 
     def _advance(self, snapshot: RunSnapshot) -> None:
         """Publish the next batch if its groups are closed and the learner is close enough."""
-        if self.step < min(self._steps, snapshot.learner_step + AHEAD + 1):
+        if self.step < min(self._end, snapshot.learner_step + AHEAD + 1):
             limit = self._settings.groups.groups_per_step
             batch_plan = batches.plan_batch(self._decision, self.state, self.step, limit)
             if batch_plan is not None:
@@ -102,9 +108,12 @@ class Training:
         packed = batches.build_batches(batch_plan, self._settings)
         values = {
             **batch_metrics.of_batch(groups, batch_plan),
+            **batch_metrics.of_sources(groups, batch_plan, self._tasks.source_of),
             **batch_metrics.of_packing(packed, self._settings.batches.microbatch_tokens),
         }
-        batches.commit(self._run, batch_plan, packed, values)
+        passed_over = self._tasks.passed_over
+        history = self._tasks.consume(groups, batch_plan.after.next_group)
+        batches.commit(self._run, batch_plan, packed, values, history=history)
         log.info("published batch %d from groups %s", batch_plan.step, batch_plan.groups)
         episodes = [m.scored for g in groups for m in g.members if m.scored is not None]
         archive.write(self._run.archive(batch_plan.step), episodes, batch_plan.groups)
@@ -112,6 +121,8 @@ class Training:
         self._decisions.clear()
         consumed = self._ledger.drop(lambda key: key[0] == "train" and key[1] < self.state.next_group)
         self._collector.forget(consumed)
+        values["reward/shaped"] = batch_metrics.mean_shaped(groups, self._settings.shaping)
+        values |= {"curriculum/passed_over": passed_over, "curriculum/settled": self._tasks.settled_share}
         self._report(batch_plan.step, consumed, values, snapshot)
 
     def _report(
@@ -133,7 +144,7 @@ class Training:
 
     def _dispatch(self, snapshot: RunSnapshot) -> None:
         limits = self._settings.groups
-        last = min(snapshot.newest.step + limits.max_staleness, self._steps - 1)
+        last = min(snapshot.newest.step + limits.max_staleness, self._end - 1)
         batches, first, rate = last + 1 - self.step, self.state.next_group, self.state.signal_rate
         end = dispatch_end(first, self._has_signal, batches, limits.groups_per_step, rate)
         for group in range(first, end):
@@ -145,19 +156,27 @@ class Training:
             return None
         results = len(group.results)
         if self._decisions.get(number, (-1, None))[0] != results:  # a late result may have been entered
-            self._decisions[number] = (results, batches.decide(group, self.step, self._settings))
+            weight = self._tasks.weight(number)
+            self._decisions[number] = (results, batches.decide(group, self.step, self._settings, weight))
         return self._decisions[number][1]
 
     def _has_signal(self, number: int) -> bool | None:
         decision = self._decision(number)
         return None if decision is None else decision.status == "trained"
 
+    @property
+    def _end(self) -> int:
+        """Return the number of batches of the run, which ends early when evaluations get no better."""
+        return self.step if self._evaluator.has_lost_patience else self._steps
+
     def _waits_for(self, snapshot: RunSnapshot) -> str:
         """Return what the next batch waits for first; empty when training is finished."""
+        if self._evaluator.has_lost_patience and snapshot.learner_step >= self.step:
+            return ""
         if self.step >= self._steps and checkpoints.is_trained(self._run, snapshot.newest, self._steps):
             return ""
-        if self.step >= min(self._steps, snapshot.learner_step + AHEAD + 1):
-            return f"the learner: step {snapshot.learner_step} of {self._steps}"
+        if self.step >= min(self._end, snapshot.learner_step + AHEAD + 1):
+            return f"the learner: step {snapshot.learner_step} of {self._end}"
         number = self.state.next_group
         while (group := self._ledger.groups.get(("train", number))) and not group.is_open:
             number += 1

@@ -1,4 +1,4 @@
-"""Turn batches into weights: take one optimizer step per batch, in order of steps.
+"""Turn batches into weights: train on one batch after another, in order of steps.
 
 consumes      batches/step_n
 produces      weights/, checkpoints/ and metrics
@@ -9,8 +9,10 @@ All ranks run this loop in lockstep.
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +22,7 @@ from hpc_swe.roles.learner.batch_source import BatchSource, Order, read_batch
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.publish import Publisher, take_incarnation
 from hpc_swe.rundir import RunDir
+from hpc_swe.store import atomic
 
 OnStep = Callable[[int, int, dict[str, float]], None]
 """Receives the steps taken so far, the step that metrics belong to, and these metrics."""
@@ -34,6 +37,8 @@ class LearnerPlan:
     steps: int
     export_every: int
     checkpoint_every: int
+    max_skipped: int
+    """Batches in a row that may be skipped because a gradient was not finite."""
     writer: str
     """Owner name of rank 0, which manifests record."""
 
@@ -55,13 +60,14 @@ def learn(
         DeadlineError: No batch came, although the coordinator is alive.
         StorageError: The file system refused a write; what was published before stays valid.
         LostRace: Another learner published the same version.
-        FloatingPointError: The loss or the gradient of a step was not finite.
+        FloatingPointError: No gradient was finite in more batches in a row than the plan allows to skip.
     """
     incarnation = on_rank_zero(learner.ranks, lambda: take_incarnation(run))
     publisher = Publisher(run, learner, incarnation, plan.writer)
     publisher.restore()
     publisher.publish_weights()
     on_step(learner.step, learner.step, {})
+    skips = _SkippedBatches(run, plan.max_skipped)
     while learner.step < plan.steps:
         began = time.monotonic()
         decision = _next(learner, source)
@@ -74,19 +80,54 @@ def learn(
         metrics = _validate(run, learner, objective, decision)
         read = partial(read_batch, run, decision, run.rank_file(learner.ranks.data_rank))
         metrics |= learner.train(on_all_ranks(learner.ranks, read), objective)
+        skips.enter(learner, metrics)
         if learner.step == plan.steps and (found := _validate(run, learner, objective, decision)):
             on_step(learner.step, learner.step, found)  # before anything says that the run is done
         published = time.monotonic()
-        if learner.step % plan.export_every == 0:
-            publisher.publish_weights()
-        if learner.step % plan.checkpoint_every == 0:
-            publisher.publish_checkpoint()
+        _publish_due(learner.step, plan, publisher)
         metrics["step_seconds/wait"] = waited
         metrics["step_seconds/publish"] = time.monotonic() - published
         metrics["rate/trained_tokens"] = metrics["policy/tokens"] / (time.monotonic() - began)
         on_step(learner.step, learner.step - 1, metrics)
     publisher.publish_weights()
     publisher.publish_checkpoint()
+
+
+@dataclass
+class _SkippedBatches:
+    """Keep batches whose gradient was not finite, and end the learner when there are too many in a row."""
+
+    run: RunDir
+    limit: int
+    in_a_row: int = 0
+
+    def enter(self, learner: Learner, metrics: dict[str, float]) -> None:
+        """Enter the metrics of the batch that was trained last."""
+        self.in_a_row = self.in_a_row + 1 if metrics["policy/skipped"] else 0
+        if self.in_a_row:
+            on_rank_zero(learner.ranks, lambda: self._keep(learner.step - 1))
+        if self.in_a_row > self.limit:
+            raise FloatingPointError(
+                f"{self.in_a_row} batches in a row had a gradient that is not finite, the last of them batch "
+                f"{learner.step - 1}; they are kept in {self.run.skipped(0).parent}"
+            )
+
+    def _keep(self, step: int) -> None:
+        """Link the files of a batch to where retention does not delete them."""
+        kept = self.run.skipped(step)
+        log.warning("skipped batch %d: a gradient is not finite; kept in %s", step, kept)
+        with atomic.storage(kept):
+            kept.mkdir(parents=True, exist_ok=True)
+            for path in self.run.batch(step).iterdir():
+                with suppress(FileExistsError):
+                    os.link(path, kept / path.name)
+
+
+def _publish_due(step: int, plan: LearnerPlan, publisher: Publisher) -> None:
+    if step % plan.export_every == 0:
+        publisher.publish_weights()
+    if step % plan.checkpoint_every == 0:
+        publisher.publish_checkpoint()
 
 
 def _next(learner: Learner, source: BatchSource) -> BatchManifest | Order:

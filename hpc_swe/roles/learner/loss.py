@@ -14,15 +14,21 @@ token to other experts here than in the engine. The bound is that of dual-clip P
 "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", c = 3): from r = dual_clip on,
 the slope is 0. So the slope of a term is never steeper than |A| max(1 + clip_high, dual_clip).
 
-decoupled is decoupled PPO (Hilton et al. 2021). pi_prox is pi before the step. With one step per batch that
-is pi itself without gradient, so its r is 1 and never clipped. Tokens whose pi_prox / mu lies outside
-mask_low .. mask_high have term 0.
+decoupled is decoupled PPO (Hilton et al. 2021). pi_prox is pi before the batch. With one optimizer step per
+batch that is pi itself without gradient, so its r is 1 and never clipped; with more, its log-probabilities
+are computed before the first of them. Tokens whose pi_prox / mu lies outside mask_low .. mask_high have
+term 0.
 
     + kl_coefficient r_mu (e^d - 1 - d),  d = log ref - log pi,  r_mu = pi / mu
 
 is the k3 estimate of KL(pi, ref), times the importance ratio because mu drew the tokens; the gradient of its
 expectation is that of the divergence (DeepSeek-V3.2 report, section 3.1). The slope of one token is -r_mu d,
 in which r_mu is bounded to min(r_mu, dual_clip), for the same reason as above.
+
+    - entropy_coefficient H
+
+is the entropy bonus (Mnih et al. 2016, arXiv 1602.01783, section 4): H is the entropy of pi at the token. Its
+gradient is that of the entropy at the prefixes that were sampled, whose own probability counts as constant.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,9 +58,9 @@ MEANS = (
     "policy/kl",
 )
 """Metrics that are means over trained tokens. They are, in this order: -log pi; entropy in nats; -log mu -
-entropy, about 0 on new tokens; then with d = log pi - log mu: d; e^d - 1 - d; |d| > 1; e^d; its square; below
-the clip, above it, or over dual_clip, where these stop the gradient; over ratio_cap; outside mask_low ..
-mask_high; and last the divergence from the reference."""
+entropy, about 0 on new tokens; then with d = log pi - log mu: d; e^d - 1 - d; |d| > 1; e^d; its square; r
+below the clip, above it, or over dual_clip, where these stop the gradient; pi_prox / mu over ratio_cap;
+outside mask_low .. mask_high; and last the divergence from the reference."""
 
 Term = Callable[[TrainedTokens, LossConfig], Tensor]
 
@@ -65,12 +71,17 @@ class PolicyObjective:
     def __init__(self, config: LossConfig) -> None:
         self._config = config
         self.needs_reference = config.kl_coefficient > 0
+        self.needs_proximal = config.objective == "decoupled"
+        self._has_proximal = False
 
     def __call__(self, tokens: TrainedTokens) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss; sums of ones, of MEANS and of the histogram of |log pi - log mu|; its maximum."""
         term = TERMS[self._config.objective](tokens, self._config)
         if self.needs_reference:
             term = term + self._config.kl_coefficient * divergence(tokens, self._config)
+        if self._config.entropy_coefficient:
+            term = term - self._config.entropy_coefficient * tokens.entropy
+        self._has_proximal = tokens.proximal is not None
         with torch.no_grad():
             gap = (tokens.logprobs - tokens.sampler).abs()
             sums = torch.cat((_sums(tokens, self._config), _histogram(gap)))
@@ -91,7 +102,7 @@ class PolicyObjective:
         if name == "policy/kl":
             return self.needs_reference
         if name.startswith("ratio/clipped"):
-            return objective == "sampler_ratio"
+            return objective == "sampler_ratio" or self._has_proximal
         if name in ("ratio/capped_share", "ratio/masked_share"):
             return objective == "decoupled"
         return objective != "sft" or name in ("policy/nll", "policy/entropy")
@@ -104,7 +115,7 @@ def sampler_ratio(tokens: TrainedTokens, config: LossConfig) -> Tensor:
 
 def decoupled(tokens: TrainedTokens, config: LossConfig) -> Tensor:
     """Return the terms [n] of PPO around the weights before the step, corrected by a constant weight."""
-    before = tokens.logprobs.detach()
+    before = _proximal(tokens)
     correction = _ratio(before, tokens.sampler)
     weight = ~_masked(correction, config) * correction.clamp(max=config.ratio_cap)
     return weight * _clipped(_ratio(tokens.logprobs, before), tokens.advantages, config)
@@ -129,6 +140,10 @@ def divergence(tokens: TrainedTokens, config: LossConfig) -> Tensor:
     return ratio * (difference.exp() - 1 - difference) + slope * (tokens.logprobs - now)
 
 
+def _proximal(tokens: TrainedTokens) -> Tensor:
+    return tokens.logprobs.detach() if tokens.proximal is None else tokens.proximal
+
+
 def _ratio(logprobs: Tensor, base: Tensor) -> Tensor:
     return (logprobs - base).clamp(-LARGEST, LARGEST).exp()
 
@@ -147,7 +162,9 @@ def _masked(correction: Tensor, config: LossConfig) -> Tensor:
 def _sums(tokens: TrainedTokens, config: LossConfig) -> Tensor:
     """Sum the statistics into float64 [1 + means]; float32 would lose precision over a million tokens."""
     gap = tokens.logprobs - tokens.sampler
-    ratio = _ratio(tokens.logprobs, tokens.sampler)
+    ratio, before = _ratio(tokens.logprobs, tokens.sampler), _proximal(tokens)
+    clipped = _ratio(tokens.logprobs, before) if config.objective == "decoupled" else ratio
+    correction = _ratio(before, tokens.sampler)
     columns = (
         torch.ones_like(gap),
         -tokens.logprobs,
@@ -158,18 +175,18 @@ def _sums(tokens: TrainedTokens, config: LossConfig) -> Tensor:
         gap.abs() > 1,
         ratio,
         ratio.square(),
-        (tokens.advantages < 0) & (ratio < 1 - config.clip_low),
-        (tokens.advantages > 0) & (ratio > 1 + config.clip_high),
-        (tokens.advantages < 0) & (ratio > config.dual_clip),
-        ratio > config.ratio_cap,
-        _masked(ratio, config),
+        (tokens.advantages < 0) & (clipped < 1 - config.clip_low),
+        (tokens.advantages > 0) & (clipped > 1 + config.clip_high),
+        (tokens.advantages < 0) & (clipped > config.dual_clip),
+        correction > config.ratio_cap,
+        _masked(correction, config),
         torch.zeros_like(gap) if tokens.reference is None else divergence(tokens, config),
     )
     return torch.stack([column.double() for column in columns]).sum(1)
 
 
 def _histogram(gap: Tensor) -> Tensor:
-    bins = ((gap.clamp(min=1e-30).log10() - LOWEST) * PER_DECADE).clamp(0, BINS - 1).long()
+    bins = ((gap.nan_to_num(1e30).clamp(min=1e-30).log10() - LOWEST) * PER_DECADE).clamp(0, BINS - 1).long()
     ones = torch.ones_like(gap, dtype=torch.float64)
     return ones.new_zeros(BINS).index_add_(0, bins, ones)
 

@@ -44,7 +44,7 @@ def main() -> None:
             with (run.root / "told.jsonl").open("a") as file:
                 print(json.dumps({"step": taken, "of": step} | metrics), file=file)
 
-    plan = LearnerPlan(steps, export_every=1, checkpoint_every=2, writer="learner-test")
+    plan = LearnerPlan(steps, export_every=1, checkpoint_every=2, max_skipped=1, writer="learner-test")
     feed = BatchSource(run, wait_s=600.0, poll_s=0.05, interrupted=interrupted.is_set)
     try:
         learn(run, learner, PolicyObjective(LossConfig()), plan, feed, tell)

@@ -104,7 +104,7 @@ def test_a_refusal_is_one_even_when_there_is_room_again(tmp_path):
     assert state._refusal(tmp_path, CheckpointException("write", {1: (cause, None)})) is None
 
 
-def test_a_loss_that_is_not_finite_names_its_microbatch_on_every_rank(models, tmp_path):
+def test_a_step_that_is_not_finite_is_left_out_on_every_rank(models, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.float32)
     sequences = tiny.make_sequences(model)
     bad = np.frombuffer(sequences[3].advantages, dtype="<f4") * np.float32("nan")
@@ -115,12 +115,14 @@ def test_a_loss_that_is_not_finite_names_its_microbatch_on_every_rank(models, tm
         "policy": {"dtype": "float32"},
         "data": tiny.write_sequences(tmp_path / "data", sequences),
         "packing": [[[0], [1]], [[2], [3]]],
-        "do": [("train", 2)],
+        "do": [("train", 1), ("score", [1, 2, 3])],
     }
-    first, second = gang.run_cases(2, [case], tmp_path / "out")["bad"]
-    assert "step 0: loss nan" in first["error"]
-    assert "microbatches [1] of data-parallel rank 1" in second["error"]
-    assert first["metrics"] == second["metrics"] == []
+    before = case | {"name": "before", "do": case["do"][1:]}
+    found = gang.run_cases(2, [before, case], tmp_path / "out")
+    for before, after in zip(found["before"], found["bad"], strict=True):
+        assert after["scores"] == before["scores"], "no weight changed"
+        assert after["step"] == 1
+        assert after["metrics"][0]["policy/skipped"] == 1
 
 
 def test_a_weight_that_is_not_finite_on_one_rank_is_published_by_none(models, tmp_path):

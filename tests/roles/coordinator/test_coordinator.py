@@ -20,6 +20,7 @@ from tests.kit.coordinator_kit import (
     learn,
     make_maintenance,
     published,
+    requests_of,
     result,
     reward,
     rundir,
@@ -52,7 +53,7 @@ def test_batches_hold_the_groups_with_signal_in_order(run):
         manifest = folders.manifest(run.batch(step), BatchManifest)
         trained += manifest.groups
         closed += manifest.closed
-        assert set(manifest.files) == {run.rank_file(0), run.rank_file(1)}
+        assert set(manifest.files) == {run.rank_file(0), run.rank_file(1), run.history(step).name}
         for rank in (0, 1):
             batch = atomic.get(run.batch(step) / run.rank_file(rank), Batch)
             assert (batch.step, batch.rank) == (step, rank)
@@ -195,7 +196,7 @@ def test_a_group_waits_days_for_workers_and_grades_but_not_for_stragglers(run):
     for beat, worked_s in enumerate([0.0, 99.0, 100.0, 99.0]):
         show_worker(run, beat, _1_01=worked_s)
         assert late in training(run).iterate(make_maintenance(run, clock).snapshot()).waits_for
-    Spool(run.episodes, Episode).put(late, result(mode._plan.group(1)[1]).episode)
+    Spool(run.episodes, Episode).put(late, result(requests_of(1)[1]).episode)
     show_worker(run, 9, _1_01=1e6)
     assert late in training(run).iterate(make_maintenance(run, clock).snapshot()).waits_for, (
         "it is being graded"
@@ -209,7 +210,7 @@ def test_a_group_waits_days_for_workers_and_grades_but_not_for_stragglers(run):
 
 def test_the_late_result_of_a_straggler_is_a_duplicate(run):
     maintenance, mode = make_maintenance(run), training(run)
-    late = mode._plan.group(1)[1]
+    late = requests_of(1)[1]
     mode.iterate(maintenance.snapshot())
     claim_for(run, "rollout-1-0000beef", late.name)
     show_worker(run, 1, _1_01=LIMITS.straggler_s + 1)
@@ -299,9 +300,9 @@ def test_a_coordinator_that_fell_behind_leaves(run):
 
 
 def test_requests_of_consumed_groups_are_withdrawn(run):
-    mode = finish(run)
+    finish(run)
     for name in ("train-000000-00", "foreign"):
-        Spool(run.requests, RolloutRequest).put(name, mode._plan.group(0)[0])
+        Spool(run.requests, RolloutRequest).put(name, requests_of(0)[0])
     training(run).iterate(make_maintenance(run).snapshot())
     assert names(run) == ["foreign"]
 

@@ -18,6 +18,7 @@ from tests.kit.coordinator_kit import (
     learn,
     make_maintenance,
     published,
+    requests_of,
     result,
     reward,
     rundir,
@@ -195,9 +196,9 @@ def test_late_results_of_abandoned_processes_are_in_no_batch_or_archive(tmp_path
 
 def test_a_late_duplicate_of_a_result_changes_no_published_batch(tmp_path, undisturbed):
     run = rundir(tmp_path)
-    mode = finish(run, steps=DEEP)
+    finish(run, steps=DEEP)
     for group in range(3):
-        for request in mode._plan.group(group):
+        for request in requests_of(group):
             Spool(run.scored, ScoredEpisode).put(request.name, result(request, 1.0))
     training(run, steps=DEEP).iterate(make_maintenance(run).snapshot())
     assert published(run) == undisturbed

@@ -22,6 +22,7 @@ from tests.kit.coordinator_kit import (
     finish,
     make_maintenance,
     published,
+    requests_of,
     result,
     rundir,
     save,
@@ -157,7 +158,7 @@ def test_what_can_be_read_for_ever_holds_nobody_up(tmp_path, make):
     run = rundir(tmp_path)
     mode, maintenance = training(run), make_maintenance(run)
     mode.iterate(maintenance.snapshot())
-    first = mode._plan.group(0)[0].name
+    first = requests_of(0)[0].name
     for path in (run.scored / "ready" / f"{first}~0", run.nodes / "w.json"):
         make(path)
     for _ in range(2):
@@ -185,7 +186,7 @@ def test_weights_without_a_readable_manifest_are_nobody_s_and_stop_nobody(tmp_pa
 def test_a_message_far_beyond_the_horizon_opens_no_group(tmp_path):
     run = rundir(tmp_path)
     mode, maintenance = training(run), make_maintenance(run)
-    far = mode._plan.group(90_000)[0]
+    far = requests_of(90_000)[0]
     for spool in SPOOLS:
         Spool(run.spool(spool), ScoredEpisode).put(far.name, result(far))
     for _ in range(3):
@@ -198,7 +199,7 @@ def test_a_result_under_another_member_s_name_is_dropped_and_redone(tmp_path):
     run = rundir(tmp_path)
     mode, maintenance = training(run), make_maintenance(run)
     mode.iterate(maintenance.snapshot())
-    one, other = mode._plan.group(0)
+    one, other = requests_of(0)
     (run.requests / "ready" / f"{one.name}~0").unlink()
     Spool(run.scored, ScoredEpisode).put(one.name, result(other))
     for _ in range(4):

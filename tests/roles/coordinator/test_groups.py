@@ -16,12 +16,12 @@ from hpc_swe.store.spool import Address
 from tests.kit.made_episodes import array, episode, scored, turn
 
 KEY = ("train", 0)
-PLAN = RequestPlan(1, ("t",), 3, Sampling())
+PLAN = RequestPlan(1, 3, Sampling())
 
 
 def new_ledger(attempts=3, now=0.0):
     made = Ledger(attempts)
-    made.open(KEY, PLAN.group(0), now)
+    made.open(KEY, PLAN.group(0, "t"), now)
     return made
 
 
@@ -150,7 +150,7 @@ def test_foreign_names_are_nobodys(name):
 
 
 def test_names_of_large_runs_are_found_again():
-    request = msgspec.structs.replace(PLAN.group(0)[0], split="eval", group_id=12_345_678, index=123)
+    request = msgspec.structs.replace(PLAN.group(0, "t")[0], split="eval", group_id=12_345_678, index=123)
     assert parse_name(request.name) == (("eval", 12_345_678), 123)
 
 

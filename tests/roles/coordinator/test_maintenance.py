@@ -20,7 +20,16 @@ from hpc_swe.roles.coordinator.snapshot import Progress
 from hpc_swe.settings import RetentionConfig
 from hpc_swe.store import atomic
 from hpc_swe.store.spool import Spool
-from tests.kit.coordinator_kit import Clock, export, make_maintenance, rundir, save, training, work
+from tests.kit.coordinator_kit import (
+    Clock,
+    export,
+    make_maintenance,
+    requests_of,
+    rundir,
+    save,
+    training,
+    work,
+)
 
 KEPT = RetentionConfig(keep_last=2, free_space_floor_gb=0)
 PROGRESS = Progress("the learner", 3, {"reward/mean": [0.5]}, ["train-000001-00 a0: engine"])
@@ -108,7 +117,7 @@ def test_a_message_lost_too_often_is_buried_and_its_member_closed(run, clock):
         clock.now += 1.0
         mode.iterate(maintenance.snapshot())
     dead = [a.identity for a in Spool(run.requests, RolloutRequest).addresses("dead")]
-    assert dead[:8] == [request.name for group in range(4) for request in mode._plan.group(group)]
+    assert dead[:8] == [request.name for group in range(4) for request in requests_of(group)]
     assert ("train", 0) in closed(mode)
 
 

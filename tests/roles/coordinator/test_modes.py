@@ -245,7 +245,7 @@ def rejection(episodes, least=1.0, limit=64, log=None):
 
 def test_rejection_sampling_leaves_out_what_cannot_be_trained(run):
     """Tokens without log-probabilities, and what is over the budget, which would end the run."""
-    requests = RequestPlan(5, ("ant",), 4, Sampling()).group(0)
+    requests = RequestPlan(5, 4, Sampling()).group(0, "ant")
     good, flawed, twice, long = (result(request, 1.0) for request in requests)  # of 5, 6, 7, 8 tokens
     (turn,), (bad,) = twice.episode.turns, flawed.episode.turns
     flawed = changed(flawed, [msgspec.structs.replace(bad, logprobs=b"")])

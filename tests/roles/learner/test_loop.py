@@ -14,10 +14,12 @@ pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.slow
 
 import msgspec  # noqa: E402
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from hpc_swe import records  # noqa: E402
 from hpc_swe.errors import StorageError  # noqa: E402
 from hpc_swe.records import (  # noqa: E402
     Batch,
@@ -177,6 +179,34 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(whole, model, se
     assert victim.name in outputs[0]
     assert [line["step"] for line in reported(run)] == [2, 3, 4]
     assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
+
+
+def spoiled(sequences: list[MicroBatch]) -> list[MicroBatch]:
+    bad = records.floats(np.full(sequences[0].sequence_lengths[0], np.nan, np.float32))
+    return [msgspec.structs.replace(sequences[0], advantages=bad), *sequences[1:]]
+
+
+def test_a_batch_that_is_not_finite_is_skipped_and_kept(model, sequences, tmp_path):
+    run = make_run(tmp_path, sequences, 1)
+    publish(run, 1, spoiled(sequences))
+    publish(run, 2, sequences)
+    gang.launch(2, "learn", str(run.root), str(model), "3", "1")
+    assert [line.get("policy/skipped") for line in reported(run)] == [None, 0.0, 1.0, 0.0]
+    assert_same(weights(run, 2, 1), weights(run, 1, 1))
+    kept = {path.name: path.read_bytes() for path in run.skipped(1).iterdir()}
+    assert kept == {path.name: path.read_bytes() for path in run.batch(1).iterdir()}
+    assert not run.skipped(0).exists()
+    assert not run.skipped(2).exists()
+
+
+def test_batches_in_a_row_that_are_not_finite_end_the_learner(model, sequences, tmp_path):
+    run = make_run(tmp_path, sequences, 1)
+    for step in (1, 2, 3):
+        publish(run, step, spoiled(sequences))
+    for child in start(run, model):
+        output, _ = child.communicate(timeout=300)
+        assert child.returncode == 1
+        assert "2 batches in a row had a gradient that is not finite, the last of them batch 2" in output
 
 
 def test_a_signal_saves_at_the_next_boundary_and_exits_0(model, sequences, tmp_path):

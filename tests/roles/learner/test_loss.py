@@ -1,7 +1,9 @@
 """The objectives against numbers worked out by hand, and the curves against what they claim to show."""
 
+import dataclasses
 import math
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -192,8 +194,34 @@ def test_curves_say_what_they_are_named():
     assert found["policy/surprise_balance"] == pytest.approx(surprise, abs=1e-6)
 
 
-def test_decoupled_reports_no_clip_fraction_and_no_kl_curve_without_kl():
-    assert not any(name.startswith("ratio/clipped") for name in metrics(make(), objective="decoupled"))
+def test_decoupled_clips_around_the_weights_before_the_batch():
+    before = torch.tensor([0.25, 0.5, 0.5]).log()
+    tokens = dataclasses.replace(make(), proximal=before)
+    found = metrics(tokens, objective="decoupled", ratio_cap=1.1)
+    ratios, corrections = np.array(PI) / before.exp().numpy(), before.exp().numpy() / np.array(MU)
+    assert found["ratio/clipped_high"] == np.mean((ratios > 1.28) & (np.array(ADVANTAGES) > 0))
+    assert found["ratio/clipped_low"] == np.mean((ratios < 0.8) & (np.array(ADVANTAGES) < 0))
+    assert found["ratio/capped_share"] == pytest.approx(np.mean(corrections > 1.1))
+    assert "ratio/clipped_high" not in metrics(make(), objective="decoupled"), (
+        "one step per batch never clips"
+    )
+
+
+def test_an_entropy_bonus_is_taken_off_the_loss_with_each_tokens_weight():
+    plain, bonus = (loss_and_slope(make(), entropy_coefficient=c)[0] for c in (0.0, 0.5))
+    assert bonus == pytest.approx(plain - 0.5 * 0.7 * sum(WEIGHTS))
+
+
+def test_numbers_that_are_not_finite_reach_the_learner_without_an_error():
+    broken = dataclasses.replace(
+        make(), logprobs=torch.tensor([math.nan, math.inf, -1.0], requires_grad=True)
+    )
+    loss, sums, _ = PolicyObjective(LossConfig())(broken)
+    assert not math.isfinite(loss)
+    assert sums[0] == 3
+
+
+def test_there_is_no_kl_curve_without_kl():
     assert "policy/kl" not in metrics(make())
     assert metrics(make(reference=PI), kl_coefficient=0.1)["policy/kl"] == pytest.approx(0.0, abs=1e-7)
 

@@ -4,15 +4,19 @@ The loss of a step is the sum over all tokens of all ranks of weight times term.
 their gradients. Nothing is divided, because the weights contain the denominator of the whole step.
 """
 
+import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hpc_swe.errors import ConfigError, ProtocolError
@@ -22,8 +26,10 @@ from hpc_swe.plugins.policies._megatron.compat import cpu_as_cuda
 from hpc_swe.plugins.policies._megatron.model import build_model
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
-from hpc_swe.plugins.policies.base import Objective, OptimizerConfig
-from hpc_swe.records import Batch, TensorInfo, id_array
+from hpc_swe.plugins.policies.base import Objective, OptimizerConfig, TrainedTokens
+from hpc_swe.records import Batch, IdArray, MicroBatch, TensorInfo, id_array
+
+log = logging.getLogger(__name__)
 
 
 class Stopwatch:
@@ -54,6 +60,21 @@ def _now() -> float | torch.cuda.Event:
     return event
 
 
+@dataclass(frozen=True)
+class PreparedMicroBatch:
+    """Hold a microbatch with the positions of its trained tokens, and log-probabilities that are fixed."""
+
+    index: int
+    micro: MicroBatch
+    rows: NDArray[np.integer]
+    reference: Tensor | None = None
+    proximal: Tensor | None = None
+
+
+Pass = tuple[Tensor, Tensor, Tensor, float, bool]
+"""Loss of an optimizer step, sums and maxima of its statistics, norm of its gradient, and if it was taken."""
+
+
 class MegatronLearner:
     """Train the part of the policy on this rank; `Learner` in plugins/policies/base.py is its contract."""
 
@@ -76,6 +97,7 @@ class MegatronLearner:
         self._ddp = state.wrap(self._model, settings)
         self._optimizer = state.build_optimizer(self._ddp, settings, optimizer)
         self._schedule = state.build_schedule(self._optimizer, optimizer)
+        self._epochs, self._minibatches = optimizer.epochs, optimizer.minibatches
         self._exporter = weights.Exporter(self.ranks, self._model, shape, model)
         self._checkpointer = state.Checkpointer(self.ranks, self._model, self._optimizer, self._schedule)
         multiple = settings.tensor_parallel if settings.sequence_parallel else 1
@@ -88,27 +110,27 @@ class MegatronLearner:
                 f"expected step {self.step}, rank {self.ranks.data_rank}"
             )
         watch = Stopwatch()
-        trained = _trained_positions(batch)
-        losses, sums, maxima = self._accumulate(batch, trained, objective, watch)
-        norm = self._update()
-        watch.lap("step_seconds/optimizer")
-        metrics = self._report(losses, sums, maxima, objective)
-        self._check_finite(metrics["policy/loss"], norm, losses)
+        work = self._prepare(batch, objective)
+        watch.lap("step_seconds/reference")
+        self._schedule.step(1)
+        passes = []
+        for part, scale in self._parts(batch.step, work):
+            passes.append((*self._accumulate(part, scale, objective, watch), *self._update()))
+            watch.lap("step_seconds/optimizer")
+        self.step += 1
+        metrics = self._report(passes, objective)
         lr = float(self._optimizer.param_groups[0]["lr"])
-        metrics |= {"policy/grad_norm": norm, "policy/lr": lr} | watch.read()
-        return self.ranks.broadcast(metrics)
+        return self.ranks.broadcast(metrics | {"policy/lr": lr} | watch.read())
 
     def evaluate(self, batch: Batch, objective: Objective) -> dict[str, float]:
-        results = []
         with torch.no_grad():
-            for micro, rows in zip(batch.microbatches, _trained_positions(batch), strict=True):
-                model = self._forward(id_array(micro.token_ids), micro.sequence_lengths, rows)
-                results.append(objective(packing.terms(micro, rows, model, None)))
-        return self.ranks.broadcast(self._report(*_total(results), objective))
+            results = [objective(self._terms(each)) for each in _trained(batch)]
+        return self.ranks.broadcast(self._totals(results, 1, objective))
 
     def logprobs(self, token_ids: list[int]) -> list[float]:
         with torch.no_grad():
-            logprobs, _ = self._forward(np.asarray(token_ids), [len(token_ids)], np.arange(1, len(token_ids)))
+            ids = np.asarray(token_ids)
+            logprobs, _ = self._forward(ids, [len(token_ids)], np.arange(1, len(token_ids)))
         return [float(value) for value in logprobs.tolist()]
 
     def export(self, folder: Path) -> dict[str, TensorInfo]:
@@ -123,73 +145,110 @@ class MegatronLearner:
     def close(self) -> None:
         self.ranks.close()
 
-    def _forward(self, ids: np.ndarray, lengths: Sequence[int], trained: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _terms(self, work: PreparedMicroBatch) -> TrainedTokens:
+        return packing.terms(work.micro, work.rows, self._predict(work), work.reference, work.proximal)
+
+    def _predict(self, work: PreparedMicroBatch) -> tuple[Tensor, Tensor]:
+        ids = id_array(work.micro.token_ids)
+        return self._forward(ids, work.micro.sequence_lengths, work.rows)
+
+    def _forward(
+        self, ids: IdArray, lengths: Sequence[int], trained: NDArray[np.integer]
+    ) -> tuple[Tensor, Tensor]:
         tokens, packed = self._packer.pack(ids, lengths, trained)
         logprobs, entropy = self._ddp(tokens, None, None, packed_seq_params=packed)
         return logprobs, entropy
 
-    def _reference_logprobs(self, batch: Batch, trained: list[np.ndarray]) -> list[Tensor]:
-        if self._reference is None:
-            raise ConfigError("[loss] kl_coefficient > 0 needs a policy that was built with a reference")
-        with torch.no_grad(), self._reference.in_place():
-            pairs = zip(batch.microbatches, trained, strict=True)
-            return [self._forward(id_array(m.token_ids), m.sequence_lengths, rows)[0] for m, rows in pairs]
+    def _prepare(self, batch: Batch, objective: Objective) -> list[PreparedMicroBatch]:
+        work = _trained(batch)
+        if objective.needs_reference:
+            if self._reference is None:
+                raise ConfigError("[loss] kl_coefficient > 0 needs a policy that was built with a reference")
+            with self._reference.in_place():
+                work = [replace(each, reference=logs) for each, logs in self._fixed_logprobs(work)]
+        if objective.needs_proximal and (self._epochs, self._minibatches) != (1, 1):
+            work = [replace(each, proximal=logs) for each, logs in self._fixed_logprobs(work)]
+        return work
+
+    def _fixed_logprobs(
+        self, work: Sequence[PreparedMicroBatch]
+    ) -> Iterator[tuple[PreparedMicroBatch, Tensor]]:
+        with torch.no_grad():
+            for each in work:
+                yield each, self._predict(each)[0]
+
+    def _parts(
+        self, step: int, work: Sequence[PreparedMicroBatch]
+    ) -> Iterator[tuple[list[PreparedMicroBatch], float]]:
+        """Yield what each optimizer step of a batch trains, and the factor of its loss.
+
+        A step on 1 / n of the microbatches has n times their loss, which is an estimate of the batch's. All
+        ranks have equally many microbatches, so they take equally many steps.
+        """
+        count = min(self._minibatches, len(work))
+        for epoch in range(self._epochs):
+            order = np.arange(len(work))
+            if (self._epochs, count) != (1, 1):
+                order = np.random.default_rng((step, epoch)).permutation(order)
+            for part in np.array_split(order, count):
+                yield [work[index] for index in part], float(count)
 
     def _accumulate(
-        self, batch: Batch, trained: list[np.ndarray], objective: Objective, watch: Stopwatch
+        self, work: Sequence[PreparedMicroBatch], scale: float, objective: Objective, watch: Stopwatch
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add up gradients; return losses [microbatches], and sums and maxima of the statistics."""
-        given = objective.needs_reference
-        references = self._reference_logprobs(batch, trained) if given else [None] * len(trained)
-        watch.lap("step_seconds/reference")
+        """Add up gradients; return the loss, and sums and maxima of the statistics."""
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
         results = []
-        for micro, rows, reference in zip(batch.microbatches, trained, references, strict=True):
-            model = self._forward(id_array(micro.token_ids), micro.sequence_lengths, rows)
-            loss, sums, maxima = objective(packing.terms(micro, rows, model, reference))
+        for each in work:
+            loss, sums, maxima = objective(self._terms(each))
             watch.lap("step_seconds/forward")
-            loss.backward()
+            (scale * loss).backward()
             watch.lap("step_seconds/backward")
             results.append((loss.detach(), sums, maxima))
-        return _total(results)
+        losses, sums, maxima = (torch.stack(parts) for parts in zip(*results, strict=True))
+        if not losses.sum().isfinite():
+            bad = [each.index for each, loss in zip(work, losses, strict=True) if not loss.isfinite()]
+            log.warning("not finite: losses of microbatches %s, data rank %d", bad, self.ranks.data_rank)
+        return losses.sum(), sums.sum(0), maxima.amax(0)
 
-    def _update(self) -> float:
+    def _update(self) -> tuple[float, bool]:
+        """Take a step unless a gradient of any rank is not finite; return its norm, and if it was taken."""
         finalize_model_grads([self._ddp])  # no num_tokens: nothing is divided
-        self._schedule.step(1)
+        if not self._is_finite():
+            return math.nan, False
         with cpu_as_cuda():
             _, norm, _ = self._optimizer.step()
-        self.step += 1
-        return float(norm)
+        return float(norm), True
 
-    def _report(self, losses: Tensor, sums: Tensor, maxima: Tensor, objective: Objective) -> dict[str, float]:
-        totals = torch.cat((losses.sum()[None].double(), sums.double()))
+    def _is_finite(self) -> bool:
+        buffers = [*self._ddp.buffers, *self._ddp.expert_parallel_buffers]
+        norms = torch.stack([torch.linalg.vector_norm(buffer.grad_data) for buffer in buffers])
+        is_bad = (~norms.isfinite()).any().float()
+        dist.all_reduce(is_bad, dist.ReduceOp.MAX)
+        return not is_bad.item()
+
+    def _report(self, passes: Sequence[Pass], objective: Objective) -> dict[str, float]:
+        """Return the metrics of a batch: means over its optimizer steps, sums over one pass."""
+        norms, taken = [each[3] for each in passes], [each[4] for each in passes]
+        steps = {"policy/grad_norm": fmean(norms), "policy/skipped": float(taken.count(False))}
+        return self._totals([each[:3] for each in passes], self._epochs, objective) | steps
+
+    def _totals(
+        self, results: Sequence[tuple[Tensor, Tensor, Tensor]], epochs: int, objective: Objective
+    ) -> dict[str, float]:
+        """Return the loss and the objective's metrics over all ranks, as of one of `epochs` passes."""
+        losses, sums, maxima = (torch.stack(parts) for parts in zip(*results, strict=True))
+        totals, highest = torch.cat((losses.sum()[None].double(), sums.sum(0).double())), maxima.amax(0)
         dist.all_reduce(totals, group=self.ranks.data_group)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.ranks.data_group)
-        loss, *rest = totals.tolist()
-        return {"policy/loss": loss} | objective.metrics(rest, maxima.tolist())
-
-    def _check_finite(self, loss: float, norm: float, losses: Tensor) -> None:
-        """Raise on every rank when the step is not finite: all ranks see the same sums."""
-        if math.isfinite(loss) and math.isfinite(norm):
-            return
-        bad = (~losses.isfinite()).nonzero()[:, 0].tolist()
-        rank = self.ranks.data_rank
-        where = f"microbatches {bad} of data-parallel rank {rank}" if bad else "no loss of this rank"
-        raise FloatingPointError(
-            f"step {self.step - 1}: loss {loss}, gradient norm {norm}; not finite: {where}. "
-            "Nothing was published; a restart resumes from the last checkpoint"
-        )
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.ranks.data_group)
+        loss, *rest = (totals / epochs).tolist()
+        return {"policy/loss": loss} | objective.metrics(rest, highest.tolist())
 
 
-def _trained_positions(batch: Batch) -> list[np.ndarray]:
+def _trained(batch: Batch) -> list[PreparedMicroBatch]:
+    where = f"step {batch.step}, rank {batch.rank}, microbatch"
     return [
-        packing.trained_positions(micro, f"step {batch.step}, rank {batch.rank}, microbatch {index}")
+        PreparedMicroBatch(index, micro, packing.trained_positions(micro, f"{where} {index}"))
         for index, micro in enumerate(batch.microbatches)
     ]
-
-
-def _total(results: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the losses [microbatches], the sums added up, and the largest maxima."""
-    losses, sums, maxima = (torch.stack(parts) for parts in zip(*results, strict=True))
-    return losses, sums.sum(0), maxima.amax(0)

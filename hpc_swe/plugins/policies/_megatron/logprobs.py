@@ -14,7 +14,7 @@ from torch import Tensor
 def linear_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of `targets`, and the entropies of their distributions without gradient.
+    """Return the log-probabilities of `targets`, and the entropies of their distributions.
 
     The vocabulary is split among the ranks of `group`: `weight` [vocabulary / ranks, width] has the rows of
     this rank. On all ranks `hidden` [n, width] and the results, two float32 [n], are equal, and `targets`,
@@ -49,22 +49,27 @@ class _LinearLogprobs(torch.autograd.Function):  # type: ignore[misc]
         log_total = total.log()
         logprobs = chosen - log_total - peak
         entropy = log_total - moment / total
-        ctx.save_for_backward(hidden, weight, local, own, log_total + peak)
+        ctx.save_for_backward(hidden, weight, local, own, log_total + peak, entropy)
         ctx.chunk = chunk
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # without an entropy bonus, its gradient costs nothing
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, local, own, log_total = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, local, own, log_total, entropy = ctx.saved_tensors
+        grad = torch.zeros_like(entropy) if grad is None else grad
         hidden_grad = torch.empty_like(hidden)
         weight_grad = torch.zeros_like(weight, dtype=torch.float32)
         for part in _parts(hidden.shape[0], ctx.chunk):
-            # d logp / d logits = onehot - softmax
-            logits = (hidden[part] @ weight.t()).float()
-            slope = logits.sub_(log_total[part, None]).exp_().neg_()
-            slope.scatter_add_(1, local[part, None], own[part, None].to(slope.dtype))
-            slope = slope.mul_(grad[part, None]).to(hidden.dtype)
+            logs = (hidden[part] @ weight.t()).float().sub_(log_total[part, None])
+            rows = grad[part, None]
+            if entropy_grad is None:  # d logp / d logits = onehot - p
+                slope = logs.exp_().mul_(-rows)
+            else:  # and d entropy / d logits = -p (log p + entropy)
+                of_entropy = (logs + entropy[part, None]).mul_(entropy_grad[part, None])
+                slope = logs.exp_().mul_(of_entropy.add_(rows)).neg_()
+            slope.scatter_add_(1, local[part, None], (own[part, None] * rows).to(slope.dtype))
+            slope = slope.to(hidden.dtype)
             hidden_grad[part] = slope @ weight
             weight_grad += slope.t() @ hidden[part]
         return hidden_grad, weight_grad.to(weight.dtype), None, None, None

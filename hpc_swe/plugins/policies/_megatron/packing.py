@@ -87,13 +87,17 @@ def trained_positions(micro: MicroBatch, where: str) -> NDArray[np.integer]:
 
 
 def terms(
-    micro: MicroBatch, trained: NDArray[np.integer], model: tuple[Tensor, Tensor], reference: Tensor | None
+    micro: MicroBatch,
+    trained: NDArray[np.integer],
+    model: tuple[Tensor, Tensor],
+    reference: Tensor | None,
+    proximal: Tensor | None,
 ) -> TrainedTokens:
     """Build the input of the objective; `model` are log-probabilities and entropies of the trained tokens."""
     sampler, advantages, weights = (
         _upload(float_array(data)[trained]) for data in (micro.logprobs, micro.advantages, micro.weights)
     )
-    return TrainedTokens(model[0], model[1], sampler, advantages, weights, reference)
+    return TrainedTokens(*model, sampler, advantages, weights, reference, proximal)
 
 
 def _upload(array: NDArray[np.generic]) -> Tensor:

@@ -1,0 +1,52 @@
+"""Keep what a run found out about each task, and which tasks its next groups have, beside each batch."""
+
+from hpc_swe.records import Record
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import atomic
+
+
+class TaskHistory(Record, frozen=True, kw_only=True):
+    """The groups of one task that batches have consumed are summed up here."""
+
+    groups: int = 0
+    episodes: int = 0
+    resolved: int = 0
+    """Episodes that resolved the task."""
+    settled: int = 0
+    """Last groups in a row that all of their episodes resolved, or none."""
+    passed_over: int = 0
+    """Visits at which the task was passed over since its last group."""
+
+
+class PlannedGroup(Record, frozen=True, kw_only=True):
+    """The task of a group was planned before the batch was published."""
+
+    task_id: str
+    weight: float = 1.0
+    """Factor of the group's advantages."""
+
+
+class RunHistory(Record, frozen=True, kw_only=True):
+    """A coordinator reads this to plan the groups after a batch."""
+
+    next_group: int = 0
+    """First group of `planned`."""
+    visits: int = 0
+    """Visits made, or passed over, for all groups that are planned."""
+    planned: list[PlannedGroup] = []
+    """Groups from `next_group` on that may have been dispatched."""
+    tasks: dict[str, TaskHistory] = {}
+
+
+def read(run: RunDir, step: int, next_group: int) -> RunHistory:
+    """Read the history after batch `step`; `next_group` follows the batch.
+
+    A run of a version without histories made one visit per group.
+
+    Raises:
+        CorruptRecord: The file cannot be decoded.
+    """
+    try:
+        return atomic.get(run.history(step), RunHistory)
+    except FileNotFoundError:
+        return RunHistory(next_group=next_group, visits=next_group)

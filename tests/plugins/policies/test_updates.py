@@ -1,0 +1,93 @@
+"""Several optimizer steps a batch, with an entropy bonus: the same numbers as plain torch."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.slow
+
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from hpc_swe.records import float_array, id_array  # noqa: E402
+from tests.kit.ranks import gang, tiny  # noqa: E402
+
+EPOCHS, MINIBATCHES, STEPS, BONUS = 2, 2, 2, 0.3
+OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.0, "clip_grad": 0.0, "epochs": EPOCHS, "minibatches": MINIBATCHES}
+LOSS = {"objective": "decoupled", "entropy_coefficient": BONUS, "ratio_cap": 1.2}
+PACKING = [[[0], [1], [2], [3]]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny.make_models(tmp_path_factory.mktemp("models"))["dense"]
+
+
+def loss_of(model, sequence, before) -> torch.Tensor:
+    """The decoupled objective and the bonus, written down apart from the product."""
+    tokens = torch.from_numpy(id_array(sequence.token_ids).astype(np.int64))
+    sampler, advantages, weights = (
+        torch.from_numpy(float_array(data).copy())
+        for data in (sequence.logprobs, sequence.advantages, sequence.weights)
+    )
+    now = tiny.score(model, tokens)
+    ratio = torch.exp(now - before)
+    surrogate = torch.minimum(ratio * advantages, torch.clip(ratio, 0.8, 1.28) * advantages)
+    surrogate = torch.where(advantages < 0, torch.maximum(surrogate, 3 * advantages), surrogate)
+    correction = torch.clip(torch.exp(before - sampler), max=1.2)
+    distribution = torch.distributions.Categorical(logits=model(tokens[None]).logits[0, :-1])
+    entropy = torch.cat((torch.zeros(1), distribution.entropy()))
+    return (weights * (-correction * surrogate - BONUS * entropy)).sum()
+
+
+def expected(folder: Path, sequences) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0)
+    losses, norms = [], []
+    for step in range(STEPS):
+        with torch.no_grad():
+            tokens = [torch.from_numpy(id_array(s.token_ids).astype(np.int64)) for s in sequences]
+            before = [tiny.score(model, each) for each in tokens]
+        found, sizes = [], []
+        for epoch in range(EPOCHS):
+            order = np.random.default_rng((step, epoch)).permutation(len(sequences))
+            for part in np.array_split(order, MINIBATCHES):
+                optimizer.zero_grad()
+                for index in part:
+                    loss = loss_of(model, sequences[index], before[index])
+                    (MINIBATCHES * loss).backward()
+                    found.append(loss.item())
+                sizes.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
+                optimizer.step()
+        losses.append(sum(found) / EPOCHS)
+        norms.append(sum(sizes) / len(sizes))
+    return losses, norms, {name: parameter.data for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_minibatches_and_epochs_are_those_of_plain_torch(model, tmp_path, ranks):
+    sequences = tiny.make_sequences(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+    case = {
+        "name": "updates",
+        "model": str(model),
+        "policy": {"dtype": "float32", "tensor_parallel": ranks},
+        "optimizer": OPTIMIZER,
+        "loss": LOSS,
+        "packing": PACKING,
+        "data": tiny.write_sequences(tmp_path / "data", sequences),
+        "do": [("train", STEPS), ("export", "after")],
+    }
+    answer = gang.run_cases(ranks, [case], tmp_path / "out")["updates"][0]
+    losses, norms, weights = expected(model, sequences)
+    assert [m["policy/loss"] for m in answer["metrics"]] == pytest.approx(losses, rel=2e-5, abs=1e-6)
+    assert [m["policy/grad_norm"] for m in answer["metrics"]] == pytest.approx(norms, rel=1e-4)
+    assert {m["policy/skipped"] for m in answer["metrics"]} == {0.0}
+    assert answer["step"] == STEPS
+    found = {}
+    for path in (tmp_path / "out" / "updates" / "after").glob("*.safetensors"):
+        found |= load_file(path)
+    assert found.keys() == weights.keys()
+    assert max((found[name] - weight).abs().max() for name, weight in weights.items()) < 1e-4

@@ -1,0 +1,85 @@
+"""The best weights are kept, and a run that gets no better ends."""
+
+import pytest
+from msgspec.structs import replace
+
+from hpc_swe.roles.coordinator import batches
+from hpc_swe.roles.coordinator.selection import kept_steps, select
+from hpc_swe.settings import RetentionConfig
+from hpc_swe.store import weights
+from tests.kit.coordinator_kit import (
+    HELD_OUT,
+    learn,
+    make_maintenance,
+    reward,
+    rundir,
+    training,
+    work,
+)
+
+
+@pytest.mark.parametrize(
+    ("rates", "best", "since"),
+    [
+        ({0: 0.2}, 0, 0),
+        ({0: 0.2, 5: 0.4, 10: 0.3}, 5, 1),
+        ({10: 0.4, 0: 0.4, 5: 0.4}, 0, 2),  # no better than the first
+        ({0: 0.0, 5: 0.0, 10: 0.1}, 10, 0),
+    ],
+)
+def test_the_first_of_the_highest_is_best(rates, best, since):
+    assert (select(rates).step, select(rates).rounds_since) == (best, since)
+    assert select({}) is None
+
+
+def test_weights_are_kept_until_their_evaluation_is_known():
+    assert kept_steps({}, 5, 12) == {0, 5, 10}
+    assert kept_steps({0: 0.1, 5: 0.4, 10: 0.2}, 5, 22) == {5, 15, 20}
+
+
+def judge(best: int):
+    """Held-out tasks are resolved in the round of step `best` alone, training ones now and then."""
+
+    def judged(name: str) -> float:
+        split, group, _ = name.split("-")
+        return float(int(group) // 2 == best) if split == "eval" else reward(name)
+
+    return judged
+
+
+STEPS = 24
+OPTIONS = {"every": 1, "eval_tasks": ("x", "y"), "steps": STEPS}
+
+
+def train(run, patience, best):
+    maintenance = make_maintenance(run, retention=RetentionConfig(keep_last=2, free_space_floor_gb=0))
+    mode = training(run, **OPTIONS)
+    mode._evaluator.config = replace(HELD_OUT, patience=patience)
+    for _ in range(300):
+        snapshot = maintenance.snapshot()
+        progress = mode.iterate(snapshot)
+        maintenance._done.pop("retain", None)
+        maintenance.clean_up(snapshot, progress.kept_steps)
+        if not progress.waits_for:
+            return mode
+        work(run, judge=judge(best))
+        learn(run, STEPS)
+    raise AssertionError("not done")
+
+
+def test_the_best_weights_outlive_the_newest(tmp_path):
+    run = rundir(tmp_path)
+    mode = train(run, patience=0, best=1)
+    assert len(mode._evaluator._rates) > 4
+    assert {version.step for version in weights.published(run)} == {1, STEPS - 1, STEPS}
+
+
+def test_a_run_that_gets_no_better_ends_and_one_that_does_goes_on(tmp_path):
+    patient, hasty = rundir(tmp_path / "patient"), rundir(tmp_path / "hasty")
+    train(patient, patience=0, best=0)
+    assert len(batches.published_steps(patient)) == STEPS
+    mode = train(hasty, patience=3, best=0)
+    assert len(mode._evaluator._rates) == 4, "three rounds after the best one"
+    steps = batches.published_steps(hasty)
+    assert len(steps) < STEPS
+    assert weights.newest(hasty).step == len(steps), "the learner trained what was published"
