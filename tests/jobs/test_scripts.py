@@ -145,16 +145,21 @@ def test_variables_become_the_values_of_the_debugging_run(
     assert made == configuration.read(*files, overrides=overrides)
 
 
-def test_the_ablation_changes_the_tools_and_nothing_else() -> None:
+def test_the_ablation_leaves_out_the_debugger_and_nothing_else() -> None:
     trees = []
     for size in ("14b", "14b_rewrite"):
         files = [ROOT / "configs" / f"{name}.toml" for name in SWEPDB[size]]
         trees.append(configuration.dump(configuration.read(*files)))
     full, ablated = trees
     tools, fewer = full["agent"].pop("tools"), ablated["agent"].pop("tools")
+    prompt, shorter = full["agent"].pop("system_prompt"), ablated["agent"].pop("system_prompt")
     assert full == ablated
+    assert [tool for tool in tools if tool not in fewer] == [{"type": "pdb", "timeout_s": 30.0}]
     assert [tool for tool in tools if tool in fewer] == list(fewer)
-    assert len(fewer) < len(tools)
+    advice = (
+        ": start pdb on a failing test, stop at suspicious lines, and look at values instead of guessing them"
+    )
+    assert prompt == shorter.replace("change anything.", f"change anything{advice}.")
 
 
 def test_values_of_the_published_recipe_are_in_the_configuration() -> None:
