@@ -142,13 +142,16 @@ class Trial:
         verdict, reason, found = self._judge(task, candidate.patch)
         if verdict != "task" and self.images:
             self.images.store.discard(task)
-        full = msgspec.structs.replace(row, FAIL_TO_PASS=found.fail_to_pass, PASS_TO_PASS=found.pass_to_pass)
+        full = None  # a row without any test that must pass cannot be made
+        if verdict == "task":
+            lists = {"FAIL_TO_PASS": found.fail_to_pass, "PASS_TO_PASS": found.pass_to_pass}
+            full = msgspec.structs.replace(row, **lists)
         return msgspec.structs.replace(
             tried,
             verdict=verdict,
             reason=reason,
             settings=settings,
-            row=full if verdict == "task" else None,
+            row=full,
             flaky=found.flaky,
         )
 
