@@ -6,7 +6,8 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 engines=(tests/pipeline tests/plugins/engines tests/plugins/policies tests/roles/inference tests/roles/learner)
-sandboxes=(tests/cheats tests/plugins/graders tests/plugins/sandboxes)
+engines+=(tests/docs) # what a page types starts them too
+sandboxes=(tests/cheats tests/plugins/graders tests/plugins/sandboxes tests/tasks)
 shared=$(mktemp -d)
 export HPC_SWE_TEST_SHARED=$shared # what one part has made, and others need as well
 parts=()
