@@ -47,6 +47,7 @@ from hpc_swe.store.spool import Claim, Spool
 from tests.kit import coordinator_kit as played
 
 BEAT_S, STEP_S, TOKEN_S = 30.0, 120.0, 10.0
+LONGEST_S = 30 * 86_400.0
 SPREAD = 0.8  # of the logarithm of a length: the longest of 256 is about six times the mean
 OWNER, ENGINE = "rollout-1-0000beef", "inference-1-0000cafe"
 
@@ -169,10 +170,11 @@ def play(run: RunDir, load: Load, rule: Rule, steps: int, mean_s: float) -> Requ
     batch_settings = BatchSettings(limits, BatchesConfig(), Grpo(), 1)
     mode = Training(run, plan, batch_settings, steps, Evaluator(run, [], EvalConfig(), 5, log, 0), log)
     if rule[0] == "group":
-        mode._collector.ledger = GroupClock(limits.max_attempts)
+        mode._ledger = mode._collector.ledger = GroupClock(limits.max_attempts)
     maintenance = played.make_maintenance(run, time, beat_s=BEAT_S, ttl_s=4 * BEAT_S)
     trains_until = math.inf
     while len(batches.published_steps(run)) < steps:
+        assert time.now < LONGEST_S, "the simulated run does not end"
         time.now += BEAT_S
         GroupClock.now = time.now
         crew.work(time.now)
