@@ -57,6 +57,7 @@ class Books:
         shares = [
             atomic.decode(folder / file, folders.read(folder, file, manifest), Batch)
             for file in sorted(manifest.files)
+            if file.startswith("rank_")
         ]
         return manifest, shares
 
