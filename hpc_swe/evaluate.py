@@ -19,20 +19,38 @@ from hpc_swe.runs import preview
 FLAGS = {
     "model": "model",
     "url": "inference.url",
+    "parquet_path": "taskset.eval",
+    "n_parallel": "rollout.slots",
+    "max_steps": "agent.max_turns",
     "samples": "eval.samples",
     "tasks": "tasks.eval",
     "history": "rollout.history",
 }
 """Option -> the key that it sets."""
+BENCHMARKS = {
+    "kodcode": ["configs/swepdb.toml", "configs/swepdb_evaluate.toml"],
+    "swebench": [
+        "configs/swepdb.toml",
+        "configs/swepdb_evaluate.toml",
+        "configs/swepdb_evaluate_swebench.toml",
+    ],
+}
+"""Word on the command line -> the files that evaluate the debugging agent there."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hpc_swe.evaluate", description="Evaluate a model.")
     add = parser.add_argument
-    add("config", nargs="*", help="TOML files, merged left to right, and overrides; none to continue one")
+    words = f"TOML files, merged left to right, and overrides, or one of {', '.join(BENCHMARKS)}"
+    add("config", nargs="*", help=f"{words}; none to continue one")
     add("--out", type=cli.folder, required=True, help="the evaluation's folder, a run folder")
-    add("--model", type=cli.folder, help="Hugging Face folder, or a run's weights/v...")
-    add("--url", help="engine that already serves the model, http://host:port; its key in VLLM_API_KEY")
+    model = "Hugging Face folder, or a run's weights/v...; also with --url, for its tokenizer"
+    add("--model", "--model-name", "--model_name", type=cli.folder, help=model)
+    url = "engine that already serves the model, http://host:port; its key in VLLM_API_KEY"
+    add("--url", "--base-url", "--base_url", help=url)
+    add("--parquet-path", "--parquet_path", type=cli.folder, help="file of the held-out tasks")
+    add("--n-parallel", "--n_parallel", type=int, help="episodes that one rollout worker runs at once")
+    add("--max-steps", "--max_steps", type=int, help="turns of an episode")
     add("--samples", type=int, help="episodes per task and decoding")
     add("--tasks", type=int, help="number of held-out tasks")
     add("--history", choices=("keep", "template"), help="how earlier messages are rendered into a prompt")
@@ -47,7 +65,8 @@ def _words(arguments: argparse.Namespace) -> list[str]:
     if arguments.model:
         arguments.model = arguments.model.resolve()  # a symbolic link may change later
     given = {key: vars(arguments)[flag] for flag, key in FLAGS.items()}
-    return [*arguments.config, *(f"{key}={value}" for key, value in given.items() if value is not None)]
+    files = [file for word in arguments.config for file in BENCHMARKS.get(word, [word])]
+    return [*files, *(f"{key}={value}" for key, value in given.items() if value is not None)]
 
 
 def _run(run: RunDir, arguments: argparse.Namespace, console: Console) -> None:

@@ -26,11 +26,11 @@ LONGER = {"hpc_swe/records.py": 500}  # one page of records reads better than tw
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
 BUDGETS = {  # of all lines, blank ones and docstrings too
-    "hpc_swe": 3_340,
+    "hpc_swe": 3_360,
     "hpc_swe/conversation": 1_170,
     "hpc_swe/demo": 320,
     "hpc_swe/doctor": 1_240,
-    "hpc_swe/evaluation": 510,
+    "hpc_swe/evaluation": 520,
     "hpc_swe/plugins": 1_560,
     "hpc_swe/plugins/advantages": 150,
     "hpc_swe/plugins/agents": 440,
@@ -43,7 +43,7 @@ BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe/plugins/tools": 1_670,
     "hpc_swe/report": 860,
     "hpc_swe/roles": 10,
-    "hpc_swe/roles/coordinator": 2_420,
+    "hpc_swe/roles/coordinator": 2_430,
     "hpc_swe/roles/inference": 530,
     "hpc_swe/roles/learner": 660,
     "hpc_swe/roles/reward": 290,

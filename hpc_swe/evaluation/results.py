@@ -49,6 +49,8 @@ class Decoding(Record, frozen=True, kw_only=True):
     """Stage -> median seconds per episode."""
     median_tokens: float
     median_turns: float
+    calls: dict[str, float] = {}
+    """Tool -> mean number of calls per episode."""
 
 
 class Summary(Record, frozen=True, kw_only=True):
@@ -103,6 +105,7 @@ def decoding(attempts: Sequence[Attempt], label: str, sampling: Sampling) -> Dec
     at_most = [a if a.outcome != "infra_error" else replace(a, outcome="resolved") for a in found]
     measured = [attempt for attempt in found if attempt.exit_status] or found
     samples = min(len(values) for values in outcomes.values())
+    calls = [name for attempt in measured for name in attempt.calls]
     return Decoding(
         sampling=sampling,
         episodes=len(found),
@@ -116,6 +119,7 @@ def decoding(attempts: Sequence[Attempt], label: str, sampling: Sampling) -> Dec
         median_s={name: median(getattr(attempt, f"{name}_s") for attempt in measured) for name in STAGES},
         median_tokens=median(attempt.sampled_tokens for attempt in measured),
         median_turns=median(attempt.turns for attempt in measured),
+        calls={name: n / len(measured) for name, n in sorted(Counter(calls).items())},
     )
 
 
@@ -283,6 +287,11 @@ def summary_parts(summary: Summary) -> Iterator[RenderableType]:
         seconds = (f"{found.median_s[stage]:.1f}" for stage in STAGES)
         medians.add_row(label, *seconds, f"{found.median_tokens:.0f}", f"{found.median_turns:g}")
     yield from (rates, outcomes, medians)
+    if tools := sorted({name for found in found_by_label.values() for name in found.calls}):
+        calls = tables.table(["decoding"], tools, title="calls of tools in an episode, mean", box=ASCII)
+        for label, found in found_by_label.items():
+            calls.add_row(label, *(f"{found.calls.get(name, 0.0):.1f}" for name in tools))
+        yield calls
     if summary.trained_on:
         some = ", ".join(summary.trained_on[:5])
         yield f"not held out: the model was trained on {len(summary.trained_on)} of these tasks: {some}"

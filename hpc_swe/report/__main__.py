@@ -195,7 +195,8 @@ def clean_value(value: object) -> object:
 
 
 def _settings(config: RunConfig) -> BatchSettings:
-    return BatchSettings(config.groups, config.batches, config.advantage, config.learner.data_parallel)
+    data_parallel = config.learner.data_parallel
+    return BatchSettings(config.groups, config.batches, config.advantage, data_parallel, config.shaping)
 
 
 def _speller(run: RunDir, config: RunConfig) -> Speller:

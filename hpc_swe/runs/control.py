@@ -99,7 +99,7 @@ def _update_config(run: RunDir, config: RunConfig) -> None:
     config = configuration.keep_paths(old, config, folder)
     for change in configuration.changes(old, config, folder).values():
         log.info("changed %s, for jobs that start from now on", change)
-    if config.steps > old.steps:
+    if config.steps > old.steps or config.eval.patience != old.eval.patience:
         run.finished.unlink(missing_ok=True)
     atomic.write(run.token, create.key(run, config).encode())
     atomic.write(run.config, create.encoded(config))

@@ -46,6 +46,8 @@ class Attempt(Record, frozen=True, kw_only=True):
     """The whole episode without its grading."""
     grading_s: float = 0.0
     queue_s: float = 0.0
+    calls: list[str] = []
+    """Names of the tools that the policy called, in order."""
     versions: list[str] = []
     """Weight versions that sampled it; v000000-i00 is the model that the engine was started with."""
     submission: str = ""
@@ -78,13 +80,15 @@ def write(path: Path, attempts: Sequence[Attempt], *, without: Sequence[str] = (
 
 
 def read(path: Path, *, without: Sequence[str] = LONGEST_COLUMNS) -> list[Attempt]:
-    """Read what `write` published; fields of the columns `without` keep their defaults.
+    """Read what `write` published; fields of the columns `without`, or of none, keep their defaults.
 
     Raises:
         CorruptRecord: The file is missing, or is not the table of an evaluation.
     """
     try:
-        columns = [name for name in SCHEMA.names if name not in without]
+        columns = [
+            name for name in pq.read_schema(path).names if name in SCHEMA.names and name not in without
+        ]
         return msgspec.convert(pq.read_table(path, columns=columns).to_pylist(), list[Attempt])
     except FileNotFoundError:
         raise CorruptRecord(f"{path}: no such table; an evaluation writes it when it has finished") from None

@@ -1,8 +1,8 @@
 """Keep what a run found out about each task, and which tasks its next groups have, beside each batch."""
 
-from hpc_swe.records import Record
+from hpc_swe.records import BatchManifest, Record
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic
+from hpc_swe.store import atomic, folders
 
 
 class TaskHistory(Record, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ def read(run: RunDir, step: int, next_group: int) -> RunHistory:
     Raises:
         CorruptRecord: The file cannot be decoded.
     """
-    try:
-        return atomic.get(run.history(step), RunHistory)
-    except FileNotFoundError:
+    path, manifest = run.history(step), folders.manifest(run.batch(step), BatchManifest)
+    if path.name not in manifest.files:
         return RunHistory(next_group=next_group, visits=next_group)
+    return atomic.decode(path, folders.read(path.parent, path.name, manifest), RunHistory)

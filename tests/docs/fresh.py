@@ -123,6 +123,7 @@ RULES = (
     (r"python -m hpc_swe\.tasks\.make_bugs .*", LOOKED_UP, MINUTES),
     (r".*configs/swebench\.toml.*", LOOKED_UP, "needs the rows of the hub"),
     (r"python -m hpc_swe\.evaluate configs/swepdb\.toml .*", LOOKED_UP, CLUSTER),
+    (r"python -m hpc_swe\.evaluate kodcode .*", LOOKED_UP, "needs a model and its engine"),
     (r"python -m swebench.*", LOOKED_UP, "is no program of ours"),
     (r"(?:PYTHONPATH=\S+ )?(?:python -m )?tests[./].*|python -m hpc_swe\.demo .*", LOOKED_UP, MINUTES),
     (r"python -m hpc_swe\.launch start .*inference\.url.*", LOOKED_UP, "needs an engine"),

@@ -21,6 +21,7 @@ import pytest
 from rich.console import Console
 
 from hpc_swe import config as configuration
+from hpc_swe import evaluate
 from hpc_swe.errors import DeadlineError, HpcSweError, StorageError
 from hpc_swe.evaluation import progress, results, start
 from hpc_swe.evaluation.progress import EvaluationProgress, StallDetector, progress_of
@@ -462,3 +463,18 @@ def test_jobs_that_cannot_live_end_the_command_with_the_reason(small):
     assert done.returncode == DeadlineError.exit_code, done.stdout + done.stderr
     assert "inference: its last 3 submissions failed" in done.stderr
     assert control.alive(small.out, existing.load(small.out)) == []
+
+
+@pytest.mark.parametrize("benchmark", ["kodcode", "swebench"])
+def test_a_benchmark_by_name_takes_the_published_options(benchmark, tmp_path):
+    line = (
+        f"{benchmark} --parquet_path rows --model_name m --base-url http://h:1 --n-parallel 3 --max-steps 7"
+    )
+    words = evaluate._words(evaluate._parser().parse_args([*line.split(), "--out", str(tmp_path / "out")]))
+    if benchmark == "swebench":
+        words = [word for word in words if not word.startswith("taskset.eval")]
+    config = configuration.from_words([*words, *start.OWN])
+    assert (config.mode, config.model, config.inference.url) == ("eval", str(ROOT / "m"), "http://h:1")
+    assert (config.rollout.slots, configuration.dump(config)["agent"]["max_turns"]) == (3, 7)
+    tools = [schema["function"]["name"] for schema in json.loads(config.agent.preface.tools)]
+    assert ("pdb" in tools, "bash" in tools) == (True, benchmark == "swebench")

@@ -348,3 +348,17 @@ def test_the_stand_ins_for_docker_are_gone_afterwards():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert done.stdout.split() == ["swebench.harness.reporting"]
+
+
+def test_calls_of_tools_are_counted_per_episode():
+    called = (["view", "pdb", "pdb"], ["view"])
+    rows = [
+        msgspec.structs.replace(row, calls=calls)
+        for row, calls in zip(attempts({"a": [1, 0]}), called, strict=True)
+    ]
+    assert results.decoding(rows, "greedy", Sampling()).calls == {"pdb": 1.0, "view": 1.0}
+
+
+def test_a_table_of_an_earlier_version_is_read_without_its_new_columns(tmp_path):
+    evals.write(tmp_path / "old.parquet", attempts({"a": [1, 0]}), without=["calls"])
+    assert evals.read(tmp_path / "old.parquet") == attempts({"a": [1, 0]})

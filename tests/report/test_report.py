@@ -107,7 +107,7 @@ def test_no_control_character_reaches_the_page(made, speller):
 def trained_tokens(run, step, manifest):
     """Token and advantage of each position with a loss, from the batch that the learner reads."""
     found = []
-    for name in manifest.files:
+    for name in (name for name in manifest.files if name.startswith("rank_")):
         batch = msgspec.msgpack.decode(folders.read(run.batch(step), name, manifest), type=Batch)
         for micro in batch.microbatches:
             at = np.flatnonzero(micro.mask_array * records.float_array(micro.weights))

@@ -13,6 +13,7 @@ from statistics import fmean
 import msgspec
 
 from hpc_swe import intervals
+from hpc_swe.errors import CorruptRecord
 from hpc_swe.metrics import Log
 from hpc_swe.records import Outcome, RolloutRequest
 from hpc_swe.roles.coordinator.collect import ResultCollector
@@ -46,6 +47,8 @@ class Evaluator:
     """Task -> part of a mixture."""
     _done: set[str] = field(default_factory=set, init=False)
     """Labels of the tables that exist."""
+    _read: set[str] = field(default_factory=set, init=False)
+    """Labels of the tables that were read."""
     _rates: dict[int, float] = field(default_factory=dict, init=False)
     """Step -> solve rate of the decoding that selects the best weights."""
 
@@ -68,7 +71,8 @@ class Evaluator:
 
     def kept_steps(self, newest: int) -> set[int]:
         """Return the steps up to `newest` whose weights the best ones may be, or are so far."""
-        return kept_steps(self._rates, self.every, newest) if self.every and self.tasks else set()
+        evaluates = self.every and self.tasks and self.config.decodings
+        return kept_steps(self._rates, self.every, newest) if evaluates else set()
 
     def expects(self, key: Key) -> list[RolloutRequest] | None:
         """Return the requests of one task of a round; None when its table exists, and for other splits."""
@@ -120,8 +124,15 @@ class Evaluator:
             return
         for label in self._done:
             step = label.removeprefix("step_")
-            if step.isdecimal() and int(step) not in self._rates:
-                self._rates[int(step)] = self._rate(evals.read(self.run.eval_table(label)))
+            if step.isdecimal() and label not in self._read:
+                self._read.add(label)
+                self._enter(int(step), label)
+
+    def _enter(self, step: int, label: str) -> None:
+        try:
+            self._rates[step] = self._rate(evals.read(self.run.eval_table(label)))
+        except CorruptRecord as error:
+            log.warning("no solve rate of step %d: %s", step, error)
 
     def _rate(self, rows: Sequence[Attempt]) -> float:
         label = self.config.select or next(iter(self.config.decodings))
@@ -230,6 +241,7 @@ def _attempt(member: Member, label: str, sample: int) -> Attempt:
         episode_s=timing.total_s,
         grading_s=score.seconds,
         queue_s=member.queue_s,
+        calls=[call.name for message in episode.messages for call in message.tool_calls],
         versions=sorted({v.name for t in episode.turns for s in t.spans for v in (s.oldest, s.newest)}),
         submission=episode.submission,
         passed=score.passed,

@@ -27,5 +27,5 @@ def kept_steps(rates: Mapping[int, float], every: int, newest: int) -> set[int]:
 
     An evaluation of every `every` steps may finish long after its weights were published.
     """
-    best, first = select(rates), max(rates, default=-every) + every
+    best, first = select(rates), (max(rates, default=-1) // every + 1) * every
     return {*range(first, newest + 1, every), *([best.step] if best else [])}

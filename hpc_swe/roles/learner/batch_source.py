@@ -66,9 +66,9 @@ class BatchSource:
 
     def _read(self, step: int) -> Decision:
         active = orders.active(self._run)
-        if "STOP" in active or "FINISHED" in active:
+        if "STOP" in active:
             return Order.STOP
-        if self._interrupted() or "DRAIN" in active:
+        if self._interrupted() or "DRAIN" in active or "FINISHED" in active:  # a run may have ended early
             return Order.DRAIN
         try:
             return folders.manifest(self._run.batch(step), BatchManifest)

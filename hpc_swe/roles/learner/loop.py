@@ -22,7 +22,6 @@ from hpc_swe.roles.learner.batch_source import BatchSource, Order, read_batch
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.publish import Publisher, take_incarnation
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic
 
 OnStep = Callable[[int, int, dict[str, float]], None]
 """Receives the steps taken so far, the step that metrics belong to, and these metrics."""
@@ -116,11 +115,13 @@ class _SkippedBatches:
         """Link the files of a batch to where retention does not delete them."""
         kept = self.run.skipped(step)
         log.warning("skipped batch %d: a gradient is not finite; kept in %s", step, kept)
-        with atomic.storage(kept):
+        try:
             kept.mkdir(parents=True, exist_ok=True)
             for path in self.run.batch(step).iterdir():
                 with suppress(FileExistsError):
                     os.link(path, kept / path.name)
+        except OSError as error:
+            log.warning("not kept: %s", error)  # only people look at it, so training goes on
 
 
 def _publish_due(step: int, plan: LearnerPlan, publisher: Publisher) -> None:

@@ -63,10 +63,10 @@ def test_orders_come_before_batches_and_stop_before_drain(run):
     assert source.wait(0) is Order.STOP
 
 
-def test_a_finished_run_needs_no_learner(run):
+def test_a_finished_run_needs_no_learner_but_its_last_state(run):
     publish(run, 0)
     run.finished.touch()
-    assert BatchSource(run, 60, 0.01).wait(0) is Order.STOP
+    assert BatchSource(run, 60, 0.01).wait(0) is Order.DRAIN
 
 
 def test_a_signal_drains(run):

@@ -182,8 +182,8 @@ class MegatronLearner:
     ) -> Iterator[tuple[list[PreparedMicroBatch], float]]:
         """Yield what each optimizer step of a batch trains, and the factor of its loss.
 
-        A step on 1 / n of the microbatches has n times their loss, which is an estimate of the batch's. All
-        ranks have equally many microbatches, so they take equally many steps.
+        A step on a share of the microbatches divides their loss by this share, which estimates the batch's.
+        All ranks have equally many microbatches, so they take equally many steps.
         """
         count = min(self._minibatches, len(work))
         for epoch in range(self._epochs):
@@ -191,7 +191,7 @@ class MegatronLearner:
             if (self._epochs, count) != (1, 1):
                 order = np.random.default_rng((step, epoch)).permutation(order)
             for part in np.array_split(order, count):
-                yield [work[index] for index in part], float(count)
+                yield [work[index] for index in part], len(work) / len(part)
 
     def _accumulate(
         self, work: Sequence[PreparedMicroBatch], scale: float, objective: Objective, watch: Stopwatch
@@ -230,8 +230,9 @@ class MegatronLearner:
 
     def _report(self, passes: Sequence[Pass], objective: Objective) -> dict[str, float]:
         """Return the metrics of a batch: means over its optimizer steps, sums over one pass."""
-        norms, taken = [each[3] for each in passes], [each[4] for each in passes]
-        steps = {"policy/grad_norm": fmean(norms), "policy/skipped": float(taken.count(False))}
+        norms = [norm for *_, norm, is_taken in passes if is_taken]
+        skipped = float(len(passes) - len(norms))
+        steps = {"policy/grad_norm": fmean(norms or [math.nan]), "policy/skipped": skipped}
         return self._totals([each[:3] for each in passes], self._epochs, objective) | steps
 
     def _totals(
