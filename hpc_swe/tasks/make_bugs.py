@@ -181,6 +181,8 @@ def write(tried: Iterable[Tried], out: Path, limit: int) -> dict[str, int]:
         counts[split] = len(rows)
         if rows:
             atomic.put_table(out / f"{split}.parquet", pa.Table.from_pylist(rows))
+        else:
+            (out / f"{split}.parquet").unlink(missing_ok=True)
     return counts
 
 
@@ -237,6 +239,8 @@ def _require_same(out: Path, settings: object) -> None:
     path = out / "settings.json"
     with boundary(StorageError, f"{out} must be a folder that can be written"):
         out.mkdir(parents=True, exist_ok=True)
+        if not path.exists() and any(out.iterdir()):
+            raise ConfigError(f"{out} has files that are not of this command; choose another --out")
         known = path.read_bytes() if path.exists() else data
         if known == data:
             atomic.write(path, data)

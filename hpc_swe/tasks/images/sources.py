@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from hpc_swe.errors import ConfigError, EpisodeError, HpcSweError, boundary
-from hpc_swe.plugins.sandboxes.base import ImageSandboxes
+from hpc_swe.plugins.sandboxes.base import ImageSandboxes, Sandbox
 from hpc_swe.plugins.sif import squashfs_offset
 from hpc_swe.records import Task
 from hpc_swe.tasks.images.commands import remove, run
@@ -221,12 +221,26 @@ def _add_made_files(sandbox: ImageSandboxes, task: Task, lines: Sequence[str], w
         if done.exit_code:
             raise HpcSweError(f"the set-up lines failed: exit code {done.exit_code}: {done.output[-1000:]}")
         for name in opened.read(_MADE).decode().split("\0")[:-1]:
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if not path.parent.resolve().is_relative_to(folder):
-                raise HpcSweError(f"the set-up lines made {name!r} outside the repository")
-            path.write_bytes(opened.read(name))
-            path.chmod(0o755)
+            _add(folder, name, opened)
+
+
+def _add(folder: Path, name: str, sandbox: Sandbox) -> None:
+    """Add a file of the sandbox to a folder of this host. Code of the repository may have chosen the name."""
+    above, _, last = name.rpartition("/")
+    entry = sandbox.entries(above).get(last)
+    if entry is None or entry.kind not in ("file", "executable"):
+        return
+    path = folder / name
+    if not path.parent.resolve().is_relative_to(folder):
+        raise HpcSweError(f"the set-up lines made {name!r} outside the repository")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        created = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o755)
+    except FileExistsError:
+        raise HpcSweError(f"the set-up lines made {name!r}, which the base commit has too") from None
+    with os.fdopen(created, "wb") as file:
+        file.write(sandbox.read(name))
+        os.fchmod(file.fileno(), 0o755)
 
 
 def _copy(tree: Path, to: Path) -> None:
