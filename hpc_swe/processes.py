@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 import socket
@@ -147,6 +148,16 @@ def free_port(host: str = "", wanted: int = 0) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, wanted))
         return int(probe.getsockname()[1])
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files as far as it may.
+
+    Linux refuses to pass a descriptor over a socket while a user has more of them in flight, over all
+    processes, than the sender may open. A sandbox may open 4,096, so none can fill the room of its worker.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def die_with_parent() -> None:

@@ -26,7 +26,7 @@ LONGER = {"hpc_swe/records.py": 500}  # one page of records reads better than tw
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
 BUDGETS = {  # of all lines, blank ones and docstrings too
-    "hpc_swe": 3_360,
+    "hpc_swe": 3_370,
     "hpc_swe/conversation": 1_170,
     "hpc_swe/demo": 320,
     "hpc_swe/doctor": 1_240,

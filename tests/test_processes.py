@@ -96,3 +96,15 @@ def test_a_flag_wakes_a_wait_and_lasts_until_it_is_cleared():
     assert flag.is_set()
     flag.clear()
     assert not flag.is_set()
+
+
+def test_a_worker_may_open_more_files_than_its_sandboxes():
+    program = """
+import resource
+from hpc_swe.processes import allow_open_files
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+allow_open_files()
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -270,7 +270,7 @@ def run(kind: str, files: list[int], workdir: str, settings: Table, python: str 
         limit(resource.RLIMIT_NPROC, settings["processes"])
         limit(resource.RLIMIT_FSIZE, settings["file_mb"] << 20)
         limit(resource.RLIMIT_AS, settings["address_space_mb"] << 20)
-        limit(resource.RLIMIT_NOFILE, 4096)
+        limit(resource.RLIMIT_NOFILE, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 2))
         limit(resource.RLIMIT_MSGQUEUE, 0)
         limit(resource.RLIMIT_SIGPENDING, 1024)
         limit(resource.RLIMIT_MEMLOCK, 1 << 16)
