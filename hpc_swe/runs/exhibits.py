@@ -15,6 +15,7 @@ from hpc_swe.metrics import meaning
 from hpc_swe.records import Batch, Episode, MetricLine, RolloutRequest, ScoredEpisode, float_array, id_array
 from hpc_swe.rundir import SPOOLS, RunDir
 from hpc_swe.store import atomic
+from hpc_swe.store.task_history import RunHistory
 from hpc_swe.transcript import clean
 
 KINDS: dict[str, Any] = {
@@ -22,6 +23,7 @@ KINDS: dict[str, Any] = {
     "episodes": Episode,
     "scored": ScoredEpisode,
     "batches": Batch,
+    "history.msgpack": RunHistory,
 }
 FLOATS = ("logprobs", "advantages", "weights")
 MOST_ROWS, MOST_NAMES, MOST_TEXT, HEADER = 100, 20, 1 << 22, 1 << 24
@@ -123,7 +125,8 @@ def _tensors(path: Path) -> str:
 
 def _other(path: Path) -> str:
     """Render a message of a spool, a batch, or a log; of any other binary file only its size."""
-    kind = next((KINDS[part] for part in reversed(path.absolute().parts[:-1]) if part in KINDS), None)
+    parts = reversed(path.absolute().parts)
+    kind = next((KINDS[part] for part in parts if part in KINDS), None)
     if kind is not None and (path.suffix in ("", ".msgpack") or "~" in path.name):
         return pretty(readable(atomic.get(path, kind)))
     if ".tfevents." in path.name:
