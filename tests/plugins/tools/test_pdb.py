@@ -466,10 +466,10 @@ x = 1
 # user has too many signals pending, in other sandboxes too.
 TIMER = (
     "import signal; signal.signal(signal.SIGCONT, lambda *_: None); "
-    "libc, number = ctypes.CDLL(None), ctypes.c_void_p()\n"
-    "    event = struct.pack('qii48x', 0, 18, 0)\n"
-    "    while libc.timer_create(1, event, ctypes.byref(number)): time.sleep(0.01)\n"
-    "    libc.timer_settime(number, 0, struct.pack('4q', 0, 10**7, 0, 10**7), None)"
+    "libc, number = ctypes.CDLL(None), ctypes.c_void_p(); "
+    "event = struct.pack('qii48x', 0, 18, 0); "
+    "[time.sleep(0.01) for _ in iter(lambda: libc.timer_create(1, event, ctypes.byref(number)), 0)]; "
+    "libc.timer_settime(number, 0, struct.pack('4q', 0, 10**7, 0, 10**7), None)"
 )
 
 
