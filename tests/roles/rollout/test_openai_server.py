@@ -216,7 +216,8 @@ def test_threads_cannot_get_more_turns_than_there_are(on: Stage) -> None:
     on.engine.on_call = lambda call: time.sleep(0.05)
     with on.recorder.serve(free_port(), most_turns=3) as address:
         threads = [
-            threading.Thread(target=post, args=(address,), kwargs={"messages": START}) for _ in range(9)
+            threading.Thread(target=post, args=(address,), kwargs={"messages": START})
+            for _ in range(openai_server.MAX_CONNECTIONS)  # one more would be refused
         ]
         for thread in threads:
             thread.start()
