@@ -10,6 +10,7 @@ is left, and the run never stood still.
 """
 
 import argparse
+import contextlib
 import ctypes
 import os
 import random
@@ -222,8 +223,10 @@ def of(kind: str, living: list[Process]) -> list[Process]:
 
 
 def send(process: Process, number: signal.Signals) -> None:
-    if process.is_alive:
-        os.kill(process.pid, number)
+    """Send `process` the signal, unless it has ended: it may end at any moment by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        if process.is_alive:
+            os.kill(process.pid, number)
 
 
 def state(pid: int) -> str:
