@@ -148,26 +148,32 @@ def _require_usable(config: RunConfig, key: str) -> None:
         raise ConfigError(
             f"inference.url = {url!r} is another machine for each job; write this host's name in place of it"
         )
+    start = "start it with the command that `python -m hpc_swe.engine` prints"
     try:
-        problem = _problem(config, config.engine.inspect(url, key))
+        problem, remedy = _problem(config, config.engine.inspect(url, key))
     except EngineError as error:
-        problem = str(error)
+        problem, remedy = str(error), f"give its key in {create.ENGINE_KEY}"
     if problem:
-        ways = [f"give its key in {create.ENGINE_KEY}"]
-        ways += ["start it with the command that `python -m hpc_swe.engine` prints"]
-        ways += ['set mode = "eval"'] if config.mode == "grpo" else []
-        ways += ["leave inference.url (VLLM_URL) out for engines of our own"]
+        ways = [remedy, start, "leave inference.url (VLLM_URL) out for engines of our own"]
         raise ConfigError(f"inference.url = {url!r}: {problem}. Either {', or '.join(ways)}")
 
 
-def _problem(config: RunConfig, info: EngineInfo) -> str:
+def _problem(config: RunConfig, info: EngineInfo) -> tuple[str, str]:
+    """Return why the engine cannot serve this run, and what to set; two empty texts if it can."""
     if not _is_same(info.model, Path(config.model)):
-        return f"it serves another model, {info.model}, than model = {config.model!r}"
-    if info.max_model_len < config.rollout.context:
-        return f"it takes {info.max_model_len} tokens, less than rollout.context = {config.rollout.context}"
+        return (
+            f"it serves another model, {info.model}, than model = {config.model!r}",
+            "set model to its folder",
+        )
+    if (longest := info.max_model_len) < config.rollout.context:
+        problem = f"it takes {longest} tokens, less than rollout.context = {config.rollout.context}"
+        return problem, f"set rollout.context to at most {longest}"
     if config.mode == "grpo" and not info.can_update:
-        return "it has no routes that update its weights, so it could not sample the trained policy"
-    return ""
+        return (
+            "it has no routes that update its weights, so it could not sample the trained policy",
+            'set mode = "eval"',
+        )
+    return "", ""
 
 
 def _is_same(served: str, model: Path) -> bool:

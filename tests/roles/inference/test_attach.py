@@ -233,9 +233,9 @@ REFUSALS = {
     "no updates": (
         {"plain": True},
         ['mode="grpo"'],
-        r"no routes that update.*hpc_swe.engine.*mode = \"eval\"",
+        r"no routes that update.*mode = \"eval\", or start it with .*hpc_swe.engine",
     ),
-    "short": ({"max_model_len": 100}, [], r"takes 100 tokens, less than rollout.context = 512"),
+    "short": ({"max_model_len": 100}, [], r"takes 100 tokens, less than .* set rollout.context to at most 100"),
     "another machine": ({}, ['executor={type="slurm"}'], r"another machine for each job; write this host's"),
 }
 
