@@ -166,6 +166,7 @@ def test_what_another_start_took_away_replaces_nothing(tmp_path):
     assert (tmp_path / "code").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [0o750, 0o701, 0o722])
 def test_a_run_that_others_can_enter_is_refused_by_every_command(tmp_path, read, mode):
     run = RunDir(tmp_path / "run")
@@ -246,6 +247,7 @@ def test_run_of_another_protocol_names_the_commit_that_reads_it(tmp_path, read):
         existing.load(run)
 
 
+@pytest.mark.slow
 def test_tick_submits_the_difference_and_nothing_under_an_order(tmp_path, read):
     run, config = RunDir(tmp_path / "run"), read("counts.reward=1")
     try:
@@ -258,6 +260,7 @@ def test_tick_submits_the_difference_and_nothing_under_an_order(tmp_path, read):
         control.stop(run, config, now=True)
 
 
+@pytest.mark.slow
 def test_waiting_for_a_run_that_is_ordered_to_end_ends_with_it(tmp_path, read):
     run, config = RunDir(tmp_path / "run"), read("counts.reward=1")
     try:
@@ -271,6 +274,7 @@ def test_waiting_for_a_run_that_is_ordered_to_end_ends_with_it(tmp_path, read):
         control.stop(run, config, now=True)
 
 
+@pytest.mark.slow
 def test_script_for_a_role_by_hand_leaves_a_finished_run_alone(tmp_path, read):
     run = RunDir(tmp_path / "run")
     control.start(run, read())
@@ -281,6 +285,7 @@ def test_script_for_a_role_by_hand_leaves_a_finished_run_alone(tmp_path, read):
     assert not any(run.nodes.iterdir())
 
 
+@pytest.mark.slow
 def test_foreground_jobs_end_with_the_launcher_whatever_kills_it(tmp_path, model):
     words = [f"model={model}", 'sandbox={type="process"}', "tasks.train=3", "tasks.eval=2", *NOBODY]
     line = ["start", "configs/demo.toml", *words, "counts.reward=1", "executor.foreground=true"]
@@ -325,6 +330,7 @@ def test_jobs_run_the_code_that_the_run_was_started_with(tmp_path, read):
     assert "the code of the run" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_run_keeps_its_code_until_it_is_upgraded_which_no_job_may_see(tmp_path, read):
     run = RunDir(tmp_path / "run")
     control.start(run, read())

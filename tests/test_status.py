@@ -322,6 +322,7 @@ def test_status_of_what_is_no_run_is_one_line(tmp_path):
     assert "no run here" in done.stderr
 
 
+@pytest.mark.slow
 def test_watch_ends_with_the_run_and_survives_a_malformed_report(tmp_path, read):
     os.umask(0o077)
     run = RunDir(tmp_path / "other")

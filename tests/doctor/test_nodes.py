@@ -179,6 +179,7 @@ meeting.attend(Path(sys.argv[1]), 1, 2, wait_s=180.0)
 """
 
 
+@pytest.mark.slow
 def test_a_node_whose_listings_lag_shows_in_the_latency(tmp_path):
     with subprocess.Popen([sys.executable, "-c", LAGGING, str(tmp_path)], cwd=ROOT):
         (peer,) = meeting.attend(tmp_path, 0, 2, wait_s=180.0)

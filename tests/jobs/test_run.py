@@ -80,6 +80,7 @@ def test_leader_that_is_done_ends_a_companion_that_is_not(run):
     assert time.monotonic() - began < 500
 
 
+@pytest.mark.slow
 def test_gang_that_starts_again_forgets_the_deadline_of_the_start_before(tmp_path, run):
     tally = tmp_path / "tally"
     failing = python(COUNT + "import time; time.sleep(1); sys.exit(1 if n == 0 else 0)", tally)
@@ -92,6 +93,7 @@ def test_gang_that_starts_again_forgets_the_deadline_of_the_start_before(tmp_pat
     assert tally.read_text() == "xx", "it was given the time to do its work"
 
 
+@pytest.mark.slow
 def test_rank_that_dies_takes_its_gang_along_and_all_start_again(tmp_path, run):
     code = (
         "import os, sys, time, pathlib; r = os.environ['RANK']; p = pathlib.Path(sys.argv[1]) / r;"
@@ -134,6 +136,7 @@ def test_signal_of_the_scheduler_reaches_the_children_and_restarts_nothing(tmp_p
     assert result == [1]
 
 
+@pytest.mark.slow
 def test_signal_between_two_starts_is_not_lost(tmp_path, run):
     tally = tmp_path / "tally"
     gang = Gang([python(COUNT + "sys.exit(1)", tally)])

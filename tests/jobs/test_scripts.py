@@ -199,6 +199,7 @@ def runs(tmp_path: Path, model: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_ticks_are_silent_unless_something_is_to_be_done(runs: Path) -> None:
     bare = {"HOME": str(runs), "PATH": "/usr/bin:/bin"}  # as cron has it
 

@@ -184,6 +184,7 @@ def test_whatever_an_image_holds_the_repair_is_handed_in_and_fits(toy, repositor
     assert "b/build/" not in text or "rules are" in image
 
 
+@pytest.mark.slow
 def test_products_cost_nothing_whatever_their_number(toy, sandboxes):
     make = "import os; [(os.makedirs(f'build/{i}'), open(f'build/{i}/x', 'w').close()) for i in range(12000)]"
     text = taken(toy, sandboxes, f'python3 -c "{make}"', "sed -i 's/a - b/a + b/' calc/core.py")

@@ -332,6 +332,7 @@ def test_only_a_report_is_replaced_and_an_interrupted_one_leaves_the_old(made, t
         write(made.run, tmp_path / "file", WholeEpisodes())
 
 
+@pytest.mark.slow
 def test_the_command_says_where_the_page_is_and_what_is_missing(made, tmp_path):
     def typed(*words):
         line = [sys.executable, "-m", "hpc_swe.report", *map(str, words)]
@@ -349,6 +350,7 @@ def test_the_command_says_where_the_page_is_and_what_is_missing(made, tmp_path):
     assert "name some as in 12,20-25" in typed(made.run.root, "--steps", "x").stderr
 
 
+@pytest.mark.slow
 def test_an_installation_has_the_page(tmp_path):
     """Without what setuptools is told by name, a wheel would have the Python alone."""
     shutil.copytree(ROOT / "hpc_swe", tmp_path / "hpc_swe", ignore=shutil.ignore_patterns("__pycache__"))

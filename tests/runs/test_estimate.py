@@ -299,6 +299,7 @@ def dry(tmp_path, *words, path=None):
     return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=env, timeout=180)
 
 
+@pytest.mark.slow
 def test_dry_run_makes_nothing_and_needs_no_slurm(tmp_path, read):
     config = read("policy.tensor_parallel=8")
     words = [tmp_path / "executor.toml", "policy.tensor_parallel=8", f"model={config.model}"]
@@ -312,6 +313,7 @@ def test_dry_run_makes_nothing_and_needs_no_slurm(tmp_path, read):
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_dry_run_of_a_local_run_says_so_and_ends_with_what_start_refuses(tmp_path, read):
     config = read("policy.tensor_parallel=2")
     sandbox = 'sandbox={type="apptainer", executable="no-such-apptainer"}'

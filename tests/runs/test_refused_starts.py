@@ -212,6 +212,7 @@ def test_a_model_that_some_job_could_not_load_is_refused(tmp_path, read, model, 
     assert message in found[0]
 
 
+@pytest.mark.slow
 def test_a_dry_run_refuses_what_a_start_refuses_and_makes_nothing(tmp_path, model):
     words = ["steps=0", "--dry-run", f"model={model}", "--run", tmp_path / "run", "configs/demo.toml"]
     done = command("hpc_swe.launch", "start", *words, "counts.reward=0", 'sandbox={type="process"}')
@@ -224,6 +225,7 @@ def test_a_dry_run_refuses_what_a_start_refuses_and_makes_nothing(tmp_path, mode
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_in_the_folder_of_a_run_refuses_what_a_start_refuses(tmp_path, model):
     nobody = [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
     words = ["configs/demo.toml", *nobody, f"model={model}", 'sandbox={type="process"}', "tasks.train=1"]
@@ -266,6 +268,7 @@ def test_a_merged_configuration_is_shown_as_toml_that_reads_as_the_same(read):
     assert tomllib.loads("\n".join(configuration.toml(tree))) == json.loads(json.dumps(tree))
 
 
+@pytest.mark.slow
 def test_a_start_that_waits_lets_go_on_timeout_and_on_interrupt(tmp_path, model):
     run, nobody = RunDir(tmp_path / "run"), [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
     words = [*nobody, "counts.reward=1", f"by_hand={list(job_counts.ROLES['grpo'])}", f"model={model}"]
@@ -298,6 +301,7 @@ READERS = [
 IMPORTS = ["hpc_swe.launch start", "jobs.coordinator"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [*COMMANDS, *READERS])
 def test_no_command_answers_an_interrupt_with_a_traceback(tmp_path, line):
     """Each reads a pipe into which nobody writes, and some are interrupted while they import."""

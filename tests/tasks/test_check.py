@@ -379,6 +379,7 @@ def test_programs_are_checked_by_their_repair_or_left_unproven(tmp_path):
     assert [task.task_id for task in taken.load("eval")] == ["usable", "unproven", "humaneval-usable"]
 
 
+@pytest.mark.slow
 def test_a_task_that_breaks_the_grader_is_broken_the_others_are_checked(repository, sandboxes, tmp_path):
     (good,) = taskset(write_rows(tmp_path / "rows.jsonl", row("unittest", repository[1]))).load("train")
     extra = good.tests.extra | {"log_parser": "parse_log_nobody"}
@@ -433,6 +434,7 @@ def test_a_worker_without_references_says_so_where_there_should_be_some(tmp_path
         tasks.read_hidden(made.references)
 
 
+@pytest.mark.slow
 def test_a_verdict_holds_for_one_image_and_one_grader_only(repository, sandboxes, tmp_path):
     (one,) = taskset(write_rows(tmp_path / "rows.jsonl", row("unittest", repository[1]))).load("train")
     checker = Checker(Swebench(), sandboxes, 1, tmp_path)

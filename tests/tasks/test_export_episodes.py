@@ -169,6 +169,7 @@ def conversation(out: Path) -> tuple[list[Message], str]:
     return messages, row["tools"]
 
 
+@pytest.mark.slow
 def test_a_task_gives_at_most_so_many_rows_and_a_share_is_held_out(run, tmp_path):
     out = tmp_path / "rows.parquet"
     done = export(run, out, "--per-task", "1", "--split", "0.5")

@@ -194,6 +194,7 @@ def test_a_file_in_the_place_of_a_new_test_file_is_not_laid(repository, sandboxe
     assert GRADER.grade(one, new("tests/test_new.py", PASSES) + gold(), sandboxes).outcome == "resolved"
 
 
+@pytest.mark.slow
 def test_the_tests_are_run_twice_and_no_more_when_time_is_out(toy_task, sandboxes):
     plan = msgspec.structs.replace(toy_task.tests, timeout_s=3.0)
     one = msgspec.structs.replace(toy_task, tests=plan)

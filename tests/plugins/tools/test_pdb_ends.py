@@ -65,6 +65,7 @@ def test_the_seconds_of_all_calls_bound_a_session_s_calls(kind: str):
         assert "so the session was ended" in result.messages[-1].content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["submit", "turns", "error"])
 def test_a_session_ends_with_the_agent_and_before_its_patch_is_taken(kind: str, end: str):
     of = task(spin=SPIN)

@@ -105,6 +105,7 @@ def test_evaluate_has_a_limit_and_tells_a_broken_sandbox(sandbox: Sandbox):
         invoke(slow, "", Broken(), TASK)
 
 
+@pytest.mark.slow
 def test_bash_shows_both_outputs_and_how_it_ended(sandbox: Sandbox):
     assert use(sandbox, "bash", command="echo out; echo err >&2; exit 3") == "out\nerr\n[exit code 3]"
     assert use(sandbox, "bash", command="true") == "[exit code 0]"
@@ -160,6 +161,7 @@ def test_grep_numbers_lines_by_file_and_minds_nothing_that_lies_about(sandbox: S
     assert use(sandbox, "grep", pattern="nothing like it", path="/testbed") == "no match"
 
 
+@pytest.mark.slow
 def test_grep_finds_only_so_much_and_searches_only_so_long(sandbox: Sandbox):
     sandbox.write("many", b"a\n" * 5000)
     few = load("tools", {"type": "grep", "most_matches": 3, "timeout_s": 5.0})
@@ -454,6 +456,7 @@ def test_permissions_stay_but_no_set_user_id(tree: Tree, folder: Path):
     assert (folder / "run").stat().st_mode & 0o7777 == 0o755
 
 
+@pytest.mark.slow
 def test_a_folder_that_turns_into_a_link_under_the_hand_leads_nowhere(
     tree: Tree, folder: Path, outside: Path
 ):

@@ -85,6 +85,7 @@ def one_round(root):
     training(run).iterate(make_maintenance(run).snapshot())
 
 
+@pytest.mark.slow
 def test_a_death_anywhere_in_publishing_changes_no_batch_and_no_archive(tmp_path, template, undisturbed):
     seen = set()
     for root in at_every_call(tmp_path, copies_of(template, ready_to_publish), one_round):
@@ -127,6 +128,7 @@ def test_a_death_anywhere_in_asking_again_loses_no_attempt(tmp_path, template):
         shutil.rmtree(root)
 
 
+@pytest.mark.slow
 def test_a_death_anywhere_in_recovery_loses_no_claim(tmp_path, template):
     def setup(root):
         run = rundir(root)
@@ -167,6 +169,7 @@ def tidy(root):
     maintenance.clean_up(maintenance.snapshot())
 
 
+@pytest.mark.slow
 def test_a_death_anywhere_in_deleting_leaves_whole_folders_only(tmp_path, template):
     for root in at_every_call(tmp_path, copies_of(template, old_folders), tidy):
         run = at(root)

@@ -29,6 +29,7 @@ def child(text: str) -> list[str]:
     return [sys.executable, "-c", text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -52,6 +53,7 @@ def test_a_process_that_fails_before_it_grades_is_nobody_s_doing(text):
         watch(child(text), episode(0, "text"), -0.5, **SHORT)
 
 
+@pytest.mark.slow
 def test_a_slow_grading_that_shows_signs_of_life_is_awaited():
     text = BEGINS + "for _ in range(6): time.sleep(1); os.write(1, b'.')\n" + SAYS
     assert watch(child(text), episode(0, "text"), -0.5, **SHORT).outcome == "resolved"

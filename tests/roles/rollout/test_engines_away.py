@@ -60,6 +60,7 @@ def test_without_an_engine_nothing_is_claimed_and_no_attempt_is_burned(
     assert {episode.exit_status for episode in made.episodes.values()} == {ExitStatus.SUBMITTED}
 
 
+@pytest.mark.slow
 def test_a_request_goes_back_when_engines_vanish_before_any_sample(tmp_path: Path) -> None:
     plays: list[str] = []
 
@@ -100,6 +101,7 @@ def test_engines_that_vanish_later_cost_the_attempt(tmp_path: Path) -> None:
     assert made.episodes[NAME].exit_status == ExitStatus.INFRA_ERROR
 
 
+@pytest.mark.slow
 def test_the_clock_of_a_claim_stands_while_no_engine_serves(made: Company) -> None:
     ends = threading.Event()
 

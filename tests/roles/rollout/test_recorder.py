@@ -424,6 +424,7 @@ def test_a_full_context_is_no_failure(run: RunDir, builder: TokenBuilder) -> Non
     assert on.recorder.counts["context_full"] == 1
 
 
+@pytest.mark.slow
 def test_the_backstop_excludes_the_engine(run: RunDir, builder: TokenBuilder) -> None:
     on = stage(run, builder, episode_timeout_s=3.0)
     on.engine.on_call = lambda call: time.sleep(2.0)

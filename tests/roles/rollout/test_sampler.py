@@ -129,6 +129,7 @@ def test_time_that_an_engine_worked_is_no_wait_for_an_engine(run: RunDir) -> Non
     assert ask(run, counting(fail(NoAnswer("killed"), 2 * WAIT_S))).finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_a_completion_longer_than_the_wait_for_engines_rests_no_engine(run: RunDir, tmp_path: Path) -> None:
     slow = ScriptedReply(token_ids=[7, 8], logprobs=[-0.5, -0.25], delay_s=5 * WAIT_S)
     with serving(tmp_path, slow) as (url, _):
@@ -151,6 +152,7 @@ def test_a_request_that_an_engine_lost_fails_alone(run: RunDir) -> None:
         assert endpoint.owner == "a"
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_is_left_for_another(run: RunDir, tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

@@ -185,6 +185,7 @@ def test_a_full_context_ends_the_episode_with_what_was_done(tmp_path: Path) -> N
     assert len(episode.turns) > 1
 
 
+@pytest.mark.slow
 def test_the_backstop_is_infrastructure(tmp_path: Path) -> None:
     def slow(sandbox: Sandbox, chat: object) -> ExitStatus:
         chat(ASK)

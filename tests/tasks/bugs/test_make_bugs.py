@@ -132,6 +132,7 @@ def out(shapes, tmp_path_factory) -> tuple[Path, str]:
     return folder, make(folder, str(shapes), *OPTIONS)
 
 
+@pytest.mark.slow
 def test_a_made_task_pays_for_its_repair_and_for_nothing_else(out):
     """Not for what the agent's own run of the tests says, which is an observation."""
     tasks = made(out[0])
@@ -155,6 +156,7 @@ def test_a_made_task_pays_for_its_repair_and_for_nothing_else(out):
     assert grader.grade(task, both, Process()).reward == 1.0
 
 
+@pytest.mark.slow
 def test_half_of_the_failing_tests_are_hidden_and_the_others_are_seen(out):
     for task in made(out[0]):
         seen, full = task.files["test_shapes.py"], task.tests.files["test_shapes.py"]
@@ -169,6 +171,7 @@ def test_half_of_the_failing_tests_are_hidden_and_the_others_are_seen(out):
     assert len(list(Kodcode(train=str(next(out[0].glob("*.parquet")))).load("train"))) > 0
 
 
+@pytest.mark.slow
 def test_a_function_is_in_one_split_and_reasons_are_counted(out):
     functions: dict[str, set[str]] = {}
     for file in out[0].glob("*.parquet"):
@@ -181,6 +184,7 @@ def test_a_function_is_in_one_split_and_reasons_are_counted(out):
     assert "mutants beyond --per-function" in out[1]
 
 
+@pytest.mark.slow
 def test_what_was_tried_is_not_tried_again_and_other_options_are_refused(shapes, out, tmp_path):
     """The journal of a command that was killed has fewer lines, and the last one may be unfinished."""
     shutil.copytree(out[0], tmp_path / "bugs")
@@ -202,6 +206,7 @@ def test_what_was_tried_is_not_tried_again_and_other_options_are_refused(shapes,
     assert "was begun with other sources or options" in refused.stderr
 
 
+@pytest.mark.slow
 def test_docstrings_with_examples_are_tests_that_an_agent_cannot_change(shapes, tmp_path):
     make(tmp_path / "bugs", f"{shapes}/shapes.py", "--limit=2")
     for task in made(tmp_path / "bugs"):

@@ -23,6 +23,7 @@ def testbed(repository, tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_what_the_maker_made_stays_and_the_future_goes(repository, testbed, tmp_path):
     source, base = repository
     assert restage(testbed, base, tmp_path, exact={"calc/core.py"}) == ["tests/__init__.py"]
@@ -41,6 +42,7 @@ def test_what_the_maker_made_stays_and_the_future_goes(repository, testbed, tmp_
     assert unchanged(testbed, base) == {*FILES, "link"} - {"tests/__init__.py"}
 
 
+@pytest.mark.slow
 def test_two_images_of_one_task_have_one_commit(repository, testbed, tmp_path):
     shutil.copytree(testbed, tmp_path / "again", symlinks=True)
     for folder in (testbed, tmp_path / "again"):
@@ -48,6 +50,7 @@ def test_two_images_of_one_task_have_one_commit(repository, testbed, tmp_path):
     assert git(testbed, "rev-parse", "HEAD") == git(tmp_path / "again", "rev-parse", "HEAD")
 
 
+@pytest.mark.slow
 def test_files_of_the_reference_become_the_base_s_and_so_do_rights(repository, testbed, tmp_path):
     (testbed / "calc/core.py").write_text(MENDED)
     (testbed / "README.md").chmod(0o777)
