@@ -17,7 +17,7 @@ import msgspec
 from msgspec import ValidationError
 from msgspec.structs import replace
 
-from hpc_swe import plugins
+from hpc_swe import conflicts, plugins
 from hpc_swe.cli import suggestion
 from hpc_swe.errors import ConfigError
 from hpc_swe.settings import RunConfig
@@ -37,8 +37,6 @@ MAY_CHANGE = (
 )
 """Keys and tables that may change in an existing run, for the jobs that start afterwards: they say how it is
 operated. Every other key would change what is trained."""
-
-_URL = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]+)?")
 
 
 def read(*paths: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -74,12 +72,9 @@ def build(tree: dict[str, Any], source: str, parts: Sequence[tuple[str, dict[str
     if lines:
         raise ConfigError("\n".join(lines))
     config = msgspec.convert(tree, RunConfig, dec_hook=_plugin)
-    conflicts = [
-        f"{source}: {message}"
-        for message in (*_conflicts(config), *_exceeded_limits(config), *_misplaced_bounds(config))
-    ]
-    if conflicts:
-        raise ConfigError("\n".join(conflicts))
+    found = [f"{source}: {message}" for message in conflicts.of_keys(config)]
+    if found:
+        raise ConfigError("\n".join(found))
     return config if config.sft.epochs else _with_decay_steps(config)
 
 
@@ -170,83 +165,6 @@ def _with_decay_steps(config: RunConfig) -> RunConfig:
         return config
     optimizer = replace(optimizer, decay_steps=config.steps)
     return replace(config, learner=replace(config.learner, optimizer=optimizer))
-
-
-def _conflicts(config: RunConfig) -> Iterator[str]:
-    """Yield a message for each rule between several keys that the configuration breaks, by mode first."""
-    groups, learner, is_grpo = config.groups, config.learner, config.mode == "grpo"
-    chains = (config.rollout.history, config.batches.train_chains)
-    if is_grpo and not config.sampling.is_plain:
-        yield (
-            "[sampling] training must sample the unchanged distribution: temperature = 1, top_p = 1, "
-            "top_k = 0, min_p = 0; put other settings under [eval.decodings]"
-        )
-    if is_grpo and groups.max_staleness < learner.export_every - 1:
-        yield (
-            f"groups.max_staleness = {groups.max_staleness} stops sampling for ever with "
-            f"learner.export_every = {learner.export_every}; set it to export_every - 1 or more"
-        )
-    if is_grpo and chains == ("template", "main"):
-        yield 'rollout.history = "template" makes each turn its own chain; set batches.train_chains = "all"'
-    if (config.mode, config.sft.source, config.rollout.history) == ("sft", "trajectories", "template"):
-        yield 'rollout.history = "template": trajectories are trained as episodes with history = "keep" are'
-    if is_grpo and groups.group_size < 2:
-        yield "groups.group_size = 1 has no baseline; set it to 2 or more"
-    if config.mode == "eval" and not config.eval.decodings:
-        yield "[eval.decodings] is empty; add for example greedy = {temperature = 0.0}"
-    if (config.mode == "sft") != (learner.loss.objective == "sft"):
-        yield (
-            f"learner.loss.objective = {learner.loss.objective!r} does not fit mode = {config.mode!r}; "
-            "use the objective sft in mode sft, and only there"
-        )
-
-
-def _misplaced_bounds(config: RunConfig) -> Iterator[str]:
-    shaping, evals = config.shaping, config.eval
-    if shaping.overlong_from > 0 and shaping.overlong_to <= shaping.overlong_from:
-        yield (
-            f"shaping.overlong_to = {shaping.overlong_to} must exceed shaping.overlong_from = "
-            f"{shaping.overlong_from}"
-        )
-    if evals.select and evals.select not in evals.decodings:
-        yield f"eval.select = {evals.select!r} is no decoding; known: {', '.join(evals.decodings)}"
-    if config.mode == "grpo" and evals.patience > 0 and not evals.every:
-        yield f"eval.patience = {evals.patience} needs evaluations; set eval.every"
-
-
-def _exceeded_limits(config: RunConfig) -> Iterator[str]:
-    """Yield a message for each limit that another key exceeds."""
-    lease, context, url = config.lease, config.rollout.context, config.inference.url
-    optimizer = config.learner.optimizer
-    decays = config.mode != "eval" and optimizer.decay != "constant"
-    if decays and 0 < optimizer.decay_steps < config.steps:
-        yield (
-            f"learner.optimizer.decay_steps = {optimizer.decay_steps} is less than steps = {config.steps}: "
-            "the learning rate would be 0 from there on; 0 means the run's number of steps. An existing run "
-            "keeps its schedule: start another run from its last weights"
-        )
-    if context > config.batches.microbatch_tokens:
-        yield (
-            f"batches.microbatch_tokens = {config.batches.microbatch_tokens} cannot hold an episode of "
-            f"rollout.context = {context} tokens"
-        )
-    if context > config.engine.max_model_len:
-        yield (
-            f"rollout.context = {context} is more than engine.max_model_len = "
-            f"{config.engine.max_model_len}: a full context would count as a failure of the engine"
-        )
-    if url and not _URL.fullmatch(url):
-        yield (
-            f"inference.url = {url!r} must be http(s)://host:port, optionally with the path "
-            "of a gateway; put the engine's key into the environment variable VLLM_API_KEY"
-        )
-    if config.agent.budget_s >= config.rollout.episode_timeout_s:
-        yield (
-            f"rollout.episode_timeout_s = {config.rollout.episode_timeout_s} must exceed the agent's "
-            f"budget, {config.agent.budget_s} s: else an idle policy would count as a failure of the host"
-        )
-    if lease.ttl_s < 2 * lease.beat_s:
-        yield f"lease.ttl_s = {lease.ttl_s} must be at least twice lease.beat_s = {lease.beat_s}"
 
 
 def _parse(path: Path) -> dict[str, Any]:

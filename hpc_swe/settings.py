@@ -194,7 +194,7 @@ class EvalConfig(Record, frozen=True, kw_only=True):
     """Held-out tasks are evaluated with these settings."""
 
     every: Natural = 0
-    """Training steps between two evaluations; 0 is never."""
+    """Training steps between two evaluations, a multiple of `learner.export_every`; 0 is never."""
     samples: Positive = 4
     """Episodes per task and decoding."""
     tasks: Natural = 0

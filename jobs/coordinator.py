@@ -45,7 +45,8 @@ def mode(run: RunDir, config: RunConfig, curves: Log) -> Mode:
     every = config.eval.every if config.mode == "grpo" else 0
     known = held_out if every or config.mode == "eval" else []
     parts = {task.task_id: task.taskset for task in taken["eval"]}
-    evaluator = Evaluator(run, known, config.eval, config.seed, curves, every, parts)
+    export_every = config.learner.export_every
+    evaluator = Evaluator(run, known, config.eval, config.seed, curves, every, export_every, parts)
     if config.mode == "eval":
         return Evaluating(run, evaluator, config.groups.max_attempts)
     requests = RequestPlan(config.seed, config.groups.group_size, config.sampling)

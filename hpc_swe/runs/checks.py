@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from hpc_swe import job_counts
+from hpc_swe import conflicts, job_counts
 from hpc_swe.errors import ConfigError, EngineError
 from hpc_swe.plugins.engines.base import EngineInfo, EstimatedEngine
 from hpc_swe.plugins.executors.base import GrantsGpus, RunsHere, own_environment
 from hpc_swe.plugins.policies.base import EstimatedPolicy
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import create, submit
+from hpc_swe.runs import create, existing, submit
 from hpc_swe.runs.create import Taken
 from hpc_swe.settings import RunConfig
 from hpc_swe.tokenization import token_builder
@@ -57,6 +57,13 @@ def _counts(_: RunDir, config: RunConfig) -> Iterator[str]:
             )
     if config.mode != "eval" and config.steps == 0:
         yield "steps = 0: there is nothing to do; ask for at least one step"
+
+
+def _rules(run: RunDir, config: RunConfig) -> Iterator[str]:
+    """Check the rules of new runs; an older run that breaks one goes on, until the key changes."""
+    is_old = run.config.exists() and run.manifest.exists()
+    known = set(conflicts.of_new_runs(existing.load(run))) if is_old else set()
+    yield from (message for message in conflicts.of_new_runs(config) if message not in known)
 
 
 def _model(_: RunDir, config: RunConfig) -> Iterator[str]:
@@ -202,4 +209,4 @@ def _complaints(check: Callable[[], object]) -> Iterator[str]:
         yield from str(error).splitlines()
 
 
-CHECKS = (_folder, _counts, _model, _parallel, _jobs, _gpus, _machine, _engine)
+CHECKS = (_folder, _counts, _rules, _model, _parallel, _jobs, _gpus, _machine, _engine)

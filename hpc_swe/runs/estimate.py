@@ -55,8 +55,14 @@ def _states(config: RunConfig) -> list[Part]:
     def milestones(made_every: int) -> int:
         return config.steps // math.lcm(kept.keep_every, made_every) if kept.keep_every else 0
 
-    versions = kept.keep_last + 1 + milestones(learner.export_every)
-    saved = 2 + 1 + milestones(learner.checkpoint_every)
+    def evaluated(made_every: int) -> int:
+        """Count what is kept of the best evaluation, and of the one under way."""
+        if config.mode != "grpo" or not (kept.keep_best and config.eval.every):
+            return 0
+        return min(2, config.steps // math.lcm(config.eval.every, made_every))
+
+    versions = kept.keep_last + 1 + milestones(learner.export_every) + evaluated(learner.export_every)
+    saved = 2 + 1 + milestones(learner.checkpoint_every) + evaluated(learner.checkpoint_every)
     return [
         Part(
             weights.what,

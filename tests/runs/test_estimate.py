@@ -222,12 +222,28 @@ def parts(config):
 
 def test_folder_holds_the_newest_versions_and_every_milestone(read):
     weights = 2 * 8_190_735_360 + estimate.COMPANIONS
-    few = parts(read("policy.dtype=bfloat16", "steps=100"))
+    few = parts(read("policy.dtype=bfloat16", "steps=100", "eval.every=0"))
     assert few["weights/"].bytes == 4 * weights
     assert few["checkpoints/"].bytes == 3 * 14 * 8_190_735_360
-    many = parts(read("policy.dtype=bfloat16", "steps=100", "retention.keep_every=15"))
+    many = parts(read("policy.dtype=bfloat16", "steps=100", "eval.every=0", "retention.keep_every=15"))
     assert many["weights/"].bytes == (4 + 6) * weights
     assert many["checkpoints/"].bytes == (3 + 3) * 14 * 8_190_735_360
+
+
+@pytest.mark.parametrize(
+    ("words", "versions", "checkpoints"),
+    [
+        (["eval.every=5"], 2, 2),
+        (["eval.every=30"], 2, 2),  # checkpoints of steps 30, 60 and 90
+        (["eval.every=33"], 2, 0),
+        (["eval.every=5", "retention.keep_best=false"], 0, 0),
+    ],
+)
+def test_the_best_weights_and_those_under_evaluation_are_counted(read, words, versions, checkpoints):
+    without, found = (parts(read("steps=100", *more)) for more in (["eval.every=0"], words))
+    for name, count in (("weights/", versions), ("checkpoints/", checkpoints)):
+        each = without[name].bytes / (4 if name == "weights/" else 3)
+        assert found[name].bytes - without[name].bytes == pytest.approx(count * each)
 
 
 def test_run_that_only_evaluates_keeps_neither_weights_nor_batches(read):

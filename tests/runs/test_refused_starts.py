@@ -61,6 +61,38 @@ def read(model):
     return config
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["eval.every=5", "learner.export_every=2", "groups.max_staleness=2"],
+            "learner.export_every = 2: .* set it to 6",
+        ),
+        (
+            ["advantage={type='max_rl'}", "shaping.turn_penalty=0.1"],
+            "0 or more, but shaping.turn_penalty = 0.1",
+        ),
+        (
+            ["advantage={type='max_rl'}", "shaping.overlong_from=9", "shaping.overlong_to=12"],
+            "but shaping.overlong_from = 9 can",
+        ),
+        (["advantage={type='max_rl'}", "grader.cheated_reward=-1"], "but grader.cheated_reward = -1 can"),
+        (
+            ["advantage={type='shuffled', of={type='max_rl'}}", "shaping.turn_penalty=0.1"],
+            "set these keys to 0, or use the advantage grpo",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused_in_new_runs(read, tmp_path, words, message):
+    run, config = RunDir(tmp_path / "run"), read(*words)
+    (found,) = complaints(run, config)
+    assert re.search(message, found)
+    create.create(run, config, create.take(config))
+    assert complaints(run, config) == [], "a run that was created before the rule goes on"
+    changed = read(*words, "eval.every=7", "learner.export_every=2", "groups.max_staleness=2")
+    assert any("set it to 8" in each for each in complaints(run, changed))
+
+
 def listing(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 

@@ -13,6 +13,15 @@ class Advantage(Protocol):
 
 
 @runtime_checkable
+class Bounded(Protocol):
+    """Mark an estimator that is not defined for every reward; a start refuses settings that give others."""
+
+    @property
+    def lowest_reward(self) -> float:
+        """Return the lowest reward for which the estimator is defined."""
+
+
+@runtime_checkable
 class PerGroup(Protocol):
     """Mark an estimator that differs by group; the coordinator asks it for the one of each group."""
 

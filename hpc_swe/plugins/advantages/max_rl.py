@@ -14,11 +14,15 @@ class MaxRl(Plugin, frozen=True, kw_only=True):
     Source: Tajwar et al. 2026, arXiv 2602.02710.
     """
 
+    @property
+    def lowest_reward(self) -> float:
+        return 0.0
+
     def __call__(self, rewards: Sequence[float]) -> list[float]:
-        if min(rewards) < 0:
+        if min(rewards) < self.lowest_reward:
             raise ConfigError(
-                f"[advantage] max_rl needs rewards of 0 or more, the grader gave {min(rewards)}; "
-                "set the grader's reward of a failure to 0, or use grpo"
+                f"[advantage] max_rl needs rewards of 0 or more, but got {min(rewards)}; set the grader's "
+                "reward of a failure to 0 and the penalties of [shaping] to 0, or use grpo"
             )
         mean = fmean(rewards)
         return [(reward - mean) / mean if mean > 0 else 0.0 for reward in rewards]

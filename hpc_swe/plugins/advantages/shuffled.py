@@ -3,6 +3,7 @@
 A run that still improves with it does not improve because of the reward.
 """
 
+import math
 import random
 import zlib
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import msgspec
 
 from hpc_swe import plugins
 from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.advantages.base import Bounded
 
 
 class Shuffled(Plugin, frozen=True, kw_only=True):
@@ -20,6 +22,12 @@ class Shuffled(Plugin, frozen=True, kw_only=True):
     """Seed of the permutations."""
     of: dict[str, str | bool | int | float] = msgspec.field(default_factory=lambda: {"type": "grpo"})
     """Table of the estimator whose advantages are shuffled."""
+
+    @property
+    def lowest_reward(self) -> float:
+        """Return that of the other estimator."""
+        estimator = plugins.load("advantages", self.of)
+        return estimator.lowest_reward if isinstance(estimator, Bounded) else -math.inf
 
     def for_group(self, group_id: int) -> "Shuffled":
         """Return the estimator with the permutation of one group."""

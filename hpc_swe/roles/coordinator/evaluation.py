@@ -20,7 +20,7 @@ from hpc_swe.roles.coordinator.collect import ResultCollector
 from hpc_swe.roles.coordinator.dispatch import request
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, Member, failure_cause
 from hpc_swe.roles.coordinator.samples import sampled_tokens
-from hpc_swe.roles.coordinator.selection import kept_steps, select
+from hpc_swe.roles.coordinator.selection import select
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import EvalConfig
@@ -43,6 +43,8 @@ class Evaluator:
     seed: int
     metrics_log: Log
     every: int = 0
+    export_every: int = 1
+    """Steps between two versions of the weights."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """Task -> part of a mixture."""
     _done: set[str] = field(default_factory=set, init=False)
@@ -69,10 +71,10 @@ class Evaluator:
         best = select(self._rates)
         return bool(self.config.patience and best and best.rounds_since >= self.config.patience)
 
-    def kept_steps(self, newest: int) -> set[int]:
-        """Return the steps up to `newest` whose weights the best ones may be, or are so far."""
-        evaluates = self.every and self.tasks and self.config.decodings
-        return kept_steps(self._rates, self.every, newest) if evaluates else set()
+    def kept_steps(self, ledger: Ledger) -> set[int]:
+        """Return the step of the best weights so far, and that of the round under way."""
+        best, rounds = select(self._rates), self._under_way(ledger)[:1] if self.every else []
+        return {number * self.every for number in rounds} | ({best.step} if best else set())
 
     def expects(self, key: Key) -> list[RolloutRequest] | None:
         """Return the requests of one task of a round; None when its table exists, and for other splits."""
@@ -143,15 +145,17 @@ class Evaluator:
         collector.forget(collector.ledger.drop(lambda key: key[0] == "eval" and self.expects(key) is None))
 
     def _current(self, ledger: Ledger, snapshot: RunSnapshot) -> int | None:
-        """Return the oldest unfinished round, else the one that is due; a missed round is not made up for."""
+        """Return the oldest unfinished round, else the one that is due now."""
         if not self.tasks or not self.config.decodings:
             return None
-        under_way = [group // len(self.tasks) for split, group in ledger.groups if split == "eval"]
-        if self.has_lost_patience and not under_way:
-            return None
-        due = snapshot.newest.step // self.every if self.every else 0
-        number = min(under_way, default=due)
-        return None if self.label(number) in self._done else number
+        if under_way := self._under_way(ledger):
+            return under_way[0]
+        number = None if self.has_lost_patience else due(snapshot.newest.step, self.every, self.export_every)
+        return None if number is None or self.label(number) in self._done else number
+
+    def _under_way(self, ledger: Ledger) -> list[int]:
+        """Return the rounds that have groups, in order."""
+        return sorted({group // len(self.tasks) for split, group in ledger.groups if split == "eval"})
 
     def _request(self, keys: Sequence[Key], collector: ResultCollector, snapshot: RunSnapshot) -> None:
         members = len(self.config.decodings) * self.config.samples
@@ -186,6 +190,17 @@ class Evaluator:
             for part in parts
             if len(parts) > 1 and own[part]
         }
+
+
+def due(newest: int, every: int, export_every: int) -> int | None:
+    """Return the round that begins with the weights of step `newest`; None when none does.
+
+    It is of the first exported weights at or after its step. A round that did not begin with them is left
+    out: later weights would be evaluated under its name.
+    """
+    number = newest // every if every else 0
+    first = -(-number * every // export_every) * export_every
+    return number if newest == first or not every else None
 
 
 class Evaluating:

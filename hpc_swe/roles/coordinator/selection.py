@@ -20,12 +20,3 @@ def select(rates: Mapping[int, float]) -> Selection | None:
         return None
     best = max(sorted(rates), key=lambda step: rates[step])
     return Selection(best, rates[best], sum(step > best for step in rates))
-
-
-def kept_steps(rates: Mapping[int, float], every: int, newest: int) -> set[int]:
-    """Return the steps whose weights must not be deleted: the best, and those not evaluated yet.
-
-    An evaluation of every `every` steps may finish long after its weights were published.
-    """
-    best, first = select(rates), (max(rates, default=-1) // every + 1) * every
-    return {*range(first, newest + 1, every), *([best.step] if best else [])}

@@ -84,7 +84,7 @@ class Training:
         if snapshot.has_room:
             self._dispatch(snapshot)
         waits_for = self._waits_for(snapshot) or evaluating
-        kept = self._evaluator.kept_steps(snapshot.newest.step)
+        kept = self._evaluator.kept_steps(self._ledger)
         return Progress(waits_for, self.step, self._log.recent, self._collector.errors, kept)
 
     def _expects(self, key: Key) -> list[RolloutRequest] | None:

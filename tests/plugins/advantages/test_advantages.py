@@ -60,6 +60,11 @@ def test_max_rl_refuses_negative_rewards_and_says_what_to_do():
         MaxRl()([1, -1])
 
 
+def test_the_control_of_a_bounded_estimator_is_bounded_alike():
+    assert Shuffled(of={"type": "max_rl"}).lowest_reward == MaxRl().lowest_reward == 0
+    assert Shuffled().lowest_reward < -1e9
+
+
 def test_the_control_deals_the_same_advantages_without_regard_to_reward():
     rewards = [1.0, 0.0]
     control = Shuffled(seed=3, of={"type": "rloo"})

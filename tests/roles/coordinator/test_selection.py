@@ -4,7 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_swe.roles.coordinator import batches
-from hpc_swe.roles.coordinator.selection import kept_steps, select
+from hpc_swe.roles.coordinator.evaluation import due
+from hpc_swe.roles.coordinator.selection import select
 from hpc_swe.settings import RetentionConfig
 from hpc_swe.store import weights
 from tests.kit.coordinator_kit import (
@@ -32,9 +33,41 @@ def test_the_first_of_the_highest_is_best(rates, best, since):
     assert select({}) is None
 
 
-def test_weights_are_kept_until_their_evaluation_is_known():
-    assert kept_steps({}, 5, 12) == {0, 5, 10}
-    assert kept_steps({0: 0.1, 5: 0.4, 10: 0.2}, 5, 22) == {5, 15, 20}
+@pytest.mark.parametrize(
+    ("newest", "every", "export_every", "round_"),
+    [
+        (0, 5, 1, 0),
+        (10, 5, 1, 2),
+        (12, 5, 1, None),  # round 2 did not begin with weights 10, so it is left out
+        (12, 6, 3, 2),
+        (15, 6, 3, None),
+        (12, 10, 4, 1),  # a run of before the rule: the first exported weights from step 10 on
+        (16, 10, 4, None),
+        (7, 0, 1, 0),
+    ],
+)
+def test_a_round_begins_with_the_weights_of_its_step_or_not(newest, every, export_every, round_):
+    assert due(newest, every, export_every) == round_
+
+
+def test_a_slow_evaluation_keeps_the_weights_of_one_round_and_no_more(tmp_path):
+    """Of 20 rounds, those that are due meanwhile are left out, and nobody waits for their weights."""
+    run = rundir(tmp_path)
+    maintenance = make_maintenance(run, retention=RetentionConfig(keep_last=2, free_space_floor_gb=0))
+    mode = training(run, **OPTIONS)
+    for _ in range(20):
+        snapshot = maintenance.snapshot()
+        progress = mode.iterate(snapshot)
+        assert progress.kept_steps == {0}
+        maintenance._done.pop("retain", None)
+        maintenance.clean_up(snapshot, progress.kept_steps)
+        work(run, keep=lambda name: name.startswith("train"))
+        learn(run, STEPS)
+    assert len(weights.published(run)) == 3
+    for _ in range(4):
+        work(run, keep=lambda name: name.startswith("eval"))
+        mode.iterate(maintenance.snapshot())
+    assert {step for step in mode._evaluator._rates if step} <= {weights.newest(run).step}
 
 
 def judge(best: int):

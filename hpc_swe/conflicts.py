@@ -1,0 +1,130 @@
+"""State the rules between several keys of a configuration; each message names the keys and a remedy.
+
+Every configuration keeps the rules of `of_keys`, that of an existing run too. The rules of `of_new_runs` came
+later: a run that was created before them, and breaks one, goes on.
+"""
+
+import re
+from collections.abc import Iterator
+
+from hpc_swe import plugins
+from hpc_swe.plugins.advantages.base import Bounded
+from hpc_swe.settings import RunConfig
+
+_URL = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]+)?")
+
+
+def of_keys(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each rule that the configuration breaks."""
+    yield from _contradictions(config)
+    yield from _exceeded_limits(config)
+    yield from _misplaced_bounds(config)
+
+
+def of_new_runs(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each rule of new runs that the configuration breaks."""
+    if config.mode != "grpo":
+        return
+    every, export_every = config.eval.every, config.learner.export_every
+    if every % export_every:
+        yield (
+            f"eval.every = {every} is no multiple of learner.export_every = {export_every}: the weights of "
+            f"an evaluation's step would not exist; set it to {-(-every // export_every) * export_every}"
+        )
+    if isinstance(config.advantage, Bounded):
+        lowest = config.advantage.lowest_reward
+        if lowered := _keys_below(config, lowest):
+            yield (
+                f"[advantage] needs rewards of {lowest:g} or more, but {' and '.join(lowered)} can give "
+                "lower ones; set these keys to 0, or use the advantage grpo"
+            )
+
+
+def _keys_below(config: RunConfig, lowest: float) -> list[str]:
+    """Name the keys that can make a reward lower than `lowest`."""
+    shaping, grader = config.shaping, config.grader
+    table = plugins.dump(grader) if isinstance(grader, plugins.Plugin) else {}
+    rewards = {name: value for name, value in table.items() if name.endswith("_reward")}
+    found = [f"grader.{name} = {value:g}" for name, value in rewards.items() if value < lowest]
+    if shaping.overlong_from and shaping.overlong_penalty:
+        found.append(f"shaping.overlong_from = {shaping.overlong_from}")
+    if shaping.turn_penalty:
+        found.append(f"shaping.turn_penalty = {shaping.turn_penalty:g}")
+    return found
+
+
+def _contradictions(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each rule between several keys that the configuration breaks, by mode first."""
+    groups, learner, is_grpo = config.groups, config.learner, config.mode == "grpo"
+    chains = (config.rollout.history, config.batches.train_chains)
+    if is_grpo and not config.sampling.is_plain:
+        yield (
+            "[sampling] training must sample the unchanged distribution: temperature = 1, top_p = 1, "
+            "top_k = 0, min_p = 0; put other settings under [eval.decodings]"
+        )
+    if is_grpo and groups.max_staleness < learner.export_every - 1:
+        yield (
+            f"groups.max_staleness = {groups.max_staleness} stops sampling for ever with "
+            f"learner.export_every = {learner.export_every}; set it to export_every - 1 or more"
+        )
+    if is_grpo and chains == ("template", "main"):
+        yield 'rollout.history = "template" makes each turn its own chain; set batches.train_chains = "all"'
+    if (config.mode, config.sft.source, config.rollout.history) == ("sft", "trajectories", "template"):
+        yield 'rollout.history = "template": trajectories are trained as episodes with history = "keep" are'
+    if is_grpo and groups.group_size < 2:
+        yield "groups.group_size = 1 has no baseline; set it to 2 or more"
+    if config.mode == "eval" and not config.eval.decodings:
+        yield "[eval.decodings] is empty; add for example greedy = {temperature = 0.0}"
+    if (config.mode == "sft") != (learner.loss.objective == "sft"):
+        yield (
+            f"learner.loss.objective = {learner.loss.objective!r} does not fit mode = {config.mode!r}; "
+            "use the objective sft in mode sft, and only there"
+        )
+
+
+def _misplaced_bounds(config: RunConfig) -> Iterator[str]:
+    shaping, evals = config.shaping, config.eval
+    if shaping.overlong_from > 0 and shaping.overlong_to <= shaping.overlong_from:
+        yield (
+            f"shaping.overlong_to = {shaping.overlong_to} must exceed shaping.overlong_from = "
+            f"{shaping.overlong_from}"
+        )
+    if evals.select and evals.select not in evals.decodings:
+        yield f"eval.select = {evals.select!r} is no decoding; known: {', '.join(evals.decodings)}"
+    if config.mode == "grpo" and evals.patience > 0 and not evals.every:
+        yield f"eval.patience = {evals.patience} needs evaluations; set eval.every"
+
+
+def _exceeded_limits(config: RunConfig) -> Iterator[str]:
+    """Yield a message for each limit that another key exceeds."""
+    lease, context, url = config.lease, config.rollout.context, config.inference.url
+    optimizer = config.learner.optimizer
+    decays = config.mode != "eval" and optimizer.decay != "constant"
+    if decays and 0 < optimizer.decay_steps < config.steps:
+        yield (
+            f"learner.optimizer.decay_steps = {optimizer.decay_steps} is less than steps = {config.steps}: "
+            "the learning rate would be 0 from there on; 0 means the run's number of steps. An existing run "
+            "keeps its schedule: start another run from its last weights"
+        )
+    if context > config.batches.microbatch_tokens:
+        yield (
+            f"batches.microbatch_tokens = {config.batches.microbatch_tokens} cannot hold an episode of "
+            f"rollout.context = {context} tokens"
+        )
+    if context > config.engine.max_model_len:
+        yield (
+            f"rollout.context = {context} is more than engine.max_model_len = "
+            f"{config.engine.max_model_len}: a full context would count as a failure of the engine"
+        )
+    if url and not _URL.fullmatch(url):
+        yield (
+            f"inference.url = {url!r} must be http(s)://host:port, optionally with the path "
+            "of a gateway; put the engine's key into the environment variable VLLM_API_KEY"
+        )
+    if config.agent.budget_s >= config.rollout.episode_timeout_s:
+        yield (
+            f"rollout.episode_timeout_s = {config.rollout.episode_timeout_s} must exceed the agent's "
+            f"budget, {config.agent.budget_s} s: else an idle policy would count as a failure of the host"
+        )
+    if lease.ttl_s < 2 * lease.beat_s:
+        yield f"lease.ttl_s = {lease.ttl_s} must be at least twice lease.beat_s = {lease.beat_s}"
