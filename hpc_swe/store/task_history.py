@@ -36,6 +36,8 @@ class RunHistory(Record, frozen=True, kw_only=True):
     planned: list[PlannedGroup] = []
     """Groups from `next_group` on that may have been dispatched."""
     tasks: dict[str, TaskHistory] = {}
+    weights: dict[int, float] = {}
+    """Group of the batch -> factor of its advantages, where that is not 1."""
 
 
 def read(run: RunDir, step: int, next_group: int) -> RunHistory:

@@ -5,7 +5,7 @@ and before its messages are removed from scored/, so they still exist when a cra
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,15 +23,24 @@ from hpc_swe.store.evals import CONVERSATION
 NAME = re.compile(r"step_[0-9]{6,}\.parquet")
 
 
-def write(path: Path, episodes: Sequence[ScoredEpisode], trained: Iterable[int]) -> None:
-    """Publish the table; `trained` are the ids of the groups with a loss."""
-    groups = set(trained)
+def write(
+    path: Path,
+    episodes: Sequence[ScoredEpisode],
+    trained: Iterable[int],
+    weights: Mapping[int, float] | None = None,
+) -> None:
+    """Publish the table; `trained` are the ids of the groups with a loss.
+
+    The advantages of a group were multiplied by its weight, which is 1 where `weights` has none.
+    """
+    groups, factors = set(trained), weights or {}
     columns: dict[str, tuple[pa.DataType, Callable[[ScoredEpisode], object]]] = {
         "group_id": (pa.int64(), lambda s: s.episode.request.group_id),
         "index": (pa.int64(), lambda s: s.episode.request.index),
         "task_id": (pa.string(), lambda s: s.episode.request.task_id),
         "attempt": (pa.int64(), lambda s: s.episode.request.attempt),
         "trained": (pa.bool_(), lambda s: s.episode.request.group_id in groups),
+        "weight": (pa.float64(), lambda s: factors.get(s.episode.request.group_id, 1.0)),
         "reward": (pa.float64(), lambda s: s.score.reward),
         "outcome": (pa.string(), lambda s: s.score.outcome),
         "exit_status": (pa.string(), lambda s: s.episode.exit_status.value),

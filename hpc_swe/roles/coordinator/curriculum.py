@@ -94,14 +94,20 @@ class TaskPlan:
 
         `next_group` is the first group after the batch.
         """
+        weights: dict[int, float] = {}
         for group in groups:
-            task = self._group(group.key[1]).task_id
+            number = group.key[1]
+            task = self._group(number).task_id
+            if self.weight(number) != 1.0:
+                weights[number] = self.weight(number)
             solved = [scored.score.outcome == "resolved" for scored in group.results]
             if solved:
                 self._tasks[task] = _updated(self._of(task), solved)
         del self._planned[: next_group - self._first]
         self._first, self.passed_over = next_group, 0
-        known = RunHistory(next_group=next_group, visits=next_group, tasks=self._tasks.copy())
+        known = RunHistory(
+            next_group=next_group, visits=next_group, tasks=self._tasks.copy(), weights=weights
+        )
         if self._config.rest:
             known = replace(known, visits=self._visited, planned=self._planned[:])
         return known

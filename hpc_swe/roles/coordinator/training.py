@@ -66,7 +66,9 @@ class Training:
         self._collector = ResultCollector(run, self._ledger, self._expects)
         if last is not None and not run.archive(last.step).exists():
             consumed: set[Key] = {("train", group) for group in (*last.groups, *last.closed)}
-            archive.write(run.archive(last.step), _leftover_results(run, consumed), last.groups)
+            archive.write(
+                run.archive(last.step), _leftover_results(run, consumed), last.groups, known.weights
+            )
 
     def iterate(self, snapshot: RunSnapshot) -> Progress:
         """Do what can be done now, without waiting.
@@ -116,7 +118,7 @@ class Training:
         batches.commit(self._run, batch_plan, packed, values, history=history)
         log.info("published batch %d from groups %s", batch_plan.step, batch_plan.groups)
         episodes = [m.scored for g in groups for m in g.members if m.scored is not None]
-        archive.write(self._run.archive(batch_plan.step), episodes, batch_plan.groups)
+        archive.write(self._run.archive(batch_plan.step), episodes, batch_plan.groups, history.weights)
         self.step, self.state = batch_plan.step + 1, batch_plan.after
         self._decisions.clear()
         consumed = self._ledger.drop(lambda key: key[0] == "train" and key[1] < self.state.next_group)
