@@ -70,6 +70,8 @@ class RunDir:
     """Cell: EndpointTable, coordinator to rollout."""
     status = _At("state/status.json")
     """Cell: StatusReport, coordinator to people."""
+    skipped_steps = _At("state/skipped.json")
+    """Cell: SkippedBatches, learner to learner and ticks."""
     watch = _At("state/watch.json")
     """Cell: Memory, coordinator to coordinator."""
     evals = _At("evals")

@@ -38,7 +38,7 @@ def work(run: RunDir, config: RunConfig) -> None:
         source = BatchSource(run, table.batch_wait_s, table.poll_s, interrupted.is_set)
         try:
             learn(run, learner, objective, plan, source, on_step)
-        except (HpcSweError, FloatingPointError):
+        except HpcSweError:
             learner.close()  # all ranks raised, so none waits here; running threads could abort the exit
             raise
         learner.close()

@@ -41,7 +41,7 @@ BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe/plugins/sandboxes": 1_990,
     "hpc_swe/plugins/tasksets": 1_050,
     "hpc_swe/plugins/tools": 1_670,
-    "hpc_swe/report": 860,
+    "hpc_swe/report": 890,
     "hpc_swe/roles": 10,
     "hpc_swe/roles/coordinator": 2_530,
     "hpc_swe/roles/inference": 530,
@@ -49,7 +49,7 @@ BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe/roles/reward": 290,
     "hpc_swe/roles/rollout": 1_180,
     "hpc_swe/runs": 1_880,
-    "hpc_swe/store": 1_600,
+    "hpc_swe/store": 1_680,
     "hpc_swe/tasks": 3_820,
     "jobs": 750,
 }

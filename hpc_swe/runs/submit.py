@@ -18,7 +18,7 @@ from hpc_swe.plugins.executors.base import Job, Submission, own_environment
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, checkpoints, orders, submissions, weights
+from hpc_swe.store import atomic, checkpoints, orders, skipped, submissions, weights
 from hpc_swe.store.submissions import LatestSubmission, Started, Submitted
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,8 @@ def tick(run: RunDir, config: RunConfig) -> TickResult:
     """
     if orders.active(run):
         return TickResult()
-    newest, queue, decided = _decide_all(run, config)
+    wanted, refusal = _wanted(run, config)
+    newest, queue, decided = _decide_all(run, config, wanted)
     if orders.active(run):  # an order that emptied the queue was written before
         return TickResult()
     for role, decision in decided.items():
@@ -144,6 +145,7 @@ def tick(run: RunDir, config: RunConfig) -> TickResult:
             submit[role] = _submit(run, config, role, newest[role].number, missing[role])
         except ConfigError as error:
             stuck[role] = str(error)
+    stuck |= {"learner": refusal} if refusal else {}
     stuck |= {job.role: f"job {job.job} is held: {job.reason}" for job in queue if job.state == "held"}
     for role, why in stuck.items():
         log.error("stuck %s: %s", role, why)
@@ -152,12 +154,18 @@ def tick(run: RunDir, config: RunConfig) -> TickResult:
     return TickResult(submitted, cancel, stuck, lost)
 
 
-def _decide_all(
-    run: RunDir, config: RunConfig
-) -> tuple[dict[Role, LatestSubmission], list[Job], dict[Role, Decision]]:
+def _wanted(run: RunDir, config: RunConfig) -> tuple[dict[Role, int], str]:
+    """Return how many jobs of each role should run, and why there can be no learner; empty when it can be."""
     wanted = desired(config)
     if "learner" in wanted and checkpoints.is_trained(run, weights.newest(run), config.steps):
         wanted["learner"] = 0  # it has finished before the others
+    refusal = skipped.refusal(run, config.learner.max_skipped) if wanted.get("learner") else ""
+    return (dict.fromkeys(wanted, 0) if refusal else wanted), refusal  # the others would work for nothing
+
+
+def _decide_all(
+    run: RunDir, config: RunConfig, wanted: Mapping[Role, int]
+) -> tuple[dict[Role, LatestSubmission], list[Job], dict[Role, Decision]]:
     newest = {role: submissions.newest(run, role) for role in wanted}
     queue = config.executor.queue(run)
     decided = {

@@ -16,7 +16,7 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.runs import submit as run_submit
 from hpc_swe.runs.submit import Decision, decide, failures
 from hpc_swe.settings import InferenceConfig, LearnerConfig
-from hpc_swe.store import atomic, folders, submissions
+from hpc_swe.store import atomic, folders, skipped, submissions
 from hpc_swe.store.submissions import LatestSubmission, Started, Submitted
 
 
@@ -316,6 +316,23 @@ def test_learner_lost_before_its_last_checkpoint_is_submitted_again(run, config,
     run.checkpoint(5, 1).mkdir()
     config.policy, config.learner = Megatron(), LearnerConfig()
     assert run_submit.tick(run, config).submit == {"learner": 1}
+
+
+def test_nothing_is_submitted_when_the_learner_would_skip_the_same_batches(run, config):
+    config.mode, config.counts = "sft", {}
+    config.policy, config.learner = Megatron(), LearnerConfig(max_skipped=1)
+    for step in (7, 8):
+        assert sum(run_submit.tick(run, config).submit.values()) <= 2
+        skipped.enter(run, step, is_skipped=True)
+    config.executor.running.clear()
+    for _ in range(5):
+        found = run_submit.tick(run, config)
+        assert found.submit == {}
+        assert (
+            "learner.max_skipped = 1: 2 batches in a row, the last of them batch 8" in found.stuck["learner"]
+        )
+    config.learner = LearnerConfig(max_skipped=2)
+    assert run_submit.tick(run, config).submit == {"coordinator": 1, "learner": 1}
 
 
 FOREIGN = (

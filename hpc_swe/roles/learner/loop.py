@@ -16,12 +16,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.policies.base import Learner, Objective
 from hpc_swe.records import BatchManifest
 from hpc_swe.roles.learner.batch_source import BatchSource, Order, read_batch
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.publish import Publisher, take_incarnation
 from hpc_swe.rundir import RunDir
+from hpc_swe.store import skipped
 
 OnStep = Callable[[int, int, dict[str, float]], None]
 """Receives the steps taken so far, the step that metrics belong to, and these metrics."""
@@ -59,14 +61,15 @@ def learn(
         DeadlineError: No batch came, although the coordinator is alive.
         StorageError: The file system refused a write; what was published before stays valid.
         LostRace: Another learner published the same version.
-        FloatingPointError: No gradient was finite in more batches in a row than the plan allows to skip.
+        ConfigError: More batches in a row were skipped, by this start or a former one, than the plan allows;
+            or the weights are not finite.
     """
+    _require_finite(run, learner, plan.max_skipped)
     incarnation = on_rank_zero(learner.ranks, lambda: take_incarnation(run))
     publisher = Publisher(run, learner, incarnation, plan.writer)
     publisher.restore()
     publisher.publish_weights()
     on_step(learner.step, learner.step, {})
-    skips = _SkippedBatches(run, plan.max_skipped)
     while learner.step < plan.steps:
         began = time.monotonic()
         decision = _next(learner, source)
@@ -79,7 +82,7 @@ def learn(
         metrics = _validate(run, learner, objective, decision)
         read = partial(read_batch, run, decision, run.rank_file(learner.ranks.data_rank))
         metrics |= learner.train(on_all_ranks(learner.ranks, read), objective)
-        skips.enter(learner, metrics)
+        _enter_skip(run, learner, bool(metrics["policy/skipped"]), plan.max_skipped)
         if learner.step == plan.steps and (found := _validate(run, learner, objective, decision)):
             on_step(learner.step, learner.step, found)  # before anything says that the run is done
         published = time.monotonic()
@@ -92,36 +95,32 @@ def learn(
     publisher.publish_checkpoint()
 
 
-@dataclass
-class _SkippedBatches:
-    """Keep batches whose gradient was not finite, and end the learner when there are too many in a row."""
+def _require_finite(run: RunDir, learner: Learner, limit: int) -> None:
+    refusal = on_rank_zero(learner.ranks, lambda: skipped.refusal(run, limit))
+    if refusal:
+        raise ConfigError(refusal)
 
-    run: RunDir
-    limit: int
-    in_a_row: int = 0
 
-    def enter(self, learner: Learner, metrics: dict[str, float]) -> None:
-        """Enter the metrics of the batch that was trained last."""
-        self.in_a_row = self.in_a_row + 1 if metrics["policy/skipped"] else 0
-        if self.in_a_row:
-            on_rank_zero(learner.ranks, lambda: self._keep(learner.step - 1))
-        if self.in_a_row > self.limit:
-            raise FloatingPointError(
-                f"{self.in_a_row} batches in a row had a gradient that is not finite, the last of them batch "
-                f"{learner.step - 1}; they are kept in {self.run.skipped(0).parent}"
-            )
+def _enter_skip(run: RunDir, learner: Learner, is_skipped: bool, limit: int) -> None:
+    """Count the batch that was trained last, and keep it if it was skipped."""
+    step = learner.step - 1
+    on_rank_zero(learner.ranks, lambda: skipped.enter(run, step, is_skipped))
+    if is_skipped:
+        on_rank_zero(learner.ranks, lambda: _keep(run, step))
+        _require_finite(run, learner, limit)
 
-    def _keep(self, step: int) -> None:
-        """Link the files of a batch to where retention does not delete them."""
-        kept = self.run.skipped(step)
-        log.warning("skipped batch %d: a gradient is not finite; kept in %s", step, kept)
-        try:
-            kept.mkdir(parents=True, exist_ok=True)
-            for path in self.run.batch(step).iterdir():
-                with suppress(FileExistsError):
-                    os.link(path, kept / path.name)
-        except OSError as error:
-            log.warning("not kept: %s", error)  # only people look at it, so training goes on
+
+def _keep(run: RunDir, step: int) -> None:
+    """Link the files of a batch to where retention does not delete them."""
+    kept = run.skipped(step)
+    log.warning("skipped batch %d: a gradient is not finite; kept in %s", step, kept)
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        for path in run.batch(step).iterdir():
+            with suppress(FileExistsError):
+                os.link(path, kept / path.name)
+    except OSError as error:
+        log.warning("not kept: %s", error)  # only people look at it, so training goes on
 
 
 def _publish_due(step: int, plan: LearnerPlan, publisher: Publisher) -> None:

@@ -11,9 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from hpc_swe.errors import CorruptRecord
+from hpc_swe.errors import ConfigError, CorruptRecord
 from hpc_swe.plugins.policies.base import Learner, Ranks
-from hpc_swe.records import CheckpointManifest, FileInfo, ProbeScore, WeightManifest, WeightVersion
+from hpc_swe.records import (
+    CheckpointManifest,
+    FileInfo,
+    ProbeScore,
+    TensorInfo,
+    WeightManifest,
+    WeightVersion,
+)
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, folders
@@ -57,7 +64,7 @@ class Publisher:
             return
         version = WeightVersion(incarnation=self._incarnation, step=self._learner.step)
         with self._stage(self._run.weight(version)) as (stage, final):
-            parts = self._ranks.gather(on_all_ranks(self._ranks, lambda: self._learner.export(stage)))
+            parts = self._ranks.gather(on_all_ranks(self._ranks, lambda: self._export(stage)))
             manifest = WeightManifest(
                 writer=self._writer,
                 files=self._describe(stage),
@@ -68,6 +75,15 @@ class Publisher:
             on_rank_zero(self._ranks, lambda: folders.commit(stage, final, manifest))
         self._exported = self._learner.step
         log.info("exported %s", version.name)
+
+    def _export(self, stage: Path) -> dict[str, TensorInfo]:
+        try:
+            return self._learner.export(stage)
+        except FloatingPointError as error:  # on every rank; another start would compute the same weights
+            raise ConfigError(
+                f"{error}; start another run from earlier weights with a lower learner.optimizer.lr, or with "
+                "another `model` if these are its own weights"
+            ) from error
 
     def publish_checkpoint(self) -> None:
         """Publish the current training state."""

@@ -20,7 +20,7 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from hpc_swe import records  # noqa: E402
-from hpc_swe.errors import StorageError  # noqa: E402
+from hpc_swe.errors import ConfigError, StorageError  # noqa: E402
 from hpc_swe.records import (  # noqa: E402
     Batch,
     BatchManifest,
@@ -31,7 +31,7 @@ from hpc_swe.records import (  # noqa: E402
     WeightVersion,
 )
 from hpc_swe.rundir import RunDir  # noqa: E402
-from hpc_swe.store import atomic, folders  # noqa: E402
+from hpc_swe.store import atomic, folders, skipped  # noqa: E402
 from tests.kit.ranks import gang, tiny  # noqa: E402
 from tests.kit.waiting import until  # noqa: E402
 
@@ -203,10 +203,25 @@ def test_batches_in_a_row_that_are_not_finite_end_the_learner(model, sequences, 
     run = make_run(tmp_path, sequences, 1)
     for step in (1, 2, 3):
         publish(run, step, spoiled(sequences))
+    for _ in range(2):  # the second start does not train the batches again
+        for child in start(run, model):
+            output, _ = child.communicate(timeout=300)
+            assert child.returncode == ConfigError.exit_code
+            assert "2 batches in a row, the last of them batch 2, had a gradient that is not finite" in output
+    assert [line["step"] for line in reported(run)] == [0, 1, 2]
+
+
+def test_a_restart_goes_on_to_count_batches_that_are_not_finite(model, sequences, tmp_path):
+    run = make_run(tmp_path, sequences, 1)
+    publish(run, 1, spoiled(sequences))
+    children = start(run, model)
+    until(lambda: reported(run) and reported(run)[-1]["step"] == 2, "step 2, which has a checkpoint")
+    end(children, signal.SIGKILL)
+    publish(run, 2, spoiled(sequences))
     for child in start(run, model):
         output, _ = child.communicate(timeout=300)
-        assert child.returncode == 1
-        assert "2 batches in a row had a gradient that is not finite, the last of them batch 2" in output
+        assert child.returncode == ConfigError.exit_code, output
+    assert skipped.read(run).steps == [1, 2]
 
 
 def test_a_signal_saves_at_the_next_boundary_and_exits_0(model, sequences, tmp_path):

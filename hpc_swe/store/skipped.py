@@ -1,0 +1,60 @@
+"""Count the batches that the learner skipped in a row because a gradient was not finite.
+
+The count lies in the run folder, so a learner that starts again continues it, and a tick knows when another
+start would only skip the same batches.
+"""
+
+from hpc_swe.records import Record
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import atomic
+
+
+class SkippedBatches(Record, frozen=True, kw_only=True):
+    """The learner skipped these batches, and has trained no later one since."""
+
+    steps: list[int] = []
+
+    def after(self, step: int, is_skipped: bool) -> "SkippedBatches":
+        """Return the record after a batch, which may be one that a former start trained, too."""
+        later = [each for each in self.steps if each > step]
+        if not is_skipped:
+            return SkippedBatches(steps=later)
+        return SkippedBatches(steps=[*(each for each in self.steps if each < step), step, *later])
+
+    @property
+    def in_a_row(self) -> list[int]:
+        """Return the longest series of steps without a gap, the latest of several."""
+        series: list[int] = []
+        longest: list[int] = []
+        for step in self.steps:
+            series = [*series, step] if series and step == series[-1] + 1 else [step]
+            longest = series if len(series) >= len(longest) else longest
+        return longest
+
+
+def read(run: RunDir) -> SkippedBatches:
+    """Read the record of a run; raise CorruptRecord when it does not decode."""
+    try:
+        return atomic.get(run.skipped_steps, SkippedBatches)
+    except FileNotFoundError:
+        return SkippedBatches()
+
+
+def enter(run: RunDir, step: int, is_skipped: bool) -> None:
+    """Enter a batch that was trained or skipped; raise StorageError when that cannot be written."""
+    known = read(run)
+    if (found := known.after(step, is_skipped)) != known:
+        atomic.put(run.skipped_steps, found)
+
+
+def refusal(run: RunDir, limit: int) -> str:
+    """Return why the learner must not go on, with the remedies; empty when it may."""
+    steps = read(run).in_a_row
+    if len(steps) <= limit:
+        return ""
+    return (
+        f"learner.max_skipped = {limit}: {len(steps)} batches in a row, the last of them batch {steps[-1]}, "
+        f"had a gradient that is not finite, and are kept in {run.skipped(0).parent}. Start another run from "
+        "earlier weights with a lower learner.optimizer.lr; or raise learner.max_skipped; or remove "
+        f"{run.skipped_steps} to try the same batches again"
+    )
