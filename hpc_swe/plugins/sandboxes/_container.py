@@ -202,13 +202,9 @@ def run_command(
         run(request["kind"], files, workdir, settings)
     handle = os.pidfd_open(child)
     in_time = await_end(handle, host.fileno(), request["timeout_s"], settings["memory_mb"])
-    if not in_time:
-        os.kill(child, signal.SIGKILL)
-    status = os.waitpid(child, 0)[1]
-    processes.kill_others()
+    code = os.waitstatus_to_exitcode(processes.end(child))
     for file in (handle, *files):
         os.close(file)
-    code = os.waitstatus_to_exitcode(status)
     host.send(json.dumps({"exit_code": code if code >= 0 else 128 - code, "timed_out": not in_time}).encode())
 
 

@@ -9,7 +9,7 @@ import select
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 from hpc_swe.plugins.sandboxes.base import SessionEnded
@@ -77,7 +77,7 @@ class PipedProgram:
     """Sends INTERRUPT to the program."""
     running: Callable[[], AbstractContextManager[None]] = nullcontext
     """Lets the program's processes run until exit, and says why when the program ended."""
-    _received: bytes = field(default=b"", init=False)
+    _received: bytearray = field(default_factory=bytearray, init=False)
 
     def ask(self, message: bytes, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s
@@ -94,7 +94,8 @@ class PipedProgram:
         os.ftruncate(self.output, 0)  # it is open for appending, so what is written next begins at 0
         return text
 
-    def _send(self, data: bytes, deadline: float) -> None:
+    def _send(self, message: bytes, deadline: float) -> None:
+        data = memoryview(message)
         while data:
             if not _is_ready(self.pipes.to_program, select.POLLOUT, deadline):
                 raise SessionEnded("the program does not read the debugger's commands")
@@ -107,21 +108,25 @@ class PipedProgram:
 
     def _receive(self, deadline: float) -> bytes:
         """Return one whole answer; what has arrived of it stays received after a TimeoutError."""
-        while len(self._received) < 4 or len(self._received) < 4 + self._size:
-            if not _is_ready(self.pipes.from_program, select.POLLIN, deadline):
+        is_late = False
+        while len(self._received) < (end := 4 + self._size):
+            if is_late:  # even if there is more to read: a program may write byte by byte
                 raise TimeoutError("the program has not answered in time")
-            try:
-                piece = os.read(self.pipes.from_program, 1 << 16)
-            except BlockingIOError:
-                continue
+            is_late = time.monotonic() >= deadline
+            if _is_ready(self.pipes.from_program, select.POLLIN, deadline):
+                self._read()
+        answer = bytes(self._received[4:end])
+        del self._received[:end]
+        return answer
+
+    def _read(self) -> None:
+        with suppress(BlockingIOError):
+            piece = os.read(self.pipes.from_program, 1 << 16)
             if not piece:
                 raise SessionEnded("the program has ended")
             self._received += piece
             if len(self._received) >= 4 and self._size > MOST_ANSWER_BYTES:
                 raise SessionEnded("the program wrote to the debugger's pipe")
-        end = 4 + self._size
-        answer, self._received = self._received[4:end], self._received[end:]
-        return answer
 
     @property
     def _size(self) -> int:

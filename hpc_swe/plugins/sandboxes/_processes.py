@@ -28,6 +28,7 @@ class Processes:
         self.program = 0
         """Number of the program of the open session; 0 when there is none."""
         self.is_paused = False
+        self._ended: dict[int, int] = {}
 
     def fork(self) -> int:
         """Fork; end the session where its processes leave no room for another one."""
@@ -43,9 +44,24 @@ class Processes:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(-1, signal.SIGKILL)
             while True:
-                os.waitpid(-1, 0)
+                self._reap(-1, 0)
 
-    def kill_others(self) -> None:
+    def end(self, command: int) -> int:
+        """Kill and reap all processes but the session's, and return a command's wait status.
+
+        Never wait for the command alone: while another process traces it, its end is hidden from its parent.
+        """
+        self._ended = {}
+        self._reap(command)
+        self._kill_others()
+        return self._ended.get(command, signal.SIGKILL)
+
+    def _reap(self, pid: int, flags: int = os.WNOHANG) -> None:
+        ended, status = os.waitpid(pid, flags)
+        if not os.WIFSTOPPED(status):  # its parent learns that a process stops, if it asked to be traced
+            self._ended[ended] = status
+
+    def _kill_others(self) -> None:
         """Kill and reap all processes but the session's; all of them if they multiply too fast for that."""
         deadline = time.monotonic() + KILLING_S
         while self.program and time.monotonic() < deadline:
@@ -57,7 +73,7 @@ class Processes:
             for pid in others:
                 with contextlib.suppress(ProcessLookupError, ChildProcessError):
                     os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, os.WNOHANG)
+                    self._reap(pid)
             time.sleep(0.002)
         return self.kill_all()
 

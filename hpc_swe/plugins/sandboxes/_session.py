@@ -151,7 +151,7 @@ class Container:
                 raise SandboxError(f"no sandbox: {error}; container: {self.last_output()}") from error
             tree = Tree(folder, self._limits.read_bytes)
             stack.callback(tree.close)
-            yield Session(self, host_end, tree, self._limits.output_bytes)
+            yield Session(self, host_end, process, tree, self._limits.output_bytes)
 
     def close(self, grace_s: float = GRACE_S) -> None:
         """End the container and wait for it. Its sandboxes end too, and find out by `require_alive`."""
@@ -182,9 +182,13 @@ class Container:
 class Session:
     """Run commands in one sandbox of a container, and exchange files with it, as `Sandbox` describes."""
 
-    def __init__(self, container: Container, host: socket.socket, tree: Tree, output_bytes: int) -> None:
+    def __init__(
+        self, container: Container, host: socket.socket, process: int, tree: Tree, output_bytes: int
+    ) -> None:
+        """Take the socket and the pidfd of process 1, which the caller closes."""
         self._container = container
         self._host = host
+        self._process = process
         self._output_bytes = output_bytes
         self._is_broken = False
         self.read = self._attributed(tree.read)
@@ -221,7 +225,7 @@ class Session:
                 handle = self._request(request, [source, output, *ends])
             try:
                 yield PipedProgram(
-                    made, output, self._output_bytes, partial(_interrupt, handle), self._running
+                    made, output, self._output_bytes, partial(_signal, handle, INTERRUPT), self._running
                 )
             finally:
                 os.close(handle)
@@ -241,10 +245,11 @@ class Session:
         """Let a session's processes run; at exit they are stopped before any later request is carried out."""
         try:
             self._host.send(b'{"kind": "resume"}')
-            yield
-            self._host.send(b'{"kind": "pause"}')
+            try:
+                yield
+            finally:
+                self._host.send(b'{"kind": "pause"}')
         except TimeoutError:
-            self._host.send(b'{"kind": "pause"}')
             raise
         except (OSError, SessionEnded) as error:
             self._end_session()  # which tells a program that ended from a sandbox that did
@@ -304,14 +309,16 @@ class Session:
         return attributed
 
     def _broken(self) -> CommandResult:
+        """End a sandbox that does not answer any more; raise SandboxError if its container has ended."""
         self._is_broken = True
+        _signal(self._process, signal.SIGKILL)
         self._container.require_alive(ENDING_S)
         return GONE
 
 
-def _interrupt(process: int) -> None:
+def _signal(process: int, number: int) -> None:
     with suppress(ProcessLookupError):
-        signal.pidfd_send_signal(process, INTERRUPT)
+        signal.pidfd_send_signal(process, number)
 
 
 def end_namespace(ancestor: int) -> None:
@@ -358,8 +365,7 @@ def _expect(sender: socket.socket, what: bytes) -> int:
 
 def _kill(process: int) -> None:
     """Kill process 1 by its pidfd and wait: its end shows only after that of all others in its namespace."""
-    with suppress(ProcessLookupError):
-        signal.pidfd_send_signal(process, signal.SIGKILL)
+    _signal(process, signal.SIGKILL)
     _is_readable(process, GRACE_S)
     os.close(process)
 

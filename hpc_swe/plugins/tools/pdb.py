@@ -21,6 +21,8 @@ from hpc_swe.records import Task
 
 _PARTS = ("_debugger_pipes", "_breakable", "_debugger", "_debugger_run")
 _MOST_COMMAND_CHARS = 10_000
+_MOST_FILE_CHARS = 2_000
+"""Characters of what to debug, arguments included; answers repeat them."""
 _MOST_TEXT_CHARS = 200_000
 """Characters of a file whose breakpoints are followed through changes; a host has many episodes."""
 _MOST_BREAKPOINTS = 30
@@ -231,8 +233,10 @@ def _start(runner: str, file: str, last: _Start | None) -> _Start:
     """Return what to debug; without a file, the same as before.
 
     Raises:
-        ToolError: No file is named, or the runner is unknown.
+        ToolError: No file is named, its name is no name, or the runner is unknown.
     """
+    if len(file) > _MOST_FILE_CHARS or "\0" in file:
+        raise ToolError(f"file must have no NUL and at most {_MOST_FILE_CHARS} characters.")
     if not file.strip():
         if last is None:
             raise ToolError('Name the file to debug, for example file = "test.py::test_name".')

@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,10 +16,10 @@ import pytest
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins import patch
 from hpc_swe.plugins.graders.swebench import Swebench
-from hpc_swe.plugins.sandboxes._session import Session
+from hpc_swe.plugins.sandboxes._session import Session, namespace_pids
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
-from hpc_swe.processes import start_time
+from hpc_swe.processes import descendants, start_time
 from hpc_swe.records import Episode, RolloutRequest, Sampling, Task, Timing
 from hpc_swe.roles.reward.worker import RewardResources, judge
 from hpc_swe.settings import RewardConfig
@@ -107,6 +108,17 @@ def test_a_process_with_more_files_than_select_can_count_opens_sandboxes(served,
         for file in held:
             os.close(file)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_sandbox_that_does_not_answer_is_ended_at_once(served, task):
+    with served.open(task) as sandbox:
+        below = descendants(sandbox._container._process.pid)
+        first = next(pid for pid in below if len(pids := namespace_pids(pid)) == 3 and pids[-1] == "1")
+        os.kill(first, signal.SIGSTOP)
+        sandbox._host.shutdown(socket.SHUT_RDWR)
+        assert sandbox.run("true", 30).broke_sandbox
+        assert start_time(first) is None
+        assert sandbox.read("mod.py") == b"x = 1\n"
 
 
 def test_an_image_that_cannot_be_read_is_not_taken_for_an_empty_one(served, seen):

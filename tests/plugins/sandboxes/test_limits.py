@@ -150,6 +150,25 @@ def test_time_ends_everything_at_work(sandbox: Sandbox):
     assert (result.timed_out, result.exit_code, result.broke_sandbox) == (True, 137, False)
 
 
+def test_a_command_whose_end_a_tracer_hides_ends_all_the_same(sandbox: Sandbox):
+    """The kernel shows the end of a traced process to its tracer alone, as long as that lives."""
+    program = """
+import ctypes, os, sys, time
+if os.fork() == 0:
+    assert ctypes.CDLL(None).ptrace(0x4206, os.getppid(), 0, 0) == 0  # PTRACE_SEIZE
+    open("traced", "w").close()
+    time.sleep(1000)
+while not os.path.exists("traced"):
+    time.sleep(0.01)
+sys.exit(3)
+"""
+    result = sandbox.python(program, 60)
+    assert (result.output, result.exit_code, result.timed_out, result.broke_sandbox) == ("", 3, False, False)
+    traces_me = "import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), 15)"
+    result = sandbox.python(traces_me, 0.5)
+    assert (result.exit_code, result.timed_out, result.broke_sandbox) == (137, True, False)
+
+
 @pytest.mark.parametrize("command", ["kill -9 -1", "kill -9 1", "kill -STOP -1", "kill -9 $PPID", "exit 137"])
 def test_killing_about_harms_nobody_else(sandbox: Sandbox, command: str):
     assert not sandbox.run(f"{command}; sleep 0.1", 2).broke_sandbox

@@ -431,6 +431,8 @@ def test_a_file_that_cannot_be_started_says_why(debug: Session):
     assert "No such file" in debug.start("gone.py")
     debug.write("broken.py", "def f(:\n")
     assert "SyntaxError" in debug.start("broken.py")
+    assert debug.start("x" * 2001) == "error: file must have no NUL and at most 2000 characters."
+    assert debug(f"start {'x' * 2001}") == debug.start("a\0b") == debug.start("x" * 2001)
 
 
 def test_arguments_follow_the_file(kind: str):
