@@ -330,11 +330,13 @@ class MicroBatch(Record, frozen=True, kw_only=True):
 
 
 class Batch(Record, frozen=True, kw_only=True):
-    """A batch is one rank's share of one optimizer step; all ranks have equally many microbatches."""
+    """A batch is one rank's share of a step; all ranks have equally many microbatches."""
 
     step: int
     rank: int
     microbatches: list[MicroBatch]
+    minibatches: list[int] = []
+    """Number of microbatches of each optimizer step, in order; empty is one step with all."""
 
 
 class FileInfo(Record, frozen=True, kw_only=True):

@@ -28,14 +28,15 @@ from jobs import entry
 
 def mode(run: RunDir, config: RunConfig, curves: Log) -> Mode:
     """Make the work of the run's mode, continuing from the state in the run folder."""
+    learner, minibatches = config.learner, config.learner.optimizer.minibatches
     if config.mode == "sft":
-        batches = config.batches
         schedule = sft.SftSchedule(
             config.steps,
             config.sft.samples_per_step,
-            batches.microbatch_tokens,
-            config.learner.data_parallel,
+            config.batches.microbatch_tokens,
+            learner.data_parallel,
             config.sft.validate_every,
+            minibatches,
         )
         if config.sft.source == "trajectories":
             return _trained(run, config, schedule, curves)
@@ -45,14 +46,14 @@ def mode(run: RunDir, config: RunConfig, curves: Log) -> Mode:
     every = config.eval.every if config.mode == "grpo" else 0
     known = held_out if every or config.mode == "eval" else []
     parts = {task.task_id: task.taskset for task in taken["eval"]}
-    export_every = config.learner.export_every
-    evaluator = Evaluator(run, known, config.eval, config.seed, curves, every, export_every, parts)
+    evaluator = Evaluator(run, known, config.eval, config.seed, curves, every, learner.export_every, parts)
     if config.mode == "eval":
         return Evaluating(run, evaluator, config.groups.max_attempts)
     requests = RequestPlan(config.seed, config.groups.group_size, config.sampling)
     plan_tasks = partial(TaskPlan, requests, _sources(config, taken["train"]), config.curriculum)
-    data_parallel = config.learner.data_parallel
-    settings = BatchSettings(config.groups, config.batches, config.advantage, data_parallel, config.shaping)
+    settings = BatchSettings(
+        config.groups, config.batches, config.advantage, learner.data_parallel, config.shaping, minibatches
+    )
     return Training(run, plan_tasks, settings, config.steps, evaluator, curves)
 
 

@@ -70,7 +70,8 @@ class OptimizerConfig(Record, frozen=True, kw_only=True):
     epochs: Annotated[int, Meta(ge=1)] = 1
     """Passes over each batch."""
     minibatches: Annotated[int, Meta(ge=1)] = 1
-    """Optimizer steps of one pass, each on its share of the microbatches; at most one per microbatch."""
+    """Optimizer steps of one pass, each on its share of the batch's episodes; at most one per episode. The
+    coordinator divides them, and the batch says so."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Literal
 from hpc_swe.plugins.advantages.base import Advantage, PerGroup
 from hpc_swe.records import Batch, BatchManifest, CoordinatorState, ScoredEpisode
 from hpc_swe.roles.coordinator.groups import Group
-from hpc_swe.roles.coordinator.packing import pack, token_weights
+from hpc_swe.roles.coordinator.packing import pack_minibatches, token_weights
 from hpc_swe.roles.coordinator.samples import EpisodeSamples, make_samples
 from hpc_swe.roles.coordinator.shaping import shaped
 from hpc_swe.rundir import RunDir
@@ -33,6 +33,8 @@ class BatchSettings:
     advantage: Advantage
     data_parallel: int
     shaping: ShapingConfig = ShapingConfig()
+    minibatches: int = 1
+    """Optimizer steps of one pass over a batch."""
 
 
 @dataclass(frozen=True)
@@ -110,17 +112,19 @@ def plan_batch(
 
 def build_batches(batch_plan: BatchPlan, settings: BatchSettings) -> list[Batch]:
     """Build the planned batch, one part for each data-parallel rank."""
-    episodes = [c for group in batch_plan.groups for c in batch_plan.decisions[group].episodes]
+    episodes = [c for group in batch_plan.groups for c in batch_plan.decisions[group].episodes if c.tokens]
     weights = token_weights(
         [c.tokens for c in episodes], settings.batches.aggregate, settings.batches.constant_length
     )
-    samples = [(s, w) for c, w in zip(episodes, weights, strict=True) for s in c.samples if any(s.mask)]
-    return pack(
+    weighted = [
+        [(s, weight) for s in c.samples if any(s.mask)] for c, weight in zip(episodes, weights, strict=True)
+    ]
+    return pack_minibatches(
         batch_plan.step,
-        [s for s, _ in samples],
-        [w for _, w in samples],
+        weighted,
         settings.batches.microbatch_tokens,
         settings.data_parallel,
+        settings.minibatches,
     )
 
 

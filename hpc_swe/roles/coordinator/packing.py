@@ -1,7 +1,8 @@
 """Pack samples into microbatches: every token once, with its weight, the work balanced over ranks.
 
 The learner adds up weight times term and divides by nothing. Each weight contains the denominator of the
-whole step, so the way in which samples are packed cannot change the gradient. Packing is deterministic.
+whole step, so the way in which samples are packed cannot change the gradient. Packing is deterministic. With
+several optimizer steps a batch, the episodes are divided among these first, and each is packed by itself.
 """
 
 from collections.abc import Sequence
@@ -74,6 +75,40 @@ def pack(
         Batch(step=step, rank=rank, microbatches=[_microbatch(samples, weights, bins[n]) for n in share])
         for rank, share in enumerate(shares)
     ]
+
+
+def pack_minibatches(
+    step: int, weighted: Sequence[Sequence[tuple[Sample, float]]], budget: int, ranks: int, minibatches: int
+) -> list[Batch]:
+    """Pack the samples of each episode, with their weights, into so many optimizer steps.
+
+    `split` decides which, whatever the budget is. The weights of a step are divided by its share of the
+    episodes, so that its loss is an unbiased estimate of the loss of all.
+    """
+    made: list[list[Batch]] = []
+    for part in split(step, len(weighted), minibatches):
+        share = len(part) / max(1, len(weighted))
+        chosen = [(sample, weight / share) for n in part for sample, weight in weighted[n]]
+        made.append(pack(step, [s for s, _ in chosen], [w for _, w in chosen], budget, ranks))
+    return [
+        Batch(
+            step=step,
+            rank=rank,
+            microbatches=[micro for parts in made for micro in parts[rank].microbatches],
+            minibatches=[len(parts[rank].microbatches) for parts in made] if len(made) > 1 else [],
+        )
+        for rank in range(ranks)
+    ]
+
+
+def split(step: int, episodes: int, minibatches: int) -> list[list[int]]:
+    """Divide episodes among the optimizer steps of a batch, at random and as evenly as possible.
+
+    There are fewer steps than `minibatches` when there are fewer episodes. With one step all stay in order.
+    """
+    order = np.random.default_rng(step).permutation(episodes)
+    parts = np.array_split(order, max(1, min(minibatches, episodes)))
+    return [sorted(part.tolist()) for part in parts]
 
 
 def cost(length: int) -> float:

@@ -25,7 +25,7 @@ from hpc_swe.roles.coordinator import batch_metrics, batches
 from hpc_swe.roles.coordinator.batches import BatchPlan
 from hpc_swe.roles.coordinator.dispatch import stable_hash
 from hpc_swe.roles.coordinator.groups import failure_cause
-from hpc_swe.roles.coordinator.packing import pack, token_weights
+from hpc_swe.roles.coordinator.packing import pack_minibatches, token_weights
 from hpc_swe.roles.coordinator.samples import Chains, build_sample, make_samples
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
@@ -50,6 +50,8 @@ class SftSchedule:
     data_parallel: int
     validate_every: int = 0
     """Steps between two validations; 0 is never."""
+    minibatches: int = 1
+    """Optimizer steps of one pass over a batch."""
 
     def validates(self, step: int) -> bool:
         """Tell whether the batch of a step carries the held-out samples; the last batch always does."""
@@ -90,18 +92,20 @@ class WarmStart:
         return Progress("" if done else waits_for, self.step, self._log.recent, [])
 
     def _publish(self, samples: list[Sample]) -> None:
-        packed = self._pack(samples)
-        held_out = self._pack(self._held_out) if self._schedule.validates(self.step) else []
+        packed = self._pack(samples, self._schedule.minibatches)
+        held_out = self._pack(self._held_out, 1) if self._schedule.validates(self.step) else []
         values = batch_metrics.of_packing(packed, self._schedule.microbatch_tokens)
         plan = BatchPlan(self.step, [], [], {}, CoordinatorState())
         batches.commit(self._run, plan, packed, values, held_out)
         self._log.write(self.step, values)
         self.step += 1
 
-    def _pack(self, samples: Sequence[Sample]) -> list[Batch]:
+    def _pack(self, samples: Sequence[Sample], minibatches: int) -> list[Batch]:
         tokens = [int(sample.mask_array.sum()) for sample in samples]
         weights, schedule = token_weights(tokens, "token_mean", 1), self._schedule
-        return pack(self.step, samples, weights, schedule.microbatch_tokens, schedule.data_parallel)
+        weighted = [[pair] for pair in zip(samples, weights, strict=True)]
+        budget, ranks = schedule.microbatch_tokens, schedule.data_parallel
+        return pack_minibatches(self.step, weighted, budget, ranks, minibatches)
 
 
 def with_system_prompt(

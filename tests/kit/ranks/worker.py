@@ -127,7 +127,8 @@ def _batch(case: dict, learner):
     sequences = msgspec.msgpack.decode(Path(case["data"]).read_bytes(), type=list[MicroBatch])
     packing = case["packing"][learner.ranks.data_rank]
     micro = [FILLER if part == "filler" else _join([sequences[index] for index in part]) for part in packing]
-    return Batch(step=learner.step, rank=learner.ranks.data_rank, microbatches=micro)
+    parts = case.get("minibatches", [])
+    return Batch(step=learner.step, rank=learner.ranks.data_rank, microbatches=micro, minibatches=parts)
 
 
 def _join(parts):

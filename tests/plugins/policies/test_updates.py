@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from hpc_swe.records import float_array, id_array  # noqa: E402
 from tests.kit.ranks import gang, tiny  # noqa: E402
 
-EPOCHS, MINIBATCHES, STEPS, BONUS = 2, 2, 2, 0.3
-OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.0, "clip_grad": 0.0, "epochs": EPOCHS, "minibatches": MINIBATCHES}
+EPOCHS, STEPS, BONUS = 2, 2, 0.3
+PARTS = [[0], [1, 2, 3]]
+OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.0, "clip_grad": 0.0, "epochs": EPOCHS}
 LOSS = {"objective": "decoupled", "entropy_coefficient": BONUS, "ratio_cap": 1.2}
 PACKING = [[[0], [1], [2], [3]]]
 
@@ -53,16 +54,15 @@ def expected(folder: Path, sequences) -> tuple[list[float], list[float], dict[st
             before = [tiny.score(model, each) for each in tokens]
         found, sizes = [], []
         for epoch in range(EPOCHS):
-            order = np.random.default_rng((step, epoch)).permutation(len(sequences))
-            for part in np.array_split(order, MINIBATCHES):
+            for part in np.random.default_rng((step, epoch)).permutation(len(PARTS)):
                 optimizer.zero_grad()
-                for index in part:
+                for index in PARTS[part]:
                     loss = loss_of(model, sequences[index], before[index])
-                    (MINIBATCHES * loss).backward()
+                    loss.backward()
                     found.append(loss.item())
                 sizes.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
                 optimizer.step()
-        losses.append(sum(found) / EPOCHS)
+        losses.append(sum(found) / EPOCHS / len(PARTS))
         norms.append(sum(sizes) / len(sizes))
     return losses, norms, {name: parameter.data for name, parameter in model.named_parameters()}
 
@@ -77,6 +77,7 @@ def test_minibatches_and_epochs_are_those_of_plain_torch(model, tmp_path, ranks)
         "optimizer": OPTIMIZER,
         "loss": LOSS,
         "packing": PACKING,
+        "minibatches": [len(part) for part in PARTS],
         "data": tiny.write_sequences(tmp_path / "data", sequences),
         "do": [("train", STEPS), ("export", "after")],
     }

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -282,6 +284,17 @@ def test_a_batch_weighs_episodes_over_all_groups_and_ranks():
     weights = [array(m.weights) for batch in batches for m in batch.microbatches]
     assert sum(float(w.sum()) for w in weights) == pytest.approx(1.0)
     assert [batch.rank for batch in batches] == [0, 1]
+
+
+def test_optimizer_steps_share_the_episodes_and_not_the_microbatches():
+    """All six episodes fit one microbatch; two of them train nothing."""
+    members = [group(scored(1.0), scored(0.0, index=1), truncated(0.0, 2), number=n) for n in range(2)]
+    how = batch_settings(overlong="mask_loss")
+    made = [decide(each, 0, how) for each in members]
+    batch_plan = plan_batch(lambda number: made[number], CoordinatorState(), 0, 2)
+    for wanted, sizes in ((1, []), (2, [1, 1]), (9, [1, 1, 1, 1])):
+        (batch,) = build_batches(batch_plan, replace(how, minibatches=wanted))
+        assert (batch.minibatches, len(batch.microbatches)) == (sizes, max(1, len(sizes)))
 
 
 def test_an_episode_of_two_samples_is_one_episode_in_the_mean():

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from hpc_swe import records
 from hpc_swe.errors import ConfigError
 from hpc_swe.records import Sample
-from hpc_swe.roles.coordinator.packing import cost, pack, token_weights
+from hpc_swe.roles.coordinator.packing import cost, pack, pack_minibatches, token_weights
 from tests.kit.made_episodes import array
 
 AGGREGATES = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
@@ -73,6 +74,43 @@ def test_the_work_of_ranks_differs_by_less_than_one_microbatch(sizes, ranks):
     price = [[sum(map(cost, m.sequence_lengths)) for m in batch.microbatches] for batch in batches]
     totals = [sum(rank) for rank in price]
     assert max(totals) - min(totals) <= max(max(rank) for rank in price) + 1
+
+
+def minibatches(batches):
+    """The tokens of each optimizer step, as `tokens` returns them."""
+    found = []
+    for number, _ in enumerate(batches[0].minibatches or [1]):
+        ends = [0, *np.cumsum(batches[0].minibatches or [len(batches[0].microbatches)])]
+        start, end = ends[number : number + 2]
+        found.append(
+            tokens([replace(batch, microbatches=batch.microbatches[start:end]) for batch in batches])
+        )
+    return found
+
+
+many = st.integers(1, 6)
+
+
+@given(
+    lengths, st.tuples(st.integers(40, 120), st.integers(1, 4)), st.tuples(st.integers(40, 120), many), many
+)
+def test_optimizer_steps_train_the_same_whatever_fits_a_microbatch(sizes, one, other, count):
+    episodes = [[(sample(size, name), 1 / (name + 3))] for name, size in enumerate(sizes)]
+    made = [pack_minibatches(7, episodes, budget, ranks, count) for budget, ranks in (one, other)]
+    assert minibatches(made[0]) == minibatches(made[1])
+    assert len(minibatches(made[0])) == min(count, len(sizes))
+    assert all(batch.minibatches == made[0][0].minibatches for batch in made[0])
+
+
+def test_the_mean_over_optimizer_steps_is_the_loss_of_the_batch():
+    """Over many batches, as which episodes a step gets is drawn anew for each."""
+    episodes = [[(sample(6, name), 1 / 7)] for name in range(7)]
+    mean, batches = Counter(), 400
+    for step in range(batches):
+        for part in minibatches(pack_minibatches(step, episodes, 100, 2, 3)):
+            for token, trained, *_, weight in part:
+                mean[token] += trained * weight / 3 / batches
+    assert [mean[1000 * name + 1] for name in range(7)] == pytest.approx([1 / 7] * 7, rel=0.05)
 
 
 def test_a_batch_without_samples_still_has_a_microbatch_for_every_rank():

@@ -97,7 +97,7 @@ class MegatronLearner:
         self._ddp = state.wrap(self._model, settings)
         self._optimizer = state.build_optimizer(self._ddp, settings, optimizer)
         self._schedule = state.build_schedule(self._optimizer, optimizer)
-        self._epochs, self._minibatches = optimizer.epochs, optimizer.minibatches
+        self._epochs = optimizer.epochs
         self._exporter = weights.Exporter(self.ranks, self._model, shape, model)
         self._checkpointer = state.Checkpointer(self.ranks, self._model, self._optimizer, self._schedule)
         multiple = settings.tensor_parallel if settings.sequence_parallel else 1
@@ -114,11 +114,11 @@ class MegatronLearner:
         watch.lap("step_seconds/reference")
         self._schedule.step(1)
         passes = []
-        for part, scale in self._parts(batch.step, work):
-            passes.append((*self._accumulate(part, scale, objective, watch), *self._update()))
+        for part in self._parts(batch, work):
+            passes.append((*self._accumulate(part, objective, watch), *self._update()))
             watch.lap("step_seconds/optimizer")
         self.step += 1
-        metrics = self._report(passes, objective)
+        metrics = self._report(passes, len(batch.minibatches) or 1, objective)
         lr = float(self._optimizer.param_groups[0]["lr"])
         return self.ranks.broadcast(metrics | {"policy/lr": lr} | watch.read())
 
@@ -166,7 +166,7 @@ class MegatronLearner:
                 raise ConfigError("[loss] kl_coefficient > 0 needs a policy that was built with a reference")
             with self._reference.in_place():
                 work = [replace(each, reference=logs) for each, logs in self._fixed_logprobs(work)]
-        if objective.needs_proximal and (self._epochs, self._minibatches) != (1, 1):
+        if objective.needs_proximal and (self._epochs > 1 or len(batch.minibatches) > 1):
             work = [replace(each, proximal=logs) for each, logs in self._fixed_logprobs(work)]
         return work
 
@@ -178,23 +178,20 @@ class MegatronLearner:
                 yield each, self._predict(each)[0]
 
     def _parts(
-        self, step: int, work: Sequence[PreparedMicroBatch]
-    ) -> Iterator[tuple[list[PreparedMicroBatch], float]]:
-        """Yield what each optimizer step of a batch trains, and the factor of its loss.
+        self, batch: Batch, work: Sequence[PreparedMicroBatch]
+    ) -> Iterator[Sequence[PreparedMicroBatch]]:
+        """Yield what each optimizer step of a batch trains, in another order in each epoch.
 
-        A step on a share of the microbatches divides their loss by this share, which estimates the batch's.
-        All ranks have equally many microbatches, so they take equally many steps.
+        All ranks have equally many minibatches of equally many microbatches.
         """
-        count = min(self._minibatches, len(work))
+        ends = np.cumsum(batch.minibatches or [len(work)]).tolist()
+        parts = [work[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         for epoch in range(self._epochs):
-            order = np.arange(len(work))
-            if (self._epochs, count) != (1, 1):
-                order = np.random.default_rng((step, epoch)).permutation(order)
-            for part in np.array_split(order, count):
-                yield [work[index] for index in part], len(work) / len(part)
+            for index in np.random.default_rng((batch.step, epoch)).permutation(len(parts)):
+                yield parts[index]
 
     def _accumulate(
-        self, work: Sequence[PreparedMicroBatch], scale: float, objective: Objective, watch: Stopwatch
+        self, work: Sequence[PreparedMicroBatch], objective: Objective, watch: Stopwatch
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Add up gradients; return the loss, and sums and maxima of the statistics."""
         self._ddp.zero_grad_buffer()
@@ -203,7 +200,7 @@ class MegatronLearner:
         for each in work:
             loss, sums, maxima = objective(self._terms(each))
             watch.lap("step_seconds/forward")
-            (scale * loss).backward()
+            loss.backward()
             watch.lap("step_seconds/backward")
             results.append((loss.detach(), sums, maxima))
         losses, sums, maxima = (torch.stack(parts) for parts in zip(*results, strict=True))
@@ -228,12 +225,13 @@ class MegatronLearner:
         dist.all_reduce(is_bad, dist.ReduceOp.MAX)
         return not is_bad.item()
 
-    def _report(self, passes: Sequence[Pass], objective: Objective) -> dict[str, float]:
+    def _report(self, passes: Sequence[Pass], minibatches: int, objective: Objective) -> dict[str, float]:
         """Return the metrics of a batch: means over its optimizer steps, sums over one pass."""
         norms = [norm for *_, norm, is_taken in passes if is_taken]
         skipped = float(len(passes) - len(norms))
         steps = {"policy/grad_norm": fmean(norms or [math.nan]), "policy/skipped": skipped}
-        return self._totals([each[:3] for each in passes], self._epochs, objective) | steps
+        found = self._totals([each[:3] for each in passes], self._epochs, objective)
+        return found | steps | {"policy/loss": found["policy/loss"] / minibatches}
 
     def _totals(
         self, results: Sequence[tuple[Tensor, Tensor, Tensor]], epochs: int, objective: Objective
