@@ -50,10 +50,8 @@ class TokenBuilder:
         """Read tokenizer.json, tokenizer_config.json and the chat template, and check that they can be used.
 
         The `arguments` are passed to the template, for example ``enable_thinking``. `stops` are ids at which
-        the engine stops beside those of the folder.
-
-        Raises:
-            ConfigError: A file is missing, or the template cannot be used append-only.
+        the engine stops beside those of the folder. Raise ConfigError when a file is missing, or when the
+        template cannot be used append-only.
         """
         self.tokens = Tokens(folder)
         self._template = ChatTemplate(folder, arguments or {})

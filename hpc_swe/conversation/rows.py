@@ -83,11 +83,7 @@ class _Row(Struct):
 
 
 def read(path: Path) -> Iterator[tuple[str, RawRow]]:
-    """Yield each row with its place, which names the file and the row's number from 1.
-
-    Raises:
-        ConfigError: The file cannot be read.
-    """
+    """Yield each row with its place: file, and number from 1; raise ConfigError if it cannot be read."""
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{path}: neither .jsonl nor .parquet; name a file of rows in chat form")
     rows = _of_parquet(path) if path.suffix == ".parquet" else _of_jsonl(path)
@@ -97,11 +93,7 @@ def read(path: Path) -> Iterator[tuple[str, RawRow]]:
 
 
 def parse(place: str, raw: RawRow) -> ChatRow:
-    """Convert a row to a conversation.
-
-    Raises:
-        ConfigError: It is not one; the message names the file, the row, the key and what to do.
-    """
+    """Convert a row to a conversation, or raise ConfigError with file, row, key and what to do."""
     try:
         row = msgspec.json.decode(raw, type=_Row) if isinstance(raw, bytes) else msgspec.convert(raw, _Row)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

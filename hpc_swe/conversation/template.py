@@ -81,11 +81,7 @@ class Rendering:
         return "".join(self.parts)
 
     def cut(self, slot: int) -> "tuple[Rendering, Rendering]":
-        """Split into the parts before and after a slot.
-
-        Raises:
-            ConfigError: The slot is missing or rendered more than once.
-        """
+        """Split into the parts before and after a slot; raise ConfigError unless it was rendered once."""
         if self.slots.count(slot) != 1:
             raise ConfigError(f"it renders one message {self.slots.count(slot)} times")
         at = self.slots.index(slot)
@@ -113,14 +109,11 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: str, generate: bool, served: bool = False
     ) -> Rendering:
-        """Render messages; `tools` is the JSON list of an OpenAI request, or empty.
+        """Render messages, or raise AgentError if the template refuses them.
 
-        With `generate` the opening of the next answer follows. With `served` the template sees the marks of
-        thoughts in earlier answers: it may drop these thoughts, and the marks are control tokens, as they are
-        for an engine that renders chats itself.
-
-        Raises:
-            AgentError: The template refuses the messages.
+        `tools` is the JSON list of an OpenAI request, or empty. With `generate` the opening of the next
+        answer follows. With `served` the template sees the marks of thoughts in earlier answers: it may drop
+        these thoughts, and the marks are control tokens, as they are for an engine that renders chats itself.
         """
         slots = _Slots()
         try:

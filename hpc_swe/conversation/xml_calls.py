@@ -89,10 +89,7 @@ def read(spelled: CompletionText, start: int, tools: str) -> tuple[int, list[Too
 
     The policy often leaves out the opening mark. A call without one counts if it begins a line, names a tool
     of `tools` (any name if that is empty), and is followed by a closing mark, by the next call or by nothing.
-    So a call that is quoted before a real one is not executed.
-
-    Raises:
-        Malformed: A call cannot be read.
+    So a call that is quoted before a real one is not executed. Raise Malformed if a call cannot be read.
     """
     reader, found = _Reader(spelled, _kinds(tools)), list[_Found]()
     at = start

@@ -32,8 +32,7 @@ class Plugin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def load(family: str, table: dict[str, Any]) -> Any:
     """Build the plugin that a TOML table names.
 
-    Raises:
-        ConfigError: The type is unknown, or a field is missing, misspelt or of the wrong type.
+    Raise ConfigError if the type is unknown, or a field is missing, misspelt or of the wrong type.
     """
     if not isinstance(table, dict) or not isinstance(table.get("type"), str):
         raise ConfigError(

@@ -59,9 +59,7 @@ for path, kind, target in json.load(open(NAME)):
 def difference(task: Task, sandbox: Sandbox, clean: Sandbox) -> str:
     """Return the agent's changes as git's diff, without what the base commit ignores, like build products.
 
-    Raises:
-        OSError: The changes are too large to hand in, or the sandbox broke.
-        SandboxError: The host failed.
+    Raise OSError if they are too large to hand in or the sandbox broke, SandboxError if the host failed.
     """
     found = _Comparison(sandbox, clean, _skipped(task, clean))
     found.walk()

@@ -36,11 +36,7 @@ class Version(msgspec.Struct, frozen=True):
 
 
 def encode_versions(task: Task, versions: Sequence[Version]) -> str:
-    """Encode versions for `TestPlan.extra`; the text is empty if there are none.
-
-    Raises:
-        ConfigError: They belong to another test patch.
-    """
+    """Encode versions for `TestPlan.extra`, or none as ""; raise ConfigError for another test patch's."""
     for version in versions:
         with_edits(task, version.edits)
     return msgspec.json.encode(versions).decode() if versions else ""
@@ -62,8 +58,7 @@ def versions_of(task: Task) -> list[Version]:
 def with_edits(task: Task, edits: Sequence[HiddenEdit]) -> Task:
     """Replace pieces of the task's test patch, in its script too.
 
-    Raises:
-        ConfigError: The edits belong to another test patch, or the script does not hold the patch once.
+    Raise ConfigError if the edits are of another test patch, or the script does not hold the patch once.
     """
     patch = before = task.tests.extra["test_patch"]
     for edit in sorted(edits, key=lambda one: one.start, reverse=True):

@@ -56,8 +56,7 @@ class ModelShape:
     def read(cls, folder: Path) -> "ModelShape":
         """Read config.json as any version of transformers since 4.51 writes it.
 
-        Raises:
-            ConfigError: The file is missing, or describes a model that is not supported.
+        Raise ConfigError if the file is missing, or describes a model that is not supported.
         """
         path = folder / "config.json"
         try:

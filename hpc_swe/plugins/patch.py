@@ -34,8 +34,7 @@ class BadPatch(ValueError):
 def take(task: Task, sandbox: Sandbox, sandboxes: Sandboxes) -> str:
     """Return the agent's patch; it is empty if there are no changes, or if they are too large to hand in.
 
-    Raises:
-        SandboxError: The host failed.
+    Raise SandboxError if the host failed.
     """
     try:
         if not task.base_commit:
@@ -76,8 +75,7 @@ def _from_files(task: Task, sandbox: Sandbox) -> str:
 def apply(task: Task, patch: str) -> dict[str, str]:
     """Apply a patch to the task's files and return them: path -> text.
 
-    Raises:
-        BadPatch: It does not fit the task's files, or names a file outside the work directory.
+    Raise BadPatch if it does not fit the files, or names a file outside the work directory.
     """
     files = dict(task.files)
     lines = _lines(patch)

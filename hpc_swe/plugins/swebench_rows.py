@@ -180,8 +180,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
 def parse(where: str, record: Record) -> Row:
     """Convert a record to a row; `where` names its file and line.
 
-    Raises:
-        ConfigError: The record is not a row, or swebench would judge it wrongly.
+    Raise ConfigError if it is not a row, or if swebench would judge it wrongly.
     """
     try:
         return msgspec.convert(columns(record), Row)
@@ -201,11 +200,9 @@ def test_plan(
 ) -> TestPlan:
     """Return how the tests of a row are run and judged; `where` names its file and line.
 
-    Raises now what the grader would raise for each episode, after its tests have run.
-
-    Raises:
-        ConfigError: A column is not a patch, nothing says how to run the tests, or the row has an unknown
-            parser, or an eval script that the grader cannot use.
+    Raise now what the grader would raise for each episode, after its tests have run: ConfigError if a column
+    is not a patch, if nothing says how to run the tests, or if the row has an unknown parser, or an eval
+    script that the grader cannot use.
     """
     patch = TestPatch.read(where, row)
     recipe = recipes.get(row.repo)
@@ -287,8 +284,7 @@ def script(row: Row, patch: TestPatch, recipe: Recipe, workdir: str) -> str:
 def find_marks(task_id: str, script: list[str]) -> tuple[int, int]:
     """Return the positions of the two lines of an eval script that print the marks around the tests' output.
 
-    Raises:
-        ConfigError: A mark is missing or occurs twice, or they are in the wrong order.
+    Raise ConfigError if a mark is missing or occurs twice, or if they are in the wrong order.
     """
     starts, ends = ([number for number, line in enumerate(script) if mark in line] for mark in (START, END))
     if len(starts) != 1 or len(ends) != 1 or starts[0] > ends[0]:

@@ -13,9 +13,7 @@ _parsing = threading.Lock()
 def parse(source: str | bytes) -> ast.Module:
     """Parse a module as `ast.parse` does, one thread at a time.
 
-    Raises:
-        SyntaxError: It is not Python.
-        ValueError: It holds a null byte.
+    Raise SyntaxError if it is not Python, and ValueError if it holds a null byte.
     """
     with _parsing:
         return ast.parse(source)

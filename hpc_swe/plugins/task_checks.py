@@ -58,8 +58,7 @@ class TaskCheck(msgspec.Struct, frozen=True, kw_only=True):
 def read(path: Path) -> dict[str, TaskCheck]:
     """Read the last check of each task, by its id; skip an unfinished last line with a warning.
 
-    Raises:
-        ConfigError: The file cannot be read, or a line is not a check.
+    Raise ConfigError if the file cannot be read, or a line is not a check.
     """
     try:
         *lines, torn = path.read_bytes().split(b"\n")
@@ -82,8 +81,7 @@ def read(path: Path) -> dict[str, TaskCheck]:
 def usable(path: str, split: str, tasks: Mapping[str, tuple[str, str]]) -> set[str]:
     """Return the ids that a file of checks lets a run take, of tasks given as id -> place and image name.
 
-    Raises:
-        ConfigError: A task was not checked, or with another image.
+    Raise ConfigError if a task was not checked, or with another image.
     """
     checks = read(Path(path))
     for task_id, (where, image) in tasks.items():
@@ -103,11 +101,7 @@ def usable(path: str, split: str, tasks: Mapping[str, tuple[str, str]]) -> set[s
 
 
 def require_images(path: str, tasks: Iterable[Task], images: Path) -> None:
-    """Check that the images in a folder are those with which the tasks were checked.
-
-    Raises:
-        ConfigError: An image is another one.
-    """
+    """Raise ConfigError unless the images in a folder are those with which the tasks were checked."""
     checks = read(Path(path))
     for task in tasks:
         if is_another(image_digest(images, task.image), checks[task.task_id].image_digest):

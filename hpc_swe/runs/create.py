@@ -204,11 +204,7 @@ def replace(new: Path, final: Path) -> None:
 
 
 def take(config: RunConfig) -> Taken:
-    """Return what a new run works on.
-
-    Raises:
-        ConfigError: There is nothing, or some of it cannot be used.
-    """
+    """Return what a new run works on; raise ConfigError if it is nothing, or if some cannot be used."""
     if conversations.is_source(config):
         return Taken({}, conversations.take(config))
     if (config.mode, config.sft.source) == ("sft", "episodes"):

@@ -17,10 +17,8 @@ from hpc_swe.store import atomic
 def load(run: RunDir) -> RunConfig:
     """Return the configuration of a run that exists.
 
-    Raises:
-        ConfigError: The folder holds no run, or it belongs to another user.
-        CorruptRecord: Its configuration cannot be read.
-        StaleRun: It was made under another protocol version.
+    Raise ConfigError if the folder holds no run, or another user's; CorruptRecord if its configuration cannot
+    be read; and StaleRun if it was made under another protocol version.
     """
     try:
         owner = run.config.stat().st_uid

@@ -45,8 +45,7 @@ def is_source(config: RunConfig) -> bool:
 def take(config: RunConfig) -> list[Trajectory]:
     """Read, encode and divide all conversations; none for a run that has another source.
 
-    Raises:
-        ConfigError: Rows cannot be used, or no conversation is left of a split.
+    Raise ConfigError if rows cannot be used, or if no conversation is left of a split.
     """
     if not is_source(config) or not (Path(config.model) / "tokenizer.json").is_file():
         return []  # the missing model is a complaint of its own
@@ -78,8 +77,7 @@ def resolved(run: RunDir, config: RunConfig, taken: Sequence[Trajectory]) -> Run
 def tokenizer_digest(run: RunDir) -> str:
     """Return the digest of the tokenizer whose ids a run's episodes have.
 
-    Raises:
-        ConfigError: The folder is no run, or its model is gone and it has exported no weights.
+    Raise ConfigError if the folder is no run, or if its model is gone and it has exported no weights.
     """
     config, folder = existing.load(run), atomic.get(run.manifest, RunManifest).folder
     places = [Path(folder) / config.model, *(run.weights / name for name in atomic.names(run.weights))]
@@ -90,11 +88,7 @@ def tokenizer_digest(run: RunDir) -> str:
 
 
 def require_same_tokenizer(config: RunConfig) -> None:
-    """Require that archived episodes have the tokens of the model that they will train.
-
-    Raises:
-        ConfigError: They have those of another tokenizer.
-    """
+    """Raise ConfigError unless archived episodes have the tokens of the model that they will train."""
     if tokenizer_digest(RunDir(Path(config.sft.episodes))) != Tokens(Path(config.model)).digest:
         raise ConfigError(
             f"sft.episodes = {config.sft.episodes!r}: its token ids are of another tokenizer than model = "
@@ -144,8 +138,7 @@ class _Encoder:
     def encode(self, row: ChatRow) -> Trajectory:
         """Return a row's tokens, cut to the context.
 
-        Raises:
-            ConfigError: Episodes of this run could not look so; the message says what to change.
+        Raise ConfigError, with what to change, if episodes of this run could not look so.
         """
         ids, mask = self._recorded(row) if row.recorded else self._rendered(row)
         marks = np.asarray(mask, dtype=np.uint8)

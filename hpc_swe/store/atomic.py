@@ -50,11 +50,7 @@ def temporary(final: Path, prefix: str = "") -> Path:
 
 @contextlib.contextmanager
 def storage(path: Path) -> Iterator[None]:
-    """Turn refusals of the file system (full, quota, I/O) in the block into StorageError.
-
-    Raises:
-        StorageError: One of `REFUSALS`; the caller backs off and tries again.
-    """
+    """Turn `REFUSALS` of the file system (full, quota, I/O) into StorageError; the caller tries again."""
     try:
         yield
     except OSError as error:
@@ -66,8 +62,7 @@ def storage(path: Path) -> Iterator[None]:
 def write(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Publish `data` at `path` so that no reader on any node sees part of it; an existing file is replaced.
 
-    Raises:
-        StorageError: Nothing was published, and no temporary file is left.
+    After a StorageError nothing was published, and no temporary file is left.
     """
     with _written(path, data, durable) as name:
         try:
@@ -78,10 +73,9 @@ def write(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Publish `data` at `path` unless it exists. A link does that on every file system; a rename cannot.
+    """Publish `data` at `path`, or raise FileExistsError if that exists.
 
-    Raises:
-        FileExistsError: `path` exists; nothing was published.
+    A link does that on every file system; a rename cannot.
     """
     with _written(path, data, True) as name:
         os.link(name, path)
@@ -117,11 +111,7 @@ def encode(path: Path, record: Record) -> bytes:
 
 
 def decode(path: Path, data: bytes, kind: type[R]) -> R:
-    """Decode what `encode` wrote.
-
-    Raises:
-        CorruptRecord: The bytes are not a record of this kind; the message names the file.
-    """
+    """Decode what `encode` wrote; raise CorruptRecord, with the file's name, for anything else."""
     try:
         if path.suffix == ".json":
             return msgspec.json.decode(data, type=kind)
@@ -145,21 +135,15 @@ def put_table(path: Path, table: "pa.Table") -> None:
 
 
 def get(path: Path, kind: type[R]) -> R:
-    """Read a cell.
-
-    Raises:
-        FileNotFoundError: Nothing was published at `path`.
-        CorruptRecord: The file is not a record of this kind.
-    """
+    """Read a cell; raise FileNotFoundError if there is none, and CorruptRecord if it is of another kind."""
     with storage(path), opened(path) as file:
         return decode(path, file.read(), kind)
 
 
 def opened(path: Path) -> io.BufferedReader:
-    """Open a regular file. Reading a pipe could block for ever, and a device may have no end.
+    """Open a regular file; raise CorruptRecord if something else has this name.
 
-    Raises:
-        CorruptRecord: Something else has this name.
+    Reading a pipe could block for ever, and a device may have no end.
     """
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

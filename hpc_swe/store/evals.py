@@ -82,8 +82,7 @@ def write(path: Path, attempts: Sequence[Attempt], *, without: Sequence[str] = (
 def read(path: Path, *, without: Sequence[str] = LONGEST_COLUMNS) -> list[Attempt]:
     """Read what `write` published; fields of the columns `without`, or of none, keep their defaults.
 
-    Raises:
-        CorruptRecord: The file is missing, or is not the table of an evaluation.
+    Raise CorruptRecord if the file is missing, or is not the table of an evaluation.
     """
     try:
         columns = [

@@ -57,10 +57,9 @@ def require_room(stage: Path) -> None:
 
 
 def commit(stage: Path, final: Path, manifest: Manifest) -> None:
-    """Make the files durable, write the manifest and rename. After an error the caller removes the stage.
+    """Make the files durable, write the manifest and rename; raise LostRace if `final` was published first.
 
-    Raises:
-        LostRace: Another process published `final` first.
+    After an error the caller removes the stage.
     """
     try:
         with atomic.storage(final):
@@ -132,9 +131,8 @@ def published(parent: Path, kind: type[M], key: Callable[[M], K], place: Callabl
 def read(folder: Path, name: str, listed: Manifest) -> bytes:
     """Read one file of a published folder and check it against the folder's manifest.
 
-    Raises:
-        CorruptRecord: The file is missing, not listed, or differs from what was published.
-        FileNotFoundError: The whole folder is gone: retention removed it.
+    Raise CorruptRecord if it is missing, not listed, or differs from what was published; FileNotFoundError if
+    retention removed the whole folder.
     """
     path, info = folder / name, listed.files.get(name)
     if info is None:
@@ -153,10 +151,8 @@ def read(folder: Path, name: str, listed: Manifest) -> bytes:
 def verify(folder: Path, listed: Manifest, is_cancelled: Callable[[], bool]) -> dict[str, Identity]:
     """Check all files of a published folder against its manifest; return the identity of each file read.
 
-    Raises:
-        CorruptRecord: A file is missing, or differs from what was published.
-        FileNotFoundError: The whole folder is gone: retention removed it.
-        CancelledError: `is_cancelled` returned True meanwhile.
+    Raise CorruptRecord if one is missing or differs, FileNotFoundError if retention removed the whole folder,
+    and CancelledError if `is_cancelled` returned True meanwhile.
     """
 
     def check(name: str) -> Identity:
@@ -194,11 +190,7 @@ def remove(folder: Path) -> None:
 
 
 def _clear(final: Path, kind: type[M]) -> None:
-    """Move aside whatever occupies the name `final`, for people to look at.
-
-    Raises:
-        LostRace: A process published that folder.
-    """
+    """Move aside whatever occupies the name `final`, for people; raise LostRace if a process published it."""
     aside = final.with_name(f"{final.name}.broken-{os.urandom(4).hex()}")
     for path in (final, aside):  # another process may publish between the check and the rename
         try:

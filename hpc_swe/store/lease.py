@@ -52,8 +52,7 @@ class Lease:
     def publish(self, **changes: object) -> None:
         """Change fields of this process's cell and write it at once.
 
-        Raises:
-            StorageError: The cell could not be written; the beat thread will try again.
+        After a StorageError the beat thread tries again.
         """
         with self._lock:
             self.node = msgspec.structs.replace(self.node, beat=self.node.beat + 1, **changes)

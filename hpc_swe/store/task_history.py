@@ -41,12 +41,9 @@ class RunHistory(Record, frozen=True, kw_only=True):
 
 
 def read(run: RunDir, step: int, next_group: int) -> RunHistory:
-    """Read the history after batch `step`; `next_group` follows the batch.
+    """Read the history after batch `step`, or raise CorruptRecord; `next_group` follows the batch.
 
     A run of a version without histories made one visit per group.
-
-    Raises:
-        CorruptRecord: The file cannot be decoded.
     """
     path, manifest = run.history(step), folders.manifest(run.batch(step), BatchManifest)
     if path.name not in manifest.files:

@@ -38,9 +38,7 @@ def write_hidden(path: Path, texts: dict[str, str]) -> None:
 def read_hidden(path: Path) -> dict[str, str]:
     """Read what `write_hidden` published; empty when the taskset has no hidden texts.
 
-    Raises:
-        CorruptRecord: The file cannot be decoded.
-        StorageError: The file system refused.
+    Raise CorruptRecord if the file cannot be decoded, and StorageError if the file system refused.
     """
     try:
         with atomic.storage(path):
@@ -52,11 +50,7 @@ def read_hidden(path: Path) -> dict[str, str]:
 
 
 def read(path: Path) -> dict[Split, list[Task]]:
-    """Read what `write` published, by split.
-
-    Raises:
-        CorruptRecord: The file is not the tasks of a run.
-    """
+    """Read what `write` published, by split; raise CorruptRecord if it is not the tasks of a run."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

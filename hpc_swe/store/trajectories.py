@@ -56,11 +56,7 @@ def write(path: Path, trajectories: Iterable[Trajectory]) -> None:
 
 
 def read(path: Path) -> list[Trajectory]:
-    """Read what `write` published.
-
-    Raises:
-        CorruptRecord: The file is missing, or is not the trajectories of a run.
-    """
+    """Read what `write` published; raise CorruptRecord if the file is missing, or is something else."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -42,10 +42,9 @@ class Work(Generic[R]):
     """Process one message."""
 
     def run(self) -> R:
-        """Produce the result, in a thread of its own. An exception ends the process: the claim is lost.
+        """Produce the result, in a thread of its own; raise GiveBack to return the message to its spool.
 
-        Raises:
-            GiveBack: The message should go back to its spool.
+        Any other exception ends the process: the claim is lost.
         """
         raise NotImplementedError
 

@@ -41,8 +41,7 @@ def wanted(config: RunConfig) -> tuple[ImageSandboxes, list[Problem]]:
 def run(store: ImageStore, source: ImageSource, problems: Sequence[Problem], jobs: int) -> int:
     """Build missing images, with a progress bar, and return the number of failures.
 
-    Raises:
-        StorageError: The disk is full; no further image was started.
+    Raise StorageError, and start no further image, if the disk is full.
     """
     failed = 0
     with bars() as progress, ThreadPoolExecutor(jobs) as pool:

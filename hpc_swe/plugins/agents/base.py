@@ -59,13 +59,8 @@ class Chat(Protocol):
     def __call__(self, messages: Sequence[Message], tools: str = "") -> Reply:
         """Return the policy's next message.
 
-        Args:
-            messages: The conversation so far.
-            tools: The JSON list that the chat template shows, or empty.
-
-        Raises:
-            ContextFull: No room is left for an answer.
-            EngineError: No engine answered in time.
+        `tools` is the JSON list that the chat template shows, or empty. Raise ContextFull when no room is
+        left for an answer, and EngineError when no engine answered in time.
         """
 
     def serve(self, listener: socket.socket, most_turns: int) -> AbstractContextManager[ChatAddress]:
@@ -96,9 +91,7 @@ class Agent(Protocol):
     def solve(self, task: Task, sandbox: Sandbox, chat: Chat) -> Result:
         """Work on the task until the agent submits or a budget ends.
 
-        Raises:
-            SandboxError: The host failed.
-            EngineError: No engine answered in time.
+        Raise SandboxError when the host failed, and EngineError when no engine answered in time.
         """
 
 

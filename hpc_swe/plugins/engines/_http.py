@@ -50,9 +50,8 @@ def call(
 ) -> bytes:
     """Send a POST with a JSON body, or a GET where it is None, and return the body of the answer.
 
-    Raises:
-        Refused: A status other than 200; the message carries the answer's beginning.
-        NoAnswer: No data came in `timeout_s` and `keep_waiting` did not return True, or the connection broke.
+    Raise Refused for a status other than 200, with the answer's beginning; NoAnswer if no data came in
+    `timeout_s` and `keep_waiting` did not return True, or if the connection broke.
     """
     try:
         status, data = _exchange(url, token, path, body, timeout_s, keep_waiting)

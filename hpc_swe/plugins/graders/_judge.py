@@ -24,11 +24,8 @@ _WALL_S = 300.0
 def report(task: Task, patch: str, log: str, cpu_s: int = 20, memory: int = 2 << 30) -> dict[str, Any]:
     """Return swebench's report on a log; ``complaint`` says why there is none.
 
-    The parsers may use `cpu_s` seconds of processor time and `memory` bytes of address space.
-
-    Raises:
-        LookupError: swebench has no parser of the task's name.
-        SandboxError: The host did not let the child end.
+    The parsers may use `cpu_s` seconds of processor time and `memory` bytes of address space. Raise
+    LookupError if swebench has no such parser, and SandboxError if the host did not let the child end.
     """
     extra = task.tests.extra
     if extra["log_parser"] not in official("harness.log_parsers").PARSER_REGISTRY:

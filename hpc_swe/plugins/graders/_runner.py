@@ -16,10 +16,8 @@ from hpc_swe.plugins.graders._report import make_dispatcher, open_report  # in a
 def canonical(value: Any) -> str:  # noqa: C901, PLR0911  (one line for each kind of literal)
     """Return a text that is the same for two plain values exactly when they are equal.
 
-    Only methods of the built-in types are called, so that a subclass cannot misrepresent its value.
-
-    Raises:
-        AssertionError: The value, or one in it, is of no built-in type and not numpy's.
+    Only methods of the built-in types are called, so that a subclass cannot misrepresent its value. Raise
+    AssertionError if the value, or one in it, is of no built-in type and not numpy's.
     """
     if value is None:
         return "None"

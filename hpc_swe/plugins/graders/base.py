@@ -30,8 +30,7 @@ class Grader(Protocol):
     def grade(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
         """Judge a patch in fresh sandboxes that no agent has touched.
 
-        Raises:
-            SandboxError: The host failed; the worker then makes the score `infra_error`.
+        Raise SandboxError if the host failed; the worker then makes the score `infra_error`.
         """
 
 
@@ -58,8 +57,7 @@ class OutcomeReporter(Protocol):
     def outcomes(self, task: Task, patch: str, sandboxes: Sandboxes) -> tuple[dict[str, str], str]:
         """Return test -> outcome, named as in the task's lists; or nothing and the reason.
 
-        Raises:
-            SandboxError: The host failed.
+        Raise SandboxError if the host failed.
         """
 
 

@@ -142,19 +142,15 @@ class Learner(Protocol):
     def train(self, batch: Batch, objective: Objective) -> dict[str, float]:
         """Train on a batch, and return its metrics, which are the same on every rank.
 
-        An optimizer step whose gradient is not finite is left out; ``policy/skipped`` counts these.
-
-        Raises:
-            ProtocolError: The batch is not for this rank, or trains the first token of a sequence.
+        An optimizer step whose gradient is not finite is left out; ``policy/skipped`` counts these. Raise
+        ProtocolError if the batch is not for this rank, or trains the first token of a sequence.
         """
 
     def evaluate(self, batch: Batch, objective: Objective) -> dict[str, float]:
         """Return the loss and the metrics of a batch under the current weights, without a step.
 
-        They are the same on every rank. The objective may need no reference.
-
-        Raises:
-            ProtocolError: The batch trains the first token of a sequence.
+        They are the same on every rank. The objective may need no reference. Raise ProtocolError if the
+        batch trains the first token of a sequence.
         """
 
     def logprobs(self, token_ids: list[int]) -> list[float]:
@@ -163,9 +159,8 @@ class Learner(Protocol):
     def export(self, folder: Path) -> dict[str, TensorInfo]:
         """Write this rank's share of the Hugging Face files into an empty folder; return the tensors written.
 
-        Raises:
-            StorageError: On this rank alone; the other ranks do not wait for it in this method.
-            FloatingPointError: On every rank, when a tensor of any rank is not finite; the message names it.
+        Raise StorageError on this rank alone, for which the others do not wait in this method; and on every
+        rank FloatingPointError, which names a tensor of any rank that is not finite.
         """
 
     def save(self, folder: Path) -> None:

@@ -39,12 +39,7 @@ class Child:
             )
 
     def require_alive(self) -> None:
-        """Check the engine's processes.
-
-        Raises:
-            EngineError: The engine ended; the message names its log.
-            NoAnswer: One of its processes was stopped by a signal, and stays stopped.
-        """
+        """Raise EngineError, with its log, if the engine ended; NoAnswer if a process stays stopped."""
         if self._guard.poll() is not None:
             raise EngineError(f"the engine ended; see {self.output}")
         if time.monotonic() < self._due:

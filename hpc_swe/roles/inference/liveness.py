@@ -35,11 +35,7 @@ class LivenessMonitor:
         self._last = time.monotonic()
 
     def require_alive(self) -> None:
-        """Raise unless the engine answered within the limit.
-
-        Raises:
-            NoAnswer: There was no sign of life for longer than the limit.
-        """
+        """Raise NoAnswer if there was no sign of life for longer than the limit."""
         if (silent_s := time.monotonic() - self._last) > self._limit_s:
             raise NoAnswer(f"the engine gave no sign of life for {silent_s:.0f} s")
 

@@ -68,9 +68,8 @@ class Supervisor:
     def serve(self) -> None:
         """Serve until STOP, the run's end or a signal; after DRAIN until no rollout worker lives.
 
-        Raises:
-            ConfigError: The engine cannot be started as configured.
-            EngineError: It failed more than `max_restarts` times; the message names its log or its owner.
+        Raise ConfigError if the engine cannot be started as configured, and EngineError, with its log or its
+        owner, if it failed more than `max_restarts` times.
         """
         restarts = 0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):

@@ -49,8 +49,7 @@ def watch(
 ) -> Score:
     """Grade an episode by a command that runs `answer`, and watch it.
 
-    Raises:
-        SandboxError: The child ended with an error of the host or the configuration.
+    Raise SandboxError if the child ended with an error of the host or the configuration.
     """
     found = run_reliably(lambda: _watch(command, episode, silent, leave_s), lambda _: False, WAIT_S)
     if isinstance(found, Score):

@@ -19,11 +19,8 @@ def run(
     """Run a command and return its output; `settings` are added to its environment.
 
     The command ends with the builder. Its own children may not, but they hold the builder's lock, so that
-    nobody removes files that they still write.
-
-    Raises:
-        StorageError: The disk is full.
-        HpcSweError: The command failed otherwise; the message has its output.
+    nobody removes files that they still write. Raise StorageError if the disk is full, and HpcSweError with
+    the output if the command failed otherwise.
     """
     try:
         done = subprocess.run(

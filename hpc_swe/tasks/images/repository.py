@@ -15,8 +15,7 @@ _SET_UP = "What the image's maker changed"
 def stage(repository: Path, commit: str, folder: Path) -> None:
     """Check a commit out into a new repository that holds this one commit and no other.
 
-    Raises:
-        HpcSweError: The commit is missing, or the repository holds something younger.
+    Raise HpcSweError if the commit is missing, or if the repository holds something younger.
     """
     folder.mkdir(parents=True, exist_ok=True)
     here = git(folder)
@@ -40,10 +39,8 @@ def restage(folder: Path, commit: str, scratch: Path, exact: Collection[str]) ->
 
     Untracked files stay, since the maker's build products are among them. Changes of tracked files stay too,
     in a commit on top of the base, so that an agent's patch does not contain them; but the files named in
-    `exact` are restored to the base.
-
-    Raises:
-        HpcSweError: The base commit is missing, or the work tree is of another one.
+    `exact` are restored to the base. Raise HpcSweError if the base commit is missing, or if the work tree is
+    of another one.
     """
     staged = scratch / "staged"
     stage(folder, commit, staged)

@@ -60,9 +60,8 @@ class ImageStore:
     def build(self, source: ImageSource, problem: Problem) -> bool:
         """Build an image; return False when it exists already.
 
-        Raises:
-            StorageError: The disk is full.
-            HpcSweError: A command failed, or the image is not fit; the message says why.
+        Raise StorageError if the disk is full, and HpcSweError, with the reason, if a command failed or the
+        image is not fit.
         """
         task = problem.task
         digest = source.digest(task)
@@ -108,9 +107,7 @@ class ImageStore:
     def locked(self) -> Iterator[None]:
         """Exclude other builders, and remove the files that dead ones left.
 
-        Raises:
-            DeadlineError: Another builder holds the lock.
-            StorageError: The folder cannot be written.
+        Raise DeadlineError if another builder holds the lock, StorageError if the folder cannot be written.
         """
         with boundary(StorageError, f"sandbox.images = {str(self.images)!r} must be a folder that you own"):
             self.images.mkdir(parents=True, exist_ok=True)
