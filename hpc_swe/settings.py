@@ -71,10 +71,11 @@ class CurriculumConfig(Record, frozen=True, kw_only=True):
     rest: Natural = 0
     """After each group of a settled task, the task is passed over so many times; 0 treats all tasks alike."""
     settled_after: Positive = 2
-    """A task is settled when each of its last so many groups was resolved by all its episodes, or by none."""
+    """A task is settled when each of its last so many groups was resolved by all its episodes, or by none;
+    groups of which a single episode came back do not count."""
     reweight: bool = False
-    """Multiply the advantages of a settled task's groups by 1 + rest, so that the expected gradient is that
-    of equally frequent tasks; false trains settled tasks less."""
+    """Multiply the advantages of a group by 1 plus the visits at which its task was passed over before, so
+    that tasks weigh as if all were visited alike; false trains settled tasks less."""
 
 
 class BatchesConfig(Record, frozen=True, kw_only=True):

@@ -7,8 +7,10 @@ takes the next visit that is not passed over.
 A task is settled when each of its last `settled_after` groups was resolved by all of its episodes or by none.
 After each group, a settled task is passed over at its next `rest` visits. Its groups are then sampled at
 1 / (1 + rest) of the rate of the others, so the gradient is that of an objective that weights settled tasks
-by this share. With `reweight`, the advantages of such a group are multiplied by 1 + rest, which gives the
-gradient of equal visits again in expectation, at a higher variance.
+by this share. With `reweight`, the advantages of a group are multiplied by 1 plus the visits at which its
+task was passed over before. So at any time the weights of a task's groups add up to its visits but the last
+few, and each weight is known before its group is sampled: the sum of the weighted gradients is that of equal
+visits in expectation, at a higher variance.
 
 Tasks are planned in order of groups from the history of the last published batch. The plan of groups that
 were planned before that batch is published with the history, so a coordinator that starts plans the same.
@@ -120,14 +122,15 @@ class TaskPlan:
     def _next(self) -> PlannedGroup:
         while True:
             task = self._visit()
-            known, settled = self._of(task), self.is_settled(task)
-            if not settled or known.passed_over >= self._config.rest:
+            known = self._of(task)
+            if not self.is_settled(task) or known.passed_over >= self._config.rest:
                 break
             self._tasks[task] = replace(known, passed_over=known.passed_over + 1)
             self.passed_over += 1
         if known.passed_over:
             self._tasks[task] = replace(known, passed_over=0)
-        weight = 1.0 + self._config.rest if settled and self._config.reweight else 1.0
+        # A task that was passed over may be settled no longer: a group that was planned before had signal.
+        weight = 1.0 + known.passed_over if self._config.reweight else 1.0
         return PlannedGroup(task_id=task, weight=weight)
 
     def _visit(self) -> str:
@@ -139,13 +142,15 @@ class TaskPlan:
 
 
 def _updated(known: TaskHistory, solved: Sequence[bool]) -> TaskHistory:
-    alike = all(solved) or not any(solved)
+    """Enter the outcomes of a group; that of a single episode does not say whether its task is settled."""
+    is_alike = len(set(solved)) == 1
+    settled = known.settled if len(solved) == 1 else known.settled + 1 if is_alike else 0
     return replace(
         known,
         groups=known.groups + 1,
         episodes=known.episodes + len(solved),
         resolved=known.resolved + sum(solved),
-        settled=known.settled + 1 if alike else 0,
+        settled=settled,
     )
 
 

@@ -138,6 +138,57 @@ def test_a_coordinator_that_starts_anywhere_plans_the_same_groups(seed, rest, se
         seen = {number: value for number, value in seen.items() if number >= last}
 
 
+CHANCES = {"never": 0.0, "rare": 0.1, "even": 0.5, "often": 0.9}
+
+
+def simulated(reweight, awaited, groups=4000):
+    """Per visit of each task: its groups, the sum of their weights, and that of those with both outcomes.
+
+    The results of so many groups are `awaited` at any time.
+    """
+    draw, open_groups, found = random.Random(awaited), [], {task: [0, 0.0, 0.0] for task in CHANCES}
+    curriculum = CurriculumConfig(rest=3, settled_after=1, reweight=reweight)
+    plan = planned(curriculum, [WeightedTasks("", tuple(CHANCES))])
+    for number in range(groups):
+        name, weight = task(plan, number), plan.weight(number)
+        solved = [draw.random() < CHANCES[name] for _ in range(2)]
+        counted = (1, weight, weight * (len(set(solved)) > 1))
+        found[name] = [known + more for known, more in zip(found[name], counted, strict=True)]
+        open_groups.append(closed(plan, number, solved))
+        if len(open_groups) > awaited:
+            history = plan.consume([open_groups.pop(0)], number - awaited + 1)
+    visits = history.visits / len(CHANCES)
+    return {name: [value / visits for value in values] for name, values in found.items()}
+
+
+@pytest.mark.parametrize("awaited", [0, 3, 12])
+def test_weights_add_up_to_visits_and_so_does_what_is_learned(awaited):
+    for name, (groups, weights, signal) in simulated(reweight=True, awaited=awaited).items():
+        both = 2 * CHANCES[name] * (1 - CHANCES[name])
+        assert weights == pytest.approx(1.0, abs=0.005), name
+        assert signal == pytest.approx(both, abs=0.05), name
+        assert groups < 0.6, name
+
+
+def test_without_weights_a_settled_task_counts_for_its_share_of_groups():
+    found = simulated(reweight=False, awaited=3)
+    assert found["never"][0] == pytest.approx(1 / (1 + 3), abs=0.01)
+    for name, (groups, weights, signal) in found.items():
+        both = 2 * CHANCES[name] * (1 - CHANCES[name])
+        assert weights == groups
+        assert signal / groups == pytest.approx(both, abs=0.05), "only how often a task is sampled is biased"
+    assert found["never"][0] < found["rare"][0] < found["even"][0] < 1
+
+
+def test_one_episode_does_not_settle_its_task():
+    plan = planned(REST, [WeightedTasks("", ("a",))])
+    one = closed(plan, 0, (0, 0))
+    one.members[1].state = "failed"
+    history = plan.consume([one], 1)
+    assert not plan.is_settled("a")
+    assert (history.tasks["a"].groups, history.tasks["a"].episodes) == (1, 1)
+
+
 def manifest(run, step):
     return folders.manifest(run.batch(step), BatchManifest)
 
