@@ -35,7 +35,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Evaluator:
-    """Run evaluation rounds. Round r is of weights r * every; with every = 0 there is one, named ``eval``."""
+    """Run evaluation rounds, each named by the step of its weights; with every = 0 there is one, ``eval``.
+
+    The groups of step n have the numbers from n times the number of tasks on, so a change of `eval.every`
+    cannot give results of one round to another.
+    """
 
     run: RunDir
     tasks: Sequence[str]
@@ -57,13 +61,13 @@ class Evaluator:
     def __post_init__(self) -> None:
         self._list_done()
 
-    def label(self, number: int) -> str:
+    def label(self, step: int) -> str:
         """Return the name of a round's table."""
-        return f"step_{number * self.every:06d}" if self.every else "eval"
+        return f"step_{step:06d}" if self.every else "eval"
 
     def step(self, key: Key) -> int:
         """Return the optimizer step at which the round of a group is due."""
-        return key[1] // max(1, len(self.tasks)) * self.every
+        return key[1] // max(1, len(self.tasks))
 
     @property
     def has_lost_patience(self) -> bool:
@@ -73,14 +77,14 @@ class Evaluator:
 
     def kept_steps(self, ledger: Ledger) -> set[int]:
         """Return the step of the best weights so far, and that of the round under way."""
-        best, rounds = select(self._rates), self._under_way(ledger)[:1] if self.every else []
-        return {number * self.every for number in rounds} | ({best.step} if best else set())
+        best, steps = select(self._rates), self._under_way(ledger)[:1] if self.every else []
+        return {*steps, *([best.step] if best else [])}
 
     def expects(self, key: Key) -> list[RolloutRequest] | None:
         """Return the requests of one task of a round; None when its table exists, and for other splits."""
-        number, place = divmod(key[1], max(1, len(self.tasks)))
-        is_round = key[0] == "eval" and bool(self.tasks) and (number == 0 or self.every > 0)
-        if not is_round or self.label(number) in self._done:
+        step, place = divmod(key[1], max(1, len(self.tasks)))
+        is_round = key[0] == "eval" and bool(self.tasks) and (step % self.every if self.every else step) == 0
+        if not is_round or self.label(step) in self._done:
             return None
         settings = [s for s in self.config.decodings.values() for _ in range(self.config.samples)]
         return [
@@ -106,17 +110,17 @@ class Evaluator:
         """
         self._list_done()
         self._forget(collector)  # of rounds that another coordinator finished
-        number = self._current(collector.ledger, snapshot)
-        if number is None:
+        step = self._current(collector.ledger, snapshot)
+        if step is None:
             return ""
-        keys: list[Key] = [("eval", number * len(self.tasks) + place) for place in range(len(self.tasks))]
+        keys: list[Key] = [("eval", step * len(self.tasks) + place) for place in range(len(self.tasks))]
         if snapshot.has_room:
             self._request(keys, collector, snapshot)
         groups = [collector.ledger.groups[key] for key in keys if key in collector.ledger.groups]
         waiting = len(keys) - sum(not group.is_open for group in groups)
         if waiting:
-            return f"evaluation {self.label(number)}: {waiting} of {len(keys)} tasks"
-        self._write(number, groups)
+            return f"evaluation {self.label(step)}: {waiting} of {len(keys)} tasks"
+        self._write(step, groups)
         self._forget(collector)
         return ""
 
@@ -145,16 +149,16 @@ class Evaluator:
         collector.forget(collector.ledger.drop(lambda key: key[0] == "eval" and self.expects(key) is None))
 
     def _current(self, ledger: Ledger, snapshot: RunSnapshot) -> int | None:
-        """Return the oldest unfinished round, else the one that is due now."""
+        """Return the step of the oldest unfinished round, else of the one that is due now."""
         if not self.tasks or not self.config.decodings:
             return None
         if under_way := self._under_way(ledger):
             return under_way[0]
-        number = None if self.has_lost_patience else due(snapshot.newest.step, self.every, self.export_every)
-        return None if number is None or self.label(number) in self._done else number
+        step = None if self.has_lost_patience else due(snapshot.newest.step, self.every, self.export_every)
+        return None if step is None or self.label(step) in self._done else step
 
     def _under_way(self, ledger: Ledger) -> list[int]:
-        """Return the rounds that have groups, in order."""
+        """Return the steps of the rounds that have groups, in order."""
         return sorted({group // len(self.tasks) for split, group in ledger.groups if split == "eval"})
 
     def _request(self, keys: Sequence[Key], collector: ResultCollector, snapshot: RunSnapshot) -> None:
@@ -167,20 +171,20 @@ class Evaluator:
                 collector.request(key, snapshot)
                 taken += members
 
-    def _write(self, number: int, groups: Sequence[Group]) -> None:
+    def _write(self, step: int, groups: Sequence[Group]) -> None:
         labels = [(label, n) for label in self.config.decodings for n in range(self.config.samples)]
         rows = [_attempt(m, *labels[m.request.index]) for group in groups for m in group.members]
-        evals.write(self.run.eval_table(self.label(number)), rows)
+        evals.write(self.run.eval_table(self.label(step)), rows)
         self._list_done()
         best = select(self._rates)
         values = {"solve/best": best.rate, "solve/best_step": float(best.step)} if best else {}
         for label in self.config.decodings:
             values |= summary(label, rows)
             values |= self._by_part(label, rows)
-        log.info("evaluation %s: %s", self.label(number), values)
+        log.info("evaluation %s: %s", self.label(step), values)
         if self.has_lost_patience:
             log.info("early end: no better evaluation in %d rounds (eval.patience)", self.config.patience)
-        self.metrics_log.write(number * self.every, values)
+        self.metrics_log.write(step, values)
 
     def _by_part(self, label: str, rows: Sequence[Attempt]) -> dict[str, float]:
         parts = sorted(set(self.parts.values()))
@@ -193,14 +197,14 @@ class Evaluator:
 
 
 def due(newest: int, every: int, export_every: int) -> int | None:
-    """Return the round that begins with the weights of step `newest`; None when none does.
+    """Return the step of the round that begins with the weights of step `newest`; None when none does.
 
-    It is of the first exported weights at or after its step. A round that did not begin with them is left
-    out: later weights would be evaluated under its name.
+    It begins with the first exported weights at or after its step. A round that did not begin with them is
+    left out: later weights would be evaluated under its name.
     """
-    number = newest // every if every else 0
-    first = -(-number * every // export_every) * export_every
-    return number if newest == first or not every else None
+    step = newest - newest % every if every else 0
+    first = -(-step // export_every) * export_every
+    return step if newest == first or not every else None
 
 
 class Evaluating:

@@ -34,20 +34,20 @@ def test_the_first_of_the_highest_is_best(rates, best, since):
 
 
 @pytest.mark.parametrize(
-    ("newest", "every", "export_every", "round_"),
+    ("newest", "every", "export_every", "step"),
     [
         (0, 5, 1, 0),
-        (10, 5, 1, 2),
-        (12, 5, 1, None),  # round 2 did not begin with weights 10, so it is left out
-        (12, 6, 3, 2),
+        (10, 5, 1, 10),
+        (12, 5, 1, None),  # the round of step 10 did not begin with weights 10, so it is left out
+        (12, 6, 3, 12),
         (15, 6, 3, None),
-        (12, 10, 4, 1),  # a run of before the rule: the first exported weights from step 10 on
+        (12, 10, 4, 10),  # a run of before the rule: the first exported weights from step 10 on
         (16, 10, 4, None),
         (7, 0, 1, 0),
     ],
 )
-def test_a_round_begins_with_the_weights_of_its_step_or_not(newest, every, export_every, round_):
-    assert due(newest, every, export_every) == round_
+def test_a_round_begins_with_the_weights_of_its_step_or_not(newest, every, export_every, step):
+    assert due(newest, every, export_every) == step
 
 
 def test_a_slow_evaluation_keeps_the_weights_of_one_round_and_no_more(tmp_path):
@@ -68,6 +68,24 @@ def test_a_slow_evaluation_keeps_the_weights_of_one_round_and_no_more(tmp_path):
         work(run, keep=lambda name: name.startswith("eval"))
         mode.iterate(maintenance.snapshot())
     assert {step for step in mode._evaluator._rates if step} <= {weights.newest(run).step}
+
+
+def test_results_of_a_round_are_not_those_of_another_when_every_changes(tmp_path):
+    """The round of step 2 is under way when `eval.every` becomes 3; the coordinator starts again."""
+    run = rundir(tmp_path)
+    maintenance, mode = make_maintenance(run), training(run, **OPTIONS | {"every": 2})
+    for _ in range(30):
+        mode.iterate(maintenance.snapshot())
+        step = weights.newest(run).step if weights.published(run) else 0
+        work(run, keep=lambda name, step=step: name.startswith("train") or step < 2)
+        if step == 2 and any(key[0] == "eval" for key in mode._ledger.groups):
+            break
+        learn(run, STEPS)
+    mode = training(run, **OPTIONS | {"every": 3})
+    for _ in range(4):
+        mode.iterate(maintenance.snapshot())
+        work(run, keep=lambda name: name.startswith("eval"))
+    assert mode._evaluator._rates.keys() == {0}, "no round of step 3 was made of answers of weights 2"
 
 
 def judge(best: int):
