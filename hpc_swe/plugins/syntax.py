@@ -11,9 +11,9 @@ _parsing = threading.Lock()
 
 
 def parse(source: str | bytes) -> ast.Module:
-    """Parse a module as `ast.parse` does, one thread at a time.
+    """Parse a module as `ast.parse` does, one thread at a time; a text may begin with a byte order mark.
 
     Raise SyntaxError if it is not Python, and ValueError if it holds a null byte.
     """
     with _parsing:
-        return ast.parse(source)
+        return ast.parse(source.removeprefix("\ufeff") if isinstance(source, str) else source)

@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import logging
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -25,12 +26,14 @@ from hpc_swe import cli, tables
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, SandboxError, StorageError, boundary
 from hpc_swe.plugins.graders.base import Examiner
-from hpc_swe.plugins.sandboxes.base import WatchedSandboxes
+from hpc_swe.plugins.sandboxes.base import ImageSandboxes, WatchedSandboxes
+from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic
 from hpc_swe.tables import bars, console, say
 from hpc_swe.tasks.bugs.attempts import VALID, Trier
 from hpc_swe.tasks.bugs.mutations import Module, Mutant, chosen
-from hpc_swe.tasks.bugs.sources import CodeSource, find
+from hpc_swe.tasks.bugs.originals import with_copies
+from hpc_swe.tasks.bugs.sources import CodeSource, Search
 from hpc_swe.tasks.bugs.surveys import Survey, needed, survey
 from hpc_swe.tasks.bugs.trials import TrialPlace
 
@@ -77,10 +80,10 @@ def surveyed(place: TrialPlace, sources: Sequence[CodeSource], out: Path, jobs: 
     path = out / SURVEYS
     known = {one.name: one for one in _lines(path, Survey)}
     todo = [source for source in sources if source.name not in known]
-    hidden = needed(place) if any(source.absent for source in todo) else set()
+    kept = needed(place) if todo else None
     with bars() as progress, ThreadPoolExecutor(jobs) as pool:
         bar = progress.add_task("sources", total=len(sources), completed=len(sources) - len(todo))
-        for source in [each for each in todo if each.absent and each.name in hidden]:
+        for source in [each for each in todo if each.absent and kept and kept.has(each)]:
             todo.remove(source)
             known[source.name] = Survey(name=source.name, reason="pytest or the debugger needs the original")
             _append(path, known[source.name])
@@ -104,7 +107,11 @@ def candidates(
     left_out: Counter[str] = Counter()
     found: dict[str, UntriedBug] = {}
     for source, one in pairs:
-        module = Module(source.files[source.target])
+        try:
+            module = Module(source.files[source.target])
+        except RecursionError:
+            left_out["modules with expressions that are nested too deeply"] += 1
+            continue
         for function in module.functions:
             if {part.lstrip("_") for part in function.name.split(".")[:1]} & source.twins:
                 left_out["functions that an extension module has too"] += 1
@@ -186,10 +193,9 @@ def write(tried: Iterable[Tried], out: Path, limit: int) -> dict[str, int]:
     return counts
 
 
-def overview(tried: Sequence[Tried], left_out: Counter[str], surveys: Sequence[Survey]) -> Iterator[Table]:
+def overview(tried: Sequence[Tried], left_out: Counter[str], reasons: Counter[str]) -> Iterator[Table]:
     """Yield tables of what was made and what was left out, with the reasons."""
     shown = tables.table(("sources",), ("count",))
-    reasons = Counter(one.reason or "used" for one in surveys)
     for reason, count in reasons.most_common():
         shown.add_row(reason, str(count))
     yield shown
@@ -250,6 +256,18 @@ def _require_same(out: Path, settings: object) -> None:
     )
 
 
+def _read(arguments: argparse.Namespace) -> tuple[RunConfig, Examiner]:
+    """Return the configuration and its grader; raise ConfigError if tasks cannot be made with the options."""
+    if not 0 <= arguments.hidden < 1:
+        raise ConfigError(f"--hidden {arguments.hidden:g}: it must be at least 0 and below 1")
+    if arguments.per_function < 1 or arguments.limit < 0:
+        raise ConfigError("--per-function must be at least 1, and --limit at least 0")
+    config = configuration.from_words(arguments.config)
+    if not isinstance(config.grader, Examiner):
+        raise ConfigError("[grader] cannot examine the empty patch; choose type = 'pytest'")
+    return config, config.grader
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hpc_swe.tasks.make_bugs", description="Make buggy programs from code that works."
@@ -281,11 +299,11 @@ def main() -> int:
     """Make the tasks that the command line asks for."""
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    warnings.simplefilter("ignore", SyntaxWarning)  # about code that others wrote
     arguments = cli.parse(_parser())
-    config = configuration.from_words(arguments.config)
-    if not isinstance(config.grader, Examiner):
-        raise ConfigError("[grader] cannot examine the empty patch; choose type = 'pytest'")
-    sources = list(find(arguments.sources, arguments.library))
+    config, grader = _read(arguments)
+    search = Search(arguments.library)
+    sources = search.find(arguments.sources)
     chosen_settings = {
         name: value for name, value in vars(arguments).items() if name not in ("out", "limit", "jobs")
     }
@@ -293,14 +311,20 @@ def main() -> int:
     _require_same(arguments.out, {"sources_sha256": digest} | {n: str(v) for n, v in chosen_settings.items()})
     config.sandbox.check()
     place = TrialPlace(WatchedSandboxes(config.sandbox), arguments.image, arguments.workdir)
+    if isinstance(config.sandbox, ImageSandboxes):
+        sources = with_copies(place, sources)
     surveys = surveyed(place, sources, arguments.out, max(1, arguments.jobs))
     usable = [(source, one) for source, one in zip(sources, surveys, strict=True) if not one.reason]
     found, left_out = candidates(usable, arguments.per_function, arguments.seed)
-    trier = Trier(place, config.grader, arguments.hidden, TIMEOUT_S)
+    trier = Trier(place, grader, arguments.hidden, TIMEOUT_S)
     maker = Maker(trier, arguments.out, arguments.seed, arguments.split_by)
     tried = maker.run(found, arguments.limit, max(1, arguments.jobs))
     counts = write(tried, arguments.out, arguments.limit)
-    tables.show(console, *overview(tried, left_out, surveys))
+    for reason in search.left_out.values():
+        say(f"left out: {reason}")
+    reasons = Counter(one.reason or "used" for one in surveys)
+    reasons["files that were left out"] = len(search.left_out)
+    tables.show(console, *overview(tried, left_out, +reasons))
     told = ", ".join(
         f"{count} in {arguments.out / split}.parquet" for split, count in counts.items() if count
     )

@@ -81,6 +81,7 @@ def main(out: str, arguments: list[str], wanted: list[str], traced: str) -> None
         "seconds": time.monotonic() - began,
         "tests": watcher.tests,
         "loaded": loaded,
+        "imported": sorted(files - {""}),
         "modules": sorted(name for name in sys.modules if name.isidentifier()),
     }
     with open(out, "w") as file:  # noqa: PTH123

@@ -8,6 +8,7 @@ from hpc_swe.plugins.graders.base import Examiner
 from hpc_swe.plugins.patch import difference
 from hpc_swe.plugins.visible_tests import cut, half, names_of_tests
 from hpc_swe.records import Task, TestPlan
+from hpc_swe.tasks.bugs import docstrings
 from hpc_swe.tasks.bugs.mutations import Mutant
 from hpc_swe.tasks.bugs.sources import CodeSource
 from hpc_swe.tasks.bugs.surveys import Survey
@@ -20,6 +21,8 @@ MOST_TRIED = 40
 """Tests that are tried on a mutant, the quickest ones that run its line."""
 MOST_OF_KIND = 8
 """Failing tests of a task, and passing ones."""
+SLOWER, LEAST_S = 20, 5.0
+"""Time of a mutant's tests: so many times that of the original's, and so many seconds more."""
 VALID = "valid"
 
 
@@ -47,7 +50,8 @@ class Trier:
         tried = sorted(covering, key=lambda id_: survey.tests[id_].seconds)[:MOST_TRIED]
         files = {path: source.files[path] for path in survey.files} | {source.target: mutant.text}
         paths = sorted({id_.partition("::")[0] for id_ in tried})
-        trial = self.place.run(self.place.task(files, source.absent), paths, tried, self.timeout_s)
+        timeout_s = min(self.timeout_s, LEAST_S + SLOWER * sum(survey.tests[id_].seconds for id_ in tried))
+        trial = self.place.run(self.place.task(files, source.absent), paths, tried, timeout_s)
         if trial is None:
             return "its tests do not end in time, or end the process", {}
         if not any(test.outcome for test in trial.tests.values()):
@@ -57,7 +61,7 @@ class Trier:
         if not failed:
             return "all tests that run the changed lines pass", {}
         row = self._row(source, survey, mutant, task_id, failed[:MOST_OF_KIND], passed[:MOST_OF_KIND])
-        return self._complaint(source, row) or VALID, row
+        return self._complaint(source.target, row) or VALID, row
 
     def _row(
         self,
@@ -68,7 +72,10 @@ class Trier:
         failed: list[str],
         passed: list[str],
     ) -> dict[str, Any]:
-        """Make the row; half of the failing tests and half of all are hidden, so one that fails is seen."""
+        """Make the row; half of the failing tests and half of all are hidden, so one that fails is seen.
+
+        An example of a docstring that became a hidden test is in neither program of the row.
+        """
         functions = {id_: _function(id_, survey) for id_ in (*failed, *passed)}
         broken = {functions[id_] for id_ in failed}
         whole = {*functions.values()} - broken
@@ -78,8 +85,12 @@ class Trier:
         paths = sorted({id_.partition("::")[0] for id_ in functions})
         graded = {path: _only(source.files[path], path, {*functions.values()}) for path in paths}
         seen = {path: _only(text, path, {*functions.values()} - hidden) for path, text in graded.items()}
+        secret = {source.examples[name] for name in map(_name, hidden) if name in source.examples}
+        original, text = (
+            docstrings.without(each, secret) for each in (source.files[source.target], mutant.text)
+        )
         files = {path: source.files[path] for path in survey.files if path not in source.tests}
-        files |= {source.target: mutant.text} | seen
+        files |= {source.target: text} | seen
         return {
             "task_id": task_id,
             "problem_statement": STATEMENT,
@@ -90,16 +101,16 @@ class Trier:
                 "task_name": f"{source.name}: {mutant.function.name}: {mutant.kind}",
             },
             "tests": _listed(graded),
-            "fixed": _listed({source.target: source.files[source.target]}),
+            "fixed": _listed({source.target: original}),
             "fail_to_pass": failed,
             "pass_to_pass": passed,
             "absent": list(source.absent),
         }
 
-    def _complaint(self, source: CodeSource, row: dict[str, Any]) -> str:
+    def _complaint(self, target: str, row: dict[str, Any]) -> str:
         """Let the grader judge the original and the mutant, and run what the agent sees."""
         task = self._task(row)
-        reference = difference(source.target, task.files[source.target], source.files[source.target])
+        reference = difference(target, task.files[target], row["fixed"][0]["content"])
         gold = self.grader.examine(task, reference, self.place.sandboxes)
         if gold.outcome != "resolved":
             return f"the grader calls the original {gold.outcome}"
@@ -126,6 +137,10 @@ class Trier:
 
 def _function(test_id: str, survey: Survey) -> str:
     return f"{test_id.partition('::')[0]}::{survey.tests[test_id].name}"
+
+
+def _name(function: str) -> str:
+    return function.rpartition("::")[2]
 
 
 def _only(text: str, path: str, functions: set[str]) -> str:

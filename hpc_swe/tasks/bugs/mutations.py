@@ -110,6 +110,7 @@ class Module:
 
         Raises:
             SyntaxError: It is not Python.
+            RecursionError: Its expressions are nested too deeply.
         """
         self.data = text.encode()
         self._starts = [0]
@@ -154,13 +155,13 @@ class Module:
                 yield Mutant(function, kind, (first, last), data.decode(), digest)
 
     def _digest_of(self, data: bytes) -> str:
-        """Return the digest of a function's text; empty if it is not Python any more."""
+        """Return the digest of a function's text; empty if Python cannot read it any more."""
         indented = data[:1] in (b" ", b"\t")
         try:
             body = parse(b"if 1:\n" + data if indented else data).body
-        except (SyntaxError, ValueError):
+            return _digest(body[0].body[0] if isinstance(body[0], ast.If) else body[0])
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
             return ""
-        return _digest(body[0].body[0] if isinstance(body[0], ast.If) else body[0])
 
 
 def chosen(mutants: Sequence[Mutant], most: int, seed: int) -> list[Mutant]:

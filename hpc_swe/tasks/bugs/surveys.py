@@ -2,7 +2,9 @@
 
 import msgspec
 
+from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.visible_tests import names_of_tests
+from hpc_swe.tasks.bugs.originals import is_loaded
 from hpc_swe.tasks.bugs.sources import MOST_BYTES, CodeSource
 from hpc_swe.tasks.bugs.trials import TestRun, TrialPlace
 
@@ -30,15 +32,29 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
     """Id -> run of each test that always passes, whose function stands in a test file."""
 
 
-def needed(place: TrialPlace) -> set[str]:
-    """Return the modules that pytest and the debugger import: a task must not hide one of them.
+class NeededModules(msgspec.Struct, frozen=True):
+    """Pytest and the debugger import these modules, so that a task must not hide them."""
+
+    names: frozenset[str]
+    files: frozenset[str]
+
+    def has(self, source: CodeSource) -> bool:
+        """Tell whether the module of a source, or a file that its tasks remove, is needed."""
+        return source.name in self.names or is_loaded(source.absent, self.files)
+
+
+def needed(place: TrialPlace) -> NeededModules:
+    """Return what pytest and the debugger import.
 
     Raises:
-        SandboxError: The host failed, or the image has no pytest.
+        ConfigError: The image has no pytest that runs tests.
+        SandboxError: The host failed.
     """
     files = {"test_probe.py": _PROBE, "pyproject.toml": ""}
     trial = place.run(place.task(files, ()), ["test_probe.py"], [], SURVEY_TIMEOUT_S)
-    return set(trial.modules) if trial else set()
+    if trial is None or not trial.tests:
+        raise ConfigError(f"the image {place.image} runs no test with pytest; choose another --image")
+    return NeededModules(frozenset(trial.modules), frozenset(trial.imported))
 
 
 def survey(place: TrialPlace, source: CodeSource) -> Survey:

@@ -44,6 +44,8 @@ class TrialResult(msgspec.Struct, frozen=True):
     """Files of the work directory that were imported."""
     modules: list[str]
     """Names of all top modules that were imported."""
+    imported: list[str]
+    """Files of all modules that were imported."""
 
 
 class TrialPlace(msgspec.Struct, frozen=True):

@@ -3,8 +3,10 @@
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
+import msgspec
 import pyarrow.parquet as pq
 import pytest
 
@@ -207,20 +209,63 @@ def test_what_was_tried_is_not_tried_again_and_other_options_are_refused(shapes,
 
 
 @pytest.mark.slow
-def test_docstrings_with_examples_are_tests_that_an_agent_cannot_change(shapes, tmp_path):
+def test_docstrings_with_examples_are_tests_and_hidden_examples_are_cut_out(shapes, tmp_path):
     make(tmp_path / "bugs", f"{shapes}/shapes.py", "--limit=2")
     for task in made(tmp_path / "bugs"):
-        assert ">>> largest(1, 3, 2)" in task.files["shapes.py"]
-        assert ids_of_tests(task.tests.files["test_docstrings.py"])
+        seen, full = task.files["test_docstrings.py"], task.tests.files["test_docstrings.py"]
+        assert len(ids_of_tests(full)) == 2 * len(ids_of_tests(seen)) == 2
+        for example in (">>> square(3)", ">>> square(4)"):
+            assert (example in task.files["shapes.py"]) == (f"'{example[4:]}\\n') ==" in seen)
+        assert ">>> largest(1, 3, 2)" in task.files["shapes.py"], "no test of this task was made of it"
+
+
+@pytest.mark.slow
+def test_one_file_that_is_not_python_is_named_and_the_others_become_tasks(shapes, tmp_path):
+    folder = shutil.copytree(shapes, tmp_path / "shapes")
+    (folder / "test_old.py").write_text("print 'a test of Python 2'\n")
+    printed = make(tmp_path / "bugs", str(folder), "--limit=1")
+    assert "files that were left out" in printed
+    assert f"left out: {folder}/test_old.py: it is no Python" in " ".join(printed.split())
+    assert len(made(tmp_path / "bugs")) == 1
+
+
+@pytest.mark.parametrize("option", ["--hidden=1", "--hidden=-0.1", "--per-function=0", "--limit=-1"])
+def test_a_number_that_makes_no_sense_is_refused_before_anything_is_written(shapes, tmp_path, option):
+    line = command(tmp_path / "bugs", str(shapes), option)
+    done = subprocess.run(line, env=environment(), cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert option.partition("=")[0] in done.stderr
+    assert not (tmp_path / "bugs").exists()
+
+
+def with_more_copies(images: Path, module: Path) -> Path:
+    """Make a folder of images with one that has other interpreters, and carries a module and an archive."""
+    images.mkdir()
+    subprocess.run(["cp", "-a", (IMAGES / "python-pytest").resolve(), images / "many-pythons"], check=True)
+    (images / "python-pytest.sif").symlink_to((IMAGES / "python-pytest.sif").resolve())
+    for place in (
+        "usr/lib64/python3.9/colorsys.py",
+        "opt/conda/envs/mine/lib/python3.12/colorsys.py",
+        "srv/tools/site-packages/carried/_colours.py",
+    ):
+        (images / "many-pythons" / place).parent.mkdir(parents=True)
+        (images / "many-pythons" / place).write_bytes(b"# Copied.\r\n" + module.read_bytes())
+    with zipfile.ZipFile(images / "many-pythons/srv/tools/library.zip", "w") as archive:
+        archive.write(module, "colorsys.py")
+    return images
 
 
 @pytest.mark.slow
 def test_the_original_of_a_library_function_is_not_in_the_sandbox(tmp_path):
-    """Neither by an import nor by a search of all files; the test modules of the library are gone as well."""
-    if not (IMAGES / "python-pytest.sif").exists():
+    """Neither by an import nor by a search of all files; the test modules of the library are gone as well.
+
+    The image has more than one interpreter, and a package that carries a copy under another name.
+    """
+    if not (IMAGES / "python-pytest").exists():
         pytest.skip("the task image is not built: containers/build_image.sh")
     import colorsys
 
+    images = with_more_copies(tmp_path / "images", Path(colorsys.__file__))
     library = tmp_path / "library"
     (library / "test").mkdir(parents=True)
     original = Path(colorsys.__file__).read_text()
@@ -231,14 +276,14 @@ def test_the_original_of_a_library_function_is_not_in_the_sandbox(tmp_path):
         "def test_back():\n    assert colorsys.hsv_to_rgb(0.0, 1.0, 1) == (1, 0.0, 0.0)\n\n\n"
         "def test_both():\n    assert colorsys.hsv_to_rgb(*colorsys.rgb_to_hsv(0, 0, 1)) == (0.0, 0.0, 1)\n"
     )
-    words = (f"--library={library}", "--limit=2", "--per-function=8")
+    words = (f"--library={library}", "--limit=2", "--per-function=8", "--image=many-pythons")
     config = (
         "--config",
         str(ROOT / "configs/swepdb.toml"),
-        f"sandbox={{type='apptainer', images='{IMAGES}'}}",
+        f"sandbox={{type='apptainer', images='{images}'}}",
     )
     make(tmp_path / "bugs", "colorsys", *words, *config)
-    task = made(tmp_path / "bugs")[0]
+    task = msgspec.structs.replace(made(tmp_path / "bugs")[0], image="many-pythons")
     line = next(line for line in original.splitlines() if "maxc-minc" in line).strip()
     search = f"""
 import os, sys
@@ -257,7 +302,8 @@ try:
 except ModuleNotFoundError:
     print('no module')
 """
-    with Apptainer(images=str(IMAGES)).open(task) as sandbox:
+    with Apptainer(images=str(images)).open(task) as sandbox:
+        assert sandbox.run("test ! -e /srv/tools/library.zip", 10.0).exit_code == 0
         result = sandbox.python(search, 60.0)
         own = f"found {task.workdir}/colorsys.py {task.workdir}/test_colorsys.py\n"
         assert own in result.output, result.output

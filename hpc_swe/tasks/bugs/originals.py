@@ -1,0 +1,92 @@
+"""Find where an image has the originals of library modules, so that their tasks can remove them.
+
+Patterns of paths name the usual folders of interpreters. A search of the whole image by lines of text finds
+the copies elsewhere: those of other interpreters, of environments and of caches, and those that packages
+carry under other names.
+"""
+
+import re
+import secrets
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from hpc_swe.errors import ConfigError
+from hpc_swe.tasks.bugs.sources import CodeSource
+from hpc_swe.tasks.bugs.trials import TrialPlace
+
+SEARCH_TIMEOUT_S = 300.0
+_PROGRAM = Path(__file__).with_name("_copies.py")
+_PLAIN = re.compile(r"(/[\w.+-]+){2,}")
+
+
+def copies(place: TrialPlace, texts: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the files of the image that are copies of each text, by its label, which must be a file's name.
+
+    Raises:
+        ConfigError: The image could not be searched.
+        SandboxError: The host failed.
+    """
+    folder, out = f".{secrets.token_hex(8)}", f".{secrets.token_hex(8)}"
+    task = place.task({f"{folder}/{label}": text for label, text in texts.items()}, ())
+    call = f"main{(out, folder)!r}\n"
+    with place.sandboxes.open(task) as sandbox:
+        result = sandbox.python(f"{_PROGRAM.read_text(encoding='utf-8')}\n\n{call}", SEARCH_TIMEOUT_S)
+        try:
+            return msgspec.json.decode(sandbox.read(out), type=dict[str, list[str]])
+        except (OSError, msgspec.MsgspecError):
+            raise ConfigError(
+                f"the image {place.image} cannot be searched for originals: {result.output[-300:]}"
+            ) from None
+
+
+def removals(known: Sequence[str], paths: Iterable[str]) -> list[str]:
+    """Return patterns that remove these files and what was compiled from them, unless known ones do.
+
+    Raises:
+        ConfigError: The name of a file cannot be a pattern.
+    """
+    found = []
+    for path in sorted(paths):
+        name = PurePosixPath(path)
+        if any(name.match(pattern) for pattern in known):
+            continue
+        if not _PLAIN.fullmatch(path):
+            raise ConfigError(
+                f"the image has a copy of a library module in {path!r}, whose name has signs other than "
+                "letters, digits and ._+-; choose another --image or other sources"
+            )
+        found.append(path)
+        if name.suffix == ".py":
+            found += [f"{path}c", f"{name.parent}/__pycache__/{name.stem}.*"]
+    return found
+
+
+def with_copies(place: TrialPlace, sources: Sequence[CodeSource]) -> list[CodeSource]:
+    """Return the sources whose tasks remove the copies in the image, too, where they remove anything.
+
+    Raises:
+        ConfigError: The image could not be searched, or the name of a copy cannot be a pattern.
+        SandboxError: The host failed.
+    """
+    texts = {
+        f"{number}-{index}": text
+        for number, source in enumerate(sources)
+        for index, text in enumerate([source.files[path] for path in (source.target, *source.tests)])
+        if source.absent
+    }
+    found = copies(place, texts) if texts else {}
+    return [
+        replace(source, absent=(*source.absent, *removals(source.absent, paths)))
+        for number, source in enumerate(sources)
+        for paths in [{path for label in found if label.startswith(f"{number}-") for path in found[label]}]
+    ]
+
+
+def is_loaded(absent: Iterable[str], imported: Collection[str]) -> bool:
+    """Tell whether one of the files that patterns name, or an archive with one, was imported."""
+    return any(
+        file == path or file.startswith(f"{path}/") for path in absent if "*" not in path for file in imported
+    )
