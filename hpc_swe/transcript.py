@@ -62,12 +62,12 @@ def arguments(call: ToolCall) -> list[tuple[str, str]] | None:
     """Return the names and values of a call's arguments as text, or None when they are no JSON object."""
     try:
         found = json.loads(call.arguments or "{}")
-    except (ValueError, RecursionError):
+        if not isinstance(found, dict):
+            return None
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in found.items()}
+    except (ValueError, RecursionError):  # a value can be nested too deeply for one of both
         return None
-    if not isinstance(found, dict):
-        return None
-    texts = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in found.items())
-    return [(clean(key), clean(text)) for key, text in texts]
+    return [(clean(key), clean(text)) for key, text in texts.items()]
 
 
 def _tests(failed: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hpc_swe import cli, tables
-from hpc_swe.errors import ConfigError
+from hpc_swe.errors import ConfigError, StorageError, boundary
 from hpc_swe.plugins.agents.base import Prefaced
 from hpc_swe.records import Message, RunManifest, Sample, ScoredEpisode, id_array
 from hpc_swe.roles.coordinator import archive
@@ -165,6 +165,15 @@ def divide(found: Found, share: float) -> tuple[list[Row], list[Row]]:
     return found.of_tasks(ordered[count:]), found.of_tasks(ordered[:count])
 
 
+def _require_one_split(validation: Path, share: float) -> None:
+    """Raise ConfigError if a file of an earlier call would stay beside rows that it is no split of."""
+    if validation.exists() and not share:
+        raise ConfigError(
+            f"{validation} is of an earlier call with --split, and its tasks would be among the new rows: "
+            "remove it, give --split again, or choose another --out"
+        )
+
+
 def _write(path: Path, rows: list[Row]) -> None:
     made = pa.Table.from_pylist(rows, schema=SCHEMA)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,6 +214,8 @@ def main() -> None:
         raise ConfigError(f"--out {out}: the file's name must end in .parquet")
     if not 0 <= arguments.split < 1 or arguments.per_task < 0:
         raise ConfigError("--split must be at least 0 and below 1, and --per-task at least 0")
+    validation = out.with_suffix(".validation.parquet")
+    _require_one_split(validation, arguments.split)
     found = collect(map(RunExport, arguments.runs), arguments.min_reward, arguments.per_task)
     say(f"{found.read:,} episodes read, {found.rewarded:,} with a reward of {arguments.min_reward:g} or more")
     train, held_out = divide(found, arguments.split)
@@ -213,9 +224,11 @@ def main() -> None:
             f"no row is left to write: {found.rewarded} of {found.read} episodes have such a reward, of "
             f"{len(found.rows)} tasks; lower --min-reward or --split, or name other runs"
         )
+    with boundary(StorageError, f"replace {validation}"):
+        validation.unlink(missing_ok=True)  # it must not stay beside new rows if this command is interrupted
     _write(out, train)
     if held_out:
-        _write(out.with_suffix(".validation.parquet"), held_out)
+        _write(validation, held_out)
 
 
 if __name__ == "__main__":

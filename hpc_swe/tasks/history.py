@@ -7,7 +7,7 @@ to do so, and binary files outside the tests. A trial of the tests shows later w
 
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -40,6 +40,8 @@ REFUSALS: dict[Refusal, str] = {
 }
 """Reasons why a commit is no candidate."""
 
+_PATHS_AT_ONCE = 200
+"""Paths on one command line: a path has at most 4,096 bytes, and a command line at least a million."""
 _FEWEST_SIGNS = 8
 """Letters and digits of a line that may be a copy of a line of the patch."""
 _LOG = ("log", "-z", "--no-renames", "--no-show-signature", "--numstat", "--no-textconv", "--no-ext-diff")
@@ -207,14 +209,20 @@ def statement(message: str, patch: str) -> str:
 
 
 def _patch(repository: Path, commit: Commit, paths: Sequence[str]) -> str:
-    words = ("diff", *_DIFF, *_PREFIXES, commit.parents[0], commit.sha, "--", *paths)
+    """Return the patch of some files, whose order is that of the log."""
+    words = ("--literal-pathspecs", "diff", *_DIFF, *_PREFIXES, commit.parents[0], commit.sha, "--")
     try:
-        text = _git(repository, "--literal-pathspecs", *words).decode()
+        parts = [_git(repository, *words, *some).decode() for some in _portions(paths)]
     except UnicodeDecodeError:
         raise RefusedCommit("unreadable") from None
+    text = "".join(parts)
     if re.search(r"^[-+]Subproject commit |^Binary files .* differ$", text, re.MULTILINE):
         raise RefusedCommit("unreadable")
     return text
+
+
+def _portions(paths: Sequence[str]) -> Iterator[Sequence[str]]:
+    yield from (paths[start : start + _PATHS_AT_ONCE] for start in range(0, len(paths), _PATHS_AT_ONCE))
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
@@ -224,7 +232,8 @@ def _matches(path: str, patterns: Sequence[str]) -> bool:
 def _git(repository: Path, *words: str) -> bytes:
     """Return the output of git as bytes: line ends of a patch must stay as they are."""
     command = [*git(repository, "core.quotePath=false", "diff.noprefix=false"), *words]
-    done = subprocess.run(command, capture_output=True, check=False)
+    with boundary(ConfigError, "run git"):
+        done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode:
         raise ConfigError(f"{repository}: {done.stderr.decode(errors='replace').strip()[-300:]}")
     return done.stdout

@@ -33,6 +33,8 @@ from hpc_swe.tasks.images.store import ImageStore
 from hpc_swe.tasks.mining import VERDICTS, ImageBuilder, Trial, TriedCommit
 
 COMMAND = "python -m pytest -rA --tb=short --continue-on-collection-errors"
+TRIALS, MADE = "trials.jsonl", ("train.txt", "eval.txt", "rows.jsonl", "taskset.toml")
+"""Files of the folder: the verdicts, and what is made of them."""
 EVAL_SHARE = 8
 """One task in so many is held out; these are the youngest ones."""
 PROMPT = """The repository in {workdir} needs the change that is described below.
@@ -102,12 +104,19 @@ def run(trial: Trial, candidates: Sequence[Candidate], out: Path, jobs: int) -> 
 def write(folder: Path, tried: Sequence[TriedCommit], timeout_s: float) -> tuple[int, int]:
     """Write rows, lists of ids and a configuration, oldest task first; return the numbers of both splits.
 
+    Without a task nothing is written, and what an earlier call wrote is removed, since it holds no longer.
+
     Raises:
         StorageError: A file cannot be written.
     """
     made = [(one, one.row) for one in reversed(tried) if one.row is not None]
     rows = [{**msgspec.to_builtins(row), "commit": one.commit, "created_at": one.date} for one, row in made]
     ids = [row.instance_id for _, row in made]
+    if not ids:
+        with boundary(StorageError, f"remove the rows in {folder}"):
+            for name in MADE:
+                (folder / name).unlink(missing_ok=True)
+        return 0, 0
     held_out = max(len(ids) // EVAL_SHARE, len(ids) > 1)
     splits = {"train": ids[: len(ids) - held_out], "eval": ids[len(ids) - held_out :]}
     tree = {
@@ -171,6 +180,13 @@ def _trial(arguments: argparse.Namespace, config: RunConfig) -> Trial:
     )
 
 
+def _require_own(folder: Path) -> None:
+    """Raise ConfigError if a folder has files, and none of an earlier call."""
+    with boundary(StorageError, f"read {folder}"):
+        if folder.exists() and not (folder / TRIALS).exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} has files that are not of this command; choose another --out")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hpc_swe.tasks.mine_history",
@@ -230,17 +246,23 @@ def main() -> int:
         show_candidates(commits[: len(candidates) + len(refused)], refused)
         say(f"{looked}: {len(candidates)} candidates; nothing was run")
         return 0
+    if not candidates:
+        show_counts(Counter(refused.values()))
+        say(f"{looked}: there is no candidate; nothing was run or written")
+        return 1
+    _require_own(arguments.out)
     config = configuration.from_words(arguments.words or ["configs/swebench.toml"])
     trial, folder = _trial(arguments, config), arguments.out
     with trial.images.store.locked() if trial.images else nullcontext():
-        tried = run(trial, candidates, folder / "trials.jsonl", max(1, arguments.jobs))
+        tried = run(trial, candidates, folder / TRIALS, max(1, arguments.jobs))
     for one in tried:
         left_out = f"left out, since their runs differ: {', '.join(one.flaky)}" if one.flaky else ""
         if one.verdict != "task" or left_out:
             say(": ".join(filter(None, (one.commit[:12], one.verdict, one.reason or left_out))))
     show_counts(Counter([*refused.values(), *(one.verdict for one in tried)]))
     train, held_out = write(folder, tried, trial.timeout_s)
-    say(f"{looked}: {train} tasks for training and {held_out} held out, in {folder}")
+    where = f"in {folder}" if train else f"so no rows were written; {folder / TRIALS} says why"
+    say(f"{looked}: {train} tasks for training and {held_out} held out, {where}")
     return 0 if train else 1
 
 

@@ -179,9 +179,21 @@ def test_a_task_gives_at_most_so_many_rows_and_a_share_is_held_out(run, tmp_path
     ]
     assert sorted(map(len, parts)) == [1, 1]
     assert {task for part in parts for task in part} == {"t0", "t1"}
-    assert export(run, out, "--min-reward", "2").stderr.startswith(
+    assert export(run, out, "--min-reward", "2", "--split", "0.5").stderr.startswith(
         "error: no row is left to write: 0 of 6 episodes"
     )
+
+
+def test_a_split_of_an_earlier_call_does_not_stay_beside_new_rows(run, tmp_path):
+    out, validation = tmp_path / "rows.parquet", tmp_path / "rows.validation.parquet"
+    assert export(run, out, "--split", "0.5").returncode == 0
+    before = out.read_bytes(), validation.read_bytes()
+    refused = export(run, out)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert f"{validation} is of an earlier call with --split" in refused.stderr
+    assert (out.read_bytes(), validation.read_bytes()) == before
+    validation.unlink()
+    assert export(run, out).returncode == 0
 
 
 def test_of_an_evaluation_its_own_episodes_are_taken_and_else_no_held_out(run, config, tmp_path):

@@ -16,8 +16,8 @@ from hpc_swe.plugins import task_checks
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.tasks import history
-from hpc_swe.tasks.mine_history import Sifting
-from hpc_swe.tasks.mining import sort_tests
+from hpc_swe.tasks.mine_history import Sifting, write
+from hpc_swe.tasks.mining import TriedCommit, sort_tests
 from tests.kit.checkout import IMAGES, ROOT, environment
 from tests.kit.histories import commit, make
 from tests.kit.toy import git
@@ -109,6 +109,18 @@ def test_patches_keep_the_line_ends_of_files(tmp_path):
     subprocess.run(["git", "apply"], cwd=tmp_path, input=one.patch.encode(), check=True)
 
 
+def test_a_commit_of_more_files_than_a_command_line_holds_is_read(tmp_path):
+    """Linux takes two million bytes of arguments."""
+    git(tmp_path, "init", "-q")
+    commit(tmp_path, "Begin the project", {"a.py": "one = 1\n"})
+    folder = "/".join(["a" * 250] * 4)
+    many = {f"{folder}/test_{number}.py": f"{number}\n" for number in range(2200)}
+    commit(tmp_path, "Add very many modules of tests", many | {"a.py": "one = 2\n"})
+    (one,), _ = sift(tmp_path)
+    assert one.modules == tuple(sorted(many))
+    subprocess.run(["git", "apply", "--check", "-R"], cwd=tmp_path, input=one.test_patch.encode(), check=True)
+
+
 P, F = {"t": "passed"}, {"t": "failed"}
 
 
@@ -153,6 +165,25 @@ def test_what_is_wrong_with_the_call_is_one_clear_error(past, tmp_path):
     (tmp_path / "issues").write_text("[]\n")
     with pytest.raises(ConfigError, match="it must be"):
         history.described(tmp_path / "issues", [])
+
+
+def test_nothing_is_written_without_a_candidate_nor_into_a_folder_of_others(past, tmp_path):
+    done = mine(past[0], "--out", tmp_path / "out", "--tests", "checks/*")
+    assert done.returncode == 1, done.stderr
+    assert "there is no candidate; nothing was run or written" in " ".join(done.stdout.split())
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "rows.jsonl").write_text("mine\n")
+    refused = mine(past[0], "--out", tmp_path, "sandbox={type='process'}")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "has files that are not of this command; choose another --out" in refused.stderr
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine\n"]
+
+
+def test_rows_of_an_earlier_call_do_not_outlive_their_tasks(tmp_path):
+    for name in ("trials.jsonl", "rows.jsonl", "taskset.toml", "train.txt", "eval.txt"):
+        (tmp_path / name).write_text("earlier\n")
+    assert write(tmp_path, [TriedCommit(commit="a", verdict="flaky", settings="")], 1.0) == (0, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["trials.jsonl"]
 
 
 @pytest.mark.slow
