@@ -167,7 +167,7 @@ def test_what_is_wrong_with_the_call_is_one_clear_error(past, tmp_path):
         history.described(tmp_path / "issues", [])
 
 
-def test_nothing_is_written_without_a_candidate_nor_into_a_folder_of_others(past, tmp_path):
+def test_nothing_is_written_without_candidates_or_into_folders_of_others(past, tmp_path):
     done = mine(past[0], "--out", tmp_path / "out", "--tests", "checks/*")
     assert done.returncode == 1, done.stderr
     assert "there is no candidate; nothing was run or written" in " ".join(done.stdout.split())

@@ -209,7 +209,7 @@ def test_what_was_tried_is_not_tried_again_and_other_options_are_refused(shapes,
 
 
 @pytest.mark.slow
-def test_docstrings_with_examples_are_tests_and_hidden_examples_are_cut_out(shapes, tmp_path):
+def test_examples_of_docstrings_are_tests_and_hidden_ones_are_cut_out(shapes, tmp_path):
     make(tmp_path / "bugs", f"{shapes}/shapes.py", "--limit=2")
     for task in made(tmp_path / "bugs"):
         seen, full = task.files["test_docstrings.py"], task.tests.files["test_docstrings.py"]
@@ -230,7 +230,7 @@ def test_one_file_that_is_not_python_is_named_and_the_others_become_tasks(shapes
 
 
 @pytest.mark.parametrize("option", ["--hidden=1", "--hidden=-0.1", "--per-function=0", "--limit=-1"])
-def test_a_number_that_makes_no_sense_is_refused_before_anything_is_written(shapes, tmp_path, option):
+def test_a_number_that_makes_no_sense_is_refused_and_nothing_is_written(shapes, tmp_path, option):
     line = command(tmp_path / "bugs", str(shapes), option)
     done = subprocess.run(line, env=environment(), cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
