@@ -16,8 +16,8 @@ STDLIB = "stdlib"
 MOST_BYTES = 500_000
 """Size of all files of a source together."""
 PREFIXES = (
-    *("/usr/lib*/python3*", "/usr/local/lib*/python3*", "/opt/*/lib*/python3*"),
-    *("/opt/*/*/*/lib*/python3*", "/root/*/lib*/python3*", "/root/.*/*/*/lib*/python3*"),
+    *("/usr/lib*/python3*", "/*/*/lib*/python3*", "/opt/*/*/*/lib*/python3*"),
+    "/*/.pyenv/versions/*/lib*/python3*",
 )
 """Folders in which an image may have a standard library: conda's and pyenv's, too."""
 
