@@ -20,7 +20,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class PlacedExample:
-    """An example stands on some lines of a module."""
+    """An example has a text, and its lines in a module."""
 
     pair: Pair
     raises: bool
