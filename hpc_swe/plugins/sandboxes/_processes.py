@@ -9,12 +9,26 @@ import os
 import resource
 import signal
 import time
+from typing import NamedTuple
 
 KILLING_S = 5.0
 """Seconds in which processes are stopped or killed one by one, before all of them are killed at once."""
-STOPPED = "ZXTtD"
-"""States of processes that have ended, are stopped, or wait in the kernel, for a child for example."""
-PAGE = resource.getpagesize()
+ENDED = set("ZX")
+STOPPED = ENDED | set("TtD")
+"""States of threads that have ended, are stopped, or wait in the kernel, for a child for example."""
+REST_S = 0.05
+"""Processor time that all processes of a session together may use while they should stand still."""
+PAGE, TICKS = resource.getpagesize(), os.sysconf("SC_CLK_TCK")
+
+
+class Seen(NamedTuple):
+    """Hold what /proc shows of a process."""
+
+    parent: int
+    states: set[str]
+    """Of all its threads: others may go on when the first one has ended."""
+    cpu_s: float
+    """Processor time of all threads, also of those that have ended."""
 
 
 class Processes:
@@ -28,6 +42,7 @@ class Processes:
         self.program = 0
         """Number of the program of the open session; 0 when there is none."""
         self.is_paused = False
+        self._at_rest: dict[int, Seen] = {}
         self._ended: dict[int, int] = {}
 
     def fork(self) -> int:
@@ -91,7 +106,10 @@ class Processes:
             for pid in theirs:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-            if number == signal.SIGCONT or set(theirs.values()) <= set(STOPPED):
+            if number == signal.SIGCONT:
+                return
+            if all(seen.states <= STOPPED for seen in theirs.values()):
+                self._at_rest = theirs
                 return
             time.sleep(0.002)
         self.kill_all()
@@ -99,28 +117,51 @@ class Processes:
     def watch(self, memory_mb: int) -> None:
         """Kill all processes if they use too much memory together, or go on although they were stopped.
 
-        A process can ask the kernel for a signal that continues it later.
+        A process can ask the kernel for a signal that continues it later, or one that ends the program; and
+        what the program does not adopt any more is not among those that were stopped.
         """
-        if not self.is_paused:
-            kill_above(memory_mb)
-        elif not set(self._found()[0].values()) <= set(STOPPED):
+        kill_above(memory_mb)
+        if self.is_paused and not self._is_at_rest():
             self.kill_all()
 
-    def _found(self) -> tuple[dict[int, str], dict[int, str]]:
-        """Return the states of the session's processes, and of all others, by number."""
-        parents, states = {}, {}
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    fields = file.read().rpartition(b")")[2].split()
-            except OSError:
-                continue  # it ended meanwhile
-            if name != "1":
-                states[int(name)], parents[int(name)] = fields[0].decode(), int(fields[1])
-        theirs = {self.program} if states.get(self.program, "Z") not in "ZX" else set()
-        while more := {pid for pid, parent in parents.items() if parent in theirs} - theirs:
+    def _is_at_rest(self) -> bool:
+        """Tell whether there is nothing but the processes that were stopped, and they have not run since.
+
+        A process may run and stop itself between two looks, so their processor time counts too.
+        """
+        theirs, others = self._found()
+        ran_s = sum(
+            seen.cpu_s - self._at_rest[pid].cpu_s for pid, seen in theirs.items() if pid in self._at_rest
+        )
+        is_still = all(seen.states <= STOPPED for seen in theirs.values()) and ran_s <= REST_S
+        return bool(theirs) and is_still and not others and theirs.keys() <= self._at_rest.keys()
+
+    def _found(self) -> tuple[dict[int, Seen], dict[int, Seen]]:
+        """Return the session's processes, and all others, by number."""
+        found = {}
+        for name in set(filter(str.isdigit, os.listdir("/proc"))) - {"1"}:
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                found[int(name)] = seen(name)
+        is_alive = self.program in found and not found[self.program].states <= ENDED
+        theirs = {self.program} if is_alive else set()
+        while more := {pid for pid, each in found.items() if each.parent in theirs} - theirs:
             theirs |= more
-        return {pid: states.pop(pid) for pid in theirs}, states
+        return {pid: found.pop(pid) for pid in theirs}, found
+
+
+def seen(pid: str) -> Seen:
+    """Look at a process; raise OSError when it has ended meanwhile."""
+    whole = _stat(f"/proc/{pid}/stat")
+    states = {whole[0].decode()}
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError):
+            states.add(_stat(f"/proc/{pid}/task/{thread}/stat")[0].decode())
+    return Seen(int(whole[1]), states, (int(whole[11]) + int(whole[12])) / TICKS)
+
+
+def _stat(path: str) -> list[bytes]:
+    with open(path, "rb") as file:
+        return file.read().rpartition(b")")[2].split()
 
 
 def kill_above(memory_mb: int) -> None:

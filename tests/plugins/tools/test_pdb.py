@@ -457,21 +457,21 @@ def test_too_much_memory_ends_the_session(kind: str):
 
 SPINNING = """import ctypes, os, struct, time
 if os.fork() == 0:
-    TIMER
+    TIMERS
     while True:
         open("alive", "a").write("x")
 while not os.path.exists("alive"):
     time.sleep(0.01)
 x = 1
 """
-# A timer of the kernel that continues its process every ten milliseconds. The kernel refuses timers while the
-# user has too many signals pending, in other sandboxes too.
-TIMER = (
-    "import signal; signal.signal(signal.SIGCONT, lambda *_: None); "
-    "libc, number = ctypes.CDLL(None), ctypes.c_void_p(); "
-    "event = struct.pack('qii48x', 0, 18, 0); "
-    "[time.sleep(0.01) for _ in iter(lambda: libc.timer_create(1, event, ctypes.byref(number)), 0)]; "
-    "libc.timer_settime(number, 0, struct.pack('4q', 0, 10**7, 0, 10**7), None)"
+# Timers of the kernel that continue their process, one each second. Each does so once: a stop discards a
+# signal that waits to be delivered, and a timer that repeats waits for that. The kernel refuses timers while
+# the user has too many signals pending, in other sandboxes too.
+TIMERS = (
+    "libc, number, event = ctypes.CDLL(None), ctypes.c_void_p(), struct.pack('qii48x', 0, 18, 0); "
+    "create = lambda: libc.timer_create(1, event, ctypes.byref(number)); "
+    "start = lambda after_s: libc.timer_settime(number, 0, struct.pack('4q', 0, 0, after_s, 0), None); "
+    "[time.sleep(0.01) if create() else start(after_s) for after_s in range(1, 60)]"
 )
 
 
@@ -485,7 +485,7 @@ def is_still(debug: Session) -> bool:
 def test_its_processes_stand_still_between_calls(kind: str):
     if kind == "process":
         pytest.skip("it stops nothing")
-    with run(kind, SPINNING.replace("TIMER", "pass")) as debug:
+    with run(kind, SPINNING.replace("TIMERS", "pass")) as debug:
         debug.start("prog.py")
         debug("tbreak 8")
         assert "x = 1" in debug("c")
@@ -499,7 +499,7 @@ def test_its_processes_stand_still_between_calls(kind: str):
 def test_a_process_that_wakes_itself_costs_its_session(kind: str):
     if kind == "process":
         pytest.skip("it stops nothing")
-    with run(kind, SPINNING.replace("TIMER", TIMER)) as debug:
+    with run(kind, SPINNING.replace("TIMERS", TIMERS)) as debug:
         debug.start("prog.py")
         debug("tbreak 8")
         assert "x = 1" in debug("c")
