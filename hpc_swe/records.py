@@ -437,7 +437,7 @@ class Node(Record, frozen=True, kw_only=True):
     reading: str = ""
     """Folder being loaded, which is not deleted while it is named here."""
     step: int = 0
-    """Optimizer steps that a learner has taken."""
+    """Steps that a learner has taken: batches that it has trained."""
     claims: list[str] = []
     worked_s: list[float] = []
     """Seconds of work on each claim, counted only while an engine was available."""

@@ -98,7 +98,7 @@ class RunDir:
         return self.nodes / f"{owner}.json"
 
     def batch(self, step: int) -> Path:
-        """Return the folder of the batch that optimizer step `step` consumes."""
+        """Return the folder of the batch that step `step` trains."""
         return self.batches / f"step_{step:06d}"
 
     @staticmethod

@@ -140,7 +140,7 @@ def _plot(root: Path, before: Sequence[Attempt], after: Sequence[Attempt], train
         spread = [[end.mean - end.low for end in ends], [end.high - end.mean for end in ends]]
         steps, means = [0, len(rewards) or 1], [end.mean for end in ends]
         axes.errorbar(steps, means, spread, fmt=marker, label=f"held-out, {decoding}")
-    axes.set(xlabel="optimizer step", ylabel="solve rate", ylim=(0, 1.02), title="GRPO on bug-fix tasks")
+    axes.set(xlabel="training step", ylabel="solve rate", ylim=(0, 1.02), title="GRPO on bug-fix tasks")
     axes.legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(root / "reward.png", dpi=120)

@@ -72,7 +72,7 @@ class EpisodeTable:
 
     @property
     def step(self) -> int:
-        """Return the optimizer step; 0 for a run that only evaluates."""
+        """Return the training step; 0 for a run that only evaluates."""
         number = self.path.stem.removeprefix("step_")
         return int(number) if number.isdecimal() else 0
 

@@ -39,7 +39,7 @@ class RunView:
 
     name: str
     steps: int
-    """Optimizer steps of the whole run; 0 in an evaluation."""
+    """Training steps of the whole run; 0 in an evaluation."""
     desired: Mapping[Role, int]
     orders: Sequence[str]
     queue: Queue

@@ -52,7 +52,7 @@ class RunSnapshot:
 
     @property
     def learner_step(self) -> int:
-        """Return the optimizer steps that the learner has taken, as far as is known."""
+        """Return the steps that the learner has taken, as far as is known."""
         return max([self.newest.step, *(node.step for node in self.nodes if node.role == "learner")])
 
     @property

@@ -1,1 +1,1 @@
-"""Run the learner, which takes one optimizer step per batch."""
+"""Run the learner, which trains one batch per step."""
