@@ -195,7 +195,7 @@ class EvalConfig(Record, frozen=True, kw_only=True):
     """Held-out tasks are evaluated with these settings."""
 
     every: Natural = 0
-    """Training steps between two evaluations, a multiple of `learner.export_every`; 0 is never."""
+    """Steps between two evaluations, a multiple of `learner.export_every`; 0 is never."""
     samples: Positive = 4
     """Episodes per task and decoding."""
     tasks: Natural = 0
@@ -218,7 +218,7 @@ class SftConfig(Record, frozen=True, kw_only=True):
     min_reward: float = 1.0
     """Minimum reward of an episode to be trained, when the source is episodes."""
     samples_per_step: Positive = 32
-    """Samples per optimizer step."""
+    """Samples per step."""
     trajectories: list[str] = []
     """Parquet or JSONL files of conversations in chat form, when the source is trajectories."""
     epochs: Natural = 0
@@ -257,7 +257,8 @@ class ShapingConfig(Record, frozen=True, kw_only=True):
     keep the grader's numbers."""
 
     overlong_from: Natural = 0
-    """Sampled tokens of an episode from which it is penalized; 0 penalizes none."""
+    """Sampled tokens of an episode from which it is penalized; 0 penalizes none. Replies that did not reach
+    the agent count neither here nor as turns."""
     overlong_to: Natural = 0
     """Sampled tokens from which the whole of `overlong_penalty` is taken; it grows linearly up to there."""
     overlong_penalty: Annotated[float, Meta(ge=0)] = 1.0
@@ -287,7 +288,7 @@ class RunConfig(Record, frozen=True, kw_only=True):
     seed: Natural = 0
     """Seed of the order of tasks, of demonstrations and of evaluations."""
     steps: Natural = 100
-    """Total optimizer steps."""
+    """Training steps of the whole run, each of which trains one batch."""
     counts: dict[Role, Natural] = {}
     """Number of jobs per role; 1 for roles not named."""
     by_hand: list[Role] = []

@@ -20,7 +20,7 @@ from hpc_swe.roles.coordinator.collect import ResultCollector
 from hpc_swe.roles.coordinator.dispatch import request
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, Member, failure_cause
 from hpc_swe.roles.coordinator.samples import sampled_tokens
-from hpc_swe.roles.coordinator.selection import select
+from hpc_swe.roles.coordinator.selection import EvalRate, select
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import EvalConfig
@@ -55,8 +55,8 @@ class Evaluator:
     """Labels of the tables that exist."""
     _read: set[str] = field(default_factory=set, init=False)
     """Labels of the tables that were read."""
-    _rates: dict[int, float] = field(default_factory=dict, init=False)
-    """Step -> solve rate of the decoding that selects the best weights."""
+    _rates: dict[int, EvalRate] = field(default_factory=dict, init=False)
+    """Step -> what the decoding says that selects the best weights."""
 
     def __post_init__(self) -> None:
         self._list_done()
@@ -66,7 +66,7 @@ class Evaluator:
         return f"step_{step:06d}" if self.every else "eval"
 
     def step(self, key: Key) -> int:
-        """Return the optimizer step at which the round of a group is due."""
+        """Return the step at which the round of a group is due."""
         return key[1] // max(1, len(self.tasks))
 
     @property
@@ -140,10 +140,13 @@ class Evaluator:
         except CorruptRecord as error:
             log.warning("no solve rate of step %d: %s", step, error)
 
-    def _rate(self, rows: Sequence[Attempt]) -> float:
+    def _rate(self, rows: Sequence[Attempt]) -> EvalRate:
         label = self.config.select or next(iter(self.config.decodings))
         outcomes = intervals.outcomes(rows, label)
-        return fmean(fmean(solved) for solved in outcomes.values()) if outcomes else 0.0
+        if not outcomes:
+            return EvalRate(0.0)
+        failed = fmean(row.outcome == "infra_error" for row in rows if row.sampling == label)
+        return EvalRate(fmean(fmean(solved) for solved in outcomes.values()), failed)
 
     def _forget(self, collector: ResultCollector) -> None:
         collector.forget(collector.ledger.drop(lambda key: key[0] == "eval" and self.expects(key) is None))

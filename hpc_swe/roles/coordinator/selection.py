@@ -11,12 +11,32 @@ class Selection:
     step: int
     rate: float
     rounds_since: int
-    """Evaluations that have finished for later steps."""
+    """Evaluations of later steps that are surely no better."""
 
 
-def select(rates: Mapping[int, float]) -> Selection | None:
-    """Select among evaluations, given as step -> solve rate; None when there is none."""
+@dataclass(frozen=True)
+class EvalRate:
+    """Hold what an evaluation says about the weights of its step."""
+
+    solved: float
+    """Solve rate; attempts that the infrastructure failed count as not resolved."""
+    failed: float = 0.0
+    """Share of these attempts."""
+
+    @property
+    def highest(self) -> float:
+        """Return the rate if each failed attempt had resolved its task."""
+        return self.solved + self.failed
+
+
+def select(rates: Mapping[int, EvalRate]) -> Selection | None:
+    """Select among evaluations, given by step; None when there is none.
+
+    An outage must not end a training: an evaluation that would be better without its failed attempts is not
+    counted as one that is no better. Attempts that fail in every evaluation make no difference.
+    """
     if not rates:
         return None
-    best = max(sorted(rates), key=lambda step: rates[step])
-    return Selection(best, rates[best], sum(step > best for step in rates))
+    best = max(sorted(rates), key=lambda step: rates[step].solved)
+    no_better = [step > best and rate.highest <= rates[best].highest for step, rate in rates.items()]
+    return Selection(best, rates[best].solved, sum(no_better))

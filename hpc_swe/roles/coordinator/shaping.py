@@ -6,20 +6,22 @@ length is the soft overlong punishment (Yu et al. 2025, DAPO, arXiv 2503.14476, 
 in the episode it is 0 up to `overlong_from`, grows linearly, and is `overlong_penalty` from `overlong_to` on.
 It says that a long episode is worse before a limit cuts it off, also among episodes that all failed.
 
+Both count delivered turns only. A reply that was lost with its connection is no choice of the policy.
+
 turns is `turn_penalty` times the turns of the episode, as in debug-gym's reward with a cost per step. It is
 taken from resolved episodes only: where nothing is resolved, it would reward those that give up first.
 """
 
 from hpc_swe.records import ScoredEpisode
-from hpc_swe.roles.coordinator.samples import sampled_tokens
 from hpc_swe.settings import ShapingConfig
 
 
 def shaped(scored: ScoredEpisode, config: ShapingConfig) -> float:
     """Return the reward from which the advantage of an episode is computed."""
-    penalty = overlong(sampled_tokens(scored.episode), config)
+    turns = [turn for turn in scored.episode.turns if turn.delivered]
+    penalty = overlong(sum(len(turn.completion) for turn in turns), config)
     if scored.score.outcome == "resolved":
-        penalty += config.turn_penalty * len(scored.episode.turns)
+        penalty += config.turn_penalty * len(turns)
     return (scored.score.reward or 0.0) - penalty
 
 

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from hpc_swe.roles.coordinator import batches
 from hpc_swe.roles.coordinator.evaluation import due
-from hpc_swe.roles.coordinator.selection import select
+from hpc_swe.roles.coordinator.selection import EvalRate, select
 from hpc_swe.settings import RetentionConfig
 from hpc_swe.store import weights
 from tests.kit.coordinator_kit import (
@@ -29,7 +29,8 @@ from tests.kit.coordinator_kit import (
     ],
 )
 def test_the_first_of_the_highest_is_best(rates, best, since):
-    assert (select(rates).step, select(rates).rounds_since) == (best, since)
+    found = select({step: EvalRate(rate) for step, rate in rates.items()})
+    assert (found.step, found.rate, found.rounds_since) == (best, rates[best], since)
     assert select({}) is None
 
 
@@ -68,6 +69,19 @@ def test_a_slow_evaluation_keeps_the_weights_of_one_round_and_no_more(tmp_path):
         work(run, keep=lambda name: name.startswith("eval"))
         mode.iterate(maintenance.snapshot())
     assert {step for step in mode._evaluator._rates if step} <= {weights.newest(run).step}
+
+
+@pytest.mark.parametrize(
+    ("failed", "since"),
+    [
+        ((0.0, 0.3, 0.1), 1),  # the outage of step 5 says nothing about its weights
+        ((0.0, 0.3, 0.2), 0),
+        ((0.3, 0.3, 0.3), 2),  # a task that fails in every evaluation makes no difference
+    ],
+)
+def test_an_evaluation_that_an_outage_spoiled_counts_for_no_end(failed, since):
+    rates = [EvalRate(solved, lost) for solved, lost in zip((0.4, 0.3, 0.25), failed, strict=True)]
+    assert select(dict(zip((0, 5, 10), rates, strict=True))).rounds_since == since
 
 
 def test_results_of_a_round_are_not_those_of_another_when_every_changes(tmp_path):

@@ -35,6 +35,16 @@ def test_turns_cost_those_that_resolved_and_no_others():
     assert shaped(episode(0, 0.0), config) == 0.0, "else giving up first would be best of all failures"
 
 
+def test_a_reply_that_did_not_arrive_costs_nothing():
+    config = ShapingConfig(turn_penalty=0.25, overlong_from=3, overlong_to=4)
+    scored = episode(0, 1.0)
+    lost = replace(scored.episode.turns[0], delivered=False)
+    assert (
+        shaped(replace(scored, episode=replace(scored.episode, turns=[lost, *scored.episode.turns])), config)
+        == 0.75
+    )
+
+
 def advantages(shaping: ShapingConfig, *values: float) -> list[float]:
     members = [
         Member(scored.episode.request, 0.0, scored, state="done")
