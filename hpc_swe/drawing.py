@@ -26,7 +26,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from hpc_swe.errors import StorageError
-from hpc_swe.metrics import meaning
+from hpc_swe.metrics import decode, meaning
 from hpc_swe.records import MetricLine, ScoredEpisode
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
@@ -151,17 +151,16 @@ class Drawing:
             log.warning("not drawn: %s", error)
 
     def _new_lines(self) -> list[MetricLine]:
-        lines = []
+        lines: list[MetricLine] = []
         for path in sorted(self._run.metrics.glob("*.jsonl")):
             with path.open("rb") as file:
                 file.seek(self._offsets.get(path, 0))
                 whole = file.read().rpartition(b"\n")[0]
             self._offsets[path] = self._offsets.get(path, 0) + len(whole) + bool(whole)
-            for text in filter(None, whole.splitlines()):
-                try:
-                    lines.append(msgspec.json.decode(text, type=MetricLine))
-                except msgspec.DecodeError as error:
-                    log.warning("%s: skipped a line: %s", path, error)
+            found, broken = decode(whole)
+            lines += found
+            if broken:
+                log.warning("%s: skipped %d lines that cannot be read", path, broken)
         return lines
 
     def _restart(self) -> Path:

@@ -123,6 +123,17 @@ def meaning(name: str) -> str:
     return METRICS.get(name) or next((m for p, m in METRICS.items() if fnmatchcase(name, p)), "")
 
 
+def decode(data: bytes) -> tuple[list[MetricLine], int]:
+    """Return the lines of a log, and the number of those that cannot be read, as after a full disk."""
+    lines, broken = [], 0
+    for text in filter(None, data.split(b"\n")):
+        try:
+            lines.append(msgspec.json.decode(text, type=MetricLine))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            broken += 1
+    return lines, broken
+
+
 class Log:
     """A log is written by one process only, and no decision depends on it."""
 

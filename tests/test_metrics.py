@@ -77,7 +77,7 @@ def test_a_line_that_is_being_written_waits_and_a_broken_one_is_skipped(run, cap
     log.write(2, {"reward/mean": 2})
     drawing.update()
     assert curves(run) == {"reward/mean": [(0, 1), (2, 2)]}
-    assert "skipped a line" in caplog.text
+    assert "skipped 1 lines" in caplog.text
 
 
 def test_numbers_that_are_not_finite_are_left_out_and_said(run, caplog):

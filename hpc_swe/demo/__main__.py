@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import msgspec
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
@@ -24,8 +23,8 @@ from hpc_swe import cli, intervals, tables
 from hpc_swe import config as configuration
 from hpc_swe.errors import HpcSweError
 from hpc_swe.evaluation.progress import episodes
+from hpc_swe.metrics import decode
 from hpc_swe.plugins.executors.base import RunsHere
-from hpc_swe.records import MetricLine
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control as run_control
 from hpc_swe.runs import watch
@@ -86,8 +85,7 @@ def curve(run: RunDir, name: str) -> list[tuple[int, float]]:
     """Return (step, value) of one metric; a later line of the same step replaces an earlier one."""
     points: dict[int, float] = {}
     for path in sorted(run.metrics.glob("coordinator-*.jsonl")):
-        for text in path.read_bytes().splitlines():
-            line = msgspec.json.decode(text, type=MetricLine)
+        for line in decode(path.read_bytes())[0]:
             if name in line.values:
                 points[line.step] = line.values[name]
     return sorted(points.items())

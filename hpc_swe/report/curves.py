@@ -3,10 +3,8 @@
 import re
 from collections.abc import Mapping
 
-import msgspec
-
 from hpc_swe.drawing import LAYOUT
-from hpc_swe.metrics import meaning
+from hpc_swe.metrics import decode, meaning
 from hpc_swe.records import MetricLine
 from hpc_swe.rundir import RunDir
 
@@ -20,12 +18,8 @@ def read(run: RunDir) -> tuple[Points, list[str]]:
     lines: list[MetricLine] = []
     notes = []
     for path in sorted(run.metrics.glob("*.jsonl")):
-        texts, torn = path.read_bytes().split(b"\n"), 0
-        for text in filter(None, texts[:-1]):  # what follows the last newline is still being written
-            try:
-                lines.append(msgspec.json.decode(text, type=MetricLine))
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                torn += 1
+        found, torn = decode(path.read_bytes().rpartition(b"\n")[0])  # the rest is still being written
+        lines += found
         notes += [f"{path}: {torn} lines cannot be read; the rest is shown"] if torn else []
     points: dict[str, dict[int, float]] = {}
     for line in sorted(lines, key=lambda line: line.time):

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hpc_swe.errors import CorruptRecord, HpcSweError
-from hpc_swe.metrics import meaning
-from hpc_swe.records import Batch, Episode, MetricLine, RolloutRequest, ScoredEpisode, float_array, id_array
+from hpc_swe.metrics import decode, meaning
+from hpc_swe.records import Batch, Episode, RolloutRequest, ScoredEpisode, float_array, id_array
 from hpc_swe.rundir import SPOOLS, RunDir
 from hpc_swe.store import atomic
 from hpc_swe.store.task_history import RunHistory
@@ -74,13 +74,8 @@ def _lines(path: Path) -> str:
     if path.parent.name != RunDir.metrics.name:
         return "\n".join(clean(line) for line in path.read_text(errors="replace").splitlines())
     last: dict[str, tuple[int, float, int]] = {}
-    torn = 0
-    for text in path.read_bytes().splitlines():
-        try:
-            line = msgspec.json.decode(text, type=MetricLine)
-        except msgspec.DecodeError:
-            torn += 1
-            continue
+    lines, torn = decode(path.read_bytes())
+    for line in lines:
         for name, value in line.values.items():
             last[name] = (line.step, value, last.get(name, (0, 0.0, 0))[2] + 1)
     rows = [(name, *last[name], meaning(name)) for name in sorted(last)]
