@@ -2,13 +2,13 @@
 
 import ast
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from hpc_swe.plugins.syntax import parse
 
 TESTS = "test.py"
 """File of the tests where nothing names another one."""
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
+TestFunction = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def ids_of_tests(text: str, path: str = TESTS) -> list[str]:
@@ -68,7 +68,7 @@ def cut(text: str, hidden: set[str]) -> str:
 
 
 def _cut(body: list[ast.stmt], prefix: str, hidden: set[str], lines: list[str | None]) -> None:
-    gone = [node for node in body if isinstance(node, _Function) and prefix + node.name in hidden]
+    gone = [node for node in body if isinstance(node, TestFunction) and prefix + node.name in hidden]
     for function in gone:
         first = min([function.lineno, *(one.lineno for one in function.decorator_list)])
         last = function.end_lineno or function.lineno
@@ -80,8 +80,8 @@ def _cut(body: list[ast.stmt], prefix: str, hidden: set[str], lines: list[str | 
             _cut(node.body, f"{prefix}{node.name}.", hidden, lines)
 
 
-def _functions(body: list[ast.stmt]) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in body if isinstance(node, _Function) and node.name.startswith("test")]
+def _functions(body: list[ast.stmt]) -> list[TestFunction]:
+    return [node for node in body if isinstance(node, TestFunction) and node.name.startswith("test")]
 
 
 def _is_unittest(node: ast.ClassDef) -> bool:
@@ -90,12 +90,14 @@ def _is_unittest(node: ast.ClassDef) -> bool:
 
 def names_of_tests(text: str) -> Iterator[str]:
     """Yield the qualified name of each function whose name begins with ``test``, in any class too."""
-    yield from _names(parse(text).body, "")
+    for owner, test in functions(parse(text).body):
+        yield f"{owner}.{test.name}".lstrip(".")
 
 
-def _names(body: Sequence[ast.stmt], prefix: str) -> Iterator[str]:
+def functions(body: Iterable[ast.stmt], owner: str = "") -> Iterator[tuple[str, TestFunction]]:
+    """Yield each function whose name begins with ``test``, after its classes' names, joined by dots."""
     for node in body:
         if isinstance(node, ast.ClassDef):
-            yield from _names(node.body, f"{prefix}{node.name}.")
-        elif isinstance(node, _Function) and node.name.startswith("test"):
-            yield prefix + node.name
+            yield from functions(node.body, f"{owner}.{node.name}".lstrip("."))
+        elif isinstance(node, TestFunction) and node.name.startswith("test"):
+            yield owner, node

@@ -15,6 +15,7 @@ from random import Random
 
 from hpc_swe.plugins.graders._expected import Reader
 from hpc_swe.plugins.syntax import parse
+from hpc_swe.plugins.visible_tests import TestFunction, functions
 
 _FIXED = re.compile(
     r"\\(N\{[^}]*\}|x..|u.{4}|U.{8}|[0-7]{1,3}|.)|%\(\w+\)\w|%[-+ #0-9.]*[a-zA-Z%]|\{\w*\}|&#?\w+;|</?\w+",
@@ -26,7 +27,6 @@ _CHOICE = re.compile(r"[|?*\[]")
 """Characters that let a pattern match several texts."""
 _VOWELS, _CONSONANTS = "aeiou", "bcdfghklmnprstvw"
 _LONG = 8  # a text of so many characters does not occur in another by chance
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def tests(text: str) -> list[Test]:
             literals=finder.literals(node),
             twists=finder.twists(node),
         )
-        for owner, node in _functions(module.body)
+        for owner, node in functions(module.body)
     ]
     names = Counter((test.owner, test.name) for test in found)
     return [test for test in found if names[test.owner, test.name] == 1]
@@ -112,14 +112,6 @@ def _cased(new: str, old: str) -> str:
     return next((convert(new) for has_case, convert in cases if has_case(old)), new)
 
 
-def _functions(body: Iterable[ast.stmt], owner: str = "") -> Iterator[tuple[str, _Function]]:
-    for node in body:
-        if isinstance(node, ast.ClassDef):
-            yield from _functions(node.body, f"{owner}.{node.name}".lstrip("."))
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test"):
-            yield owner, node
-
-
 class _PlaceFinder:
     """A finder locates nodes of a module's syntax tree in its text."""
 
@@ -131,12 +123,12 @@ class _PlaceFinder:
             if token.type in (tokenize.STRING, tokenize.NUMBER, tokenize.NAME):
                 self.tokens.setdefault(token.start[0], []).append(token)
 
-    def literals(self, test: _Function) -> tuple[Place, ...]:
+    def literals(self, test: TestFunction) -> tuple[Place, ...]:
         """Return the places of a test's expected literals, each once, in the order of the text."""
         found = {place for one in Reader(test).expected() for place in self.places(*one)}
         return tuple(sorted(found, key=lambda place: (place.line, place.start)))
 
-    def twists(self, test: _Function) -> tuple[Place, ...]:
+    def twists(self, test: TestFunction) -> tuple[Place, ...]:
         found = []
         for twist in Reader(test).twists():
             start, end = (self._column(twist.line, offset) for offset in (twist.start, twist.end))
