@@ -72,11 +72,8 @@ def dump(plugin: Plugin) -> dict[str, Any]:
 def known(family: str) -> list[str]:
     """List the types of a family that ship with hpc_swe."""
     package = importlib.import_module(f"hpc_swe.plugins.{family}")
-    return sorted(
-        m.name
-        for m in pkgutil.iter_modules(package.__path__)
-        if m.name != "base" and not m.name.startswith("_")
-    )
+    names = (module.name for module in pkgutil.iter_modules(package.__path__))
+    return sorted(name for name in names if name != "base" and not name.startswith("_"))
 
 
 def _table(family: str) -> str:

@@ -61,12 +61,8 @@ def scripts(run: RunDir, config: RunConfig) -> list[str]:
 def cost_tables(config: RunConfig) -> list[RenderableType]:
     """Return tables of jobs, memory of the GPUs, and room on disk."""
     found: list[RenderableType] = [_jobs(config)]
-    wanted, model, policy, engine = (
-        job_counts.desired(config),
-        Path(config.model),
-        config.policy,
-        config.engine,
-    )
+    wanted, model = job_counts.desired(config), Path(config.model)
+    policy, engine = config.policy, config.engine
     if wanted.get("learner") and isinstance(policy, EstimatedPolicy):
         tokens, reference = config.batches.microbatch_tokens, config.learner.loss.kl_coefficient > 0
         found += _memory(policy.memory(model, config.learner.data_parallel, tokens, reference=reference))

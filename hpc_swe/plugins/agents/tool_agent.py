@@ -60,12 +60,10 @@ class ToolAgent(Plugin, frozen=True, kw_only=True):
         """Work on the task until the agent submits or a budget ends."""
         episode = _Episode(self, task, _Bounded(sandbox))
         with ExitStack() as life:
-            tools = {
-                name: life.enter_context(tool.open(episode.sandbox, task))
-                if isinstance(tool, Opened)
-                else tool
-                for name, tool in _load(self).items()
-            }
+            tools = _load(self)
+            for name, tool in tools.items():
+                if isinstance(tool, Opened):
+                    tools[name] = life.enter_context(tool.open(episode.sandbox, task))
             status = episode.run(chat, tools)
         return Result(status, episode.messages, episode.tools_s, episode.error)
 
