@@ -190,8 +190,7 @@ def run(
 ) -> list[TaskCheck]:
     """Check what has no verdict that holds, under a progress bar; the verdicts of all tasks.
 
-    Raises:
-        StorageError: `out` cannot be written; if so from the start, nothing was graded.
+    Raise StorageError if `out` cannot be written; if so from the start, nothing was graded.
     """
     task_checks.create(out)
     verdicts = task_checks.read(out)

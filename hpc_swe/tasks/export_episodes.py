@@ -74,11 +74,7 @@ class RunExport:
     """Make rows of one run's episodes."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the run.
-
-        Raises:
-            ConfigError: The folder is no run, or its model's tokenizer is gone.
-        """
+        """Open the run; raise ConfigError if the folder is none, or its model's tokenizer is gone."""
         self.run, self.config = RunDir(folder), existing.load(RunDir(folder))
         self._run_id = atomic.get(self.run.manifest, RunManifest).run_id
         self._tokenizer = trajectories.tokenizer_digest(self.run)

@@ -122,8 +122,7 @@ class RefusedCommit(Exception):
 def commits(repository: Path, since: str = "") -> list[Commit]:
     """Return the commits that HEAD contains, the newest first.
 
-    Raises:
-        ConfigError: The folder is not that of a git repository, or git fails.
+    Raise ConfigError if the folder is not that of a git repository, or if git fails.
     """
     inside = _git(repository, "rev-parse", "--show-prefix").decode(errors="replace").strip()
     if inside:
@@ -144,8 +143,7 @@ def _commit(record: str) -> Commit:
 def split(commit: Commit, tests: Sequence[str] = TESTS) -> Parts:
     """Sort the files of a commit into tests and code; the tests' patterns match whole paths.
 
-    Raises:
-        RefusedCommit: The commit cannot become a task.
+    Raise RefusedCommit if the commit cannot become a task.
     """
     if len(commit.parents) != 1:
         raise RefusedCommit("merge" if commit.parents else "first")
@@ -176,9 +174,7 @@ def is_module(path: str) -> bool:
 def candidate(repository: Path, commit: Commit, parts: Parts, text: str = "") -> Candidate:
     """Read both patches of a commit; `text` describes the task instead of the message.
 
-    Raises:
-        RefusedCommit: The commit cannot become a task.
-        ConfigError: Git fails.
+    Raise RefusedCommit if the commit cannot become a task, and ConfigError if git fails.
     """
     patch, test_patch = (_patch(repository, commit, paths) for paths in (parts.code, parts.tests))
     removed = set(re.findall(r"^diff --git a/(.+) b/\1\ndeleted file mode", test_patch, re.MULTILINE))
@@ -242,8 +238,7 @@ def _git(repository: Path, *words: str) -> bytes:
 def described(path: Path, known: Sequence[Commit]) -> dict[str, str]:
     """Read descriptions of tasks, one JSON object with `commit` and `text` a line: commit -> text.
 
-    Raises:
-        ConfigError: The file cannot be read, or a line is not such an object or names no known commit.
+    Raise ConfigError if the file cannot be read, or if a line is no such object or names no known commit.
     """
     found = {}
     with boundary(ConfigError, f"read {path}"):

@@ -81,8 +81,7 @@ class Sifting:
 def run(trial: Trial, candidates: Sequence[Candidate], out: Path, jobs: int) -> list[TriedCommit]:
     """Try every candidate without a verdict that holds, under a progress bar; return all verdicts.
 
-    Raises:
-        StorageError: The file cannot be written, or the disk is full.
+    Raise StorageError if the file cannot be written, or the disk is full.
     """
     task_checks.create(out)
     known = mining.read(out)
@@ -105,9 +104,7 @@ def write(folder: Path, tried: Sequence[TriedCommit], timeout_s: float) -> tuple
     """Write rows, lists of ids and a configuration, oldest task first; return the numbers of both splits.
 
     Without a task nothing is written, and what an earlier call wrote is removed, since it holds no longer.
-
-    Raises:
-        StorageError: A file cannot be written.
+    Raise StorageError if a file cannot be written.
     """
     made = [(one, one.row) for one in reversed(tried) if one.row is not None]
     rows = [{**msgspec.to_builtins(row), "commit": one.commit, "created_at": one.date} for one, row in made]

@@ -126,9 +126,7 @@ class Trial:
     def run(self, candidate: Candidate) -> TriedCommit:
         """Try a candidate; a host that fails is a verdict, too.
 
-        Raises:
-            ConfigError: What images are built from cannot be read.
-            StorageError: The disk is full.
+        Raise ConfigError if what images are built from cannot be read, and StorageError if the disk is full.
         """
         tried = TriedCommit(
             commit=candidate.commit.sha, date=candidate.commit.date, verdict="unfit", settings=""
@@ -226,8 +224,7 @@ def _shortened(text: str) -> str:
 def read(path: Path) -> dict[str, TriedCommit]:
     """Read the last trial of each commit, without a last line that was never finished: commit -> trial.
 
-    Raises:
-        ConfigError: The file cannot be read, or a line is not a trial.
+    Raise ConfigError if the file cannot be read, or a line is not a trial.
     """
     with boundary(ConfigError, f"read {path}"):
         lines = path.read_bytes().split(b"\n")[:-1]

@@ -52,8 +52,7 @@ class Prepared:
 def records(source: str, split: str, revision: str | None) -> Iterable[tuple[str, Record]]:
     """Yield each row with its place: from a file, a folder that datasets saved, or a hub.
 
-    Raises:
-        ConfigError: The source does not exist or cannot be reached.
+    Raise ConfigError if the source does not exist or cannot be reached.
     """
     path = Path(source)
     if path.is_file() or path.suffix in (".jsonl", ".parquet"):
@@ -134,9 +133,7 @@ def _prepared(where: str, record: Record, values: dict[str, Any]) -> Prepared:
 def write(rows: list[Prepared], out: Path) -> None:
     """Write one parquet file, completely or not at all.
 
-    Raises:
-        ConfigError: A column holds values of several types.
-        StorageError: It cannot be written.
+    Raise ConfigError if a column holds values of several types, StorageError if it cannot be written.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -37,11 +37,8 @@ class Endpoints:
     def take(self, prefer: str, wait_s: float) -> Iterator[Endpoint]:
         """Lend an engine for one request: `prefer` while it serves, else the least loaded.
 
-        An EngineError of the block suspends the engine, since all threads would meet it; Overdue, which
-        concerns a single request, does not.
-
-        Raises:
-            EngineError: No engine served within `wait_s`.
+        Raise EngineError if no engine served within `wait_s`. An EngineError of the block suspends the
+        engine, since all threads would meet it; Overdue, which concerns a single request, does not.
         """
         endpoint = self._wait(prefer, wait_s)
         try:
@@ -66,10 +63,8 @@ class Endpoints:
         """Read the weight versions in the engine's own cell.
 
         The table is some seconds old, and the engine may have changed its weights since. The supervisor
-        names both versions before it swaps, so a cell that is read after an answer covers that answer.
-
-        Raises:
-            EngineError: The cell is gone or names no version: the engine was ending, its version is unknown.
+        names both versions before it swaps, so a cell that is read after an answer covers that answer. Raise
+        EngineError if the cell is gone or names no version: the engine was ending, its version is unknown.
         """
         try:
             versions = atomic.get(self._run.node(endpoint.owner), Node).versions

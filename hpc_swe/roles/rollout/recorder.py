@@ -52,8 +52,7 @@ class Recorder:
     ) -> None:
         """Start the episode's clock.
 
-        Raises:
-            ConfigError: A training request has sampling settings that change the token probabilities.
+        Raise ConfigError if a training request has sampling settings that change the token probabilities.
         """
         if request.split == "train" and not request.sampling.is_plain:
             raise ConfigError(
@@ -87,12 +86,9 @@ class Recorder:
     def __call__(self, messages: Sequence[Message], tools: str = "") -> Reply:
         """Return the policy's next message. `tools` is the JSON list that the chat template shows, or empty.
 
-        Raises:
-            ContextFull: The prompt leaves no room for an answer.
-            EngineError: No engine answered in time.
-            SandboxError: The episode exceeded its time-out outside the engines.
-            AgentError: The chat template refuses the messages.
-            TurnsSpent: No turn is left.
+        Raise ContextFull if the prompt leaves no room for an answer, and TurnsSpent if no turn is left;
+        AgentError if the chat template refuses the messages; EngineError if no engine answered in time; and
+        SandboxError if the episode exceeded its time-out outside the engines.
         """
         exchange = self.ask(messages, tools)
         self.deliver(exchange)
