@@ -27,14 +27,8 @@ FLAGS = {
     "history": "rollout.history",
 }
 """Option -> the key that it sets."""
-BENCHMARKS = {
-    "kodcode": ["configs/swepdb.toml", "configs/swepdb_evaluate.toml"],
-    "swebench": [
-        "configs/swepdb.toml",
-        "configs/swepdb_evaluate.toml",
-        "configs/swepdb_evaluate_swebench.toml",
-    ],
-}
+KODCODE = ["configs/swepdb.toml", "configs/swepdb_evaluate.toml"]
+BENCHMARKS = {"kodcode": KODCODE, "swebench": [*KODCODE, "configs/swepdb_evaluate_swebench.toml"]}
 """Word on the command line -> the files that evaluate the debugging agent there."""
 
 

@@ -169,10 +169,7 @@ def _misplaced(message: _Message, before: str, called: list[str | None]) -> Iter
     role, answered = message.role, message.tool_call_id
     rules = [
         (message.function_call is not None, "function_call: an old form; write tool_calls"),
-        (
-            role == "system" and before,
-            "role: only the first message may be the system's; make it a user's",
-        ),
+        (role == "system" and before, "role: only the first message may be the system's; make it a user's"),
         (
             role == "assistant" and before in ("", "assistant"),
             "role: an answer to no message; put a user's or a tool's message before it",

@@ -1,6 +1,5 @@
 """Describe what a run will cost as sums of parts, each with its formula, so that totals can be checked."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 GIB = 2**30
@@ -26,8 +25,3 @@ class MemoryEstimate:
     """None where the parts are not all in use at once, or grow to what is free."""
     notes: list[str]
     """Further lines for people."""
-
-
-def total(parts: Sequence[Part]) -> Part:
-    """Return the sum of parts."""
-    return Part("all", "", sum(part.bytes for part in parts), sum(part.inodes for part in parts))

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from hpc_swe import config as configuration
 from hpc_swe import job_counts, tables
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part, total
+from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part
 from hpc_swe.plugins.engines.base import EstimatedEngine
 from hpc_swe.plugins.executors.base import ResourceRequest, Scheduled
 from hpc_swe.plugins.policies.base import EstimatedPolicy
@@ -105,8 +105,8 @@ def _disk(parts: Sequence[Part]) -> RenderableType:
     table = tables.table(["what", "formula"], ["bytes", "inodes"], title=title)
     for part in parts:
         table.add_row(part.what, part.formula, _size(part.bytes), f"{part.inodes:,}")
-    whole = total(parts)
-    table.add_row(whole.what, whole.formula, _size(whole.bytes), f"{whole.inodes:,}", style="bold")
+    whole = _size(sum(part.bytes for part in parts)), f"{sum(part.inodes for part in parts):,}"
+    table.add_row("all", "", *whole, style="bold")
     return table
 
 

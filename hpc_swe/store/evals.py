@@ -85,9 +85,8 @@ def read(path: Path, *, without: Sequence[str] = LONGEST_COLUMNS) -> list[Attemp
     Raise CorruptRecord if the file is missing, or is not the table of an evaluation.
     """
     try:
-        columns = [
-            name for name in pq.read_schema(path).names if name in SCHEMA.names and name not in without
-        ]
+        wanted = [name for name in SCHEMA.names if name not in without]
+        columns = [name for name in pq.read_schema(path).names if name in wanted]
         return msgspec.convert(pq.read_table(path, columns=columns).to_pylist(), list[Attempt])
     except FileNotFoundError:
         raise CorruptRecord(f"{path}: no such table; an evaluation writes it when it has finished") from None

@@ -24,18 +24,16 @@ from hpc_swe.tasks.images.store import ImageStore, Problem
 
 def wanted(config: RunConfig) -> tuple[ImageSandboxes, list[Problem]]:
     """Return the run's sandboxes, and one of its problems for each image."""
-    taken = config.tasks.take(config.taskset) if isinstance(config.taskset, Referenced) else {}
-    tasks = {task.image: task for found in taken.values() for task in found if task.base_commit}.values()
-    if (
-        not tasks
-        or not isinstance(config.taskset, Referenced)
-        or not isinstance(config.sandbox, ImageSandboxes)
-    ):
-        raise ConfigError(
-            "images are built for tasks of taskset.type = 'swebench' with sandbox.type = 'apptainer'"
-        )
-    references = config.taskset.references(tasks)
-    return config.sandbox, [Problem(task, references[task.task_id]) for task in tasks]
+    taskset, sandbox = config.taskset, config.sandbox
+    if isinstance(taskset, Referenced) and isinstance(sandbox, ImageSandboxes):
+        taken = config.tasks.take(taskset).values()
+        tasks = {task.image: task for found in taken for task in found if task.base_commit}.values()
+        references = taskset.references(tasks)
+        if tasks:
+            return sandbox, [Problem(task, references[task.task_id]) for task in tasks]
+    raise ConfigError(
+        "images are built for tasks of taskset.type = 'swebench' with sandbox.type = 'apptainer'"
+    )
 
 
 def run(store: ImageStore, source: ImageSource, problems: Sequence[Problem], jobs: int) -> int:

@@ -130,15 +130,13 @@ class Swebench(HiddenTestGrader, frozen=True, kw_only=True):
 
 
 def _run_and_accuse(task: Task, patch: str, sandboxes: Sandboxes) -> tuple[_TestRun, ParsedRun]:
-    """Run the tests once, or twice when the host may have spoiled the first run."""
+    """Run the tests once, or twice when the host may have spoiled the first run.
+
+    Call the run a cheat for its oddities, unless a run of the base commit, also returned, shows the same.
+    """
     test_run = run_reliably(
         lambda: _run_tests(task, patch, sandboxes), lambda run: run.timed_out, task.tests.timeout_s
     )
-    return _accuse(task, test_run, sandboxes)
-
-
-def _accuse(task: Task, test_run: _TestRun, sandboxes: Sandboxes) -> tuple[_TestRun, ParsedRun]:
-    """Call a run a cheat for its oddities, unless a run of the base commit, also returned, shows the same."""
     parsed, base = test_run.parsed, ParsedRun()
     if parsed.complaint:
         return test_run, base
