@@ -22,8 +22,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         prog="python -m hpc_swe.launch", description="Start, continue and stop a run."
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    begin = verbs.add_parser("start", help="make the run folder and submit its jobs")
-    add = begin.add_argument
+    add = verbs.add_parser("start", help="make the run folder and submit its jobs").add_argument
     add("config", nargs="+", help="TOML files, merged left to right, and overrides such as steps=10")
     add(
         "--run", type=cli.folder, help="run folder (default: $HPC_SWE_RUNS or runs/, named by the first file)"

@@ -47,8 +47,7 @@ def note_memory(folder: Path, pids: Iterable[int]) -> None:
         with contextlib.suppress(OSError):  # the process has ended
             words = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
             lines |= {f"{w[4]} {w[5]}" for w in words if len(w) == 6 and Path(w[5]).parent == MEMORY}
-    known = _lines(folder / SHARED)
-    if new := sorted(lines - set(known)):
+    if new := sorted(lines.difference(_lines(folder / SHARED))):
         with (folder / SHARED).open("a") as file:
             file.writelines(f"{line}\n" for line in new)
 

@@ -52,8 +52,7 @@ class Tokens:
         ids: list[int] = []
         run: list[str] = []
         for text, is_template in parts:
-            pieces = self._split.split(text) if is_template else [text]
-            for index, piece in enumerate(pieces):
+            for index, piece in enumerate(self._split.split(text) if is_template else [text]):
                 if index % 2 == 0:
                     run.append(piece)
                     continue

@@ -250,8 +250,7 @@ def encoded(config: RunConfig) -> bytes:
 
 def _commit() -> str:
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    found = subprocess.run(git, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 def digest(model: Path) -> str:

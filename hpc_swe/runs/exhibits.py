@@ -120,8 +120,7 @@ def _tensors(path: Path) -> str:
 
 def _other(path: Path) -> str:
     """Render a message of a spool, a batch, or a log; of any other binary file only its size."""
-    parts = reversed(path.absolute().parts)
-    kind = next((KINDS[part] for part in parts if part in KINDS), None)
+    kind = next((KINDS[part] for part in reversed(path.absolute().parts) if part in KINDS), None)
     if kind is not None and (path.suffix in ("", ".msgpack") or "~" in path.name):
         return pretty(readable(atomic.get(path, kind)))
     if ".tfevents." in path.name:
@@ -207,8 +206,7 @@ def _cell(value: object) -> str:
 def records(path: Path, wanted: Mapping[str, str]) -> Iterator[ScoredEpisode]:
     """Read the episodes of a table whose columns have the wanted values, in the table's order."""
     try:
-        names = pq.read_schema(path).names
-        if "record" not in names:
+        if "record" not in pq.read_schema(path).names:
             raise HpcSweError(f"{path}: has no records of episodes")
         filters = [(name, "=", value) for name, value in wanted.items()] or None
         for data in pq.read_table(path, columns=["record"], filters=filters)["record"].to_pylist():

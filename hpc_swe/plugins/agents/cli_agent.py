@@ -64,15 +64,12 @@ class CliAgent(Plugin, frozen=True, kw_only=True):
 
     @property
     def budget_s(self) -> float:
-        """Return the time limit of the program."""
         return self.timeout_s
 
     def solve(self, task: Task, sandbox: Sandbox, chat: Chat) -> Result:
-        """Work on the task until the program ends or a budget is spent."""
         started = chat.clock()
         with chat.serve(sandbox.listen(self.port), self.max_turns) as address:
-            command = self._prepare(task, sandbox, address)
-            result = sandbox.run(command, self.timeout_s, chat.clock)
+            result = sandbox.run(self._prepare(task, sandbox, address), self.timeout_s, chat.clock)
         output = cut(result.output, self.most_chars)
         if not chat.messages and chat.refusal is None:
             raise SandboxError(

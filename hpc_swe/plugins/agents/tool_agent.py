@@ -43,7 +43,6 @@ class ToolAgent(Plugin, frozen=True, kw_only=True):
 
     @property
     def budget_s(self) -> float:
-        """Return the time limit of all tool calls together."""
         return self.tool_budget_s
 
     @property
@@ -57,7 +56,6 @@ class ToolAgent(Plugin, frozen=True, kw_only=True):
         return Preface(self.system_prompt, json.dumps(shown) if self.show_tools else "", list(tools))
 
     def solve(self, task: Task, sandbox: Sandbox, chat: Chat) -> Result:
-        """Work on the task until the agent submits or a budget ends."""
         episode = _Episode(self, task, _Bounded(sandbox))
         with ExitStack() as life:
             tools = _load(self)
@@ -90,8 +88,7 @@ class _Episode:
             message = Message(role="assistant", content=reply.content, tool_calls=reply.tool_calls)
             self.messages.append(message)
             if not reply.tool_calls:
-                reason = self._fit(reply.parse_error)
-                nudge = f"{reason}\n{self.agent.nudge}".lstrip("\n")
+                nudge = f"{self._fit(reply.parse_error)}\n{self.agent.nudge}".lstrip("\n")
                 self.messages.append(Message(role="user", content=nudge))
             for call in reply.tool_calls:
                 status = self._carry_out(tools, call)

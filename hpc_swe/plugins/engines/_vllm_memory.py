@@ -52,8 +52,7 @@ def estimate(
         cache = Part(
             "KV cache, as configured", f"{tokens:,} tokens: {tokens // context} full contexts", given
         )
-        both = Part("both", "", weights.bytes + given)
-        return MemoryEstimate(title, [weights, cache], both, [note])
+        return MemoryEstimate(title, [weights, cache], Part("both", "", weights.bytes + given), [note])
     formula = f"{sequences} sequences x {context:,} tokens x {token:,} bytes"
     cache = Part("KV cache, if all were full", formula, sequences * context * token)
     return MemoryEstimate(title, [weights, cache], None, [f"{note}; vLLM takes what it finds free"])

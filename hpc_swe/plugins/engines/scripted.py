@@ -126,8 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         answers: dict[str, dict[str, object]] = {"/health": {}, "/v1/models": {"data": [self._state.card]}}
         if not self._state.is_plain:
-            transfer = {"weight_transfer_config": {"backend": BACKEND}}
-            answers["/server_info"] = {"vllm_config": transfer}
+            answers["/server_info"] = {"vllm_config": {"weight_transfer_config": {"backend": BACKEND}}}
             answers["/weight_info"] = {"weight_version": self._state.version}
         if path != "/health" and not self._has_token():
             self._send(401, {})

@@ -238,8 +238,7 @@ class Run:
 def apply_options(task: Task, set_up: list[str]) -> str:
     """Return options of ``git apply`` that leave out the files that a patch must not change."""
     allowed = [path for path in task.tests.extra.get("set_up", "").split("\n") if path]
-    tests = json.loads(task.tests.extra["test_files"])
-    options = [f"--exclude={_escape(path)}" for path in tests]
+    options = [f"--exclude={_escape(path)}" for path in json.loads(task.tests.extra["test_files"])]
     options += [f"--include={_escape(path)}" for path in allowed]
     options += [f"--exclude={prefix}{name}" for name in set_up for prefix in ("", "*/")]
     return " ".join(shlex.quote(option) for option in [*options, "--include=*"])

@@ -44,7 +44,6 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
         return self.examine(task, patch, sandboxes)
 
     def examine(self, task: Task, patch: str, sandboxes: Sandboxes) -> Score:
-        """Grade a patch and run the tests even when it is empty."""
         started = time.monotonic()
         try:
             exam = _Exam(task, apply(task, patch), self.sealed)

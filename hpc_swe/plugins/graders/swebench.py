@@ -123,8 +123,7 @@ class Swebench(HiddenTestGrader, frozen=True, kw_only=True):
             detail = f"{parsed.complaint}: {test_run.output}"
             return self.score(task, "cheated" if parsed.is_cheat else "unresolved", (), detail, seconds)
         verdict = _judge.report(task, patch, Run(task).log_of(parsed, base))
-        tests = verdict.get("tests_status", {}).values()
-        passed = {name for kind in tests for name in kind["success"]}
+        passed = {name for kind in verdict.get("tests_status", {}).values() for name in kind["success"]}
         detail = verdict.get("complaint", test_run.output)
         return self.score(task, "resolved" if verdict["resolved"] else "unresolved", passed, detail, seconds)
 

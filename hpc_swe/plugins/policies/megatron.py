@@ -16,7 +16,6 @@ class Megatron(MegatronSettings, frozen=True, kw_only=True):
     """
 
     def build(self, model: Path, optimizer: OptimizerConfig, reference: Path | None) -> Learner:
-        """Join the process group and load the weights; see `Policy`."""
         with uncompiled(self.device == "cpu"):
             from hpc_swe.plugins.policies._megatron.learner import MegatronLearner
 
@@ -30,8 +29,7 @@ class Megatron(MegatronSettings, frozen=True, kw_only=True):
         ModelShape.read(model).check_parallel(self.tensor_parallel, self.sequence_parallel)
 
     def memory(self, model: Path, data_parallel: int, tokens: int, *, reference: bool) -> MemoryEstimate:
-        shape = ModelShape.read(model)
-        return memory.learner_memory(shape, self, data_parallel, tokens, reference=reference)
+        return memory.learner_memory(ModelShape.read(model), self, data_parallel, tokens, reference=reference)
 
     def files(self, model: Path) -> tuple[Part, Part]:
         return memory.files(ModelShape.read(model), self)

@@ -87,7 +87,6 @@ class ExternalEngine:
             raise EngineError(f"{self.url} cannot be given {weights.version.name}: it offers no updates")
 
     def update(self, weights: Weights) -> None:
-        """Reload the weights while requests run; after an error the previous weights stay."""
         folder = weights.folder.absolute()  # the engine has another working folder
         self._engine.reload(self.url, self._token, folder, weights.manifest, weights.files)
         self._stamp = self._engine.stamp(self.url, self._token)

@@ -129,8 +129,8 @@ class MegatronLearner:
 
     def logprobs(self, token_ids: list[int]) -> list[float]:
         with torch.no_grad():
-            ids = np.asarray(token_ids)
-            logprobs, _ = self._forward(ids, [len(token_ids)], np.arange(1, len(token_ids)))
+            count = len(token_ids)
+            logprobs, _ = self._forward(np.asarray(token_ids), [count], np.arange(1, count))
         return [float(value) for value in logprobs.tolist()]
 
     def export(self, folder: Path) -> dict[str, TensorInfo]:
@@ -149,8 +149,7 @@ class MegatronLearner:
         return packing.terms(work.micro, work.rows, self._predict(work), work.reference, work.proximal)
 
     def _predict(self, work: PreparedMicroBatch) -> tuple[Tensor, Tensor]:
-        ids = id_array(work.micro.token_ids)
-        return self._forward(ids, work.micro.sequence_lengths, work.rows)
+        return self._forward(id_array(work.micro.token_ids), work.micro.sequence_lengths, work.rows)
 
     def _forward(
         self, ids: IdArray, lengths: Sequence[int], trained: NDArray[np.integer]

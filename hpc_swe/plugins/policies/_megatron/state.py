@@ -114,8 +114,7 @@ class Reference:
 
 
 def _host_copy(data: Tensor) -> Tensor:
-    copy = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
-    return copy.copy_(data)
+    return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda).copy_(data)
 
 
 @dataclass(frozen=True)
