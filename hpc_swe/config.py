@@ -28,7 +28,8 @@ FAMILIES: dict[Any, str] = {kind: kind.__module__.split(".")[2] for kind in _PLU
 """Type of a key of a run -> the family of plugins, in whose package the type is defined."""
 MAY_CHANGE = (
     *("steps", "counts", "by_hand", "max_restarts", "executor", "inference", "reward", "coordinator"),
-    *("lease", "retention", "eval.every", "eval.patience", "eval.select", "batches.microbatch_tokens"),
+    *("lease", "supervision", "retention", "batches.microbatch_tokens"),
+    *("eval.every", "eval.patience", "eval.select"),
     *("policy.recompute", "policy.logprob_chunk", "sft.validate_every"),
     *("learner.checkpoint_every", "learner.max_skipped", "learner.batch_wait_s", "learner.poll_s"),
     *("rollout.slots", "rollout.poll_s", "rollout.engine_wait_s", "rollout.episode_timeout_s"),

@@ -126,5 +126,10 @@ def _exceeded_limits(config: RunConfig) -> Iterator[str]:
             f"rollout.episode_timeout_s = {config.rollout.episode_timeout_s} must exceed the agent's "
             f"budget, {config.agent.budget_s} s: else an idle policy would count as a failure of the host"
         )
+    if 0 < config.supervision.stuck_s < 4 * lease.beat_s:
+        yield (
+            f"supervision.stuck_s = {config.supervision.stuck_s} must be 0, or at least four times "
+            f"lease.beat_s = {lease.beat_s}"
+        )
     if lease.ttl_s < 2 * lease.beat_s:
         yield f"lease.ttl_s = {lease.ttl_s} must be at least twice lease.beat_s = {lease.beat_s}"

@@ -39,6 +39,12 @@ class LostRace(ProtocolError):
     """Another process of the same role published first; this process has nothing left to do."""
 
 
+class StuckRun(HpcSweError):
+    """A part of the run made no progress after all its restarts; a further restart does not help."""
+
+    exit_code = 3
+
+
 class StorageError(HpcSweError):
     """The file system fails, is full or over quota; retry later, nothing is lost."""
 

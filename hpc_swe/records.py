@@ -126,9 +126,8 @@ class WeightVersion(Record, frozen=True, kw_only=True, order=True):
 class RolloutRequest(Record, frozen=True, kw_only=True):
     """A request is an order for one episode, which any rollout worker may take.
 
-    Example:
-        RolloutRequest(group_id=12, index=3, task_id="bugs-train-7", seed=7, sampling=Sampling())
-        # spooled as requests/ready/train-000012-03~0; its episode is named train-000012-03
+    Example: RolloutRequest(group_id=12, index=3, task_id="bugs-train-7", seed=7, sampling=Sampling())
+             is spooled as requests/ready/train-000012-03~0; its episode is named train-000012-03
     """
 
     split: Split = "train"
@@ -443,6 +442,9 @@ class Node(Record, frozen=True, kw_only=True):
     """Seconds of work on each claim, counted only while an engine was available."""
     slots: int = 0
     """Episodes that a worker can run at once."""
+    loops: int = 0  # iterations of the main loop
+    done: int = 0
+    """Results, answers of engines and opened sandboxes so far; it grows while claims are worked on."""
 
 
 class Endpoint(Record, frozen=True, kw_only=True):

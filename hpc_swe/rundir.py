@@ -74,6 +74,10 @@ class RunDir:
     """Cell: SkippedBatches, learner to learner and ticks."""
     watch = _At("state/watch.json")
     """Cell: Memory, coordinator to coordinator."""
+    supervision = _At("state/supervision.json")
+    """Cell: Verdict, coordinator to keepers and people."""
+    stacks = _At("stacks")
+    """Files for people: what processes did that made no progress."""
     evals = _At("evals")
     """Cells: evaluations."""
     results = _At("results.parquet")
@@ -142,6 +146,10 @@ class RunDir:
     def metric_log(self, owner: str) -> Path:
         """Return the log of one process's metrics."""
         return self.metrics / f"{owner}.jsonl"
+
+    def stack(self, number: int, owner: str) -> Path:
+        """Return the file with the stacks of a process that the verdict of this number names."""
+        return self.stacks / f"{number:06d}-{owner}.txt"
 
     def logs(self, role: Role) -> Path:
         """Return the folder of one role's standard output and error."""

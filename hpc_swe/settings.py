@@ -276,6 +276,17 @@ class LeaseConfig(Record, frozen=True, kw_only=True):
     """Seconds without a heartbeat after which a process counts as dead."""
 
 
+class SupervisionConfig(Record, frozen=True, kw_only=True):
+    """Parts of a run that are alive and make no progress are restarted by these rules."""
+
+    stuck_s: Annotated[float, Meta(ge=0)] = 7200.0
+    """A part that has work and accomplishes nothing for this long is restarted; 0 restarts none. It must be
+    longer than a learner's start or step, and than an engine takes to load weights. Rollout and reward
+    workers have at least twice their longest time-out."""
+    tries: Natural = 3
+    """Restarts without a new result or step in between after which the run ends with an error."""
+
+
 class RunConfig(Record, frozen=True, kw_only=True):
     """A run is described completely by this tree."""
 
@@ -318,3 +329,4 @@ class RunConfig(Record, frozen=True, kw_only=True):
     eval: EvalConfig = EvalConfig()
     sft: SftConfig = SftConfig()
     lease: LeaseConfig = LeaseConfig()
+    supervision: SupervisionConfig = SupervisionConfig()

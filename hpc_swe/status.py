@@ -45,7 +45,8 @@ def render(view: RunView, width: int = 80) -> RenderableType:
     parts: list[str | Table] = [*_head(view), "", _roles(view, width), *_engines(view)]
     parts += ["", _spools(report)] if report else []
     parts += ["", _curves(report)] if report and report.recent else []
-    errors = [view.queue.silence, *view.queue.failures, *(report.errors[-LINES // 2 :] if report else [])]
+    errors = [view.stuck, view.queue.silence, *view.queue.failures]
+    errors += report.errors[-LINES // 2 :] if report else []
     # each takes at most two lines of the screen
     rows = [f"error: {line}"[at : at + width] for line in errors if line for at in (0, width)]
     parts += list(filter(None, rows))[:LINES]

@@ -4,13 +4,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from hpc_swe import job_counts
 from hpc_swe.errors import ConfigError
 from hpc_swe.metrics import Log
 from hpc_swe.plugins.agents.base import Prefaced
 from hpc_swe.plugins.tasksets.base import Demonstrated, Weighted
-from hpc_swe.records import Sample, ScoredEpisode, Task
+from hpc_swe.records import Role, Sample, ScoredEpisode, Task
 from hpc_swe.roles.coordinator import archive, sft
 from hpc_swe.roles.coordinator.batches import BatchSettings
 from hpc_swe.roles.coordinator.curriculum import TaskPlan, WeightedTasks
@@ -18,6 +19,7 @@ from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator
 from hpc_swe.roles.coordinator.loop import Coordinator, Mode
 from hpc_swe.roles.coordinator.maintenance import Maintenance
+from hpc_swe.roles.coordinator.supervision import Supervision
 from hpc_swe.roles.coordinator.training import Training
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
@@ -115,7 +117,25 @@ def work(run: RunDir, config: RunConfig) -> None:
         curves = Log(run.metric_log(lease.owner))
         maintenance = Maintenance(run, config.retention, config.lease, config.groups.max_losses)
         make = partial(mode, run, config, curves)
-        Coordinator(run, maintenance, make, config.coordinator, job_counts.desired(config)).work()
+        desired = job_counts.desired(config)
+        limits, beat_s = _limits(run, config), config.lease.beat_s
+        roles = tuple(desired)
+        supervision = Supervision(lease, run, config.supervision, limits, roles, config.steps, beat_s)
+        Coordinator(run, maintenance, make, config.coordinator, desired, supervision).work()
+
+
+def _limits(run: RunDir, config: RunConfig) -> dict[Role, float]:
+    """Return, for each role, the seconds without progress after which it is stuck.
+
+    A worker may be in one action of an agent, or in one run of tests, for as long as its time-out.
+    """
+    limits: dict[Role, float] = dict.fromkeys(get_args(Role), config.supervision.stuck_s)
+    if config.mode != "sft":
+        known = [task for found in tasks.read(run.tasks).values() for task in found]
+        limits["reward"] = max([limits["reward"], *(2 * task.tests.timeout_s for task in known)])
+        limits["rollout"] = max(limits["rollout"], 2 * config.rollout.episode_timeout_s)
+        limits["inference"] = max(limits["inference"], 2 * config.inference.start_timeout_s)
+    return limits
 
 
 if __name__ == "__main__":

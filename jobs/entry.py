@@ -14,7 +14,7 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.runs import existing
 from hpc_swe.settings import RunConfig
 from hpc_swe.store.lease import Lease
-from jobs import heartbeat
+from jobs import heartbeat, stacks
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ def run_role(work: Callable[[RunDir, RunConfig], None]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("megatron").setLevel(logging.WARNING)  # it logs its whole configuration
     heartbeat.start()
+    stacks.register()
     run = RunDir(Path(sys.argv[1]).absolute())
     try:
         work(run, existing.load(run))

@@ -1,6 +1,7 @@
 """Run one reward worker: python -m jobs.reward RUN; with --alone, grade one episode for a worker."""
 
 import logging
+import math
 import sys
 from functools import partial
 
@@ -32,13 +33,19 @@ def work(run: RunDir, config: RunConfig) -> None:
 
 def work_alone(run: RunDir, config: RunConfig) -> None:
     """Grade the episode of the standard input."""
-    alone.answer(partial(judge, _resources(run, config)))
+    resources = _resources(run, config)
+    alone.answer(partial(judge, resources), resources.opened)
 
 
 def _resources(run: RunDir, config: RunConfig) -> RewardResources:
+    sandboxes, known, stuck_s = WatchedSandboxes(config.sandbox), graded(run), config.supervision.stuck_s
+    longest_s = max((task.tests.timeout_s for task in known.values()), default=0.0)
+    hung_s = max(stuck_s / 2, 1.5 * longest_s) if stuck_s else math.inf  # the coordinator waits longer
     return RewardResources(
-        tasks=graded(run),
-        sandboxes=WatchedSandboxes(config.sandbox),
+        tasks=known,
+        patience=alone.Patience(hung_s=hung_s, progressed=sandboxes.note),
+        sandboxes=sandboxes,
+        opened=lambda: sandboxes.opened,
         grader=config.grader,
         config=config.reward,
         references=references(run, config),

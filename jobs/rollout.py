@@ -20,9 +20,11 @@ def work(run: RunDir, config: RunConfig) -> None:
     table = config.rollout
     endpoints = Endpoints(run, config.groups.max_staleness)
     sampler = Sampler(config.engine, endpoints, run.token.read_text(encoding="ascii"), table.engine_wait_s)
+    sandboxes = WatchedSandboxes(config.sandbox)
     resources = RolloutResources(
         tasks={task.task_id: task for found in tasks.read(run.tasks).values() for task in found},
-        sandboxes=WatchedSandboxes(config.sandbox),
+        sandboxes=sandboxes,
+        opened=lambda: sandboxes.opened,
         agent=config.agent,
         builder=token_builder(config),
         sampler=sampler,

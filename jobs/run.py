@@ -1,9 +1,10 @@
 """Keep the processes of one job alive: python -m jobs.run ROLE RUN.
 
 A child that dies is started again, with back-off, at most `max_restarts` times; a child that ran for
-`QUIET_S` resets the count. The learner's ranks form a gang: when one dies, all are ended and started again,
-since a collective needs all ranks. A child that is stopped, or shows no sign of life, counts as dead. A
-child never outlives this process.
+`QUIET_S` resets the count. A child that is stopped, or shows no sign of life, counts as dead. One that makes
+no progress is restarted when a verdict names it (jobs/supervision.py). The learner's ranks form a gang: when
+one dies, all are ended and started again, since a collective needs all ranks. A child never outlives this
+process.
 
 SIGUSR2 is the scheduler's warning that the job is about to end: the children drain, and the job asks to be
 queued again. SIGTERM is a person's order to end: the children give their claims back and end.
@@ -23,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 
 from hpc_swe import cli, gpus, job_counts, scratch
-from hpc_swe.errors import HpcSweError, NodeError, StorageError
+from hpc_swe.errors import HpcSweError, NodeError, StorageError, StuckRun
 from hpc_swe.plugins.executors.base import own_address, own_job_id
 from hpc_swe.processes import MEETING, Flag, die_with_parent, free_port, start_time
 from hpc_swe.records import RunManifest
@@ -33,10 +34,12 @@ from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, orders, submissions
 from hpc_swe.store.submissions import Started
 from jobs import heartbeat
+from jobs.supervision import VerdictReader
 
 PERMANENT = (2, 3)  # exit codes of ConfigError and ProtocolError: a restart does not help
 REASONS = (*PERMANENT, StorageError.exit_code)  # any other code may be of a rank that lost another rank
 FROZEN = 8  # exit code of a gang with a frozen rank
+STUCK = 9  # exit code of a gang that makes no progress; verdicts count the restarts
 QUIET_S = 300.0  # after so long without a failure, restarts are counted from 0 again
 GRACE_S = 20.0
 LOST_S = 5.0  # wait for the other ranks when one has failed: one of them may exit with the reason
@@ -56,13 +59,14 @@ class Gang:
         bound_to: str = "",
         notice_s: float = NOTICE_S,
         shared: Path | None = None,
+        verdicts: VerdictReader | None = None,
     ) -> None:
         """Bind the gang's life to the process `bound_to`, given as pid:start time, unless it is empty.
 
         Ranks write their signs of life below `shared` on several nodes, and in a node-local folder on one.
         """
         self._commands, self._bound_to, self._notice_s = commands, bound_to, notice_s
-        self._shared = shared
+        self._shared, self._verdicts = shared, verdicts
         self._children: list[subprocess.Popen[bytes]] = []
         self._until = float("inf")
         self.stopping = Flag()
@@ -94,7 +98,13 @@ class Gang:
                 code = self._reason(failed[0]) if failed else 0
                 self._end()
                 return code
-            if frozen := self._monitor.frozen([c.pid for c in self._children if c.poll() is None]):
+            living = [child.pid for child in self._children if child.poll() is None]
+            if self._verdicts and (verdict := self._verdicts.about(living)):
+                self._verdicts.write_stacks(verdict, self._folder)
+                self._end(lose=True)
+                self._verdicts.record(verdict)
+                return StuckRun.exit_code if verdict.gave_up else STUCK
+            if frozen := self._monitor.frozen(living):
                 log.error("%s; ending all", frozen)
                 self._end()
                 return FROZEN
@@ -144,9 +154,14 @@ class Gang:
                 return reasons[0] if reasons else code
             time.sleep(0.1)
 
-    def _end(self) -> None:
+    def _end(self, *, lose: bool = False) -> None:
+        """End the children; those that `lose` their claims give none back, so that each counts as a loss.
+
+        A claim that makes its workers hang must not come back for ever. The processes of other nodes are
+        always asked first, through srun.
+        """
         for child in self._children:
-            child.terminate()
+            child.kill() if lose and nodes() == 1 else child.terminate()
         deadline = time.monotonic() + (GRACE_S if self.stopping.is_set() else 1.0)
         for child in self._children:
             try:
@@ -187,6 +202,8 @@ def supervise(gang: Gang, run: RunDir, max_restarts: int, refused_s: float = 60.
         is_over = gang.stopping.is_set() or run.stop.exists() or run.finished.exists()
         if code == 0 or code in PERMANENT or is_over:
             break
+        if code == STUCK:
+            continue
         if code == StorageError.exit_code:
             log.warning("the file system refused; start again in %g s", refused_s)
             gang.stopping.wait(refused_s)
@@ -221,7 +238,8 @@ def _work(arguments: argparse.Namespace, run: RunDir, config: RunConfig) -> int:
     if number and run.marked(role, number, submissions.VOID).exists():
         log.info("void: another submission has taken the place of %s %d", role, number)
         return 0
-    gang = Gang(commands(run, role, config), arguments.bound_to, arguments.notice, run.meetings)
+    verdicts = VerdictReader(run, role, config, nodes() == 1)
+    gang = Gang(commands(run, role, config), arguments.bound_to, arguments.notice, run.meetings, verdicts)
     for signalled in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(signalled, gang.forward)
     began = time.monotonic()

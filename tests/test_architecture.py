@@ -26,7 +26,7 @@ LONGER = {"hpc_swe/records.py": 500}  # one page of records reads better than tw
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
 BUDGETS = {  # of all lines, blank ones and docstrings too
-    "hpc_swe": 3_420,
+    "hpc_swe": 3_480,
     "hpc_swe/conversation": 1_170,
     "hpc_swe/demo": 320,
     "hpc_swe/doctor": 1_240,
@@ -43,15 +43,15 @@ BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe/plugins/tools": 1_670,
     "hpc_swe/report": 890,
     "hpc_swe/roles": 10,
-    "hpc_swe/roles/coordinator": 2_530,
+    "hpc_swe/roles/coordinator": 2_720,
     "hpc_swe/roles/inference": 530,
     "hpc_swe/roles/learner": 700,
-    "hpc_swe/roles/reward": 290,
-    "hpc_swe/roles/rollout": 1_180,
+    "hpc_swe/roles/reward": 325,
+    "hpc_swe/roles/rollout": 1_190,
     "hpc_swe/runs": 1_880,
-    "hpc_swe/store": 1_680,
+    "hpc_swe/store": 1_850,
     "hpc_swe/tasks": 4_300,
-    "jobs": 750,
+    "jobs": 1_010,
 }
 HEAVY = {"torch", "vllm", "megatron", "transformers", "submitit", "tensorboard", "datasets"}
 HOSTS = (

@@ -15,7 +15,7 @@ from hpc_swe.records import Endpoint, EndpointTable, Role, StatusReport
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import submit
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, orders, submissions
+from hpc_swe.store import atomic, orders, submissions, supervision
 
 ASK_S = 15.0  # least seconds between two requests to the scheduler
 
@@ -46,6 +46,8 @@ class RunView:
     report: StatusReport | None = None
     silent_s: float = 0.0
     engines: Sequence[Endpoint] = ()
+    stuck: str = ""
+    """The part that made no progress, and what was done about it; empty since the run has progressed."""
 
 
 class RunReader:
@@ -78,6 +80,7 @@ class RunReader:
             report=report,
             silent_s=silent_s,
             engines=engines,
+            stuck="" if run.finished.exists() else supervision.read(run).message(config.supervision.tries),
         )
 
     def read(self) -> RunView | str:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from hpc_swe.errors import DeadlineError, HpcSweError, SchedulerError, StorageError
+from hpc_swe.errors import DeadlineError, HpcSweError, SchedulerError, StorageError, StuckRun
 from hpc_swe.plugins.executors.base import RunsHere
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import submit
@@ -13,7 +13,7 @@ from hpc_swe.runs.control import alive, stop
 from hpc_swe.runs.submit import TickResult
 from hpc_swe.runs.view import RunReader, RunView
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import orders
+from hpc_swe.store import orders, supervision
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,8 @@ def watch(
         if stop_on == "error" or (stop_on == "deadline" and isinstance(error, DeadlineError)):
             stop(run, config, now=True)
         raise
+    if not run.finished.exists() and (last := supervision.read(run)).gave_up:
+        raise StuckRun(f"{run.root}: {last.message(config.supervision.tries)}")
     if not run.finished.exists():
         raise HpcSweError(f"{run.root}: ordered to end before it had finished; `launch start` continues it")
 

@@ -63,6 +63,10 @@ class Lease:
         with self._lock:
             self.node = msgspec.structs.replace(self.node, **changes)
 
+    def turn(self) -> None:
+        """Count an iteration of the main loop; the next beat shows that the loop does not stand still."""
+        self.update(loops=self.node.loops + 1)
+
     def _run_beats(self) -> None:
         while not self._closed.wait(self._beat_s):
             try:

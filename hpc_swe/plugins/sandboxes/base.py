@@ -202,6 +202,8 @@ class WatchedSandboxes(Sandboxes):
     """
 
     sandboxes: Sandboxes
+    opened: int = field(default=0, init=False)
+    """Sandboxes that were opened or closed so far, by children of this process too."""
     _failures: int = field(default=0, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -219,7 +221,14 @@ class WatchedSandboxes(Sandboxes):
                 raise
             with self._lock:
                 self._failures = 0
+            self.note()
             yield sandbox
+        self.note()
+
+    def note(self) -> None:
+        """Count a sandbox that was opened or closed."""
+        with self._lock:
+            self.opened += 1
 
     def _count(self, error: SandboxError) -> None:
         with self._lock:

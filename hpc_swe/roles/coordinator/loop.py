@@ -21,6 +21,7 @@ from hpc_swe.errors import DeadlineError, StorageError
 from hpc_swe.records import Role
 from hpc_swe.roles.coordinator.maintenance import Maintenance
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
+from hpc_swe.roles.coordinator.supervision import Supervision
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import CoordinatorConfig
 from hpc_swe.store import atomic, orders
@@ -40,7 +41,8 @@ class Mode(Protocol):
 class Coordinator:
     """Iterate until the mode has finished or an order ends the run.
 
-    `mode` builds the mode from the run folder; it is called again after a refused write.
+    `mode` builds the mode from the run folder; it is called again after a refused write. `supervision`
+    looks for parts of the run that make no progress; without it nobody does.
     """
 
     def __init__(
@@ -50,9 +52,10 @@ class Coordinator:
         mode: Callable[[], Mode],
         config: CoordinatorConfig,
         desired: Mapping[Role, int],
+        supervision: Supervision | None = None,
     ) -> None:
         self._run, self._maintenance, self._config, self._desired = run, maintenance, config, desired
-        self._build_mode = mode
+        self._build_mode, self._supervision = mode, supervision
         self._mode: Mode | None = None
         self._drawing = Drawing(run)
         self._draw_at = float("-inf")
@@ -64,9 +67,12 @@ class Coordinator:
         Raises:
             LostRace: Another coordinator is running.
             DeadlineError: Nothing changed for `wait_s` although other processes are alive.
+            StuckRun: A part of the run is stuck after all its restarts.
         """
         refusals = 0
         while True:
+            if self._supervision:
+                self._supervision.lease.turn()
             try:
                 with atomic.storage(self._run.root):
                     if orders.active(self._run) or self.iterate():
@@ -95,6 +101,8 @@ class Coordinator:
             atomic.write(self._run.finished, b"")
             log.info("finished")
             return True
+        if self._supervision:
+            self._supervision.look(snapshot, progress)
         self._check_progress(snapshot, progress)
         return False
 

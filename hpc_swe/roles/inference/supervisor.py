@@ -203,6 +203,7 @@ class Supervisor:
         done = pool.submit(work)
         pool.shutdown(wait=False)
         while not wait([done], LOOK_S).done:
+            self.lease.turn()
             for check in checks:
                 check()
             if self._stopping.is_set():
@@ -224,6 +225,7 @@ class Supervisor:
             ) from error
 
     def _must_end(self) -> bool:
+        self.lease.turn()  # every loop of this object asks
         if self._stopping.is_set() or self.run.stop.exists() or self.run.finished.exists():
             return True
         if not self.run.drain.exists():

@@ -8,6 +8,7 @@ ends the worker as well, and then no score is made.
 """
 
 import logging
+import math
 import os
 import select
 import signal
@@ -17,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -27,6 +29,7 @@ from hpc_swe.processes import MEETING, Flag, die_with_parent
 from hpc_swe.records import Episode, Score
 
 BEAT_S = 2.0
+PROGRESS = b"+"
 LOOK_S = 1.0
 SILENT = 120
 """Successive looks without a sign of life. Looks count, so that a worker that was frozen counts none."""
@@ -40,18 +43,25 @@ _OWN_EXIT_CODES = range(2, 10)
 log = logging.getLogger(__name__)
 
 
-def watch(
-    command: Sequence[str],
-    episode: Episode,
-    unresolved_reward: float,
-    silent: int = SILENT,
-    leave_s: float = LEAVE_S,
-) -> Score:
+@dataclass(frozen=True)
+class Patience:
+    """Say how long a child may go without a sign of life, and a living one without progress."""
+
+    silent: int = SILENT
+    """Looks without a sign of life."""
+    hung_s: float = math.inf
+    """Seconds without a sandbox that is opened or closed."""
+    leave_s: float = LEAVE_S
+    progressed: Callable[[], None] = lambda: None
+    """Is called when the child has made progress."""
+
+
+def watch(command: Sequence[str], episode: Episode, unresolved_reward: float, patience: Patience) -> Score:
     """Grade an episode by a command that runs `answer`, and watch it.
 
     Raise SandboxError if the child ended with an error of the host or the configuration.
     """
-    found = run_reliably(lambda: _watch(command, episode, silent, leave_s), lambda _: False, WAIT_S)
+    found = run_reliably(lambda: _watch(command, episode, patience), lambda _: False, WAIT_S)
     if isinstance(found, Score):
         return found
     log.error("grading alone of %s: its process %s", episode.request.name, found)
@@ -59,8 +69,10 @@ def watch(
     return Score(outcome="unresolved", reward=unresolved_reward, detail=detail)
 
 
-def answer(judge: Callable[[Episode], Score]) -> None:
+def answer(judge: Callable[[Episode], Score], steps: Callable[[], int]) -> None:
     """Judge the episode of the standard input in the child, and write signs of life meanwhile.
+
+    `steps` counts what the judge has done so far; a sign differs while the count grows.
 
     The child ends with the worker and ignores the scheduler's signals, which are meant for the worker.
     """
@@ -70,7 +82,7 @@ def answer(judge: Callable[[Episode], Score]) -> None:
     os.dup2(2, 1)  # other prints must not mix with the answer
     episode = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Episode)
     done = Flag()
-    beats = threading.Thread(target=_beat, args=(output, done), name="beats", daemon=True)
+    beats = threading.Thread(target=_beat, args=(output, done, steps), name="beats", daemon=True)
     os.write(output, b".")
     beats.start()
     score = judge(episode)
@@ -80,13 +92,19 @@ def answer(judge: Callable[[Episode], Score]) -> None:
         file.write(b"\n" + msgspec.json.encode(score))
 
 
-def _beat(file: int, done: Flag) -> None:
+def _beat(file: int, done: Flag, steps: Callable[[], int]) -> None:
+    before = 0
     while not done.wait(BEAT_S):
-        os.write(file, b".")
+        now = steps()
+        os.write(file, b"." if now == before else PROGRESS)
+        before = now
 
 
-def _watch(command: Sequence[str], episode: Episode, silent: int, leave_s: float) -> Score | str:
-    """Return the child's score, or how the child ended. It prints a dot per beat, a newline and the score."""
+def _watch(command: Sequence[str], episode: Episode, patience: Patience) -> Score | str:
+    """Return the child's score, or how the child ended.
+
+    It prints a dot per beat, or PROGRESS, then a newline and the score.
+    """
     environment = {name: value for name, value in os.environ.items() if name != MEETING}
     with boundary(SandboxError, "start a grading alone"), tempfile.TemporaryFile() as given:
         given.write(msgspec.msgpack.encode(episode))
@@ -96,23 +114,35 @@ def _watch(command: Sequence[str], episode: Episode, silent: int, leave_s: float
         )
     assert child.stdout is not None
     with child, child.stdout:
-        output, looks, poll = b"", 0, select.poll()
-        poll.register(child.stdout, select.POLLIN)
-        while looks < silent:
-            if not poll.poll(LOOK_S * 1000):
-                looks += 1
-            elif data := os.read(child.stdout.fileno(), 1 << 16):
-                output, looks = output + data, 0
-            else:
-                break
-        is_frozen = looks == silent
-        if is_frozen:
+        output, fault = _read(child.stdout.fileno(), patience)
+        if fault:
             child.kill()
         code = child.wait()
-    state = f"showed no sign of life for {looks * LOOK_S:g} s" if is_frozen else f"ended with code {code}"
+    state = fault or f"ended with code {code}"
     if code == 0:
         return msgspec.json.decode(output.partition(b"\n")[2], type=Score)
     if not output or code in _OWN_EXIT_CODES:
         raise SandboxError(f"a grading alone of {episode.request.name} {state}; the worker's log says why")
-    time.sleep(leave_s)
+    time.sleep(patience.leave_s)
     return state
+
+
+def _read(file: int, patience: Patience) -> tuple[bytes, str]:
+    """Read what the child prints until its end; return it, and why it must be killed, if so."""
+    output, looks, still_s, poll = b"", 0, 0.0, select.poll()
+    poll.register(file, select.POLLIN)
+    while looks < patience.silent and still_s < patience.hung_s:
+        began = time.monotonic()
+        if not poll.poll(LOOK_S * 1000):
+            looks += 1
+        elif data := os.read(file, 1 << 16):
+            output, looks = output + data, 0
+            if PROGRESS in data:
+                still_s = 0.0
+                patience.progressed()
+        else:
+            return output, ""
+        still_s += min(time.monotonic() - began, 2 * LOOK_S)  # none of the time in which this was frozen
+    if looks == patience.silent:
+        return output, f"showed no sign of life for {looks * LOOK_S:g} s"
+    return output, f"made no progress for {still_s:.0f} s"

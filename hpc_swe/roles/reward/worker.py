@@ -8,7 +8,7 @@ on a known patch, after an episode's result is published; its finding travels wi
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,6 +19,7 @@ from hpc_swe.plugins.graders.base import GRADER_BROKE, Examiner, Grader
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.records import Episode, ExitStatus, Score, ScoredEpisode, Task
 from hpc_swe.roles.reward import alone
+from hpc_swe.roles.reward.alone import Patience
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RewardConfig
 from hpc_swe.store.lease import Lease
@@ -45,6 +46,10 @@ class RewardResources:
     """Task id -> a patch that is right."""
     alone: Sequence[str] = ()
     """Command that grades one episode in a process of its own, after a lost grading; empty grades it here."""
+    patience: Patience = Patience()
+    """How long a grading in a process of its own may last without progress."""
+    opened: Callable[[], int] = lambda: 0
+    """Counts the sandboxes that gradings have opened or closed."""
     findings: deque[str] = field(default_factory=deque)
     """Results of sentinel checks that no scored episode carries yet; an empty one is a check that passed."""
 
@@ -99,7 +104,7 @@ def judge(resources: RewardResources, episode: Episode) -> Score:
 def _judge_alone(resources: RewardResources, episode: Episode) -> Score:
     log.info("grading alone: %s was lost before", episode.request.name)
     try:
-        return alone.watch(resources.alone, episode, resources.grader.unresolved_reward)
+        return alone.watch(resources.alone, episode, resources.grader.unresolved_reward, resources.patience)
     except EpisodeError as error:
         return Score(outcome="infra_error", reward=None, detail=str(error))
 
@@ -160,4 +165,5 @@ def worker(run: RunDir, lease: Lease, resources: RewardResources) -> Worker[Epis
         lambda claim: Grading(resources, claim.message, claim.address.losses),
         resources.config.slots,
         resources.config.poll_s,
+        steps=resources.opened,
     )

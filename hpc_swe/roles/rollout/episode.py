@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hpc_swe.conversation import TokenBuilder
@@ -28,6 +28,8 @@ class RolloutResources:
     builder: TokenBuilder
     sampler: Sampler
     config: RolloutConfig
+    opened: Callable[[], int] = lambda: 0
+    """Counts the sandboxes that episodes have opened or closed."""
 
     def recorder(self, request: RolloutRequest) -> ServedRecorder:
         """Make an episode's recorder, which starts the episode's clock."""

@@ -79,6 +79,8 @@ class Sampler:
         """Bound the time without an engine that serves by `wait_s`, the tokens of one request by `part`."""
         self.endpoints, self._engine, self._token, self._wait_s = endpoints, engine, token, wait_s
         self._part_tokens = part
+        self.answers = 0
+        """Answers of engines so far; threads may lose one in counting, which does no harm."""
 
     def sample(self, prompt: IdArray, sampling: Sampling, prefer: str) -> Sampled:
         """Sample until the turn ends or has `sampling.max_tokens`; `prefer` names the chain's engine.
@@ -121,6 +123,7 @@ class Sampler:
             completion = self._engine.generate(endpoint.url, self._token, ids, part, silence_s)
             _check(completion, part.max_tokens, endpoint)
             done.spans += self._spans(completion, endpoint, len(done.token_ids))
+        self.answers += 1
         done.token_ids += completion.token_ids
         done.logprobs += completion.logprobs
         done.engine = endpoint.owner

@@ -11,7 +11,7 @@ from hpc_swe import config as configuration
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.graders.base import GRADER_BROKE
 from hpc_swe.records import Episode
-from hpc_swe.roles.reward.alone import watch
+from hpc_swe.roles.reward.alone import Patience, watch
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control
 from hpc_swe.store import tasks
@@ -22,7 +22,7 @@ from tests.roles.reward.test_worker import episode, put, scores
 
 BEGINS = "import ctypes, os, signal, sys, time\nos.write(1, b'.')\n"
 SAYS = 'os.write(1, b\'\\n{"outcome":"resolved","reward":1.0}\')\n'
-SHORT = {"silent": 3, "leave_s": 0.1}
+SHORT = Patience(silent=3, leave_s=0.1)
 
 
 def child(text: str) -> list[str]:
@@ -41,7 +41,7 @@ def child(text: str) -> list[str]:
     ],
 )
 def test_a_process_that_a_grading_ends_or_freezes_blames_the_submission(text, why):
-    score = watch(child(text), episode(0, "text"), -0.5, **SHORT)
+    score = watch(child(text), episode(0, "text"), -0.5, SHORT)
     assert (score.outcome, score.reward) == ("unresolved", -0.5)
     assert score.detail.startswith(GRADER_BROKE)
     assert why in score.detail
@@ -50,13 +50,24 @@ def test_a_process_that_a_grading_ends_or_freezes_blames_the_submission(text, wh
 @pytest.mark.parametrize("text", [BEGINS + "sys.exit(4)", "import os; os.kill(os.getpid(), 9)", "1 / 0"])
 def test_a_process_that_fails_before_it_grades_is_nobody_s_doing(text):
     with pytest.raises(SandboxError, match="grading alone of train-000000-00"):
-        watch(child(text), episode(0, "text"), -0.5, **SHORT)
+        watch(child(text), episode(0, "text"), -0.5, SHORT)
 
 
 @pytest.mark.slow
 def test_a_slow_grading_that_shows_signs_of_life_is_awaited():
     text = BEGINS + "for _ in range(6): time.sleep(1); os.write(1, b'.')\n" + SAYS
-    assert watch(child(text), episode(0, "text"), -0.5, **SHORT).outcome == "resolved"
+    assert watch(child(text), episode(0, "text"), -0.5, SHORT).outcome == "resolved"
+
+
+def test_a_living_process_without_progress_blames_the_submission_at_last():
+    """Signs of life alone do not help it, and progress does."""
+    lives = "for _ in range(600): time.sleep(0.5); os.write(1, b'.')\n"
+    text = BEGINS + "for _ in range(4): time.sleep(1); os.write(1, b'+')\n" + lives + SAYS
+    seen: list[int] = []
+    patience = Patience(hung_s=3.0, leave_s=0.1, progressed=lambda: seen.append(1))
+    score = watch(child(text), episode(0, "text"), -0.5, patience)
+    assert (score.outcome, len(seen)) == ("unresolved", 4)
+    assert "made no progress for 3 s" in score.detail
 
 
 @pytest.fixture

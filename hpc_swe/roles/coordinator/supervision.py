@@ -1,0 +1,172 @@
+"""Find which part of the run makes no progress, and have its keeper restart it.
+
+`parts` says which parts have work and what they have accomplished; it is pure. The coordinator decides
+because it sees the whole run anyway, and its own keeper watches it (jobs/supervision.py). A part that waits
+for another one has no work: a worker without an engine, a learner without a batch, a role whose jobs wait in
+the queue.
+"""
+
+import logging
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from hpc_swe.errors import StuckRun
+from hpc_swe.records import Node, Role
+from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
+from hpc_swe.rundir import RunDir
+from hpc_swe.settings import SupervisionConfig
+from hpc_swe.store import atomic, supervision
+from hpc_swe.store.lease import Lease
+from hpc_swe.store.supervision import Clocks, RunPart, StuckProcess, Verdict
+
+KEPT_VERDICTS = 20  # stacks of older ones are deleted
+SPOOL_OF: dict[Role, str] = {"rollout": "requests", "reward": "episodes"}
+
+log = logging.getLogger(__name__)
+
+
+def parts(
+    snapshot: RunSnapshot, step: int, steps: int, roles: Sequence[Role], limits: Mapping[Role, float]
+) -> list[RunPart]:
+    """List the parts that have work, in the order of the pipeline.
+
+    `step` is the coordinator's next batch, `steps` the run's last, and `roles` those that the run has. The
+    coordinator itself has work when nobody else has, and nobody is awaited.
+    """
+    found = [*_engines(snapshot, limits), *_workers(snapshot, "rollout", limits)]
+    found += [*_workers(snapshot, "reward", limits), *_learners(snapshot, step, steps, limits)]
+    looping = [_loop(node, limits) for node in snapshot.nodes if node.role in ("inference", *SPOOL_OF)]
+    present = {node.role for node in snapshot.nodes}
+    is_awaited = "inference" in roles and not snapshot.engines
+    is_idle = not any(snapshot.scan[spool][s] for spool in SPOOL_OF.values() for s in ("ready", "claimed"))
+    if not found and is_idle and present >= {*roles} and snapshot.has_room and not is_awaited:
+        mine = [node for node in snapshot.nodes if node.role == "coordinator"]
+        reason, limit_s = "nobody else has work, and the coordinator makes none", limits["coordinator"]
+        looping.append(RunPart("work of all", "coordinator", mine, _whole(snapshot, step), reason, limit_s))
+    order = ("inference", "rollout", "reward", "learner", "coordinator")
+    return sorted([*found, *looping], key=lambda part: order.index(part.role))
+
+
+def _engines(snapshot: RunSnapshot, limits: Mapping[Role, float]) -> Iterator[RunPart]:
+    for node in snapshot.nodes:
+        behind = node.role == "inference" and node.state in ("ready", "updating")
+        if behind and node.versions and max(node.versions) < snapshot.newest:
+            reason = f"{node.owner} does not load {snapshot.newest.name}"
+            seen = ",".join(version.name for version in node.versions)
+            yield RunPart(f"version of {node.owner}", "inference", [node], seen, reason, limits["inference"])
+
+
+def _workers(snapshot: RunSnapshot, role: Role, limits: Mapping[Role, float]) -> Iterator[RunPart]:
+    """Yield each worker that holds claims, and all workers together when nobody takes what is ready."""
+    if role == "rollout" and not snapshot.engines:
+        return
+    nodes = [node for node in snapshot.nodes if node.role == role]
+    for node in nodes:
+        if node.claims:
+            reason = f"{node.owner} works on {', '.join(node.claims[:3])} without a result"
+            seen = f"{node.done} {sorted(node.claims)}"
+            yield RunPart(f"work of {node.owner}", role, [node], seen, reason, limits[role])
+    ready = snapshot.scan[SPOOL_OF[role]]["ready"]
+    free = [node for node in nodes if node.state == "ready" and not node.claims]
+    if ready and free and len(free) == len(nodes):
+        seen = str(zlib.crc32(repr(sorted(address.identity for address in ready)).encode()))
+        reason = f"no worker takes any of {len(ready)} messages in {SPOOL_OF[role]}/ready"
+        yield RunPart(f"claims of {role}", role, free, seen, reason, limits[role])
+
+
+def _learners(
+    snapshot: RunSnapshot, step: int, steps: int, limits: Mapping[Role, float]
+) -> Iterator[RunPart]:
+    for node in snapshot.nodes:
+        if node.role == "learner" and node.state != "draining" and (step > node.step or node.step >= steps):
+            reason = f"{node.owner} does not finish step {node.step}"
+            seen = f"{node.step} {snapshot.newest.name}"
+            yield RunPart(f"step of {node.owner}", "learner", [node], seen, reason, limits["learner"])
+
+
+def _loop(node: Node, limits: Mapping[Role, float]) -> RunPart:
+    reason = f"the main loop of {node.owner} stands still"
+    return RunPart(f"loop of {node.owner}", node.role, [node], str(node.loops), reason, limits[node.role])
+
+
+def _whole(snapshot: RunSnapshot, step: int) -> str:
+    ready = sorted(f"{spool} {a.identity}" for spool, found in snapshot.scan.items() for a in found["ready"])
+    names = zlib.crc32("\n".join(ready).encode())
+    return f"{step} {snapshot.learner_step} {snapshot.newest.name} {names}"
+
+
+@dataclass
+class Supervision:
+    """Look at the run once per heartbeat, and publish a verdict when a part is stuck."""
+
+    lease: Lease
+    """The coordinator's own; its keeper sees there that the main loop turns."""
+    run: RunDir
+    config: SupervisionConfig
+    limits: Mapping[Role, float]
+    """Role -> seconds without an accomplishment after which a part of it is stuck."""
+    roles: Sequence[Role]
+    steps: int
+    beat_s: float
+    _due: float = field(default=float("-inf"), init=False)
+    _progress: tuple[int, set[str]] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        before = supervision.read(self.run)
+        self._verdict = Verdict(number=before.number) if before.gave_up else before
+        self._clocks = Clocks(supervision.LONGEST_LOOK_BEATS * self.beat_s, dict(self._verdict.still))
+
+    def look(self, snapshot: RunSnapshot, progress: Progress) -> None:
+        """Look at the run if a look is due.
+
+        Raises:
+            StuckRun: A part is stuck again after all its tries; the run is ordered to stop.
+            StorageError: The verdict cannot be written.
+        """
+        if not self.config.stuck_s or snapshot.now < self._due:
+            return
+        self._due = snapshot.now + self.beat_s
+        found = parts(snapshot, progress.step, self.steps, self.roles, self.limits)
+        self._clocks.look(found, snapshot.now)
+        if self._verdict.tries and self._has_progressed(snapshot, progress.step):
+            log.info("progressed after %d restarts of stuck parts", self._verdict.tries)
+            self._publish(tries=0)
+        stuck = supervision.first_stuck(found, self._clocks.still)
+        if stuck:
+            self._judge(stuck)
+        else:
+            self._publish()
+
+    def _has_progressed(self, snapshot: RunSnapshot, step: int) -> bool:
+        steps = step + snapshot.learner_step + snapshot.newest.step
+        results = {address.identity for address in snapshot.scan["scored"]["ready"]}
+        before, self._progress = self._progress, (steps, results)
+        return before is not None and (steps > before[0] or bool(results - before[1]))
+
+    def _judge(self, stuck: Sequence[RunPart]) -> None:
+        nodes = {node.owner: node for part in stuck for node in part.nodes}
+        processes = [StuckProcess(owner=n.owner, host=n.host, pid=n.pid) for n in nodes.values()]
+        still_s = self._clocks.still[stuck[0].name].seconds
+        reasons = "; ".join(dict.fromkeys(part.reason for part in stuck[:3]))
+        reason = f"no progress for {still_s:.0f} s: {reasons}"
+        self._clocks.restart()
+        self._progress = None
+        tries = self.config.tries
+        self._verdict = supervision.following(self._verdict, stuck[0].role, processes, reason, tries)
+        supervision.publish(self.run, self._verdict)
+        message = self._verdict.message(tries)
+        if self._verdict.gave_up:
+            raise StuckRun(f"{self.run.root}: {message}")
+        log.error("%s", message)
+        for name in atomic.names(self.run.stacks):
+            if name < f"{self._verdict.number - KEPT_VERDICTS:06d}":
+                (self.run.stacks / name).unlink(missing_ok=True)
+
+    def _publish(self, **changes: int) -> None:
+        verdict = msgspec.structs.replace(self._verdict, still=self._clocks.still, **changes)
+        if verdict != self._verdict:
+            self._verdict = verdict
+            atomic.put(self.run.supervision, verdict, durable=False)

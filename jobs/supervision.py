@@ -1,0 +1,123 @@
+"""Obey verdicts about the processes of a job, and watch the coordinator, on behalf of their keeper.
+
+The coordinator finds stuck parts of the run and publishes verdicts; the keeper of a process, its parent, acts
+on those that name it. The coordinator's own keeper finds a coordinator whose main loop stands still. A thread
+reads the run folder, so a file system that hangs does not keep the keeper from its other duties.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from hpc_swe.errors import HpcSweError
+from hpc_swe.plugins.executors.base import own_job_id
+from hpc_swe.records import Node
+from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RunConfig
+from hpc_swe.store import atomic, supervision
+from hpc_swe.store.supervision import Clocks, RunPart, StuckProcess, Verdict
+from jobs import stacks
+
+MOST_FILES = 8  # processes of one verdict that write their stacks
+WRITE_S = 20.0
+LONGEST_LOOK_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+class VerdictReader:
+    """Read the run's verdicts in a thread, and find those about the processes of this job."""
+
+    def __init__(self, run: RunDir, role: str, config: RunConfig, is_on_one_node: bool) -> None:
+        self._run, self._config, self._role = run, config, role
+        self._prefix = "" if is_on_one_node else f"{role}-{own_job_id()}-"
+        self._children: Collection[int] = ()
+        self._latest: Verdict | None = None
+        self._own: Verdict | None = None
+        """Our verdict about the coordinator."""
+        self._obeyed: int | None = None
+        """Number of the last verdict that needs nothing more; None before the first look."""
+        self._clocks = Clocks(supervision.LONGEST_LOOK_BEATS * config.lease.beat_s)
+        if config.supervision.stuck_s:
+            threading.Thread(target=self._read_on, name="verdicts", daemon=True).start()
+
+    def about(self, children: Collection[int]) -> Verdict | None:
+        """Return a new verdict about one of the children, once."""
+        self._children = children
+        for verdict in filter(None, (self._own, self._latest)):
+            is_new = self._obeyed is not None and verdict.number > self._obeyed
+            if is_new and any(self._is_ours(process) for process in verdict.processes):
+                self._obeyed = verdict.number
+                log.error("%s", verdict.message(self._config.supervision.tries))
+                return verdict
+        return None
+
+    def record(self, verdict: Verdict) -> None:
+        """Publish a verdict of our own, once the coordinator is dead: it might wake up and write another."""
+        if verdict is self._own:
+            _in_time(lambda: supervision.publish(self._run, verdict))
+
+    def write_stacks(self, verdict: Verdict, folder: Path) -> None:
+        """Write the stacks of the children into the run folder, and give up when that takes too long."""
+        ours = [process for process in verdict.processes[:MOST_FILES] if self._is_ours(process)]
+        if not ours:
+            return
+        text = f"{verdict.reason}\n\n{stacks.collect(list(self._children), folder)}".encode()
+        path = self._run.stack(verdict.number, ours[0].owner)
+        _in_time(lambda: _write(path, text))
+
+    def _is_ours(self, process: StuckProcess) -> bool:
+        if self._prefix and process.owner.startswith(self._prefix):
+            return True
+        return process.host == socket.gethostname() and process.pid in self._children
+
+    def _read_on(self) -> None:
+        pause_s = min(self._config.supervision.stuck_s / 8, LONGEST_LOOK_S)
+        while True:
+            try:
+                self._latest = supervision.read(self._run)
+                if self._obeyed is None:
+                    self._obeyed = self._latest.number
+                if self._role == "coordinator":
+                    self._watch_coordinator()
+            except (HpcSweError, OSError) as error:
+                log.warning("looking again for verdicts: %s", error)
+            time.sleep(pause_s)
+
+    def _watch_coordinator(self) -> None:
+        """Publish a verdict about our coordinator when its main loop stands still."""
+        limits = self._config.supervision
+        names = [name for name in atomic.names(self._run.nodes) if name.startswith("coordinator-")]
+        cells = [atomic.get(self._run.nodes / name, Node) for name in names]
+        ours = [n for n in cells if n.host == socket.gethostname() and n.pid in self._children]
+        reason = "the main loop of the coordinator stands still"
+        parts = [RunPart(n.owner, n.role, [n], str(n.loops), reason, limits.stuck_s) for n in ours]
+        self._clocks.look(parts, time.monotonic())
+        if stuck := supervision.first_stuck(parts, self._clocks.still):
+            found = [StuckProcess(owner=n.owner, host=n.host, pid=n.pid) for n in stuck[0].nodes]
+            self._clocks.restart()
+            before = supervision.read(self._run)
+            self._own = supervision.following(before, "coordinator", found, reason, limits.tries)
+
+
+def _write(path: Path, text: bytes) -> None:
+    with atomic.storage(path.parent):
+        path.parent.mkdir(exist_ok=True)
+    atomic.write(path, text)
+
+
+def _in_time(write: Callable[[], None]) -> None:
+    """Write in a thread, and go on without the result when the file system refuses or takes too long."""
+
+    def run() -> None:
+        try:
+            write()
+        except (HpcSweError, OSError) as error:
+            log.warning("not written: %s", error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(WRITE_S)

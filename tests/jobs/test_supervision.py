@@ -1,0 +1,138 @@
+"""The keeper obeys verdicts about its children: their stacks are kept, and they start again."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from hpc_swe import config as configuration
+from hpc_swe.errors import StuckRun
+from hpc_swe.processes import MEETING
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import atomic, supervision
+from hpc_swe.store.supervision import StuckProcess, Verdict
+from jobs import stacks
+from jobs.run import Gang, supervise
+from jobs.supervision import VerdictReader
+from tests.kit.checkout import ROOT
+from tests.kit.waiting import until
+
+BEGIN = "import ctypes, os, sys, time; from jobs import stacks; stacks.register()\n"
+NOTE = "f = open(sys.argv[1], 'a'); n = f.tell(); print(os.getpid(), file=f, flush=True)\n"
+HANGS = """
+def hang_in_a_library():
+    while True: ctypes.PyDLL(None).sleep(600)  # with Python's lock
+if n < int(sys.argv[2]): hang_in_a_library()
+"""
+
+
+def keeper(run: RunDir, codes: list[int], *commands: list[str], role="learner", stuck_s=4.0) -> Gang:
+    """A gang and its keeper, in a thread."""
+    words = ["model=m", f"supervision={{stuck_s={stuck_s}, tries=2}}", "lease={beat_s=0.2, ttl_s=1.0}"]
+    config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
+    gang = Gang(commands, verdicts=VerdictReader(run, role, config, True))
+    threading.Thread(target=lambda: codes.append(supervise(gang, run, 0)), daemon=True).start()
+    return gang
+
+
+def python(code: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def accuse(run: RunDir, number: int, pid: int, *, gave_up: bool = False) -> None:
+    process = StuckProcess(owner="learner-1-aa", host=socket.gethostname(), pid=pid)
+    found = Verdict(number=number, role="learner", processes=[process], reason="r", tries=1, gave_up=gave_up)
+    supervision.publish(run, found)
+
+
+def pids(*notes: Path) -> list[int]:
+    return [int(word) for note in notes if note.exists() for word in note.read_text().split()]
+
+
+def test_ranks_of_which_one_hangs_inside_a_library_start_again_with_stacks(run, tmp_path):
+    notes, codes = [tmp_path / "0", tmp_path / "1"], []
+    keeper(run, codes, *[python(BEGIN + NOTE + HANGS, note, 1) for note in notes])
+    until(lambda: len(pids(*notes)) == 2)
+    time.sleep(1.0)  # both hang, and the keeper has looked for older verdicts
+    accuse(run, 1, pids(*notes)[1])
+    until(lambda: codes == [0])
+    assert len(pids(*notes)) == 4
+    text = run.stack(1, "learner-1-aa").read_text()
+    assert text.count("in hang_in_a_library") == 2
+    assert supervision.read(run).number == 1
+
+
+def test_a_verdict_that_gives_up_ends_the_job_for_good(run, tmp_path):
+    codes: list[int] = []
+    keeper(run, codes, python(BEGIN + NOTE + HANGS, tmp_path / "0", 9))
+    until(lambda: pids(tmp_path / "0"))
+    time.sleep(1.0)
+    accuse(run, 1, pids(tmp_path / "0")[0], gave_up=True)
+    until(lambda: codes == [StuckRun.exit_code])
+    assert (len(pids(tmp_path / "0")), run.stop.exists()) == (1, True)
+    assert run.stack(1, "learner-1-aa").exists()
+
+
+def test_verdicts_about_others_and_from_before_are_nobody_s_order(run, tmp_path):
+    codes: list[int] = []
+    accuse(run, 3, 1)
+    waits = python(BEGIN + NOTE + "sys.stdin.read() if 0 else time.sleep(2.5)", tmp_path / "0")
+    keeper(run, codes, waits)
+    until(lambda: pids(tmp_path / "0"))
+    (pid,) = pids(tmp_path / "0")
+    time.sleep(0.8)
+    accuse(run, 3, pid)
+    accuse(run, 4, pid + 1)
+    until(lambda: codes == [0])
+    assert (pids(tmp_path / "0"), atomic.names(run.stacks)) == ([pid], [])
+
+
+def test_a_coordinator_whose_main_loop_stands_still_is_found_by_its_keeper(run, tmp_path):
+    """It beats on; the second start turns its loop until it ends."""
+    lives = (
+        "from pathlib import Path; from hpc_swe.rundir import RunDir; from hpc_swe.store.lease import Lease\n"
+        "with Lease(RunDir(Path(sys.argv[2])), 'coordinator', '1', 0.2) as lease:\n"
+        "    for _ in range(80 if n else 10): lease.turn(); time.sleep(0.1)\n"
+        "    if not n: time.sleep(600)\n"
+    )
+    codes: list[int] = []
+    began = time.monotonic()
+    keeper(
+        run, codes, python(BEGIN + NOTE + lives, tmp_path / "0", run.root), role="coordinator", stuck_s=2.0
+    )
+    until(lambda: codes == [0])
+    assert time.monotonic() - began > 2.0
+    assert len(pids(tmp_path / "0")) == 2
+    verdict = supervision.read(run)
+    assert (verdict.number, verdict.tries, verdict.role) == (1, 1, "coordinator")
+    assert "_run_beats" in run.stack(1, verdict.processes[0].owner).read_text()
+
+
+def test_no_process_without_a_handler_is_signalled(tmp_path):
+    """The signal would end it."""
+    other = subprocess.Popen(["sleep", "60"])
+    text = stacks.collect([other.pid], tmp_path)
+    assert other.poll() is None
+    assert f"{other.pid} S" in text
+    assert "'sleep'" in text
+    other.kill()
+    other.wait()
+
+
+def test_stacks_of_many_threads_are_cut_and_the_main_thread_is_kept(tmp_path):
+    code = BEGIN + "import threading\n"
+    code += "def deep(n): return deep(n - 1) if n else time.sleep(600)\n"
+    code += "for _ in range(60): threading.Thread(target=deep, args=(40,), daemon=True).start()\n"
+    code += "def the_main_thread(): print(1, flush=True); time.sleep(600)\nthe_main_thread()\n"
+    environ = {**os.environ, MEETING: str(tmp_path)}
+    with subprocess.Popen(python(code), env=environ, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        text = stacks.collect([child.pid], tmp_path)
+        child.send_signal(signal.SIGKILL)
+    assert "in the_main_thread" in text
+    assert len(text) < stacks.MOST + 1000

@@ -1,0 +1,189 @@
+"""Which part is stuck: tables for the decision, and what a verdict does to the run folder."""
+
+import pytest
+
+from hpc_swe.errors import StuckRun
+from hpc_swe.records import Node, WeightVersion
+from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
+from hpc_swe.roles.coordinator.supervision import KEPT_VERDICTS, Supervision, parts
+from hpc_swe.rundir import SPOOLS
+from hpc_swe.settings import SupervisionConfig
+from hpc_swe.store import atomic, supervision
+from hpc_swe.store.lease import Lease
+from hpc_swe.store.spool import STATES, Address
+from hpc_swe.store.supervision import Clocks, RunPart
+
+ROLES = ("coordinator", "learner", "inference", "rollout", "reward")
+LIMITS = dict.fromkeys(ROLES, 100.0)
+V1, V2 = WeightVersion(step=1), WeightVersion(step=2)
+
+
+def node(role: str, **shown) -> Node:
+    ready = {"state": "ready", "url": "http://e" if role == "inference" else ""}
+    versions = {"versions": [V1]} if role == "inference" else {}
+    known = {"owner": f"{role}-1-aa", "role": role, "beat": 1, "host": "h", "pid": 7}
+    return Node(**{**known, **ready, **versions, **shown})
+
+
+def snapshot(*nodes: Node, now: float = 0.0, newest=V1, has_room: bool = True, **ready: list[str]):
+    """What is ready lies in the spools; the nodes are all roles, idle, unless a node of a role is given."""
+    given = {each.role for each in nodes}
+    idle = [node(role, step=1) for role in ROLES if role not in given]
+    scan = {spool: {state: [] for state in STATES} for spool in SPOOLS}
+    for spool, names in ready.items():
+        scan[spool]["ready"] = [Address(name, 0, "") for name in names]
+    return RunSnapshot(now, scan, newest, [*idle, *nodes], has_room)
+
+
+def busy(seen, step: int = 1) -> list[str]:
+    """Parts with work, but for the main loops, which all have some."""
+    found = parts(seen, step, 10, ROLES, LIMITS)
+    return [part.name for part in found if not part.name.startswith("loop of")]
+
+
+CLAIMS = node("rollout", claims=["train-000000-00"])
+GRADES = node("reward", claims=["train-000000-00"])
+
+
+@pytest.mark.parametrize(
+    ("seen", "step", "names"),
+    [
+        (snapshot(CLAIMS), 1, ["work of rollout-1-aa"]),
+        (snapshot(GRADES), 1, ["work of reward-1-aa"]),
+        (snapshot(CLAIMS, GRADES), 1, ["work of rollout-1-aa", "work of reward-1-aa"]),
+        (snapshot(CLAIMS, node("inference", state="starting", url="")), 1, []),
+        (snapshot(requests=["train-000000-00"]), 1, ["claims of rollout"]),
+        (snapshot(node("rollout", state="draining"), requests=["train-000000-00"]), 1, []),
+        (snapshot(node("inference", state="starting", url=""), requests=["train-000000-00"]), 1, []),
+        (snapshot(episodes=["train-000000-00"]), 1, ["claims of reward"]),
+        (snapshot(newest=V2), 1, ["version of inference-1-aa"]),
+        (snapshot(CLAIMS, newest=V2), 1, ["version of inference-1-aa", "work of rollout-1-aa"]),
+        (snapshot(), 2, ["step of learner-1-aa"]),
+        (snapshot(node("learner", step=10)), 10, ["step of learner-1-aa"]),
+        (snapshot(scored=["train-000000-00"]), 1, ["work of all"]),
+        (snapshot(has_room=False), 1, []),
+        (snapshot(node("inference", state="starting", url="")), 1, []),
+    ],
+    ids=[
+        *("an episode", "a grading", "both in order", "no engine serves", "nobody claims", "it drains"),
+        *("requests wait for an engine", "nobody grades", "an old version", "an engine before its users"),
+        *("a batch", "the last checkpoint", "nobody else has work", "the disk is full", "an engine starts"),
+    ],
+)
+def test_a_part_has_work_unless_it_waits_for_another(seen, step, names):
+    assert busy(seen, step) == names
+
+
+def test_nobody_is_blamed_while_a_role_waits_in_the_queue_of_the_scheduler():
+    for role in ROLES[1:]:
+        without = snapshot()
+        nodes = [each for each in without.nodes if each.role != role]
+        assert busy(RunSnapshot(0.0, without.scan, V1, nodes, True)) == []
+
+
+def one(seen: str = "a", beat: int = 1, name: str = "p", role="rollout") -> RunPart:
+    return RunPart(name, role, [node(role, beat=beat)], seen, "why", 100.0)
+
+
+@pytest.mark.parametrize(
+    ("looks", "is_stuck"),
+    [
+        ([(t, one(beat=t)) for t in range(0, 121, 20)], True),
+        ([(t, one(beat=t)) for t in range(0, 81, 20)], False),
+        ([(t, one(seen=str(t > 60), beat=t)) for t in range(0, 141, 20)], False),
+        ([(t, one(beat=1)) for t in range(0, 1000, 20)], False),
+        ([(t, one(beat=t)) for t in (0, 20, 40, 5000)], False),
+        ([(t, one(beat=t) if t != 60 else None) for t in range(0, 121, 20)], False),
+    ],
+    ids=[
+        *("for its limit", "for less", "it did something", "its heart stands still"),
+        *("the watcher slept", "it had no work in between"),
+    ],
+)
+def test_a_part_is_stuck_when_it_lives_and_does_nothing_for_its_limit(looks, is_stuck):
+    clocks, found = Clocks(longest_look_s=30.0), []
+    for now, part in looks:
+        found = [part] if part else []
+        clocks.look(found, float(now))
+    assert bool(supervision.first_stuck(found, clocks.still)) == is_stuck
+
+
+def test_the_earliest_stuck_role_is_blamed_with_all_its_processes():
+    every = [one(name="a", role="inference"), one(name="b"), one(name="c"), one(name="d", role="reward")]
+    still = {each.name: supervision.Still(seen="a", beat=1, seconds=100.0) for each in every[1:]}
+    assert [part.name for part in supervision.first_stuck(every, still)] == ["b", "c"]
+
+
+class Story:
+    """A run whose one reward worker works on one episode for ever."""
+
+    def __init__(self, run, tries: int) -> None:
+        self.run, self.now, self.tries = run, 0.0, tries
+        self.lease = Lease(run, "coordinator", "1", 1.0)
+        self.restart()
+
+    def restart(self) -> None:
+        config = SupervisionConfig(stuck_s=100.0, tries=self.tries)
+        self.watcher = Supervision(self.lease, self.run, config, LIMITS, ROLES, 10, 10.0)
+
+    def live(self, seconds: float, scored: tuple[str, ...] = ()) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 10.0
+            beat = int(self.now)
+            others = [node(role, beat=beat, loops=beat) for role in ("rollout", "inference")]
+            hangs = node("reward", beat=beat, loops=beat, claims=["train-000000-00"])
+            seen = snapshot(*others, hangs, now=self.now, scored=list(scored))
+            self.watcher.look(seen, Progress("results", 1, {}, []))
+
+    @property
+    def verdict(self) -> supervision.Verdict:
+        return supervision.read(self.run)
+
+
+def test_a_part_that_stays_stuck_ends_the_run_after_its_tries(run):
+    story = Story(run, tries=2)
+    story.live(100)
+    assert (story.verdict.number, story.verdict.tries, story.verdict.role) == (0, 0, "coordinator")
+    story.live(10)
+    assert (story.verdict.number, story.verdict.tries, story.verdict.role) == (1, 1, "reward")
+    assert [each.owner for each in story.verdict.processes] == ["reward-1-aa"]
+    assert "reward-1-aa works on train-000000-00" in story.verdict.message(2)
+    story.restart()
+    with pytest.raises(StuckRun, match="stuck reward, given up after 2 restarts, see stacks/000003-reward"):
+        story.live(1000)
+    assert (story.now, story.verdict.gave_up, run.stop.exists()) == (330.0, True, True)
+
+
+def test_progress_of_the_run_forgets_earlier_tries(run):
+    story = Story(run, tries=1)
+    story.live(120)
+    story.live(60, scored=("train-000001-00",))
+    assert (story.verdict.tries, story.verdict.message(1)) == (0, "")
+    story.live(50)
+    assert (story.verdict.number, story.verdict.tries) == (2, 1)
+
+
+def test_a_coordinator_that_restarts_often_finds_a_stuck_part_too(run):
+    story = Story(run, tries=1)
+    while not story.verdict.number:
+        story.restart()
+        story.live(20)
+        assert story.now < 400
+
+
+def test_old_stacks_are_deleted(run):
+    run.stacks.mkdir()
+    for number in (1, 2, 3):
+        run.stack(number, "reward-1-aa").touch()
+    atomic.put(run.supervision, supervision.Verdict(number=KEPT_VERDICTS + 1))
+    Story(run, tries=1).live(120)
+    assert atomic.names(run.stacks) == ["000002-reward-1-aa.txt", "000003-reward-1-aa.txt"]
+
+
+def test_who_sets_no_limit_is_never_judged(run):
+    story = Story(run, tries=1)
+    config = SupervisionConfig(stuck_s=0.0)
+    story.watcher = Supervision(story.lease, run, config, LIMITS, ROLES, 10, 10.0)
+    story.live(1000)
+    assert not run.supervision.exists()
