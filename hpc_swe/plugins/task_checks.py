@@ -4,10 +4,10 @@ import hashlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -20,6 +20,7 @@ TAKEN: tuple[Kind, ...] = ("usable", "unproven")
 """Verdicts of tasks that a run takes."""
 
 BYTES = " bytes"
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +69,17 @@ def read(path: Path) -> dict[str, TaskCheck]:
         ) from None
     if torn:
         log.warning("%s: dropped its last line, which was never finished", path)
-    found = {}
+    verdicts = decode(path, lines, TaskCheck, "delete the line, or check again")
+    return {verdict.task_id: verdict for _, verdict in verdicts}
+
+
+def decode(path: Path, lines: Iterable[bytes], kind: type[T], remedy: str) -> Iterator[tuple[str, T]]:
+    """Yield place and content of each JSON line of a file; raise ConfigError, with the remedy, for others."""
     for number, line in enumerate(lines, start=1):
         try:
-            verdict = msgspec.json.decode(line, type=TaskCheck)
+            yield f"{path}:{number}", msgspec.json.decode(line, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}:{number}: {error}; delete the line, or check again") from None
-        found[verdict.task_id] = verdict
-    return found
+            raise ConfigError(f"{path}:{number}: {error}; {remedy}") from None
 
 
 def usable(path: str, split: str, tasks: Mapping[str, tuple[str, str]]) -> set[str]:

@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from hpc_swe.errors import ConfigError, boundary
+from hpc_swe.plugins import task_checks
 from hpc_swe.plugins.swebench_rows import SET_UP
 from hpc_swe.tasks.images.commands import git
 from hpc_swe.tasks.images.contents import words_only
@@ -242,19 +243,12 @@ def described(path: Path, known: Sequence[Commit]) -> dict[str, str]:
     """
     found = {}
     with boundary(ConfigError, f"read {path}"):
-        lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            one = msgspec.json.decode(line, type=_Description)
-        except msgspec.DecodeError as error:
-            raise ConfigError(
-                f'{path}:{number}: {error}; it must be {{"commit": ID, "text": TEXT}}'
-            ) from None
+        lines = path.read_bytes().splitlines()
+    form = 'it must be {"commit": ID, "text": TEXT}'
+    for place, one in task_checks.decode(path, lines, _Description, form):
         meant = [commit.sha for commit in known if one.commit and commit.sha.startswith(one.commit)]
         if len(meant) != 1:
-            raise ConfigError(
-                f"{path}:{number}: {len(meant)} of {len(known)} commits begin with {one.commit!r}"
-            )
+            raise ConfigError(f"{place}: {len(meant)} of {len(known)} commits begin with {one.commit!r}")
         found[meant[0]] = one.text
     return found
 

@@ -228,11 +228,5 @@ def read(path: Path) -> dict[str, TriedCommit]:
     """
     with boundary(ConfigError, f"read {path}"):
         lines = path.read_bytes().split(b"\n")[:-1]
-    found = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            tried = msgspec.json.decode(line, type=TriedCommit)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{path}:{number}: {error}; delete the line to try its commit again") from None
-        found[tried.commit] = tried
-    return found
+    trials = task_checks.decode(path, lines, TriedCommit, "delete the line to try its commit again")
+    return {tried.commit: tried for _, tried in trials}
