@@ -83,12 +83,9 @@ def newest(run: RunDir) -> Path:
 
 def curve(run: RunDir, name: str) -> list[tuple[int, float]]:
     """Return (step, value) of one metric; a later line of the same step replaces an earlier one."""
-    points: dict[int, float] = {}
-    for path in sorted(run.metrics.glob("coordinator-*.jsonl")):
-        for line in decode(path.read_bytes())[0]:
-            if name in line.values:
-                points[line.step] = line.values[name]
-    return sorted(points.items())
+    logs = sorted(run.metrics.glob("coordinator-*.jsonl"))
+    lines = [line for path in logs for line in decode(path.read_bytes())[0] if name in line.values]
+    return sorted({line.step: line.values[name] for line in lines}.items())
 
 
 def _watch(name: str, run: RunDir, config: RunConfig) -> None:

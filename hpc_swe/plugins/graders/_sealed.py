@@ -8,6 +8,7 @@ inputs it has never seen, which is the task. An object that equals everything is
 """
 
 import ast
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hpc_swe.plugins.graders._runner import canonical
@@ -39,14 +40,12 @@ def seal(text: str) -> Sealed:
     return Sealed(ast.unparse(ast.fix_missing_locations(module)), answers)
 
 
-def _tests(body: list[ast.stmt], prefix: str = "") -> list[tuple[str, ast.FunctionDef]]:
-    found = []
+def _tests(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
     for node in body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
-            found.append((prefix + node.name, node))
+            yield prefix + node.name, node
         elif isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
-            found += _tests(node.body, f"{prefix}{node.name}::")
-    return found
+            yield from _tests(node.body, f"{prefix}{node.name}::")
 
 
 def _seal(test: ast.FunctionDef) -> dict[int, str]:

@@ -276,10 +276,8 @@ def _names(kind: str, test: str, doc: str, wanted: set[str]) -> set[str]:
 
 def by_name_in_logs(parsed: ParsedRun) -> dict[str, str]:
     """Return each test's worst outcome, by its name as swebench's parser of pytest cuts it at a blank."""
-    found: dict[str, str] = {}
-    for test, outcome in sorted(parsed.outcomes.items(), key=lambda item: _WORST_LAST.index(item[1])):
-        found[test.partition(" ")[0]] = outcome
-    return found
+    ordered = sorted(parsed.outcomes.items(), key=lambda item: _WORST_LAST.index(item[1]))
+    return {test.partition(" ")[0]: outcome for test, outcome in ordered}
 
 
 def _head(name: str) -> str:
