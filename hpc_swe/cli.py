@@ -36,6 +36,11 @@ def command(main: Callable[[], int | None]) -> Callable[[], None]:
     return run
 
 
+def parser(command: str, description: str) -> argparse.ArgumentParser:
+    """Return the parser of a command, `python -m hpc_swe.<command>`, without arguments yet."""
+    return argparse.ArgumentParser(prog=f"python -m hpc_swe.{command}", description=description)
+
+
 def parse(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse options and other arguments in any order; for an unknown option suggest the closest one."""
     arguments, unknown = parser.parse_known_intermixed_args(words)

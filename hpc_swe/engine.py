@@ -3,7 +3,6 @@
 The arguments are those of `launch start`. When the printed line runs, it takes the key from VLLM_API_KEY.
 """
 
-import argparse
 import os
 import shlex
 from pathlib import Path
@@ -32,8 +31,7 @@ def line(config: RunConfig) -> str:
 @cli.command
 def main() -> None:
     """Print the line for the configuration that the arguments name."""
-    what = "Print the command of an engine that a run can attach to."
-    parser = argparse.ArgumentParser(prog="python -m hpc_swe.engine", description=what)
+    parser = cli.parser("engine", "Print the command of an engine that a run can attach to.")
     parser.add_argument("config", nargs="+", help="TOML files, and words such as engine.max_model_len=4096")
     print(line(configuration.from_words(cli.parse(parser).config)))
 

@@ -33,7 +33,7 @@ BENCHMARKS = {"kodcode": KODCODE, "swebench": [*KODCODE, "configs/swepdb_evaluat
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m hpc_swe.evaluate", description="Evaluate a model.")
+    parser = cli.parser("evaluate", "Evaluate a model.")
     add = parser.add_argument
     words = f"TOML files, merged left to right, and overrides, or one of {', '.join(BENCHMARKS)}"
     add("config", nargs="*", help=f"{words}; none to continue one")

@@ -18,9 +18,7 @@ from hpc_swe.runs.watch import left, watch
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_swe.launch", description="Start, continue and stop a run."
-    )
+    parser = cli.parser("launch", "Start, continue and stop a run.")
     verbs = parser.add_subparsers(dest="verb", required=True)
     add = verbs.add_parser("start", help="make the run folder and submit its jobs").add_argument
     add("config", nargs="+", help="TOML files, merged left to right, and overrides such as steps=10")

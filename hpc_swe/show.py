@@ -62,7 +62,7 @@ def _unconsumed(run: RunDir, wanted: dict[str, str]) -> Iterator[ScoredEpisode]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m hpc_swe.show", description="Print any part of a run.")
+    parser = cli.parser("show", "Print any part of a run.")
     add = parser.add_argument
     add("path", type=Path, help="a run, or any file or folder of one")
     add("--task", help="only episodes of this task")

@@ -5,7 +5,6 @@ it with GRPO, and evaluates it again on the same tasks. Every part is the real o
 again skips the stages that are done.
 """
 
-import argparse
 import logging
 import os
 import subprocess
@@ -164,9 +163,7 @@ def main() -> None:
     """Run the demo that the command line describes."""
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_swe.demo", description="Run the whole loop on this machine."
-    )
+    parser = cli.parser("demo", "Run the whole loop on this machine.")
     add = parser.add_argument
     add("--seed", type=int, default=0)
     add("--out", type=Path, help="folder (default: runs/demo-<seed>)")

@@ -53,9 +53,7 @@ def diagnose(arguments: argparse.Namespace) -> list[Finding]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_swe.doctor", description="Check a cluster; print each fault with its remedy."
-    )
+    parser = cli.parser("doctor", "Check a cluster; print each fault with its remedy.")
     add = parser.add_argument
     add("config", nargs="*", help="as for `launch start`: its partitions, GPUs and images are checked")
     add("--shared", type=Path, help="the shared folder (default: $HPC_SWE_RUNS or runs/)")

@@ -255,9 +255,7 @@ def _count(text: str) -> int | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_swe.report", description="Write a run as pages that a browser shows from files."
-    )
+    parser = cli.parser("report", "Write a run as pages that a browser shows from files.")
     add = parser.add_argument
     add("run", type=cli.folder, help="folder of a run or of an evaluation, also while it works")
     add("--out", type=cli.folder, help="folder of the report (default: report/ in the run)")

@@ -99,10 +99,7 @@ def _source(arguments: argparse.Namespace, sandbox: ImageSandboxes) -> ImageSour
 def main() -> int:
     """Build the images that the command line names."""
     os.umask(0o022)
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_swe.tasks.build_images",
-        description="Build sandbox images of SWE-bench.",
-    )
+    parser = cli.parser("tasks.build_images", "Build sandbox images of SWE-bench.")
     parser.add_argument("words", nargs="+", help="TOML files, then overrides such as tasks.train=5")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="images at a time")
     parser.add_argument("--keep-leaks", action="store_true", help="also build images that show the solution")

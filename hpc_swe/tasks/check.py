@@ -7,7 +7,6 @@ image, tests or reference, or the grader's settings, have changed, and when the 
 `taskset.checked` a run takes only usable and unproven tasks.
 """
 
-import argparse
 import logging
 import os
 import re
@@ -262,9 +261,7 @@ def main() -> int:
     """Check the tasks that the command line names."""
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_swe.tasks.check", description="Check whether a run can train on its tasks."
-    )
+    parser = cli.parser("tasks.check", "Check whether a run can train on its tasks.")
     parser.add_argument("words", nargs="+", help="TOML files, then overrides such as tasks.train=5")
     parser.add_argument("--out", type=Path, default=Path("tasks/checked.jsonl"), help="file of verdicts")
     parser.add_argument("--runs", type=int, default=3, help="gradings of the reference, and of nothing")

@@ -182,10 +182,8 @@ def _write(path: Path, rows: list[Row]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_swe.tasks.export_episodes",
-        description="Write the rewarded episodes of runs as rows to train on, with their token ids.",
-    )
+    what = "Write the rewarded episodes of runs as rows to train on, with their token ids."
+    parser = cli.parser("tasks.export_episodes", what)
     add = parser.add_argument
     add("runs", nargs="+", type=cli.folder, metavar="RUN", help="training run, or folder of an evaluation")
     add("--out", type=Path, required=True, help="parquet file to write")

@@ -269,9 +269,7 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, Examiner]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_swe.tasks.make_bugs", description="Make buggy programs from code that works."
-    )
+    parser = cli.parser("tasks.make_bugs", "Make buggy programs from code that works.")
     add = parser.add_argument
     add(
         "sources",

@@ -185,10 +185,8 @@ def _require_own(folder: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_swe.tasks.mine_history",
-        description="Make tasks of the commits of a git history that change code and tests.",
-    )
+    what = "Make tasks of the commits of a git history that change code and tests."
+    parser = cli.parser("tasks.mine_history", what)
     add = parser.add_argument
     add("repository", type=Path, help="git repository, of which HEAD's history is read")
     add(

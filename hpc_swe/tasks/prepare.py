@@ -4,7 +4,6 @@ A task is made of every row as in a run, so that all faults of a dataset are rep
 a compute node. The columns are not changed.
 """
 
-import argparse
 import logging
 import os
 from collections import defaultdict
@@ -175,10 +174,7 @@ def _as_numbers(version: str) -> list[tuple[int, str]]:
 @cli.command
 def main() -> None:
     """Check the rows that the command line names, and write them."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hpc_swe.tasks.prepare",
-        description="Check and write rows of SWE-bench.",
-    )
+    parser = cli.parser("tasks.prepare", "Check and write rows of SWE-bench.")
     add = parser.add_argument
     add("source", help="name on a hub, .jsonl, .parquet, or folder saved by datasets")
     add("--out", type=Path, required=True, help="parquet file to write")
