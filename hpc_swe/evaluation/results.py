@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import get_args
@@ -25,6 +26,7 @@ from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, evals, tasks
 from hpc_swe.store.evals import Attempt
 
+_by_decoding = partial(tables.table, ["decoding"], box=ASCII)
 STAGES = ("episode", "sandbox", "engine", "tools", "grading", "queue")
 
 
@@ -271,14 +273,12 @@ def summary_parts(summary: Summary) -> Iterator[RenderableType]:
     rates_at = [found.pass_at for found in found_by_label.values()]
     shares = sorted({k for rates in rates_at for k in rates if k.bit_count() == 1 or k == max(rates)})
     columns = [*(f"pass@{k}" for k in shares), "infra failures", "pass@1 at most", "detectable gain"]
-    title = f"{summary.name}: {summary.tasks} tasks [95 % interval over tasks]"
-    rates = tables.table(["decoding"], columns, title=title, box=ASCII)
+    rates = _by_decoding(columns, title=f"{summary.name}: {summary.tasks} tasks [95 % interval over tasks]")
     seen = {kind for found in found_by_label.values() for kind in found.outcomes}
     kinds = [kind for kind in get_args(Outcome) if kind in seen]
-    title = "episodes, by outcome"
-    outcomes = tables.table(["decoding"], [*kinds, "retried"], title=title, box=ASCII)
+    outcomes = _by_decoding([*kinds, "retried"], title="episodes, by outcome")
     title = "median of an episode: seconds by stage, tokens, turns"
-    medians = tables.table(["decoding"], [*STAGES, "tokens", "turns"], title=title, box=ASCII)
+    medians = _by_decoding([*STAGES, "tokens", "turns"], title=title)
     for label, found in found_by_label.items():
         solved = (str(found.pass_at[k]) if k in found.pass_at else "" for k in shares)
         failed = (f"{found.infra_failures} of {found.episodes}", f"{found.at_most:.3f}")
@@ -288,7 +288,7 @@ def summary_parts(summary: Summary) -> Iterator[RenderableType]:
         medians.add_row(label, *seconds, f"{found.median_tokens:.0f}", f"{found.median_turns:g}")
     yield from (rates, outcomes, medians)
     if tools := sorted({name for found in found_by_label.values() for name in found.calls}):
-        calls = tables.table(["decoding"], tools, title="calls of tools in an episode, mean", box=ASCII)
+        calls = _by_decoding(tools, title="calls of tools in an episode, mean")
         for label, found in found_by_label.items():
             calls.add_row(label, *(f"{found.calls.get(name, 0.0):.1f}" for name in tools))
         yield calls
@@ -300,8 +300,7 @@ def summary_parts(summary: Summary) -> Iterator[RenderableType]:
 def comparison_parts(other: str, found: dict[str, Comparison]) -> Iterator[RenderableType]:
     """Yield a table and lines that show a comparison with the evaluation `other` to people."""
     columns = ("tasks", "before", "after", "gain", "detectable gain", "won", "lost", "infra failures")
-    title = f"since {other} [95 % interval, paired by task]"
-    table = tables.table(["decoding"], columns, title=title, box=ASCII)
+    table = _by_decoding(columns, title=f"since {other} [95 % interval, paired by task]")
     for label, one in found.items():
         rates = (f"{one.before.mean:.3f}", f"{one.after.mean:.3f}", str(one.gain), f"{one.detectable:.3f}")
         failed = " and ".join(map(str, one.infra_failures))
