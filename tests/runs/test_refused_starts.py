@@ -10,6 +10,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from hpc_swe import config as configuration
@@ -91,6 +93,26 @@ def test_keys_that_contradict_each_other_are_refused_in_new_runs(read, tmp_path,
     assert complaints(run, config) == [], "a run that was created before the rule goes on"
     changed = read(*words, "eval.every=7", "learner.export_every=2", "groups.max_staleness=2")
     assert any("set it to 8" in each for each in complaints(run, changed))
+
+
+def rows(path: Path, *names: str) -> str:
+    """A file of programs that differ in their names alone."""
+    files = [{"path": "m.py", "content": "def f():\n    return 2\n"}]
+    files += [{"path": "test.py", "content": "from m import f\n\ndef test_f():\n    assert f() == 1\n"}]
+    extra = {"entrypoint": "python -m pytest test.py", "files": files}
+    made = [{"task_id": n, "problem_statement": "Mend it.", "prompt": "", "extra_info": extra} for n in names]
+    pq.write_table(pa.Table.from_pylist(made), path)
+    return str(path)
+
+
+def test_held_out_tasks_that_are_trained_select_no_weights(read, tmp_path, caplog):
+    train, evaluated = rows(tmp_path / "train.parquet", "a", "b"), rows(tmp_path / "eval.parquet", "b", "c")
+    words = ["taskset.type='kodcode'", f"taskset.train='{train}'", f"taskset.eval='{evaluated}'"]
+    message = r"2 held-out tasks are training tasks, too: b, c; .* or set eval.every = 0"
+    with pytest.raises(ConfigError, match=message):
+        create.take(read(*words))
+    create.take(read(*words, "eval.every=0"))
+    assert "2 held-out tasks are training tasks, too: b, c" in caplog.text
 
 
 def listing(folder: Path) -> dict[str, bytes]:
