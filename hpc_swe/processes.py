@@ -154,7 +154,7 @@ def allow_open_files() -> None:
     """Raise this process's limit of open files as far as it may.
 
     Linux refuses to pass a descriptor over a socket while a user has more of them in flight, over all
-    processes, than the sender may open. A sandbox may open 4,096, so none can fill the room of its worker.
+    processes, than the sender may open. The programs of sandboxes may open a quarter of this at most.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

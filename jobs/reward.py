@@ -8,7 +8,6 @@ from functools import partial
 from hpc_swe.plugins.hidden_tests import with_versions
 from hpc_swe.plugins.sandboxes.base import WatchedSandboxes
 from hpc_swe.plugins.tasksets.base import Referenced
-from hpc_swe.processes import allow_open_files
 from hpc_swe.records import Task
 from hpc_swe.roles.reward import alone
 from hpc_swe.roles.reward.worker import RewardResources, judge, worker
@@ -24,7 +23,6 @@ log = logging.getLogger(__name__)
 
 def work(run: RunDir, config: RunConfig) -> None:
     """Grade episodes until the run has finished or is ordered to end."""
-    allow_open_files()
     config.sandbox.check()
     resources = _resources(run, config)
     with entry.lease(run, config, "reward") as lease:

@@ -1,7 +1,6 @@
 """Run one rollout worker: python -m jobs.rollout RUN."""
 
 from hpc_swe.plugins.sandboxes.base import WatchedSandboxes
-from hpc_swe.processes import allow_open_files
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.episode import RolloutResources
 from hpc_swe.roles.rollout.sampler import Sampler
@@ -15,7 +14,6 @@ from jobs import entry
 
 def work(run: RunDir, config: RunConfig) -> None:
     """Make episodes until the run has finished or is ordered to end."""
-    allow_open_files()
     config.sandbox.check()
     table = config.rollout
     endpoints = Endpoints(run, config.groups.max_staleness)

@@ -10,8 +10,8 @@ and the kernel ends all the rest.
     container  <- settings, then one socket per sandbox
     sandbox    -> b"process" + pidfd, b"ready" + work directory  <- {"kind", "timeout_s"} + program, output
                -> b"listening" + socket                          <- {"kind": "listen", "port"}
-               -> b"session" + pidfd   <- {"kind": "session", "python"} + program, output, requests, answers
-               -> nothing              <- {"kind": "resume"}, {"kind": "pause"}
+               -> b"session"           <- {"kind": "session", "python"} + program, output, requests, answers
+               -> nothing              <- {"kind": "resume" or "pause"}, {"kind": "interrupt", "signal"}
                -> b"ended"             <- {"kind": "end"}
 """
 
@@ -32,7 +32,9 @@ import traceback
 import types
 from typing import Any, NoReturn
 
-from hpc_swe.plugins.sandboxes._processes import Processes, kill_above  # in a container, text above this one
+# In a container, these are in the texts above this one.
+from hpc_swe.plugins.sandboxes._descriptors import most_open_files, send_files
+from hpc_swe.plugins.sandboxes._processes import Processes
 
 NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
 MS_RDONLY, MS_NOSUID_NOEXEC, MS_NOSUID_NODEV_NOEXEC = 1, 10, 14
@@ -71,6 +73,8 @@ def put(path: str, text: str) -> None:
 def serve(channel: socket.socket) -> None:
     """Fork one sandbox per socket received, until the host is gone."""
     settings = json.loads(channel.recv(1 << 16))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     exec(settings["warm_up"], {"__name__": "warm_up"})
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -103,10 +107,10 @@ def start(host: socket.socket, workdir: str, settings: Table) -> NoReturn:
         if os.fork():
             os._exit(0)
         # From here on this is the first process of the new process namespace.
-        socket.send_fds(host, [b"process"], [os.pidfd_open(os.getpid())])
+        send_files(host, b"process", [os.pidfd_open(os.getpid())])
         set_up_files(settings["disk_mb"], workdir, settings["mounts"])
         drop_privileges(settings["processes"])
-        socket.send_fds(host, [b"ready"], [os.open(workdir, os.O_RDONLY | os.O_DIRECTORY)])
+        send_files(host, b"ready", [os.open(workdir, os.O_RDONLY | os.O_DIRECTORY)])
         os.closerange(host.fileno() + 1, 256)
         serve_host(host, workdir, settings)
     except BaseException:
@@ -173,10 +177,10 @@ def serve_host(host: socket.socket, workdir: str, settings: Table) -> None:
 
     All processes of a command have ended when it is answered; those of an open session go on.
     """
-    processes = Processes()
+    processes = Processes(settings["memory_mb"])
     while True:
         while processes.program and not select.select([host], [], [], MEMORY_CHECK_S)[0]:
-            processes.watch(settings["memory_mb"])
+            processes.watch()
         message, files, _, _ = socket.recv_fds(host, 4096, 4)
         if not message:
             return
@@ -190,7 +194,7 @@ def serve_host(host: socket.socket, workdir: str, settings: Table) -> None:
         elif request["kind"] == "session":
             start_session(host, request["python"], files, workdir, settings, processes)
         else:
-            steer_session(host, request["kind"], processes)
+            steer_session(host, request, processes)
 
 
 def run_command(
@@ -201,7 +205,7 @@ def run_command(
     if child == 0:
         run(request["kind"], files, workdir, settings)
     handle = os.pidfd_open(child)
-    in_time = await_end(handle, host.fileno(), request["timeout_s"], settings["memory_mb"])
+    in_time = await_end(handle, host.fileno(), request["timeout_s"], processes)
     code = os.waitstatus_to_exitcode(processes.end(child))
     for file in (handle, *files):
         os.close(file)
@@ -211,43 +215,44 @@ def run_command(
 def start_session(
     host: socket.socket, python: str, files: list[int], workdir: str, settings: Table, processes: Processes
 ) -> None:
-    """Start the program of a session, after the end of any other, and pass its pidfd to the host."""
+    """Start the program of a session, after the end of any other."""
     processes.kill_all()
     child = os.fork()
     if child == 0:
         run("session", files, workdir, settings, python)
     processes.program = child
-    handle = os.pidfd_open(child)
-    socket.send_fds(host, [b"session"], [handle])
-    for file in (handle, *files):
+    for file in files:
         os.close(file)
+    host.send(b"session")
 
 
-def steer_session(host: socket.socket, kind: str, processes: Processes) -> None:
-    """Resume, pause or end a session."""
-    if kind == "end":
+def steer_session(host: socket.socket, request: Table, processes: Processes) -> None:
+    """Resume, interrupt, pause or end a session."""
+    if request["kind"] == "end":
         processes.kill_all()
         host.send(b"ended")
+    elif request["kind"] == "interrupt":
+        processes.interrupt(request["signal"])
     else:
-        processes.signal(signal.SIGCONT if kind == "resume" else signal.SIGSTOP)
+        processes.signal(signal.SIGCONT if request["kind"] == "resume" else signal.SIGSTOP)
 
 
-def await_end(child: int, host: int, timeout_s: float | None, memory_mb: int) -> bool:
-    """Wait for a command's end, and kill it when it uses too much memory; return False after its time."""
+def await_end(child: int, host: int, timeout_s: float | None, processes: Processes) -> bool:
+    """Wait for a command's end, and kill it when it takes too much; return False after its time."""
     deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
     while True:
         left_s = max(deadline - time.monotonic(), 0.0)
         ready = select.select([child, host], [], [], min(left_s, MEMORY_CHECK_S))[0]
         if ready or not left_s:
             return child in ready
-        kill_above(memory_mb)
+        processes.kill_greedy()
 
 
 def listen(host: socket.socket, port: int) -> None:
     """Pass the host a listening socket of this network: it accepts there, and no process inside can."""
     try:
         with socket.create_server(("127.0.0.1", port), backlog=64) as server:
-            socket.send_fds(host, [b"listening"], [server.fileno()])
+            send_files(host, b"listening", [server.fileno()])
     except OSError as error:
         host.send(f"failed: {error}".encode())
 
@@ -266,7 +271,7 @@ def run(kind: str, files: list[int], workdir: str, settings: Table, python: str 
         limit(resource.RLIMIT_NPROC, settings["processes"])
         limit(resource.RLIMIT_FSIZE, settings["file_mb"] << 20)
         limit(resource.RLIMIT_AS, settings["address_space_mb"] << 20)
-        limit(resource.RLIMIT_NOFILE, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 2))
+        limit(resource.RLIMIT_NOFILE, most_open_files())
         limit(resource.RLIMIT_MSGQUEUE, 0)
         limit(resource.RLIMIT_SIGPENDING, 1024)
         limit(resource.RLIMIT_MEMLOCK, 1 << 16)

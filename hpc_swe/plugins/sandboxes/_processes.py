@@ -11,6 +11,8 @@ import signal
 import time
 from typing import NamedTuple
 
+from hpc_swe.plugins.sandboxes._descriptors import InFlight  # in a container, this is in the text above
+
 KILLING_S = 5.0
 """Seconds in which processes are stopped or killed one by one, before all of them are killed at once."""
 ENDED = set("ZX")
@@ -38,7 +40,9 @@ class Processes:
     left is killed like any other process. Process 1 has not reaped it then, so its number is nobody else's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory_mb: int) -> None:
+        self._memory_mb = memory_mb
+        self._in_flight = InFlight()
         self.program = 0
         """Number of the program of the open session; 0 when there is none."""
         self.is_paused = False
@@ -114,13 +118,26 @@ class Processes:
             time.sleep(0.002)
         self.kill_all()
 
-    def watch(self, memory_mb: int) -> None:
-        """Kill all processes if they use too much memory together, or go on although they were stopped.
+    def interrupt(self, number: int) -> None:
+        """Send a signal to the program of the session, whose number is nobody else's until it is reaped."""
+        if self.program:
+            os.kill(self.program, number)
+
+    def kill_greedy(self) -> None:
+        """Kill all processes, a session's too, if they take too much memory or too many descriptors."""
+        memory_mb = self._memory_mb
+        takes_memory = _used_mb("statm") > memory_mb and _used_mb("smaps_rollup") > memory_mb
+        if takes_memory or self._in_flight.are_too_many():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+
+    def watch(self) -> None:
+        """Kill all processes if they take too much together, or go on although they were stopped.
 
         A process can ask the kernel for a signal that continues it later, or one that ends the program; and
         what the program does not adopt any more is not among those that were stopped.
         """
-        kill_above(memory_mb)
+        self.kill_greedy()
         if self.is_paused and not self._is_at_rest():
             self.kill_all()
 
@@ -162,13 +179,6 @@ def seen(pid: str) -> Seen:
 def _stat(path: str) -> list[bytes]:
     with open(path, "rb") as file:
         return file.read().rpartition(b")")[2].split()
-
-
-def kill_above(memory_mb: int) -> None:
-    """Kill all processes but this one, a session's too, if they use too much memory together."""
-    if _used_mb("statm") > memory_mb and _used_mb("smaps_rollup") > memory_mb:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
 
 
 def _used_mb(source: str) -> float:

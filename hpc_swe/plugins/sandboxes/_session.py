@@ -14,7 +14,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -22,6 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from hpc_swe.errors import SandboxError
+from hpc_swe.plugins.sandboxes._descriptors import send_files
 from hpc_swe.plugins.sandboxes._exchange import PipedProgram, collected, passed_on, pipes
 from hpc_swe.plugins.sandboxes._tree import Tree
 from hpc_swe.plugins.sandboxes.base import INTERRUPT, Clock, CommandResult, ProgramSession, SessionEnded
@@ -31,9 +31,10 @@ log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_TEXTS = [Path(__file__).with_name(name).read_text() for name in ("_processes.py", "_container.py")]
+_PARTS = ("_descriptors.py", "_processes.py", "_container.py")
+_TEXTS = [Path(__file__).with_name(name).read_text() for name in _PARTS]
 PROGRAM = re.sub(r"(?m)^from hpc_swe.*$", "", "\n\n".join(_TEXTS)).encode()
-"""What runs in a container, without its import of the text above it."""
+"""What runs in a container, without imports of the texts above."""
 # The interpreter starts again with the image's own environment, without the variables that Apptainer adds or
 # lets through from the host: a process cannot remove from /proc those with which it was started.
 BOOTSTRAP = """
@@ -143,8 +144,9 @@ class Container:
             stack.enter_context(host_end)
             try:
                 with sandbox_end, self._sending:
-                    socket.send_fds(self._channel, [workdir.encode()], [sandbox_end.fileno()])
+                    send_files(self._channel, workdir.encode(), [sandbox_end.fileno()])
                 process = _expect(host_end, b"process")
+                stack.callback(os.close, process)
                 stack.callback(_kill, process)
                 folder = _expect(host_end, b"ready")
             except OSError as error:
@@ -222,23 +224,34 @@ class Session:
             fcntl.fcntl(output, fcntl.F_SETFL, os.O_APPEND)
             request = json.dumps({"kind": "session", "python": python}).encode()
             with passed_on(made) as ends:
-                handle = self._request(request, [source, output, *ends])
+                self._start_session(request, [source, output, *ends])
             try:
-                yield PipedProgram(
-                    made, output, self._output_bytes, partial(_signal, handle, INTERRUPT), self._running
-                )
+                yield PipedProgram(made, output, self._output_bytes, self._interrupt, self._running)
             finally:
-                os.close(handle)
                 self._end_session()
 
-    def _request(self, request: bytes, files: list[int]) -> int:
-        """Start a session and return the pidfd of its program."""
+    def _start_session(self, request: bytes, files: list[int]) -> None:
         try:
             self._host.settimeout(GRACE_S)
-            socket.send_fds(self._host, [request], files)
-            return _expect(self._host, b"session")
+            self._send(request, files)
+            answer = self._host.recv(4096)
         except OSError:
-            raise SessionEnded(self._broken().output, broke_sandbox=True) from None
+            answer = b""
+        if answer != b"session":
+            raise SessionEnded(self._broken().output, broke_sandbox=True)
+
+    def _send(self, request: bytes, files: list[int]) -> None:
+        """Send a request; raise SandboxError when Linux refuses its files because of other programs."""
+        try:
+            send_files(self._host, request, files)
+        except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:
+                raise SandboxError(f"nothing can be started in a sandbox: {error.strerror}") from None
+            raise
+
+    def _interrupt(self) -> None:
+        with suppress(OSError):  # the next wait for an answer says why
+            self._host.send(json.dumps({"kind": "interrupt", "signal": INTERRUPT}).encode())
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -275,7 +288,7 @@ class Session:
             try:
                 self._host.settimeout(timeout_s + GRACE_S)
                 request = json.dumps({"kind": kind, "timeout_s": None if clock else timeout_s}).encode()
-                socket.send_fds(self._host, [request], [source, output])
+                self._send(request, [source, output])
                 answer = self._await(timeout_s, clock) if clock else self._host.recv(4096)
             except OSError:
                 answer = b""
@@ -311,14 +324,9 @@ class Session:
     def _broken(self) -> CommandResult:
         """End a sandbox that does not answer any more; raise SandboxError if its container has ended."""
         self._is_broken = True
-        _signal(self._process, signal.SIGKILL)
+        _kill(self._process)
         self._container.require_alive(ENDING_S)
         return GONE
-
-
-def _signal(process: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        signal.pidfd_send_signal(process, number)
 
 
 def end_namespace(ancestor: int) -> None:
@@ -365,9 +373,9 @@ def _expect(sender: socket.socket, what: bytes) -> int:
 
 def _kill(process: int) -> None:
     """Kill process 1 by its pidfd and wait: its end shows only after that of all others in its namespace."""
-    _signal(process, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, signal.SIGKILL)
     _is_readable(process, GRACE_S)
-    os.close(process)
 
 
 def _is_readable(file: socket.socket | int, wait_s: float) -> bool:

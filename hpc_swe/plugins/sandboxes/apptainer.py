@@ -24,6 +24,7 @@ from hpc_swe.plugins.sandboxes._local import LocalImages
 from hpc_swe.plugins.sandboxes._session import Container, Limits
 from hpc_swe.plugins.sandboxes._warm import WarmContainers
 from hpc_swe.plugins.sandboxes.base import Sandbox, add_files
+from hpc_swe.processes import allow_open_files
 from hpc_swe.records import Task
 
 _ISOLATION = ["--containall", "--no-home", "--cleanenv", "--no-mount=bind-paths", "--net", "--network=none"]
@@ -156,6 +157,7 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
         options += [word for option, _ in shown for word in ("--bind", option)]
         command = [self.executable, "-q", "exec", *options, str(image), self.python]
         targets = [target for _, target in shown]
+        allow_open_files()
         with boundary(SandboxError, f"start {self.executable}"):
             return Container(command, self.limits, self.warm_up, self.start_timeout_s, targets)
 
