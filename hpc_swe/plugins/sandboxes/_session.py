@@ -12,6 +12,7 @@ import socket
 import subprocess
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -95,6 +96,8 @@ class Container:
         self._outside: dict[int, str | None] = {}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the container runs)
         self._channel, container_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for opened in (self._errors, self._channel):  # needed after `close` too, by the container's sandboxes
+            weakref.finalize(self, opened.close)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_PASSED_INSIDE)}
         with container_end:
             self._process = subprocess.Popen(
@@ -157,7 +160,7 @@ class Container:
 
     def close(self, grace_s: float = GRACE_S) -> None:
         """End the container and wait for it. Its sandboxes end too, and find out by `require_alive`."""
-        with suppress(OSError):  # when this interpreter ends, it may be closed already
+        with suppress(OSError):  # it may be closed already, when this interpreter ends
             self._channel.shutdown(socket.SHUT_RDWR)
         if not self._has_ended(grace_s):
             self._outside = self._outside | _outside(self._process.pid)  # not in place: other threads read it
