@@ -37,10 +37,20 @@ HEADLINES = re.compile(r"reward/(mean|trained_mean)|solve/(train|eval/.*)|groups
 """Curves that are drawn a second time under FIRST, which stands at the top of the page."""
 LAYOUT = {
     "Does it learn?": {
-        "reward": ["reward/mean", "reward/trained_mean"],
+        "reward": ["reward/mean", "reward/trained_mean", "reward/shaped"],
         "solve rate": ["solve/train", "solve/eval/.*"],
         "held out, with its interval": ["solve/eval.*"],
+        "best evaluation": ["solve/best"],
+        "step of the best evaluation": ["solve/best_step"],
         "groups with signal": ["groups/signal_rate"],
+    },
+    "Which tasks are trained?": {
+        "solve rate of each part": ["taskset/solve/.*"],
+        "reward of each part": ["taskset/reward/.*"],
+        "groups of each part": ["taskset/groups/.*"],
+        "groups with signal of each part": ["taskset/signal/.*"],
+        "settled tasks": ["curriculum/settled"],
+        "passed over, and the factor of advantages": ["curriculum/passed_over", "curriculum/weight"],
     },
     "Can it be trusted?": {
         "infrastructure failures": ["episodes/infra_rate", "grader/sentinel_errors", "outcome/cheated"],
@@ -53,6 +63,7 @@ LAYOUT = {
         "loss and divergence": ["policy/loss", "policy/kl", "validation/loss"],
         "entropy": ["policy/entropy", "policy/nll"],
         "gradient": ["policy/grad_norm"],
+        "skipped, because not finite": ["policy/skipped"],
         "learning rate": ["policy/lr"],
         "length": ["episodes/tokens", "episodes/turns"],
     },

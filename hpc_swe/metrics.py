@@ -42,6 +42,7 @@ METRICS = {
     "taskset/solve/*": "share of the finished episodes of one part of a mixture that were resolved",
     "taskset/signal/*": "share of the finished groups of one part whose advantages are not all 0",
     "curriculum/passed_over": "visits at which a settled task was passed over since the last batch",
+    "curriculum/weight": "mean factor of the advantages of the trained groups, see curriculum.reweight",
     "curriculum/settled": "share of the tasks with a group so far that all or no episodes resolve",
     "staleness/mean": "batch step minus version step, mean over sampled tokens",
     "staleness/max": "batch step minus version step, largest over sampled tokens",

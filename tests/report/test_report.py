@@ -13,6 +13,7 @@ import pytest
 
 from hpc_swe import records
 from hpc_swe.errors import ConfigError, HpcSweError
+from hpc_swe.metrics import meaning
 from hpc_swe.plugins.advantages.grpo import Grpo
 from hpc_swe.records import Batch, BatchManifest, ExitStatus, ScoredEpisode
 from hpc_swe.report import curves, episodes, pages
@@ -114,6 +115,15 @@ def trained_tokens(run, step, manifest):
             ids, advantages = records.id_array(micro.token_ids), records.float_array(micro.advantages)
             found += [(int(ids[n]), round(float(advantages[n]), 4)) for n in at]
     return sorted(found)
+
+
+def test_each_curve_that_explains_what_is_trained_is_in_a_chart():
+    named = set(re.findall(r"`([a-z]+/[a-z_/*<>]+)`", (ROOT / "docs/training.md").read_text()))
+    names = sorted(name.replace("<decoding>", "greedy") for name in named if meaning(name))
+    assert len(names) > 12
+    charts = curves.charts({name: {0: 1.0} for name in names if "*" not in name})
+    shown = {curve["name"] for chart in charts for curve in chart["curves"]}
+    assert [name for name in names if name not in shown and "*" not in name] == []
 
 
 @pytest.mark.parametrize("rest", [0, 2])

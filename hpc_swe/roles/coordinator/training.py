@@ -125,6 +125,8 @@ class Training:
         self._collector.forget(consumed)
         values["reward/shaped"] = batch_metrics.mean_shaped(groups, self._settings.shaping)
         values |= {"curriculum/passed_over": passed_over, "curriculum/settled": self._tasks.settled_share}
+        factors = [history.weights.get(group, 1.0) for group in batch_plan.groups]
+        values["curriculum/weight"] = sum(factors) / len(factors)
         self._report(batch_plan.step, consumed, values, snapshot)
 
     def _report(
