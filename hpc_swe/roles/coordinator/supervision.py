@@ -131,7 +131,8 @@ class Supervision:
         self._due = snapshot.now + self.beat_s
         found = parts(snapshot, progress.step, self.steps, self.roles, self.limits)
         self._clocks.look(found, snapshot.now)
-        if self._verdict.tries and self._has_progressed(snapshot, progress.step):
+        has_progressed = self._has_progressed(snapshot, progress.step)
+        if self._verdict.tries and has_progressed:
             log.info("progressed after %d restarts of stuck parts", self._verdict.tries)
             self._publish(tries=0)
         stuck = supervision.first_stuck(found, self._clocks.still)
@@ -141,10 +142,12 @@ class Supervision:
             self._publish()
 
     def _has_progressed(self, snapshot: RunSnapshot, step: int) -> bool:
-        steps = step + snapshot.learner_step + snapshot.newest.step
+        """Tell whether there is a new result or step; steps that a restarted learner repeats are not new."""
+        farthest, known = self._progress or (step + snapshot.learner_step, None)
+        steps = max(farthest, step + snapshot.learner_step)
         results = {address.identity for address in snapshot.scan["scored"]["ready"]}
-        before, self._progress = self._progress, (steps, results)
-        return before is not None and (steps > before[0] or bool(results - before[1]))
+        self._progress = (steps, results)
+        return steps > farthest or (known is not None and bool(results - known))
 
     def _judge(self, stuck: Sequence[RunPart]) -> None:
         nodes = {node.owner: node for part in stuck for node in part.nodes}
@@ -153,7 +156,6 @@ class Supervision:
         reasons = "; ".join(dict.fromkeys(part.reason for part in stuck[:3]))
         reason = f"no progress for {still_s:.0f} s: {reasons}"
         self._clocks.restart()
-        self._progress = None
         tries = self.config.tries
         self._verdict = supervision.following(self._verdict, stuck[0].role, processes, reason, tries)
         supervision.publish(self.run, self._verdict)

@@ -164,6 +164,30 @@ def test_progress_of_the_run_forgets_earlier_tries(run):
     assert (story.verdict.number, story.verdict.tries) == (2, 1)
 
 
+def test_a_learner_that_hangs_at_the_same_step_each_time_is_given_up(run):
+    """Each restart repeats the steps before, under another incarnation, which is no progress."""
+    config = SupervisionConfig(stuck_s=100.0, tries=2)
+    watcher = Supervision(Lease(run, "coordinator", "1", 1.0), run, config, LIMITS, ROLES, 10, 10.0)
+
+    def live(incarnation: int, number: int) -> None:
+        beat, step = 13 * incarnation + number, min(number, 2)
+        shown = {"beat": beat, "loops": beat}
+        newest = WeightVersion(incarnation=incarnation, step=step)
+        nodes = [node("rollout", **shown), node("reward", **shown)]
+        nodes += [node("inference", versions=[newest], **shown)]
+        nodes += [node("learner", owner=f"learner-{incarnation}", beat=beat, step=step)]
+        watcher.look(snapshot(*nodes, now=10.0 * beat, newest=newest), Progress("the learner", 3, {}, []))
+
+    def repeat() -> None:
+        for incarnation in range(1, 9):
+            for number in range(13):
+                live(incarnation, number)
+
+    with pytest.raises(StuckRun, match="learner-3 does not finish step 2"):
+        repeat()
+    assert supervision.read(run).tries == 2
+
+
 def test_a_coordinator_that_restarts_often_finds_a_stuck_part_too(run):
     story = Story(run, tries=1)
     while not story.verdict.number:
