@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpc_swe.plugins.engines.scripted import Scripted
+from hpc_swe.plugins.policies.base import Learner, Objective, OptimizerConfig
+from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.records import Task
+from hpc_swe.records import Batch, Task
 from tests.kit.toy import Checkout
 
 
@@ -49,6 +51,23 @@ class HangingEngine(Scripted, frozen=True, kw_only=True):
     def is_healthy(self, url: str) -> bool:
         hang(self.fifos)
         return super().is_healthy(url)
+
+
+class HangingMegatron(Megatron, frozen=True, kw_only=True):
+    """Hangs in the main thread of a rank, at the begin of a step."""
+
+    fifos: str
+
+    def build(self, model: Path, optimizer: OptimizerConfig, reference: Path | None) -> Learner:
+        learner = super().build(model, optimizer, reference)
+        train = learner.train
+
+        def hanging(batch: Batch, objective: Objective) -> dict[str, float]:
+            hang(self.fifos)
+            return train(batch, objective)
+
+        learner.train = hanging
+        return learner
 
 
 def make(folder: Path, *names: str) -> None:

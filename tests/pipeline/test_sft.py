@@ -1,4 +1,4 @@
-"""A whole run on trajectories: real processes, Megatron on the CPU, and both roles killed once."""
+"""A whole run on trajectories: Megatron on the CPU, both roles killed once, and the learner hangs once."""
 
 import json
 import os
@@ -13,6 +13,8 @@ pytestmark = pytest.mark.slow
 from hpc_swe import config as configuration  # noqa: E402
 from hpc_swe.rundir import RunDir  # noqa: E402
 from hpc_swe.runs import control, existing  # noqa: E402
+from hpc_swe.store import atomic  # noqa: E402
+from tests.kit import hanging  # noqa: E402
 from tests.kit.checkout import ROOT  # noqa: E402
 from tests.kit.conversations import VIEW, calls, said, write  # noqa: E402
 from tests.kit.random_model import save_random  # noqa: E402
@@ -61,7 +63,9 @@ def trained(tmp_path_factory):
         f"sft.epochs={EPOCHS}",
         f"sft.samples_per_step={SIZE}",
         f"sft.validate_every={EVERY}",
-        "policy.tensor_parallel=1",
+        f'policy={{type="tests.kit.hanging:HangingMegatron", fifos="{folder}", device="cpu"}}',
+        'policy={tensor_parallel=1, dtype="float32"}',
+        "supervision={stuck_s=20, tries=9}",
         "learner.checkpoint_every=1000",  # so that a killed learner repeats every step
         "learner.export_every=1000",
         "learner.optimizer={lr=3e-3}",
@@ -70,15 +74,27 @@ def trained(tmp_path_factory):
     ]
     files = [ROOT / "configs/demo.toml", ROOT / "configs/demo_sft.toml"]
     run, config = RunDir(folder / "run"), configuration.read(*files, overrides=words)
-    control.start(run, config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))  # jobs find the policy there
+        control.start(run, config)
     try:
         until(lambda: len(points(run, "policy/nll")) >= 3, "some steps", 600)
         for role in ("coordinator", "learner"):
             os.kill(role_pids(run, role)[-1], signal.SIGKILL)
+        again = len(points(run, "policy/nll")) + 2
+        until(lambda: len(points(run, "policy/nll")) >= again, "steps of the next learner", 600)
+        hanging.make(folder, "learner")
         until(run.finished.exists, "the end of the run", 600)
     finally:
         control.stop(run, existing.load(run), now=True)
     return run
+
+
+def test_a_learner_that_hangs_in_a_step_is_restarted_and_its_stack_is_kept(trained):
+    stacks = [(trained.stacks / name).read_text() for name in atomic.names(trained.stacks)]
+    (stack,) = [text for text in stacks if "in wait_for_ever" in text]
+    assert "does not finish step" in stack
+    assert "roles/learner/loop.py" in stack
 
 
 def points(run: RunDir, curve: str) -> list[tuple[int, float]]:
