@@ -222,7 +222,7 @@ def processes(marker: str) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+            state = (path / "stat").read_bytes().rpartition(b")")[2].split()[0].decode()
             if state != "Z" and marker.encode() in (path / "environ").read_bytes():
                 found.append(int(path.name))
         except OSError:

@@ -58,8 +58,9 @@ def _others() -> dict[int, bytes]:
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile
-            state, _, group = (path / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(group) == os.getpgrp() and int(path.name) != os.getpid() and state != "Z":
+            # The name in it may be any bytes: anybody on this node chooses that of his processes.
+            state, _, group = (path / "stat").read_bytes().rpartition(b")")[2].split()[:3]
+            if int(group) == os.getpgrp() and int(path.name) != os.getpid() and state != b"Z":
                 found[int(path.name)] = (path / "cmdline").read_bytes()
     return found
 
