@@ -45,8 +45,13 @@ class Channel:
             os._exit(1)
 
     def close(self) -> None:
+        """Close both files, once: a child's child may have files of its own with these numbers."""
         for file in self.files:
-            os.close(file)
+            try:
+                os.close(file)
+            except OSError:  # the program has closed it
+                continue
+        self.files = []
 
     def _read(self, size: int) -> bytes:
         data = b""
