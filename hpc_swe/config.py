@@ -43,9 +43,8 @@ operated. Every other key would change what is trained."""
 def read(*paths: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Merge TOML files left to right, then one-line TOML overrides; the last wins.
 
-    Raises:
-        ConfigError: A file is missing or is not TOML, a key is unknown, a value is out of bounds, or two
-            values contradict each other; the message names the file and the key.
+    Raise ConfigError, with the file and the key, if a file is missing or is not TOML, a key is unknown, a
+    value is out of bounds, or two values contradict each other.
     """
     parts = [*((str(path), _parse(path)) for path in paths), *map(_parse_override, overrides)]
     tree: dict[str, Any] = {}

@@ -85,8 +85,7 @@ class Sampler:
     def sample(self, prompt: IdArray, sampling: Sampling, prefer: str) -> Sampled:
         """Sample until the turn ends or has `sampling.max_tokens`; `prefer` names the chain's engine.
 
-        Raises:
-            EngineError: No engine made progress in time, or one gave an answer that cannot be trusted.
+        Raise EngineError if no engine made progress in time, or if an answer cannot be trusted.
         """
         done, timer = Sampled(engine=prefer), _ProgressTimer(self._wait_s)
         while True:
