@@ -28,7 +28,7 @@ TEST_NAME = 70
 BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe": 3_480,
     "hpc_swe/conversation": 1_150,
-    "hpc_swe/demo": 320,
+    "hpc_swe/demo": 325,
     "hpc_swe/doctor": 1_240,
     "hpc_swe/evaluation": 520,
     "hpc_swe/plugins": 1_560,

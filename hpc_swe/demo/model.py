@@ -8,13 +8,14 @@ import argparse
 import itertools
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from hpc_swe import cli, plugins
 from hpc_swe.conversation.template import ChatTemplate
+from hpc_swe.records import Message
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
@@ -32,12 +33,31 @@ WORDS = r'[{}",: ]*"[{}",: ]*| {2,}| ?[A-Za-z]+|[0-9]|[<>=]=|\n *|[^\sA-Za-z0-9]
 TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
 
 
-def texts(folder: Path) -> Iterator[str]:
-    """Yield the texts between the control tokens of demonstrations rendered by the folder's template."""
+def make(
+    folder: Path, conversations: Iterable[Sequence[Message]], seed: int, words: str = WORDS, **sizes: float
+) -> str:
+    """Make the model's folder, completely or not at all, with a tokenizer for these conversations.
+
+    Return the numbers of its parameters and of its tokens.
+    """
+    made = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = make_tokenizer(texts(made, conversations), words=words)
+    save_tokenizer(tokenizer, made)
+    parameters = save_model(tokenizer, made, seed, **sizes)
+    for path in made.iterdir():
+        path.chmod(0o644)  # save_pretrained lets only their owner read the weights
+    made.rename(folder)
+    return f"{parameters:,} parameters, {tokenizer.get_vocab_size()} tokens"
+
+
+def texts(folder: Path, conversations: Iterable[Sequence[Message]]) -> Iterator[str]:
+    """Yield the texts between the control tokens of conversations rendered by the folder's template."""
     template = ChatTemplate(folder, {})
-    bugs = plugins.load("tasksets", {"type": "bugs"})
     split = re.compile("|".join(map(re.escape, CONTROL + MARKS)))
-    for messages in itertools.islice(bugs.demonstrations(seed=0), CONVERSATIONS):
+    for messages in conversations:
         yield from split.split(template.render(messages, "", generate=False).text)
 
 
@@ -102,7 +122,7 @@ def save_model(tokenizer: Tokenizer, folder: Path, seed: int, **sizes: float) ->
 
 @cli.command
 def main() -> None:
-    """Make the model's folder, completely or not at all."""
+    """Make the folder that the command line names."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m hpc_swe.demo.model", description=__doc__, formatter_class=raw)
     parser.add_argument("--out", type=Path, required=True)
@@ -110,17 +130,10 @@ def main() -> None:
     context = SIZES["max_position_embeddings"]
     parser.add_argument("--context", type=int, default=context, help="longest conversation in tokens")
     options = cli.parse(parser)
-    folder = options.out.with_name(f"{options.out.name}.tmp")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    tokenizer = make_tokenizer(texts(folder))
-    save_tokenizer(tokenizer, folder)
-    parameters = save_model(tokenizer, folder, options.seed, max_position_embeddings=options.context)
-    for path in folder.iterdir():
-        path.chmod(0o644)  # save_pretrained lets only their owner read the weights
-    folder.rename(options.out)
-    print(f"{options.out}: {parameters:,} parameters, {tokenizer.get_vocab_size()} tokens")
+    bugs = plugins.load("tasksets", {"type": "bugs"})
+    conversations = itertools.islice(bugs.demonstrations(seed=0), CONVERSATIONS)
+    size = make(options.out, conversations, options.seed, max_position_embeddings=options.context)
+    print(f"{options.out}: {size}")
 
 
 if __name__ == "__main__":
