@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.advantages.base import Advantage
 from hpc_swe.plugins.agents.base import Agent
 from hpc_swe.plugins.engines.base import Engine
@@ -34,11 +35,20 @@ class TasksConfig(Record, frozen=True, kw_only=True):
     """Index of the first held-out task, so that model selection and final report can use different ones."""
 
     def take(self, taskset: Taskset) -> dict[Split, list[Task]]:
-        """Return the tasks of each split; fewer where the taskset has fewer."""
-        return {
-            "train": list(islice(taskset.load("train"), self.train)),
-            "eval": list(islice(taskset.load("eval"), self.eval_from, self.eval_from + self.eval)),
-        }
+        """Return the tasks of each split; fewer where the taskset has fewer.
+
+        Raise ConfigError if two tasks have one name, by which workers would find only one of them.
+        """
+        train = list(islice(taskset.load("train"), self.train))
+        held_out = list(islice(taskset.load("eval"), self.eval_from, self.eval_from + self.eval))
+        by_id = {task.task_id: task for task in train}
+        for task in held_out:
+            if by_id.get(task.task_id, task) != task:
+                raise ConfigError(
+                    f"[taskset] a training task and another held-out task are both called {task.task_id!r}: "
+                    "rename one of them"
+                )
+        return {"train": train, "eval": held_out}
 
 
 class GroupsConfig(Record, frozen=True, kw_only=True):

@@ -13,7 +13,10 @@ _parsing = threading.Lock()
 def parse(source: str | bytes) -> ast.Module:
     """Parse a module as `ast.parse` does, one thread at a time; a text may begin with a byte order mark.
 
-    Raise SyntaxError if it is not Python, and ValueError if it holds a null byte.
+    Raise SyntaxError if it is not Python or nested too deeply, and ValueError if it holds a null byte.
     """
     with _parsing:
-        return ast.parse(source.removeprefix("\ufeff") if isinstance(source, str) else source)
+        try:
+            return ast.parse(source.removeprefix("\ufeff") if isinstance(source, str) else source)
+        except (RecursionError, MemoryError):
+            raise SyntaxError("it is nested too deeply") from None

@@ -19,7 +19,7 @@ from hpc_swe.errors import ConfigError, CorruptRecord, StorageError
 from hpc_swe.plugins import task_checks
 from hpc_swe.plugins.executors.base import own_environment
 from hpc_swe.plugins.sandboxes.base import ImageSandboxes
-from hpc_swe.plugins.tasksets.base import CheckedTasks, Referenced, WithChangedTests
+from hpc_swe.plugins.tasksets.base import CheckedTasks, Composed, Referenced, WithChangedTests
 from hpc_swe.records import RunManifest, Split, Task
 from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.runs import trajectories as conversations
@@ -212,6 +212,22 @@ def take(config: RunConfig) -> Taken:
     return Taken(_take_tasks(config))
 
 
+def _require_checked(config: RunConfig, tasks: Sequence[Task]) -> None:
+    """Log if nobody has checked the tasks; raise ConfigError if their images are not the checked ones."""
+    taskset = config.taskset
+    parts = [*taskset.by_part(tasks)] if isinstance(taskset, Composed) else [(taskset, [*tasks])]
+    for part, own in parts:
+        if not own or not isinstance(part, CheckedTasks):
+            continue
+        if not part.checked:
+            where = "taskset" if part is taskset else f"taskset.parts.{own[0].taskset}"
+            log.warning(
+                "[%s] checked is not set: nobody has checked these tasks, none has a second sitting", where
+            )
+        elif isinstance(config.sandbox, ImageSandboxes):
+            task_checks.require_images(part.checked, own, Path(config.sandbox.images))
+
+
 def _take_tasks(config: RunConfig) -> Mapping[Split, Sequence[Task]]:
     """Return the run's tasks; log when there are fewer than asked for.
 
@@ -219,11 +235,7 @@ def _take_tasks(config: RunConfig) -> Mapping[Split, Sequence[Task]]:
     """
     wanted = config.tasks
     taken = wanted.take(config.taskset)
-    if isinstance(config.taskset, CheckedTasks) and not config.taskset.checked:
-        log.warning("[taskset] checked is not set: nobody has checked these tasks, none has a second sitting")
-    elif isinstance(config.taskset, CheckedTasks) and isinstance(config.sandbox, ImageSandboxes):
-        all_tasks = [*taken["train"], *taken["eval"]]
-        task_checks.require_images(config.taskset.checked, all_tasks, Path(config.sandbox.images))
+    _require_checked(config, [*taken["train"], *taken["eval"]])
     if config.mode == "eval" and not taken["eval"]:
         raise ConfigError(
             f"tasks.eval = {wanted.eval} (--tasks), tasks.eval_from = {wanted.eval_from}: [taskset] has no "

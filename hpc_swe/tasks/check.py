@@ -30,7 +30,7 @@ from hpc_swe.plugins.hidden_tests import Version
 from hpc_swe.plugins.patch import apply
 from hpc_swe.plugins.sandboxes.base import ImageSandboxes, Sandboxes, WatchedSandboxes
 from hpc_swe.plugins.task_checks import TAKEN, Kind, Seconds, TaskCheck
-from hpc_swe.plugins.tasksets.base import CheckedTasks, Referenced
+from hpc_swe.plugins.tasksets.base import CheckedTasks, Composed, Referenced
 from hpc_swe.records import Score, Task
 from hpc_swe.settings import RunConfig
 from hpc_swe.tables import bars, console, say
@@ -173,7 +173,7 @@ def _run_bare(task: Task, reference: str, sandboxes: Sandboxes) -> tuple[float, 
 def wanted(config: RunConfig) -> tuple[list[Task], dict[str, str]]:
     """Return the tasks that a run would take if all were usable, and the references that are known."""
     taskset = config.taskset
-    if isinstance(taskset, CheckedTasks):
+    if isinstance(taskset, CheckedTasks | Composed):
         taskset = taskset.unchecked()
     if not isinstance(taskset, Referenced):
         raise ConfigError(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from hpc_swe.errors import ConfigError
+from hpc_swe.errors import ConfigError, boundary
 from hpc_swe.plugins.swebench_rows import columns, read_records
 from hpc_swe.plugins.syntax import parse
 from hpc_swe.plugins.visible_tests import TESTS
@@ -86,20 +86,27 @@ def read(path: Path) -> Iterator[tuple[str, Program]]:
         ConfigError: A row has none of the shapes, or the folder holds no program.
     """
     if path.is_dir():
-        folders = [each for each in sorted(path.iterdir()) if (each / TESTS).is_file()]
+        with boundary(ConfigError, f"read {path}"):
+            folders = [each for each in sorted(path.iterdir()) if (each / TESTS).is_file()]
         if not folders:
             raise ConfigError(f"{path}: no folder in it holds a {TESTS}")
         yield from ((str(folder), _of_folder(folder)) for folder in folders)
         return
     for where, record in read_records(path):
         try:
-            yield where, _of_row(msgspec.convert(columns(record), _Row))
-        except (msgspec.MsgspecError, ValueError, SyntaxError) as error:
+            given = {name: value for name, value in columns(record).items() if value is not None}
+            yield where, _of_row(msgspec.convert(given, _Row))
+        except (msgspec.MsgspecError, ValueError, SyntaxError, RecursionError) as error:
             raise ConfigError(f"{where}: {error}") from None
 
 
 def _of_folder(folder: Path) -> Program:
-    files = _texts(folder)
+    with boundary(ConfigError, f"read {folder}"):
+        files = _texts(folder)
+    if TESTS not in files:
+        raise ConfigError(
+            f"{folder / TESTS}: it has more than {MOST_BYTES} bytes or is not UTF-8; divide or convert it"
+        )
     return Program(
         task_id=folder.name,
         statement=STATEMENT,
@@ -128,6 +135,8 @@ def _of_row(row: _Row) -> Program:
     Raises:
         ValueError: The row has none of the shapes, or its entrypoint does not run pytest.
     """
+    if not row.task_id.strip():
+        raise ValueError("task_id is empty")
     if row.buggy_solution:
         return _of_humaneval(row)
     files = _by_path(row.extra_info.files if row.extra_info else row.files)
@@ -160,7 +169,19 @@ def _test_paths(task_id: str, entrypoint: str) -> list[str]:
 
 
 def _by_path(files: Iterable[File]) -> dict[str, str]:
-    return {file.path: file.content for file in files}
+    """Return path -> text.
+
+    Raises:
+        ValueError: A path occurs twice, or is not one of a file below the work directory.
+    """
+    found: dict[str, str] = {}
+    for file in files:
+        if file.path in found:
+            raise ValueError(f"{file.path!r} occurs twice among the files")
+        if not file.path.isprintable() or {"", ".", ".."} & {*file.path.split("/")}:
+            raise ValueError(f"{file.path!r} is not the path of a file below the work directory")
+        found[file.path] = file.content
+    return found
 
 
 def _of_humaneval(row: _Row) -> Program:

@@ -48,6 +48,17 @@ class Weighted(Protocol):
 
 
 @runtime_checkable
+class Composed(Taskset, Referenced, Protocol):
+    """A taskset takes its tasks from others, each of which may have a file of task checks."""
+
+    def by_part(self, tasks: Iterable[Task]) -> Iterable[tuple[Taskset, list[Task]]]:
+        """Return each part with its own ones of the tasks, whose `taskset` is the name of their part."""
+
+    def unchecked(self) -> "Composed":
+        """Return the taskset of all tasks of all parts, checked or not."""
+
+
+@runtime_checkable
 class CheckedTasks(Taskset, Referenced, Protocol):
     """A taskset that can leave out the tasks that `hpc_swe.tasks.check` did not find usable."""
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin, load
-from hpc_swe.plugins.tasksets.base import Referenced, Taskset, WithChangedTests
+from hpc_swe.plugins.tasksets.base import CheckedTasks, Composed, Referenced, Taskset, WithChangedTests
 from hpc_swe.records import Split, Task
 
 
@@ -18,13 +18,18 @@ class Mixture(Plugin, frozen=True, kw_only=True):
     """Name -> the table of a taskset: its type and keys, and a `weight`, which is 1.0 if it is not given."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a part that is no taskset, and ValueError for a weight that is not > 0."""
+        """Raise ConfigError for a part that is no taskset, and ValueError for a weight that is not > 0.
+
+        A mixture cannot be a part, since a task names only one part.
+        """
         if not self.parts:
             raise ValueError("parts is empty; add for example [taskset.parts.easy]")
         for name, weight in self.weights.items():
             if type(weight) not in (int, float) or not 0 < weight < float("inf"):
                 raise ValueError(f"parts.{name}.weight = {weight!r}: it must be a positive number")
-        self._tasksets()
+        for name, taskset in self._tasksets().items():
+            if isinstance(taskset, Composed):
+                raise ValueError(f"parts.{name} is a mixture too: list its parts here, with their weights")
 
     @property
     def weights(self) -> dict[str, float]:
@@ -54,7 +59,7 @@ class Mixture(Plugin, frozen=True, kw_only=True):
         """Return the right patches of the parts that know some."""
         return {
             task_id: patch
-            for taskset, own in self._by_part(tasks)
+            for taskset, own in self.by_part(tasks)
             if isinstance(taskset, Referenced)
             for task_id, patch in taskset.references(own).items()
         }
@@ -63,12 +68,21 @@ class Mixture(Plugin, frozen=True, kw_only=True):
         """Return the versions of hidden tests of the parts that know some."""
         return {
             task_id: versions
-            for taskset, own in self._by_part(tasks)
+            for taskset, own in self.by_part(tasks)
             if isinstance(taskset, WithChangedTests)
             for task_id, versions in taskset.changed_tests(own).items()
         }
 
-    def _by_part(self, tasks: Iterable[Task]) -> Iterator[tuple[Taskset, list[Task]]]:
+    def unchecked(self) -> "Mixture":
+        """Return the mixture of all tasks, checked or not."""
+        parts = self._tasksets().items()
+        checked = [name for name, taskset in parts if isinstance(taskset, CheckedTasks)]
+        return replace(
+            self, parts=self.parts | {name: self.parts[name] | {"checked": ""} for name in checked}
+        )
+
+    def by_part(self, tasks: Iterable[Task]) -> Iterator[tuple[Taskset, list[Task]]]:
+        """Yield each part with its own ones of the tasks."""
         found = list(tasks)
         for name, taskset in self._tasksets().items():
             yield taskset, [task for task in found if task.taskset == name]

@@ -11,6 +11,7 @@ from hpc_swe.plugins.graders.pytest import Pytest
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.plugins.tasksets.programs import Programs, tree
 from hpc_swe.plugins.visible_tests import ids_of_tests
+from hpc_swe.settings import TasksConfig
 
 DATA = Path(os.environ.get("HPC_SWE_DATA", "../../shared/data"))
 WRONG, RIGHT = "def half(x):\n    return x // 3\n", "def half(x):\n    return x // 2\n"
@@ -111,6 +112,19 @@ def test_ids_in_a_row_are_kept_and_hidden_by_their_functions(tmp_path: Path) -> 
             '{"task_id": "a", "files": [{"path": "test.py", "content": "def f(:"}], "fail_to_pass": ["b"]}',
             "rows.jsonl:1: invalid syntax",
         ),
+        ('{"task_id": " ", "files": [{"path": "test.py", "content": ""}]}', "task_id is empty"),
+        ('{"task_id": "a", "files": [{"path": "../x.py", "content": ""}]}', "below the work directory"),
+        ('{"task_id": "a", "files": [{"path": "/etc/x", "content": ""}]}', "below the work directory"),
+        ('{"task_id": "a", "files": [{"path": "a\\u0000b", "content": ""}]}', "below the work directory"),
+        (
+            '{"task_id": "a", "files": [{"path": "x", "content": ""}, {"path": "x", "content": "1"}]}',
+            "'x' occurs twice",
+        ),
+        ('{"task_id": "a", "files": null, "extra_info": null}', "needs extra_info.files"),
+        (
+            json.dumps({"task_id": "a", "buggy_solution": "x", "test": "x = " + "(" * 9000}),
+            "too many nested|nested too deeply",
+        ),
     ],
 )
 def test_a_bad_row_is_one_error_that_names_its_line(tmp_path: Path, line: str, complaint: str) -> None:
@@ -121,6 +135,35 @@ def test_a_bad_row_is_one_error_that_names_its_line(tmp_path: Path, line: str, c
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"no folder in it holds a test.py"):
         list(Programs(eval=str(tmp_path / "empty")).load("eval"))
+
+
+@pytest.mark.parametrize("content", [b"#" * 1_000_001, b"# caf\xe9\n"])
+def test_tests_that_cannot_be_part_of_a_task_are_one_clear_error(tmp_path: Path, content: bytes) -> None:
+    folder(tmp_path, "one")
+    (tmp_path / "one/test.py").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"one/test\.py: it has more than 1000000 bytes or is not UTF-8"):
+        list(Programs(train=str(tmp_path)).load("train"))
+
+
+def test_a_test_that_is_nested_deeply_is_no_traceback(tmp_path: Path) -> None:
+    """Python reads this assertion, but cannot write it."""
+    deep = "def test_a():\n    assert f() == " + " + ".join(["1"] * 1800) + "\n    assert f()\n"
+    folder(tmp_path, "one", **{"test.py": deep})
+    folder(tmp_path, "two", **{"test.py": deep.replace("1800", "x") + "x = " + "[" * 5000 + "]" * 5000})
+    (task,) = Programs(train=str(tmp_path)).load("train")
+    assert task.tests.fail_to_pass == ["test.py::test_a"]
+
+
+def test_two_different_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
+    """A worker looks a task up by its name, and would train on the held-out one."""
+    folder(tmp_path / "train", "half")
+    folder(tmp_path / "eval", "half", **{"half_code.py": RIGHT})
+    folder(tmp_path / "eval", "other")
+    take = TasksConfig(train=1, eval=2).take
+    with pytest.raises(ConfigError, match="another held-out task are both called 'half'"):
+        take(Programs(train=str(tmp_path / "train"), eval=str(tmp_path / "eval")))
+    same = take(Programs(train=str(tmp_path / "train"), eval=str(tmp_path / "train")))
+    assert same["train"] == same["eval"]
 
 
 @pytest.mark.parametrize(
