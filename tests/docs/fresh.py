@@ -121,6 +121,7 @@ RULES = (
         NETWORK,
     ),
     (r"python -m hpc_swe\.tasks\.make_bugs .*", LOOKED_UP, MINUTES),
+    (r"python -m hpc_swe\.tasks\.check configs/swepdb\.toml .*", LOOKED_UP, "needs the rows of the hub"),
     (r".*configs/swebench\.toml.*", LOOKED_UP, "needs the rows of the hub"),
     (r"python -m hpc_swe\.evaluate configs/swepdb\.toml .*", LOOKED_UP, CLUSTER),
     (r"python -m hpc_swe\.evaluate kodcode .*", LOOKED_UP, "needs a model and its engine"),

@@ -16,7 +16,10 @@ from tests.kit.checkout import IMAGES, ROOT, environment
 
 PAGE = ROOT / "docs/your_repository.md"
 LIMIT_S = 1500
-SHORTER = {r'versions=".* (\S+ \S+)"': r'versions="\1"', r"(hpc_swe\.tasks\.check .*)": r"\1 --runs 1"}
+SHORTER = {
+    r"for version in (?:.|\n)* (\S+ \S+); do": r"for version in \1; do",
+    r"(hpc_swe\.tasks\.check .*)": r"\1 --runs 1",
+}
 """Parts of the page's commands, and what a test types instead of them to be quick."""
 
 
@@ -41,7 +44,7 @@ def type_in(folder: Path, block: str) -> str:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     me = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     done = subprocess.run(
-        ["bash", "-e", "-o", "pipefail", "-c", block],
+        ["sh", "-e", "-c", block],
         cwd=folder,
         env=environment(PATH=path, **me),
         stdout=subprocess.PIPE,
