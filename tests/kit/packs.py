@@ -16,7 +16,8 @@ PROGRAMS = (
         "Count the vowels; in the word gr\u00f6\u00dfe there are two.",
         "    return sum(sign in 'aeiou\u00e4\u00f6\u00fc' for sign in text.lower())\n",
         "    return sum(sign in 'aeiou' for sign in text.lower())\n",
-        "    assert vowels('gr\u00f6\u00dfe') == 2\n    assert vowels('sky') == 0\n    assert vowels('AI') == 2\n",
+        "    assert vowels('gr\u00f6\u00dfe') == 2\n"
+        "    assert vowels('sky') == 0\n    assert vowels('AI') == 2\n",
     ),
     (
         "def digits(number):",

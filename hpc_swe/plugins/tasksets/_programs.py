@@ -13,7 +13,7 @@ import msgspec
 
 from hpc_swe.errors import ConfigError, boundary
 from hpc_swe.plugins.swebench_rows import columns, read_records
-from hpc_swe.plugins.syntax import parse
+from hpc_swe.plugins.syntax import parse, require_shallow
 from hpc_swe.plugins.visible_tests import TESTS
 
 FIXED = ".fixed"
@@ -107,6 +107,10 @@ def _of_folder(folder: Path) -> Program:
         raise ConfigError(
             f"{folder / TESTS}: it has more than {MOST_BYTES} bytes or is not UTF-8; divide or convert it"
         )
+    try:
+        _require_readable(files[TESTS])
+    except SyntaxError as error:
+        raise ConfigError(f"{folder / TESTS}: {error}") from None
     return Program(
         task_id=folder.name,
         statement=STATEMENT,
@@ -147,6 +151,8 @@ def _of_row(row: _Row) -> Program:
     tests = full or {path: files.get(path, "") for path in _test_paths(row.task_id, entrypoint)}
     if row.fail_to_pass:
         _ = [parse(text) for text in tests.values()]  # the tests have ids, so they must be Python
+    for text in tests.values():
+        _require_readable(text)
     return Program(
         task_id=row.task_id,
         statement=row.problem_statement or STATEMENT,
@@ -158,6 +164,15 @@ def _of_row(row: _Row) -> Program:
         fixed=_by_path(row.fixed),
         absent=row.absent,
     )
+
+
+def _require_readable(text: str) -> None:
+    """Raise SyntaxError for tests that are nested too deeply; what is no Python at all names no tests."""
+    try:
+        tree = parse(text)
+    except (SyntaxError, ValueError):
+        return
+    require_shallow(tree)
 
 
 def _test_paths(task_id: str, entrypoint: str) -> list[str]:

@@ -110,7 +110,6 @@ class Module:
 
         Raises:
             SyntaxError: It is not Python.
-            RecursionError: Its expressions are nested too deeply.
         """
         self.data = text.encode()
         self._starts = [0]
@@ -160,7 +159,7 @@ class Module:
         try:
             body = parse(b"if 1:\n" + data if indented else data).body
             return _digest(body[0].body[0] if isinstance(body[0], ast.If) else body[0])
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+        except (SyntaxError, ValueError):
             return ""
 
 

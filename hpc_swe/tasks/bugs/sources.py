@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins.syntax import parse
+from hpc_swe.plugins.syntax import parse, require_shallow
 from hpc_swe.tasks.bugs import docstrings
 from hpc_swe.tasks.bugs.docstrings import DOCTESTS
 
@@ -235,9 +235,9 @@ def _code(path: Path) -> str:
 
 def _require_python(path: Path, text: str) -> None:
     try:
-        parse(text.encode())
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _Unusable(f"{path}: it is no Python that this interpreter reads: {error}") from None
+        require_shallow(parse(text.encode()))
+    except (SyntaxError, ValueError) as error:
+        raise _Unusable(f"{path}: it is no Python that can be used: {error}") from None
 
 
 def _text(path: Path) -> str:

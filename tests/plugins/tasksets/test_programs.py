@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.graders._sealed import seal
 from hpc_swe.plugins.graders.pytest import Pytest
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.plugins.tasksets.programs import Programs, tree
@@ -145,13 +146,17 @@ def test_tests_that_cannot_be_part_of_a_task_are_one_clear_error(tmp_path: Path,
         list(Programs(train=str(tmp_path)).load("train"))
 
 
-def test_a_test_that_is_nested_deeply_is_no_traceback(tmp_path: Path) -> None:
-    """Python reads this assertion, but cannot write it."""
-    deep = "def test_a():\n    assert f() == " + " + ".join(["1"] * 1800) + "\n    assert f()\n"
-    folder(tmp_path, "one", **{"test.py": deep})
-    folder(tmp_path, "two", **{"test.py": deep.replace("1800", "x") + "x = " + "[" * 5000 + "]" * 5000})
-    (task,) = Programs(train=str(tmp_path)).load("train")
-    assert task.tests.fail_to_pass == ["test.py::test_a"]
+def test_tests_that_are_nested_too_deeply_are_refused_before_a_grader_fails(tmp_path: Path) -> None:
+    """Python reads this assertion, but cannot write it, as the grader does to take out the expected value."""
+    deep = "def test_a():\n    assert f() == " + " + ".join(["1"] * 400) + "\n"
+    with pytest.raises(RecursionError):
+        seal(deep)
+    folder(tmp_path / "folders", "one", **{"test.py": deep})
+    files = [{"path": "test.py", "content": deep}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"task_id": "a", "files": files}) + "\n")
+    for source in (tmp_path / "folders", tmp_path / "rows.jsonl"):
+        with pytest.raises(ConfigError, match="it is nested too deeply: 40. levels, of 150"):
+            list(Programs(train=str(source)).load("train"))
 
 
 def test_two_different_tasks_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -1,17 +1,13 @@
 """Code that others wrote is found as it is: what cannot be used is named, and the rest becomes sources."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.tasks.bugs import docstrings
-from hpc_swe.tasks.bugs.mutations import Module
 from hpc_swe.tasks.bugs.originals import removals
 from hpc_swe.tasks.bugs.sources import Search
-from hpc_swe.tasks.bugs.surveys import Survey
-from hpc_swe.tasks.make_bugs import candidates
 
 CODE = "def double(x):\n    return x * 2\n"
 TEST = "from code_of_mine import double\n\n\ndef test_two():\n    assert double(1) == 2\n"
@@ -87,15 +83,15 @@ def test_a_word_that_names_nothing_is_one_error(folder, monkeypatch, word, compl
         Search(folder.parent).find([word])
 
 
-def test_a_module_that_is_nested_too_deeply_is_counted(folder):
-    deep = "def total():\n    return " + " + ".join(["1"] * 2 * sys.getrecursionlimit()) + "\n"
-    (folder / "code_of_mine.py").write_text(deep)
-    (source,) = Search().find([str(folder)])
-    with pytest.raises(RecursionError):
-        Module(deep)
-    found, left_out = candidates([(source, Survey(name=source.name))], 3, 0)
-    assert not found
-    assert left_out == {"modules with expressions that are nested too deeply": 1}
+def test_code_that_is_nested_too_deeply_is_left_out(folder):
+    """Python reads it, but cannot write its syntax tree."""
+    (folder / "deep.py").write_text("def total():\n    return " + " + ".join(["1"] * 1000) + "\n")
+    (folder / "test_deep.py").write_text("def test_a():\n    assert " + "not " * 200 + "0\n")
+    search = Search()
+    (source,) = search.find([str(folder)])
+    assert source.tests == ("test_code.py",)
+    assert {path.name for path in search.left_out} == {"deep.py", "test_deep.py"}
+    assert all("nested too deeply" in why for why in search.left_out.values())
 
 
 EXAMPLES = '''"""A module.
