@@ -146,7 +146,7 @@ def test_tests_that_cannot_be_part_of_a_task_are_one_clear_error(tmp_path: Path,
         list(Programs(train=str(tmp_path)).load("train"))
 
 
-def test_tests_that_are_nested_too_deeply_are_refused_before_a_grader_fails(tmp_path: Path) -> None:
+def test_tests_that_are_nested_too_deeply_for_a_grader_are_refused(tmp_path: Path) -> None:
     """Python reads this assertion, but cannot write it, as the grader does to take out the expected value."""
     deep = "def test_a():\n    assert f() == " + " + ".join(["1"] * 400) + "\n"
     with pytest.raises(RecursionError):
