@@ -52,9 +52,13 @@ def collect(children: Sequence[int], folder: Path) -> str:
 
 
 def _answers(pid: int) -> bool:
-    """Return whether the process has a handler: the signal would end another one without a word."""
-    masks = [line.split()[1] for line in _read(pid, "status").splitlines() if line.startswith("SigCgt:")]
-    return bool(masks) and bool(int(masks[0], 16) >> (SIGNAL - 1) & 1)
+    """Return whether the process handles the signal, which would end another one without a word.
+
+    A process that blocks it waits for it in a thread, as srun does, which forwards it to all ranks.
+    """
+    masks = [line.split() for line in _read(pid, "status").splitlines()]
+    handled = [int(words[1], 16) for words in masks if words[0] in ("SigCgt:", "SigBlk:")]
+    return any(mask >> (SIGNAL - 1) & 1 for mask in handled)
 
 
 def _await(folder: Path, count: int) -> None:
@@ -65,7 +69,7 @@ def _await(folder: Path, count: int) -> None:
         if len(sizes) >= count and sizes == before:
             return
         before = sizes
-        time.sleep(0.1)
+        time.sleep(0.3)
 
 
 def _state(pid: int) -> str:
