@@ -1,6 +1,6 @@
 # Every verb is safe to repeat: what is already there is found in a moment and left alone.
 .DEFAULT_GOAL := help
-.PHONY: setup image agents demo test cluster check clean help
+.PHONY: setup image agents demo test quick cluster check clean help
 
 setup:  ## packages, .venv and Apptainer; as root it installs what the machine lacks
 	containers/setup.sh
@@ -23,6 +23,9 @@ test: image  ## every test that this machine can run
 cluster: setup  ## a shell on a Slurm cluster of six nodes, here and for as long as the shell lasts
 	tests/kit/cluster/install.sh
 	.venv/bin/python -m tests.kit.cluster shell
+
+quick: setup  ## the tests that a developer runs between two edits
+	tests/quick.sh
 
 check: setup  ## style, types and the direction of imports
 	.venv/bin/ruff check && .venv/bin/ruff format --check && .venv/bin/mypy && .venv/bin/lint-imports

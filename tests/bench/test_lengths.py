@@ -7,6 +7,7 @@ from tests.bench.lengths import LOADS, RULES, row
 MEAN_S = 1200.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", LOADS[2:], ids=lambda load: load.name)
 def test_trained_and_finished_episodes_are_as_long_as_those_asked_for(load):
     found = row(load, RULES[-1], 1, MEAN_S)

@@ -243,6 +243,7 @@ def test_the_repair_is_paid_whatever_else_the_agent_left_lying_about(grade):
     assert grade(mod__py=RIGHT, **rest).outcome == "resolved"
 
 
+@pytest.mark.slow
 def test_another_wrong_answer_is_wrong_and_no_cheat(grade):
     for operator in ("-", "*", "//", "|", "^", "<"):
         score = grade(mod__py=RIGHT.replace("+", operator) + "\n")
@@ -254,6 +255,7 @@ def test_no_change_is_no_submission_and_starts_nothing(grade):
     assert (score.outcome, score.reward) == ("no_submission", 0.0)
 
 
+@pytest.mark.slow
 def test_sleeping_past_the_limit_is_unresolved_after_a_second_try(grade):
     task = msgspec.structs.replace(TASK, tests=msgspec.structs.replace(TASK.tests, timeout_s=1.0))
     score = grade(task, mod__py="import time\ndef add(a, b): time.sleep(60)\n")
@@ -305,6 +307,7 @@ def test_canonical_texts_are_equal_exactly_when_values_are(one, other):
     assert canonical(copy.deepcopy(one)) == canonical(one)
 
 
+@pytest.mark.slow
 def test_parametrized_and_fixture_tests_are_judged_by_name(grade):
     tests = """import pytest
 from mod import add

@@ -44,10 +44,15 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def rows(tmp_path: Path) -> str:
-    files = [{"path": "test.py", "content": "def test_a(): assert 1 == 1"}, {"path": "a.py", "content": ""}]
-    made = [{"task_id": str(n), "problem_statement": "", "extra_info": {"files": files}} for n in range(3)]
-    pq.write_table(pa.Table.from_pylist(made), tmp_path / "rows.parquet")
-    return f'taskset={{type="kodcode", train="{tmp_path}/rows.parquet", eval="{tmp_path}/rows.parquet"}}'
+    for split in ("train", "eval"):
+        files = [{"path": "test.py", "content": f"def test_{split}(): assert 1 == 1"}]
+        files += [{"path": "a.py", "content": ""}]
+        made = [
+            {"task_id": f"{split}-{n}", "problem_statement": "", "extra_info": {"files": files}}
+            for n in range(3)
+        ]
+        pq.write_table(pa.Table.from_pylist(made), tmp_path / f"{split}.parquet")
+    return f'taskset={{type="kodcode", train="{tmp_path}/train.parquet", eval="{tmp_path}/eval.parquet"}}'
 
 
 def script(

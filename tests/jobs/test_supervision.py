@@ -9,6 +9,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from hpc_swe import config as configuration
 from hpc_swe.errors import StuckRun
 from hpc_swe.processes import MEETING
@@ -53,6 +55,7 @@ def pids(*notes: Path) -> list[int]:
     return [int(word) for note in notes if note.exists() for word in note.read_text().split()]
 
 
+@pytest.mark.slow
 def test_ranks_of_which_one_hangs_inside_a_library_start_again_with_stacks(run, tmp_path):
     notes, codes = [tmp_path / "0", tmp_path / "1"], []
     keeper(run, codes, *[python(BEGIN + NOTE + HANGS, note, 1) for note in notes])
@@ -66,6 +69,7 @@ def test_ranks_of_which_one_hangs_inside_a_library_start_again_with_stacks(run, 
     assert supervision.read(run).number == 1
 
 
+@pytest.mark.slow
 def test_a_verdict_that_gives_up_ends_the_job_for_good(run, tmp_path):
     codes: list[int] = []
     keeper(run, codes, python(BEGIN + NOTE + HANGS, tmp_path / "0", 9))
@@ -77,6 +81,7 @@ def test_a_verdict_that_gives_up_ends_the_job_for_good(run, tmp_path):
     assert run.stack(1, "learner-1-aa").exists()
 
 
+@pytest.mark.slow
 def test_verdicts_about_others_and_from_before_are_nobody_s_order(run, tmp_path):
     codes: list[int] = []
     accuse(run, 3, 1)
@@ -91,6 +96,7 @@ def test_verdicts_about_others_and_from_before_are_nobody_s_order(run, tmp_path)
     assert (pids(tmp_path / "0"), atomic.names(run.stacks)) == ([pid], [])
 
 
+@pytest.mark.slow
 def test_a_coordinator_whose_main_loop_stands_still_is_found_by_its_keeper(run, tmp_path):
     """It beats on; the second start turns its loop until it ends."""
     lives = (

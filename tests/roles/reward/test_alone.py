@@ -59,6 +59,7 @@ def test_a_slow_grading_that_shows_signs_of_life_is_awaited():
     assert watch(child(text), episode(0, "text"), -0.5, SHORT).outcome == "resolved"
 
 
+@pytest.mark.slow
 def test_a_living_process_without_progress_blames_the_submission_at_last():
     """Signs of life alone do not help it, and progress does."""
     lives = "for _ in range(600): time.sleep(0.5); os.write(1, b'.')\n"

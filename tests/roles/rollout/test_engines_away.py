@@ -43,6 +43,7 @@ def see_beats(made: Company, beats: int) -> None:
     until(lambda: lease_of(made).beat >= last, "beats")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_written", [False, True], ids=["no table", "none listed"])
 def test_without_an_engine_nothing_is_claimed_and_no_attempt_is_burned(
     made: Company, is_written: bool
