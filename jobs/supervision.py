@@ -49,7 +49,11 @@ class VerdictReader:
         self._children = children
         for verdict in filter(None, (self._own, self._latest)):
             is_new = self._obeyed is not None and verdict.number > self._obeyed
-            if is_new and any(self._is_ours(process) for process in verdict.processes):
+            if (
+                is_new
+                and verdict.role == self._role
+                and any(self._is_ours(process) for process in verdict.processes)
+            ):
                 self._obeyed = verdict.number
                 log.error("%s", verdict.message(self._config.supervision.tries))
                 return verdict
@@ -75,12 +79,15 @@ class VerdictReader:
         return process.host == socket.gethostname() and process.pid in self._children
 
     def _read_on(self) -> None:
-        pause_s = min(self._config.supervision.stuck_s / 8, LONGEST_LOOK_S)
+        # A look counts no more than the longest pause that `Clocks` believes.
+        longest_s = min(LONGEST_LOOK_S, supervision.LONGEST_LOOK_BEATS * self._config.lease.beat_s)
+        pause_s = min(self._config.supervision.stuck_s / 8, longest_s)
         while True:
             try:
                 self._latest = supervision.read(self._run)
-                if self._obeyed is None:
-                    self._obeyed = self._latest.number
+                # The number falls when the cell was lost, or when our own verdict could not be written.
+                number = self._latest.number
+                self._obeyed = number if self._obeyed is None else min(self._obeyed, number)
                 if self._role == "coordinator":
                     self._watch_coordinator()
             except (HpcSweError, OSError) as error:

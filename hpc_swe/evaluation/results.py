@@ -196,7 +196,7 @@ def ancestry(model: Path) -> Iterator[RunDir]:
 
 
 def _keys(task: Task) -> set[object]:
-    return {task.task_id, (task.prompt, task.base_commit, *sorted(task.files.items()))}
+    return {task.task_id, tasks.content(task)}
 
 
 class _EvalTable(msgspec.Struct, frozen=True):

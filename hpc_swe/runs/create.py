@@ -258,25 +258,21 @@ def _take_tasks(config: RunConfig) -> Mapping[Split, Sequence[Task]]:
 
 def _trained_too(taken: Mapping[Split, Sequence[Task]]) -> list[str]:
     """Return the held-out tasks that are trained, under the same name or with the same content."""
-
-    def content(task: Task) -> bytes:
-        return msgspec.msgpack.encode(msgspec.structs.replace(task, task_id="", taskset=""))
-
     names = {task.task_id for task in taken["train"]}
-    contents = {content(task) for task in taken["train"]}
-    return [t.task_id for t in taken["eval"] if t.task_id in names or content(t) in contents]
+    contents = {tasks.content(task) for task in taken["train"]}
+    return [t.task_id for t in taken["eval"] if t.task_id in names or tasks.content(t) in contents]
 
 
 def _check_held_out(config: RunConfig, taken: Mapping[Split, Sequence[Task]]) -> None:
-    """Refuse held-out tasks that are trained if they select weights; log a warning if they do not yet."""
+    """Refuse held-out tasks that are trained if they select weights; log a warning if they do not."""
     trained = _trained_too(taken) if config.mode == "grpo" else []
     if not trained:
         return
     message = f"{len(trained)} held-out tasks are training tasks, too: {', '.join(trained[:3])}"
-    if config.eval.every:
+    if config.eval.every and (config.eval.patience or config.retention.keep_best):
         raise ConfigError(
             f"[taskset] {message}; their evaluation would select what is learned by heart. Name other rows "
-            "for one of the splits, or set eval.every = 0"
+            "for one of the splits, or let it select nothing: retention.keep_best = false, eval.patience = 0"
         )
     log.warning("[taskset] %s", message)
 

@@ -12,6 +12,16 @@ from hpc_swe.store import atomic
 SPLITS: tuple[Split, ...] = ("train", "eval")
 
 
+def content(task: Task) -> tuple[object, ...]:
+    """Return what makes two tasks the same problem, whatever they are called.
+
+    Which of its tests a task shows may depend on its name, so files of tests count as they are graded.
+    """
+    shown = {path: text for path, text in task.files.items() if path not in task.tests.files}
+    parts = (task.tests.files, shown)
+    return task.prompt, task.base_commit, *(tuple(sorted(part.items())) for part in parts)
+
+
 def write(path: Path, tasks: Mapping[Split, Sequence[Task]]) -> None:
     """Publish the tasks: columns for people, and the whole record beside them."""
     import pyarrow as pa

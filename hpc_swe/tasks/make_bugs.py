@@ -40,6 +40,8 @@ from hpc_swe.tasks.bugs.trials import TrialPlace
 SPLITS = ("train", "validation", "test")
 TRIED, SURVEYS = "tried.jsonl", "surveys.jsonl"
 TIMEOUT_S = 30.0
+ROWS = 2
+"""Changes when rows of an earlier release must not stand beside new ones: they hide less, for example."""
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -83,7 +85,7 @@ def surveyed(place: TrialPlace, sources: Sequence[CodeSource], out: Path, jobs: 
     kept = needed(place) if todo else None
     with bars() as progress, ThreadPoolExecutor(jobs) as pool:
         bar = progress.add_task("sources", total=len(sources), completed=len(sources) - len(todo))
-        for source in [each for each in todo if each.absent and kept and kept.has(each)]:
+        for source in [each for each in todo if kept and kept.has(each)]:
             todo.remove(source)
             known[source.name] = Survey(name=source.name, reason="pytest or the debugger needs the original")
             _append(path, known[source.name])
@@ -248,7 +250,8 @@ def _require_same(out: Path, settings: object) -> None:
             atomic.write(path, data)
             return
     raise ConfigError(
-        f"{out} was begun with other sources or options: {path} says which; choose another --out"
+        f"{out} was begun with other sources or options, or by another release: {path} says which; choose "
+        "another --out"
     )
 
 
@@ -302,7 +305,8 @@ def main() -> int:
         name: value for name, value in vars(arguments).items() if name not in ("out", "limit", "jobs")
     }
     digest = hashlib.sha256(repr([(source.name, source.files) for source in sources]).encode()).hexdigest()
-    _require_same(arguments.out, {"sources_sha256": digest} | {n: str(v) for n, v in chosen_settings.items()})
+    made_of = {"rows": ROWS, "sources_sha256": digest}
+    _require_same(arguments.out, made_of | {name: str(value) for name, value in chosen_settings.items()})
     config.sandbox.check()
     place = TrialPlace(WatchedSandboxes(config.sandbox), arguments.image, arguments.workdir)
     if isinstance(config.sandbox, ImageSandboxes):

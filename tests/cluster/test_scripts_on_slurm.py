@@ -26,9 +26,10 @@ def folder(healthy_cluster):
     (made / "model").mkdir()
     (made / "model/config.json").write_text("{}")
     (made / "model/tokenizer.json").write_text("{}")
-    files = [{"path": "test.py", "content": "def test_a(): assert 1 == 1"}]
-    rows = [{"task_id": "a", "problem_statement": "", "extra_info": {"files": files}}]
-    pq.write_table(pa.Table.from_pylist(rows), made / "rows.parquet")
+    for split in ("train", "eval"):
+        files = [{"path": "test.py", "content": f"def test_{split}(): assert 1 == 1"}]
+        rows = [{"task_id": split, "problem_statement": "", "extra_info": {"files": files}}]
+        pq.write_table(pa.Table.from_pylist(rows), made / f"{split}.parquet")
     for path in (made, *made.rglob("*")):
         os.chown(path, 2001, 2001)
     return made
@@ -36,7 +37,7 @@ def folder(healthy_cluster):
 
 def test_a_launcher_job_submits_jobs_that_take_nothing_for_their_own(healthy_cluster, folder):
     cluster = healthy_cluster
-    rows = f'taskset={{type="kodcode", train="{folder}/rows.parquet", eval="{folder}/rows.parquet"}}'
+    rows = f'taskset={{type="kodcode", train="{folder}/train.parquet", eval="{folder}/eval.parquet"}}'
     words = [*NOBODY, "counts.reward=2", EXECUTOR, 'sandbox={type="process"}', rows]
     variables = {"SWE_PDB_MODEL_PATH": folder / "model", "SWE_PDB_CHECKPOINT_BASE": folder, "N_PARALLEL": 4}
     exports = ",".join(["ALL", *(f"{name}={value}" for name, value in variables.items())])

@@ -95,10 +95,15 @@ def test_keys_that_contradict_each_other_are_refused_in_new_runs(read, tmp_path,
     assert any("set it to 8" in each for each in complaints(run, changed))
 
 
+TESTS = "from m import f\n" + "".join(
+    f"\ndef test_{n}():\n    assert f() + {n} == {n + 1}\n" for n in range(8)
+)
+
+
 def rows(path: Path, *names: str) -> str:
     """A file of programs that differ in their names alone."""
     files = [{"path": "m.py", "content": "def f():\n    return 2\n"}]
-    files += [{"path": "test.py", "content": "from m import f\n\ndef test_f():\n    assert f() == 1\n"}]
+    files += [{"path": "test.py", "content": TESTS}]
     extra = {"entrypoint": "python -m pytest test.py", "files": files}
     made = [{"task_id": n, "problem_statement": "Mend it.", "prompt": "", "extra_info": extra} for n in names]
     pq.write_table(pa.Table.from_pylist(made), path)
@@ -108,10 +113,10 @@ def rows(path: Path, *names: str) -> str:
 def test_held_out_tasks_that_are_trained_select_no_weights(read, tmp_path, caplog):
     train, evaluated = rows(tmp_path / "train.parquet", "a", "b"), rows(tmp_path / "eval.parquet", "b", "c")
     words = ["taskset.type='kodcode'", f"taskset.train='{train}'", f"taskset.eval='{evaluated}'"]
-    message = r"2 held-out tasks are training tasks, too: b, c; .* or set eval.every = 0"
+    message = r"2 held-out tasks are training tasks, too: b, c; .* let it select nothing: retention.keep_best"
     with pytest.raises(ConfigError, match=message):
         create.take(read(*words))
-    create.take(read(*words, "eval.every=0"))
+    create.take(read(*words, "retention.keep_best=false"))
     assert "2 held-out tasks are training tasks, too: b, c" in caplog.text
 
 

@@ -129,7 +129,9 @@ class Supervision:
         if not self.config.stuck_s or snapshot.now < self._due:
             return
         self._due = snapshot.now + self.beat_s
-        found = parts(snapshot, progress.step, self.steps, self.roles, self.limits)
+        # A step that is honest and slow is repeated after a restart, so it gets more time.
+        limits = {**self.limits, "learner": self.limits["learner"] * (1 + self._verdict.tries)}
+        found = parts(snapshot, progress.step, self.steps, self.roles, limits)
         self._clocks.look(found, snapshot.now)
         has_progressed = self._has_progressed(snapshot, progress.step)
         if self._verdict.tries and has_progressed:
@@ -155,11 +157,12 @@ class Supervision:
         still_s = self._clocks.still[stuck[0].name].seconds
         reasons = "; ".join(dict.fromkeys(part.reason for part in stuck[:3]))
         reason = f"no progress for {still_s:.0f} s: {reasons}"
-        self._clocks.restart()
         tries = self.config.tries
-        self._verdict = supervision.following(self._verdict, stuck[0].role, processes, reason, tries)
-        supervision.publish(self.run, self._verdict)
-        message = self._verdict.message(tries)
+        verdict = supervision.following(self._verdict, stuck[0].role, processes, reason, tries)
+        supervision.publish(self.run, verdict)  # if it fails, the next look judges again
+        self._verdict = verdict
+        self._clocks.restart()
+        message = verdict.message(tries)
         if self._verdict.gave_up:
             raise StuckRun(f"{self.run.root}: {message}")
         log.error("%s", message)

@@ -1,8 +1,8 @@
-"""Find where an image has the originals of library modules, so that their tasks can remove them.
+"""Find where an image has the originals of mutated modules, so that their tasks can remove them.
 
-Patterns of paths name the usual folders of interpreters. A search of the whole image by lines of text finds
-the copies elsewhere: those of other interpreters, of environments and of caches, and those that packages
-carry under other names.
+Patterns of paths name the usual folders of a library in interpreters. A search of the whole image by lines
+of text finds the copies elsewhere: those of other interpreters, of environments and of caches, and those that
+packages carry under other names.
 """
 
 import re
@@ -65,7 +65,7 @@ def removals(known: Sequence[str], paths: Iterable[str]) -> list[str]:
 
 
 def with_copies(place: TrialPlace, sources: Sequence[CodeSource]) -> list[CodeSource]:
-    """Return the sources whose tasks remove the copies in the image, too, where they remove anything.
+    """Return the sources; their tasks remove the image's copies of the module, and of a library's tests.
 
     Raises:
         ConfigError: The image could not be searched, or the name of a copy cannot be a pattern.
@@ -74,8 +74,8 @@ def with_copies(place: TrialPlace, sources: Sequence[CodeSource]) -> list[CodeSo
     texts = {
         f"{number}-{index}": text
         for number, source in enumerate(sources)
-        for index, text in enumerate([source.files[path] for path in (source.target, *source.tests)])
-        if source.absent
+        for index, path in enumerate((source.target, *(source.tests if source.absent else ())))
+        for text in [source.files[path]]
     }
     found = copies(place, texts) if texts else {}
     return [
