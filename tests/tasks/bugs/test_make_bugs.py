@@ -256,6 +256,21 @@ def with_more_copies(images: Path, module: Path) -> Path:
 
 
 @pytest.mark.slow
+def test_a_module_of_one_s_own_is_removed_where_an_image_has_it(shapes, tmp_path):
+    if not (IMAGES / "python-pytest").exists():
+        pytest.skip("the task image is not built: containers/build_image.sh")
+    images = with_more_copies(tmp_path / "images", shapes / "shapes.py")
+    place = (
+        "--config",
+        str(ROOT / "configs/swepdb.toml"),
+        f"sandbox={{type='apptainer', images='{images}'}}",
+    )
+    make(tmp_path / "bugs", str(shapes), "--limit=1", "--image=many-pythons", *place)
+    (task,) = made(tmp_path / "bugs")
+    assert {"/srv/tools/site-packages/carried/_colours.py", "/srv/tools/library.zip"} <= {*task.absent}
+
+
+@pytest.mark.slow
 def test_the_original_of_a_library_function_is_not_in_the_sandbox(tmp_path):
     """Neither by an import nor by a search of all files; the test modules of the library are gone as well.
 
