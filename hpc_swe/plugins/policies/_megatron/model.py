@@ -7,11 +7,8 @@ the same on CPU and CUDA. The model returns log-probabilities, never logits.
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -19,117 +16,13 @@ from torch import Tensor
 
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import compat
+from hpc_swe.plugins.policies._megatron.attention import Attention
+from hpc_swe.plugins.policies._megatron.experts import Experts
+from hpc_swe.plugins.policies._megatron.kernels import RMSNorm
 from hpc_swe.plugins.policies._megatron.logprobs import linear_logprobs
-from hpc_swe.plugins.policies._megatron.packing import Packing, rotate
+from hpc_swe.plugins.policies._megatron.packing import Packing
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
-
-
-class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
-    """Adapt torch's RMSNorm to the arguments with which Megatron builds norms."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: object) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # then each rank has a part of its gradient
-
-
-class Attention(MegatronModule):  # type: ignore[misc]
-    """Apply rotary positions and causal attention within each sequence of a packed microbatch.
-
-    One call per sequence gives the exact block-diagonal result, without a mask and without a score matrix.
-    """
-
-    def __init__(self, config: TransformerConfig, layer_number: int, **_: object) -> None:
-        super().__init__(config=config)
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *_: object, packed_seq_params: Packing, **__: object
-    ) -> Tensor:
-        """Return [tokens, heads * d] for query [tokens, heads, d], and key and value [tokens, groups, d]."""
-        packing = packed_seq_params
-        parts = zip(
-            rotate(query, packing).split(packing.lengths),
-            rotate(key, packing).split(packing.lengths),
-            value.split(packing.lengths),
-            strict=True,
-        )
-        grouped = query.shape[1] != key.shape[1]
-        outputs = []
-        for length, part in zip(packing.lengths, parts, strict=True):
-            q, k, v = (_round_up(tensor).transpose(0, 1)[None] for tensor in part)
-            output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-            outputs.append(output[0].transpose(0, 1)[:length])
-        return torch.cat(outputs).flatten(1)
-
-
-def _round_up(tensor: Tensor) -> Tensor:
-    """Append zeros up to a multiple of 256 on CUDA; causal attention of the sequence does not see them.
-
-    cuDNN takes 70 ms to plan for each new length, and sampled sequences seldom have equal lengths.
-    """
-    missing = -len(tensor) % 256 if tensor.is_cuda else 0
-    return F.pad(tensor, (0, 0, 0, 0, 0, missing)) if missing else tensor
-
-
-class Experts(MegatronModule):  # type: ignore[misc]
-    """Compute all experts of this rank in two grouped products, on torch alone.
-
-    Megatron's own experts need packages built for CUDA. Each expert is split like a dense MLP.
-    """
-
-    def __init__(
-        self,
-        num_local_experts: int,
-        config: TransformerConfig,
-        pg_collection: ProcessGroupCollection,
-        **_: object,
-    ) -> None:
-        super().__init__(config=config)
-        self._groups = pg_collection
-        width, inner = config.hidden_size, config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
-        self.gate_up = self._weight(num_local_experts, 2, inner, width)
-        self.down = self._weight(num_local_experts, width, inner)
-
-    def _weight(self, *shape: int) -> torch.nn.Parameter:
-        device, dtype = torch.cuda.current_device(), self.config.params_dtype
-        weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-        # The gradient norm and the data-parallel reduction read these attributes.
-        weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 2, 1
-        weight.allreduce = self.config.expert_model_parallel_size == 1
-        return weight
-
-    def forward(self, tokens: Tensor, counts: Tensor, probabilities: Tensor) -> tuple[Tensor, None]:
-        """Return this rank's part of the sum of all ranks' outputs, [routed, width].
-
-        `tokens` [routed, width] are sorted by expert, `counts` are int64 [experts], `probabilities` [routed]
-        are the router's.
-        """
-        ends = counts.to(tokens.device).cumsum(0, dtype=torch.int32)
-        both = F.grouped_mm(tokens, self.gate_up.flatten(1, 2).transpose(1, 2), offs=ends)
-        gate, up = both.chunk(2, dim=-1)
-        inner = (F.silu(gate) * up * probabilities[:, None]).to(tokens.dtype)
-        return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends), None
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: object = None,
-    ) -> dict[str, ShardedTensor]:
-        """Describe the split for checkpoints: over experts, and each expert over tensor-parallel ranks."""
-        groups, depth = self._groups, len(sharded_offsets)
-        return {
-            prefix + name: ShardedTensor.from_rank_offsets(
-                prefix + name,
-                weight,
-                *sharded_offsets,
-                (depth, groups.ep.rank(), groups.ep.size()),
-                (depth + 2, groups.expt_tp.rank(), groups.expt_tp.size()),
-                replica_id=(0, 0, groups.expt_dp.rank()),
-                prepend_axis_num=depth,
-            )
-            for name, weight in (("gate_up", self.gate_up), ("down", self.down))
-        }
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
