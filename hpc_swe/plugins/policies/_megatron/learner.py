@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hpc_swe.errors import ConfigError, ProtocolError
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.policies._megatron import packing, state, weights
+from hpc_swe.plugins.policies._megatron import export, packing, state, weights
 from hpc_swe.plugins.policies._megatron.compat import cpu_as_cuda
 from hpc_swe.plugins.policies._megatron.model import build_model
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
@@ -98,7 +98,7 @@ class MegatronLearner:
         self._optimizer = state.build_optimizer(self._ddp, settings, optimizer)
         self._schedule = state.build_schedule(self._optimizer, optimizer)
         self._epochs = optimizer.epochs
-        self._exporter = weights.Exporter(self.ranks, self._model, shape, model)
+        self._exporter = export.Exporter(self.ranks, self._model, shape, model)
         self._checkpointer = state.Checkpointer(self.ranks, self._model, self._optimizer, self._schedule)
         multiple = settings.tensor_parallel if settings.sequence_parallel else 1
         self._packer = packing.Packer(shape.head_dim, shape.theta, DTYPES[settings.dtype], multiple)
