@@ -46,7 +46,7 @@ def read(*paths: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raise ConfigError, with the file and the key, if a file is missing or is not TOML, a key is unknown, a
     value is out of bounds, or two values contradict each other.
     """
-    parts = [*((str(path), _parse(path)) for path in paths), *map(_parse_override, overrides)]
+    parts = [*((str(path), _parse(path)) for path in paths), *map(parse_override, overrides)]
     tree: dict[str, Any] = {}
     for _, part in parts:
         _merge(tree, part)
@@ -174,7 +174,8 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _parse_override(line: str) -> tuple[str, dict[str, Any]]:
+def parse_override(line: str) -> tuple[str, dict[str, Any]]:
+    """Return the source that messages name and the tree that `key=value` sets; raise ConfigError for less."""
     key, _, value = line.partition("=")
     for text in (line, f'{key}="{value}"'):  # `model=runs/x` needs no quotes
         with suppress(tomllib.TOMLDecodeError):

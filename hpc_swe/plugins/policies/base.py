@@ -187,6 +187,24 @@ class Policy(Protocol):
         """
 
 
+class Tensors(Protocol):
+    """Look up the tensors of a Hugging Face model."""
+
+    def __getitem__(self, name: str) -> "Tensor":
+        """Return a whole tensor by its name in Hugging Face's files; raise ConfigError if there is none."""
+
+
+@runtime_checkable
+class PolicyOfTensors(Protocol):
+    """Mark a policy that can be built without files of weights, as benchmarks do."""
+
+    def build_from(self, model: Path, optimizer: OptimizerConfig, tensors: Tensors) -> Learner:
+        """Build the learner as `Policy.build` does, with weights from `tensors`; `model` has a config.json.
+
+        The learner can train. It has no reference, and it need not be able to export.
+        """
+
+
 @runtime_checkable
 class EstimatedPolicy(Protocol):
     """Mark a policy that knows from a model's config.json whether it fits, and what it costs."""

@@ -6,7 +6,7 @@ from hpc_swe.plugins.costs import MemoryEstimate, Part
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import memory, uncompiled
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
-from hpc_swe.plugins.policies.base import Learner, OptimizerConfig
+from hpc_swe.plugins.policies.base import Learner, OptimizerConfig, Tensors
 
 
 class Megatron(MegatronSettings, frozen=True, kw_only=True):
@@ -20,6 +20,12 @@ class Megatron(MegatronSettings, frozen=True, kw_only=True):
             from hpc_swe.plugins.policies._megatron.learner import MegatronLearner
 
         return MegatronLearner(self, model, optimizer, reference)
+
+    def build_from(self, model: Path, optimizer: OptimizerConfig, tensors: Tensors) -> Learner:
+        with uncompiled(self.device == "cpu"):
+            from hpc_swe.plugins.policies._megatron.learner import MegatronLearner
+
+        return MegatronLearner(self, model, optimizer, None, tensors)
 
     @property
     def gpus(self) -> int:

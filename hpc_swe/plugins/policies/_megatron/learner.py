@@ -26,7 +26,7 @@ from hpc_swe.plugins.policies._megatron.compat import cpu_as_cuda
 from hpc_swe.plugins.policies._megatron.model import build_model
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
-from hpc_swe.plugins.policies.base import Objective, OptimizerConfig, TrainedTokens
+from hpc_swe.plugins.policies.base import Objective, OptimizerConfig, Tensors, TrainedTokens
 from hpc_swe.records import Batch, IdArray, MicroBatch, TensorInfo, id_array
 
 log = logging.getLogger(__name__)
@@ -79,8 +79,14 @@ class MegatronLearner:
     """Train the part of the policy on this rank; `Learner` in plugins/policies/base.py is its contract."""
 
     def __init__(
-        self, settings: MegatronSettings, model: Path, optimizer: OptimizerConfig, reference: Path | None
+        self,
+        settings: MegatronSettings,
+        model: Path,
+        optimizer: OptimizerConfig,
+        reference: Path | None,
+        tensors: Tensors | None = None,
     ) -> None:
+        """Load `tensors` into the model, or without them the files of the folder `model`."""
         shape = ModelShape.read(model)
         shape.check_parallel(settings.tensor_parallel, settings.sequence_parallel)
         self.ranks = TorchRanks(settings.tensor_parallel)
@@ -93,7 +99,7 @@ class MegatronLearner:
         if reference is not None:
             weights.load(self._model, shape, weights.Snapshot(reference), self.ranks.tensor_group)
             self._reference = state.Reference(self._model)
-        weights.load(self._model, shape, weights.Snapshot(model), self.ranks.tensor_group)
+        weights.load(self._model, shape, tensors or weights.Snapshot(model), self.ranks.tensor_group)
         self._ddp = state.wrap(self._model, settings)
         self._optimizer = state.build_optimizer(self._ddp, settings, optimizer)
         self._schedule = state.build_schedule(self._optimizer, optimizer)

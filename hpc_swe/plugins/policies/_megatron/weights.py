@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.model_shape import ModelShape
+from hpc_swe.plugins.policies.base import Tensors
 
 INDEX = "model.safetensors.index.json"
 
@@ -74,7 +75,7 @@ def layouts(model: GPTModel, shape: ModelShape) -> dict[str, Layout]:
     return {name: _layout(name, shape) for name, _ in model.named_parameters()}
 
 
-def load(model: GPTModel, shape: ModelShape, snapshot: Snapshot, group: dist.ProcessGroup) -> None:
+def load(model: GPTModel, shape: ModelShape, snapshot: Tensors, group: dist.ProcessGroup) -> None:
     """Copy this rank's part of the weights into the parameters, converting to their dtype."""
     parameters = dict(model.named_parameters())
     for name, layout in layouts(model, shape).items():

@@ -1,0 +1,129 @@
+"""Measure one column of the learner's benchmark on this rank: python -m hpc_swe.benchmarks.column PLAN OUT.
+
+`hpc_swe.benchmarks.learner` starts it once for each rank; rank 0 writes what all have found.
+"""
+
+import sys
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Protocol
+
+import msgspec
+
+from hpc_swe import plugins
+from hpc_swe.benchmarks.limits import measure_limits
+from hpc_swe.benchmarks.workload import Workload
+from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.model_shape import ModelShape
+from hpc_swe.plugins.policies.base import LossConfig, Objective, OptimizerConfig, PolicyOfTensors, Ranks
+from hpc_swe.records import Batch, Record
+
+PARTS = ("forward", "backward", "optimizer")
+
+
+class Plan(Record, frozen=True, kw_only=True):
+    """A plan says what one column measures."""
+
+    column: str
+    model: str
+    """Folder with a config.json, and with weights unless these are `random`."""
+    random: bool
+    policy: dict[str, Any]
+    """The table [policy]; peers take precision and device from it."""
+    workload: Workload
+    warm: int
+    """Steps before the first that is timed: kernels are chosen and compiled in them."""
+    steps: int
+
+
+class Measured(Record, frozen=True, kw_only=True):
+    """These are the figures of one column."""
+
+    step_s: float
+    """Mean seconds of a step, by the clock of rank 0; all ranks end a step together."""
+    seconds: dict[str, float]
+    """Mean seconds of each of PARTS."""
+    data_ranks: int
+    peak_bytes: int
+    """Most bytes that tensors had on a GPU at one time, on the rank with most; 0 without a GPU."""
+    loss: float
+    """Of the first step."""
+    grad_norm: float
+    """Of the first step."""
+
+
+class Trainer(Protocol):
+    """Take optimizer steps; our learner and the peers have this in common."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return the processes that train together."""
+
+    def train(self, batch: Batch, objective: Objective) -> dict[str, float]:
+        """Train on a batch, and return metrics as `Learner.train` does."""
+
+    def close(self) -> None:
+        """Leave the process group."""
+
+
+def build(plan: Plan) -> Trainer:
+    """Build the trainer of a column; raise ConfigError where the policy cannot be built without files."""
+    import torch
+
+    from hpc_swe.benchmarks.random_weights import RandomWeights
+
+    policy, model = plugins.load("policies", plan.policy), Path(plan.model)
+    if not plan.random:
+        trainer: Trainer = policy.build(model, OptimizerConfig(), None)
+        return trainer
+    if not isinstance(policy, PolicyOfTensors):
+        raise ConfigError(f"[policy] type = {plan.policy['type']!r} loads weights from files only")
+    dtype = getattr(torch, plan.policy["dtype"])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return policy.build_from(model, OptimizerConfig(), RandomWeights(ModelShape.read(model), dtype, device))
+
+
+def measure(plan: Plan) -> Measured:
+    """Take the plan's steps on this rank, and return the figures of all ranks."""
+    import torch
+
+    from hpc_swe.roles.learner.loss import PolicyObjective
+
+    trainer, objective = build(plan), PolicyObjective(LossConfig())
+    data_ranks = len(set(trainer.ranks.gather(trainer.ranks.data_rank)))
+    seconds, found = [], []
+    for step in range(plan.warm + plan.steps):
+        if step == plan.warm and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        batch = plan.workload.batch(step, trainer.ranks.data_rank, data_ranks)
+        trainer.ranks.gather(None)  # all start together
+        start = time.perf_counter()
+        found.append(trainer.train(batch, objective))
+        seconds.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    peaks = trainer.ranks.gather(peak)
+    trainer.close()
+    timed = found[plan.warm :]
+    return Measured(
+        step_s=fmean(seconds[plan.warm :]),
+        seconds={part: fmean(each[f"step_seconds/{part}"] for each in timed) for part in PARTS},
+        data_ranks=data_ranks,
+        peak_bytes=max(peaks),
+        loss=found[0]["policy/loss"],
+        grad_norm=found[0]["policy/grad_norm"],
+    )
+
+
+def main() -> None:
+    """Read the plan, measure, and let rank 0 write the result."""
+    import os
+
+    plan = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Plan)
+    result: Record = measure_limits() if plan.column == "limits" else measure(plan)
+    if os.environ["RANK"] == "0":
+        Path(sys.argv[2]).write_bytes(msgspec.json.encode(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Measure steps of the learner: python -m hpc_swe.benchmarks.learner --shape 4B --lengths 16384.
+
+It starts its ranks on this node itself, one a GPU, with random weights of the shape. The table has the tokens
+a second, the utilization by the formula of `hpc_swe.benchmarks.flops`, the seconds by part and the peak
+memory.
+"""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from hpc_swe import cli, config, gpus, plugins, tables
+from hpc_swe.benchmarks import flops, limits, shapes
+from hpc_swe.benchmarks.column import PARTS, Measured, Plan
+from hpc_swe.benchmarks.limits import Rates
+from hpc_swe.benchmarks.ranks import run_ranks
+from hpc_swe.benchmarks.workload import Workload, parse_lengths, spell_lengths
+from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.costs import GIB
+from hpc_swe.plugins.model_shape import ModelShape
+from hpc_swe.plugins.policies.base import EstimatedPolicy
+
+NUMBERS = ("tokens/s", "MFU %", "of product %", "step ms", *(f"{part} ms" for part in PARTS), "other ms")
+NUMBERS += ("peak GiB", "estimate GiB", "loss", "grad norm")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Hold what all columns share."""
+
+    ranks: int
+    timeout_s: float
+    plan: Plan
+    folder: Path
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.plan.policy["device"] == "gpu")
+
+    def run(self, column: str, ranks: int) -> bytes | str:
+        """Return what a column's ranks wrote, or why they failed."""
+        plan, out = self.folder / f"{column}.json", self.folder / f"{column}.out"
+        plan.write_bytes(msgspec.json.encode(msgspec.structs.replace(self.plan, column=column)))
+        words = (str(plan), str(out))
+        failure = run_ranks(ranks, "hpc_swe.benchmarks.column", words, self.timeout_s, gpu=self.on_gpu)
+        return failure or out.read_bytes()
+
+
+def read_policy(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the table [policy] with the device of this machine, changed by `policy.key=value` words.
+
+    Raise ConfigError for a word that sets another table, and for wrong keys and values.
+    """
+    table: dict[str, Any] = {"type": "megatron", "dtype": "bfloat16"}
+    table["device"] = "gpu" if gpus.usable(os.environ) else "cpu"
+    for word in overrides:
+        _, tree = config.parse_override(word)
+        if tree.keys() != {"policy"} or not isinstance(tree["policy"], dict):
+            raise ConfigError(f"{word!r}: a benchmark takes keys of [policy] only, as policy.recompute=full")
+        table |= tree["policy"]
+    plugins.load("policies", table)
+    return table
+
+
+def rows(benchmark: Benchmark, found: dict[str, Measured | str], best: Rates | str) -> Table:
+    """Return the table: one row for each column that ran, and the reason for each that did not."""
+    table = tables.table(("back end",), NUMBERS)
+    for name, measured in found.items():
+        if isinstance(measured, str):
+            table.add_row(f"{name}: {measured}", *[""] * len(NUMBERS))
+        else:
+            table.add_row(name, *_figures(benchmark, name, measured, best))
+    return table
+
+
+def _figures(benchmark: Benchmark, name: str, found: Measured, best: Rates | str) -> list[str]:
+    work, shape = benchmark.plan.workload, ModelShape.read(Path(benchmark.plan.model))
+    needed = work.packs * flops.step_flops(shape, work.lengths, work.trained)
+    rate = needed / found.step_s / benchmark.ranks
+    peak = flops.datasheet_rate(best.device) if isinstance(best, Rates) else None
+    parts = [found.seconds[part] for part in PARTS]
+    return [
+        f"{work.packs * sum(work.lengths) / found.step_s:,.0f}",
+        f"{100 * rate / peak:.1f}" if peak else "-",
+        f"{100 * rate / best.product_flops:.1f}" if isinstance(best, Rates) else "-",
+        *(f"{1e3 * each:,.0f}" for each in (found.step_s, *parts, max(0.0, found.step_s - sum(parts)))),
+        f"{found.peak_bytes / GIB:.1f}" if found.peak_bytes else "-",
+        f"{_estimate(benchmark, found) / GIB:.1f}" if name == "hpc_swe" else "-",
+        f"{found.loss:.5f}",
+        f"{found.grad_norm:.4g}",
+    ]
+
+
+def _estimate(benchmark: Benchmark, found: Measured) -> float:
+    policy = plugins.load("policies", benchmark.plan.policy)
+    if not isinstance(policy, EstimatedPolicy):
+        return 0.0
+    tokens = sum(benchmark.plan.workload.lengths)
+    total = policy.memory(Path(benchmark.plan.model), found.data_ranks, tokens, reference=False).total
+    return total.bytes if total else 0.0
+
+
+def describe(benchmark: Benchmark) -> str:
+    """Return what every column trains, as one line."""
+    work, tokens = benchmark.plan.workload, sum(benchmark.plan.workload.lengths)
+    device = "GPU" if benchmark.on_gpu else "CPU"
+    return (
+        f"{benchmark.ranks} x {device}; a step trains {work.packs} packs of {tokens:,} tokens, lengths "
+        f"{spell_lengths(work.lengths)}, {100 * work.trained / tokens:.1f} % of them in the loss"
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = cli.parser("benchmarks.learner", "Measure steps of the learner with random weights.")
+    parser.add_argument("overrides", nargs="*", metavar="policy.KEY=VALUE", help="keys of [policy]")
+    known = ", ".join(shapes.SHAPES)
+    parser.add_argument("--shape", default="tiny", help=f"{known}; or a model's folder (default: tiny)")
+    parser.add_argument("--lengths", default="64x2,32", help="of a pack's sequences, as in 8192x2,1024x8")
+    parser.add_argument("--mask-share", type=float, default=1.0, help="share of the tokens in the loss")
+    parser.add_argument("--packs", type=int, default=0, help="packs of a step (default: one for each rank)")
+    parser.add_argument("--ranks", type=int, default=1, help="processes, one a GPU")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="the same as policy.tensor_parallel=N")
+    parser.add_argument("--warm", type=int, default=3, help="steps before those that are timed")
+    parser.add_argument("--steps", type=int, default=5, help="steps that are timed")
+    parser.add_argument("--timeout-s", type=float, default=900.0, help="limit of each column")
+    return cli.parse(parser)
+
+
+def _benchmark(arguments: argparse.Namespace, folder: Path) -> Benchmark:
+    is_folder = (Path(arguments.shape) / "config.json").is_file()
+    model = Path(arguments.shape) if is_folder else shapes.write_config(arguments.shape, folder / "model")
+    has_weights = any(model.glob("*.safetensors"))
+    parallel = [f"policy.tensor_parallel={arguments.tensor_parallel}"] * (arguments.tensor_parallel > 1)
+    policy = read_policy([*parallel, *arguments.overrides])
+    if policy["device"] == "gpu":
+        gpus.require("benchmark", arguments.ranks, os.environ)
+    if not 0 < arguments.mask_share <= 1 or min(arguments.steps, arguments.ranks) < 1 or arguments.warm < 1:
+        raise ConfigError("--mask-share lies in (0, 1]; --steps, --warm and --ranks are at least 1")
+    workload = Workload(
+        lengths=parse_lengths(arguments.lengths),
+        mask_share=arguments.mask_share,
+        packs=arguments.packs or arguments.ranks,
+        vocab=ModelShape.read(model).vocab,
+    )
+    plan = Plan(
+        column="",
+        model=str(model.absolute()),
+        random=not has_weights,
+        policy=policy,
+        workload=workload,
+        warm=arguments.warm,
+        steps=arguments.steps,
+    )
+    return Benchmark(arguments.ranks, arguments.timeout_s, plan, folder)
+
+
+@cli.command
+def main() -> int:
+    """Print the table; return 1 when a column failed."""
+    with tempfile.TemporaryDirectory(prefix="hpc_swe-benchmark-") as name:
+        benchmark = _benchmark(_arguments(), Path(name))
+        tables.say(describe(benchmark))
+        answer = benchmark.run("limits", 1)
+        best = answer if isinstance(answer, str) else msgspec.json.decode(answer, type=Rates)
+        tables.say(f"limits: {best}" if isinstance(best, str) else limits.describe(best))
+        found: dict[str, Measured | str] = {}
+        for column in ("hpc_swe",):
+            answer = benchmark.run(column, benchmark.ranks)
+            measured = answer if isinstance(answer, str) else msgspec.json.decode(answer, type=Measured)
+            found[column] = measured
+        tables.show(tables.console, rows(benchmark, found, best))
+    return int(any(isinstance(each, str) for each in found.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Every column of a benchmark trains the same packs, and the mask has the share that was asked for."""
+
+import numpy as np
+import pytest
+
+from hpc_swe.benchmarks.ranks import OUT_OF_MEMORY, reason
+from hpc_swe.benchmarks.workload import Workload, parse_lengths, spell_lengths
+from hpc_swe.errors import ConfigError
+
+
+def test_lengths_are_read_and_spelt():
+    assert parse_lengths("8192x2, 1024,1024") == [8192, 8192, 1024, 1024]
+    assert spell_lengths([8192, 8192, 1024, 5]) == "8192x2,1024,5"
+
+
+@pytest.mark.parametrize("text", ["", "8k", "64x0", "1", "64,,32", "-5"])
+def test_wrong_lengths_are_refused(text):
+    with pytest.raises(ConfigError, match="--lengths"):
+        parse_lengths(text)
+
+
+def work(**changes) -> Workload:
+    return Workload(**{"lengths": [1024, 512], "mask_share": 0.25, "packs": 4, "vocab": 100} | changes)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 1.0])
+def test_the_mask_has_its_share_and_no_first_token(share):
+    mask = work(mask_share=share).mask()
+    assert mask.mean() == pytest.approx(share, abs=0.003)
+    assert not mask[[0, 1024]].any()
+
+
+def test_any_number_of_data_ranks_trains_the_same_packs():
+    alone = work().batch(3, 0, 1).microbatches
+    pairs = [work().batch(3, rank, 2).microbatches for rank in range(2)]
+    assert [pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]] == alone
+    weights = sum(np.frombuffer(micro.weights, "<f4").sum() for micro in alone)
+    assert weights == pytest.approx(1.0, abs=1e-4)
+
+
+def test_packs_that_ranks_cannot_share_are_refused():
+    with pytest.raises(ConfigError, match="--packs 4 is no multiple of the 3"):
+        work().batch(0, 0, 3)
+
+
+def test_a_failed_column_says_why():
+    logs = ["warning\n", "Traceback ..\n  File x\ntorch.OutOfMemoryError: CUDA out of memory. Tried\n"]
+    assert reason(logs) == OUT_OF_MEMORY
+    assert (
+        reason(["a\nhpc_swe.errors.ConfigError: [policy] no\nlast\n"])
+        == "hpc_swe.errors.ConfigError: [policy] no"
+    )
+    assert reason(["\n", ""]) == "ended without a word"
