@@ -4,6 +4,7 @@ Every configuration keeps the rules of `of_keys`, that of an existing run too. T
 later: a run that was created before them, and breaks one, goes on.
 """
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -42,15 +43,25 @@ def of_new_runs(config: RunConfig) -> Iterator[str]:
 
 def _keys_below(config: RunConfig, lowest: float) -> list[str]:
     """Name the keys that can make a reward lower than `lowest`."""
-    shaping, grader = config.shaping, config.grader
-    table = plugins.dump(grader) if isinstance(grader, plugins.Plugin) else {}
+    shaping = config.shaping
+    table = _table(config.grader)
     rewards = {name: value for name, value in table.items() if name.endswith("_reward")}
     found = [f"grader.{name} = {value:g}" for name, value in rewards.items() if value < lowest]
-    if shaping.overlong_from and shaping.overlong_penalty:
+    length = shaping.overlong_penalty if shaping.overlong_from else 0.0
+    if length and min(rewards.values(), default=-math.inf) - length < lowest:
         found.append(f"shaping.overlong_from = {shaping.overlong_from}")
-    if shaping.turn_penalty:
-        found.append(f"shaping.turn_penalty = {shaping.turn_penalty:g}")
+    # The same arithmetic as in `shaped`, so that rounding cannot make a reward lower than it is here.
+    turns = _table(config.agent).get("max_turns", math.inf)
+    resolved = rewards.get("resolved_reward", -math.inf)
+    if shaping.turn_penalty and resolved - (length + shaping.turn_penalty * turns) < lowest:
+        found.append(f"shaping.turn_penalty = {shaping.turn_penalty:g} in {turns} turns")
     return found
+
+
+def _table(value: object) -> dict[str, float]:
+    """Return the numbers of a plugin's table; an object that is no plugin has none."""
+    table = plugins.dump(value) if isinstance(value, plugins.Plugin) else {}
+    return {name: number for name, number in table.items() if isinstance(number, int | float)}
 
 
 def _contradictions(config: RunConfig) -> Iterator[str]:

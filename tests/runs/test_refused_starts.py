@@ -71,8 +71,8 @@ def read(model):
             "learner.export_every = 2: .* set it to 6",
         ),
         (
-            ["advantage={type='max_rl'}", "shaping.turn_penalty=0.1"],
-            "0 or more, but shaping.turn_penalty = 0.1",
+            ["advantage={type='max_rl'}", "shaping.turn_penalty=0.21", "agent.max_turns=5"],
+            "0 or more, but shaping.turn_penalty = 0.21 in 5 turns can",
         ),
         (
             ["advantage={type='max_rl'}", "shaping.overlong_from=9", "shaping.overlong_to=12"],
@@ -80,7 +80,7 @@ def read(model):
         ),
         (["advantage={type='max_rl'}", "grader.cheated_reward=-1"], "but grader.cheated_reward = -1 can"),
         (
-            ["advantage={type='shuffled', of={type='max_rl'}}", "shaping.turn_penalty=0.1"],
+            ["advantage={type='shuffled', of={type='max_rl'}}", "shaping.turn_penalty=0.3"],
             "set these keys to 0, or use the advantage grpo",
         ),
     ],
@@ -93,6 +93,25 @@ def test_keys_that_contradict_each_other_are_refused_in_new_runs(read, tmp_path,
     assert complaints(run, config) == [], "a run that was created before the rule goes on"
     changed = read(*words, "eval.every=7", "learner.export_every=2", "groups.max_staleness=2")
     assert any("set it to 8" in each for each in complaints(run, changed))
+
+
+PAID = "grader={resolved_reward=0.7, unresolved_reward=0.25, cheated_reward=0.25}"
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (["shaping.turn_penalty=0.2"], False),
+        (["shaping.turn_penalty=0.07", "agent.max_turns=10", PAID], True),  # 0.7 - 0.07 * 10 is below 0
+        (["shaping.turn_penalty=0.069", "agent.max_turns=10", PAID], False),
+        (["shaping={overlong_from=9, overlong_to=12, overlong_penalty=0.25}", PAID], False),
+        (["shaping={overlong_from=9, overlong_to=12, overlong_penalty=0.26}", PAID], True),
+        (["shaping={overlong_from=9, overlong_to=12, overlong_penalty=0.25, turn_penalty=0.1}", PAID], True),
+    ],
+)
+def test_max_rl_is_refused_only_if_a_reward_can_become_negative(read, tmp_path, words, refused):
+    config = read("advantage={type='max_rl'}", "agent.max_turns=5", *words)
+    assert [bool(found) for found in [complaints(RunDir(tmp_path / "run"), config)]] == [refused]
 
 
 TESTS = "from m import f\n" + "".join(
