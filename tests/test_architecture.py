@@ -26,19 +26,19 @@ LONGER = {"hpc_swe/records.py": 500}  # one page of records reads better than tw
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
 BUDGETS = {  # of all lines, blank ones and docstrings too
-    "hpc_swe": 3_480,
+    "hpc_swe": 3_520,
     "hpc_swe/benchmarks": 780,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 325,
     "hpc_swe/doctor": 1_240,
     "hpc_swe/evaluation": 520,
-    "hpc_swe/plugins": 1_560,
+    "hpc_swe/plugins": 1_680,
     "hpc_swe/plugins/advantages": 150,
     "hpc_swe/plugins/agents": 420,
     "hpc_swe/plugins/engines": 1_230,
     "hpc_swe/plugins/executors": 770,
     "hpc_swe/plugins/graders": 2_690,
-    "hpc_swe/plugins/policies": 1_860,
+    "hpc_swe/plugins/policies": 2_400,
     "hpc_swe/plugins/sandboxes": 2_190,
     "hpc_swe/plugins/tasksets": 1_110,
     "hpc_swe/plugins/tools": 1_670,

@@ -3,10 +3,20 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.rope import Rope
 
-KNOWN = ("qwen2", "qwen3", "qwen3_moe")
+KNOWN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+NEEDED = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "rms_norm_eps",
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class ModelShape:
     """Inner width of an MLP; of one expert, when there are experts."""
     vocab: int
     eps: float
-    theta: float
+    rope: Rope
     tied: bool
     qkv_bias: bool
     qk_norm: bool
@@ -63,9 +73,8 @@ class ModelShape:
             config = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(f"model: cannot read {path}: {error}") from error
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        _refuse_unknown(path, config, rope)
-        experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+        _refuse_unknown(path, config)
+        experts = _experts(config)
         return cls(
             layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
@@ -75,10 +84,10 @@ class ModelShape:
             ffn=config["moe_intermediate_size" if experts else "intermediate_size"],
             vocab=config["vocab_size"],
             eps=config["rms_norm_eps"],
-            theta=float(rope.get("rope_theta") or config["rope_theta"]),
+            rope=Rope.read(config, f"model: {path}"),
             tied=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=config["model_type"] == "qwen2" or bool(config.get("attention_bias")),
-            qk_norm=config["model_type"] != "qwen2",
+            qkv_bias=config["model_type"] == "qwen2",
+            qk_norm=config["model_type"] in ("qwen3", "qwen3_moe"),
             experts=experts,
             experts_per_token=int(config.get("num_experts_per_tok") or 0),
             renormalize=bool(config.get("norm_topk_prob", False)),
@@ -113,17 +122,28 @@ class ModelShape:
                 )
 
 
-def _refuse_unknown(path: Path, config: dict[str, object], rope: object) -> None:
+def _experts(config: dict[str, Any]) -> int:
+    return int(config.get("num_experts") or config.get("num_local_experts") or 0)
+
+
+def _refuse_unknown(path: Path, config: dict[str, Any]) -> None:
     kind = config.get("model_type")
     if kind not in KNOWN:
         raise ConfigError(f"model: {path} has model_type {kind!r}; supported: {', '.join(KNOWN)}")
-    scaling = isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type") or "default")
+    width = "moe_intermediate_size" if _experts(config) else "intermediate_size"
+    if missing := [key for key in (*NEEDED, width) if config.get(key) is None]:
+        raise ConfigError(f"model: {path} has no {', '.join(missing)}")
+    # transformers reads a mistral without this key as one that has a window
+    window = config.get("sliding_window", 4096) if kind == "mistral" else config.get("use_sliding_window")
     unsupported = {
-        "rope scaling": scaling != "default",
-        "use_sliding_window": bool(config.get("use_sliding_window")),
+        "sliding_window" if kind == "mistral" else "use_sliding_window": bool(window),
+        "layer_types": not {"full_attention"}.issuperset(config.get("layer_types") or ()),
+        "attention_bias": bool(config.get("attention_bias")) and kind != "qwen2",
+        "mlp_bias": bool(config.get("mlp_bias")),
         "mlp_only_layers": bool(config.get("mlp_only_layers")),
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
         "hidden_act": config.get("hidden_act", "silu") != "silu",
+        "quantization_config": bool(config.get("quantization_config")),
     }
     if any(unsupported.values()):
         names = ", ".join(name for name, present in unsupported.items() if present)

@@ -280,7 +280,7 @@ def test_each_thing_that_cannot_work_is_a_line_before_there_is_a_folder(
         ),
         (lambda model: (model / "model.safetensors.index.json").write_text("{"), "index.json cannot be read"),
         (lambda model: (model / "chat_template.jinja").unlink(), "neither chat_template.jinja nor"),
-        (lambda model: (model / "config.json").write_text('{"model_type": "llama"}'), "model_type 'llama'"),
+        (lambda model: (model / "config.json").write_text('{"model_type": "gemma3"}'), "model_type 'gemma3'"),
     ],
 )
 def test_a_model_that_some_job_could_not_load_is_refused(tmp_path, read, model, spoil, message):

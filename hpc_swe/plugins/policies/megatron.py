@@ -1,4 +1,4 @@
-"""Train Qwen2, Qwen3 and Qwen3-MoE with megatron-core: tensor times data parallel, on CUDA or on a CPU."""
+"""Train Qwen, Llama and Mistral models with megatron-core, on CUDA or on a CPU."""
 
 from pathlib import Path
 

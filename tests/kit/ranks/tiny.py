@@ -24,6 +24,15 @@ SIZES = {
     "max_position_embeddings": 512,
     "initializer_range": 0.08,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 
 
@@ -38,6 +47,8 @@ def make_models(folder: Path) -> dict[str, Path]:
         "dense": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
         "tied": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
         "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
+        "llama": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+        "mistral": ("Mistral", {"head_dim": 16, "sliding_window": None, "rope_parameters": YARN}),
         "moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "tie_word_embeddings": False}),
     }
     for name, (family, more) in families.items():

@@ -32,6 +32,7 @@ CASES = {
     "tp1-chunks": (1, "dense", FP32 | {"logprob_chunk": 7}, [[[3], [1], [0, 2], "filler"]], {"clip_grad": 0}),
     "tied-tp1": (1, "tied", FP32, ONE, {}),
     "qwen2-tp1": (1, "qwen2", FP32, ONE, {}),
+    "mistral-tp1": (1, "mistral", FP32, ONE, {"clip_grad": 0}),
     "moe-tp1": (1, "moe", FP32, ONE, {}),
     "tp2": (2, "dense", TENSOR, ONE, {}),
     "tp2-grads": (2, "dense", TENSOR, ONE, {"clip_grad": 0}),
@@ -51,6 +52,7 @@ CASES = {
     ),
     "tied-tp2": (2, "tied", TENSOR, ONE, {"clip_grad": 0}),
     "qwen2-tp2": (2, "qwen2", TENSOR, ONE, {"clip_grad": 0}),
+    "llama-tp2": (2, "llama", TENSOR, ONE, {"clip_grad": 0}),
     "moe-tp2": (2, "moe", TENSOR | {"sequence_parallel": True}, ONE, {"clip_grad": 0}),
     "moe-tp2-full": (2, "moe", TENSOR | {"sequence_parallel": True, "recompute": "full"}, ONE, {}),
     "dp2": (2, "dense", FP32, HALVES, {}),
@@ -70,7 +72,8 @@ class Runs:
         self._started: set[int] = set()
         self._references: dict[tuple[str, float], tiny.Steps] = {}
         self.sequences = {
-            name: tiny.make_sequences(self._model(name)) for name in ("dense", "tied", "qwen2", "moe")
+            name: tiny.make_sequences(self._model(name))
+            for name in ("dense", "tied", "qwen2", "llama", "mistral", "moe")
         }
 
     def answers(self, name: str) -> list[dict]:

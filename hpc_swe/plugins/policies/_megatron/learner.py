@@ -107,7 +107,7 @@ class MegatronLearner:
         self._exporter = export.Exporter(self.ranks, self._model, shape, model)
         self._checkpointer = state.Checkpointer(self.ranks, self._model, self._optimizer, self._schedule)
         multiple = settings.tensor_parallel if settings.sequence_parallel else 1
-        self._packer = packing.Packer(shape.head_dim, shape.theta, DTYPES[settings.dtype], multiple)
+        self._packer = packing.Packer(shape.head_dim, shape.rope, DTYPES[settings.dtype], multiple)
 
     def train(self, batch: Batch, objective: Objective) -> dict[str, float]:
         if (batch.step, batch.rank) != (self.step, self.ranks.data_rank):

@@ -9,8 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpc_swe.errors import ProtocolError
+from hpc_swe.plugins.policies._megatron.frequencies import frequencies
 from hpc_swe.plugins.policies._megatron.parallel import device
 from hpc_swe.plugins.policies.base import TrainedTokens
+from hpc_swe.plugins.rope import Rope
 from hpc_swe.records import MicroBatch, float_array
 
 
@@ -45,10 +47,9 @@ def rotate(heads: Tensor, packing: Packing) -> Tensor:
 class Packer:
     """Pack microbatches on the device of this rank."""
 
-    def __init__(self, head_dim: int, theta: float, dtype: torch.dtype, multiple: int) -> None:
-        self._dtype, self._multiple = dtype, multiple
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-        self._frequencies = (1.0 / theta**exponents).to(device())
+    def __init__(self, head_dim: int, rope: Rope, dtype: torch.dtype, multiple: int) -> None:
+        self._dtype, self._multiple, self._scale = dtype, multiple, rope.attention_factor
+        self._frequencies = frequencies(rope, head_dim).to(device())
 
     def pack(
         self, token_ids: NDArray[np.int32], lengths: Sequence[int], trained: NDArray[np.integer]
@@ -65,8 +66,8 @@ class Packer:
         angles = torch.cat((angles, angles), dim=-1)[:, None]
         packing = Packing(
             lengths=padded,
-            cosines=angles.cos().to(self._dtype),
-            sines=angles.sin().to(self._dtype),
+            cosines=(angles.cos() * self._scale).to(self._dtype),
+            sines=(angles.sin() * self._scale).to(self._dtype),
             rows=_upload(trained.astype(np.int64) - 1),
             targets=_upload(ids[trained]),
         )

@@ -1,0 +1,50 @@
+"""Rotary frequencies are bit for bit those of transformers, at the parameters of published models."""
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch  # noqa: E402
+from transformers import LlamaConfig, Qwen2Config  # noqa: E402
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
+
+from hpc_swe.plugins.policies._megatron.frequencies import frequencies  # noqa: E402
+from hpc_swe.plugins.rope import Rope, longest_context  # noqa: E402
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("family", "theta", "scaling", "longest"),
+    [
+        (LlamaConfig, 500000.0, LLAMA3, 40960),
+        (Qwen2Config, 1000000.0, YARN, 131072),
+        (
+            Qwen2Config,
+            1000000.0,
+            YARN | {"attention_factor": 1.5, "beta_fast": 64, "truncate": False},
+            131072,
+        ),
+        (Qwen2Config, 10000.0, YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}, 131072),
+        (Qwen2Config, 10000.0, {"rope_type": "yarn", "factor": 2.0}, 81920),
+    ],
+)
+def test_scaled_positions_are_those_of_transformers(family, theta, scaling, longest):
+    known = {"hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 40960}
+    known |= {"rope_theta": theta, "rope_scaling": scaling}
+    config = family(
+        **{name: dict(value) if name == "rope_scaling" else value for name, value in known.items()}
+    )
+    config.head_dim = 128
+    wanted, factor = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config)
+    rope = Rope.read(known, "here")
+    assert torch.equal(frequencies(rope, 128), wanted)
+    assert rope.attention_factor == factor
+    assert longest_context(known) == longest
+    as_written = Rope.read(
+        {"rope_parameters": config.rope_parameters} | {"max_position_embeddings": 40960}, "here"
+    )
+    assert as_written == rope, "transformers 5 writes the same parameters under another key"
