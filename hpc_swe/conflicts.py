@@ -8,8 +8,11 @@ import math
 import re
 from collections.abc import Iterator
 
+from msgspec.structs import asdict
+
 from hpc_swe import plugins
 from hpc_swe.plugins.advantages.base import Bounded
+from hpc_swe.plugins.policies.base import LossConfig
 from hpc_swe.settings import RunConfig
 
 _URL = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]+)?")
@@ -24,6 +27,7 @@ def of_keys(config: RunConfig) -> Iterator[str]:
 
 def of_new_runs(config: RunConfig) -> Iterator[str]:
     """Yield a message for each rule of new runs that the configuration breaks."""
+    yield from _unread_bounds(config.learner.loss)
     if config.mode != "grpo":
         return
     every, export_every = config.eval.every, config.learner.export_every
@@ -91,6 +95,29 @@ def _contradictions(config: RunConfig) -> Iterator[str]:
             f"learner.loss.objective = {learner.loss.objective!r} does not fit mode = {config.mode!r}; "
             "use the objective sft in mode sft, and only there"
         )
+
+
+_OBJECTIVES = {
+    "ratio_cap": ("decoupled", "cispo"),
+    "mask_low": ("decoupled",),
+    "mask_high": ("decoupled",),
+    "sequence_clip_low": ("gspo",),
+    "sequence_clip_high": ("gspo",),
+    "kl_coefficient": ("sampler_ratio", "decoupled", "gspo", "cispo"),
+}
+"""Key of [learner.loss] -> the objectives with which it may be set. Others are read by most objectives."""
+
+
+def _unread_bounds(loss: LossConfig) -> Iterator[str]:
+    """Yield a message for each key of the loss that was set although the objective does not read it."""
+    given, default = asdict(loss), asdict(LossConfig())
+    for key, objectives in _OBJECTIVES.items():
+        if given[key] != default[key] and loss.objective not in objectives:
+            yield (
+                f"learner.loss.{key} = {given[key]:g} has no meaning with learner.loss.objective = "
+                f"{loss.objective!r}; set it to its default, {default[key]:g}, or use "
+                f"{' or '.join(objectives)}"
+            )
 
 
 def _misplaced_bounds(config: RunConfig) -> Iterator[str]:

@@ -26,7 +26,7 @@ LONGER = {"hpc_swe/records.py": 500}  # one page of records reads better than tw
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
 BUDGETS = {  # of all lines, blank ones and docstrings too
-    "hpc_swe": 3_520,
+    "hpc_swe": 3_560,
     "hpc_swe/benchmarks": 780,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 325,
@@ -46,7 +46,7 @@ BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe/roles": 10,
     "hpc_swe/roles/coordinator": 2_720,
     "hpc_swe/roles/inference": 520,
-    "hpc_swe/roles/learner": 700,
+    "hpc_swe/roles/learner": 840,
     "hpc_swe/roles/reward": 325,
     "hpc_swe/roles/rollout": 1_190,
     "hpc_swe/runs": 1_880,

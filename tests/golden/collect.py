@@ -161,13 +161,15 @@ def losses() -> Iterator[str]:
 
     torch.manual_seed(0)
     tokens = [torch.randn(64, dtype=torch.float64) for _ in range(4)]
-    for objective in ("sampler_ratio", "decoupled", "sft"):
+    for objective in ("sampler_ratio", "decoupled", "sft", "gspo", "cispo"):
         for more in ({}, {"dual_clip": 1.5}, {"kl_coefficient": 0.1}):
             loss = PolicyObjective(LossConfig(objective=objective, **more))
             yield f"{objective} {more} {_losses(loss, tokens)}"
 
 
 def _losses(objective: Any, tokens: Any) -> str:
+    import torch
+
     from hpc_swe.plugins.policies.base import TrainedTokens
 
     policy = (-tokens[0].abs()).requires_grad_()
@@ -179,6 +181,8 @@ def _losses(objective: Any, tokens: Any) -> str:
             advantages=tokens[2],
             weights=tokens[2].abs() / 64,
             reference=-tokens[3].abs(),
+            sequence=torch.arange(64) // 16,
+            sequences=4,
         )
     )
     loss.backward()

@@ -83,6 +83,9 @@ def read(model):
             ["advantage={type='shuffled', of={type='max_rl'}}", "shaping.turn_penalty=0.3"],
             "set these keys to 0, or use the advantage grpo",
         ),
+        (["learner.loss.mask_low=0.5"], "mask_low = 0.5 has no meaning .* or use decoupled"),
+        (["learner.loss={objective='gspo', ratio_cap=2.0}"], "to its default, 5, or use decoupled or cispo"),
+        (["learner.loss={objective='cispo', sequence_clip_low=0.1}"], "0.0003, or use gspo"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused_in_new_runs(read, tmp_path, words, message):

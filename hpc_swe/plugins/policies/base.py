@@ -21,19 +21,26 @@ T = TypeVar("T")
 
 
 class LossConfig(Record, frozen=True, kw_only=True):
-    """Select the objective and its bounds; roles/learner/loss.py has the formulas."""
+    """Select the objective and its bounds; roles/learner/objectives/ has the formulas."""
 
-    objective: Literal["sampler_ratio", "decoupled", "sft"] = "sampler_ratio"
-    """sampler_ratio and decoupled are policy gradients, sft is cross-entropy."""
+    objective: Literal["sampler_ratio", "decoupled", "sft", "gspo", "cispo"] = "sampler_ratio"
+    """sft is cross-entropy; the others are policy gradients: sampler_ratio and decoupled clip each token,
+    gspo clips whole sequences, and cispo clips the weight of each token."""
     clip_low: Annotated[float, Meta(ge=0, le=1)] = 0.2
-    """The ratio is clipped below 1 minus this."""
+    """sampler_ratio, decoupled: the ratio of a token is clipped below 1 minus this."""
     clip_high: Annotated[float, Meta(ge=0)] = 0.28
-    """The ratio is clipped above 1 plus this."""
+    """sampler_ratio, decoupled: the ratio of a token is clipped above 1 plus this."""
+    sequence_clip_low: Annotated[float, Meta(ge=0, le=1)] = 3e-4
+    """gspo: the ratio of a sequence is clipped below 1 minus this. It must be larger than what rounding makes
+    of a sequence whose weights did not change: see the metric ratio/sequence_spread."""
+    sequence_clip_high: Annotated[float, Meta(ge=0)] = 4e-4
+    """gspo: the ratio of a sequence is clipped above 1 plus this."""
     dual_clip: Annotated[float, Meta(gt=1)] = 3.0
     """Largest ratio at which a token of negative advantage, or the KL, still has a gradient. Without this
-    bound, one token whose probability differs between learner and engine can outweigh the rest of a batch."""
+    bound, one token whose probability differs between learner and engine can outweigh the rest of a batch.
+    gspo: of a sequence; cispo: of the KL alone, because ratio_cap bounds the rest."""
     ratio_cap: Annotated[float, Meta(gt=0)] = 5.0
-    """decoupled: the weight pi_prox / mu is clipped above this."""
+    """decoupled: the weight pi_prox / mu is clipped above this; cispo: the weight pi / mu."""
     mask_low: Annotated[float, Meta(ge=0)] = 0.0
     """decoupled: tokens with pi_prox / mu below this are not trained; 0 is off."""
     mask_high: Annotated[float, Meta(ge=0)] = 0.0
@@ -90,6 +97,10 @@ class TrainedTokens:
     """Log-probabilities under the initial weights; None when the objective does not need them."""
     proximal: "Tensor | None" = None
     """Log-probabilities under the weights before the batch; None where the weights are still the same."""
+    sequence: "Tensor | None" = None
+    """int64 [n], index of each token's sequence within the microbatch; None only where no objective asks."""
+    sequences: int = 0
+    """Number of sequences in the microbatch, with trained tokens or without."""
 
 
 class Objective(Protocol):

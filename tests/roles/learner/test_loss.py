@@ -2,14 +2,20 @@
 
 import dataclasses
 import math
+import pkgutil
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from hpc_swe.metrics import meaning  # noqa: E402
 from hpc_swe.plugins.policies.base import LossConfig, TrainedTokens  # noqa: E402
-from hpc_swe.roles.learner.loss import PolicyObjective  # noqa: E402
+from hpc_swe.roles.learner import objectives  # noqa: E402
+from hpc_swe.roles.learner.loss import PolicyObjective, load  # noqa: E402
+
+OBJECTIVES = get_args(get_type_hints(LossConfig)["objective"])
 
 PI = [0.5, 0.15, 0.9]
 MU = [0.4, 0.20, 0.5]  # ratios 1.25, 0.75, 1.8
@@ -17,7 +23,9 @@ ADVANTAGES = [1.0, -1.0, 1.0]
 WEIGHTS = [0.5, 0.25, 0.25]
 
 
-def make(pi=PI, mu=MU, advantages=ADVANTAGES, weights=WEIGHTS, reference=None) -> TrainedTokens:
+def make(
+    pi=PI, mu=MU, advantages=ADVANTAGES, weights=WEIGHTS, reference=None, sequence=None
+) -> TrainedTokens:
     logs = [torch.tensor([math.log(p) for p in column]) for column in (pi, mu)]
     return TrainedTokens(
         logprobs=logs[0].requires_grad_(),
@@ -26,6 +34,8 @@ def make(pi=PI, mu=MU, advantages=ADVANTAGES, weights=WEIGHTS, reference=None) -
         advantages=torch.tensor(advantages),
         weights=torch.tensor(weights),
         reference=torch.tensor([math.log(p) for p in reference]) if reference else None,
+        sequence=torch.tensor(sequence or list(range(len(pi))), dtype=torch.int64),
+        sequences=max(3, len(pi)),
     )
 
 
@@ -116,6 +126,48 @@ def test_sft_is_the_weighted_negative_log_likelihood():
     assert slope == pytest.approx([-0.5, -0.25, -0.25])
 
 
+def test_gspo_gives_all_tokens_of_a_sequence_the_same_slope():
+    # tokens 0 and 1 are one sequence: s = sqrt(1.25 * 0.75); token 2 is another one: s = 1.8
+    s = math.sqrt(1.25 * 0.75)
+    tokens = make(advantages=[-1.0, -1.0, -1.0], sequence=[1, 1, 2])
+    loss, slope = loss_and_slope(tokens, objective="gspo", sequence_clip_low=0.1)
+    assert loss == pytest.approx((0.5 + 0.25) * s + 0.25 * 1.8)
+    assert slope == pytest.approx([(0.5 + 0.25) * s / 2] * 2 + [0.25 * 1.8])
+
+
+def test_gspo_clips_by_sequence_and_says_how_many_tokens_that_is():
+    # s = 0.968 with A < 0 is below 1 - 3e-4; s = 1.8 with A > 0 is above 1 + 4e-4: no token has a slope
+    tokens = make(advantages=[-1.0, -1.0, 1.0], sequence=[0, 0, 2])
+    loss, slope = loss_and_slope(tokens, objective="gspo")
+    assert loss == pytest.approx((0.5 + 0.25) * (1 - 3e-4) - 0.25 * (1 + 4e-4))
+    assert slope == [0.0, 0.0, 0.0]
+    found, s = metrics(tokens, objective="gspo"), math.sqrt(1.25 * 0.75)
+    assert (found["ratio/clipped_low"], found["ratio/clipped_high"]) == pytest.approx((2 / 3, 1 / 3))
+    assert found["ratio/sequence_mean"] == pytest.approx((2 * s + 1.8) / 3)
+    assert found["ratio/sequence_spread"] == pytest.approx((math.log(1.8) - 2 * math.log(s)) / 3)
+
+
+def test_gspo_counts_one_sequence_however_it_lies_among_others():
+    together = make(advantages=[-1.0] * 3, sequence=[0, 2, 0])
+    _, slope = loss_and_slope(together, objective="gspo", sequence_clip_low=1.0, sequence_clip_high=9.0)
+    s = math.sqrt(1.25 * 1.8)
+    assert slope == pytest.approx([0.75 * s / 2, 0.25 * 0.75, 0.75 * s / 2])
+
+
+def test_gspo_without_sequences_is_an_error_of_the_policy():
+    with pytest.raises(ValueError, match="sequence of each token"):
+        loss_and_slope(dataclasses.replace(make(), sequence=None), objective="gspo")
+
+
+def test_cispo_keeps_every_gradient_and_caps_its_weight():
+    # weights 1.25, 0.75 and min(1.8, 1.5), all without a gradient of their own
+    loss, slope = loss_and_slope(make(), objective="cispo", ratio_cap=1.5)
+    expected = [0.5 * -1.25, 0.25 * 0.75, 0.25 * -1.5]
+    assert slope == pytest.approx(expected)
+    assert loss == pytest.approx(sum(e * math.log(p) for e, p in zip(expected, PI, strict=True)))
+    assert metrics(make(), objective="cispo", ratio_cap=1.5)["ratio/capped_share"] == pytest.approx(1 / 3)
+
+
 def test_divergence_slopes_away_from_the_reference():
     # d/d log pi of r (e^d - 1 - d), d = log ref - log pi, is r (log pi - log ref)
     reference = [0.25, 0.3, 0.9]
@@ -148,12 +200,13 @@ def test_expected_divergence_under_the_sampler_has_the_true_slope():
     assert torch.allclose(*slopes)
 
 
-@pytest.mark.parametrize("objective", ["sampler_ratio", "decoupled", "sft"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("gap", [200.0, -200.0])  # float32 ends at e^88
 def test_a_hopeless_ratio_stays_finite(objective, gap):
     logprobs = torch.tensor([min(gap, 0.0) - 0.1] * 2, requires_grad=True)
     sampler, advantages = (logprobs - gap).detach(), torch.tensor([-1.0, 1.0])
-    tokens = TrainedTokens(logprobs, torch.ones(2), sampler, advantages, torch.ones(2), sampler - 100)
+    one, each = torch.ones(2), torch.tensor([0, 1])
+    tokens = TrainedTokens(logprobs, one, sampler, advantages, one, sampler - 100, None, each, 2)
     loss, slope = loss_and_slope(tokens, objective=objective, kl_coefficient=0.001)
     assert math.isfinite(loss)
     assert all(map(math.isfinite, slope))
@@ -167,11 +220,54 @@ def test_no_tokens_are_no_loss_but_a_graph():
     assert metrics(make([], [], [], []), make())["policy/tokens"] == 3
 
 
-@pytest.mark.parametrize("objective", ["sampler_ratio", "decoupled", "sft"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_statistics_add_up_over_any_split(objective):
     whole = metrics(make(), objective=objective)
     parts = [make(*([x[i]] for x in (PI, MU, ADVANTAGES, WEIGHTS))) for i in range(3)]
     assert metrics(*parts, objective=objective) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_curves_of_every_objective_are_documented(objective):
+    found = metrics(make(), objective=objective) | metrics(
+        dataclasses.replace(make(reference=PI), proximal=torch.zeros(3)), kl_coefficient=0.1
+    )
+    assert [name for name in found if not meaning(name)] == []
+
+
+def test_an_objective_is_one_file_and_its_name_in_the_configuration():
+    files = {module.name for module in pkgutil.iter_modules(objectives.__path__)} - {"base"}
+    assert files == set(OBJECTIVES)
+    assert {type(load(name)).__module__.rpartition(".")[2] for name in OBJECTIVES} == files
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_slopes_are_those_of_finite_differences(objective):
+    """Weights without a gradient are held fixed, as a slope is defined: through pi_prox = pi, and cispo's."""
+    torch.manual_seed(1)
+    pi, mu, before = (-torch.rand(6, dtype=torch.float64) for _ in range(3))
+    more = {"sequence_clip_low": 0.2, "sequence_clip_high": 0.28}
+    objective_of = PolicyObjective(LossConfig(objective=objective, **more))
+    tokens = TrainedTokens(
+        pi.clone().requires_grad_(),
+        torch.ones(6),
+        mu,
+        torch.tensor([1.0, 1, -1, -1, -1, 1]),
+        torch.rand(6, dtype=torch.float64),
+        None,
+        before if objective == "decoupled" else None,
+        torch.tensor([0, 0, 1, 1, 1, 2]),
+        3,
+    )
+    objective_of(tokens)[0].backward()
+    for index, slope in enumerate(tokens.logprobs.grad):
+        step = torch.zeros(6, dtype=torch.float64)
+        step[index] = 1e-6
+        ends = [objective_of(dataclasses.replace(tokens, logprobs=pi + sign * step))[0] for sign in (1, -1)]
+        difference = (ends[0] - ends[1]).item() / 2e-6
+        if objective == "cispo":  # d(r log pi) = r log pi + r, of which only the second is its slope
+            difference -= slope.item() * pi[index].item()
+        assert difference == pytest.approx(slope.item(), abs=1e-7)
 
 
 def test_curves_say_what_they_are_named():

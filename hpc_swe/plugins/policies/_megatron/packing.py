@@ -98,7 +98,9 @@ def terms(
     sampler, advantages, weights = (
         _upload(float_array(data)[trained]) for data in (micro.logprobs, micro.advantages, micro.weights)
     )
-    return TrainedTokens(*model, sampler, advantages, weights, reference, proximal)
+    lengths = micro.sequence_lengths
+    sequence = _upload(np.repeat(np.arange(len(lengths)), lengths)[trained])
+    return TrainedTokens(*model, sampler, advantages, weights, reference, proximal, sequence, len(lengths))
 
 
 def _upload(array: NDArray[np.generic]) -> Tensor:
