@@ -443,8 +443,8 @@ class Node(Record, frozen=True, kw_only=True):
     slots: int = 0
     """Episodes that a worker can run at once."""
     loops: int = 0  # iterations of the main loop
-    done: int = 0
-    """Results, answers of engines and opened sandboxes so far; it grows while claims are worked on."""
+    steps: list[int] = []
+    """Answers of engines and opened sandboxes so far, of each claim; one that is worked on grows."""
 
 
 class Endpoint(Record, frozen=True, kw_only=True):

@@ -76,6 +76,8 @@ class RunDir:
     """Cell: Memory, coordinator to coordinator."""
     supervision = _At("state/supervision.json")
     """Cell: Verdict, coordinator to keepers and people."""
+    clocks = _At("state/clocks.json")
+    """Cell: ClockMemory, coordinator to coordinator."""
     stacks = _At("stacks")
     """Files for people: what processes did that made no progress."""
     evals = _At("evals")

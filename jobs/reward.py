@@ -24,26 +24,26 @@ log = logging.getLogger(__name__)
 def work(run: RunDir, config: RunConfig) -> None:
     """Grade episodes until the run has finished or is ordered to end."""
     config.sandbox.check()
-    resources = _resources(run, config)
+    resources = _resources(run, config, WatchedSandboxes(config.sandbox))
     with entry.lease(run, config, "reward") as lease:
         worker(run, lease, resources).work()
 
 
 def work_alone(run: RunDir, config: RunConfig) -> None:
     """Grade the episode of the standard input."""
-    resources = _resources(run, config)
-    alone.answer(partial(judge, resources), resources.opened)
+    sandboxes = WatchedSandboxes(config.sandbox)
+    alone.answer(partial(judge, _resources(run, config, sandboxes)), lambda: sandboxes.opened)
 
 
-def _resources(run: RunDir, config: RunConfig) -> RewardResources:
-    sandboxes, known, stuck_s = WatchedSandboxes(config.sandbox), graded(run), config.supervision.stuck_s
+def _resources(run: RunDir, config: RunConfig, sandboxes: WatchedSandboxes) -> RewardResources:
+    known, stuck_s = graded(run), config.supervision.stuck_s
     longest_s = max((task.tests.timeout_s for task in known.values()), default=0.0)
     hung_s = max(stuck_s / 2, 1.5 * longest_s) if stuck_s else math.inf  # the coordinator waits longer
     return RewardResources(
         tasks=known,
         patience=alone.Patience(hung_s=hung_s, progressed=sandboxes.note),
         sandboxes=sandboxes,
-        opened=lambda: sandboxes.opened,
+        opened_by=lambda thread: sandboxes.opened_by.get(thread, 0),
         grader=config.grader,
         config=config.reward,
         references=references(run, config),

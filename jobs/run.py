@@ -33,7 +33,7 @@ from hpc_swe.runs import existing
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, orders, submissions
 from hpc_swe.store.submissions import Started
-from jobs import heartbeat
+from jobs import heartbeat, stacks
 from jobs.supervision import VerdictReader
 
 PERMANENT = (2, 3)  # exit codes of ConfigError and ProtocolError: a restart does not help
@@ -42,10 +42,13 @@ FROZEN = 8  # exit code of a gang with a frozen rank
 STUCK = 9  # exit code of a gang that makes no progress; verdicts count the restarts
 QUIET_S = 300.0  # after so long without a failure, restarts are counted from 0 again
 GRACE_S = 20.0
+KILLED_S = 180.0  # the longest end of a killed child: a large one frees its memory of host and GPU
 LOST_S = 5.0  # wait for the other ranks when one has failed: one of them may exit with the reason
 NOTICE_S = 3600.0  # seconds from a warning to the end when --notice does not give them
 WAIT_S = 30  # ranks end together; without a limit srun would wait for ever for a rank whose node was reset
 SHARE = 0.75  # of the notice, for draining; the rest is for giving back claims and for the scheduler
+
+Child = subprocess.Popen[bytes]
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +70,7 @@ class Gang:
         """
         self._commands, self._bound_to, self._notice_s = commands, bound_to, notice_s
         self._shared, self._verdicts = shared, verdicts
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: list[Child] = []
         self._until = float("inf")
         self.stopping = Flag()
         """It is set once a signal has asked the gang to end."""
@@ -99,11 +102,8 @@ class Gang:
                 self._end()
                 return code
             living = [child.pid for child in self._children if child.poll() is None]
-            if self._verdicts and (verdict := self._verdicts.about(living)):
-                self._verdicts.write_stacks(verdict, self._folder)
-                self._end(lose=True)
-                self._verdicts.record(verdict)
-                return StuckRun.exit_code if verdict.gave_up else STUCK
+            if stuck_code := self._obey(living):
+                return stuck_code
             if frozen := self._monitor.frozen(living):
                 log.error("%s; ending all", frozen)
                 self._end()
@@ -119,6 +119,19 @@ class Gang:
                 self._end()
                 return 0
             time.sleep(0.1)
+
+    def _obey(self, living: Sequence[int]) -> int:
+        """End the children if a verdict names one, or if they outlive the run; return the code, else 0."""
+        if self._verdicts and (verdict := self._verdicts.about(living)):
+            self._verdicts.write_stacks(verdict, self._folder)
+            self._end(lose=True)
+            self._verdicts.record(verdict)
+            return StuckRun.exit_code if verdict.gave_up else STUCK
+        if self._verdicts and self._verdicts.is_run_over:
+            log.error("stuck after the end of the run:\n%s", stacks.collect(living, self._folder))
+            self._end()
+            return STUCK
+        return 0
 
     def forward(self, number: int, _: FrameType | None) -> None:
         """Forward a signal to the children: SIGUSR2 makes them drain, SIGTERM and SIGINT end."""
@@ -162,15 +175,32 @@ class Gang:
         """
         for child in self._children:
             child.kill() if lose and nodes() == 1 else child.terminate()
-        deadline = time.monotonic() + (GRACE_S if self.stopping.is_set() else 1.0)
-        for child in self._children:
+        try:
+            await_end(self._children, GRACE_S if self.stopping.is_set() else 1.0)
+        finally:
+            self._children.clear()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def await_end(children: Sequence[Child], grace_s: float, killed_s: float = KILLED_S) -> None:
+    """Wait until children end, and kill those that take longer than `grace_s`.
+
+    Raise NodeError when one does not end then: it waits inside the kernel for a device or a file system, so
+    only another node helps. It runs no further instruction, and its job is better over than waiting for it.
+    """
+    for wait_s in (grace_s, killed_s):
+        deadline, left = time.monotonic() + wait_s, []
+        for child in children:
             try:
                 child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.kill()
-                child.wait()
-        self._children.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
+                left.append(child)
+        children = left
+    if children:
+        states = ", ".join(f"{child.pid} {stacks.state(child.pid)}" for child in children)
+        host = socket.gethostname()
+        raise NodeError(f"{host}: killed processes do not end within {killed_s:g} s: {states}")
 
 
 def nodes() -> int:

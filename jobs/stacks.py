@@ -44,7 +44,7 @@ def collect(children: Sequence[int], folder: Path) -> str:
     _await(folder, len(asked))
     listed = [each for pid in children for each in (pid, *descendants(pid))]
     lines = ["state, kernel function, and the name that each process of the job gives itself:"]
-    lines += [f"  {pid} {_state(pid)}" for pid in listed[:MOST_LISTED]]
+    lines += [f"  {pid} {state(pid)}" for pid in listed[:MOST_LISTED]]
     for path in sorted(folder.glob(f"{STACKS}*")):
         text = path.read_bytes()[-MOST:].decode("ascii", "replace")
         lines += [f"\nstacks of process {path.name.removeprefix(STACKS)} (rank-pid):", text or "no answer"]
@@ -72,7 +72,8 @@ def _await(folder: Path, count: int) -> None:
         time.sleep(0.3)
 
 
-def _state(pid: int) -> str:
+def state(pid: int) -> str:
+    """Return a process's state, the function of the kernel in which it waits, and its name."""
     states = [line.split()[1] for line in _read(pid, "status").splitlines() if line.startswith("State:")]
     return f"{''.join(states) or 'ended'} {_read(pid, 'wchan') or '-'} {_read(pid, 'comm').strip()!a}"
 

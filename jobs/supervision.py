@@ -5,6 +5,7 @@ on those that name it. The coordinator's own keeper finds a coordinator whose ma
 reads the run folder, so a file system that hangs does not keep the keeper from its other duties.
 """
 
+import contextlib
 import logging
 import socket
 import threading
@@ -12,18 +13,19 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from hpc_swe.errors import HpcSweError
+from hpc_swe.errors import CorruptRecord, HpcSweError
 from hpc_swe.plugins.executors.base import own_job_id
 from hpc_swe.records import Node
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, supervision
+from hpc_swe.store import atomic, orders, supervision
 from hpc_swe.store.supervision import Clocks, RunPart, StuckProcess, Verdict
 from jobs import stacks
 
 MOST_FILES = 8  # processes of one verdict that write their stacks
 WRITE_S = 20.0
 LONGEST_LOOK_S = 60.0
+CLEAN_UP_S = 60.0  # a child that is not stuck ends so soon after it has seen the order
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +33,10 @@ log = logging.getLogger(__name__)
 class VerdictReader:
     """Read the run's verdicts in a thread, and find those about the processes of this job."""
 
-    def __init__(self, run: RunDir, role: str, config: RunConfig, is_on_one_node: bool) -> None:
-        self._run, self._config, self._role = run, config, role
+    def __init__(
+        self, run: RunDir, role: str, config: RunConfig, is_on_one_node: bool, clean_up_s: float = CLEAN_UP_S
+    ) -> None:
+        self._run, self._config, self._role, self._clean_up_s = run, config, role, clean_up_s
         self._prefix = "" if is_on_one_node else f"{role}-{own_job_id()}-"
         self._children: Collection[int] = ()
         self._latest: Verdict | None = None
@@ -41,6 +45,7 @@ class VerdictReader:
         self._obeyed: int | None = None
         """Number of the last verdict that needs nothing more; None before the first look."""
         self._clocks = Clocks(supervision.LONGEST_LOOK_BEATS * config.lease.beat_s)
+        self._ends_at: float | None = None
         if config.supervision.stuck_s:
             threading.Thread(target=self._read_on, name="verdicts", daemon=True).start()
 
@@ -49,20 +54,26 @@ class VerdictReader:
         self._children = children
         for verdict in filter(None, (self._own, self._latest)):
             is_new = self._obeyed is not None and verdict.number > self._obeyed
-            if (
-                is_new
-                and verdict.role == self._role
-                and any(self._is_ours(process) for process in verdict.processes)
-            ):
+            if is_new and any(self._is_ours(process) for process in verdict.processes):
                 self._obeyed = verdict.number
                 log.error("%s", verdict.message(self._config.supervision.tries))
                 return verdict
         return None
 
+    @property
+    def is_run_over(self) -> bool:
+        """Tell whether the run ended, or was ordered to stop, so long ago that a child must be stuck."""
+        return self._ends_at is not None and time.monotonic() > self._ends_at
+
     def record(self, verdict: Verdict) -> None:
-        """Publish a verdict of our own, once the coordinator is dead: it might wake up and write another."""
+        """Publish a verdict of our own, once the coordinator is dead: it might wake up and write another.
+
+        A coordinator that is given up can order no stop, so its keeper does.
+        """
         if verdict is self._own:
             _in_time(lambda: supervision.publish(self._run, verdict))
+        if verdict.gave_up and self._role == "coordinator":
+            _in_time(lambda: atomic.write(self._run.stop, b""))
 
     def write_stacks(self, verdict: Verdict, folder: Path) -> None:
         """Write the stacks of the children into the run folder, and give up when that takes too long."""
@@ -88,6 +99,10 @@ class VerdictReader:
                 # The number falls when the cell was lost, or when our own verdict could not be written.
                 number = self._latest.number
                 self._obeyed = number if self._obeyed is None else min(self._obeyed, number)
+                if not {"STOP", "FINISHED"} & {*orders.active(self._run)}:
+                    self._ends_at = None
+                elif self._ends_at is None:
+                    self._ends_at = time.monotonic() + self._config.supervision.stuck_s + self._clean_up_s
                 if self._role == "coordinator":
                     self._watch_coordinator()
             except (HpcSweError, OSError) as error:
@@ -98,12 +113,15 @@ class VerdictReader:
         """Publish a verdict about our coordinator when its main loop stands still."""
         limits = self._config.supervision
         names = [name for name in atomic.names(self._run.nodes) if name.startswith("coordinator-")]
-        cells = [atomic.get(self._run.nodes / name, Node) for name in names]
+        cells: list[Node] = []
+        for name in names:
+            with contextlib.suppress(FileNotFoundError, CorruptRecord):  # not ours: it ended, or died
+                cells.append(atomic.get(self._run.nodes / name, Node))
         ours = [n for n in cells if n.host == socket.gethostname() and n.pid in self._children]
         reason = "the main loop of the coordinator stands still"
         parts = [RunPart(n.owner, n.role, [n], str(n.loops), reason, limits.stuck_s) for n in ours]
         self._clocks.look(parts, time.monotonic())
-        if stuck := supervision.first_stuck(parts, self._clocks.still):
+        if stuck := supervision.find_stuck(parts, self._clocks.still):
             found = [StuckProcess(owner=n.owner, host=n.host, pid=n.pid) for n in stuck[0].nodes]
             self._clocks.restart()
             before = supervision.read(self._run)

@@ -217,9 +217,8 @@ def _speller(run: RunDir, config: RunConfig) -> Speller:
 def write(run: RunDir, out: Path, choice: WholeEpisodes) -> Report:
     """Write the report of a run at `out`, in place of an older one.
 
-    Raises:
-        ConfigError: There is no run, or something else than a report is at `out`.
-        HpcSweError: The report cannot be written.
+    Raise ConfigError if there is no run, or something else than a report is at `out`, and HpcSweError if the
+    report cannot be written.
     """
     if not run.config.exists():
         raise ConfigError(f"{run.root}: no run here (run.json is missing); name the folder of a run")
@@ -234,8 +233,7 @@ def write(run: RunDir, out: Path, choice: WholeEpisodes) -> Report:
 def spans(text: str) -> list[Span]:
     """Parse steps such as 12,20-25.
 
-    Raises:
-        argparse.ArgumentTypeError: A part is neither a step nor an interval.
+    Raise argparse.ArgumentTypeError if a part is neither a step nor an interval.
     """
     return [_span(part.strip()) for part in text.split(",")]
 

@@ -77,11 +77,7 @@ class EpisodeTable:
         return int(number) if number.isdecimal() else 0
 
     def rows(self) -> list[EpisodeRow]:
-        """Return the table's rows.
-
-        Raises:
-            CorruptRecord: The file cannot be read; the message names it.
-        """
+        """Return the table's rows; raise CorruptRecord, which names the file, if it cannot be read."""
         try:
             wanted = set(COLUMNS) & set(pq.read_schema(self.path).names)
             found = pq.read_table(self.path, columns=sorted(wanted)).to_pylist()
@@ -100,8 +96,7 @@ class EpisodeTable:
     def records(self) -> Iterator[bytes]:
         """Yield the encoded `ScoredEpisode` of each row; it is empty where no episode came back.
 
-        Raises:
-            CorruptRecord: The file cannot be read; the message names it.
+        Raise CorruptRecord if the file cannot be read; the message names it.
         """
         try:
             for batch in pq.ParquetFile(self.path).iter_batches(CHUNK, columns=["record"]):

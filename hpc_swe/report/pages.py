@@ -53,9 +53,8 @@ def script(name: str, value: object) -> bytes:
 def publishing(out: Path) -> Iterator[ReportFolder]:
     """Yield a folder that replaces the report at `out` when the block ends, and is removed when it fails.
 
-    Raises:
-        ConfigError: Something else than a report is at `out`.
-        HpcSweError: The folder cannot be written.
+    Raise ConfigError if something else than a report is at `out`, and HpcSweError if the folder cannot be
+    written.
     """
     if out.is_file() or (out.is_dir() and any(out.iterdir()) and not is_report(out)):
         raise ConfigError(f"{out}: exists and is no report; name another folder with --out")

@@ -17,8 +17,7 @@ class Speller:
     def __init__(self, folder: Path) -> None:
         """Read the tokenizer of a model's folder.
 
-        Raises:
-            ConfigError: The tokenizer is missing or cannot be used.
+        Raise ConfigError if the tokenizer is missing or cannot be used.
         """
         self._tokens = Tokens(folder)
         self._whole: dict[int, str] = {}

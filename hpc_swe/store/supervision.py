@@ -35,8 +35,19 @@ class Still(Record, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
+class ClockMemory(Record, frozen=True, kw_only=True):
+    """Carry the watcher's clocks over a restart. Keepers do not read them: they grow with the workers."""
+
+    number: int = 0
+    """The verdict after which these clocks started; they are void after another one."""
+    farthest: int = -1
+    """Most steps of coordinator and learner together: what a restarted learner repeats is no progress."""
+    still: dict[str, Still] = {}
+    """RunPart -> its clock, of the parts that have done nothing for a while."""
+
+
 class Verdict(Record, frozen=True, kw_only=True):
-    """Record the last part that was found stuck. The watcher also keeps its clocks here over a restart."""
+    """Record the last part that was found stuck. All keepers of the run read this."""
 
     number: int = 0
     """Verdicts of this run so far; 0 while there is none."""
@@ -46,17 +57,20 @@ class Verdict(Record, frozen=True, kw_only=True):
     reason: str = ""
     tries: int = 0
     """Restarts of stuck parts since the run's last progress."""
+    ignored: int = 0
+    """Verdicts in a row that named processes that no keeper had ended after the verdict before."""
     gave_up: bool = False
     """The run ends: no restart is left."""
-    still: dict[str, Still] = {}
-    """RunPart -> its clock."""
 
     def message(self, tries: int) -> str:
         """Describe the verdict for people; empty when the run has made progress since, or had no verdict."""
-        if not (self.tries or self.gave_up):
+        if not (self.tries or self.gave_up or self.ignored):
             return ""
         names = [str(RunDir(Path()).stack(self.number, each.owner)) for each in self.processes]
         done = f"given up after {self.tries} restarts" if self.gave_up else f"restart {self.tries} of {tries}"
+        if self.ignored:
+            host = self.processes[0].host
+            done += f" (its keeper, jobs.run on {host}, was asked {self.ignored} times and did not end it)"
         return f"stuck {self.role}, {done}, see {', '.join(names[:2])}: {self.reason}"
 
 
@@ -97,13 +111,9 @@ class Clocks:
         self.still = {}
 
 
-def first_stuck(parts: Sequence[RunPart], still: Mapping[str, Still]) -> list[RunPart]:
-    """Return the earliest of the parts, which are given in the order of the pipeline, that is stuck.
-
-    Stuck processes of one role come together, since one fault may have hit them all.
-    """
-    stuck = [part for part in parts if part.name in still and still[part.name].seconds >= part.limit_s > 0]
-    return [part for part in stuck if part.role == stuck[0].role]
+def find_stuck(parts: Sequence[RunPart], still: Mapping[str, Still]) -> list[RunPart]:
+    """Return the parts that are stuck, in the same order."""
+    return [part for part in parts if part.name in still and still[part.name].seconds >= part.limit_s > 0]
 
 
 def read(run: RunDir) -> Verdict:
@@ -114,27 +124,39 @@ def read(run: RunDir) -> Verdict:
         return Verdict()
 
 
+def read_clocks(run: RunDir) -> ClockMemory:
+    """Read the watcher's memory; an empty one when there is none, or when it cannot be decoded."""
+    try:
+        return atomic.get(run.clocks, ClockMemory)
+    except (FileNotFoundError, CorruptRecord):
+        return ClockMemory()
+
+
 def following(
     before: Verdict, role: Role, processes: Sequence[StuckProcess], reason: str, tries: int
 ) -> Verdict:
-    """Return the verdict after `before`. It gives up when `tries` restarts have brought no progress."""
+    """Return the verdict after `before`. It gives up when `tries` restarts have brought no progress.
+
+    A verdict that no keeper obeyed was no restart; so many of them in a row bring no restart either.
+    """
+    is_ignored = {each.owner for each in processes} <= {each.owner for each in before.processes}
+    ignored = before.ignored + 1 if is_ignored else 0
     return Verdict(
         number=before.number + 1,
         role=role,
         processes=list(processes),
         reason=reason,
-        tries=min(before.tries + 1, tries),
-        gave_up=before.tries >= tries,
+        tries=before.tries if is_ignored else min(before.tries + 1, tries),
+        ignored=ignored,
+        gave_up=ignored > tries if is_ignored else before.tries >= tries,
     )
 
 
 def publish(run: RunDir, verdict: Verdict) -> None:
-    """Ask the keepers to restart the processes of a verdict; one that gives up orders the run to stop."""
+    """Ask the keepers to restart the processes of a verdict, or to end them if it gives up."""
     with atomic.storage(run.stacks):
         run.stacks.mkdir(exist_ok=True)
     atomic.put(run.supervision, verdict)
-    if verdict.gave_up:
-        atomic.write(run.stop, b"")
 
 
 def _later(before: Still | None, part: RunPart, passed_s: float) -> Still:

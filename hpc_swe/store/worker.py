@@ -121,9 +121,8 @@ class Worker(Generic[M, R]):
     """Seconds that threads get to clean up when the process must end."""
     can_work: Callable[[], bool] = lambda: True
     """Tells whether what the work needs is there. If not, nothing is claimed and the claims' clocks stop."""
-    steps: Callable[[], int] = lambda: 0
-    """Counts, in any unit, what the work has done so far, so that a long one can be told from a hang."""
-    _ended: int = field(default=0, init=False)
+    steps: Callable[[threading.Thread], int] = lambda _: 0
+    """Counts, in any unit, what a thread's work has done so far: a long one can be told from a hang."""
     _active: list[_Slot[M, R]] = field(default_factory=list, init=False)
     _wake: Flag = field(default_factory=Flag, init=False)
     _must_stop: bool = field(default=False, init=False)
@@ -177,7 +176,7 @@ class Worker(Generic[M, R]):
                 claims=[slot.claim.name for slot in self._active],
                 worked_s=[slot.worked_s for slot in self._active],
                 state="draining" if self._is_draining else "ready",
-                done=self._ended + self.steps(),
+                steps=[self.steps(slot.thread) for slot in self._active],
             )
         except StorageError as error:
             self._storage_error = error
@@ -192,7 +191,6 @@ class Worker(Generic[M, R]):
                 slot.is_over = True
             if slot.is_over:
                 self._active.remove(slot)
-                self._ended += 1
             if slot.crash is not None:
                 raise slot.crash
 

@@ -217,9 +217,7 @@ def overview(tried: Sequence[Tried], left_out: Counter[str], reasons: Counter[st
 def _lines(path: Path, kind: type[T]) -> list[T]:
     """Read a file of JSON lines, after removing a last line that was never finished.
 
-    Raises:
-        ConfigError: A line is of another kind.
-        StorageError: The file cannot be read or written.
+    Raise ConfigError if a line is of another kind, and StorageError if the file cannot be read or written.
     """
     with boundary(StorageError, f"read {path}"), path.open("ab+") as file:
         file.seek(0)

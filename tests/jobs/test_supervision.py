@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from hpc_swe import config as configuration
-from hpc_swe.errors import StuckRun
+from hpc_swe.errors import NodeError, StuckRun
 from hpc_swe.processes import MEETING
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, supervision
 from hpc_swe.store.supervision import StuckProcess, Verdict
 from jobs import stacks
-from jobs.run import Gang, supervise
+from jobs.run import STUCK, Gang, await_end, supervise
 from jobs.supervision import VerdictReader
 from tests.kit.checkout import ROOT
 from tests.kit.waiting import until
@@ -36,7 +36,7 @@ def keeper(run: RunDir, codes: list[int], *commands: list[str], role="learner", 
     """A gang and its keeper, in a thread."""
     words = ["model=m", f"supervision={{stuck_s={stuck_s}, tries=2}}", "lease={beat_s=0.2, ttl_s=1.0}"]
     config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
-    gang = Gang(commands, verdicts=VerdictReader(run, role, config, True))
+    gang = Gang(commands, verdicts=VerdictReader(run, role, config, True, 0.0))
     threading.Thread(target=lambda: codes.append(supervise(gang, run, 0)), daemon=True).start()
     return gang
 
@@ -45,9 +45,9 @@ def python(code: str, *arguments: object) -> list[str]:
     return [sys.executable, "-c", code, *map(str, arguments)]
 
 
-def accuse(run: RunDir, number: int, pid: int, *, gave_up: bool = False) -> None:
-    process = StuckProcess(owner="learner-1-aa", host=socket.gethostname(), pid=pid)
-    found = Verdict(number=number, role="learner", processes=[process], reason="r", tries=1, gave_up=gave_up)
+def accuse(run: RunDir, number: int, pid: int, role="learner", *, gave_up: bool = False) -> None:
+    process = StuckProcess(owner=f"{role}-1-aa", host=socket.gethostname(), pid=pid)
+    found = Verdict(number=number, role=role, processes=[process], reason="r", tries=1, gave_up=gave_up)
     supervision.publish(run, found)
 
 
@@ -71,14 +71,49 @@ def test_ranks_of_which_one_hangs_inside_a_library_start_again_with_stacks(run, 
 
 @pytest.mark.slow
 def test_a_verdict_that_gives_up_ends_the_job_for_good(run, tmp_path):
+    """The supervisor of an engine that somebody else runs lives in the coordinator's job."""
     codes: list[int] = []
-    keeper(run, codes, python(BEGIN + NOTE + HANGS, tmp_path / "0", 9))
+    keeper(run, codes, python(BEGIN + NOTE + HANGS, tmp_path / "0", 9), role="coordinator")
     until(lambda: pids(tmp_path / "0"))
     time.sleep(1.0)
-    accuse(run, 1, pids(tmp_path / "0")[0], gave_up=True)
+    accuse(run, 1, pids(tmp_path / "0")[0], "inference", gave_up=True)
     until(lambda: codes == [StuckRun.exit_code])
     assert (len(pids(tmp_path / "0")), run.stop.exists()) == (1, True)
-    assert run.stack(1, "learner-1-aa").exists()
+    assert run.stack(1, "inference-1-aa").exists()
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_when_the_run_ends_does_not_hold_its_job(run, tmp_path, caplog):
+    codes: list[int] = []
+    keeper(run, codes, python(BEGIN + NOTE + HANGS, tmp_path / "0", 9), stuck_s=1.0)
+    until(lambda: pids(tmp_path / "0"))
+    time.sleep(1.0)
+    run.stop.touch()
+    until(lambda: codes == [STUCK])
+    assert "in hang_in_a_library" in caplog.text
+
+
+def test_a_killed_child_that_the_kernel_does_not_let_go_ends_its_job():
+    """A process that another one traces stays, for its parent, until that one looks at it."""
+    allows = (
+        "import ctypes, time; ctypes.CDLL(None).prctl(0x59616D61, -1); print(1, flush=True); time.sleep(60)"
+    )
+    seizes = (
+        "import ctypes, sys; sys.exit(ctypes.CDLL(None).ptrace(0x4206, int(sys.argv[1]), 0, 0) or input(0))"
+    )
+    child = subprocess.Popen(python(allows), stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline()
+    tracer = subprocess.Popen(python(seizes, child.pid), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert tracer.stdout is not None
+    assert tracer.stdout.read(1) == b"0"
+    try:
+        with pytest.raises(NodeError, match=f"killed processes do not end within 0.3 s: {child.pid} Z"):
+            await_end([child], 0.1, 0.3)
+    finally:
+        tracer.kill()
+        tracer.wait()
+    assert child.wait(10) == -signal.SIGKILL
 
 
 @pytest.mark.slow
@@ -106,6 +141,7 @@ def test_a_coordinator_whose_main_loop_stands_still_is_found_by_its_keeper(run, 
         "    if not n: time.sleep(600)\n"
     )
     codes: list[int] = []
+    (run.nodes / "coordinator-0-aa.json").write_bytes(b"\0" * 50)  # of one whose node lost power
     began = time.monotonic()
     keeper(
         run, codes, python(BEGIN + NOTE + lives, tmp_path / "0", run.root), role="coordinator", stuck_s=2.0

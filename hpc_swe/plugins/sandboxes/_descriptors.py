@@ -31,8 +31,7 @@ def most_open_files() -> int:
 def send_files(receiver: socket.socket, message: bytes, files: list[int]) -> None:
     """Send a message with descriptors; try for a while when Linux refuses because of others in flight.
 
-    Raises:
-        OSError: They were not sent; ETOOMANYREFS stands for that refusal.
+    Raise OSError if they were not sent; ETOOMANYREFS stands for that refusal.
     """
     deadline = time.monotonic() + PASSING_S
     while True:

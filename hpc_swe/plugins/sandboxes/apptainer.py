@@ -176,8 +176,7 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
 def _remove(sandbox: Sandbox, task: Task) -> None:
     """Remove what must be absent from the sandbox's own layer; the image below stays as it is.
 
-    Raises:
-        SandboxError: Something is still there.
+    Raise SandboxError if something is still there.
     """
     if wrong := [pattern for pattern in task.absent if not _ABSENT.fullmatch(pattern)]:
         raise SandboxError(f"{task.task_id}: absent: {wrong[0]!r} is no pattern of an absolute path")

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 from hpc_swe.errors import ConfigError, NodeError, SandboxError, boundary
 from hpc_swe.records import Task
@@ -66,10 +67,9 @@ class ProgramSession(Protocol):
     def ask(self, message: bytes, timeout_s: float) -> bytes:
         """Send a message and return the program's answer to it.
 
-        Raises:
-            TimeoutError: There was no answer in time. The program goes on, and `wait` may still get it.
-            SessionEnded: The program has ended, or its answer is longer than an answer may be.
-            SandboxError: The host failed.
+        Raise TimeoutError if there was no answer in time: the program goes on, and `wait` may still get it.
+        Raise SessionEnded if the program has ended, or its answer is longer than an answer may be, and
+        SandboxError if the host failed.
         """
 
     def wait(self, timeout_s: float) -> bytes:
@@ -204,6 +204,8 @@ class WatchedSandboxes(Sandboxes):
     sandboxes: Sandboxes
     opened: int = field(default=0, init=False)
     """Sandboxes that were opened or closed so far, by children of this process too."""
+    opened_by: WeakKeyDictionary[threading.Thread, int] = field(default_factory=WeakKeyDictionary, init=False)
+    """The same for each thread: one that hangs must not hide behind others."""
     _failures: int = field(default=0, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -227,8 +229,10 @@ class WatchedSandboxes(Sandboxes):
 
     def note(self) -> None:
         """Count a sandbox that was opened or closed."""
+        thread = threading.current_thread()
         with self._lock:
             self.opened += 1
+            self.opened_by[thread] = self.opened_by.get(thread, 0) + 1
 
     def _count(self, error: SandboxError) -> None:
         with self._lock:

@@ -82,8 +82,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 def read(path: Path) -> Iterator[tuple[str, Program]]:
     """Yield each program of a folder or a file of rows, with its place for messages.
 
-    Raises:
-        ConfigError: A row has none of the shapes, or the folder holds no program.
+    Raise ConfigError if a row has none of the shapes, or the folder holds no program.
     """
     if path.is_dir():
         with boundary(ConfigError, f"read {path}"):
@@ -136,8 +135,7 @@ def _texts(folder: Path) -> dict[str, str]:
 def _of_row(row: _Row) -> Program:
     """Make a program of a row.
 
-    Raises:
-        ValueError: The row has none of the shapes, or its entrypoint does not run pytest.
+    Raise ValueError if the row has none of the shapes, or its entrypoint does not run pytest.
     """
     if not row.task_id.strip():
         raise ValueError("task_id is empty")
@@ -186,8 +184,7 @@ def _test_paths(task_id: str, entrypoint: str) -> list[str]:
 def _by_path(files: Iterable[File]) -> dict[str, str]:
     """Return path -> text.
 
-    Raises:
-        ValueError: A path occurs twice, or is not one of a file below the work directory.
+    Raise ValueError if a path occurs twice, or is not one of a file below the work directory.
     """
     found: dict[str, str] = {}
     for file in files:
@@ -215,8 +212,7 @@ def _of_humaneval(row: _Row) -> Program:
 def _tests_of_check(text: str, entry_point: str) -> str:
     """Turn the function ``check(candidate)`` and its call into a test for pytest.
 
-    Raises:
-        ValueError: There is no such function.
+    Raise ValueError if there is no such function.
     """
     module = parse(text)
     check = next((n for n in module.body if isinstance(n, ast.FunctionDef) and n.name == "check"), None)

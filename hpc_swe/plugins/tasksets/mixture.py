@@ -39,8 +39,7 @@ class Mixture(Plugin, frozen=True, kw_only=True):
     def load(self, split: Split) -> Iterator[Task]:
         """Yield a task of each part in turn, until all parts have ended.
 
-        Raises:
-            ConfigError: Two parts have a task of the same id.
+        Raise ConfigError if two parts have a task of the same id.
         """
         running = {name: iter(taskset.load(split)) for name, taskset in self._tasksets().items()}
         part_of: dict[str, str] = {}

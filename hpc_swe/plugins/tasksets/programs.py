@@ -58,8 +58,7 @@ class Programs(Plugin, frozen=True, kw_only=True):
     def load(self, split: Split) -> Iterator[Task]:
         """Yield a task for each program in the file's order; skip those whose tests have no names.
 
-        Raises:
-            ConfigError: A row is wrong, or was not checked; the message names the file and the row.
+        Raise ConfigError if a row is wrong, or was not checked; the message names the file and the row.
         """
         skipped = shown = 0
         for task in self._usable(split) if self.checked else map(self._task, self._programs(split).values()):

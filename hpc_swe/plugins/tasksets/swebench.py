@@ -71,8 +71,7 @@ class Swebench(Plugin, frozen=True, kw_only=True):
     def load(self, split: Split) -> Iterator[Task]:
         """Yield the tasks of one split.
 
-        Raises:
-            ConfigError: A row or an id is wrong; the message names the file and the line.
+        Raise ConfigError if a row or an id is wrong; the message names the file and the line.
         """
         rows = self._selected(split)
         other = self._selected("eval" if split == "train" else "train")
@@ -93,8 +92,7 @@ class Swebench(Plugin, frozen=True, kw_only=True):
     def changed_tests(self, tasks: Iterable[Task]) -> dict[str, str]:
         """Return the versions of hidden tests that the file `checked` has for second sittings.
 
-        Raises:
-            ConfigError: A task's test patch is not the one that was checked.
+        Raise ConfigError if a task's test patch is not the one that was checked.
         """
         if not self.checked:
             return {}
@@ -138,8 +136,7 @@ class Swebench(Plugin, frozen=True, kw_only=True):
     def task(self, where: str, row: Row) -> Task:
         """Make the task of a row; `where` names its file and line.
 
-        Raises:
-            ConfigError: The row cannot be judged; see `test_plan`.
+        Raise ConfigError if the row cannot be judged; see `test_plan`.
         """
         tests = test_plan(where, row, RECIPES | self.recipes, self.workdir, self.timeout_s)
         # Other braces are the prompt's own. The report comes last, so that nothing in it is filled in.

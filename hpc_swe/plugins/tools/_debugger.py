@@ -330,8 +330,7 @@ class Debugger(pdb.Pdb):
     def place(self, path: str, line: int, condition: str, temporary: bool) -> bdb.Breakpoint:
         """Set a breakpoint in the place of any other at the same line.
 
-        Raises:
-            CommandRefused: The line cannot hold one, or the condition is no expression.
+        Raise CommandRefused if the line cannot hold one, or the condition is no expression.
         """
         linecache.checkcache(path)
         reason = refusal("".join(linecache.getlines(path)), line)

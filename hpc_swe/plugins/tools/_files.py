@@ -12,11 +12,7 @@ from hpc_swe.records import Task
 
 
 def read_text(sandbox: Sandbox, task: Task, path: str) -> str:
-    """Read a text file.
-
-    Raises:
-        ToolError: It cannot be read, or is not text.
-    """
+    """Read a text file; raise ToolError if it cannot be read, or is not text."""
     if is_ignored(task, path):
         raise ToolError(f"{name(path)} is not shown: .debugignore names it.")
     try:
@@ -37,8 +33,7 @@ def read_lines(sandbox: Sandbox, task: Task, path: str) -> list[str]:
 def write_text(sandbox: Sandbox, task: Task, path: str, text: str) -> None:
     """Replace a text file, or make one.
 
-    Raises:
-        ToolError: It cannot be written, is read-only, or the text cannot be encoded.
+    Raise ToolError if it cannot be written, is read-only, or the text cannot be encoded.
     """
     if is_read_only(task, path):
         raise ToolError(f"{name(path)} is read-only; change other files.")

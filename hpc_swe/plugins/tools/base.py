@@ -28,9 +28,8 @@ class Tool(Protocol):
     def __call__(self, sandbox: Sandbox, task: Task, **arguments: object) -> str:
         """Act, and return the answer for the policy.
 
-        Raises:
-            ToolError: The arguments are wrong, or the sandbox refuses.
-            SandboxError: The host failed.
+        Raise ToolError if the arguments are wrong, or the sandbox refuses, and SandboxError if the host
+        failed.
         """
 
 
@@ -62,9 +61,8 @@ def schema(tool: Tool) -> Schema:
 def invoke(tool: Tool, arguments: str, sandbox: Sandbox, task: Task) -> str:
     """Call a tool with the JSON text that the policy wrote.
 
-    Raises:
-        ToolError: The text is no JSON object of the tool's arguments, or the tool refuses.
-        SandboxError: The host failed.
+    Raise ToolError if the text is no JSON object of the tool's arguments, or the tool refuses, and
+    SandboxError if the host failed.
     """
     try:
         given = msgspec.json.decode(arguments or "{}")

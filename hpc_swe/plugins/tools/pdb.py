@@ -232,8 +232,7 @@ class _Debugging:
 def _start(runner: str, file: str, last: _Start | None) -> _Start:
     """Return what to debug; without a file, the same as before.
 
-    Raises:
-        ToolError: No file is named, its name is no name, or the runner is unknown.
+    Raise ToolError if no file is named, its name is no name, or the runner is unknown.
     """
     if len(file) > _MOST_FILE_CHARS or "\0" in file:
         raise ToolError(f"file must have no NUL and at most {_MOST_FILE_CHARS} characters.")

@@ -59,11 +59,7 @@ def write(
 
 
 def read(path: Path) -> list[ScoredEpisode]:
-    """Read back the records that `write` wrote.
-
-    Raises:
-        CorruptRecord: The file is not such a table.
-    """
+    """Read back the records that `write` wrote; raise CorruptRecord if the file is not such a table."""
     try:
         column = pq.read_table(path, columns=["record"])["record"].to_pylist()
         return [msgspec.msgpack.decode(data, type=ScoredEpisode) for data in column]

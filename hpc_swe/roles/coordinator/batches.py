@@ -138,10 +138,7 @@ def commit(
 ) -> None:
     """Publish the batch, with the history after it; `stats` are the metrics in its manifest.
 
-    `held_out` is to be validated with it.
-
-    Raises:
-        LostRace: Another coordinator published this step.
+    `held_out` is to be validated with it. Raise LostRace if another coordinator published this step.
     """
     named = [(run.rank_file(batch.rank), batch) for batch in batches]
     named += [(run.validation_file(batch.rank), batch) for batch in held_out]

@@ -64,10 +64,8 @@ class Coordinator:
     def work(self) -> None:
         """Iterate until the work is done or an order says to end.
 
-        Raises:
-            LostRace: Another coordinator is running.
-            DeadlineError: Nothing changed for `wait_s` although other processes are alive.
-            StuckRun: A part of the run is stuck after all its restarts.
+        Raise LostRace if another coordinator is running, DeadlineError if nothing changed for `wait_s`
+        although other processes are alive, and StuckRun if a part of the run is stuck after all its restarts.
         """
         refusals = 0
         while True:

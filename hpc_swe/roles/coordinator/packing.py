@@ -56,8 +56,7 @@ def pack(
 ) -> list[Batch]:
     """Build one batch per rank; all have equally many microbatches of at most `budget` tokens.
 
-    Raises:
-        ConfigError: A sample is longer than `budget`.
+    Raise ConfigError if a sample is longer than `budget`.
     """
     lengths = [len(sample) for sample in samples]
     costs = list(map(cost, lengths))

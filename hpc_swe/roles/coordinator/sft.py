@@ -9,9 +9,10 @@ unblocked by  the learner's steps
 Batch n is a function of the stream and n, so the only state is which batches exist.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 from typing import TypeVar
 
 import msgspec
@@ -52,6 +53,8 @@ class SftSchedule:
     """Steps between two validations; 0 is never."""
     minibatches: int = 1
     """Optimizer steps of one pass over a batch."""
+    iteration_s: float = 10.0
+    """Most seconds of encoding in one iteration: a coordinator that encodes for hours would look stuck."""
 
     def validates(self, step: int) -> bool:
         """Tell whether the batch of a step carries the held-out samples; the last batch always does."""
@@ -74,22 +77,42 @@ class WarmStart:
     ) -> None:
         self._run, self._schedule, self._log, self._held_out = run, schedule, metrics_log, held_out
         self.step = max(batches.published_steps(run), default=-1) + 1
-        self._stream = islice(stream, self.step * schedule.samples_per_step, None)
+        self._stream, self._trained = stream, self.step * schedule.samples_per_step
+        self._taken: list[Sample] = []
 
     def iterate(self, snapshot: RunSnapshot) -> Progress:
-        """Publish the batches that the learner needs next.
+        """Publish the batches that the learner needs next, those that can be encoded in the schedule's time.
 
-        Raises:
-            LostRace: Another coordinator published the batch that this one would publish next.
+        Raise LostRace if another coordinator published the batch that this one would publish next.
         """
         if self.step in batches.published_steps(self._run):
             raise LostRace(f"{self._run.batch(self.step)} was published by another coordinator")
         steps = self._schedule.steps
+        until = time.monotonic() + self._schedule.iteration_s
         while self.step < min(steps, snapshot.learner_step + AHEAD) and snapshot.has_room:
-            self._publish(list(islice(self._stream, self._schedule.samples_per_step)))
+            if not self._take(until):
+                break
+            self._publish(self._taken)
+            self._taken = []
         waits_for = f"the learner: step {snapshot.learner_step} of {steps}"
         done = checkpoints.is_trained(self._run, snapshot.newest, steps)
         return Progress("" if done else waits_for, self.step, self._log.recent, [])
+
+    def _take(self, until: float) -> bool:
+        """Take the next batch from the stream, until this time at most; return whether it is complete.
+
+        After a restart the stream repeats the samples that were published, which are encoded again.
+        """
+        for sample in self._stream:
+            if self._trained:
+                self._trained -= 1
+            else:
+                self._taken.append(sample)
+            if len(self._taken) == self._schedule.samples_per_step:
+                return True
+            if time.monotonic() > until:
+                return False
+        return True
 
     def _publish(self, samples: list[Sample]) -> None:
         packed = self._pack(samples, self._schedule.minibatches)
@@ -113,8 +136,7 @@ def with_system_prompt(
 ) -> Iterator[list[Message]]:
     """Yield demonstrations with the agent's system prompt in place of their own.
 
-    Raises:
-        ConfigError: A demonstration calls a tool that the agent does not have.
+    Raise ConfigError if a demonstration calls a tool that the agent does not have.
     """
     system = [Message(role="system", content=preface.system)] if preface.system else []
     for conversation in conversations:
@@ -148,10 +170,7 @@ def from_episodes(
 ) -> Iterator[Sample]:
     """Yield what the policy sampled in episodes with a reward of at least `least`, in endless passes.
 
-    This is rejection sampling.
-
-    Raises:
-        ConfigError: No episode has such a reward.
+    This is rejection sampling. Raise ConfigError if no episode has such a reward.
     """
     chosen = [s for s in episodes if not failure_cause(s) and (s.score.reward or 0.0) >= least]
     whole = [sample for s in chosen for sample in make_samples(s.episode, 1.0, chains, 0, 0).samples]

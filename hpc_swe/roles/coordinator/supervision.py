@@ -20,9 +20,10 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.settings import SupervisionConfig
 from hpc_swe.store import atomic, supervision
 from hpc_swe.store.lease import Lease
-from hpc_swe.store.supervision import Clocks, RunPart, StuckProcess, Verdict
+from hpc_swe.store.supervision import ClockMemory, Clocks, RunPart, StuckProcess, Verdict
 
 KEPT_VERDICTS = 20  # stacks of older ones are deleted
+LAST_STACKS_S = 180.0  # the longest wait for the keepers of a verdict that gives up, before the order to stop
 SPOOL_OF: dict[Role, str] = {"rollout": "requests", "reward": "episodes"}
 
 log = logging.getLogger(__name__)
@@ -60,15 +61,14 @@ def _engines(snapshot: RunSnapshot, limits: Mapping[Role, float]) -> Iterator[Ru
 
 
 def _workers(snapshot: RunSnapshot, role: Role, limits: Mapping[Role, float]) -> Iterator[RunPart]:
-    """Yield each worker that holds claims, and all workers together when nobody takes what is ready."""
+    """Yield each claim that is worked on, and all workers together when nobody takes what is ready."""
     if role == "rollout" and not snapshot.engines:
         return
     nodes = [node for node in snapshot.nodes if node.role == role]
     for node in nodes:
-        if node.claims:
-            reason = f"{node.owner} works on {', '.join(node.claims[:3])} without a result"
-            seen = f"{node.done} {sorted(node.claims)}"
-            yield RunPart(f"work of {node.owner}", role, [node], seen, reason, limits[role])
+        for claim, steps in zip(node.claims, node.steps, strict=False):
+            reason = f"{node.owner} works on {claim} without a result"
+            yield RunPart(f"{claim} of {node.owner}", role, [node], str(steps), reason, limits[role])
     ready = snapshot.scan[SPOOL_OF[role]]["ready"]
     free = [node for node in nodes if node.state == "ready" and not node.claims]
     if ready and free and len(free) == len(nodes):
@@ -112,23 +112,39 @@ class Supervision:
     steps: int
     beat_s: float
     _due: float = field(default=float("-inf"), init=False)
-    _progress: tuple[int, set[str]] | None = field(default=None, init=False)
+    _results: set[str] | None = field(default=None, init=False)
+    _stop_at: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         before = supervision.read(self.run)
         self._verdict = Verdict(number=before.number) if before.gave_up else before
-        self._clocks = Clocks(supervision.LONGEST_LOOK_BEATS * self.beat_s, dict(self._verdict.still))
+        self._memory = supervision.read_clocks(self.run)
+        still = self._memory.still if self._memory.number == before.number else {}
+        self._clocks = Clocks(supervision.LONGEST_LOOK_BEATS * self.beat_s, dict(still))
 
     def look(self, snapshot: RunSnapshot, progress: Progress) -> None:
         """Look at the run if a look is due.
 
-        Raises:
-            StuckRun: A part is stuck again after all its tries; the run is ordered to stop.
-            StorageError: The verdict cannot be written.
+        When a part is stuck after all its tries, order the run to stop and raise StuckRun. Raise StorageError
+        when the verdict cannot be written.
         """
-        if not self.config.stuck_s or snapshot.now < self._due:
-            return
-        self._due = snapshot.now + self.beat_s
+        if self._verdict.gave_up:
+            self._stop(snapshot)
+        elif self.config.stuck_s and snapshot.now >= self._due:
+            self._due = snapshot.now + self.beat_s
+            self._look(snapshot, progress)
+
+    def _stop(self, snapshot: RunSnapshot) -> None:
+        """Stop the run once the keepers have ended the stuck processes.
+
+        Workers whose main loops turn would obey the order at once, before anybody has asked for their stacks.
+        """
+        named = {each.owner for each in self._verdict.processes}
+        if snapshot.now >= self._stop_at or named.isdisjoint(node.owner for node in snapshot.nodes):
+            atomic.write(self.run.stop, b"")
+            raise StuckRun(f"{self.run.root}: {self._verdict.message(self.config.tries)}")
+
+    def _look(self, snapshot: RunSnapshot, progress: Progress) -> None:
         # A step that is honest and slow is repeated after a restart, so it gets more time.
         limits = {**self.limits, "learner": self.limits["learner"] * (1 + self._verdict.tries)}
         found = parts(snapshot, progress.step, self.steps, self.roles, limits)
@@ -136,42 +152,54 @@ class Supervision:
         has_progressed = self._has_progressed(snapshot, progress.step)
         if self._verdict.tries and has_progressed:
             log.info("progressed after %d restarts of stuck parts", self._verdict.tries)
-            self._publish(tries=0)
-        stuck = supervision.first_stuck(found, self._clocks.still)
+            verdict = msgspec.structs.replace(self._verdict, tries=0, ignored=0)
+            atomic.put(self.run.supervision, verdict, durable=False)
+            self._verdict = verdict
+        stuck = supervision.find_stuck(found, self._clocks.still)
         if stuck:
-            self._judge(stuck)
-        else:
-            self._publish()
+            self._judge(stuck, snapshot.now)
+        self._remember(step=progress.step + snapshot.learner_step)
 
     def _has_progressed(self, snapshot: RunSnapshot, step: int) -> bool:
         """Tell whether there is a new result or step; steps that a restarted learner repeats are not new."""
-        farthest, known = self._progress or (step + snapshot.learner_step, None)
-        steps = max(farthest, step + snapshot.learner_step)
         results = {address.identity for address in snapshot.scan["scored"]["ready"]}
-        self._progress = (steps, results)
-        return steps > farthest or (known is not None and bool(results - known))
+        known, self._results = self._results, results
+        is_farther = -1 < self._memory.farthest < step + snapshot.learner_step
+        return is_farther or (known is not None and bool(results - known))
 
-    def _judge(self, stuck: Sequence[RunPart]) -> None:
-        nodes = {node.owner: node for part in stuck for node in part.nodes}
-        processes = [StuckProcess(owner=n.owner, host=n.host, pid=n.pid) for n in nodes.values()]
+    def _judge(self, every: Sequence[RunPart], now: float) -> None:
+        """Publish a verdict about the earliest role that is stuck; one that gives up names all roles.
+
+        Stuck processes of one role are restarted together, since one fault may have hit them all. Those of
+        later roles may only wait for them.
+        """
+        stuck = [part for part in every if part.role == every[0].role]
         still_s = self._clocks.still[stuck[0].name].seconds
         reasons = "; ".join(dict.fromkeys(part.reason for part in stuck[:3]))
         reason = f"no progress for {still_s:.0f} s: {reasons}"
         tries = self.config.tries
-        verdict = supervision.following(self._verdict, stuck[0].role, processes, reason, tries)
+        verdict = supervision.following(self._verdict, stuck[0].role, processes_of(stuck), reason, tries)
+        if verdict.gave_up:
+            verdict = msgspec.structs.replace(verdict, processes=processes_of(every))
         supervision.publish(self.run, verdict)  # if it fails, the next look judges again
         self._verdict = verdict
         self._clocks.restart()
-        message = verdict.message(tries)
-        if self._verdict.gave_up:
-            raise StuckRun(f"{self.run.root}: {message}")
-        log.error("%s", message)
+        self._stop_at = now + LAST_STACKS_S
+        log.error("%s", verdict.message(tries))
         for name in atomic.names(self.run.stacks):
             if name < f"{self._verdict.number - KEPT_VERDICTS:06d}":
                 (self.run.stacks / name).unlink(missing_ok=True)
 
-    def _publish(self, **changes: int) -> None:
-        verdict = msgspec.structs.replace(self._verdict, still=self._clocks.still, **changes)
-        if verdict != self._verdict:
-            self._verdict = verdict
-            atomic.put(self.run.supervision, verdict, durable=False)
+    def _remember(self, step: int) -> None:
+        still = {name: clock for name, clock in self._clocks.still.items() if clock.seconds}
+        farthest = max(self._memory.farthest, step)
+        memory = ClockMemory(number=self._verdict.number, farthest=farthest, still=still)
+        if memory != self._memory:
+            atomic.put(self.run.clocks, memory, durable=False)
+            self._memory = memory
+
+
+def processes_of(found: Sequence[RunPart]) -> list[StuckProcess]:
+    """Name the processes of some parts, each once."""
+    nodes = {node.owner: node for part in found for node in part.nodes}
+    return [StuckProcess(owner=n.owner, host=n.host, pid=n.pid) for n in nodes.values()]

@@ -73,9 +73,8 @@ class Training:
     def iterate(self, snapshot: RunSnapshot) -> Progress:
         """Do what can be done now, without waiting.
 
-        Raises:
-            LostRace: Another coordinator published the batch that this one would publish next.
-            StorageError: The file system refuses a write; build a new object.
+        Raise LostRace if another coordinator published the batch that this one would publish next, and
+        StorageError if the file system refuses a write; the caller then builds a new object.
         """
         if self.step in batches.published_steps(self._run):
             raise LostRace(f"{self._run.batch(self.step)} was published by another coordinator")

@@ -52,8 +52,7 @@ class BatchSource:
     def wait(self, step: int) -> Decision:
         """Wait for an order or for the batch of `step`; return None when neither came for `pulse_s`.
 
-        Raises:
-            DeadlineError: The coordinator is alive, but has published no batch for `wait_s`.
+        Raise DeadlineError if the coordinator is alive, but has published no batch for `wait_s`.
         """
         until = time.monotonic() + self._pulse_s
         while (decision := self._read(step)) is None:

@@ -19,12 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from hpc_swe.errors import SandboxError, boundary
 from hpc_swe.plugins.graders.base import GRADER_BROKE
-from hpc_swe.plugins.second_run import run_reliably
+from hpc_swe.plugins.second_run import oom_kills, run_reliably
 from hpc_swe.processes import MEETING, Flag, die_with_parent
 from hpc_swe.records import Episode, Score
 
@@ -54,6 +55,12 @@ class Patience:
     leave_s: float = LEAVE_S
     progressed: Callable[[], None] = lambda: None
     """Is called when the child has made progress."""
+    killed: Callable[[], int] = oom_kills
+    """Counts the processes that the kernel has killed for memory."""
+
+
+class _Hung(Exception):
+    """The child made no progress: a lack of memory is not the reason, so it is not tried again."""
 
 
 def watch(command: Sequence[str], episode: Episode, unresolved_reward: float, patience: Patience) -> Score:
@@ -61,7 +68,11 @@ def watch(command: Sequence[str], episode: Episode, unresolved_reward: float, pa
 
     Raise SandboxError if the child ended with an error of the host or the configuration.
     """
-    found = run_reliably(lambda: _watch(command, episode, patience), lambda _: False, WAIT_S)
+    try:
+        attempt = partial(_watch, command, episode, patience)
+        found = run_reliably(attempt, lambda _: False, WAIT_S, patience.killed)
+    except _Hung as hung:
+        found = str(hung)
     if isinstance(found, Score):
         return found
     log.error("grading alone of %s: its process %s", episode.request.name, found)
@@ -114,7 +125,11 @@ def _watch(command: Sequence[str], episode: Episode, patience: Patience) -> Scor
         )
     assert child.stdout is not None
     with child, child.stdout:
-        output, fault = _read(child.stdout.fileno(), patience)
+        try:
+            output, fault = _read(child.stdout.fileno(), patience)
+        except _Hung:
+            child.kill()
+            raise
         if fault:
             child.kill()
         code = child.wait()
@@ -128,10 +143,13 @@ def _watch(command: Sequence[str], episode: Episode, patience: Patience) -> Scor
 
 
 def _read(file: int, patience: Patience) -> tuple[bytes, str]:
-    """Read what the child prints until its end; return it, and why it must be killed, if so."""
+    """Read what the child prints until its end; return it, and why it must be killed, if so.
+
+    Raise _Hung if it shows signs of life without progress.
+    """
     output, looks, still_s, poll = b"", 0, 0.0, select.poll()
     poll.register(file, select.POLLIN)
-    while looks < patience.silent and still_s < patience.hung_s:
+    while looks < patience.silent:
         began = time.monotonic()
         if not poll.poll(LOOK_S * 1000):
             looks += 1
@@ -143,6 +161,6 @@ def _read(file: int, patience: Patience) -> tuple[bytes, str]:
         else:
             return output, ""
         still_s += min(time.monotonic() - began, 2 * LOOK_S)  # none of the time in which this was frozen
-    if looks == patience.silent:
-        return output, f"showed no sign of life for {looks * LOOK_S:g} s"
-    return output, f"made no progress for {still_s:.0f} s"
+        if still_s >= patience.hung_s:
+            raise _Hung(f"made no progress for {still_s:.0f} s")
+    return output, f"showed no sign of life for {looks * LOOK_S:g} s"

@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Literal
 
 import msgspec
@@ -48,8 +49,8 @@ class RewardResources:
     """Command that grades one episode in a process of its own, after a lost grading; empty grades it here."""
     patience: Patience = Patience()
     """How long a grading in a process of its own may last without progress."""
-    opened: Callable[[], int] = lambda: 0
-    """Counts the sandboxes that gradings have opened or closed."""
+    opened_by: Callable[[Thread], int] = lambda _: 0
+    """Counts the sandboxes that a grading, in a thread of its own, has opened or closed."""
     findings: deque[str] = field(default_factory=deque)
     """Results of sentinel checks that no scored episode carries yet; an empty one is a check that passed."""
 
@@ -165,5 +166,5 @@ def worker(run: RunDir, lease: Lease, resources: RewardResources) -> Worker[Epis
         lambda claim: Grading(resources, claim.message, claim.address.losses),
         resources.config.slots,
         resources.config.poll_s,
-        steps=resources.opened,
+        steps=resources.opened_by,
     )

@@ -70,5 +70,5 @@ def worker(
         resources.config.poll_s,
         CLEANUP_S,
         resources.sampler.endpoints.has_engine,
-        lambda: resources.sampler.answers + resources.opened(),
+        lambda _: resources.sampler.answers + resources.opened(),
     )

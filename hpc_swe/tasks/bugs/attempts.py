@@ -41,8 +41,7 @@ class Trier:
     ) -> tuple[str, dict[str, Any]]:
         """Return ``valid`` and the row of the task, or the reason of a rejection and an empty row.
 
-        Raises:
-            SandboxError: The host failed.
+        Raise SandboxError if the host failed.
         """
         covering = [id_ for id_, test in survey.tests.items() if test.ran(*mutant.lines)]
         if len({survey.tests[id_].name for id_ in covering}) < 2:

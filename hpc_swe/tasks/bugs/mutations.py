@@ -106,11 +106,7 @@ class Module:
     """A module has a text, and functions that can be changed in it."""
 
     def __init__(self, text: str) -> None:
-        """Parse the text.
-
-        Raises:
-            SyntaxError: It is not Python.
-        """
+        """Parse the text; raise SyntaxError if it is not Python."""
         self.data = text.encode()
         self._starts = [0]
         for line in self.data.split(b"\n"):

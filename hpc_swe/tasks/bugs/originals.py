@@ -25,9 +25,7 @@ _PLAIN = re.compile(r"(/[\w.+-]+){2,}")
 def copies(place: TrialPlace, texts: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the files of the image that are copies of each text, by its label, which must be a file's name.
 
-    Raises:
-        ConfigError: The image could not be searched.
-        SandboxError: The host failed.
+    Raise ConfigError if the image could not be searched, and SandboxError if the host failed.
     """
     folder, out = f".{secrets.token_hex(8)}", f".{secrets.token_hex(8)}"
     task = place.task({f"{folder}/{label}": text for label, text in texts.items()}, ())
@@ -45,8 +43,7 @@ def copies(place: TrialPlace, texts: Mapping[str, str]) -> dict[str, list[str]]:
 def removals(known: Sequence[str], paths: Iterable[str]) -> list[str]:
     """Return patterns that remove these files and what was compiled from them, unless known ones do.
 
-    Raises:
-        ConfigError: The name of a file cannot be a pattern.
+    Raise ConfigError if the name of a file cannot be a pattern.
     """
     found = []
     for path in sorted(paths):
@@ -67,9 +64,8 @@ def removals(known: Sequence[str], paths: Iterable[str]) -> list[str]:
 def with_copies(place: TrialPlace, sources: Sequence[CodeSource]) -> list[CodeSource]:
     """Return the sources; their tasks remove the image's copies of the module, and of a library's tests.
 
-    Raises:
-        ConfigError: The image could not be searched, or the name of a copy cannot be a pattern.
-        SandboxError: The host failed.
+    Raise ConfigError if the image could not be searched, or the name of a copy cannot be a pattern, and
+    SandboxError if the host failed.
     """
     texts = {
         f"{number}-{index}": text

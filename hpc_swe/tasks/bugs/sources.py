@@ -59,8 +59,7 @@ class Search:
     def find(self, words: Sequence[str]) -> list[CodeSource]:
         """Return the sources that the words of the command line name.
 
-        Raises:
-            ConfigError: A word names nothing that can be used, or two sources have one name.
+        Raise ConfigError if a word names nothing that can be used, or two sources have one name.
         """
         found: dict[str, CodeSource] = {}
         for source in (source for word in words for source in self._of_word(word)):

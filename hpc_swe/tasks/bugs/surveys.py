@@ -46,9 +46,7 @@ class NeededModules(msgspec.Struct, frozen=True):
 def needed(place: TrialPlace) -> NeededModules:
     """Return what pytest and the debugger import.
 
-    Raises:
-        ConfigError: The image has no pytest that runs tests.
-        SandboxError: The host failed.
+    Raise ConfigError if the image has no pytest that runs tests, and SandboxError if the host failed.
     """
     files = {"test_probe.py": _PROBE, "pyproject.toml": ""}
     trial = place.run(place.task(files, ()), ["test_probe.py"], [], SURVEY_TIMEOUT_S)
@@ -58,11 +56,7 @@ def needed(place: TrialPlace) -> NeededModules:
 
 
 def survey(place: TrialPlace, source: CodeSource) -> Survey:
-    """Run the tests twice, the first time traced.
-
-    Raises:
-        SandboxError: The host failed.
-    """
+    """Run the tests twice, the first time traced; raise SandboxError if the host failed."""
     task = place.task(source.files, source.absent)
     first = place.run(task, source.tests, [], SURVEY_TIMEOUT_S, source.target)
     if first is None:

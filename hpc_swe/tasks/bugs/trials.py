@@ -79,8 +79,7 @@ class TrialPlace(msgspec.Struct, frozen=True):
     ) -> TrialResult | None:
         """Run tests in a fresh sandbox; None if they did not end in time, or ended the process.
 
-        Raises:
-            SandboxError: The host failed.
+        Raise SandboxError if the host failed.
         """
         out = f".{secrets.token_hex(8)}"
         call = f"main{(out, [*arguments], [*wanted], traced)!r}\n"

@@ -181,8 +181,9 @@ def stream():
     return (sample(3 + n % 5, n) for n in itertools.count())
 
 
-def warm_start(run):
-    return sft.WarmStart(run, stream(), sft.SftSchedule(STEPS, 4, 64, 2), Log(run.metric_log("c")))
+def warm_start(run, iteration_s: float = 10.0):
+    schedule = sft.SftSchedule(STEPS, 4, 64, 2, iteration_s=iteration_s)
+    return sft.WarmStart(run, stream(), schedule, Log(run.metric_log("c")))
 
 
 def test_a_warm_start_publishes_a_few_batches_ahead_and_ends(run):
@@ -206,6 +207,21 @@ def test_a_warm_start_restarted_at_every_batch_publishes_the_same(tmp_path):
             mode.iterate(make_maintenance(made).snapshot())
             learn(made)
     assert published(whole) == published(broken)
+
+
+def test_a_warm_start_of_long_samples_goes_on_in_the_next_iteration(tmp_path):
+    """A coordinator whose main loop stands still is ended by its keeper."""
+    quick, slow = rundir(tmp_path / "a"), rundir(tmp_path / "b")
+    warm_start(quick).iterate(make_maintenance(quick).snapshot())
+    mode, snapshot = warm_start(slow, 0.0), make_maintenance(slow).snapshot()
+    mode.iterate(snapshot)
+    assert batches.published_steps(slow) == []
+    for _ in range(7):
+        mode.iterate(snapshot)
+    mode = warm_start(slow, 0.0)
+    for _ in range(4 * STEPS):
+        mode.iterate(snapshot)
+    assert published(slow) == published(quick)
 
 
 def test_a_warm_start_that_fell_behind_leaves(run):

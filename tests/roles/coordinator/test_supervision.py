@@ -1,11 +1,12 @@
 """Which part is stuck: tables for the decision, and what a verdict does to the run folder."""
 
+import msgspec
 import pytest
 
 from hpc_swe.errors import StuckRun
 from hpc_swe.records import Node, WeightVersion
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
-from hpc_swe.roles.coordinator.supervision import KEPT_VERDICTS, Supervision, parts
+from hpc_swe.roles.coordinator.supervision import KEPT_VERDICTS, LAST_STACKS_S, Supervision, parts
 from hpc_swe.rundir import SPOOLS
 from hpc_swe.settings import SupervisionConfig
 from hpc_swe.store import atomic, supervision
@@ -41,23 +42,25 @@ def busy(seen, step: int = 1) -> list[str]:
     return [part.name for part in found if not part.name.startswith("loop of")]
 
 
-CLAIMS = node("rollout", claims=["train-000000-00"])
-GRADES = node("reward", claims=["train-000000-00"])
+TASK = "train-000000-00"
+CLAIMS = node("rollout", claims=[TASK], steps=[0])
+GRADES = node("reward", claims=[TASK], steps=[0])
+PLAYED, GRADED = f"{TASK} of rollout-1-aa", f"{TASK} of reward-1-aa"
 
 
 @pytest.mark.parametrize(
     ("seen", "step", "names"),
     [
-        (snapshot(CLAIMS), 1, ["work of rollout-1-aa"]),
-        (snapshot(GRADES), 1, ["work of reward-1-aa"]),
-        (snapshot(CLAIMS, GRADES), 1, ["work of rollout-1-aa", "work of reward-1-aa"]),
+        (snapshot(CLAIMS), 1, [PLAYED]),
+        (snapshot(GRADES), 1, [GRADED]),
+        (snapshot(CLAIMS, GRADES), 1, [PLAYED, GRADED]),
         (snapshot(CLAIMS, node("inference", state="starting", url="")), 1, []),
         (snapshot(requests=["train-000000-00"]), 1, ["claims of rollout"]),
         (snapshot(node("rollout", state="draining"), requests=["train-000000-00"]), 1, []),
         (snapshot(node("inference", state="starting", url=""), requests=["train-000000-00"]), 1, []),
         (snapshot(episodes=["train-000000-00"]), 1, ["claims of reward"]),
         (snapshot(newest=V2), 1, ["version of inference-1-aa"]),
-        (snapshot(CLAIMS, newest=V2), 1, ["version of inference-1-aa", "work of rollout-1-aa"]),
+        (snapshot(CLAIMS, newest=V2), 1, ["version of inference-1-aa", PLAYED]),
         (snapshot(), 2, ["step of learner-1-aa"]),
         (snapshot(node("learner", step=10)), 10, ["step of learner-1-aa"]),
         (snapshot(scored=["train-000000-00"]), 1, ["work of all"]),
@@ -105,21 +108,17 @@ def test_a_part_is_stuck_when_it_lives_and_does_nothing_for_its_limit(looks, is_
     for now, part in looks:
         found = [part] if part else []
         clocks.look(found, float(now))
-    assert bool(supervision.first_stuck(found, clocks.still)) == is_stuck
-
-
-def test_the_earliest_stuck_role_is_blamed_with_all_its_processes():
-    every = [one(name="a", role="inference"), one(name="b"), one(name="c"), one(name="d", role="reward")]
-    still = {each.name: supervision.Still(seen="a", beat=1, seconds=100.0) for each in every[1:]}
-    assert [part.name for part in supervision.first_stuck(every, still)] == ["b", "c"]
+    assert bool(supervision.find_stuck(found, clocks.still)) == is_stuck
 
 
 class Story:
-    """A run whose one reward worker works on one episode for ever."""
+    """A run whose one reward worker works on one episode for ever, beside others that end."""
 
     def __init__(self, run, tries: int) -> None:
         self.run, self.now, self.tries = run, 0.0, tries
         self.lease = Lease(run, "coordinator", "1", 1.0)
+        self.is_obeyed = True
+        self.others: list[Node] = []
         self.restart()
 
     def restart(self) -> None:
@@ -131,8 +130,12 @@ class Story:
         while self.now < until:
             self.now += 10.0
             beat = int(self.now)
-            others = [node(role, beat=beat, loops=beat) for role in ("rollout", "inference")]
-            hangs = node("reward", beat=beat, loops=beat, claims=["train-000000-00"])
+            shown = {"beat": beat, "loops": beat}
+            others = [node(role, **shown) for role in ("rollout", "inference")]
+            starts = self.verdict.number if self.is_obeyed else 0
+            claims = {"claims": [TASK, f"train-{beat:06d}-00"], "steps": [1, beat]}
+            hangs = node("reward", owner=f"reward-1-{starts}", **claims, **shown)
+            others += [msgspec.structs.replace(each, beat=beat) for each in self.others]
             seen = snapshot(*others, hangs, now=self.now, scored=list(scored))
             self.watcher.look(seen, Progress("results", 1, {}, []))
 
@@ -147,12 +150,52 @@ def test_a_part_that_stays_stuck_ends_the_run_after_its_tries(run):
     assert (story.verdict.number, story.verdict.tries, story.verdict.role) == (0, 0, "coordinator")
     story.live(10)
     assert (story.verdict.number, story.verdict.tries, story.verdict.role) == (1, 1, "reward")
-    assert [each.owner for each in story.verdict.processes] == ["reward-1-aa"]
-    assert "reward-1-aa works on train-000000-00" in story.verdict.message(2)
+    assert [each.owner for each in story.verdict.processes] == ["reward-1-0"]
+    assert "reward-1-0 works on train-000000-00" in story.verdict.message(2)
     story.restart()
     with pytest.raises(StuckRun, match="stuck reward, given up after 2 restarts, see stacks/000003-reward"):
         story.live(1000)
-    assert (story.now, story.verdict.gave_up, run.stop.exists()) == (330.0, True, True)
+    assert (story.now, story.verdict.gave_up, run.stop.exists()) == (340.0, True, True)
+
+
+def test_the_run_stops_once_what_is_stuck_was_ended_or_too_late(run):
+    """Workers whose main loops turn would obey the order before their stacks are written."""
+    story = Story(run, tries=0)
+    story.is_obeyed = False
+    story.live(110 + LAST_STACKS_S - 10)
+    assert (story.verdict.gave_up, run.stop.exists()) == (True, False)
+    with pytest.raises(StuckRun, match="given up after 0 restarts"):
+        story.live(10)
+    assert run.stop.exists()
+
+
+@pytest.mark.parametrize(("tries", "named"), [(1, ["reward-1-0"]), (0, ["reward-1-0", "learner-1-aa"])])
+def test_the_earliest_stuck_role_is_blamed_and_each_when_the_run_ends(run, tries, named):
+    """Nobody else would end a learner that hangs, too, before its job's time is over."""
+    story = Story(run, tries)
+    story.others = [node("learner", step=0)]
+    story.live(110)
+    assert [each.owner for each in story.verdict.processes] == named
+
+
+def test_a_verdict_that_no_keeper_obeys_is_no_restart(run):
+    story = Story(run, tries=1)
+    story.live(110)
+    story.is_obeyed = False
+    owner = story.verdict.processes[0].owner
+    story.live(110)
+    assert (owner, story.verdict.tries, story.verdict.ignored) == ("reward-1-0", 1, 1)
+    assert "its keeper, jobs.run on h, was asked 1 times and did not end it" in story.verdict.message(1)
+    with pytest.raises(StuckRun, match="was asked 2 times"):
+        story.live(1000)
+
+
+def test_the_cell_that_every_keeper_reads_does_not_grow_with_the_workers(run):
+    story = Story(run, tries=1)
+    story.others = [node("rollout", owner=f"rollout-{n}", claims=[TASK], steps=[0]) for n in range(50)]
+    story.live(100)
+    assert len(run.clocks.read_bytes()) > 1000
+    assert not run.supervision.exists()
 
 
 def test_progress_of_the_run_forgets_earlier_tries(run):
@@ -167,12 +210,12 @@ def test_progress_of_the_run_forgets_earlier_tries(run):
 def test_a_learner_that_hangs_at_the_same_step_each_time_is_given_up(run):
     """Each restart repeats the steps before, under another incarnation, which is no progress.
 
-    Each try may last as long again, since a step that is honest and slow is as slow when it is repeated.
+    A coordinator that starts again remembers that. Each try may last as long again, since a step that is
+    honest and slow is as slow when it is repeated.
     """
-    config = SupervisionConfig(stuck_s=100.0, tries=2)
-    watcher = Supervision(Lease(run, "coordinator", "1", 1.0), run, config, LIMITS, ROLES, 10, 10.0)
+    config, lease = SupervisionConfig(stuck_s=100.0, tries=2), Lease(run, "coordinator", "1", 1.0)
 
-    def live(incarnation: int, number: int) -> None:
+    def live(watcher: Supervision, incarnation: int, number: int) -> None:
         beat, step = 50 * incarnation + number, min(number, 2)
         shown = {"beat": beat, "loops": beat}
         newest = WeightVersion(incarnation=incarnation, step=step)
@@ -182,10 +225,12 @@ def test_a_learner_that_hangs_at_the_same_step_each_time_is_given_up(run):
         watcher.look(snapshot(*nodes, now=10.0 * beat, newest=newest), Progress("the learner", 3, {}, []))
 
     def repeat() -> None:
-        for incarnation in range(1, 4):
+        for incarnation in range(1, 5):
+            if incarnation < 4:
+                watcher = Supervision(lease, run, config, LIMITS, ROLES, 10, 10.0)
             for number in range(3 + 10 * incarnation):
                 assert supervision.read(run).number == incarnation - 1
-                live(incarnation, number)
+                live(watcher, incarnation, number)
 
     with pytest.raises(StuckRun, match="learner-3 does not finish step 2"):
         repeat()
