@@ -12,6 +12,7 @@ from msgspec.structs import asdict
 
 from hpc_swe import plugins
 from hpc_swe.plugins.advantages.base import Bounded
+from hpc_swe.plugins.engines.base import Sleeping
 from hpc_swe.plugins.policies.base import LossConfig
 from hpc_swe.settings import RunConfig
 
@@ -23,6 +24,8 @@ def of_keys(config: RunConfig) -> Iterator[str]:
     yield from _contradictions(config)
     yield from _exceeded_limits(config)
     yield from _misplaced_bounds(config)
+    if config.hybrid:
+        yield from _missing_for_hybrid(config)
 
 
 def of_new_runs(config: RunConfig) -> Iterator[str]:
@@ -118,6 +121,13 @@ def _unread_bounds(loss: LossConfig) -> Iterator[str]:
                 f"{loss.objective!r}; set it to its default, {default[key]:g}, or use "
                 f"{' or '.join(objectives)}"
             )
+
+
+def _missing_for_hybrid(config: RunConfig) -> Iterator[str]:
+    if config.inference.url:
+        yield "hybrid = true lets the learner share GPUs with engines of the run; leave inference.url empty"
+    if not isinstance(config.engine, Sleeping):
+        yield "hybrid = true needs an engine that can free its GPUs, such as [engine] type = 'vllm'"
 
 
 def _misplaced_bounds(config: RunConfig) -> Iterator[str]:

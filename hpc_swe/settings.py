@@ -315,6 +315,8 @@ class RunConfig(Record, frozen=True, kw_only=True):
     """Number of jobs per role; 1 for roles not named."""
     by_hand: list[Role] = []
     """Roles whose count may be 0 while others run: a person starts them, by `sbatch sbatch/role.sbatch`."""
+    hybrid: bool = False
+    """With mode grpo, engines run in the learner's job, on one node, and use its GPUs in turns with it."""
     max_restarts: Natural = 5
     """How often a job restarts its process."""
     tasks: TasksConfig = TasksConfig()

@@ -1,8 +1,12 @@
 """Run one engine and its supervisor: python -m jobs.inference RUN."""
 
+import os
 from pathlib import Path
 
+from hpc_swe import job_counts
+from hpc_swe.gpu_turns import EngineTurn
 from hpc_swe.plugins.executors.base import own_address
+from hpc_swe.processes import MEETING
 from hpc_swe.roles.inference.supervisor import Supervisor
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
@@ -20,7 +24,12 @@ def work(run: RunDir, config: RunConfig) -> None:
             leases=config.lease,
             model=Path(config.model),
             host=own_address(),
+            turn=_turn(config) if job_counts.is_hybrid(config) else None,
         ).serve()
+
+
+def _turn(config: RunConfig) -> EngineTurn:
+    return EngineTurn(Path(os.environ[MEETING]), job_counts.processes("learner", config))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from hpc_swe import job_counts
 from hpc_swe.errors import HpcSweError, StorageError
+from hpc_swe.gpu_turns import LearnerTurn
 from hpc_swe.metrics import Log
-from hpc_swe.processes import Flag
+from hpc_swe.processes import MEETING, Flag
 from hpc_swe.roles.learner.batch_source import BatchSource
 from hpc_swe.roles.learner.loop import LearnerPlan, OnStep, learn
 from hpc_swe.roles.learner.loss import PolicyObjective
@@ -30,10 +32,11 @@ def work(run: RunDir, config: RunConfig) -> None:
     table = config.learner
     objective = PolicyObjective(table.loss)
     reference = Path(config.reference or config.model) if objective.needs_reference else None
+    turn = _take_turn(config)
     with _reporting(run, config) as (writer, on_step):
         learner = config.policy.build(Path(config.model), table.optimizer, reference)
         plan = LearnerPlan(
-            config.steps, table.export_every, table.checkpoint_every, table.max_skipped, writer
+            config.steps, table.export_every, table.checkpoint_every, table.max_skipped, writer, turn
         )
         source = BatchSource(run, table.batch_wait_s, table.poll_s, interrupted.is_set)
         try:
@@ -42,6 +45,16 @@ def work(run: RunDir, config: RunConfig) -> None:
             learner.close()  # all ranks raised, so none waits here; running threads could abort the exit
             raise
         learner.close()
+
+
+def _take_turn(config: RunConfig) -> LearnerTurn | None:
+    """Take this rank's turn on its GPU, where engines use it, too."""
+    if not job_counts.is_hybrid(config):
+        return None
+    place, rank = Path(os.environ[MEETING]), int(os.environ["LOCAL_RANK"])
+    turn = LearnerTurn(place, rank, 2 * config.inference.start_timeout_s)
+    turn.take()
+    return turn
 
 
 @contextmanager

@@ -75,6 +75,8 @@ class Gang:
         self.stopping = Flag()
         """It is set once a signal has asked the gang to end."""
         self.is_warned = False
+        self.lasting = 0
+        """So many of the last commands go on when the others are done: engines that share their GPUs."""
 
     def start(self) -> None:
         """Start all ranks; those of one node meet in a folder, others at a port of the job's first node."""
@@ -87,9 +89,10 @@ class Gang:
             meeting |= {"MASTER_ADDR": own_address(), "MASTER_PORT": str(free_port())}
             self._spawn(_srun(len(self._commands), self._commands[0]), meeting)
             return
+        size = len(self._commands) - self.lasting
         for rank, command in enumerate(self._commands):
             ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-            ranks |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(len(self._commands)))
+            ranks |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
             self._spawn(command, meeting | ranks)
 
     def wait(self) -> int:
@@ -108,7 +111,7 @@ class Gang:
                 log.error("%s; ending all", frozen)
                 self._end()
                 return FROZEN
-            if codes[0] == 0:  # the other ranks have lost their leader
+            if codes[0] == 0 and None in codes[: len(codes) - self.lasting]:  # ranks have lost their leader
                 self._until = min(self._until, time.monotonic() + GRACE_S)
             if time.monotonic() > self._until:
                 log.warning("not done in time; ending")
@@ -209,14 +212,20 @@ def nodes() -> int:
 
 
 def commands(run: RunDir, role: str, config: RunConfig) -> list[list[str]]:
-    """Return the command of each process of a role's job.
+    """Return the command of each process of a role's job; supervisors of engines come last."""
 
-    The supervisor of an engine that somebody else runs needs no node, so it runs in the coordinator's job.
-    """
-    roles = [role] * job_counts.processes(role, config)
-    if role == "coordinator" and config.inference.url and "inference" in job_counts.desired(config):
-        roles.append("inference")
-    return [[sys.executable, "-P", "-m", f"jobs.{each}", str(run.root)] for each in roles]
+    def command(each: str) -> list[str]:
+        return [sys.executable, "-P", "-m", f"jobs.{each}", str(run.root)]
+
+    engines = [command("inference") for _ in range(job_counts.engines_beside(role, config))]
+    if job_counts.is_hybrid(config) and engines:
+        size = job_counts.gpus("inference", config) or 0
+        visible = gpus.usable(os.environ) if size else []
+        engines = [
+            ["env", f"{gpus.VISIBLE}={','.join(visible[index * size : (index + 1) * size])}", *each]
+            for index, each in enumerate(engines)
+        ]
+    return [command(role)] * job_counts.processes(role, config) + engines
 
 
 def supervise(gang: Gang, run: RunDir, max_restarts: int, refused_s: float = 60.0) -> int:
@@ -270,6 +279,7 @@ def _work(arguments: argparse.Namespace, run: RunDir, config: RunConfig) -> int:
         return 0
     verdicts = VerdictReader(run, role, config, nodes() == 1)
     gang = Gang(commands(run, role, config), arguments.bound_to, arguments.notice, run.meetings, verdicts)
+    gang.lasting = job_counts.engines_beside(role, config) if job_counts.is_hybrid(config) else 0
     for signalled in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(signalled, gang.forward)
     began = time.monotonic()

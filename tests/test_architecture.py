@@ -26,7 +26,7 @@ LONGER = {"hpc_swe/records.py": 500}  # one page of records reads better than tw
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
 BUDGETS = {  # of all lines, blank ones and docstrings too
-    "hpc_swe": 3_560,
+    "hpc_swe": 3_640,
     "hpc_swe/benchmarks": 780,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 325,
@@ -35,7 +35,7 @@ BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe/plugins": 1_680,
     "hpc_swe/plugins/advantages": 150,
     "hpc_swe/plugins/agents": 420,
-    "hpc_swe/plugins/engines": 1_230,
+    "hpc_swe/plugins/engines": 1_260,
     "hpc_swe/plugins/executors": 770,
     "hpc_swe/plugins/graders": 2_690,
     "hpc_swe/plugins/policies": 2_400,
@@ -45,14 +45,14 @@ BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe/report": 870,
     "hpc_swe/roles": 10,
     "hpc_swe/roles/coordinator": 2_755,
-    "hpc_swe/roles/inference": 520,
-    "hpc_swe/roles/learner": 840,
+    "hpc_swe/roles/inference": 560,
+    "hpc_swe/roles/learner": 850,
     "hpc_swe/roles/reward": 340,
     "hpc_swe/roles/rollout": 1_190,
     "hpc_swe/runs": 1_880,
     "hpc_swe/store": 1_810,
     "hpc_swe/tasks": 4_300,
-    "jobs": 1_060,
+    "jobs": 1_090,
 }
 HEAVY = {"torch", "vllm", "megatron", "transformers", "submitit", "tensorboard", "datasets"}
 HOSTS = (

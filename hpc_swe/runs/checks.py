@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from hpc_swe import conflicts, job_counts
 from hpc_swe.errors import ConfigError, EngineError
 from hpc_swe.plugins.engines.base import EngineInfo, EstimatedEngine
-from hpc_swe.plugins.executors.base import GrantsGpus, RunsHere, own_environment
+from hpc_swe.plugins.executors.base import GrantsGpus, RunsHere, Scheduled, own_environment
 from hpc_swe.plugins.policies.base import EstimatedPolicy
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
@@ -69,7 +69,7 @@ def _rules(run: RunDir, config: RunConfig) -> Iterator[str]:
 def _model(_: RunDir, config: RunConfig) -> Iterator[str]:
     """Check the model's files; the weights only for roles that load them."""
     model, wanted, engine = Path(config.model), _wanted(config), config.engine
-    served = "inference" in wanted and isinstance(engine, EstimatedEngine) and engine.loads_weights
+    served = _serves(config) and isinstance(engine, EstimatedEngine) and engine.loads_weights
     for name in ("config.json", "tokenizer.json"):
         if not (model / name).is_file():
             yield f"model = {config.model!r}: no {name} there; give the folder of a Hugging Face model"
@@ -108,7 +108,7 @@ def _parallel(_: RunDir, config: RunConfig) -> Iterator[str]:
         return
     if "learner" in wanted and isinstance(policy, EstimatedPolicy):
         yield from _complaints(lambda: policy.check_model(model))
-    if "inference" in wanted and isinstance(engine, EstimatedEngine):
+    if _serves(config) and isinstance(engine, EstimatedEngine):
         yield from _complaints(lambda: engine.check_model(model))
 
 
@@ -132,6 +132,17 @@ def _gpus(_: RunDir, config: RunConfig) -> Iterator[str]:
             f"[executor] {grant.key} gives a job of {role} {grant.count} GPUs, but it needs {needed} "
             f"({why}); ask for {needed}, or set {device}.device = 'cpu'"
         )
+
+
+def _nodes(_: RunDir, config: RunConfig) -> Iterator[str]:
+    executor, processes = config.executor, job_counts.processes("learner", config)
+    if job_counts.is_hybrid(config) and isinstance(executor, Scheduled):
+        nodes = executor.request("learner", 1, processes).nodes
+        if nodes > 1:
+            yield (
+                f"hybrid = true needs one node, but [executor] roles.learner.nodes = {nodes}: engines share "
+                "the learner's GPUs"
+            )
 
 
 def _machine(_: RunDir, config: RunConfig) -> Iterator[str]:
@@ -198,6 +209,11 @@ def _is_loopback(url: str) -> bool:
         return host == "localhost"
 
 
+def _serves(config: RunConfig) -> bool:
+    """Tell whether the run starts engines, in jobs of their own or in the learner's."""
+    return job_counts.is_hybrid(config) or "inference" in _wanted(config)
+
+
 def _wanted(config: RunConfig) -> list[Role]:
     return [role for role, count in job_counts.desired(config).items() if count]
 
@@ -209,4 +225,4 @@ def _complaints(check: Callable[[], object]) -> Iterator[str]:
         yield from str(error).splitlines()
 
 
-CHECKS = (_folder, _counts, _rules, _model, _parallel, _jobs, _gpus, _machine, _engine)
+CHECKS = (_folder, _counts, _rules, _model, _parallel, _jobs, _gpus, _nodes, _machine, _engine)

@@ -68,7 +68,7 @@ def cost_tables(config: RunConfig) -> list[RenderableType]:
         found += _memory(policy.memory(model, config.learner.data_parallel, tokens, reference=reference))
     elif wanted.get("learner"):
         found.append(f"learner: {type(policy).__name__} is no policy whose memory is known here")
-    if wanted.get("inference") and isinstance(engine, EstimatedEngine):
+    if (wanted.get("inference") or job_counts.is_hybrid(config)) and isinstance(engine, EstimatedEngine):
         found += _memory(engine.memory(model, config.rollout.context))
     elif wanted.get("inference"):
         found.append(f"inference: {type(engine).__name__} is no engine whose memory is known here")

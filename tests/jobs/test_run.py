@@ -233,3 +233,14 @@ def test_meeting_folder_goes_with_the_gang(tmp_path, run):
     assert supervise(gang, run, max_restarts=0) == 0
     assert out.read_text()
     assert not Path(out.read_text()).exists()
+
+
+def test_engines_beside_a_learner_have_no_deadline_after_its_end(tmp_path):
+    done = tmp_path / "done"
+    serve = "import os, sys, time; time.sleep(1); open(sys.argv[1], 'w').write(os.environ['WORLD_SIZE'])"
+    gang = Gang([python("pass"), python(serve, done)])
+    gang.lasting = 1
+    gang.start()
+    assert gang.wait() == 0
+    assert gang._until == float("inf")
+    assert done.read_text() == "1", "the engine is no rank"

@@ -133,12 +133,14 @@ def make_run(root: Path) -> RunDir:
 
 
 def supervise(
-    run: RunDir, engine: Plugin, model: Path, *, scratch: str = "/tmp", **inference: object
+    run: RunDir, engine: Plugin, model: Path, *, scratch: str = "/tmp", turns: str = "", **inference: object
 ) -> "subprocess.Popen[str]":
+    """One that takes turns with a learner when `turns` names their folder."""
     settings = {
         "run": str(run.root),
         "engine": dump(engine),
         "model": str(model),
+        "turns": turns,
         "inference": {"max_restarts": 3, "poll_s": 0.1, "start_timeout_s": 300.0} | inference,
     }
     return subprocess.Popen(

@@ -9,6 +9,7 @@ import msgspec
 
 from hpc_swe import plugins
 from hpc_swe.errors import HpcSweError
+from hpc_swe.gpu_turns import EngineTurn
 from hpc_swe.roles.inference.supervisor import Supervisor
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import InferenceConfig, LeaseConfig
@@ -28,6 +29,7 @@ try:
             leases=leases,
             model=Path(settings["model"]),
             host="127.0.0.1",
+            turn=EngineTurn(Path(settings["turns"]), ranks=1) if settings["turns"] else None,
         ).serve()
 except HpcSweError as error:
     print(f"{type(error).__name__}: {error}", file=sys.stderr)

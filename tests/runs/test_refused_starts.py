@@ -249,6 +249,7 @@ def test_an_empty_name_is_no_folder(tmp_path, words):
             [r"roles.learner.gpus_per_node = 1, on 2 nodes, gives a job of learner 2 GPUs, but it needs 4"],
         ),
         ([SLURM, "engine.device='gpu'", "engine.tensor_parallel=2"], []),
+        ([SLURM, "hybrid=true"], [r"hybrid = true needs one node, but \[executor\] roles.learner.nodes = 2"]),
         (["engine.tensor_parallel=4"], ["engine.tensor_parallel = 4 does not divide the model's 6"]),
         (["policy.tensor_parallel=4"], [r"\[policy\] tensor_parallel = 4 does not divide the model's heads"]),
         (["engine.max_model_len=2048"], ["engine.max_model_len = 2048 is over the model's"]),

@@ -97,6 +97,21 @@ class Stopping(Protocol):
 
 
 @runtime_checkable
+class Sleeping(Protocol):
+    """Mark an engine that can free the memory of its GPUs while the learner uses them."""
+
+    @property
+    def sleep_arguments(self) -> Sequence[str]:
+        """Return what its command needs in addition, so that it can sleep."""
+
+    def sleep(self, url: str, token: str) -> None:
+        """Free the memory of weights and KV cache; requests are kept and wait. Raise EngineError."""
+
+    def wake(self, url: str, token: str) -> None:
+        """Load the same weights again and continue with the requests. Raise EngineError."""
+
+
+@runtime_checkable
 class EstimatedEngine(Protocol):
     """Mark an engine that knows from a model's config.json whether it fits, and what it costs."""
 

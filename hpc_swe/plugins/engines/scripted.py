@@ -110,8 +110,10 @@ class _State:
                         raise ValueError(f"{name}: it is no longer the file that was verified")
         elif path == "/finish_weight_update":
             time.sleep(self.update_s)
-        elif path in ("/pause", "/resume"):
-            self.running.clear() if path == "/pause" else self.running.set()
+        elif path in ("/pause", "/sleep"):
+            self.running.clear()
+        elif path in ("/resume", "/wake_up"):
+            self.running.set()
         self.version = request.weight_version or request.new_version or self.version
 
 

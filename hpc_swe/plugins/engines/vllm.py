@@ -31,6 +31,7 @@ from hpc_swe.records import IdArray, ProbeScore, Sampling, WeightManifest, Weigh
 
 TOKEN = "HPC_SWE_ENGINE_TOKEN"
 BACKEND = "hpc_swe_folder"
+NOT_INHERITED = ("VLLM_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 ANSWER_TIMEOUT_S = 60.0
 SLOWEST_TOKENS_PER_S = 0.5
 """Slowest rate of one completion, queueing included; an engine that is slower has lost the request."""
@@ -105,8 +106,9 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         """Return this process's variables and those that vLLM needs.
 
         Inherited settings of vLLM are left out: VLLM_CPU_KVCACHE_SPACE, for one, overrides kv_cache_bytes.
+        So is the rank of the supervisor among the processes of its job.
         """
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+        inherited = {name: text for name, text in os.environ.items() if not name.startswith(NOT_INHERITED)}
         here = str(Path(__file__).parents[3])
         always = {
             TOKEN: token,
@@ -160,6 +162,16 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         except NoAnswer:
             return False
         return True
+
+    @property
+    def sleep_arguments(self) -> Sequence[str]:
+        return ["--enable-sleep-mode"] if self.device == "gpu" else []  # a CPU's workers only pause
+
+    def sleep(self, url: str, token: str) -> None:
+        self._control(url, token, "/sleep?level=1&mode=keep", {})  # level 1 keeps the weights in host memory
+
+    def wake(self, url: str, token: str) -> None:
+        self._control(url, token, "/wake_up", {})
 
     def inspect(self, url: str, token: str) -> EngineInfo:
         """Read /v1/models and /server_info.

@@ -180,6 +180,12 @@ class Learner(Protocol):
     def load(self, folder: Path) -> None:
         """Resume from a checkpoint, which may have been saved at another tensor-parallel size."""
 
+    def release_memory(self) -> None:
+        """Move everything from the GPU to host memory; until `restore_memory` nothing else may be called."""
+
+    def restore_memory(self) -> None:
+        """Undo `release_memory`."""
+
     def close(self) -> None:
         """Leave the process group."""
 

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpc_swe.errors import ConfigError, CorruptRecord, EngineError, NoAnswer, Overdue, StorageError
-from hpc_swe.plugins.engines.base import Engine
+from hpc_swe.gpu_turns import LOOK_S as TURN_LOOK_S
+from hpc_swe.gpu_turns import EngineTurn
+from hpc_swe.plugins.engines.base import Engine, Sleeping
 from hpc_swe.processes import Flag, free_port
 from hpc_swe.records import WeightManifest, WeightVersion
 from hpc_swe.roles.inference.child import Child
@@ -54,6 +56,8 @@ class Supervisor:
     """Served until a version is published."""
     host: str
     """Name or address by which rollout workers reach this node."""
+    turn: EngineTurn | None = None
+    """The engine shares its GPUs with the learner, and uses them in its turns only."""
     _version: WeightVersion = field(default=WeightVersion(), init=False)
     _since: float = field(default=float("inf"), init=False)
     """When the engine began to serve."""
@@ -87,6 +91,8 @@ class Supervisor:
         log.info("ending %s", "on a signal" if self._stopping.is_set() else "on an order")
 
     def _serve_once(self) -> None:
+        if not self._await_turn(lambda: None):
+            return
         token = self.run.token.read_text().strip()
         wanted = self._choose()
         self._version = wanted.version
@@ -106,6 +112,8 @@ class Supervisor:
             state = "draining" if self._stopping.is_set() else "starting"
             self.lease.publish(state=state, url="", versions=[], reading="")
             served.release()
+            if self.turn:
+                self.turn.give()
 
     def _start(self, token: str, folder: Path) -> ServedEngine:
         """Attach to the engine that the configuration names, or else start one."""
@@ -115,7 +123,9 @@ class Supervisor:
         port = self._free_port()
         url = f"http://{self.host}:{port}"
         output = self.run.logs("inference") / f"{self.lease.owner}.engine.log"
-        command = self.engine.command(folder, self.host, port, self.run.root.name)
+        command = [*self.engine.command(folder, self.host, port, self.run.root.name)]
+        if self.turn:
+            command += _sleeping(self.engine).sleep_arguments
         log.info("starting %s at %s, output in %s", folder, url, output)
         return OwnEngine(self.engine, url, token, Child(command, self.engine.environment(token), output))
 
@@ -165,6 +175,9 @@ class Supervisor:
         while not self._must_end():
             served.require_serving()
             monitor.require_alive()
+            if self.turn and self.turn.is_requested():
+                self._sleep(served, self.turn)
+                monitor.reset()
             try:
                 newest = weights.newest(self.run)
                 if newest is not None and newest > self._version and newest not in self._refused:
@@ -172,6 +185,30 @@ class Supervisor:
             except StorageError as error:
                 log.warning("looking again: %s", error)
             self._stopping.wait(self.config.poll_s * random.uniform(0.5, 1.5))
+
+    def _sleep(self, served: ServedEngine, turn: EngineTurn) -> None:
+        """Free the GPUs for the learner, and take them again when it has given them back."""
+        began, engine = time.monotonic(), _sleeping(self.engine)
+        where = served.url, self.run.token.read_text().strip()
+        self.lease.publish(state="updating")  # requests are kept, and no answers come
+        self._run_watched(partial(engine.sleep, *where), served.require_starting)
+        turn.give()
+        freed = time.monotonic()
+        if not self._await_turn(served.require_starting):
+            return
+        taken = time.monotonic()
+        self._run_watched(partial(engine.wake, *where), served.require_starting)
+        self.lease.publish(state="ready")
+        sleep_s, wake_s = freed - began, time.monotonic() - taken
+        log.info("gave the GPUs back in %.2f s, took them again in %.2f s", sleep_s, wake_s)
+
+    def _await_turn(self, check: Callable[[], None]) -> bool:
+        """Wait for the turn, if there are turns; return False when the supervisor must end meanwhile."""
+        while self.turn and not self.turn.take():
+            check()
+            if self._stopping.wait(TURN_LOOK_S) or self._must_end():
+                return False
+        return True
 
     def _update(self, served: ServedEngine, newest: WeightVersion, monitor: LivenessMonitor) -> None:
         began = time.monotonic()
@@ -241,3 +278,9 @@ class Supervisor:
                 f"[inference] port = {self.config.port}: {self.host} refuses: {error.strerror}; "
                 "name a free port, or 0"
             ) from error
+
+
+def _sleeping(engine: Engine) -> Sleeping:
+    if not isinstance(engine, Sleeping):
+        raise ConfigError("[engine] this type cannot free its GPUs, which hybrid = true needs")
+    return engine

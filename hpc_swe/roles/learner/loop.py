@@ -11,12 +11,13 @@ All ranks run this loop in lockstep.
 import logging
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
 from hpc_swe.errors import ConfigError
+from hpc_swe.gpu_turns import LearnerTurn
 from hpc_swe.plugins.policies.base import Learner, Objective
 from hpc_swe.records import BatchManifest
 from hpc_swe.roles.learner.batch_source import BatchSource, Order, read_batch
@@ -42,6 +43,8 @@ class LearnerPlan:
     """Batches in a row that may be skipped because a gradient was not finite."""
     writer: str
     """Owner name of rank 0, which manifests record."""
+    turn: LearnerTurn | None = None
+    """This rank's turn on its GPU, which the caller has taken. Engines get it while no batch is there."""
 
 
 def learn(
@@ -72,7 +75,8 @@ def learn(
     on_step(learner.step, learner.step, {})
     while learner.step < plan.steps:
         began = time.monotonic()
-        decision = _next(learner, source)
+        with _resting(learner, plan.turn):
+            decision = _next(learner, source)
         if isinstance(decision, Order):
             log.info("order %s", decision.name)
             if decision is Order.DRAIN:
@@ -93,6 +97,19 @@ def learn(
         on_step(learner.step, learner.step - 1, metrics)
     publisher.publish_weights()
     publisher.publish_checkpoint()
+
+
+@contextmanager
+def _resting(learner: Learner, turn: LearnerTurn | None) -> Iterator[None]:
+    """Leave the GPUs to the engines inside the block."""
+    if turn is None:
+        yield
+        return
+    learner.release_memory()
+    turn.give()
+    yield
+    turn.take()
+    learner.restore_memory()
 
 
 def _require_finite(run: RunDir, learner: Learner, limit: int) -> None:

@@ -97,6 +97,13 @@ def _grads(learner, name: str, case: dict, found: dict) -> None:
         save_file(grads, folder / "grads.safetensors")
 
 
+def _rest(learner, _: object, case: dict, found: dict) -> None:
+    """As a learner does that gives its GPUs to engines for a while."""
+    learner.release_memory()
+    found["left"] = sum(p.untyped_storage().nbytes() for p in learner._model.parameters())
+    learner.restore_memory()
+
+
 VERBS = {
     "train": _train,
     "score": _score,
@@ -105,6 +112,7 @@ VERBS = {
     "export": _export,
     "save": _save,
     "load": _load,
+    "rest": _rest,
     "grads": _grads,
 }
 

@@ -40,7 +40,8 @@ def runs(tmp_path_factory):
         return base | {"name": "first" + name, "policy": policy, "do": do, "model": str(models[model])}
 
     def again(name, of, policy, **more):
-        do = [("load", str(folder / f"step2{of}")), ("train", 3), ("export", "after")]
+        steps = [("train", 2), ("rest", None), ("train", 1)]
+        do = [("load", str(folder / f"step2{of}")), ("rest", None), *steps, ("export", "after")]
         return base | {"name": name, "policy": policy, "do": do} | more
 
     answers = gang.run_cases(
@@ -74,8 +75,10 @@ def weights(folder, name):
 
 
 @pytest.mark.parametrize("kind", ["", "-plain", "-bf16"])
-def test_replay_after_a_resume_is_bit_equal(runs, kind):
+def test_replay_after_a_resume_and_two_rests_is_bit_equal(runs, kind):
+    """In a rest the learner moves all that it keeps on its device to host memory and back."""
     folder, answers = runs
+    assert {rank["left"] for rank in answers["same" + kind]} == {0}
     assert curve(answers, "same" + kind) == curve(answers, "first" + kind)
     expected, found = weights(folder, "first" + kind), weights(folder, "same" + kind)
     assert expected.keys() == found.keys()

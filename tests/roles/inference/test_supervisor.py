@@ -7,6 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from hpc_swe.errors import EngineError
+from hpc_swe.gpu_turns import LearnerTurn
 from hpc_swe.plugins.engines.scripted import SCORE, Scripted, ScriptedReply
 from hpc_swe.records import ProbeScore, Sampling, WeightManifest, WeightVersion
 from hpc_swe.roles.inference.supervisor import MAX_REFUSALS
@@ -33,7 +35,7 @@ from tests.kit.engine_kit import (
     supervise,
     supervisors,
 )
-from tests.kit.waiting import until
+from tests.kit.waiting import DEADLINE_S, until
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +79,25 @@ def end(engines: list[int]) -> None:
     for pid in engines:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_it_frees_its_gpus_for_the_learner_and_keeps_requests(
+    start: Start, run: RunDir, model: Path, engine: Scripted, tmp_path: Path
+) -> None:
+    (turns := tmp_path / "turns").mkdir()
+    learner = LearnerTurn(turns, 0, DEADLINE_S)
+    start(turns=str(turns))
+    url = await_node(run, is_serving(version(0))).url
+    learner.take()
+    assert await_node(run, lambda node: node.state == "updating").versions == [version(0)]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(engine.generate, url, TOKEN, np.asarray([1, 2]), Sampling(), 60.0)
+        publish(run, model, version(1), probe=PROBE)
+        time.sleep(0.5)
+        assert not asked.done()
+        learner.give()
+        assert asked.result(DEADLINE_S).token_ids == [3]
+    assert await_node(run, is_serving(version(1))).url == url
 
 
 def corrupt(stage: Path) -> None:

@@ -24,6 +24,7 @@ from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import export, packing, state, weights
 from hpc_swe.plugins.policies._megatron.compat import cpu_as_cuda
 from hpc_swe.plugins.policies._megatron.model import build_model
+from hpc_swe.plugins.policies._megatron.offload import Offload
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 from hpc_swe.plugins.policies.base import Objective, OptimizerConfig, Tensors, TrainedTokens
@@ -102,6 +103,7 @@ class MegatronLearner:
         weights.load(self._model, shape, tensors or weights.Snapshot(model), self.ranks.tensor_group)
         self._ddp = state.wrap(self._model, settings)
         self._optimizer = state.build_optimizer(self._ddp, settings, optimizer)
+        self._offload = Offload(self._ddp, self._optimizer)
         self._schedule = state.build_schedule(self._optimizer, optimizer)
         self._epochs = optimizer.epochs
         self._exporter = export.Exporter(self.ranks, self._model, shape, model)
@@ -147,6 +149,12 @@ class MegatronLearner:
 
     def load(self, folder: Path) -> None:
         self.step = self._checkpointer.load(folder)
+
+    def release_memory(self) -> None:
+        self._offload.release()
+
+    def restore_memory(self) -> None:
+        self._offload.restore()
 
     def close(self) -> None:
         self.ranks.close()
