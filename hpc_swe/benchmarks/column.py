@@ -3,6 +3,7 @@
 `hpc_swe.benchmarks.learner` starts it once for each rank; rank 0 writes what all have found.
 """
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any, Protocol
 import msgspec
 
 from hpc_swe import plugins
+from hpc_swe.benchmarks.kernels import KernelTimes, profile
 from hpc_swe.benchmarks.limits import measure_limits
+from hpc_swe.benchmarks.peers import PEERS
 from hpc_swe.benchmarks.workload import Workload
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.model_shape import ModelShape
@@ -27,14 +30,15 @@ class Plan(Record, frozen=True, kw_only=True):
 
     column: str
     model: str
-    """Folder with a config.json, and with weights unless these are `random`."""
-    random: bool
+    """Folder with a config.json; weights are random."""
     policy: dict[str, Any]
-    """The table [policy]; peers take precision and device from it."""
+    """The table [policy]; peers take the precision from it."""
     workload: Workload
     warm: int
     """Steps before the first that is timed: kernels are chosen and compiled in them."""
     steps: int
+    profile: bool
+    """Whether one more step is taken, under the profiler."""
 
 
 class Measured(Record, frozen=True, kw_only=True):
@@ -51,6 +55,8 @@ class Measured(Record, frozen=True, kw_only=True):
     """Of the first step."""
     grad_norm: float
     """Of the first step."""
+    kernels: KernelTimes | None
+    """Of rank 0; None without a profile."""
 
 
 class Trainer(Protocol):
@@ -73,15 +79,17 @@ def build(plan: Plan) -> Trainer:
 
     from hpc_swe.benchmarks.random_weights import RandomWeights
 
-    policy, model = plugins.load("policies", plan.policy), Path(plan.model)
-    if not plan.random:
-        trainer: Trainer = policy.build(model, OptimizerConfig(), None)
-        return trainer
+    model, dtype = Path(plan.model), getattr(torch, plan.policy["dtype"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else "cpu"
+    tensors = RandomWeights(ModelShape.read(model), dtype, torch.device(device))
+    if plan.column in PEERS:
+        from hpc_swe.benchmarks.fsdp2 import Fsdp2Trainer
+
+        return Fsdp2Trainer(PEERS[plan.column], model, dtype, OptimizerConfig(), tensors)
+    policy = plugins.load("policies", plan.policy)
     if not isinstance(policy, PolicyOfTensors):
         raise ConfigError(f"[policy] type = {plan.policy['type']!r} loads weights from files only")
-    dtype = getattr(torch, plan.policy["dtype"])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return policy.build_from(model, OptimizerConfig(), RandomWeights(ModelShape.read(model), dtype, device))
+    return policy.build_from(model, OptimizerConfig(), tensors)
 
 
 def measure(plan: Plan) -> Measured:
@@ -92,33 +100,37 @@ def measure(plan: Plan) -> Measured:
 
     trainer, objective = build(plan), PolicyObjective(LossConfig())
     data_ranks = len(set(trainer.ranks.gather(trainer.ranks.data_rank)))
-    seconds, found = [], []
-    for step in range(plan.warm + plan.steps):
-        if step == plan.warm and torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        batch = plan.workload.batch(step, trainer.ranks.data_rank, data_ranks)
+
+    def take(step: int) -> dict[str, float]:
+        return trainer.train(plan.workload.batch(step, trainer.ranks.data_rank, data_ranks), objective)
+
+    first = take(0)
+    for step in range(1, plan.warm):
+        take(step)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    seconds, timed = [], []
+    for step in range(plan.warm, plan.warm + plan.steps):
         trainer.ranks.gather(None)  # all start together
         start = time.perf_counter()
-        found.append(trainer.train(batch, objective))
+        timed.append(take(step))
         seconds.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    peaks = trainer.ranks.gather(peak)
+    peaks = trainer.ranks.gather(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
+    kernels = profile(lambda: take(plan.warm + plan.steps)) if plan.profile else None
     trainer.close()
-    timed = found[plan.warm :]
     return Measured(
-        step_s=fmean(seconds[plan.warm :]),
+        step_s=fmean(seconds),
         seconds={part: fmean(each[f"step_seconds/{part}"] for each in timed) for part in PARTS},
         data_ranks=data_ranks,
         peak_bytes=max(peaks),
-        loss=found[0]["policy/loss"],
-        grad_norm=found[0]["policy/grad_norm"],
+        loss=first["policy/loss"],
+        grad_norm=first["policy/grad_norm"],
+        kernels=kernels,
     )
 
 
 def main() -> None:
     """Read the plan, measure, and let rank 0 write the result."""
-    import os
-
     plan = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Plan)
     result: Record = measure_limits() if plan.column == "limits" else measure(plan)
     if os.environ["RANK"] == "0":

@@ -19,14 +19,17 @@ from rich.table import Table
 from hpc_swe import cli, config, gpus, plugins, tables
 from hpc_swe.benchmarks import flops, limits, shapes
 from hpc_swe.benchmarks.column import PARTS, Measured, Plan
+from hpc_swe.benchmarks.kernels import CLASSES, IDLE, NAME_WIDTH, OTHER
 from hpc_swe.benchmarks.limits import Rates
-from hpc_swe.benchmarks.ranks import run_ranks
+from hpc_swe.benchmarks.peers import NEXT, PEERS, parse_peers
+from hpc_swe.benchmarks.ranks import OUT_OF_MEMORY, run_ranks
 from hpc_swe.benchmarks.workload import Workload, parse_lengths, spell_lengths
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.costs import GIB
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies.base import EstimatedPolicy
 
+OURS = "hpc_swe"
 NUMBERS = ("tokens/s", "MFU %", "of product %", "step ms", *(f"{part} ms" for part in PARTS), "other ms")
 NUMBERS += ("peak GiB", "estimate GiB", "loss", "grad norm")
 
@@ -69,15 +72,51 @@ def read_policy(overrides: Sequence[str]) -> dict[str, Any]:
     return table
 
 
-def rows(benchmark: Benchmark, found: dict[str, Measured | str], best: Rates | str) -> Table:
-    """Return the table: one row for each column that ran, and the reason for each that did not."""
+def measure_all(benchmark: Benchmark, columns: Sequence[str]) -> dict[str, Measured | str]:
+    """Measure the columns; where one has too little memory, measure the one that needs less as well."""
+    found: dict[str, Measured | str] = {}
+    waiting = list(columns)
+    while waiting:
+        column = waiting.pop(0)
+        answer = benchmark.run(column, benchmark.ranks)
+        found[column] = answer if isinstance(answer, str) else msgspec.json.decode(answer, type=Measured)
+        less = NEXT.get(column)
+        if answer == OUT_OF_MEMORY and less and less not in waiting:
+            waiting.insert(0, less)
+    return found
+
+
+def kernel_tables(found: dict[str, Measured]) -> list[Table]:
+    """Return a table of milliseconds by class of kernel, and one of the longest kernels of each column."""
+    kernels = {column: each.kernels for column, each in found.items() if each.kernels}
+    kinds = [*(kind for kind, _ in CLASSES), OTHER, IDLE]
+    classes = tables.table(("ms of one step",), tuple(kernels))
+    for kind in kinds:
+        cells = (f"{1e3 * each.seconds.get(kind, 0.0):,.1f}" for each in kernels.values())
+        classes.add_row(kind, *cells)
+    made = [classes]
+    for column, each in kernels.items():
+        longest = tables.table((f"longest of {column}",), ("ms", "calls"))
+        for name, seconds, calls in each.longest:
+            longest.add_row(name[:NAME_WIDTH], f"{1e3 * seconds:,.1f}", str(calls))
+        made.append(longest)
+    return made
+
+
+def rows(benchmark: Benchmark, found: dict[str, Measured], best: Rates | str) -> Table:
+    """Return the table, with a row for each column that ran."""
     table = tables.table(("back end",), NUMBERS)
     for name, measured in found.items():
-        if isinstance(measured, str):
-            table.add_row(f"{name}: {measured}", *[""] * len(NUMBERS))
-        else:
-            table.add_row(name, *_figures(benchmark, name, measured, best))
+        table.add_row(name, *_figures(benchmark, name, measured, best))
     return table
+
+
+def agreement(found: dict[str, Measured]) -> str:
+    """Return a line that says how far the first steps of the columns are apart; all trained the same."""
+    ours, *others = found.values()
+    losses = max(abs(each.loss - ours.loss) / abs(ours.loss) for each in others)
+    norms = max(abs(each.grad_norm - ours.grad_norm) / abs(ours.grad_norm) for each in others)
+    return f"first step: losses differ by {100 * losses:.2g} %, gradient norms by {100 * norms:.2g} %"
 
 
 def _figures(benchmark: Benchmark, name: str, found: Measured, best: Rates | str) -> list[str]:
@@ -92,7 +131,7 @@ def _figures(benchmark: Benchmark, name: str, found: Measured, best: Rates | str
         f"{100 * rate / best.product_flops:.1f}" if isinstance(best, Rates) else "-",
         *(f"{1e3 * each:,.0f}" for each in (found.step_s, *parts, max(0.0, found.step_s - sum(parts)))),
         f"{found.peak_bytes / GIB:.1f}" if found.peak_bytes else "-",
-        f"{_estimate(benchmark, found) / GIB:.1f}" if name == "hpc_swe" else "-",
+        f"{_estimate(benchmark, found) / GIB:.1f}" if name == OURS else "-",
         f"{found.loss:.5f}",
         f"{found.grad_norm:.4g}",
     ]
@@ -127,6 +166,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--packs", type=int, default=0, help="packs of a step (default: one for each rank)")
     parser.add_argument("--ranks", type=int, default=1, help="processes, one a GPU")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="the same as policy.tensor_parallel=N")
+    parser.add_argument("--peer", default="none", help=f"none, or some of {','.join(PEERS)}")
+    parser.add_argument("--profile", action="store_true", help="also print seconds by class of kernel")
     parser.add_argument("--warm", type=int, default=3, help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=5, help="steps that are timed")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="limit of each column")
@@ -136,7 +177,6 @@ def _arguments() -> argparse.Namespace:
 def _benchmark(arguments: argparse.Namespace, folder: Path) -> Benchmark:
     is_folder = (Path(arguments.shape) / "config.json").is_file()
     model = Path(arguments.shape) if is_folder else shapes.write_config(arguments.shape, folder / "model")
-    has_weights = any(model.glob("*.safetensors"))
     parallel = [f"policy.tensor_parallel={arguments.tensor_parallel}"] * (arguments.tensor_parallel > 1)
     policy = read_policy([*parallel, *arguments.overrides])
     if policy["device"] == "gpu":
@@ -152,11 +192,11 @@ def _benchmark(arguments: argparse.Namespace, folder: Path) -> Benchmark:
     plan = Plan(
         column="",
         model=str(model.absolute()),
-        random=not has_weights,
         policy=policy,
         workload=workload,
         warm=arguments.warm,
         steps=arguments.steps,
+        profile=arguments.profile,
     )
     return Benchmark(arguments.ranks, arguments.timeout_s, plan, folder)
 
@@ -165,17 +205,21 @@ def _benchmark(arguments: argparse.Namespace, folder: Path) -> Benchmark:
 def main() -> int:
     """Print the table; return 1 when a column failed."""
     with tempfile.TemporaryDirectory(prefix="hpc_swe-benchmark-") as name:
-        benchmark = _benchmark(_arguments(), Path(name))
+        arguments = _arguments()
+        peers, benchmark = parse_peers(arguments.peer), _benchmark(arguments, Path(name))
         tables.say(describe(benchmark))
         answer = benchmark.run("limits", 1)
         best = answer if isinstance(answer, str) else msgspec.json.decode(answer, type=Rates)
         tables.say(f"limits: {best}" if isinstance(best, str) else limits.describe(best))
-        found: dict[str, Measured | str] = {}
-        for column in ("hpc_swe",):
-            answer = benchmark.run(column, benchmark.ranks)
-            measured = answer if isinstance(answer, str) else msgspec.json.decode(answer, type=Measured)
-            found[column] = measured
-        tables.show(tables.console, rows(benchmark, found, best))
+        found = measure_all(benchmark, [OURS, *peers])
+        measured = {column: each for column, each in found.items() if isinstance(each, Measured)}
+        tables.show(tables.console, rows(benchmark, measured, best))
+        for column in found.keys() - measured.keys():
+            tables.say(f"{column}: {found[column]}")
+        if OURS in measured and len(measured) > 1:
+            tables.say(agreement(measured))
+        if benchmark.plan.profile:
+            tables.show(tables.console, *kernel_tables(measured))
     return int(any(isinstance(each, str) for each in found.values()))
 
 

@@ -10,7 +10,8 @@ from hpc_swe.errors import ConfigError
 from hpc_swe.records import Batch, MicroBatch, Record, floats, ids
 
 TURN = 256
-"""Number of tokens after which the mask repeats: an observation that is not trained, then a completion."""
+"""Number of tokens after which the mask repeats: an observation that is not trained, then a completion. A
+shorter sequence has one of each."""
 
 
 class Workload(Record, frozen=True, kw_only=True):
@@ -31,10 +32,13 @@ class Workload(Record, frozen=True, kw_only=True):
 
     def mask(self) -> NDArray[np.uint8]:
         """Return the mask of a pack, uint8 [tokens]; the first token of a sequence is never trained."""
-        masks = [np.arange(length) % TURN >= round(TURN * (1 - self.mask_share)) for length in self.lengths]
-        for mask in masks:
-            mask[0] = False
-        return np.concatenate(masks).astype(np.uint8)
+        return np.concatenate([self._mask(length) for length in self.lengths]).astype(np.uint8)
+
+    def _mask(self, length: int) -> NDArray[np.bool_]:
+        turn = min(TURN, length)
+        mask: NDArray[np.bool_] = np.arange(length) % turn >= round(turn * (1 - self.mask_share))
+        mask[0] = False
+        return mask
 
     def batch(self, step: int, rank: int, ranks: int) -> Batch:
         """Return the share of one data-parallel rank: every `ranks`-th pack, as a microbatch each.
