@@ -127,6 +127,18 @@ class PeerModel(nn.Module):  # type: ignore[misc]
         return logs[rows, targets], entropy[rows]
 
 
+class Recomputed(nn.Module):  # type: ignore[misc]
+    """Let backward compute a module again, instead of keeping what it needs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = checkpoint(self.module, hidden, use_reentrant=False)
+        return output
+
+
 def _build(folder: Path) -> nn.Module:
     """Build the model without memory for its weights."""
     config = AutoConfig.from_pretrained(folder)
@@ -164,7 +176,9 @@ def _shard(
 def _set_up(layer: nn.Module, settings: PeerSettings) -> None:
     """Compile a layer and let it compute again what the settings say."""
     if settings.recompute == "mlp":
-        layer.mlp.forward = partial(checkpoint, layer.mlp.forward, use_reentrant=False)
+        layer.mlp = Recomputed(
+            layer.mlp
+        )  # a module, because the compiler would compile a closure for each layer
     if settings.compiled:
         layer.forward = torch.compile(layer.forward, dynamic=False)
     if settings.recompute == "full":
