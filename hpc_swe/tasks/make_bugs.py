@@ -7,6 +7,7 @@ line of a file, so the same command continues after an interruption.
 """
 
 import argparse
+import fcntl
 import hashlib
 import logging
 import os
@@ -14,6 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -40,9 +42,11 @@ from hpc_swe.tasks.bugs.trials import TrialPlace
 SPLITS = ("train", "validation", "test")
 TRIED, SURVEYS = "tried.jsonl", "surveys.jsonl"
 TIMEOUT_S = 30.0
-ROWS = 2
+ROWS = 3
 """Changes when rows of an earlier release must not stand beside new ones: they hide less, for example."""
 T = TypeVar("T", bound=msgspec.Struct)
+
+log = logging.getLogger(__name__)
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +117,9 @@ def candidates(
         for function in module.functions:
             if {part.lstrip("_") for part in function.name.split(".")[:1]} & source.twins:
                 left_out["functions that an extension module has too"] += 1
+                continue
+            if function.name.rpartition(".")[2] in source.copied:
+                left_out["functions that the image has in another file, too"] += 1
                 continue
             if not any(test.ran(function.first_line, function.last_line) for test in one.tests.values()):
                 left_out["functions that no usable test runs"] += 1
@@ -253,6 +260,25 @@ def _require_same(out: Path, settings: object) -> None:
     )
 
 
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Refuse a folder in which another command works: each would cut off what the other is writing."""
+    handle = os.open(out, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(
+            f"{out}: another command works there; await its end, or choose another --out"
+        ) from None
+    except OSError as error:
+        log.warning("%s has no locks (%s): let no two commands work there", out, error)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
 def _read(arguments: argparse.Namespace) -> tuple[RunConfig, Examiner]:
     """Return the configuration and its grader; raise ConfigError if tasks cannot be made with the options."""
     if not 0 <= arguments.hidden < 1:
@@ -306,6 +332,17 @@ def main() -> int:
     made_of = {"rows": ROWS, "sources_sha256": digest}
     _require_same(arguments.out, made_of | {name: str(value) for name, value in chosen_settings.items()})
     config.sandbox.check()
+    with _alone(arguments.out):
+        return _make(arguments, config, grader, search, sources)
+
+
+def _make(
+    arguments: argparse.Namespace,
+    config: RunConfig,
+    grader: Examiner,
+    search: Search,
+    sources: Sequence[CodeSource],
+) -> int:
     place = TrialPlace(WatchedSandboxes(config.sandbox), arguments.image, arguments.workdir)
     if isinstance(config.sandbox, ImageSandboxes):
         sources = with_copies(place, sources)

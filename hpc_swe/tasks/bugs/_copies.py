@@ -4,6 +4,7 @@ The program is sent to the sandbox as text, with a call of `main` at its end, so
 library only.
 """
 
+import ast
 import json
 import os
 import stat
@@ -13,7 +14,8 @@ from collections.abc import Iterator
 
 LARGEST = 4_000_000
 SHORTEST_LINE = 20
-FEWEST, SHARE = 4, 0.2
+WHOLE, FUNCTION = (4, 0.2), (3, 0.8)
+"""A copy of a text, or of one function, has so many lines, and so large a share of its lines."""
 NO_FILES = ("/proc", "/sys", "/dev")
 
 
@@ -22,21 +24,44 @@ def lines_of(data: bytes) -> set[bytes]:
     return {line for each in data.split(b"\n") if len(line := each.strip()) >= SHORTEST_LINE}
 
 
+def parts_of(data: bytes) -> list[tuple[str, set[bytes], float]]:
+    """Return the whole text, whose name is empty, and its functions: name, lines, and how many a copy has."""
+    try:
+        nodes = list(ast.walk(ast.parse(data)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # of a later release than this interpreter
+        nodes = []
+    lines = data.split(b"\n")
+    parts = [("", lines_of(data), WHOLE)]
+    for node in nodes:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            own = b"\n".join(lines[node.lineno - 1 : node.end_lineno])
+            parts.append((node.name, lines_of(own), FUNCTION))
+    return [(name, own, max(fewest, share * len(own))) for name, own, (fewest, share) in parts]
+
+
 def main(out: str, folder: str) -> None:
-    """Write label -> paths of the copies of each text in `folder` to the file `out`."""
-    texts = {label: lines_of(_read(os.path.join(folder, label))) for label in sorted(os.listdir(folder))}  # noqa: PTH118, PTH208
-    owners: dict[bytes, list[str]] = {}
-    for label, lines in texts.items():
+    """Search for the texts in `folder`, by label, and write to `out` what was found of each.
+
+    `files` are the paths of its copies, and `functions` the names of those that stand in another file, too.
+    """
+    texts = {label: _read(os.path.join(folder, label)) for label in sorted(os.listdir(folder))}  # noqa: PTH118, PTH208
+    parts = [(label, *part) for label, data in texts.items() for part in parts_of(data)]
+    owners: dict[bytes, list[int]] = {}
+    for number, (_, _, lines, _) in enumerate(parts):
         for line in lines:
-            owners.setdefault(line, []).append(label)
-    found: dict[str, list[str]] = {label: [] for label in texts}
+            owners.setdefault(line, []).append(number)
+    found = {label: {"files": set[str](), "functions": set[str]()} for label in texts}
     for path, data in _files(os.getcwd()):  # noqa: PTH109
-        shared = Counter(label for line in lines_of(data) if line in owners for label in owners[line])
-        for label, count in shared.items():
-            if count >= max(FEWEST, SHARE * len(texts[label])) and path not in found[label]:
-                found[label].append(path)
+        shared = Counter(number for line in lines_of(data) if line in owners for number in owners[line])
+        hits = [parts[number][:2] for number, count in shared.items() if count >= parts[number][3]]
+        copied = {label for label, name in hits if not name}
+        for label, name in hits:
+            if label in copied:
+                found[label]["files"].add(path)
+            else:
+                found[label]["functions"].add(name)
     with open(out, "w") as file:  # noqa: PTH123
-        json.dump(found, file)
+        json.dump(found, file, default=sorted)
 
 
 def _files(work: str) -> Iterator[tuple[str, bytes]]:

@@ -73,7 +73,8 @@ class Trier:
     ) -> dict[str, Any]:
         """Make the row; half of the failing tests and half of all are hidden, so one that fails is seen.
 
-        An example of a docstring that became a hidden test is in neither program of the row.
+        An example that became a hidden test is in no docstring of the row's programs: several modules of a
+        package may show the same example.
         """
         functions = {id_: _function(id_, survey) for id_ in (*failed, *passed)}
         broken = {functions[id_] for id_ in failed}
@@ -85,11 +86,10 @@ class Trier:
         graded = {path: _only(source.files[path], path, {*functions.values()}) for path in paths}
         seen = {path: _only(text, path, {*functions.values()} - hidden) for path, text in graded.items()}
         secret = {source.examples[name] for name in map(_name, hidden) if name in source.examples}
-        original, text = (
-            docstrings.without(each, secret) for each in (source.files[source.target], mutant.text)
-        )
-        files = {path: source.files[path] for path in survey.files if path not in source.tests}
-        files |= {source.target: text} | seen
+        original = docstrings.without(source.files[source.target], secret)
+        programs = {path: source.files[path] for path in survey.files if path not in source.tests}
+        programs |= {source.target: mutant.text}
+        files = {path: docstrings.without(text, secret) for path, text in programs.items()} | seen
         return {
             "task_id": task_id,
             "problem_statement": STATEMENT,

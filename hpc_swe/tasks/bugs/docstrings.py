@@ -76,10 +76,13 @@ def tests_of(text: str, name: str) -> tuple[str, dict[str, Pair]]:
 
 
 def without(text: str, hidden: Collection[Pair]) -> str:
-    """Return a module without these examples in any docstring."""
+    """Return a module without these examples in any docstring; a text that is not Python stays as it is."""
     if not hidden:
         return text
-    gone = {line for one in _all(text) if one.pair in hidden for line in one.lines}
+    try:
+        gone = {line for one in _all(text) if one.pair in hidden for line in one.lines}
+    except (SyntaxError, ValueError):
+        return text
     return "\n".join(line for number, line in enumerate(text.split("\n")) if number not in gone)
 
 

@@ -22,8 +22,15 @@ _PROGRAM = Path(__file__).with_name("_copies.py")
 _PLAIN = re.compile(r"(/[\w.+-]+){2,}")
 
 
-def copies(place: TrialPlace, texts: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the files of the image that are copies of each text, by its label, which must be a file's name.
+class Copies(msgspec.Struct, frozen=True):
+    """An image has these files that are copies of a text, and single functions of it in other files."""
+
+    files: frozenset[str] = frozenset()
+    functions: frozenset[str] = frozenset()
+
+
+def copies(place: TrialPlace, texts: Mapping[str, str]) -> dict[str, Copies]:
+    """Return what the image has of each text, by the text's label, which must be the name of a file.
 
     Raise ConfigError if the image could not be searched, and SandboxError if the host failed.
     """
@@ -33,7 +40,7 @@ def copies(place: TrialPlace, texts: Mapping[str, str]) -> dict[str, list[str]]:
     with place.sandboxes.open(task) as sandbox:
         result = sandbox.python(f"{_PROGRAM.read_text(encoding='utf-8')}\n\n{call}", SEARCH_TIMEOUT_S)
         try:
-            return msgspec.json.decode(sandbox.read(out), type=dict[str, list[str]])
+            return msgspec.json.decode(sandbox.read(out), type=dict[str, Copies])
         except (OSError, msgspec.MsgspecError):
             raise ConfigError(
                 f"the image {place.image} cannot be searched for originals: {result.output[-300:]}"
@@ -64,20 +71,25 @@ def removals(known: Sequence[str], paths: Iterable[str]) -> list[str]:
 def with_copies(place: TrialPlace, sources: Sequence[CodeSource]) -> list[CodeSource]:
     """Return the sources; their tasks remove the image's copies of the module, and of a library's tests.
 
+    A file that has only a function of the module may be needed, so it stays, and the function is not changed.
+
     Raise ConfigError if the image could not be searched, or the name of a copy cannot be a pattern, and
     SandboxError if the host failed.
     """
-    texts = {
-        f"{number}-{index}": text
+    modules = {f"{number}-0": source.files[source.target] for number, source in enumerate(sources)}
+    tests = {
+        f"{number}-{index}": source.files[path]
         for number, source in enumerate(sources)
-        for index, path in enumerate((source.target, *(source.tests if source.absent else ())))
-        for text in [source.files[path]]
+        for index, path in enumerate(source.tests if source.absent else (), 1)
     }
-    found = copies(place, texts) if texts else {}
+    found = copies(place, modules | tests) if sources else {}
     return [
-        replace(source, absent=(*source.absent, *removals(source.absent, paths)))
+        replace(source, absent=(*source.absent, *removals(source.absent, files)), copied=own.functions)
         for number, source in enumerate(sources)
-        for paths in [{path for label in found if label.startswith(f"{number}-") for path in found[label]}]
+        for own in [found[f"{number}-0"]]
+        for files in [
+            {path for at, each in found.items() if at.startswith(f"{number}-") for path in each.files}
+        ]
     ]
 
 

@@ -39,6 +39,8 @@ class CodeSource:
     """`Task.absent`: where the original would be found."""
     twins: frozenset[str] = frozenset()
     """Names that an extension module of the interpreter has too, so that their original can be imported."""
+    copied: frozenset[str] = frozenset()
+    """Names of functions whose text stands in other files of the image."""
     examples: dict[str, docstrings.Pair] = field(default_factory=dict)
     """Test function -> example of a docstring from which it was made."""
 

@@ -1,5 +1,8 @@
 """Tasks are made from code that works; their originals cannot be found, and only a repair is paid."""
 
+import fcntl
+import inspect
+import os
 import shutil
 import subprocess
 import sys
@@ -114,6 +117,13 @@ def make(out: Path, *words: str) -> str:
     return done.stdout
 
 
+def refusal(out: Path, *words: str) -> str:
+    line = command(out, *words)
+    done = subprocess.run(line, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr.count("error: ")) == (2, 1), done.stderr
+    return done.stderr
+
+
 def made(out: Path) -> list[Task]:
     files = [out / f"{split}.parquet" for split in ("train", "validation", "test")]
     return [task for file in files if file.exists() for task in Programs(train=str(file)).load("train")]
@@ -197,26 +207,34 @@ def test_what_was_tried_is_not_tried_again_and_other_options_are_refused(shapes,
     after = tried.read_bytes().splitlines(keepends=True)
     assert after[:-2] == lines[:-2]
     assert sorted(after) == sorted(lines), "and what was tried again ended in the same way"
-    refused = subprocess.run(
-        command(tmp_path / "bugs", str(shapes), "--seed=2"),
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert refused.returncode != 0
-    assert "was begun with other sources or options" in refused.stderr
+    refused = refusal(tmp_path / "bugs", str(shapes), "--seed=2")
+    assert "was begun with other sources or options" in refused
+
+
+@pytest.mark.slow
+def test_two_commands_do_not_work_in_one_folder(shapes, out):
+    other = os.open(out[0], os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    assert f"{out[0]}: another command works there" in refusal(out[0], str(shapes), *OPTIONS)
+    os.close(other)
 
 
 @pytest.mark.slow
 def test_examples_of_docstrings_are_tests_and_hidden_ones_are_cut_out(shapes, tmp_path):
-    make(tmp_path / "bugs", f"{shapes}/shapes.py", "--limit=2")
+    """Another module of the package shows one of them, too."""
+    shutil.copytree(shapes, tmp_path / "figures")
+    shows = '"""Figures.\n\n>>> square(3)\n9\n>>> square(4)\n16\n"""\n'
+    (tmp_path / "figures/__init__.py").write_text(shows)
+    make(tmp_path / "bugs", f"{tmp_path}/figures/shapes.py", "--limit=2")
     for task in made(tmp_path / "bugs"):
         seen, full = task.files["test_docstrings.py"], task.tests.files["test_docstrings.py"]
         assert len(ids_of_tests(full)) == 2 * len(ids_of_tests(seen)) == 2
         for example in (">>> square(3)", ">>> square(4)"):
-            assert (example in task.files["shapes.py"]) == (f"'{example[4:]}\\n') ==" in seen)
-        assert ">>> largest(1, 3, 2)" in task.files["shapes.py"], "no test of this task was made of it"
+            assert (example in task.files["figures/shapes.py"]) == (f"'{example[4:]}\\n') ==" in seen)
+            assert (example in task.files["figures/__init__.py"]) == (f"'{example[4:]}\\n') ==" in seen)
+        assert ">>> largest(1, 3, 2)" in task.files["figures/shapes.py"], (
+            "no test of this task was made of it"
+        )
 
 
 @pytest.mark.slow
@@ -231,10 +249,7 @@ def test_one_file_that_is_not_python_is_named_and_the_others_become_tasks(shapes
 
 @pytest.mark.parametrize("option", ["--hidden=1", "--hidden=-0.1", "--per-function=0", "--limit=-1"])
 def test_a_number_that_makes_no_sense_is_refused_and_nothing_is_written(shapes, tmp_path, option):
-    line = command(tmp_path / "bugs", str(shapes), option)
-    done = subprocess.run(line, env=environment(), cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert option.partition("=")[0] in done.stderr
+    assert option.partition("=")[0] in refusal(tmp_path / "bugs", str(shapes), option)
     assert not (tmp_path / "bugs").exists()
 
 
@@ -274,13 +289,16 @@ def test_a_module_of_one_s_own_is_removed_where_an_image_has_it(shapes, tmp_path
 def test_the_original_of_a_library_function_is_not_in_the_sandbox(tmp_path):
     """Neither by an import nor by a search of all files; the test modules of the library are gone as well.
 
-    The image has more than one interpreter, and a package that carries a copy under another name.
+    The image has more than one interpreter, and a package that carries a copy under another name. A function
+    that stands alone in another file is not changed, and the file stays.
     """
     if not (IMAGES / "python-pytest").exists():
         pytest.skip("the task image is not built: containers/build_image.sh")
     import colorsys
 
     images = with_more_copies(tmp_path / "images", Path(colorsys.__file__))
+    alone = images / "many-pythons/srv/tools/site-packages/carried/_back.py"
+    alone.write_text(inspect.getsource(colorsys.hsv_to_rgb))
     library = tmp_path / "library"
     (library / "test").mkdir(parents=True)
     original = Path(colorsys.__file__).read_text()
@@ -297,7 +315,9 @@ def test_the_original_of_a_library_function_is_not_in_the_sandbox(tmp_path):
         str(ROOT / "configs/swepdb.toml"),
         f"sandbox={{type='apptainer', images='{images}'}}",
     )
-    make(tmp_path / "bugs", "colorsys", *words, *config)
+    printed = make(tmp_path / "bugs", "colorsys", *words, *config)
+    assert "functions that the image has in another file" in printed
+    assert all(str(alone).partition("many-pythons")[2] not in task.absent for task in made(tmp_path / "bugs"))
     task = msgspec.structs.replace(made(tmp_path / "bugs")[0], image="many-pythons")
     line = next(line for line in original.splitlines() if "maxc-minc" in line).strip()
     search = f"""
