@@ -37,7 +37,11 @@ from jobs import heartbeat, stacks
 from jobs.supervision import VerdictReader
 
 PERMANENT = (2, 3)  # exit codes of ConfigError and ProtocolError: a restart does not help
-REASONS = (*PERMANENT, StorageError.exit_code)  # any other code may be of a rank that lost another rank
+REASONS = (
+    *PERMANENT,
+    StorageError.exit_code,
+    NodeError.exit_code,
+)  # any other code may be of a rank that lost another rank
 FROZEN = 8  # exit code of a gang with a frozen rank
 STUCK = 9  # exit code of a gang that makes no progress; verdicts count the restarts
 QUIET_S = 300.0  # after so long without a failure, restarts are counted from 0 again
@@ -231,7 +235,8 @@ def commands(run: RunDir, role: str, config: RunConfig) -> list[list[str]]:
 def supervise(gang: Gang, run: RunDir, max_restarts: int, refused_s: float = 60.0) -> int:
     """Restart the gang until it is done, must stop, fails for good or has no restart left; return its code.
 
-    A refusal of the file system does not count as a restart; the next start comes `refused_s` later.
+    A refusal of the file system does not count as a restart; the next start comes `refused_s` later. A node
+    that cannot do the work ends the job, since the next job may get another.
     """
     restarts = code = 0
     while not gang.stopping.is_set():  # a signal may also come between two starts
@@ -239,7 +244,7 @@ def supervise(gang: Gang, run: RunDir, max_restarts: int, refused_s: float = 60.
         gang.start()
         code = gang.wait()
         is_over = gang.stopping.is_set() or run.stop.exists() or run.finished.exists()
-        if code == 0 or code in PERMANENT or is_over:
+        if code == 0 or code in (*PERMANENT, NodeError.exit_code) or is_over:
             break
         if code == STUCK:
             continue

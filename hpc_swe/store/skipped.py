@@ -4,6 +4,11 @@ The count lies in the run folder, so a learner that starts again continues it, a
 start would only skip the same batches.
 """
 
+from typing import NoReturn
+
+from msgspec.structs import replace
+
+from hpc_swe.errors import ConfigError, NodeError
 from hpc_swe.records import Record
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
@@ -13,13 +18,15 @@ class SkippedBatches(Record, frozen=True, kw_only=True):
     """The learner skipped these batches, and has trained no later one since."""
 
     steps: list[int] = []
+    broken: int = 0
+    """Step after which the weights were not finite; 0 is none."""
 
     def after(self, step: int, is_skipped: bool) -> "SkippedBatches":
         """Return the record after a batch, which may be one that a former start trained, too."""
         later = [each for each in self.steps if each > step]
-        if not is_skipped:
-            return SkippedBatches(steps=later)
-        return SkippedBatches(steps=[*(each for each in self.steps if each < step), step, *later])
+        if is_skipped:
+            later = [*(each for each in self.steps if each < step), step, *later]
+        return replace(self, steps=later)
 
     @property
     def in_a_row(self) -> list[int]:
@@ -57,4 +64,24 @@ def refusal(run: RunDir, limit: int) -> str:
         f"had a gradient that is not finite, and are kept in {run.skipped(0).parent}. Start another run from "
         "earlier weights with a lower learner.optimizer.lr; or raise learner.max_skipped; or remove "
         f"{run.skipped_steps} to try the same batches again"
+    )
+
+
+def refuse_weights(run: RunDir, step: int, why: str) -> NoReturn:
+    """Raise NodeError when the weights after a step are not finite for the first time, then ConfigError.
+
+    A faulty device makes such weights, too. So the steps since the last checkpoint are repeated, if possible
+    on another node. When the same step fails again, or none was taken, another start would not help.
+    """
+    known = read(run)
+    if step in (0, known.broken):
+        raise ConfigError(
+            f"{why}; start another run from earlier weights with a lower learner.optimizer.lr, or with "
+            "another `model` if these are its own weights; or, to repeat the steps once more, remove "
+            f"{run.skipped_steps}"
+        )
+    atomic.put(run.skipped_steps, replace(known, broken=step))
+    raise NodeError(
+        f"{why}, after step {step}; a faulty node may be the reason, so the job ends, and the next one "
+        "repeats the steps since the last checkpoint; a second time at this step ends the training"
     )

@@ -51,6 +51,12 @@ def test_process_that_always_dies_is_given_up(tmp_path, run):
     assert tally.read_text() == "xx"
 
 
+def test_a_node_that_cannot_do_the_work_ends_the_job(tmp_path, run):
+    tally = tmp_path / "tally"
+    assert supervise(Gang([python(COUNT + "sys.exit(7)", tally)]), run, max_restarts=3) == 7
+    assert tally.read_text() == "x"
+
+
 def test_refusal_of_the_file_system_is_waited_out_and_counts_as_no_restart(tmp_path, run):
     tally = tmp_path / "tally"
     gang = Gang([python(COUNT + "sys.exit(4 if n < 3 else 0)", tally)])

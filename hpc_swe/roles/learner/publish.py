@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from hpc_swe.errors import ConfigError, CorruptRecord
+from hpc_swe.errors import CorruptRecord
 from hpc_swe.plugins.policies.base import Learner, Ranks
 from hpc_swe.records import (
     CheckpointManifest,
@@ -23,7 +23,7 @@ from hpc_swe.records import (
 )
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, folders
+from hpc_swe.store import atomic, folders, skipped
 
 INCARNATION = re.compile("[0-9]{2}|[1-9][0-9]{2,3}")
 
@@ -44,8 +44,7 @@ class Publisher:
     def restore(self) -> None:
         """Load the newest undamaged checkpoint; keep the initial weights when there is none.
 
-        Raises:
-            CorruptRecord: No checkpoint is intact, and the batches to repeat are deleted.
+        Raise CorruptRecord if no checkpoint is intact and the batches to repeat are deleted.
         """
         for folder, manifest in on_rank_zero(self._ranks, lambda: _checkpoints(self._run)):
             damaged = _damaged(folder, manifest.files, self._ranks)
@@ -64,7 +63,7 @@ class Publisher:
             return
         version = WeightVersion(incarnation=self._incarnation, step=self._learner.step)
         with self._stage(self._run.weight(version)) as (stage, final):
-            parts = self._ranks.gather(on_all_ranks(self._ranks, lambda: self._export(stage)))
+            parts = self._export(stage)
             manifest = WeightManifest(
                 writer=self._writer,
                 files=self._describe(stage),
@@ -76,14 +75,14 @@ class Publisher:
         self._exported = self._learner.step
         log.info("exported %s", version.name)
 
-    def _export(self, stage: Path) -> dict[str, TensorInfo]:
+    def _export(self, stage: Path) -> list[dict[str, TensorInfo]]:
+        """Return what each rank has exported; weights that are not finite end the learner."""
         try:
-            return self._learner.export(stage)
-        except FloatingPointError as error:  # on every rank; another start would compute the same weights
-            raise ConfigError(
-                f"{error}; start another run from earlier weights with a lower learner.optimizer.lr, or with "
-                "another `model` if these are its own weights"
-            ) from error
+            return self._ranks.gather(on_all_ranks(self._ranks, lambda: self._learner.export(stage)))
+        except FloatingPointError as error:  # on every rank
+            why, step = str(error), self._learner.step
+            on_rank_zero(self._ranks, lambda: skipped.refuse_weights(self._run, step, why))
+            raise
 
     def publish_checkpoint(self) -> None:
         """Publish the current training state."""

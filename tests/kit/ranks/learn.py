@@ -1,6 +1,7 @@
-"""One rank of a learner on a run folder: python -m tests.kit.ranks.learn RUN MODEL STEPS DATA_PARALLEL.
+"""One rank of a learner on a run folder: python -m tests.kit.ranks.learn RUN MODEL STEPS COPIES [KEYS].
 
-With DIES_AT in its environment it is killed when it opens a file below a path that begins so.
+KEYS are those of the optimizer, in JSON. With DIES_AT in its environment it is killed when it opens a file
+below a path that begins so.
 """
 
 import json
@@ -37,7 +38,7 @@ def main() -> None:
     interrupted = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: interrupted.set())
     policy = Megatron(tensor_parallel=2 // data_parallel, dtype="float32")
-    learner = policy.build(model, OptimizerConfig(lr=1e-3), None)
+    learner = policy.build(model, OptimizerConfig(**json.loads([*sys.argv, '{"lr": 1e-3}'][5])), None)
 
     def tell(taken: int, step: int, metrics: dict[str, float]) -> None:
         if learner.ranks.rank == 0:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from hpc_swe import records  # noqa: E402
-from hpc_swe.errors import ConfigError, StorageError  # noqa: E402
+from hpc_swe.errors import ConfigError, NodeError, StorageError  # noqa: E402
 from hpc_swe.records import (  # noqa: E402
     Batch,
     BatchManifest,
@@ -209,6 +209,18 @@ def test_batches_in_a_row_that_are_not_finite_end_the_learner(model, sequences, 
             assert child.returncode == ConfigError.exit_code
             assert "2 batches in a row, the last of them batch 2, had a gradient that is not finite" in output
     assert [line["step"] for line in reported(run)] == [0, 1, 2]
+
+
+def test_weights_that_are_not_finite_are_computed_again_once(model, sequences, tmp_path):
+    """A faulty node makes such weights, too, and the next job may get another one."""
+    run = make_run(tmp_path, sequences, 2)
+    huge = '{"lr": 3.4e38, "weight_decay": 1, "beta1": 0.0}'
+    for error in (NodeError, ConfigError):
+        children = gang.start(2, "learn", str(run.root), str(model), "2", "1", huge)
+        outputs = [(child.communicate(timeout=300)[0], child.returncode) for child in children]
+        assert [code for _, code in outputs] == [error.exit_code] * 2, outputs
+    assert "start another run from earlier weights with a lower learner.optimizer.lr" in outputs[0][0]
+    assert [path.name for path in run.weights.iterdir() if path.name.startswith("v000001")] == []
 
 
 def test_a_restart_goes_on_to_count_batches_that_are_not_finite(model, sequences, tmp_path):
