@@ -331,18 +331,27 @@ def test_jobs_run_the_code_that_the_run_was_started_with(tmp_path, read):
 
 
 @pytest.mark.slow
-def test_run_keeps_its_code_until_it_is_upgraded_which_no_job_may_see(tmp_path, read):
+def test_run_keeps_its_code_until_it_is_upgraded_which_no_job_may_see(tmp_path, read, caplog):
+    """It then hears once what the new code trains otherwise."""
     run = RunDir(tmp_path / "run")
-    control.start(run, read())
+    control.start(run, read("learner.optimizer.minibatches=2"))
     old = run.code / "jobs" / "old.py"
     old.touch()
-    control.start(run, read())
+    (run.code / "hpc_swe/runs/upgrades.py").unlink()
+    request = run.requests / "ready" / "eval-000003-00~0"
+    request.touch()
+    control.start(run, read("learner.optimizer.minibatches=2"))
     assert old.exists()
     try:
-        control.start(run, read("counts.reward=1"))
+        control.start(run, read("counts.reward=1", "learner.optimizer.minibatches=2"))
         with pytest.raises(ConfigError, match="1 jobs still run the old code"):
-            control.start(run, read("counts.reward=1"), upgrade=True)
+            control.start(run, read("counts.reward=1", "learner.optimizer.minibatches=2"), upgrade=True)
     finally:
         control.stop(run, read(), now=True)
-    control.start(run, read(), upgrade=True)
+    assert "trains otherwise" not in caplog.text
+    for _ in range(2):
+        control.start(run, read("learner.optimizer.minibatches=2"), upgrade=True)
     assert not old.exists()
+    assert caplog.text.count("trains otherwise: learner.optimizer.minibatches divides") == 1
+    assert "reweight" not in caplog.text
+    assert not request.exists(), "its number would be that of another evaluation"

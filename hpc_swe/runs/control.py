@@ -9,7 +9,7 @@ from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, HpcSweError
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import checks, create, submit, trajectories
+from hpc_swe.runs import checks, create, submit, trajectories, upgrades
 from hpc_swe.runs.existing import load
 from hpc_swe.runs.submit import TickResult
 from hpc_swe.settings import RunConfig
@@ -33,6 +33,7 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> TickResul
         if upgrade and (jobs := alive(run, config)):
             raise ConfigError(f"{run.root}: {len(jobs)} jobs still run the old code; `launch stop` it first")
         if upgrade:
+            upgrades.prepare(run, config)
             create.renew_code(run)
     for order in (run.drain, run.stop):
         order.unlink(missing_ok=True)

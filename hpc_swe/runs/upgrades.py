@@ -1,0 +1,70 @@
+"""Tell what `start --upgrade` changes in the training of a run that an older release has made.
+
+A run keeps a copy of the code that it was made with, and this file is part of it. So a change that the copy
+does not name is new to the run.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hpc_swe.rundir import SPOOLS, RunDir
+from hpc_swe.settings import RunConfig, ShapingConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainingChange:
+    """This is one thing that a release trains otherwise than the one before, and which runs it concerns."""
+
+    name: str
+    """Never changed: older copies of this file are searched for it."""
+    what: str
+    concerns: Callable[[RunConfig], bool]
+    voids: str = ""
+    """Messages whose names begin so mean something else now."""
+
+
+CHANGES = (
+    TrainingChange(
+        "minibatches of episodes",
+        "learner.optimizer.minibatches divides the episodes of a batch, no longer its microbatches; batches "
+        "that are published already are trained in one optimizer step",
+        lambda config: config.learner.optimizer.minibatches > 1,
+    ),
+    TrainingChange(
+        "weights of visits",
+        "curriculum.reweight weights a group by 1 plus the visits that were passed over before it, no longer "
+        "each group of a settled task by 1 + rest",
+        lambda config: config.curriculum.reweight and config.curriculum.rest > 0,
+    ),
+    TrainingChange(
+        "penalties of delivered turns",
+        "the penalties of [shaping] no longer count replies that were lost with their connection",
+        lambda config: config.shaping != ShapingConfig(),
+    ),
+    TrainingChange(
+        "evaluations by step",
+        "evaluations are numbered by steps: one that is under way is dropped and not repeated. To keep it, "
+        "let the old code finish it first",
+        lambda config: config.mode == "grpo" and config.eval.every > 0,
+        voids="eval-",
+    ),
+)
+
+
+def prepare(run: RunDir, config: RunConfig) -> None:
+    """Log what this release does otherwise in a run than the run's code; remove what it would misread.
+
+    No process of the run may be alive.
+    """
+    copy = run.code / "hpc_swe/runs" / "upgrades.py"
+    known = copy.read_text(encoding="utf-8") if copy.exists() else ""
+    for change in CHANGES:
+        if f'"{change.name}"' in known or not change.concerns(config):
+            continue
+        log.warning("%s: this release trains otherwise: %s", run.root, change.what)
+        if change.voids:
+            for path in (path for spool in SPOOLS for path in run.spool(spool).glob(f"*/{change.voids}*")):
+                path.unlink()
