@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 Ids = Annotated[bytes, Meta(description="int32, little endian")]
 Floats = Annotated[bytes, Meta(description="float32, little endian")]
+Routing = Annotated[bytes, Meta(description="uint8 [tokens, layers * k], the experts of each token")]
+FREE = 255  # in a Routing: the learner's own router decides, as it does for all where a Routing is empty
 Split = Literal["eval", "train"]
 Role = Literal["coordinator", "rollout", "reward", "inference", "learner"]
 Outcome = Literal["resolved", "unresolved", "no_submission", "cheated", "infra_error"]
@@ -185,6 +187,8 @@ class Turn(Record, frozen=True, kw_only=True):
     delivered: bool
     """Whether the reply reached the agent; an undelivered reply is never trained."""
     seconds: float
+    routing: Routing = b""
+    """Of the parent's last token and of this turn's tokens but the last; empty: the engine did not say."""
 
     @property
     def completion(self) -> IdArray:
@@ -283,10 +287,7 @@ class ScoredEpisode(Record, frozen=True, kw_only=True):
 class Sample(Record, frozen=True, kw_only=True):
     """A sample is one token sequence of an episode to train on; all arrays have the length of `token_ids`.
 
-    Example: for the episode above
-
-        token_ids = P0 A0 P1 A1
-        mask      =  0  1  0  1     1 where the engine sampled; elsewhere all numbers are 0
+    Example: the turns above are P0 A0 P1 A1 with mask 0 1 0 1; where it is 0, all numbers are 0
     """
 
     episode: str
@@ -298,6 +299,7 @@ class Sample(Record, frozen=True, kw_only=True):
     advantages: Floats
     versions: Ids
     """Step of the oldest weights that may have sampled the token; -1 where no weights sampled it."""
+    routing: Routing = b""
 
     def __len__(self) -> int:
         return len(self.token_ids) // 4
@@ -321,6 +323,7 @@ class MicroBatch(Record, frozen=True, kw_only=True):
     weights: Floats
     """Per token, divided by the aggregation's denominator: the loss is the sum of weight times term."""
     sequence_lengths: list[int]
+    routing: Routing = b""
 
     @property
     def mask_array(self) -> NDArray[np.uint8]:
@@ -435,13 +438,11 @@ class Node(Record, frozen=True, kw_only=True):
     """Weights in use; two while an engine changes from the first to the second."""
     reading: str = ""
     """Folder being loaded, which is not deleted while it is named here."""
-    step: int = 0
-    """Steps that a learner has taken: batches that it has trained."""
+    step: int = 0  # steps that a learner has taken: batches that it has trained
     claims: list[str] = []
     worked_s: list[float] = []
     """Seconds of work on each claim, counted only while an engine was available."""
-    slots: int = 0
-    """Episodes that a worker can run at once."""
+    slots: int = 0  # episodes that a worker can run at once
     loops: int = 0  # iterations of the main loop
     steps: list[int] = []
     """Answers of engines and opened sandboxes so far, of each claim; one that is worked on grows."""
@@ -495,6 +496,5 @@ class MetricLine(Record, frozen=True, kw_only=True):
     """A metrics log is a sequence of such lines."""
 
     step: int
-    time: float
-    """Seconds since the epoch, for the x axis of plots."""
+    time: float  # seconds since the epoch, for the x axis of plots
     values: dict[str, float]

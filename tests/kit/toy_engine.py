@@ -1,10 +1,13 @@
 """An engine in this process: it answers from a script, in tokens that no tokenizer would choose."""
 
+import dataclasses
 import random
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import EngineError
@@ -40,9 +43,11 @@ class ToyEngine:
     calls: list[Call] = field(default_factory=list)
     dice: random.Random = field(default_factory=lambda: random.Random(0))
     lock: threading.Lock = field(default_factory=threading.Lock)
+    routes: bool = False
+    """Answers say of each computed token that its experts are its id mod 7 and mod 11."""
 
     def generate(
-        self, url: str, token: str, prompt: IdArray, sampling: Sampling, timeout_s: float
+        self, url: str, token: str, prompt: IdArray, sampling: Sampling, timeout_s: float, routed: int = 0
     ) -> Completion:
         with self.lock:
             call = Call(url, prompt.tolist(), sampling)
@@ -53,6 +58,10 @@ class ToyEngine:
             raise fault
         answer = self._answer(call)
         call.answer = fault(answer) if fault else answer
+        if self.routes:
+            ids = np.asarray([*call.prompt, *call.answer.token_ids][routed:-1])
+            routing = np.stack((ids % 7, ids % 11), -1).astype(np.uint8)
+            call.answer = dataclasses.replace(call.answer, routing=routing)
         return call.answer
 
     def _answer(self, call: Call) -> Completion:

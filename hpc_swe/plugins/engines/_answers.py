@@ -1,13 +1,17 @@
 """Read the answers of vLLM's routes, which differ between releases, into one shape: `Answer`."""
 
+import base64
+import io
 import math
 from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
-from hpc_swe.errors import EngineError
+from hpc_swe.errors import EngineError, boundary
 from hpc_swe.records import WeightVersion
 
 PENDING = "?"  # suffix of the stamp of weights that have not passed their probe yet
@@ -47,6 +51,7 @@ class Choice(Struct):
     logprobs: Logprobs
     stop_reason: int | str | None = None
     weight_versions: list[Stamp] | None = None
+    routed_experts: str | None = None
 
 
 class Answer(Struct):
@@ -65,6 +70,7 @@ class _TextChoice(Struct):
     finish_reason: str
     logprobs: _TokenLogprobs
     stop_reason: int | str | None = None
+    routed_experts: str | None = None
     prompt_logprobs: list[dict[str, Logprob] | None] | None = None
 
 
@@ -116,7 +122,9 @@ def from_completions(url: str, data: bytes) -> Answer:
     text = decode(_TextAnswer, url, data).choices[0]
     pairs = zip(text.token_ids, text.logprobs.token_logprobs, strict=False)
     sampled = Logprobs([Logprob(logprob, token_id) for token_id, logprob in pairs])
-    choice = Choice(text.token_ids, text.finish_reason, sampled, text.stop_reason)
+    choice = Choice(
+        text.token_ids, text.finish_reason, sampled, text.stop_reason, routed_experts=text.routed_experts
+    )
     return Answer([choice], text.prompt_logprobs)
 
 
@@ -135,6 +143,29 @@ def require_finite(values: Sequence[float]) -> None:
     for place, value in enumerate(values):
         if not math.isfinite(value) or value <= NOT_FINITE:
             raise EngineError(f"log-probability {place} of {len(values)} is {value}")
+
+
+def to_routing(choice: Choice, wanted: int) -> NDArray[np.uint8]:
+    """Return the experts of `wanted` tokens, uint8 [wanted, layers * k]; fewer where the engine aborted.
+
+    vLLM writes a numpy file [tokens, layers, k] as base64. Raise EngineError for any other answer.
+    """
+    if choice.routed_experts is None:
+        if choice.finish_reason == "abort":
+            return np.zeros((0, 0), np.uint8)
+        raise EngineError("the engine returned no routing: start it with --enable-return-routed-experts")
+    with boundary(EngineError, "read the routing"):
+        data = io.BytesIO(base64.b64decode(choice.routed_experts, validate=True))
+        array: NDArray[np.uint8] = np.load(data, allow_pickle=False)
+    rows = len(array)
+    if array.dtype != np.uint8 or array.ndim != 3 or rows > wanted:
+        raise EngineError(f"a routing of {wanted} tokens has type {array.dtype} and shape {array.shape}")
+    ordered = np.sort(array, axis=-1)
+    if (ordered[..., 1:] == ordered[..., :-1]).any():  # vLLM 0.26 gives zeros for a kernel that captures none
+        raise EngineError("a routing names an expert twice for one token: this engine captures no experts")
+    if rows < wanted and choice.finish_reason != "abort":
+        raise EngineError(f"a routing of {wanted} tokens has {rows}")
+    return array.reshape(rows, -1)
 
 
 def to_spans(stamps: list[Stamp], length: int) -> list[Span]:

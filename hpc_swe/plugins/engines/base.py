@@ -5,10 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hpc_swe.plugins.costs import MemoryEstimate
 from hpc_swe.records import IdArray, ProbeScore, Sampling, WeightManifest, WeightVersion
 from hpc_swe.store.folders import Identity
 
+ByteArray = NDArray[np.uint8]
 Files = dict[str, Identity]  # name of a file -> what tells whether it changed since it was verified
 
 
@@ -25,6 +29,9 @@ class Completion:
     spans: list[tuple[int, int, WeightVersion]] | None
     """(start, end, version) as the engine stamped them; None where the release has no stamps, and the
     engine's cell in nodes/ names the version."""
+    routing: ByteArray | None = None
+    """uint8 [tokens, layers * k], the experts that computed each token of prompt and completion, from the
+    first that was asked for to the last but one; None where the engine does not return them."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +87,20 @@ class Engine(Protocol):
         """
 
     def generate(
-        self, url: str, token: str, prompt: IdArray, sampling: Sampling, timeout_s: float
+        self,
+        url: str,
+        token: str,
+        prompt: IdArray,
+        sampling: Sampling,
+        timeout_s: float,
+        *,
+        routed: int = 0,
     ) -> Completion:
         """Sample one completion; check after each `timeout_s` without data that the engine is alive.
 
-        Raise NoAnswer when it is dead or hangs, Overdue when it works, but the completion takes far longer
-        than its tokens may, and EngineError when the answer cannot be trusted.
+        `routed` is the number of first tokens whose routing the caller has; an engine that returns routings
+        leaves them out. Raise NoAnswer when it is dead or hangs, Overdue when it works, but the completion
+        takes far longer than its tokens may, and EngineError when the answer cannot be trusted.
         """
 
 

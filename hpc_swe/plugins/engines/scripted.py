@@ -4,6 +4,8 @@ Everything but the sampling is real: the client, the token on every route, the p
 stamps. `python -m hpc_swe.plugins.engines.scripted HOST PORT REPLIES MODEL MAX_MODEL_LEN` is the server.
 """
 
+import base64
+import io
 import os
 import sys
 import threading
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
 from hpc_swe.errors import ConfigError
@@ -65,6 +68,7 @@ class Scripted(Vllm, frozen=True, kw_only=True):
 
 class _SamplingParams(Struct, frozen=True):
     max_tokens: int
+    routed_experts_prompt_start: int | None = None
     prompt_logprobs: int | None = None
 
 
@@ -174,6 +178,9 @@ class _Handler(BaseHTTPRequestHandler):
             "logprobs": {"content": content},
             "weight_versions": [{"version": self._state.version, "start": 0, "end": len(ids)}] if ids else [],
         }
+        start = request.sampling_params.routed_experts_prompt_start
+        if start is not None:
+            choice["routed_experts"] = _routing((prompt + ids)[start:-1])
         rows = [None, *({str(i): {"logprob": SCORE}} for i in prompt[1:])] if is_score else None
         self._send(reply.status, {"choices": [choice], "prompt_logprobs": rows})
 
@@ -186,6 +193,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+
+def _routing(ids: Sequence[int]) -> str:
+    """Return a numpy file in base64 with the experts of two layers: each token's id and its half, mod 8."""
+    array = np.asarray([[[i % 8], [i // 2 % 8]] for i in ids], np.uint8).reshape(len(ids), 2, 1)
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def main(host: str, port: str, replies: str, model: str, *rest: str) -> None:

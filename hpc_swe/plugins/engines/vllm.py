@@ -27,7 +27,7 @@ from hpc_swe.plugins.engines import _answers, _http, _vllm_memory
 from hpc_swe.plugins.engines._answers import PENDING, Answer, decode
 from hpc_swe.plugins.engines.base import Completion, EngineInfo, Files
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.records import IdArray, ProbeScore, Sampling, WeightManifest, WeightVersion
+from hpc_swe.records import FREE, IdArray, ProbeScore, Sampling, WeightManifest, WeightVersion
 
 TOKEN = "HPC_SWE_ENGINE_TOKEN"
 BACKEND = "hpc_swe_folder"
@@ -62,6 +62,9 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     """Threads of each CPU worker."""
     stop_token_ids: list[int] = []
     """Further stop tokens; the chat template's end of turn, where generation_config.json does not name it."""
+    return_routing: bool = False
+    """Return which experts computed each token, so that the learner can send it to the same ones. It needs a
+    model with at most 255 experts, and a GPU."""
     update_timeout_s: float = 300.0
     """Seconds to wait for an answer while weights are updated or probed; a slower engine is replaced."""
     program: str = ""
@@ -94,13 +97,14 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         if self.tensor_parallel == 1:
             options["distributed-executor-backend"] = "uni"
         flags = ["--tokens-only", "--disable-uvicorn-access-log", "--disable-log-stats"]
-        eager = ["--enforce-eager"] if self.enforce_eager else []
+        flags += ["--enforce-eager"] if self.enforce_eager else []
+        flags += ["--enable-return-routed-experts"] if self.return_routing else []
         pairs = [part for key, value in options.items() for part in (f"--{key}", str(value))]
         beside = Path(sys.executable).with_name("vllm")
         program = self.program or (str(beside) if beside.exists() else shutil.which("vllm"))
         if not program:
             raise ConfigError(f"[engine] program: no vllm beside {sys.executable} nor on PATH; name its path")
-        return [program, "serve", str(model), *pairs, *flags, *eager, *self.extra]
+        return [program, "serve", str(model), *pairs, *flags, *self.extra]
 
     def environment(self, token: str) -> dict[str, str]:
         """Return this process's variables and those that vLLM needs.
@@ -134,6 +138,13 @@ class Vllm(Plugin, frozen=True, kw_only=True):
 
     def check_model(self, model: Path) -> None:
         _vllm_memory.check(model, self.tensor_parallel, self.max_model_len)
+        experts = ModelShape.read(model).experts if self.return_routing else 1
+        if not 0 < experts < FREE + 1:
+            raise ConfigError(
+                f"[engine] return_routing = true needs 1 to {FREE} experts; the model has {experts}"
+            )
+        if self.return_routing and self.loads_weights and self.device == "cpu":
+            raise ConfigError("[engine] return_routing = true needs a GPU: vLLM captures no experts on a CPU")
 
     def memory(self, model: Path, context: int) -> MemoryEstimate:
         return _vllm_memory.estimate(
@@ -226,11 +237,19 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             raise
 
     def generate(
-        self, url: str, token: str, prompt: IdArray, sampling: Sampling, timeout_s: float
+        self,
+        url: str,
+        token: str,
+        prompt: IdArray,
+        sampling: Sampling,
+        timeout_s: float,
+        *,
+        routed: int = 0,
     ) -> Completion:
         """Sample one completion; the request names every setting that shapes the distribution."""
         wait = (timeout_s, timeout_s + sampling.max_tokens / SLOWEST_TOKENS_PER_S)
-        choice = self._request(url, token, prompt.tolist(), sampling, wait).choices[0]
+        more = {"routed_experts_prompt_start": routed} if self.return_routing else {}
+        choice = self._request(url, token, prompt.tolist(), sampling, wait, **more).choices[0]
         ids = choice.token_ids
         logprobs = _answers.sampled_logprobs(choice)
         if choice.finish_reason not in ("stop", "length", "abort"):
@@ -241,7 +260,9 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         if stamps and any(stamp.version.endswith(PENDING) for stamp in stamps):
             self._await_probe(url, token, {stamp.version for stamp in stamps})
         spans = None if stamps is None else _answers.to_spans(stamps, len(ids))
-        return Completion(ids, logprobs, choice.finish_reason, spans)
+        rows = len(prompt) + len(ids) - 1 - routed
+        routing = _answers.to_routing(choice, rows) if self.return_routing else None
+        return Completion(ids, logprobs, choice.finish_reason, spans, routing)
 
     def score(self, url: str, token: str, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probabilities of all tokens but the first; vLLM does not use its prefix cache here.

@@ -12,7 +12,7 @@ import numpy as np
 
 from hpc_swe import records
 from hpc_swe.errors import ConfigError
-from hpc_swe.records import Batch, MicroBatch, Sample
+from hpc_swe.records import FREE, Batch, MicroBatch, Sample
 
 Aggregate = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
 # Number of tokens at which attention costs as much as the rest of a layer, for a hidden size of 2048. It only
@@ -148,4 +148,11 @@ def _microbatch(samples: Sequence[Sample], weights: Sequence[float], bin: Sequen
         advantages=b"".join([sample.advantages for sample in chosen]),
         weights=b"".join([records.floats(array) for array in weighted]),
         sequence_lengths=[len(sample) for sample in chosen],
+        routing=_join_routings(chosen),
     )
+
+
+def _join_routings(samples: Sequence[Sample]) -> bytes:
+    """Join the samples' routings; those without one are routed freely, and where none has one it is empty."""
+    width = max((len(sample.routing) // len(sample) for sample in samples), default=0)
+    return b"".join([sample.routing or bytes([FREE]) * (width * len(sample)) for sample in samples])

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from hpc_swe import records
@@ -56,7 +57,17 @@ def find_flaw(episode: Episode) -> str:
             return f"turn {index}: its parent {turn.parent} does not come before it"
         if edges[1:-1:2] != edges[2::2] or (length and (not edges or (edges[0], edges[-1]) != (0, length))):
             return f"turn {index}: version spans {edges} do not cover {length} ids"
+        if len(turn.routing) % _routed_tokens(turn):
+            return f"turn {index}: a routing of {len(turn.routing)} bytes for {_routed_tokens(turn)} tokens"
+    if len({len(turn.routing) // _routed_tokens(turn) for turn in episode.turns if turn.routing}) > 1:
+        return "the routings of its turns are of models with different numbers of layers or experts"
     return ""
+
+
+def _routed_tokens(turn: Turn) -> int:
+    """Return the number of tokens that the routing of a turn is about."""
+    count = len(turn.appended_ids) // 4 + len(turn.completion)
+    return max(1, count - (turn.parent is None))
 
 
 def trained_turns(turns: Sequence[Turn], chains: Chains, main: int = -1) -> list[int]:
@@ -119,9 +130,8 @@ def make_samples(
         old = sampled & (step - versions > max_staleness) if max_staleness else np.zeros_like(sampled)
         ages.append(step - versions[sampled])
         stale += int(old.sum())
-        samples.append(
-            build_sample(episode.request.name, ids, (logprobs, versions), sampled & ~old, advantage)
-        )
+        sample = build_sample(episode.request.name, ids, (logprobs, versions), sampled & ~old, advantage)
+        samples.append(replace(sample, routing=_routing([episode.turns[n] for n in path])))
         remaining -= set(path)
     ages_all = np.concatenate(ages) if ages else np.zeros(0, np.int32)
     untrained = len(episode.turns) - len(trained)
@@ -146,6 +156,14 @@ def _concatenate(
             logprobs.append(records.float_array(turn.logprobs))
             versions += [np.full(span.end - span.start, span.fewest_steps, np.int32) for span in turn.spans]
     return np.concatenate(ids), np.concatenate(logprobs), np.concatenate(versions)
+
+
+def _routing(turns: Sequence[Turn]) -> bytes:
+    """Join the routings of a chain, of which the last token was never computed; empty if one has none."""
+    if not all(turn.routing for turn in turns):
+        return b""
+    width = len(turns[0].routing) // _routed_tokens(turns[0])
+    return b"".join([turn.routing for turn in turns]) + bytes([records.FREE]) * width
 
 
 def build_sample(

@@ -110,7 +110,8 @@ class Recorder:
         prompt = id_array(b"".join([*prefix, appended]))
         sampling = self._fit(len(prompt))
         with self._engine_clock():
-            sampled = self._sampler.sample(prompt, sampling, engine)
+            # The last token of an answer becomes routed only as part of the next prompt.
+            sampled = self._sampler.sample(prompt, sampling, engine, max(0, sum(map(len, prefix)) // 4 - 1))
         seconds = time.monotonic() - started
         index = self._keep(place.parent, appended, sampling, sampled, seconds)
         cut = sampled.finish_reason == "length"
@@ -270,6 +271,7 @@ class Recorder:
             finish_reason=sampled.finish_reason,
             delivered=False,
             seconds=seconds,
+            routing=sampled.routing,
         )
         with self._lock:
             self.counts["continued"] += sampled.continued

@@ -41,6 +41,10 @@ class Sampled:
     finish_reason: Literal["stop", "length"] = "length"
     continued: int = 0
     """Aborted parts that were continued."""
+    routed: int = 0
+    """First tokens of prompt and completion whose routing is known."""
+    routing: bytes = b""
+    """uint8 [tokens, layers * k], the experts of those that the caller did not know; empty: not returned."""
 
 
 class _ProgressTimer:
@@ -82,17 +86,20 @@ class Sampler:
         self.answers = 0
         """Answers of engines so far; threads may lose one in counting, which does no harm."""
 
-    def sample(self, prompt: IdArray, sampling: Sampling, prefer: str) -> Sampled:
+    def sample(self, prompt: IdArray, sampling: Sampling, prefer: str, routed: int = 0) -> Sampled:
         """Sample until the turn ends or has `sampling.max_tokens`; `prefer` names the chain's engine.
 
+        The caller knows the routing of the first `routed` tokens of the prompt.
         Raise EngineError if no engine made progress in time, or if an answer cannot be trusted.
         """
-        done, timer = Sampled(engine=prefer), _ProgressTimer(self._wait_s)
+        done, timer = Sampled(engine=prefer, routed=routed), _ProgressTimer(self._wait_s)
         while True:
             before = len(done.token_ids)
             finish = self._try(prompt, sampling, done, timer)
             if finish in ("stop", "length") or len(done.token_ids) == sampling.max_tokens:
                 done.finish_reason = "stop" if finish == "stop" else "length"
+                if done.routed < len(prompt) + len(done.token_ids) - 1:  # the engine aborted the last part
+                    done.routing = b""
                 return done
             if len(done.token_ids) > before:
                 timer.restart()
@@ -119,12 +126,17 @@ class Sampler:
         ids = np.concatenate([prompt, np.asarray(done.token_ids, dtype="<i4")])
         with self.endpoints.take(done.engine, timer.left_s) as endpoint, timer.paused():
             silence_s = min(self._wait_s, SILENCE_S)
-            completion = self._engine.generate(endpoint.url, self._token, ids, part, silence_s)
+            completion = self._engine.generate(
+                endpoint.url, self._token, ids, part, silence_s, routed=done.routed
+            )
             _check(completion, part.max_tokens, endpoint)
             done.spans += self._spans(completion, endpoint, len(done.token_ids))
         self.answers += 1
         done.token_ids += completion.token_ids
         done.logprobs += completion.logprobs
+        if completion.routing is not None:
+            done.routed += len(completion.routing)
+            done.routing += completion.routing.tobytes()
         done.engine = endpoint.owner
         is_full = part.max_tokens < room and len(completion.token_ids) == part.max_tokens
         return "more" if is_full and completion.finish_reason == "length" else completion.finish_reason

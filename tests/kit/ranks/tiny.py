@@ -1,6 +1,7 @@
 """Tiny models, sequences to train on, and the same steps in transformers and plain torch."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hpc_swe.records import MicroBatch, float_array, floats, id_array, ids
+from hpc_swe.records import FREE, MicroBatch, float_array, floats, id_array, ids
 from tests.kit.random_model import save_random
 
 VOCAB = 320
@@ -50,6 +51,7 @@ def make_models(folder: Path) -> dict[str, Path]:
         "llama": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
         "mistral": ("Mistral", {"head_dim": 16, "sliding_window": None, "rope_parameters": YARN}),
         "moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "tie_word_embeddings": False}),
+        "routed": ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "tie_word_embeddings": False}),
     }
     for name, (family, more) in families.items():
         save_random(folder / name, family, SIZES | more, change=move)
@@ -62,16 +64,20 @@ def make_models(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in folder.iterdir()}
 
 
-def make_sequences(model: PreTrainedModel, seed: int = 7) -> list[MicroBatch]:
-    """One sequence each; the sampler's log-probabilities are the model's and noise."""
+def make_sequences(model: PreTrainedModel, seed: int = 7, *, routed: bool = False) -> list[MicroBatch]:
+    """One sequence each; the sampler's log-probabilities are the model's and noise.
+
+    Those `routed` were sampled by experts drawn at random, and a tenth of their tokens leave them free.
+    """
     rng = np.random.default_rng(seed)
     sequences = []
     for length in LENGTHS:
         tokens = rng.integers(0, VOCAB, length)
         mask = (rng.random(length) < 0.6).astype(np.uint8)
         mask[0] = 0
+        routing = _draw_routing(length) if routed else b""
         with torch.no_grad():
-            known = score(model, torch.from_numpy(tokens)).cpu().numpy()
+            known = score(model, torch.from_numpy(tokens), routing).cpu().numpy()
         noisy = (known + 0.3 * rng.standard_normal(length)) * mask
         sequences.append(
             MicroBatch(
@@ -81,13 +87,37 @@ def make_sequences(model: PreTrainedModel, seed: int = 7) -> list[MicroBatch]:
                 advantages=floats((rng.standard_normal(length) * mask).astype("<f4")),
                 weights=floats((mask * rng.random(length) / 50).astype("<f4")),
                 sequence_lengths=[length],
+                routing=routing,
             )
         )
     return sequences
 
 
-def score(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+def _draw_routing(length: int) -> bytes:
+    rng = np.random.default_rng(length)
+    size = (length, SIZES["num_hidden_layers"], EXPERTS["num_experts"])
+    experts = rng.random(size).argsort(-1)[..., : EXPERTS["num_experts_per_tok"]].astype(np.uint8)
+    experts[rng.random(length) < 0.1] = FREE
+    return experts.tobytes()
+
+
+def _route(model: PreTrainedModel, routing: bytes, tokens: int) -> None:
+    """Make the routers choose what a routing of one sequence says."""
+    experts = torch.from_numpy(np.frombuffer(routing, np.uint8).reshape(tokens, len(model.model.layers), -1))
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.gate.forward = partial(_choose, layer.mlp.gate, experts[:, index].long())
+
+
+def _choose(gate: torch.nn.Module, given: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+    logits = hidden.reshape(len(given), -1) @ gate.weight.t()
+    chosen = torch.where(given == FREE, logits.topk(gate.top_k).indices, given)
+    return logits, logits.gather(1, chosen).softmax(-1), chosen
+
+
+def score(model: PreTrainedModel, tokens: Tensor, routing: bytes = b"") -> Tensor:
     """Log-probability of each token given those before; 0 for the first."""
+    if routing:
+        _route(model, routing, len(tokens))
     tokens = tokens.to(model.device)
     logits = model(tokens[None]).logits[0, :-1].float()
     chosen = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
@@ -147,8 +177,9 @@ def _backward(model: PreTrainedModel, frozen: PreTrainedModel, sequence: MicroBa
         for data in (sequence.logprobs, sequence.advantages, sequence.weights)
     )
     with torch.no_grad():
-        reference = score(frozen, tokens)
-    loss = (weights * sampler_ratio_with_kl(score(model, tokens), sampler, advantages, reference)).sum()
+        reference = score(frozen, tokens, sequence.routing)
+    logp = score(model, tokens, sequence.routing)
+    loss = (weights * sampler_ratio_with_kl(logp, sampler, advantages, reference)).sum()
     loss.backward()
     return loss.item()
 

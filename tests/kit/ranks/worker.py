@@ -47,12 +47,18 @@ def _train(learner, steps: int, case: dict, found: dict) -> None:
 
 def _evaluate(learner, steps: int, case: dict, found: dict) -> None:
     """As a validation does; steps that follow must not notice it."""
+    from msgspec.structs import replace
+
     from hpc_swe.plugins.policies.base import LossConfig
     from hpc_swe.roles.learner.loss import PolicyObjective
 
-    found["validation"] = learner.evaluate(
-        _batch(case, learner), PolicyObjective(LossConfig(objective="sft"))
-    )
+    batch = _batch(case, learner)
+    found["validation"] = learner.evaluate(batch, PolicyObjective(LossConfig(objective="sft")))
+    free = [replace(micro, routing=b"") for micro in batch.microbatches]
+    if free != batch.microbatches:
+        for name, micro in (("replayed", batch.microbatches), ("free", free)):
+            objective = PolicyObjective(LossConfig())
+            found[name] = learner.evaluate(replace(batch, microbatches=micro), objective)
 
 
 def _score(learner, token_ids: list[int], case: dict, found: dict) -> None:
@@ -142,7 +148,7 @@ def _batch(case: dict, learner):
 def _join(parts):
     from hpc_swe.records import MicroBatch
 
-    arrays = ("token_ids", "mask", "logprobs", "advantages", "weights")
+    arrays = ("token_ids", "mask", "logprobs", "advantages", "weights", "routing")
     joined = {name: b"".join([getattr(part, name) for part in parts]) for name in arrays}
     return MicroBatch(sequence_lengths=[n for part in parts for n in part.sequence_lengths], **joined)
 

@@ -1,5 +1,7 @@
 """What goes over the wire to vLLM: what shapes a token is ours to say, whatever the model folder says."""
 
+import base64
+import io
 import json
 import ssl
 import subprocess
@@ -12,12 +14,41 @@ import numpy as np
 import pytest
 
 from hpc_swe.errors import EngineError
+from hpc_swe.plugins.engines._answers import Choice, Logprobs, to_routing
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.records import Sampling
 
 SHAPING = {"temperature", "top_p", "top_k", "min_p", "max_tokens"}
 OFF = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 HARMLESS = {"stop_token_ids", "logprobs", "detokenize"}
+
+
+def routing(experts: object, dtype: type = np.uint8) -> str:
+    file = io.BytesIO()
+    np.save(file, np.asarray(experts, dtype))
+    return base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "start it with --enable-return-routed-experts"),
+        ("AAAA", "read the routing"),
+        (routing([[[1, 2]], [[3, 4]]], np.uint16), "type uint16"),
+        (routing([[1, 2]]), r"shape \(1, 2\)"),
+        (routing([[[1, 2]]] * 3), r"of 2 tokens has type uint8 and shape \(3, 1, 2\)"),
+        (routing([[[1, 2]]]), "of 2 tokens has 1"),
+        (routing([[[0, 0]], [[0, 0]]]), "captures no experts"),
+    ],
+)
+def test_a_routing_that_cannot_be_trusted_is_refused(answer: str | None, message: str) -> None:
+    choice = Choice([3], "length", Logprobs([]), routed_experts=answer)
+    with pytest.raises(EngineError, match=message):
+        to_routing(choice, 2)
+    good = Choice([3], "length", Logprobs([]), routed_experts=routing([[[1, 2]], [[3, 4]]]))
+    assert to_routing(good, 2).tolist() == [[1, 2], [3, 4]]
+    aborted = Choice([3], "abort", Logprobs([]), routed_experts=routing([[[1, 2]]]))
+    assert to_routing(aborted, 2).tolist() == [[1, 2]]
 
 
 class Listener(BaseHTTPRequestHandler):

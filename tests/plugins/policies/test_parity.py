@@ -1,6 +1,7 @@
 """The same numbers as transformers and plain torch, whatever the parallelism and the packing."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,13 @@ CASES = {
     "qwen2-tp1": (1, "qwen2", FP32, ONE, {}),
     "mistral-tp1": (1, "mistral", FP32, ONE, {"clip_grad": 0}),
     "moe-tp1": (1, "moe", FP32, ONE, {}),
+    "routed-tp1": (
+        1,
+        "routed",
+        FP32 | {"recompute": "selective"},
+        [[[2], [0, 1], [3], "filler"]],
+        {"clip_grad": 0},
+    ),
     "tp2": (2, "dense", TENSOR, ONE, {}),
     "tp2-grads": (2, "dense", TENSOR, ONE, {"clip_grad": 0}),
     "tp2-sequence-full": (
@@ -55,6 +63,13 @@ CASES = {
     "llama-tp2": (2, "llama", TENSOR, ONE, {"clip_grad": 0}),
     "moe-tp2": (2, "moe", TENSOR | {"sequence_parallel": True}, ONE, {"clip_grad": 0}),
     "moe-tp2-full": (2, "moe", TENSOR | {"sequence_parallel": True, "recompute": "full"}, ONE, {}),
+    "routed-tp2-full": (
+        2,
+        "routed",
+        TENSOR | {"sequence_parallel": True, "recompute": "full"},
+        [[[0, 1, 3], [2]]],
+        {"clip_grad": 0},
+    ),
     "dp2": (2, "dense", FP32, HALVES, {}),
     "dp2-plain-optimizer": (2, "dense", FP32 | {"distributed_optimizer": False}, HALVES, {"clip_grad": 0}),
     "dp2-filler": (2, "dense", FP32, [[[0, 1], "filler"], [[2], [3]]], {}),
@@ -72,8 +87,8 @@ class Runs:
         self._started: set[int] = set()
         self._references: dict[tuple[str, float], tiny.Steps] = {}
         self.sequences = {
-            name: tiny.make_sequences(self._model(name))
-            for name in ("dense", "tied", "qwen2", "llama", "mistral", "moe")
+            name: tiny.make_sequences(self._model(name), routed=name == "routed")
+            for name in ("dense", "tied", "qwen2", "llama", "mistral", "moe", "routed")
         }
 
     def answers(self, name: str) -> list[dict]:
@@ -152,7 +167,8 @@ def test_a_validation_is_the_loss_of_transformers_and_changes_nothing(runs, name
     loss = nll = count = 0.0
     for sequence in runs.sequences[CASES[name][1]]:
         with torch.no_grad():
-            scores = tiny.score(model, torch.from_numpy(id_array(sequence.token_ids).astype("int64"))).numpy()
+            tokens = torch.from_numpy(id_array(sequence.token_ids).astype("int64"))
+            scores = tiny.score(model, tokens, sequence.routing).numpy()
         mask = sequence.mask_array
         loss, nll = (
             loss - float((float_array(sequence.weights) * scores).sum()),
@@ -202,6 +218,25 @@ def test_an_export_of_what_was_loaded_is_the_same_bits(runs, name):
     found = runs.exported(name, "before")
     assert found.keys() == source.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in source.items())
+
+
+@pytest.mark.parametrize("name", ["routed-tp1", "routed-tp2-full"])
+def test_tokens_go_to_the_experts_that_the_engine_chose(runs, name):
+    """The sampler differs by its experts, drawn at random, and by noise; replay leaves the noise alone."""
+    model, noise = runs._model("routed"), []
+    for sequence in runs.sequences["routed"]:
+        tokens = torch.from_numpy(id_array(sequence.token_ids).astype("int64"))
+        with torch.no_grad():
+            gap = tiny.score(model, tokens, sequence.routing).numpy() - float_array(sequence.logprobs)
+        noise += gap[sequence.mask_array > 0].tolist()
+    found = runs.answers(name)[0]
+    k3 = sum(math.exp(gap) - 1 - gap for gap in noise) / len(noise)
+    print(
+        name, "gap/k3 replayed, free, of the noise:", found["replayed"]["gap/k3"], found["free"]["gap/k3"], k3
+    )
+    assert found["replayed"]["gap/k3"] == pytest.approx(k3, rel=1e-3)
+    assert found["replayed"]["gap/max"] == pytest.approx(max(map(abs, noise)), abs=1e-4)
+    assert found["free"]["gap/k3"] > 1.3 * k3
 
 
 def test_every_rank_writes_about_the_same_share_and_tells_its_digests(runs):

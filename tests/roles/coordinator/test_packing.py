@@ -27,6 +27,14 @@ def sample(length, name=0, every=2):
     )
 
 
+def test_a_sample_without_routing_is_routed_freely_beside_one_with():
+    known = replace(sample(4), routing=b"abcdefgh")
+    (batch,) = pack(0, [known, sample(2, 1)], [1.0, 1.0], 100, 1)
+    assert batch.microbatches[0].routing == b"abcdefgh" + bytes([records.FREE]) * 4
+    (batch,) = pack(0, [sample(4), sample(2, 1)], [1.0, 1.0], 100, 1)
+    assert batch.microbatches[0].routing == b""
+
+
 def tokens(batches):
     """Every (id, trained, log-probability, advantage, weight), however they are packed."""
     return Counter(

@@ -24,6 +24,25 @@ def test_a_conversation_is_one_sample_with_the_mask_on_what_was_sampled():
     assert (made.tokens, made.untrained_turns) == (3, 0)
 
 
+def test_a_turn_without_its_experts_leaves_its_sequence_to_the_learner():
+    first, second = turn(None, [1, 2], [10]), turn(0, [3], [12])
+    known = [msgspec.structs.replace(first, routing=b"ab"), msgspec.structs.replace(second, routing=b"cd")]
+    assert cut_all(known).samples[0].routing == b"abcd" + bytes([records.FREE])
+    assert cut_all([known[0], second]).samples[0].routing == b""
+    assert find_flaw(episode(known)) == find_flaw(episode([known[0], second])) == ""
+
+
+def test_a_routing_of_other_tokens_or_models_is_a_flaw():
+    first, second = turn(None, [1, 2], [10]), turn(0, [3], [12])
+    wrong = [msgspec.structs.replace(first, routing=b"abc"), second]
+    assert find_flaw(episode(wrong)) == "turn 0: a routing of 3 bytes for 2 tokens"
+    mixed = [
+        msgspec.structs.replace(first, routing=b"ab"),
+        msgspec.structs.replace(second, routing=b"cdcd"),
+    ]
+    assert "different numbers of layers" in find_flaw(episode(mixed))
+
+
 def test_a_fork_makes_two_samples_and_trains_the_stem_once():
     turns = [
         turn(None, [1], [10]),

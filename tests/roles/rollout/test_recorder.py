@@ -17,6 +17,7 @@ from hpc_swe.errors import ConfigError, EngineError, SandboxError
 from hpc_swe.plugins.agents.base import ContextFull, Reply
 from hpc_swe.plugins.engines.base import Completion
 from hpc_swe.records import (
+    FREE,
     Message,
     Node,
     Sampling,
@@ -25,10 +26,12 @@ from hpc_swe.records import (
     float_array,
     id_array,
 )
+from hpc_swe.roles.coordinator.samples import make_samples
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.recorder import Recorder
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
+from tests.kit.made_episodes import episode
 from tests.kit.recording import REPLIES, V1, serve, stage
 from tests.kit.toy_engine import Call, ToyEngine, cut_at
 from tests.kit.toy_model import HERMES, THINKING, make_model
@@ -62,6 +65,22 @@ def sequence(turns: list, index: int) -> list[int]:
 
 
 # Rule 5: loss only on ids that the engine returned, with their logprobs; rule 2: nothing is rendered twice.
+
+
+@pytest.mark.parametrize("history", ["keep", "template"])
+def test_every_token_has_the_experts_that_computed_it(
+    run: RunDir, builder: TokenBuilder, history: str
+) -> None:
+    on = stage(run, builder, history=history)
+    on.engine.routes = True
+    on.engine.faults.append(cut_at(2))
+    talk(on.recorder, [tool("1: x")], [tool("ok")])
+    turns = on.recorder.close("over")
+    for sample in make_samples(episode(turns), 1.0, "all", 0, 0).samples:
+        ids = id_array(sample.token_ids)
+        experts = np.frombuffer(sample.routing, np.uint8).reshape(-1, 2)
+        np.testing.assert_array_equal(experts[:-1], np.stack((ids % 7, ids % 11), -1)[:-1])
+        assert experts[-1].tolist() == [FREE, FREE], "nothing computed the last token"
 
 
 @pytest.mark.parametrize("template", [HERMES, THINKING])

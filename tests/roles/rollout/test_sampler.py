@@ -73,7 +73,7 @@ class Counting(Scripted, frozen=True):
     failures: list[Callable[[], None]] = []
 
     def generate(
-        self, url: str, token: str, prompt: IdArray, sampling: Sampling, timeout_s: float
+        self, url: str, token: str, prompt: IdArray, sampling: Sampling, timeout_s: float, *, routed: int = 0
     ) -> Completion:
         self.asked.append(sampling.max_tokens)
         if self.failures:
@@ -82,11 +82,33 @@ class Counting(Scripted, frozen=True):
         assert prompt[len(PROMPT) :].tolist() == list(range(begin))
         ids = list(range(begin, min(begin + sampling.max_tokens, 10)))
         ends = "stop" if ids[-1] == 9 else "length"
-        return Completion(ids, [-0.1 * (i + 1) for i in ids], ends, [(0, len(ids), V1)])
+        rows = [*prompt.tolist(), *ids][routed:-1]
+        routing = np.asarray(rows, np.uint8)[:, None] if self.return_routing else None
+        return Completion(ids, [-0.1 * (i + 1) for i in ids], ends, [(0, len(ids), V1)], routing)
 
 
 def counting(*failures: Callable[[], None]) -> Counting:
     return Counting(replies="", asked=[], failures=[*failures])
+
+
+@pytest.mark.parametrize("routed", [0, 1])
+@pytest.mark.parametrize("size", [1, 3, 10])
+def test_parts_make_the_routing_of_each_token_once(run: RunDir, size: int, routed: int) -> None:
+    list_engines(run, a="http://a")
+    engine = msgspec.structs.replace(counting(), return_routing=True)
+    sampler = Sampler(engine, Endpoints(run, max_lag=1, fresh_s=0.0), "secret", WAIT_S, size)
+    found = sampler.sample(PROMPT, Sampling(max_tokens=100), "", routed)
+    assert list(found.routing) == [*PROMPT.tolist(), *range(9)][routed:], "the last token was never computed"
+
+
+def test_experts_come_over_the_wire_as_vllm_sends_them(run: RunDir, tmp_path: Path) -> None:
+    reply = ScriptedReply(token_ids=[9, 3, 12], logprobs=[-1.0] * 3)
+    with serving(tmp_path, reply) as (url, _):
+        list_engines(run, a=url)
+        engine = Scripted(replies="", return_routing=True)
+        found = ask(run, engine, part=100)
+    ids = [*PROMPT.tolist(), 9, 3]
+    assert list(found.routing) == [expert for i in ids for expert in (i % 8, i // 2 % 8)]
 
 
 def fail(error: EngineError, after_s: float = 0.0) -> Callable[[], None]:

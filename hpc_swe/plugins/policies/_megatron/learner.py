@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hpc_swe.errors import ConfigError, ProtocolError
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.policies._megatron import export, packing, state, weights
+from hpc_swe.plugins.policies._megatron import export, packing, routing, state, weights
 from hpc_swe.plugins.policies._megatron.compat import cpu_as_cuda
 from hpc_swe.plugins.policies._megatron.model import build_model
 from hpc_swe.plugins.policies._megatron.offload import Offload
@@ -95,6 +95,7 @@ class MegatronLearner:
         self.vocabulary = shape.vocab
         self.tolerance = 1e-3 if settings.dtype == "float32" else 0.25
         self.step = 0
+        self._shape, self._replays = shape, settings.replay_routing
         self._model = build_model(shape, settings)
         self._reference: state.Reference | None = None
         if reference is not None:
@@ -163,12 +164,17 @@ class MegatronLearner:
         return packing.terms(work.micro, work.rows, self._predict(work), work.reference, work.proximal)
 
     def _predict(self, work: PreparedMicroBatch) -> tuple[Tensor, Tensor]:
-        return self._forward(id_array(work.micro.token_ids), work.micro.sequence_lengths, work.rows)
+        micro = work.micro
+        experts = micro.routing if self._replays else b""
+        return self._forward(id_array(micro.token_ids), micro.sequence_lengths, work.rows, experts)
 
     def _forward(
-        self, ids: IdArray, lengths: Sequence[int], trained: NDArray[np.integer]
+        self, ids: IdArray, lengths: Sequence[int], trained: NDArray[np.integer], experts: bytes = b""
     ) -> tuple[Tensor, Tensor]:
         tokens, packed = self._packer.pack(ids, lengths, trained)
+        if experts:
+            padding = tokens.shape[1] - len(ids)
+            packed = replace(packed, experts=routing.read(experts, self._shape, len(ids), padding))
         logprobs, entropy = self._ddp(tokens, None, None, packed_seq_params=packed)
         return logprobs, entropy
 

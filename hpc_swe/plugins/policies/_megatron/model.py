@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.policies._megatron import compat
+from hpc_swe.plugins.policies._megatron import compat, routing
 from hpc_swe.plugins.policies._megatron.attention import Attention
 from hpc_swe.plugins.policies._megatron.experts import Experts
 from hpc_swe.plugins.policies._megatron.kernels import RMSNorm
@@ -61,6 +61,8 @@ def build_model(shape: ModelShape, settings: MegatronSettings) -> PolicyModel:
     )
     model.chunk = settings.logprob_chunk
     compat.mark_shards(model)
+    if shape.experts:
+        routing.install(model)
     return model.cuda() if torch.cuda.is_available() else model
 
 

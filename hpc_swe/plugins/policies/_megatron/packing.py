@@ -32,6 +32,8 @@ class Packing:
     """int64 [n], positions whose next token is trained."""
     targets: Tensor
     """int64 [n], those next tokens."""
+    experts: Tensor | None = None
+    """uint8 [tokens, layers, k], see `routing`; None leaves the choice to the routers."""
     qkv_format: str = field(default="thd", init=False)
 
 

@@ -26,6 +26,9 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     """Split the activations between layers over the tensor-parallel ranks, too."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that backward recomputes: none; those of attention and MLPs; all but the layers' inputs."""
+    replay_routing: bool = True
+    """Send each token to the experts that the engine chose, where the batch says which: see
+    engine.return_routing. false: the routers of the learner choose, as they do without such an engine."""
     logprob_chunk: Annotated[int, Meta(gt=0)] = 2048
     """Number of tokens whose logits exist at one time."""
 

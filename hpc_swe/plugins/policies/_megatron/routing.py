@@ -1,0 +1,80 @@
+"""Send each token to the experts that the engine chose for it, where the batch says which.
+
+The router still computes the weights of these experts, so it is trained; only its choice is replaced. Without
+this, rounding alone makes the router of the learner choose other experts than that of the engine for some
+tokens, and pi / mu compares two different networks.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpc_swe.errors import ProtocolError
+from hpc_swe.plugins.model_shape import ModelShape
+from hpc_swe.plugins.policies._megatron.packing import Packing
+from hpc_swe.plugins.policies._megatron.parallel import device
+from hpc_swe.records import FREE
+
+TopK = Callable[..., tuple[Tensor, Tensor]]
+
+
+class Replay:
+    """Replace the choice of one router; Megatron calls `get_replay_topk`.
+
+    Megatron's own RouterReplay has one list for all models of a process, and cannot leave single tokens free.
+    """
+
+    def __init__(self) -> None:
+        self.experts: Tensor | None = None
+        """uint8 [tokens, k] of the microbatch that is computed now; None leaves every token to the router."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: TopK,
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores and indices [tokens, k] of the chosen experts."""
+        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.experts is None:
+            return values, own
+        chosen = torch.where(self.experts == FREE, own, self.experts.long())
+        return scores.gather(1, chosen), chosen
+
+
+def install(model: torch.nn.Module) -> None:
+    """Make every layer of a model with experts take their choice from the packing of its microbatch.
+
+    Each layer does so again where backward computes it a second time.
+    """
+    for layer in model.decoder.layers:
+        layer.mlp.router.router_replay = Replay()
+        layer.register_forward_pre_hook(_take_experts, with_kwargs=True)
+
+
+def read(routing: bytes, shape: ModelShape, tokens: int, padding: int) -> Tensor:
+    """Return the experts of a microbatch, uint8 [tokens + padding, layers, k].
+
+    Raise ProtocolError if they are not those of `tokens` tokens in a model of this shape.
+    """
+    size = (tokens, shape.layers, shape.experts_per_token)
+    if len(routing) != np.prod(size):
+        raise ProtocolError(f"a routing has {len(routing)} bytes; the model needs tokens, layers, k = {size}")
+    found = np.frombuffer(routing, np.uint8)
+    if (found[found != FREE] >= shape.experts).any():
+        raise ProtocolError(f"a routing names an expert beyond the model's {shape.experts}")
+    padded = np.pad(found.reshape(size), ((0, padding), (0, 0), (0, 0)), constant_values=FREE)
+    return torch.from_numpy(padded).to(device(), non_blocking=True)
+
+
+def _take_experts(layer: torch.nn.Module, _: object, given: dict[str, Packing]) -> None:
+    experts, router = given["packed_seq_params"].experts, layer.mlp.router
+    if experts is not None:
+        experts = experts[:, layer.layer_number - 1]
+        if layer.config.sequence_parallel:
+            experts = experts.chunk(router.tp_group.size())[router.tp_group.rank()]
+    router.router_replay.experts = experts
