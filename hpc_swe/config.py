@@ -170,6 +170,9 @@ def _with_decay_steps(config: RunConfig) -> RunConfig:
 def _parse(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        where = "" if path.is_absolute() else f" in {Path.cwd()}; call the command in the folder that has it"
+        raise ConfigError(f"{path}: there is no such file{where}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
 

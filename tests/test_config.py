@@ -122,6 +122,12 @@ def test_file_that_is_missing_or_no_toml_is_named(tmp_path):
             configuration.read(tmp_path / name)
 
 
+def test_a_file_that_is_missing_in_the_working_folder_is_said_to_be(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"there is no such file in {tmp_path}; call the command"):
+        configuration.read(Path("configs/demo.toml"))
+
+
 def test_later_files_win_tables_merge_and_another_plugin_type_is_fresh(tmp_path, read):
     base, more = tmp_path / "base.toml", tmp_path / "more.toml"
     base.write_text(GOOD + "scale = 1\n".replace("scale = 1\n", "") + "[rollout]\nslots = 3\n")

@@ -1,11 +1,12 @@
 """Read and write the file of hpc_swe/tasks/check.py: one JSON line a check; a task's last line counts."""
 
+import fcntl
 import hashlib
 import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -139,6 +140,23 @@ def create(path: Path) -> None:
     with boundary(StorageError, f"{path} must be a file that can be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Raise ConfigError if another command holds this file or folder: both would cut off unfinished lines."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = f"{path}: another command works there; await its end, or choose another --out"
+            raise ConfigError(text) from None
+        except OSError as error:
+            log.warning("%s has no locks (%s): let no two commands work there", path, error)
+        yield
+    finally:
+        os.close(handle)
 
 
 def append(path: Path, verdict: msgspec.Struct) -> None:

@@ -1,4 +1,6 @@
-"""Count the batches that the learner skipped in a row because a gradient was not finite.
+"""Remember the batches that the learner skipped in a row, and the weights that it refused to export.
+
+Their gradients, or the weights, were not finite.
 
 The count lies in the run folder, so a learner that starts again continues it, and a tick knows when another
 start would only skip the same batches.
@@ -20,6 +22,8 @@ class SkippedBatches(Record, frozen=True, kw_only=True):
     steps: list[int] = []
     broken: int = 0
     """Step after which the weights were not finite; 0 is none."""
+    final: str = ""
+    """Why another start would compute such weights, too."""
 
     def after(self, step: int, is_skipped: bool) -> "SkippedBatches":
         """Return the record after a batch, which may be one that a former start trained, too."""
@@ -56,7 +60,10 @@ def enter(run: RunDir, step: int, is_skipped: bool) -> None:
 
 def refusal(run: RunDir, limit: int) -> str:
     """Return why the learner must not go on, with the remedies; empty when it may."""
-    steps = read(run).in_a_row
+    known = read(run)
+    if known.final:
+        return known.final
+    steps = known.in_a_row
     if len(steps) <= limit:
         return ""
     return (
@@ -75,11 +82,13 @@ def refuse_weights(run: RunDir, step: int, why: str) -> NoReturn:
     """
     known = read(run)
     if step in (0, known.broken):
-        raise ConfigError(
-            f"{why}; start another run from earlier weights with a lower learner.optimizer.lr, or with "
-            "another `model` if these are its own weights; or, to repeat the steps once more, remove "
-            f"{run.skipped_steps}"
+        final = (
+            f"{why}, after step {step}; start another run from earlier weights with a lower "
+            "learner.optimizer.lr, or with another `model` if these are its own weights; or, to repeat the "
+            f"steps once more, remove {run.skipped_steps}"
         )
+        atomic.put(run.skipped_steps, replace(known, final=final))
+        raise ConfigError(final)
     atomic.put(run.skipped_steps, replace(known, broken=step))
     raise NodeError(
         f"{why}, after step {step}; a faulty node may be the reason, so the job ends, and the next one "

@@ -198,7 +198,7 @@ def run(
         for task in tasks
         if not checker.is_known(task, references.get(task.task_id), verdicts.get(task.task_id))
     ]
-    with bars() as progress, ThreadPoolExecutor(jobs) as pool:
+    with task_checks.alone(out), bars() as progress, ThreadPoolExecutor(jobs) as pool:
         bar = progress.add_task("tasks", total=len(tasks), completed=len(tasks) - len(todo))
         futures = [pool.submit(checker.check, task, references.get(task.task_id)) for task in todo]
         try:

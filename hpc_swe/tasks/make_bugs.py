@@ -7,7 +7,6 @@ line of a file, so the same command continues after an interruption.
 """
 
 import argparse
-import fcntl
 import hashlib
 import logging
 import os
@@ -15,7 +14,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,6 +25,7 @@ from rich.table import Table
 from hpc_swe import cli, tables
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, SandboxError, StorageError, boundary
+from hpc_swe.plugins import task_checks
 from hpc_swe.plugins.graders.base import Examiner
 from hpc_swe.plugins.sandboxes.base import ImageSandboxes, WatchedSandboxes
 from hpc_swe.settings import RunConfig
@@ -45,8 +44,6 @@ TIMEOUT_S = 30.0
 ROWS = 3
 """Changes when rows of an earlier release must not stand beside new ones: they hide less, for example."""
 T = TypeVar("T", bound=msgspec.Struct)
-
-log = logging.getLogger(__name__)
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,10 +228,8 @@ def _lines(path: Path, kind: type[T]) -> list[T]:
         *lines, torn = file.read().split(b"\n")
         if torn:
             file.truncate(file.tell() - len(torn))
-    try:
-        return [msgspec.json.decode(line, type=kind) for line in lines]
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path}: {error}; delete the file, or choose another --out") from None
+    found = task_checks.decode(path, lines, kind, "delete the file, or choose another --out")
+    return [one for _, one in found]
 
 
 def _append(path: Path, one: msgspec.Struct) -> None:
@@ -258,25 +253,6 @@ def _require_same(out: Path, settings: object) -> None:
         f"{out} was begun with other sources or options, or by another release: {path} says which; choose "
         "another --out"
     )
-
-
-@contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Refuse a folder in which another command works: each would cut off what the other is writing."""
-    handle = os.open(out, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise ConfigError(
-            f"{out}: another command works there; await its end, or choose another --out"
-        ) from None
-    except OSError as error:
-        log.warning("%s has no locks (%s): let no two commands work there", out, error)
-    try:
-        yield
-    finally:
-        os.close(handle)
 
 
 def _read(arguments: argparse.Namespace) -> tuple[RunConfig, Examiner]:
@@ -332,7 +308,7 @@ def main() -> int:
     made_of = {"rows": ROWS, "sources_sha256": digest}
     _require_same(arguments.out, made_of | {name: str(value) for name, value in chosen_settings.items()})
     config.sandbox.check()
-    with _alone(arguments.out):
+    with task_checks.alone(arguments.out):
         return _make(arguments, config, grader, search, sources)
 
 

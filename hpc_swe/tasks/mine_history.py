@@ -86,7 +86,7 @@ def run(trial: Trial, candidates: Sequence[Candidate], out: Path, jobs: int) -> 
     task_checks.create(out)
     known = mining.read(out)
     todo = [one for one in candidates if not trial.is_known(one, known.get(one.commit.sha))]
-    with bars() as progress, ThreadPoolExecutor(jobs) as pool:
+    with task_checks.alone(out), bars() as progress, ThreadPoolExecutor(jobs) as pool:
         bar = progress.add_task("commits", total=len(candidates), completed=len(candidates) - len(todo))
         futures = [pool.submit(trial.run, one) for one in todo]
         try:

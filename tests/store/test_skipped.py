@@ -2,6 +2,7 @@
 
 import pytest
 
+from hpc_swe.errors import ConfigError, NodeError
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import skipped
 
@@ -27,3 +28,18 @@ def test_the_count_goes_on_over_restarts(tmp_path, batches, steps, in_a_row):
     assert skipped.read(run).steps == steps
     assert skipped.read(run).in_a_row == in_a_row
     assert bool(skipped.refusal(run, limit=1)) == (len(in_a_row) > 1)
+
+
+def test_weights_that_are_refused_twice_at_one_step_are_final(tmp_path):
+    """Ticks then submit nothing. Batches that are trained in between change nothing."""
+    run = RunDir(tmp_path)
+    run.make()
+    for step in (3, 5):
+        with pytest.raises(NodeError, match=f"x is not finite, after step {step}; a faulty node"):
+            skipped.refuse_weights(run, step, "x is not finite")
+        skipped.enter(run, 1, True)
+        skipped.enter(run, 2, False)
+        assert skipped.refusal(run, limit=1) == ""
+    with pytest.raises(ConfigError, match="lower learner.optimizer.lr"):
+        skipped.refuse_weights(run, 5, "x is not finite")
+    assert f"remove {run.skipped_steps}" in skipped.refusal(run, limit=1)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,7 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import tasks
+from hpc_swe.tasks import mine_history
 from hpc_swe.tasks.check import Checker, judged, run, wanted
 from jobs.reward import graded, references
 from tests.kit.checkout import IMAGES, ROOT, environment
@@ -444,3 +446,14 @@ def test_a_verdict_holds_for_one_image_and_one_grader_only(repository, sandboxes
     assert not Checker(Swebench(), sandboxes, 2, tmp_path).is_known(one, gold(), verdict), "fewer runs"
     (tmp_path / f"{one.image}.json").write_text('{"sif_sha256": "other"}')
     assert not checker.is_known(one, gold(), verdict), "the image was built again"
+
+
+def test_two_commands_do_not_write_one_file_of_verdicts(tmp_path):
+    """Each would cut off the line that the other is writing."""
+    out = tmp_path / "verdicts.jsonl"
+    out.touch()
+    with task_checks.alone(out):
+        for command in (partial(run, None, [], {}), partial(mine_history.run, None, [])):
+            with pytest.raises(ConfigError, match="another command works there"):
+                command(out, 1)
+    assert run(None, [], {}, out, 1) == []

@@ -116,7 +116,7 @@ class Supervision:
     _stop_at: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        before = supervision.read(self.run)
+        self._written = before = supervision.read(self.run)
         self._verdict = Verdict(number=before.number) if before.gave_up else before
         self._memory = supervision.read_clocks(self.run)
         still = self._memory.still if self._memory.number == before.number else {}
@@ -150,11 +150,12 @@ class Supervision:
         found = parts(snapshot, progress.step, self.steps, self.roles, limits)
         self._clocks.look(found, snapshot.now)
         has_progressed = self._has_progressed(snapshot, progress.step)
-        if self._verdict.tries and has_progressed:
+        if (self._verdict.tries or self._verdict.ignored) and has_progressed:
             log.info("progressed after %d restarts of stuck parts", self._verdict.tries)
-            verdict = msgspec.structs.replace(self._verdict, tries=0, ignored=0)
-            atomic.put(self.run.supervision, verdict, durable=False)
-            self._verdict = verdict
+            self._verdict = msgspec.structs.replace(self._verdict, tries=0, ignored=0)
+        if self._verdict != self._written:
+            atomic.put(self.run.supervision, self._verdict, durable=False)
+            self._written = self._verdict
         stuck = supervision.find_stuck(found, self._clocks.still)
         if stuck:
             self._judge(stuck, snapshot.now)
@@ -182,7 +183,7 @@ class Supervision:
         if verdict.gave_up:
             verdict = msgspec.structs.replace(verdict, processes=processes_of(every))
         supervision.publish(self.run, verdict)  # if it fails, the next look judges again
-        self._verdict = verdict
+        self._written = self._verdict = verdict
         self._clocks.restart()
         self._stop_at = now + LAST_STACKS_S
         log.error("%s", verdict.message(tries))

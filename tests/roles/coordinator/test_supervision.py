@@ -158,6 +158,15 @@ def test_a_part_that_stays_stuck_ends_the_run_after_its_tries(run):
     assert (story.now, story.verdict.gave_up, run.stop.exists()) == (340.0, True, True)
 
 
+def test_a_run_that_was_given_up_starts_again_without_the_old_verdict(run):
+    story = Story(run, tries=0)
+    with pytest.raises(StuckRun):
+        story.live(1000)
+    story.restart()
+    story.live(20)
+    assert (story.verdict.number, story.verdict.message(0)) == (1, "")
+
+
 def test_the_run_stops_once_what_is_stuck_was_ended_or_too_late(run):
     """Workers whose main loops turn would obey the order before their stacks are written."""
     story = Story(run, tries=0)
