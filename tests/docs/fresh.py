@@ -114,6 +114,9 @@ RULES = (
     (r"hpc-swe (?:--help|--version)", RUN, r"\g<0>"),
     (r"hpc-swe launch \.\.\.", RUN, "hpc-swe launch keys groups"),
     (r"python -m hpc_swe\.demo .*demo_gpu.*", LOOKED_UP, "needs a GPU"),
+    (r"python -m hpc_swe\.benchmarks\.learner --shape (?!tiny).*", LOOKED_UP, "needs a GPU"),
+    (r"python -m hpc_swe\.benchmarks\.learner --shape tiny .*", RUN, r"\g<0>"),
+    (r"python -m hpc_swe\.benchmarks\.loop RUN.*", LOOKED_UP, "needs runs that have trained"),
     (r"python -m hpc_swe\.demo .*slurm_demo.*|sbatch/role.*", LOOKED_UP, CLUSTER),
     (
         r".*pip install.*|.*hpc_swe\.tasks\.build_images.*|.*hpc_swe\.tasks\.prepare.*|.*build_agents.*",
