@@ -97,6 +97,11 @@ RULES = (
     ),
     (r"(python -m hpc_swe\.launch start .*swepdb.*) model=MODEL( .*)", PLANNED, r"\1 {long}\2"),
     (r"(python -m hpc_swe\.launch start .*swepdb.*)( --dry-run)", PLANNED, r"\1 {long}\2"),
+    (
+        r"(python -m hpc_swe\.launch start .*hybrid.*) model=MODEL --run RUN (.*)",
+        PLANNED,
+        r"\1 {long} --run runs/x \2",
+    ),
     (r"(python -m hpc_swe\.launch (?:tick|stop)) \S+(.*)", RUN, r"\1 runs/mine\2"),
     (r"(python -m hpc_swe\.launch keys) \[PREFIX\]", RUN, r"\1 groups"),
     (r"python -m hpc_swe\.launch keys(?: groups)?", RUN, r"\g<0>"),
