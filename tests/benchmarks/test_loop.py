@@ -21,7 +21,7 @@ def batch(step: int, samples: float, solved: float) -> MetricLine:
     return MetricLine(step=step, time=float(step), values=values)
 
 
-def test_a_step_lasts_from_the_end_of_the_one_before_and_the_first_is_left_out():
+def test_a_step_begins_where_the_last_ended_and_the_first_is_left_out():
     steps = steps_of(
         [batch(0, 8, 0.5), learner(0, 100), batch(1, 4, 0.25), learner(1, 130), batch(2, 4, 1.0)]
     )
