@@ -349,11 +349,12 @@ class FileInfo(Record, frozen=True, kw_only=True):
 
 
 class TensorInfo(Record, frozen=True, kw_only=True):
-    """A tensor of a weight folder is described by its type, shape and checksum."""
+    """A tensor of a weight version is described by its type, shape and digest (plugins/tensor_delta.py)."""
 
     dtype: str
     shape: list[int]
-    sha256: str
+    digest: str = ""
+    sha256: str = ""  # versions written before digests have this instead
 
 
 class Manifest(Record, frozen=True, kw_only=True):
@@ -399,8 +400,7 @@ class WeightManifest(Manifest, frozen=True, kw_only=True):
     version: WeightVersion
     tensors: dict[str, TensorInfo]
     probe: ProbeScore | None = None
-    parent: WeightVersion | None = None
-    """Version that a delta is relative to; None is a full snapshot."""
+    parent: WeightVersion | None = None  # what a delta is relative to; None is a full snapshot
 
 
 class CheckpointManifest(Manifest, frozen=True, kw_only=True):

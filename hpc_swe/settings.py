@@ -188,6 +188,9 @@ class LearnerConfig(Record, frozen=True, kw_only=True):
     """Replicas, of `policy.tensor_parallel` processes each, that share every batch."""
     export_every: Positive = 1
     """Steps between two versions of the weights for the engines."""
+    snapshot_every: Positive = 1
+    """One of so many versions is a full snapshot, and those between hold only what changed; 1 makes all full.
+    Versions of evaluated steps, multiples of `retention.keep_every` and the last step are always full."""
     checkpoint_every: Positive = 10
     """Steps between two checkpoints."""
     max_skipped: Natural = 3

@@ -15,6 +15,7 @@ from hpc_swe.processes import MEETING, Flag
 from hpc_swe.roles.learner.batch_source import BatchSource
 from hpc_swe.roles.learner.loop import LearnerPlan, OnStep, learn
 from hpc_swe.roles.learner.loss import PolicyObjective
+from hpc_swe.roles.learner.publish import Snapshots
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
 from jobs import entry
@@ -35,8 +36,15 @@ def work(run: RunDir, config: RunConfig) -> None:
     turn = _take_turn(config)
     with _reporting(run, config) as (writer, on_step):
         learner = config.policy.build(Path(config.model), table.optimizer, reference)
+        kept = (config.eval.every, config.retention.keep_every)
         plan = LearnerPlan(
-            config.steps, table.export_every, table.checkpoint_every, table.max_skipped, writer, turn
+            config.steps,
+            table.export_every,
+            table.checkpoint_every,
+            table.max_skipped,
+            writer,
+            turn,
+            Snapshots(table.snapshot_every, kept, config.steps),
         )
         source = BatchSource(run, table.batch_wait_s, table.poll_s, interrupted.is_set)
         try:

@@ -26,16 +26,16 @@ LONGER = {"hpc_swe/records.py": 500}  # one page of records reads better than tw
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
 BUDGETS = {  # of all lines, blank ones and docstrings too
-    "hpc_swe": 3_640,
+    "hpc_swe": 3_660,
     "hpc_swe/benchmarks": 1_500,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 325,
     "hpc_swe/doctor": 1_240,
     "hpc_swe/evaluation": 520,
-    "hpc_swe/plugins": 1_680,
+    "hpc_swe/plugins": 1_850,
     "hpc_swe/plugins/advantages": 150,
     "hpc_swe/plugins/agents": 420,
-    "hpc_swe/plugins/engines": 1_350,
+    "hpc_swe/plugins/engines": 1_890,
     "hpc_swe/plugins/executors": 770,
     "hpc_swe/plugins/graders": 2_690,
     "hpc_swe/plugins/policies": 2_400,
@@ -45,14 +45,14 @@ BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe/report": 870,
     "hpc_swe/roles": 10,
     "hpc_swe/roles/coordinator": 2_790,
-    "hpc_swe/roles/inference": 560,
-    "hpc_swe/roles/learner": 850,
+    "hpc_swe/roles/inference": 590,
+    "hpc_swe/roles/learner": 900,
     "hpc_swe/roles/reward": 340,
     "hpc_swe/roles/rollout": 1_190,
     "hpc_swe/runs": 1_950,
     "hpc_swe/store": 1_840,
     "hpc_swe/tasks": 4_300,
-    "jobs": 1_100,
+    "jobs": 1_120,
 }
 HEAVY = {"torch", "vllm", "megatron", "transformers", "submitit", "tensorboard", "datasets"}
 HOSTS = (

@@ -16,6 +16,7 @@ import numpy as np
 
 from hpc_swe.errors import CorruptRecord
 from hpc_swe.plugins import Plugin, dump
+from hpc_swe.plugins.engines.base import Weights
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.processes import free_port
 from hpc_swe.records import (
@@ -97,6 +98,7 @@ def publish(
     probe: ProbeScore | None = None,
     damage: Callable[[Path], None] = lambda _: None,
     listed: Path | None = None,
+    parent: WeightVersion | None = None,
 ) -> Path:
     """A version with the weights of `model`, damaged after the checksums; `listed` tells its tensors."""
 
@@ -105,7 +107,12 @@ def publish(
         files = {path.name: folders.describe(path) for path in stage.iterdir()}
         damage(stage)
         return WeightManifest(
-            writer="test", files=files, version=version, tensors=tensors(listed or model), probe=probe
+            writer="test",
+            files=files,
+            version=version,
+            tensors=tensors(listed or model),
+            probe=probe,
+            parent=parent,
         )
 
     folders.publish(run.weight(version), fill)
@@ -123,6 +130,44 @@ def tensors(model: Path) -> dict[str, TensorInfo]:
             digest = hashlib.sha256(name.encode()).hexdigest()
             found[name] = TensorInfo(dtype=names[info["dtype"]], shape=info["shape"], sha256=digest)
     return found
+
+
+def publish_delta(run: RunDir, models: tuple[Path, Path], version: WeightVersion, parent: Weights) -> Weights:
+    """What changed from the first model to the second one, as a learner writes it, after `parent`."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from hpc_swe.plugins.tensor_delta import Digests, encode, text
+
+    old, new = (load_file(model / "model.safetensors") for model in models)
+    computer = Digests(torch.device("cpu"))
+
+    def fill(stage: Path) -> WeightManifest:
+        stored, infos = {}, {}
+        for name, tensor in new.items():
+            changes = encode(old[name], tensor)
+            if changes is None:
+                stored[name] = tensor
+            elif len(changes.codes):
+                stored |= {f"{name}:codes": changes.codes, f"{name}:others": changes.others}
+            digest = text(int(computer.tensor(tensor)))
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            infos[name] = TensorInfo(dtype=dtype, shape=list(tensor.shape), digest=digest)
+        save_file(stored, stage / "delta-00001-of-00001.safetensors")
+        files = {path.name: folders.describe(path) for path in stage.iterdir()}
+        return WeightManifest(
+            writer="test", files=files, version=version, tensors=infos, parent=parent.version
+        )
+
+    folders.publish(run.weight(version), fill)
+    return verified(run, version, parent)
+
+
+def verified(run: RunDir, version: WeightVersion, parent: Weights | None = None) -> Weights:
+    """A published version, as a supervisor gives it to an engine."""
+    folder = run.weight(version)
+    manifest = folders.manifest(folder, WeightManifest)
+    return Weights(version, folder, manifest, folders.verify(folder, manifest, lambda: False), parent)
 
 
 def make_run(root: Path) -> RunDir:

@@ -103,6 +103,18 @@ class VllmConfig(Struct, frozen=True):
     weight_transfer_config: WeightTransfer | None = None
 
 
+class Staging(Struct):
+    """Hold whether one worker has read the version that it was told to load."""
+
+    is_staged: bool
+
+
+class Stagings(Struct):
+    """Hold the answers of all workers."""
+
+    results: list[Staging]
+
+
 class ServerInfo(Struct):
     """Hold an answer of /server_info."""
 

@@ -2,20 +2,20 @@
 
 `FolderTransfer` is a back end of vLLM's weight-transfer API. It changes the model only when nothing can fail
 any more: vLLM's own reload empties the layers first, so that a bad file would leave an engine that dies at
-its next forward pass. Before that it reads headers only, since all requests wait while it reads. The caller
-has verified the files before, and names them in the update.
+its next forward pass. The caller has verified the files before, and names them in the update.
 """
 
 import hmac
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
+from vllm.distributed import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -28,11 +28,26 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
+from hpc_swe.errors import CorruptRecord
+from hpc_swe.plugins.engines._vllm_copies import LoaderCopies, require_plain, sum_shares
+from hpc_swe.plugins.engines._vllm_files import (
+    Delta,
+    Link,
+    Wanted,
+    build,
+    read,
+    require_digests,
+    shapes,
+    shards,
+)
 from hpc_swe.processes import die_with_parent
+from hpc_swe.records import WeightManifest
+from hpc_swe.store import folders
 
 BACKEND = "hpc_swe_folder"
 TOKEN = "HPC_SWE_ENGINE_TOKEN"
 Scope = MutableMapping[str, Any]
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -53,33 +68,40 @@ class Folder(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Folder of the version; empty is the version before the served one."""
     files: dict[str, list[int]] | None = None
     """Weight file -> size, time of change in ns and inode; None trusts the folder, as one that was served."""
+    parents: list[dict[str, Any]] | None = None
+    """`path` and `files` of the folders that a delta builds on, from the full snapshot on."""
     dtypes: dict[str, str] | None = None
     """Tensor name -> type, for example float32."""
+    digests: dict[str, str] | None = None
+    """Tensor name -> digest."""
+
+    def version(self, wanted: Wanted) -> "LoadedVersion":
+        links = [*(self.parents or []), {"path": self.path, "files": self.files}]
+        chain = tuple(Link(Path(each["path"]), each["files"]) for each in links)
+        return LoadedVersion(chain, replace(wanted, dtypes=self.dtypes, digests=self.digests))
 
 
-def shards(folder: Path) -> list[Path]:
-    """Return the weight files of a folder, sorted by name; raise ValueError when there is none."""
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
-        raise ValueError(f"{folder.name}: no *.safetensors file")
-    return found
+@dataclass(frozen=True)
+class LoadedVersion:
+    """Name the folders of a version, and what its manifest says about its tensors."""
+
+    chain: tuple[Link, ...]
+    wanted: Wanted
+
+    def after(self, other: "LoadedVersion") -> tuple[Link, ...] | None:
+        """Return the deltas that lead here from another version; None if this is none of its successors."""
+        count, mine = len(other.chain), [link.folder for link in self.chain]
+        return self.chain[count:] if mine[:count] == [link.folder for link in other.chain] else None
 
 
-def _entries(folder: Path, is_tied: bool) -> Iterator[tuple[Path, Any, str]]:
-    """Yield file, open file and name of each tensor that a model takes from a checkpoint.
+@dataclass
+class Staged:
+    """Hold what was read of a version, until the engine pauses."""
 
-    vLLM ignores the others: a head tied to the embedding, and angles of older checkpoints.
-    """
-    for file in shards(folder):
-        with safe_open(file, framework="pt", device="cpu") as shard:
-            for name in shard.keys():  # noqa: SIM118 (not a dict)
-                if not (is_tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq"):
-                    yield file, shard, name
-
-
-def shapes(folder: Path, is_tied: bool) -> dict[str, list[int]]:
-    """Read the shapes of the tensors that a model takes from a checkpoint, by name, from headers only."""
-    return {name: shard.get_slice(name).get_shape() for _, shard, name in _entries(folder, is_tied)}
+    tensors: dict[str, torch.Tensor] | None
+    """All tensors in the host's memory; None if the engine serves the version that the deltas follow."""
+    deltas: list[Delta]
+    read: tuple[Link, ...]
 
 
 def _is_tied(config: Any) -> bool:
@@ -91,37 +113,6 @@ def _is_tied(config: Any) -> bool:
         getattr(config.hf_text_config, "tie_word_embeddings", False)
         or getattr(config, "word_embeddings_untied_by_checkpoint", False)
     )
-
-
-def check_files(folder: Path, files: dict[str, list[int]]) -> None:
-    """Raise ValueError for a weight file that changed, is missing, or was not verified."""
-    if names := {path.name for path in shards(folder)} ^ files.keys():
-        raise ValueError(f"{min(names)}: it was not verified, or is missing")
-    for name, seen in files.items():
-        found = (folder / name).stat()
-        if [found.st_size, found.st_mtime_ns, found.st_ino] != list(seen):
-            raise ValueError(f"{name}: it is no longer the file that was verified")
-
-
-def read(
-    folder: Path, wanted: dict[str, list[int]], dtypes: dict[str, str] | None, is_tied: bool
-) -> dict[str, torch.Tensor]:
-    """Return all tensors by name, mapped into memory: what a worker does not copy is never read.
-
-    Raise ValueError for a tensor that is unknown, of another shape or type, or missing, so that its old value
-    would stay.
-    """
-    tensors = {}
-    for file, shard, name in _entries(folder, is_tied):
-        tensors[name] = tensor = shard.get_tensor(name)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if list(tensor.shape) != wanted.get(name):
-            raise ValueError(f"{file.name}: {name} is {list(tensor.shape)}, not {wanted.get(name)}")
-        if dtypes is not None and dtype != dtypes.get(name):
-            raise ValueError(f"{file.name}: {name} is {dtype}, not {dtypes.get(name)}")
-    if missing := sorted(wanted.keys() - tensors.keys()):
-        raise ValueError(f"{folder.name}: {missing[0]} is missing ({len(missing)} tensors in all)")
-    return tensors
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:
@@ -143,38 +134,56 @@ def _repack_head(model: torch.nn.Module) -> None:
 
 
 class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc]
-    """Carry out one worker's part of an update in three calls: start, update (check) and finish (swap)."""
+    """Carry out one worker's part of an update in three calls: start, update (read) and finish (swap).
+
+    A thread reads while the worker serves, and `is_staged` says when it is done. If `LoaderCopies` covers
+    the model, a swap writes to the device's memory and then compares all digests. Otherwise all tensors are
+    built in the host's memory, and vLLM reloads them.
+    """
 
     init_info_cls = NoInit
     update_info_cls = Folder
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._staging = self._serving = self._previous = Path(vllm_config.model_config.model)
-        self._is_tied = _is_tied(vllm_config.model_config)
-        self._wanted = shapes(self._serving, self._is_tied)
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._files: dict[str, list[int]] | None = None
-        self._is_cpu = device.type == "cpu"
+        self._device, self._dtype = device, vllm_config.model_config.dtype
+        folder, is_tied = Path(vllm_config.model_config.model).absolute(), _is_tied(vllm_config.model_config)
+        wanted = Wanted(shapes(folder, is_tied), is_tied)
+        self._serving = self._previous = self._next = LoadedVersion((Link(folder, None),), wanted)
+        self._pool = ThreadPoolExecutor(1, "staging")
+        self._staging: Future[Staged] | None = None
+        self._copies: LoaderCopies | None = None
+        self._is_covered: bool | None = None
+        """Whether `LoaderCopies` covers the model; None until a version with digests was loaded."""
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Do nothing: a folder needs no handshake."""
 
     def start_weight_update(self) -> None:
-        """Forget the tensors of an update that did not finish; the model does not change."""
-        self._tensors = {}
+        """Forget what an update that did not finish has read; the model does not change."""
+        self._staging = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Check the folder. The base class would synchronize an accelerator, which a CPU worker lacks."""
+        """Begin to read. The base class would synchronize an accelerator, which a CPU worker lacks."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Folder) -> None:
-        """Check a folder against the model, and keep its tensors for `finish_weight_update`."""
-        folder = Path(update_info.path) if update_info.path else self._previous
-        self._tensors = read(folder, self._wanted, update_info.dtypes, self._is_tied)
-        self._staging, self._files = folder, update_info.files
-        if self._files is not None:
-            check_files(folder, self._files)
+        """Begin to read a version; raise ValueError when a file is not the one that was verified."""
+        self._next = update_info.version(self._serving.wanted) if update_info.path else self._previous
+        for link in self._next.chain:
+            shards(link.folder)
+            link.check()
+        if self._is_covered is None:
+            self._examine_first()
+        self._staging = self._pool.submit(self._stage, self._next)
+
+    def is_staged(self) -> bool:
+        """Return whether all is read; raise ValueError if the version must not be loaded."""
+        assert self._staging is not None, "no update was started"
+        if not self._staging.done():
+            return False
+        self._staging.result()
+        return True
 
     def finish_weight_update(self) -> None:
         """Swap the weights in.
@@ -182,19 +191,13 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         A failure would leave half a model, which must never answer: it ends the process.
         """
         try:
-            if self._is_cpu:
-                _forget_packed_experts(self.model)
-            initialize_layerwise_reload(self.model)
-            self.model.load_weights(iter(self._tensors.items()))
-            finalize_layerwise_reload(self.model, self.model_config)
-            _repack_head(self.model)
-            if self._files is not None:
-                check_files(self._staging, self._files)  # they must not have changed while they were read
+            assert self._staging is not None
+            self._swap(self._staging.result())
         except BaseException:
             log.exception("swap failed half-way; ending this engine")
             os._exit(1)
-        self._tensors = {}
-        self._previous, self._serving = self._serving, self._staging
+        self._staging = None
+        self._previous, self._serving = self._serving, self._next
 
     def shutdown(self) -> None:
         """Do nothing: no resource is held."""
@@ -204,12 +207,105 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         """Refuse: the learner writes a folder. vLLM 0.26 requires this method of every back end."""
         raise NotImplementedError("the learner publishes weights as a folder and sends nothing")
 
+    def _stage(self, version: LoadedVersion) -> Staged:
+        chain, wanted = version.chain, version.wanted
+        if self._copies is None or not wanted.has_digests:
+            return Staged(build(chain, wanted), [], chain)
+        rest = version.after(self._serving)
+        tensors = read(chain[0].folder, wanted) if rest is None else None
+        links = chain[1:] if rest is None else rest
+        deltas = [Delta.read(link.folder, wanted, self._device) for link in links]
+        return Staged(tensors, deltas, chain if rest is None else rest)
+
+    def _swap(self, staged: Staged) -> None:
+        wanted = self._next.wanted
+        if self._copies is None or not wanted.has_digests:
+            assert staged.tensors is not None
+            self._reload(staged.tensors)
+            if self._is_covered is None and wanted.has_digests:
+                self._find_copies(wanted)
+        else:
+            if staged.tensors is not None:
+                self._copies.copy(staged.tensors)
+            for delta in staged.deltas:
+                self._copies.change(delta)
+            self._require_digests(self._copies, wanted)
+        for link in staged.read:
+            link.check()  # the files must not have changed while they were read
+
+    def _reload(self, tensors: dict[str, torch.Tensor]) -> None:
+        if self._device.type == "cpu":
+            _forget_packed_experts(self.model)
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(iter(tensors.items()))
+        finalize_layerwise_reload(self.model, self.model_config)
+        _repack_head(self.model)
+
+    def _examine_first(self) -> None:
+        """Find the copies of the version that this engine started with, if it is one with digests."""
+        [start] = self._serving.chain
+        try:
+            tensors = folders.manifest(start.folder, WeightManifest).tensors
+        except (FileNotFoundError, CorruptRecord):
+            return
+        wanted = replace(
+            self._serving.wanted,
+            dtypes={name: info.dtype for name, info in tensors.items()},
+            digests={name: info.digest for name, info in tensors.items()},
+        )
+        if wanted.has_digests:
+            self._serving = LoadedVersion((start,), wanted)
+            self._find_copies(wanted)
+
+    def _find_copies(self, wanted: Wanted) -> None:
+        """Find where the weights lie, if that explains every digest of what is loaded."""
+        self._copies = self._record(wanted)
+        self._is_covered = self._copies is not None
+
+    def _record(self, wanted: Wanted) -> LoaderCopies | None:
+        try:
+            if set((wanted.dtypes or {}).values()) != {str(self._dtype).removeprefix("torch.")}:
+                raise ValueError(f"the version is not in {self._dtype}")
+            require_plain(self.model)
+            copies: LoaderCopies | None = LoaderCopies.record(self.model, wanted.shapes, self._dtype)
+        except Exception as error:  # noqa: BLE001  a loader may fail in any way on tensors without data
+            log.info("weights are reloaded by vLLM: %s", error)
+            copies = None
+        if not all(_gather(copies is not None)) or copies is None:
+            return None
+        try:
+            self._require_digests(copies, wanted)
+        except ValueError as error:
+            log.warning("weights are reloaded by vLLM: %s", error)
+            return None
+        return copies
+
+    def _require_digests(self, copies: LoaderCopies, wanted: Wanted) -> None:
+        """Raise ValueError, on every worker, unless the workers hold what the manifest describes."""
+        shares = [share for part in _gather(copies.shares()) for share in part]
+        require_digests(sum_shares(wanted.shapes, shares), wanted)
+
+
+def _gather(value: T) -> list[T]:
+    """Return the values of all workers that share the model."""
+    group = get_tp_group()
+    values = [value] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
+
 
 WeightTransferEngineFactory.register_engine(BACKEND, FolderTransfer)
 
 
 class WorkerExtension:
     """Make workers import this module, which registers the back end; --worker-extension-cls names it."""
+
+    weight_transfer_engine: Any
+
+    def is_staged(self) -> dict[str, bool]:
+        """Return whether this worker has read the version that it was told to load; vLLM sends on records."""
+        return {"is_staged": self.weight_transfer_engine.is_staged()}
 
 
 class BearerToken:

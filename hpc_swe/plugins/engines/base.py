@@ -45,6 +45,25 @@ class EngineInfo:
     """Whether `reload` can work; any other engine keeps the weights that it started with."""
 
 
+@dataclass(frozen=True)
+class Weights:
+    """Name weights that an engine should serve."""
+
+    version: WeightVersion
+    folder: Path
+    manifest: WeightManifest | None = None
+    """None for the model that the run starts from."""
+    files: Files | None = None
+    """The files as they were verified against the manifest; None without a manifest."""
+    parent: "Weights | None" = None
+    """The version that this one changes; None if this one is a full snapshot."""
+
+    @property
+    def chain(self) -> "list[Weights]":
+        """Return the full snapshot and the deltas that lead to this version, which is the last."""
+        return [*(self.parent.chain if self.parent else []), self]
+
+
 @runtime_checkable
 class Engine(Protocol):
     """Start an engine's server, and talk to it. The methods may be called from many threads."""
@@ -76,9 +95,7 @@ class Engine(Protocol):
         Raise EngineError when the probe's log-probabilities are not the learner's.
         """
 
-    def reload(
-        self, url: str, token: str, folder: Path, manifest: WeightManifest | None, files: Files | None = None
-    ) -> None:
+    def reload(self, url: str, token: str, weights: Weights) -> None:
         """Swap in a published version, or without a manifest the model that the run starts from.
 
         With `files` it loads only files that did not change since they were verified.

@@ -160,7 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (OSError, ValueError) as error:
             self._send(500, {"error": {"message": str(error)}})
         else:
-            self._send(200, {})
+            self._send(200, {"results": [{"is_staged": True}]} if path == "/collective_rpc" else {})
 
     def _generate(self, request: _GenerateRequest) -> None:
         is_score = request.sampling_params.prompt_logprobs is not None

@@ -25,9 +25,9 @@ from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.costs import MemoryEstimate
 from hpc_swe.plugins.engines import _answers, _http, _vllm_memory
 from hpc_swe.plugins.engines._answers import PENDING, Answer, decode
-from hpc_swe.plugins.engines.base import Completion, EngineInfo, Files
+from hpc_swe.plugins.engines.base import Completion, EngineInfo, Weights
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.records import FREE, IdArray, ProbeScore, Sampling, WeightManifest, WeightVersion
+from hpc_swe.records import FREE, IdArray, ProbeScore, Sampling, WeightVersion
 
 TOKEN = "HPC_SWE_ENGINE_TOKEN"
 BACKEND = "hpc_swe_folder"
@@ -67,6 +67,10 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     model with at most 255 experts, and a GPU."""
     update_timeout_s: float = 300.0
     """Seconds to wait for an answer while weights are updated or probed; a slower engine is replaced."""
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """What happens to cached keys and values when weights change. recompute: they are computed again with the
+    new weights. keep: running requests go on at once from caches of older weights, which later requests with
+    the same prefix use, too; recorded log-probabilities are those that the engine sampled from."""
     program: str = ""
     """Path of vllm; empty finds it beside this interpreter, then on PATH."""
     environ: dict[str, str] = {}
@@ -207,27 +211,26 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         if self.stamp(url, token) is not None:
             self._control(url, token, "/update_weight_version", {"new_version": version.name})
 
-    def reload(
-        self, url: str, token: str, folder: Path, manifest: WeightManifest | None, files: Files | None = None
-    ) -> None:
+    def reload(self, url: str, token: str, weights: Weights) -> None:
         """Pause, swap, resume, then probe; a version that fails its probe is swapped out again.
 
         Until the probe has passed, tokens are stamped with the version and a question mark, and `generate`
         waits for its outcome before it returns such tokens.
         """
         before = self.stamp(url, token)
-        version, probe = (manifest.version, manifest.probe) if manifest else (WeightVersion(), None)
-        update: dict[str, object] = {"path": str(folder)}
+        version, manifest = weights.version, weights.manifest
+        probe = manifest.probe if manifest else None
+        *parents, update = [_link(each) for each in weights.chain]
+        update |= {"parents": parents}
         if manifest:
             update |= {"dtypes": {n: i.dtype for n, i in manifest.tensors.items()}}
-        if files is not None:
-            update |= {"files": {n: seen for n, seen in files.items() if n.endswith(".safetensors")}}
+            update |= {"digests": {n: i.digest for n, i in manifest.tensors.items()}}
         try:
             self._swap(url, token, update, None if before is None else version.name + PENDING)
         except (NoAnswer, Overdue):
             raise
         except EngineError as error:
-            raise EngineError(f"{folder}: not loaded: {error}") from error
+            raise EngineError(f"{weights.folder}: not loaded: {error}") from error
         try:
             self.adopt(url, token, version, probe)
         except (NoAnswer, Overdue):
@@ -314,18 +317,32 @@ class Vllm(Plugin, frozen=True, kw_only=True):
 
     def _swap(self, url: str, token: str, update: dict[str, object], stamp: str | None) -> None:
         self._start_update(url, token)
-        self._control(url, token, "/update_weights", {"update_info": update})  # checks; nothing is paused
+        self._control(url, token, "/update_weights", {"update_info": update})  # reads; nothing is paused
+        self._await_staged(url, token)
+        clears = self.kv_on_update == "recompute"
         try:
-            # The caches of the old weights go: no prompt may be computed with two versions.
-            self._control(url, token, "/pause?mode=keep&clear_cache=true", {})
+            self._control(url, token, f"/pause?mode=keep&clear_cache={str(clears).lower()}", {})
             self._control(url, token, "/finish_weight_update", {"weight_version": stamp} if stamp else {})
-            self._control(url, token, "/reset_prefix_cache?reset_running_requests=true", {})
+            if clears:  # no prompt may be computed with two versions
+                self._control(url, token, "/reset_prefix_cache?reset_running_requests=true", {})
         except NoAnswer:
             raise  # an engine that hangs must not resume with half an update, should it wake up
         except EngineError:
             self._control(url, token, "/resume", {})
             raise
         self._control(url, token, "/resume", {})
+
+    def _await_staged(self, url: str, token: str) -> None:
+        """Wait until every worker has read the version; they serve meanwhile."""
+        deadline = time.monotonic() + self.update_timeout_s
+        body = msgspec.json.encode({"method": "is_staged"})
+        while True:
+            data = _http.call(url, token, "/collective_rpc", body, self.update_timeout_s)
+            if all(worker.is_staged for worker in decode(_answers.Stagings, url, data).results):
+                return
+            if time.monotonic() > deadline:
+                raise Overdue(f"{url}: the weights were not read in {self.update_timeout_s:g} s")
+            time.sleep(0.01)
 
     def _start_update(self, url: str, token: str) -> None:
         try:
@@ -369,3 +386,10 @@ class Vllm(Plugin, frozen=True, kw_only=True):
 
     def _control(self, url: str, token: str, path: str, body: dict[str, object]) -> None:
         _http.call(url, token, path, msgspec.json.encode(body), self.update_timeout_s)
+
+
+def _link(weights: Weights) -> dict[str, object]:
+    """Name a folder as the engine's worker, which has another working folder, reads it."""
+    files = weights.files
+    seen = None if files is None else {n: each for n, each in files.items() if n.endswith(".safetensors")}
+    return {"path": str(weights.folder.absolute()), "files": seen}

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+Carrier = Literal["full", "base", "delta"]
+"""full: Hugging Face files. base: the same, and the values are kept, so that the next export may be a delta.
+delta: only what changed since the last export."""
 
 
 class LossConfig(Record, frozen=True, kw_only=True):
@@ -167,9 +170,10 @@ class Learner(Protocol):
     def logprobs(self, token_ids: list[int]) -> list[float]:
         """Return the log-probabilities of one sequence's tokens, without its first token."""
 
-    def export(self, folder: Path) -> dict[str, TensorInfo]:
-        """Write this rank's share of the Hugging Face files into an empty folder; return the tensors written.
+    def export(self, folder: Path, carrier: Carrier = "full") -> dict[str, TensorInfo]:
+        """Write this rank's share of the weights into an empty folder; describe the tensors of its share.
 
+        A delta needs that the last export of this process was a base or a delta, which is its parent.
         Raise StorageError on this rank alone, for which the others do not wait in this method; and on every
         rank FloatingPointError, which names a tensor of any rank that is not finite.
         """

@@ -4,26 +4,9 @@ Both have an address (`url`), and a `remedy`: where to look, or what to do, when
 The methods raise EngineError when it is not fit to serve.
 """
 
-from dataclasses import dataclass
-from pathlib import Path
-
 from hpc_swe.errors import EngineError
-from hpc_swe.plugins.engines.base import Engine
-from hpc_swe.records import WeightManifest, WeightVersion
+from hpc_swe.plugins.engines.base import Engine, Weights
 from hpc_swe.roles.inference.child import Child
-from hpc_swe.store.folders import Identity
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Name the weights that an engine should serve."""
-
-    version: WeightVersion
-    folder: Path
-    manifest: WeightManifest | None
-    """None for the model that the run starts from."""
-    files: dict[str, Identity] | None
-    """The files as they were verified against the manifest; None without a manifest."""
 
 
 class OwnEngine:
@@ -46,7 +29,7 @@ class OwnEngine:
 
     def update(self, weights: Weights) -> None:
         """Reload the weights while requests run; after an error the previous weights stay."""
-        self._engine.reload(self.url, self._token, weights.folder, weights.manifest, weights.files)
+        self._engine.reload(self.url, self._token, weights)
 
     def release(self) -> None:
         """End all its processes."""
@@ -87,8 +70,7 @@ class ExternalEngine:
             raise EngineError(f"{self.url} cannot be given {weights.version.name}: it offers no updates")
 
     def update(self, weights: Weights) -> None:
-        folder = weights.folder.absolute()  # the engine has another working folder
-        self._engine.reload(self.url, self._token, folder, weights.manifest, weights.files)
+        self._engine.reload(self.url, self._token, weights)
         self._stamp = self._engine.stamp(self.url, self._token)
 
     def release(self) -> None:

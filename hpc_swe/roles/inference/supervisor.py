@@ -7,6 +7,9 @@ weights change, the cell names both versions.
 
 A version is verified here, while the engine serves, and once for all workers of the engine. It is refused
 when the engine reports an error about it; an engine that does not answer is hung or dead, and is replaced.
+A delta is loaded with all versions that it builds on, from a full snapshot on; the engine takes what it does
+not have yet. When one of them is missing or was refused, the engine goes on with what it serves until the
+next full snapshot. An engine starts from a full snapshot, too.
 """
 
 import logging
@@ -23,12 +26,12 @@ from typing import TypeVar
 from hpc_swe.errors import ConfigError, CorruptRecord, EngineError, NoAnswer, Overdue, StorageError
 from hpc_swe.gpu_turns import LOOK_S as TURN_LOOK_S
 from hpc_swe.gpu_turns import EngineTurn
-from hpc_swe.plugins.engines.base import Engine, Sleeping
+from hpc_swe.plugins.engines.base import Engine, Sleeping, Weights
 from hpc_swe.processes import Flag, free_port
 from hpc_swe.records import WeightManifest, WeightVersion
 from hpc_swe.roles.inference.child import Child
 from hpc_swe.roles.inference.liveness import LivenessMonitor
-from hpc_swe.roles.inference.served import ExternalEngine, OwnEngine, ServedEngine, Weights
+from hpc_swe.roles.inference.served import ExternalEngine, OwnEngine, ServedEngine
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import InferenceConfig, LeaseConfig
 from hpc_swe.store import folders, weights
@@ -41,6 +44,10 @@ MAX_REFUSALS = 3  # successive refused versions after which the engine, not the 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+
+class BrokenChain(CorruptRecord):
+    """A delta builds on a version that cannot be loaded."""
 
 
 @dataclass
@@ -58,7 +65,8 @@ class Supervisor:
     """Name or address by which rollout workers reach this node."""
     turn: EngineTurn | None = None
     """The engine shares its GPUs with the learner, and uses them in its turns only."""
-    _version: WeightVersion = field(default=WeightVersion(), init=False)
+    _serving: Weights = field(init=False)
+    """What the engine serves."""
     _since: float = field(default=float("inf"), init=False)
     """When the engine began to serve."""
     _refused: set[WeightVersion] = field(default_factory=set, init=False)
@@ -67,6 +75,7 @@ class Supervisor:
     _stopping: Flag = field(default_factory=Flag, init=False)
 
     def __post_init__(self) -> None:
+        self._serving = Weights(WeightVersion(), self.model)
         self._watcher = Watcher(self.run, self.leases.beat_s, self.leases.ttl_s)
 
     def serve(self) -> None:
@@ -94,15 +103,14 @@ class Supervisor:
         if not self._await_turn(lambda: None):
             return
         token = self.run.token.read_text().strip()
-        wanted = self._choose()
-        self._version = wanted.version
+        self._serving = wanted = self._choose()
         served = self._start(token, wanted.folder)
         is_alive = partial(self.engine.is_alive, served.url, token)
         try:
             if self._is_healthy_in_time(served):
                 self._load(served, wanted)
-                self.lease.publish(state="ready", url=served.url, versions=[self._version], reading="")
-                log.info("serving %s at %s", self._version.name, served.url)
+                self.lease.publish(state="ready", url=served.url, versions=[wanted.version], reading="")
+                log.info("serving %s at %s", wanted.version.name, served.url)
                 self._since = time.monotonic()
                 with LivenessMonitor(is_alive, self.config.hang_s) as monitor:
                     self._follow(served, monitor)
@@ -130,23 +138,42 @@ class Supervisor:
         return OwnEngine(self.engine, url, token, Child(command, self.engine.environment(token), output))
 
     def _choose(self) -> Weights:
-        """Choose the newest version that was not refused, or else the model."""
+        """Choose the newest full snapshot that was not refused, or else the model."""
         for version in reversed(weights.published(self.run)):
             if version in self._refused:
                 continue
             self.lease.publish(reading=version.name)
             try:
-                return self._verify(version)
+                if folders.manifest(self.run.weight(version), WeightManifest).parent is None:
+                    return self._verify(version)
             except (FileNotFoundError, CorruptRecord) as error:
                 log.warning("skipped %s: %s", version.name, error)
             except CancelledError:
                 break
-        return Weights(WeightVersion(), self.model, None, None)
+        return Weights(WeightVersion(), self.model)
 
     def _verify(self, version: WeightVersion) -> Weights:
+        """Verify a version and those that it builds on, unless the engine has them already.
+
+        Raise FileNotFoundError if it is gone, CorruptRecord if it is damaged, and BrokenChain if a version
+        that it builds on is gone, damaged or refused.
+        """
         folder = self.run.weight(version)
         manifest = folders.manifest(folder, WeightManifest)
-        return Weights(version, folder, manifest, folders.verify(folder, manifest, self._stopping.is_set))
+        parent = None if manifest.parent is None else self._verify_parent(version, manifest.parent)
+        files = folders.verify(folder, manifest, self._stopping.is_set)
+        return Weights(version, folder, manifest, files, parent)
+
+    def _verify_parent(self, version: WeightVersion, parent: WeightVersion) -> Weights:
+        for loaded in self._serving.chain:
+            if loaded.version == parent:
+                return loaded
+        if parent in self._refused or not parent < version:
+            raise BrokenChain(f"{version.name} builds on {parent.name}, which was refused or is no older one")
+        try:
+            return self._verify(parent)
+        except (FileNotFoundError, CorruptRecord) as error:
+            raise BrokenChain(f"{version.name} builds on {parent.name}: {error}") from error
 
     def _is_healthy_in_time(self, served: ServedEngine) -> bool:
         """Wait until the engine is healthy; return False when the supervisor must end meanwhile."""
@@ -180,7 +207,7 @@ class Supervisor:
                 monitor.reset()
             try:
                 newest = weights.newest(self.run)
-                if newest is not None and newest > self._version and newest not in self._refused:
+                if newest is not None and newest > self._serving.version and newest not in self._refused:
                     self._update(served, newest, monitor)
             except StorageError as error:
                 log.warning("looking again: %s", error)
@@ -217,22 +244,26 @@ class Supervisor:
             verify = partial(self._verify, newest)
             wanted = self._run_watched(verify, served.require_serving, monitor.require_alive)
             verified = time.monotonic()
-            self.lease.publish(state="updating", versions=[self._version, newest])
+            self.lease.publish(state="updating", versions=[self._serving.version, newest])
             self._run_watched(partial(served.update, wanted), served.require_starting)  # no answers meanwhile
             monitor.reset()
         except FileNotFoundError:
             log.warning("%s is gone; the newest is looked up again", newest.name)
         except CancelledError:
             return
+        except BrokenChain as error:
+            self._refused.add(newest)  # this says nothing about the engine, and is not counted against it
+            serving = self._serving.version.name
+            log.error("passed over %s, serving %s until a full snapshot: %s", newest.name, serving, error)
         except (NoAnswer, Overdue):
             raise  # no fault of the version
         except (EngineError, CorruptRecord) as error:
             self._refuse(served, newest, error)
         else:
-            self._version, self._refusals = newest, 0
+            self._serving, self._refusals = wanted, 0
             verify_s, swap_s = verified - began, time.monotonic() - verified
             log.info("updated to %s: verified in %.2f s, swapped in %.2f s", newest.name, verify_s, swap_s)
-        self.lease.publish(state="ready", reading="", versions=[self._version])
+        self.lease.publish(state="ready", reading="", versions=[self._serving.version])
 
     def _run_watched(self, work: Callable[[], T], *checks: Callable[[], None]) -> T:
         """Run `work` in a thread; meanwhile call `checks`, which raise when the engine dies or hangs."""
@@ -253,7 +284,7 @@ class Supervisor:
             raise EngineError(f"the engine died while {version.name} was loaded: {error}") from error
         self._refused.add(version)
         self._refusals += 1
-        log.error("refused %s, serving %s: %s", version.name, self._version.name, error)
+        log.error("refused %s, serving %s: %s", version.name, self._serving.version.name, error)
         if self._refusals >= MAX_REFUSALS:
             self._refused.clear()
             self._refusals = 0

@@ -22,7 +22,7 @@ from hpc_swe.plugins.policies.base import Learner, Objective
 from hpc_swe.records import BatchManifest
 from hpc_swe.roles.learner.batch_source import BatchSource, Order, read_batch
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
-from hpc_swe.roles.learner.publish import Publisher, take_incarnation
+from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import skipped
 
@@ -45,6 +45,8 @@ class LearnerPlan:
     """Owner name of rank 0, which manifests record."""
     turn: LearnerTurn | None = None
     """This rank's turn on its GPU, which the caller has taken. Engines get it while no batch is there."""
+    snapshots: Snapshots = Snapshots()
+    """Which versions of the weights are full."""
 
 
 def learn(
@@ -69,7 +71,7 @@ def learn(
     """
     _require_finite(run, learner, plan.max_skipped)
     incarnation = on_rank_zero(learner.ranks, lambda: take_incarnation(run))
-    publisher = Publisher(run, learner, incarnation, plan.writer)
+    publisher = Publisher(run, learner, incarnation, plan.writer, plan.snapshots)
     publisher.restore()
     publisher.publish_weights()
     on_step(learner.step, learner.step, {})

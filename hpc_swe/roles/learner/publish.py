@@ -4,15 +4,18 @@ Checksums are divided among the ranks: each file is read by one of them.
 """
 
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from hpc_swe.errors import CorruptRecord
-from hpc_swe.plugins.policies.base import Learner, Ranks
+from hpc_swe.plugins.policies.base import Carrier, Learner, Ranks
 from hpc_swe.records import (
     CheckpointManifest,
     FileInfo,
@@ -32,12 +35,36 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Snapshots:
+    """Decide which versions are full snapshots, which a user can open, and which are deltas."""
+
+    every: int = 1
+    """A version is full when so many minus one before it were deltas; 1 makes all full."""
+    multiples: Sequence[int] = ()
+    """Versions of steps that are multiples of one of these are full."""
+    last: int = -1
+    """The version of this step is full."""
+
+    def carrier(self, step: int, deltas: int | None) -> Carrier:
+        """Return how to export `step` after so many deltas in a row; None: there is no parent."""
+        if self.every == 1:
+            return "full"
+        is_kept = step == self.last or any(step % multiple == 0 for multiple in self.multiples if multiple)
+        return "base" if deltas is None or deltas + 1 >= self.every or is_kept else "delta"
+
+
 class Publisher:
     """Publish the weights and checkpoints of one incarnation, each step at most once."""
 
-    def __init__(self, run: RunDir, learner: Learner, incarnation: int, writer: str) -> None:
+    def __init__(
+        self, run: RunDir, learner: Learner, incarnation: int, writer: str, snapshots: Snapshots
+    ) -> None:
         self._run, self._learner, self._ranks = run, learner, learner.ranks
-        self._incarnation, self._writer = incarnation, writer
+        self._incarnation, self._writer, self._snapshots = incarnation, writer, snapshots
+        self._parent: WeightVersion | None = None
+        """The version whose values the learner keeps."""
+        self._deltas = 0
         self._exported: int | None = None
         self._saved: int | None = None
 
@@ -62,23 +89,29 @@ class Publisher:
         if self._exported == self._learner.step:
             return
         version = WeightVersion(incarnation=self._incarnation, step=self._learner.step)
+        carrier = self._snapshots.carrier(version.step, None if self._parent is None else self._deltas)
+        parent, self._parent = self._parent if carrier == "delta" else None, None  # should this one fail
         with self._stage(self._run.weight(version)) as (stage, final):
-            parts = self._export(stage)
+            parts = self._export(stage, carrier)
             manifest = WeightManifest(
                 writer=self._writer,
                 files=self._describe(stage),
                 version=version,
                 tensors={name: tensor for part in parts for name, tensor in part.items()},
                 probe=self._probe(),
+                parent=parent,
             )
             on_rank_zero(self._ranks, lambda: folders.commit(stage, final, manifest))
         self._exported = self._learner.step
-        log.info("exported %s", version.name)
+        self._parent, self._deltas = version, 0 if parent is None else self._deltas + 1
+        size = sum(info.size for info in manifest.files.values())
+        log.info("exported %s: %s, %d bytes", version.name, "full" if parent is None else "delta", size)
 
-    def _export(self, stage: Path) -> list[dict[str, TensorInfo]]:
+    def _export(self, stage: Path, carrier: Carrier) -> list[dict[str, TensorInfo]]:
         """Return what each rank has exported; weights that are not finite end the learner."""
         try:
-            return self._ranks.gather(on_all_ranks(self._ranks, lambda: self._learner.export(stage)))
+            mine = on_all_ranks(self._ranks, lambda: self._learner.export(stage, carrier))
+            return self._ranks.gather(mine)
         except FloatingPointError as error:  # on every rank
             why, step = str(error), self._learner.step
             on_rank_zero(self._ranks, lambda: skipped.refuse_weights(self._run, step, why))
@@ -176,5 +209,6 @@ def _damaged(folder: Path, files: dict[str, FileInfo], ranks: Ranks) -> list[str
 def _divide(ranks: Ranks, names: Sequence[str], act: Callable[[str], T]) -> dict[str, T]:
     """Call `act` for each name on one of the ranks; return all answers on every rank."""
     share = names[ranks.rank :: ranks.size]
-    answers = on_all_ranks(ranks, lambda: {name: act(name) for name in share})
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        answers = on_all_ranks(ranks, lambda: dict(zip(share, pool.map(act, share), strict=True)))
     return {name: answer for part in ranks.gather(answers) for name, answer in part.items()}

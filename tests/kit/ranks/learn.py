@@ -1,7 +1,7 @@
 """One rank of a learner on a run folder: python -m tests.kit.ranks.learn RUN MODEL STEPS COPIES [KEYS].
 
 KEYS are those of the optimizer, in JSON. With DIES_AT in its environment it is killed when it opens a file
-below a path that begins so.
+below a path that begins so. With SNAPSHOTS one of so many versions is a full snapshot.
 """
 
 import json
@@ -30,6 +30,7 @@ def main() -> None:
     from hpc_swe.roles.learner.batch_source import BatchSource
     from hpc_swe.roles.learner.loop import LearnerPlan, learn
     from hpc_swe.roles.learner.loss import PolicyObjective
+    from hpc_swe.roles.learner.publish import Snapshots
     from hpc_swe.rundir import RunDir
 
     run, model, steps, data_parallel = RunDir(Path(sys.argv[1])), Path(sys.argv[2]), *map(int, sys.argv[3:5])
@@ -45,7 +46,10 @@ def main() -> None:
             with (run.root / "told.jsonl").open("a") as file:
                 print(json.dumps({"step": taken, "of": step} | metrics), file=file)
 
-    plan = LearnerPlan(steps, export_every=1, checkpoint_every=2, max_skipped=1, writer="learner-test")
+    snapshots = Snapshots(int(os.environ.get("SNAPSHOTS", "1")), last=steps)
+    plan = LearnerPlan(
+        steps, 1, checkpoint_every=2, max_skipped=1, writer="learner-test", snapshots=snapshots
+    )
     feed = BatchSource(run, wait_s=600.0, poll_s=0.05, interrupted=interrupted.is_set)
     try:
         learn(run, learner, PolicyObjective(LossConfig()), plan, feed, tell)

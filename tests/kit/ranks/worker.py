@@ -65,11 +65,14 @@ def _score(learner, token_ids: list[int], case: dict, found: dict) -> None:
     found["scores"], found["logits"] = learner.logprobs(token_ids), _logits(learner, token_ids)
 
 
-def _export(learner, name: str, case: dict, found: dict) -> None:
+def _export(learner, words: str, case: dict, found: dict) -> None:
+    """A folder's name, or name:carrier."""
     import msgspec
 
+    name, _, carrier = words.partition(":")
     try:
-        found["tensors"] = msgspec.to_builtins(learner.export(_fresh(learner, Path(case["out"]) / name)))
+        exported = learner.export(_fresh(learner, Path(case["out"]) / name), carrier or "full")
+        found["tensors"] = found[name] = msgspec.to_builtins(exported)
     except FloatingPointError as error:
         found["error"] = str(error)
 
@@ -98,7 +101,8 @@ def _grads(learner, name: str, case: dict, found: dict) -> None:
     for name, parameter in learner._model.named_parameters():
         layout = learner._exporter._layouts[name]
         if learner.ranks.data_rank == 0:
-            grads |= weights.gather(parameter.main_grad, layout, 0, learner.ranks.tensor_group)
+            found_grads = weights.gather(parameter.main_grad, layout, 0, learner.ranks.tensor_group)
+            grads |= {key: grad.clone() for key, grad in found_grads.items()}
     if learner.ranks.rank == 0:
         save_file(grads, folder / "grads.safetensors")
 

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from hpc_swe.plugins.engines.base import Weights
 from hpc_swe.records import WeightManifest, WeightVersion
 from hpc_swe.store import folders
 from tests.kit.engine_kit import CPU, SIZES, TOKEN, make_run, publish, serving
@@ -67,7 +68,8 @@ def test_what_a_swap_leaves_is_the_other_model(
             version = WeightVersion(step=step)
             folder = publish(run, models[model], version)
             manifest = folders.manifest(run.weight(version), WeightManifest)
-            engine.reload(url, TOKEN, folder, manifest, folders.verify(folder, manifest, lambda: False))
+            files = folders.verify(folder, manifest, lambda: False)
+            engine.reload(url, TOKEN, Weights(version, folder, manifest, files))
             errors.append(float(np.abs(np.asarray(engine.score(url, TOKEN, TEXT)) - wanted[model]).max()))
         print(make.__name__, workers, "largest difference of a log-probability, start and swaps:", errors)
         assert max(errors) < 1e-3

@@ -13,12 +13,23 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from hpc_swe.errors import ConfigError, EngineError
-from hpc_swe.plugins.engines.base import Completion
+from hpc_swe.plugins.engines.base import Completion, Weights
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.records import ProbeScore, Sampling, WeightManifest, WeightVersion
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import folders
-from tests.kit.engine_kit import CPU, EOS, TOKEN, VOCABULARY, make_model, make_run, publish, serving
+from tests.kit.engine_kit import (
+    CPU,
+    EOS,
+    TOKEN,
+    VOCABULARY,
+    make_model,
+    make_run,
+    publish,
+    publish_delta,
+    serving,
+    verified,
+)
 
 pytestmark = pytest.mark.slow
 TEXT = list(range(40, 90))
@@ -40,7 +51,7 @@ class Server(NamedTuple):
         manifest = folders.manifest(self.run.weight(version), WeightManifest)
         files = folders.verify(folder, manifest, lambda: False)
         late(folder)
-        CPU.reload(self.url, TOKEN, folder, manifest, files)
+        CPU.reload(self.url, TOKEN, Weights(version, folder, manifest, files))
         return version
 
 
@@ -209,7 +220,43 @@ def test_a_folder_without_weights_is_refused(fresh: Server) -> None:
     manifest = folders.manifest(fresh.run.weight(version), WeightManifest)
     files = folders.verify(folder, manifest, lambda: False)
     (folder / "model.safetensors").unlink()
-    expect_refusal(fresh, lambda: CPU.reload(fresh.url, TOKEN, folder, manifest, files), "no .*safetensors")
+    bare = Weights(version, folder, manifest, files)
+    expect_refusal(fresh, lambda: CPU.reload(fresh.url, TOKEN, bare), "no .*safetensors")
+
+
+def test_deltas_give_the_same_log_probabilities_as_the_full_weights(fresh: Server, tmp_path: Path) -> None:
+    """Also when the engine skips one of them, and with one whose digests are not those of its chain."""
+
+    def alter(seed: int) -> Path:
+        (folder := tmp_path / str(seed)).mkdir()
+        tensors = load_file(fresh.models["a"] / "model.safetensors")
+        for name, tensor in tensors.items():
+            tensor.view(-1)[seed :: 3 if "up_proj" in name else 1 if "norm" in name else 41] *= 1 + 0.2 * seed
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    models = [fresh.models["a"], alter(1), alter(2), alter(3)]
+    versions = [WeightVersion(step=next(fresh.steps)) for _ in range(5)]
+    publish(fresh.run, models[0], versions[0])
+    chain = [verified(fresh.run, versions[0])]
+    for index in (1, 2, 3):
+        pair = (models[index - 1], models[index])
+        chain.append(publish_delta(fresh.run, pair, versions[index], chain[-1]))
+
+    def scores(weights: Weights) -> list[float]:
+        CPU.reload(fresh.url, TOKEN, weights)
+        return CPU.score(fresh.url, TOKEN, TEXT)
+
+    expected = []
+    for index in (1, 3):
+        fresh.models["altered"] = models[index]
+        fresh.reload("altered")
+        expected.append(CPU.score(fresh.url, TOKEN, TEXT))
+    assert np.abs(np.asarray(expected[0]) - expected[1]).max() > 0.01
+    assert scores(chain[1]) == expected[0]
+    assert scores(chain[3]) == expected[1]
+    wrong = publish_delta(fresh.run, (models[1], models[2]), versions[4], chain[3])
+    expect_refusal(fresh, lambda: scores(wrong), "its digest is not the manifest's")
 
 
 def test_weights_that_fail_their_probe_never_stamp_a_token(fresh: Server) -> None:

@@ -13,6 +13,7 @@ import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from hpc_swe.plugins.tensor_delta import Digests, text  # noqa: E402
 from hpc_swe.records import float_array, id_array  # noqa: E402
 from tests.kit.ranks import gang, tiny  # noqa: E402
 
@@ -240,15 +241,14 @@ def test_tokens_go_to_the_experts_that_the_engine_chose(runs, name):
 
 
 def test_every_rank_writes_about_the_same_share_and_tells_its_digests(runs):
-    import hashlib
-
+    computer = Digests(torch.device("cpu"))
     answers = runs.answers("tp2")
     found = runs.exported("tp2", "after")
     reported = {name: info for answer in answers for name, info in answer["tensors"].items()}
     assert reported.keys() == found.keys()
     for name, tensor in found.items():
         info = reported[name]
-        assert info["sha256"] == hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+        assert info["digest"] == text(int(computer.tensor(tensor)))
         assert (info["shape"], info["dtype"]) == (list(tensor.shape), "float32")
     sizes = [sum(found[name].nbytes for name in answer["tensors"]) for answer in answers]
     assert max(sizes) < 1.5 * min(sizes)

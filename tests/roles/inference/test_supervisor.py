@@ -119,6 +119,27 @@ def test_serves_the_model_then_every_newer_version(
     assert (completion.token_ids, completion.spans) == ([3], [(0, 1, version(2))])
 
 
+def test_deltas_are_loaded_with_what_they_build_on(start: Start, run: RunDir, model: Path) -> None:
+    publish(run, model, version(1), probe=PROBE)
+    for step in (2, 3):  # an engine that starts has neither, and two may come at once
+        publish(run, model, version(step), probe=PROBE, parent=version(step - 1))
+    process = start()
+    url = await_node(run, is_serving(version(3))).url
+    publish(run, model, version(4), damage=corrupt, parent=version(3))
+    for step, parent in ((5, 4), (6, 5), (7, 6), (9, 8)):  # more than engines are blamed for
+        loops = await_node(run, is_serving(version(3))).loops
+        await_node(run, lambda cell, loops=loops: cell.loops > loops + 3)
+        publish(run, model, version(step), parent=version(parent))
+    await_node(run, lambda cell: cell.reading == version(9).name)
+    assert await_node(run, is_serving(version(3))).url == url
+    publish(run, model, version(10), probe=PROBE)
+    assert await_node(run, is_serving(version(10))).url == url
+    run.stop.touch()
+    _, log = process.communicate(timeout=180)
+    assert "refused v000004-i00" in log
+    assert "passed over v000009-i00, serving v000003-i00 until a full snapshot" in log
+
+
 def test_the_token_is_in_no_argument_cell_or_log(
     start: Start, run: RunDir, model: Path, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from hpc_swe import records  # noqa: E402
 from hpc_swe.errors import ConfigError, NodeError, StorageError  # noqa: E402
+from hpc_swe.plugins.engines._vllm_files import Link, Wanted, build  # noqa: E402
 from hpc_swe.records import (  # noqa: E402
     Batch,
     BatchManifest,
@@ -155,6 +156,7 @@ def test_death_while_saving_leaves_the_last_checkpoint_and_no_half_one(
     whole, model, sequences, tmp_path, monkeypatch
 ):
     run = make_run(tmp_path / "run", sequences, STEPS)
+    monkeypatch.setenv("SNAPSHOTS", "3")
     monkeypatch.setenv("DIES_AT", str(run.checkpoints / ".tmp-"))
     children = start(run, model)
     until(lambda: any(child.poll() == -signal.SIGKILL for child in children), "a death")
@@ -164,6 +166,25 @@ def test_death_while_saving_leaves_the_last_checkpoint_and_no_half_one(
     gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
     assert [line["step"] for line in reported(run)][-5:] == [0, 1, 2, 3, 4]
     assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
+    # A start keeps no values of the one before: its first version is full, and so are the third and the last.
+    deltas = [(1, 1), (2, 1), (1, 2), (2, 2)]
+    for step, incarnation in [(0, 1), (0, 2), (3, 2), (4, 2), *deltas]:
+        manifest = manifest_of(run, step, incarnation)
+        parent = WeightVersion(step=step - 1, incarnation=incarnation)
+        assert manifest.parent == (parent if (step, incarnation) in deltas else None)
+    for step, incarnation in deltas:
+        stated = manifest_of(run, step, incarnation).tensors
+        wanted = Wanted(
+            {name: info.shape for name, info in stated.items()},
+            is_tied=False,
+            digests={name: info.digest for name, info in stated.items()},
+        )
+        chain = [run.weight(WeightVersion(step=s, incarnation=incarnation)) for s in range(step + 1)]
+        assert_same(build([Link(folder, None) for folder in chain], wanted), weights(whole, step, 1))
+
+
+def manifest_of(run: RunDir, step: int, incarnation: int) -> WeightManifest:
+    return folders.manifest(run.weight(WeightVersion(step=step, incarnation=incarnation)), WeightManifest)
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(whole, model, sequences, tmp_path):

@@ -1,24 +1,31 @@
-"""Write the weights of a policy as Hugging Face files, every rank its share."""
+"""Write the weights of a policy under Hugging Face names, every rank its share.
 
-import errno
-import hashlib
+A full export is a folder that transformers opens. A delta holds the changes since the last export, for which
+each rank keeps the values of its share: `NAME:codes` and `NAME:others` are those of `tensor_delta.Changes`,
+`NAME` is a tensor of which too much changed, and a tensor without changes is absent.
+"""
+
 import json
-import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron.model import PolicyModel
 from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
+from hpc_swe.plugins.policies._megatron.tensor_file import TensorFiles
 from hpc_swe.plugins.policies._megatron.weights import INDEX, gather, layouts
+from hpc_swe.plugins.policies.base import Carrier
+from hpc_swe.plugins.tensor_delta import Digests, encode, text
 from hpc_swe.records import TensorInfo
 from hpc_swe.store import atomic
+
+FILE_BYTES = 1 << 30
+FILES = 16
+"""Most files of one rank: threads write and verify them side by side."""
 
 
 class Exporter:
@@ -28,39 +35,103 @@ class Exporter:
     data-parallel replicas included, writes about the same number of bytes.
     """
 
-    def __init__(self, ranks: TorchRanks, model: PolicyModel, shape: ModelShape, source: Path) -> None:
-        self._ranks, self._model, self._source = ranks, model, source
+    def __init__(
+        self, ranks: TorchRanks, model: PolicyModel, shape: ModelShape, source: Path, *, keep_on_gpu: bool
+    ) -> None:
+        self._ranks, self._model, self._source, self._keep_on_gpu = ranks, model, source, keep_on_gpu
         self._layouts = layouts(model, shape)
+        sources = [source for layout in self._layouts.values() for source in layout.sources]
+        self._names = [name for source in sources for name in (f"{source}:codes", f"{source}:others")]
+        self._kept: dict[str, Tensor] = {}
+        """The last exported values of this rank's share; empty unless a delta may follow."""
+        self._digests: dict[str, Tensor] = {}
+        self._computer = Digests(next(iter(model.parameters())).device)
 
-    def write(self, folder: Path) -> dict[str, TensorInfo]:
-        """Write this rank's file; once writing starts, no rank waits for another, which may have failed."""
-        tensors = self._collect()
-        file = f"model-{self._ranks.rank + 1:05d}-of-{self._ranks.size:05d}.safetensors"
-        shares = self._ranks.gather((file, {name: tensor.nbytes for name, tensor in tensors.items()}))
-        bad = [name for part in self._ranks.gather(_not_finite(tensors)) for name in part]
-        if bad:  # engines serve what is published, and nothing after this checks every number
-            raise FloatingPointError(f"{bad[0]} is not finite ({len(bad)} tensors in all); not published")
+    def write(self, folder: Path, carrier: Carrier = "full") -> dict[str, TensorInfo]:
+        """Write this rank's files; no rank waits for the writing of another, which may have failed."""
+        self._require_finite()
+        if carrier == "full":
+            self._kept = {}
+        files = self._open(folder, "delta" if carrier == "delta" else "model")
+        infos = {}
+        for name, tensor in self._owned():
+            if carrier == "delta":
+                self._add_changes(files, name, tensor)
+            else:
+                self._add_whole(files, name, tensor, keep=carrier == "base")
+            infos[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        shares = self._ranks.gather((files.where, files.size))
         with atomic.storage(folder):
-            _save(tensors, folder / file)
-            if self._ranks.rank == 0:
-                total = sum(sum(sizes.values()) for _, sizes in shares)
-                where = {name: file for file, sizes in shares for name in sizes}
-                index = {"metadata": {"total_size": total}, "weight_map": where}
-                (folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
+            files.finish()
+        if self._ranks.rank == 0 and carrier != "delta":
+            with atomic.storage(folder):
+                self._write_index(folder, shares)
                 self._copy_companions(folder)
-        with ThreadPoolExecutor(4) as pool:
-            return dict(zip(tensors, pool.map(_describe, tensors.values()), strict=True))
+        digests = _numbers([self._digests[name] for name in infos])
+        return {
+            name: TensorInfo(dtype=dtype, shape=shape, digest=text(digest))
+            for (name, (dtype, shape)), digest in zip(infos.items(), digests, strict=True)
+        }
 
-    def _collect(self) -> dict[str, Tensor]:
+    def _require_finite(self) -> None:
+        """Raise FloatingPointError on every rank if a parameter of any rank is not finite.
+
+        Engines serve what is published, and nothing after this checks every number.
+        """
+        named = list(self._model.named_parameters())
+        flags = _numbers([parameter.data.isfinite().all() for _, parameter in named])
+        bad_here = [name for (name, _), is_finite in zip(named, flags, strict=True) if not is_finite]
+        mine = {self._layouts[name].sources[0] for name in bad_here}
+        if bad := sorted(set().union(*self._ranks.gather(mine))):
+            raise FloatingPointError(
+                f"{bad[0]}, or one fused with it, is not finite ({len(bad)} tensors in all); not published"
+            )
+
+    def _open(self, folder: Path, kind: str) -> TensorFiles:
+        """Open as many files on each rank, so that one number counts those of all."""
+        mine = sum(parameter.nbytes for parameter in self._model.parameters())
+        share = max(self._ranks.gather(mine)) * self._ranks.tensor_group.size() // self._ranks.size
+        each = min(FILES, 1 + share // FILE_BYTES)
+        first, count = self._ranks.rank * each + 1, self._ranks.size * each
+        names = [f"{kind}-{first + i:05d}-of-{count:05d}.safetensors" for i in range(each)]
+        return TensorFiles([folder / name for name in names], self._names)
+
+    def _add_whole(self, files: TensorFiles, name: str, tensor: Tensor, *, keep: bool) -> None:
+        self._digests[name] = self._computer.tensor(tensor)
+        files.add(name, tensor)
+        if keep and name not in self._kept:
+            is_pinned = tensor.is_cuda and not self._keep_on_gpu
+            place = tensor.device if self._keep_on_gpu else "cpu"
+            self._kept[name] = torch.empty_like(tensor, device=place, pin_memory=is_pinned)
+        if keep:
+            self._kept[name].copy_(tensor, non_blocking=True)
+
+    def _add_changes(self, files: TensorFiles, name: str, tensor: Tensor) -> None:
+        """Add what changed since the last export, and keep the new values."""
+        old = self._kept[name].to(tensor.device, non_blocking=True)
+        self._digests[name] = self._digests[name] + self._computer.change(old, tensor)
+        changes = encode(old, tensor)
+        if changes is None:
+            files.add(name, tensor)
+        elif len(changes.codes):
+            files.add(f"{name}:codes", changes.codes)
+            files.add(f"{name}:others", changes.others)
+        self._kept[name].copy_(tensor, non_blocking=True)
+
+    def _owned(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of this rank's share, by Hugging Face name; all ranks must run to the end."""
         group, assigned = self._ranks.tensor_group, [0] * self._ranks.size
-        tensors: dict[str, Tensor] = {}
         for name, parameter in self._model.named_parameters():
             owner = assigned.index(min(assigned))
             assigned[owner] += parameter.numel()
             data_rank, tensor_rank = divmod(owner, group.size())
             if data_rank == self._ranks.data_rank:
-                tensors |= gather(parameter.data, self._layouts[name], tensor_rank, group)
-        return tensors
+                yield from gather(parameter.data, self._layouts[name], tensor_rank, group).items()
+
+    def _write_index(self, folder: Path, shares: Sequence[tuple[dict[str, str], int]]) -> None:
+        where = {name: file for files, _ in shares for name, file in files.items()}
+        index = {"metadata": {"total_size": sum(size for _, size in shares)}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
 
     def _copy_companions(self, folder: Path) -> None:
         for path in self._source.iterdir():  # configuration, tokenizer, chat template, generation settings
@@ -74,24 +145,6 @@ class Exporter:
             (folder / "config.json").write_text(json.dumps(config | {key: dtype}, indent=2))
 
 
-def _not_finite(tensors: dict[str, Tensor]) -> list[str]:
-    with ThreadPoolExecutor(4) as pool:
-        finite = pool.map(lambda tensor: bool(tensor.isfinite().all()), tensors.values())
-        return [name for name, each in zip(tensors, finite, strict=True) if not each]
-
-
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]) if number else errno.EINVAL, str(error)) from error
-
-
-def _describe(tensor: Tensor) -> TensorInfo:
-    data = tensor.view(torch.uint8).numpy()
-    return TensorInfo(
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=list(tensor.shape),
-        sha256=hashlib.sha256(data).hexdigest(),
-    )
+def _numbers(scalars: Sequence[Tensor]) -> list[int]:
+    """Bring scalars to the host in one copy."""
+    return torch.stack(list(scalars)).tolist() if scalars else []

@@ -27,7 +27,7 @@ from hpc_swe.plugins.policies._megatron.model import build_model
 from hpc_swe.plugins.policies._megatron.offload import Offload
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
-from hpc_swe.plugins.policies.base import Objective, OptimizerConfig, Tensors, TrainedTokens
+from hpc_swe.plugins.policies.base import Carrier, Objective, OptimizerConfig, Tensors, TrainedTokens
 from hpc_swe.records import Batch, IdArray, MicroBatch, TensorInfo, id_array
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,9 @@ class MegatronLearner:
         self._offload = Offload(self._ddp, self._optimizer)
         self._schedule = state.build_schedule(self._optimizer, optimizer)
         self._epochs = optimizer.epochs
-        self._exporter = export.Exporter(self.ranks, self._model, shape, model)
+        self._exporter = export.Exporter(
+            self.ranks, self._model, shape, model, keep_on_gpu=settings.delta_base == "gpu"
+        )
         self._checkpointer = state.Checkpointer(self.ranks, self._model, self._optimizer, self._schedule)
         multiple = settings.tensor_parallel if settings.sequence_parallel else 1
         self._packer = packing.Packer(shape.head_dim, shape.rope, DTYPES[settings.dtype], multiple)
@@ -142,8 +144,8 @@ class MegatronLearner:
             logprobs, _ = self._forward(np.asarray(token_ids), [count], np.arange(1, count))
         return [float(value) for value in logprobs.tolist()]
 
-    def export(self, folder: Path) -> dict[str, TensorInfo]:
-        return self._exporter.write(folder)
+    def export(self, folder: Path, carrier: Carrier = "full") -> dict[str, TensorInfo]:
+        return self._exporter.write(folder, carrier)
 
     def save(self, folder: Path) -> None:
         self._checkpointer.save(folder, self.step)

@@ -31,6 +31,10 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     engine.return_routing. false: the routers of the learner choose, as they do without such an engine."""
     logprob_chunk: Annotated[int, Meta(gt=0)] = 2048
     """Number of tokens whose logits exist at one time."""
+    delta_base: Literal["host", "gpu"] = "host"
+    """Where the values of the last published version are kept when `learner.snapshot_every` > 1: in pinned
+    memory of the host, or on the GPU, which is faster. They take two bytes for each bfloat16 parameter of a
+    rank's share."""
 
     def __post_init__(self) -> None:
         if self.sequence_parallel and self.tensor_parallel == 1:

@@ -84,17 +84,16 @@ def load(model: GPTModel, shape: ModelShape, snapshot: Tensors, group: dist.Proc
 
 
 def gather(part: Tensor, layout: Layout, owner: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Gather a parameter on rank `owner` of the group, as Hugging Face tensors on the CPU; others get {}."""
+    """Gather a parameter on rank `owner` of the group, as Hugging Face tensors; others get {}.
+
+    They may share the parameter's memory.
+    """
     mine = group.rank() == owner
     if layout.dim is None or group.size() == 1:
-        return _to_host(layout.whole([part])) if mine else {}
+        return layout.whole([part]) if mine else {}
     parts = [torch.empty_like(part) for _ in range(group.size())] if mine else None
     dist.gather(part.contiguous(), parts, group=group, group_dst=owner)
-    return _to_host(layout.whole(parts)) if parts else {}
-
-
-def _to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    return layout.whole(parts) if parts else {}
 
 
 def _layout(name: str, shape: ModelShape) -> Layout:

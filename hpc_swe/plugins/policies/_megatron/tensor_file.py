@@ -1,0 +1,149 @@
+"""Write safetensors files from several threads while the tensors are still being collected.
+
+The header of the format comes first and must name all tensors, so room for it is reserved, and it is written
+last, padded with spaces. Values come from a GPU through one pinned buffer for each thread.
+"""
+
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+THREADS = min(8, os.cpu_count() or 1)
+BUFFER = 1 << 26
+AHEAD = 1 << 31
+"""Bytes of tensors that may wait to be written; a GPU holds a copy of each until then."""
+NAMES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+}
+ENTRY = 160
+"""Bytes that the header needs for one tensor beside its name."""
+
+
+class TensorFile:
+    """Hold one file that is being written."""
+
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
+        """Reserve room for the header; `names` are all that may be added."""
+        self._room = (sum(len(name) + ENTRY for name in names) + 7 + ENTRY) // 8 * 8
+        self._header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self.size = 0
+        """Bytes of the tensors so far."""
+
+    def add(self, name: str, tensor: Tensor) -> int:
+        """Enter a tensor into the header, and return the offset at which its bytes must be written."""
+        start, self.size = self.size, self.size + tensor.nbytes
+        entry = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, self.size],
+        }
+        self._header[name] = entry
+        return 8 + self._room + start
+
+    def write(self, data: memoryview, offset: int) -> None:
+        while data:
+            count = os.pwrite(self._file, data, offset)
+            data, offset = data[count:], offset + count
+
+    def finish(self) -> None:
+        """Write the header, and make the file durable."""
+        header = json.dumps(self._header).encode()
+        if len(header) > self._room:
+            raise ValueError(f"a header of {len(header)} bytes, with room for {self._room}")
+        self.write(memoryview(self._room.to_bytes(8, "little") + header.ljust(self._room)), 0)
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class TensorFiles:
+    """Spread tensors over files, each to the shortest, and write them in threads."""
+
+    def __init__(self, paths: Sequence[Path], names: Sequence[str]) -> None:
+        self._files: dict[Path, TensorFile] = {}
+        self._pool = ThreadPoolExecutor(THREADS, "export")
+        self._waiting: deque[tuple[Future[None], int]] = deque()
+        self._ahead, self._local = 0, threading.local()
+        self._failure: OSError | None = None
+        self.where: dict[str, str] = {}
+        """Tensor -> name of its file."""
+        self.size = 0
+        """Bytes of all tensors."""
+        try:
+            for path in paths:
+                self._files[path] = TensorFile(path, names)
+        except OSError as error:
+            self._failure = error  # told by `finish`: other ranks still wait for this one's tensors
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a contiguous tensor, which must not change before `finish` has returned."""
+        if self._failure:
+            return
+        self.size += tensor.nbytes
+        path = min(self._files, key=lambda path: self._files[path].size)
+        self.where[name] = path.name
+        offset = self._files[path].add(name, tensor)
+        ready = torch.cuda.Event() if tensor.is_cuda else None
+        if ready is not None:
+            ready.record()
+        future = self._pool.submit(self._write, path, tensor, offset, ready)
+        self._waiting.append((future, tensor.nbytes))
+        self._ahead += tensor.nbytes
+        while self._ahead > AHEAD:
+            self._await_first()
+
+    def finish(self) -> None:
+        """Wait until all is written, and close; raise OSError if a file could not be written."""
+        while self._waiting:
+            self._await_first()
+        try:
+            if self._failure:
+                raise self._failure
+            list(self._pool.map(TensorFile.finish, self._files.values()))
+        finally:
+            self._pool.shutdown()
+            for file in self._files.values():
+                file.close()
+
+    def _await_first(self) -> None:
+        future, size = self._waiting.popleft()
+        self._ahead -= size
+        try:
+            future.result()
+        except OSError as error:
+            self._failure = error
+
+    def _write(self, path: Path, tensor: Tensor, offset: int, ready: "torch.cuda.Event | None") -> None:
+        data = tensor.detach().reshape(-1).view(torch.uint8)
+        if ready is None:
+            self._files[path].write(memoryview(data.numpy()), offset)
+            return
+        stream, buffer = self._resources(tensor.device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            for piece in data.split(BUFFER):
+                part = buffer[: len(piece)]
+                part.copy_(piece, non_blocking=True)
+                stream.synchronize()
+                self._files[path].write(memoryview(part.numpy()), offset)
+                offset += len(piece)
+
+    def _resources(self, device: torch.device) -> tuple["torch.cuda.Stream", Tensor]:
+        if not hasattr(self._local, "stream"):
+            self._local.stream = torch.cuda.Stream(device)
+            self._local.buffer = torch.empty(BUFFER, dtype=torch.uint8, pin_memory=True)
+        return self._local.stream, self._local.buffer

@@ -1,0 +1,66 @@
+"""Check what is known about a loader's copies: python -m tests.kit.recorded_copies RANK SIZE PORT OLD NEW.
+
+Each rank builds vLLM's model with its part of the weights in OLD, as before a CPU packs them, changes it
+to NEW in two ways, and compares both with what vLLM's loader makes of NEW.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from vllm.config import set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
+
+from hpc_swe.plugins.engines._vllm_copies import LoaderCopies, sum_shares
+from hpc_swe.plugins.engines._vllm_files import Delta
+from hpc_swe.plugins.tensor_delta import Digests, encode
+
+
+def main(rank: int, size: int, port: int, old: Path, new: Path) -> None:
+    before, after = (load_file(folder / "model.safetensors") for folder in (old, new))
+    shapes = {name: list(tensor.shape) for name, tensor in before.items()}
+    config = EngineArgs(
+        model=str(old),
+        dtype="float32",
+        enforce_eager=True,
+        tensor_parallel_size=size,
+        skip_tokenizer_init=True,
+    ).create_engine_config()
+    with set_current_vllm_config(config):
+        init_distributed_environment(size, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
+        initialize_model_parallel(size)
+        models = [initialize_model(vllm_config=config, prefix=prefix) for prefix in ("", "again")]
+    for model, tensors in zip(models, (before, after), strict=True):
+        model.load_weights(iter(tensors.items()))
+    changed, expected = (dict(model.named_parameters()) for model in models)
+
+    def compare(tensors: dict[str, torch.Tensor]) -> None:
+        parts = [None] * size
+        dist.all_gather_object(parts, copies.shares())
+        computer = Digests(torch.device("cpu"))
+        found = sum_shares(shapes, [share for part in parts for share in part])
+        whole = {name: int(computer.tensor(tensor)) for name, tensor in tensors.items()}
+        assert {n: v % 2**64 for n, v in found.items()} == {n: v % 2**64 for n, v in whole.items()}
+
+    copies = LoaderCopies.record(models[0], shapes, torch.float32)
+    compare(before)
+    changes = {name: encode(before[name], tensor) for name, tensor in after.items()}
+    whole = {name: after[name] for name, each in changes.items() if each is None}
+    assert whole
+    assert len(whole) < len(changes)
+    copies.change(Delta({name: each for name, each in changes.items() if each is not None}, whole))
+    compare(after)
+    assert all(torch.equal(changed[name], tensor) for name, tensor in expected.items())
+    models[0].load_weights(iter(before.items()))
+    copies.copy(after)
+    compare(after)
+    assert all(torch.equal(changed[name], tensor) for name, tensor in expected.items())
+    print("all bits are equal", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), Path(sys.argv[5]))

@@ -1,0 +1,54 @@
+"""Where vLLM's loader puts checkpoint tensors, on its own layers and on several ranks."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_swe.processes import free_port
+from tests.kit.checkout import environment
+from tests.kit.engine_kit import SIZES
+from tests.kit.random_model import save_random
+
+pytestmark = pytest.mark.slow
+
+
+def test_values_are_changed_where_vllms_loader_puts_them_on_two_ranks(tmp_path: Path) -> None:
+    """Fused projections with biases, a split vocabulary, replicated norms and key heads."""
+
+    def change(name: str, parameter: Any) -> None:
+        if name.endswith(".bias"):
+            parameter.normal_(0, 0.2)
+
+    def alter(name: str, parameter: Any) -> None:
+        change(name, parameter)
+        if "down_proj" in name:
+            parameter.mul_(2)
+        else:
+            parameter.view(-1)[::37] += 0.01
+
+    shape = SIZES | {"num_key_value_heads": 1, "tie_word_embeddings": False}
+    old = save_random(tmp_path / "old", "Qwen2", shape, 0, change)
+    new = save_random(tmp_path / "new", "Qwen2", shape, 0, alter)
+    port = str(free_port("127.0.0.1", 0))
+    command = [sys.executable, "-m", "tests.kit.recorded_copies"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), "2", port, str(old), str(new)],
+            env=environment(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", VLLM_DIST_IDENT=port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        for rank in ranks:
+            output = rank.communicate(timeout=300)[0]
+            assert rank.returncode == 0, output[-3000:]
+            assert "all bits are equal" in output
+    finally:
+        for rank in ranks:
+            rank.kill()
