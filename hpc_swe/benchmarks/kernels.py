@@ -83,7 +83,8 @@ def profile(step: Callable[[], object]) -> KernelTimes:
         step()
         wall = time.perf_counter() - start
     if on_gpu:
-        kernels = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+        events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+        kernels = [event for event in events if not event.is_user_annotation]  # these surround kernels
         times = [(each.name, each.time_range.start / 1e6, each.time_range.end / 1e6) for each in kernels]
     else:  # operators contain one another, so each counts its own time, as if one ran after another
         own = [(each.name, each.self_cpu_time_total / 1e6) for each in profiler.events()]
