@@ -13,7 +13,7 @@ from hpc_swe.errors import ConfigError, HpcSweError, StaleRun, StorageError
 from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control, create, existing, submit, watch
-from hpc_swe.store import atomic, submissions, tasks
+from hpc_swe.store import atomic, submissions, supervision, tasks
 from tests.kit.checkout import ROOT
 from tests.kit.waiting import DEADLINE_S, until
 
@@ -349,9 +349,11 @@ def test_run_keeps_its_code_until_it_is_upgraded_which_no_job_may_see(tmp_path, 
     finally:
         control.stop(run, read(), now=True)
     assert "trains otherwise" not in caplog.text
+    atomic.put(run.supervision, supervision.Verdict(number=3, gave_up=True))
     for _ in range(2):
         control.start(run, read("learner.optimizer.minibatches=2"), upgrade=True)
     assert not old.exists()
     assert caplog.text.count("trains otherwise: learner.optimizer.minibatches divides") == 1
     assert "reweight" not in caplog.text
     assert not request.exists(), "its number would be that of another evaluation"
+    assert supervision.read(run) == supervision.Verdict(number=3), "a person has started it again"

@@ -13,7 +13,7 @@ from hpc_swe.runs import checks, create, submit, trajectories, upgrades
 from hpc_swe.runs.existing import load
 from hpc_swe.runs.submit import TickResult
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, submissions
+from hpc_swe.store import atomic, submissions, supervision
 
 GRACE_S = 10.0  # seconds that `stop --now` gives processes to obey the order before it ends them
 
@@ -37,6 +37,7 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> TickResul
             create.renew_code(run)
     for order in (run.drain, run.stop):
         order.unlink(missing_ok=True)
+    supervision.forget(run)
     return _submit(run, config)
 
 

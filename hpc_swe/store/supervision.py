@@ -124,6 +124,12 @@ def read(run: RunDir) -> Verdict:
         return Verdict()
 
 
+def forget(run: RunDir) -> None:
+    """Count from zero again, when a person starts a run that was given up."""
+    if (last := read(run)).gave_up:
+        atomic.put(run.supervision, Verdict(number=last.number))
+
+
 def read_clocks(run: RunDir) -> ClockMemory:
     """Read the watcher's memory; an empty one when there is none, or when it cannot be decoded."""
     try:

@@ -20,7 +20,7 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.settings import SupervisionConfig
 from hpc_swe.store import atomic, supervision
 from hpc_swe.store.lease import Lease
-from hpc_swe.store.supervision import ClockMemory, Clocks, RunPart, StuckProcess, Verdict
+from hpc_swe.store.supervision import ClockMemory, Clocks, RunPart, StuckProcess
 
 KEPT_VERDICTS = 20  # stacks of older ones are deleted
 LAST_STACKS_S = 180.0  # the longest wait for the keepers of a verdict that gives up, before the order to stop
@@ -116,10 +116,9 @@ class Supervision:
     _stop_at: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self._written = before = supervision.read(self.run)
-        self._verdict = Verdict(number=before.number) if before.gave_up else before
+        self._verdict = supervision.read(self.run)
         self._memory = supervision.read_clocks(self.run)
-        still = self._memory.still if self._memory.number == before.number else {}
+        still = self._memory.still if self._memory.number == self._verdict.number else {}
         self._clocks = Clocks(supervision.LONGEST_LOOK_BEATS * self.beat_s, dict(still))
 
     def look(self, snapshot: RunSnapshot, progress: Progress) -> None:
@@ -135,9 +134,9 @@ class Supervision:
             self._look(snapshot, progress)
 
     def _stop(self, snapshot: RunSnapshot) -> None:
-        """Stop the run once the keepers have ended the stuck processes.
+        """Stop the run once the keepers have ended the stuck processes, or at once after a restart.
 
-        Workers whose main loops turn would obey the order at once, before anybody has asked for their stacks.
+        Workers whose main loops turn would obey the order before anybody has asked for their stacks.
         """
         named = {each.owner for each in self._verdict.processes}
         if snapshot.now >= self._stop_at or named.isdisjoint(node.owner for node in snapshot.nodes):
@@ -152,10 +151,9 @@ class Supervision:
         has_progressed = self._has_progressed(snapshot, progress.step)
         if (self._verdict.tries or self._verdict.ignored) and has_progressed:
             log.info("progressed after %d restarts of stuck parts", self._verdict.tries)
-            self._verdict = msgspec.structs.replace(self._verdict, tries=0, ignored=0)
-        if self._verdict != self._written:
-            atomic.put(self.run.supervision, self._verdict, durable=False)
-            self._written = self._verdict
+            verdict = msgspec.structs.replace(self._verdict, tries=0, ignored=0)
+            atomic.put(self.run.supervision, verdict, durable=False)
+            self._verdict = verdict
         stuck = supervision.find_stuck(found, self._clocks.still)
         if stuck:
             self._judge(stuck, snapshot.now)
@@ -183,7 +181,7 @@ class Supervision:
         if verdict.gave_up:
             verdict = msgspec.structs.replace(verdict, processes=processes_of(every))
         supervision.publish(self.run, verdict)  # if it fails, the next look judges again
-        self._written = self._verdict = verdict
+        self._verdict = verdict
         self._clocks.restart()
         self._stop_at = now + LAST_STACKS_S
         log.error("%s", verdict.message(tries))

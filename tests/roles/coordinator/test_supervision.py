@@ -158,10 +158,16 @@ def test_a_part_that_stays_stuck_ends_the_run_after_its_tries(run):
     assert (story.now, story.verdict.gave_up, run.stop.exists()) == (340.0, True, True)
 
 
-def test_a_run_that_was_given_up_starts_again_without_the_old_verdict(run):
+def test_a_run_that_was_given_up_ends_unless_a_person_starts_it_again(run):
+    """Also if the coordinator dies before it has ordered the end."""
     story = Story(run, tries=0)
+    story.live(110)
+    story.restart()
     with pytest.raises(StuckRun):
-        story.live(1000)
+        story.live(10)
+    assert run.stop.exists()
+    run.stop.unlink()
+    supervision.forget(run)  # as `launch start` does
     story.restart()
     story.live(20)
     assert (story.verdict.number, story.verdict.message(0)) == (1, "")
