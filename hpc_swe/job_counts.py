@@ -28,7 +28,7 @@ def desired(config: RunConfig) -> dict[Role, int]:
 
 def processes(role: str, config: RunConfig) -> int:
     """Count the processes of one job of a role, over all its nodes."""
-    return config.policy.tensor_parallel * config.learner.data_parallel if role == "learner" else 1
+    return config.policy.processes * config.learner.data_parallel if role == "learner" else 1
 
 
 def engines_beside(role: str, config: RunConfig) -> int:

@@ -185,7 +185,8 @@ class LearnerConfig(Record, frozen=True, kw_only=True):
     """The learner is configured by these settings."""
 
     data_parallel: Positive = 1
-    """Replicas, of `policy.tensor_parallel` processes each, that share every batch."""
+    """Copies of the model that share every batch. Each takes `policy.tensor_parallel` processes, times
+    `policy.pipeline_parallel` and `policy.context_parallel`."""
     export_every: Positive = 1
     """Steps between two versions of the weights for the engines."""
     snapshot_every: Positive = 1

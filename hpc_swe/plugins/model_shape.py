@@ -23,19 +23,23 @@ NEEDED = (
 class Parameters:
     """Count a model's parameters by how tensor parallelism divides them."""
 
+    tables: int
+    """Parameters of the embedding and of the output, which ranks divide."""
     split: int
-    """Parameters that the ranks divide."""
+    """Parameters of attention and MLPs, which ranks divide."""
+    experts: int
+    """Parameters of experts, which ranks divide."""
     whole: int
     """Parameters that every rank holds: norms and routers."""
 
     @property
     def total(self) -> int:
         """Return `sum(p.numel() for p in model.parameters())`."""
-        return self.split + self.whole
+        return self.tables + self.split + self.experts + self.whole
 
     def of_rank(self, ranks: int) -> int:
-        """Return the parameters on each of so many ranks."""
-        return self.split // ranks + self.whole
+        """Return the parameters on each of so many tensor-parallel ranks."""
+        return (self.tables + self.split + self.experts) // ranks + self.whole
 
 
 @dataclass(frozen=True)
@@ -107,19 +111,9 @@ class ModelShape:
         mlp = 3 * self.hidden * self.ffn * max(1, self.experts)
         norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm + self.hidden * self.experts
         tables = self.vocab * self.hidden * (1 if self.tied else 2)
-        split = self.layers * (attention + mlp) + tables
-        return Parameters(split, whole=self.layers * norms + self.hidden)
-
-    def check_parallel(self, tensor_parallel: int, sequence_parallel: bool) -> None:
-        """Raise ConfigError, naming size or setting, for a layout that this model cannot be split into."""
-        if self.experts and tensor_parallel > 1 and not sequence_parallel:
-            raise ConfigError("[policy] a model with experts needs sequence_parallel = true")
-        sizes = {"heads": self.heads, "groups": self.groups, "ffn": self.ffn, "vocab": self.vocab}
-        for name, size in sizes.items():
-            if size % tensor_parallel:
-                raise ConfigError(
-                    f"[policy] tensor_parallel = {tensor_parallel} does not divide the model's {name}, {size}"
-                )
+        split, experts = (attention, mlp) if self.experts else (attention + mlp, 0)
+        whole = self.layers * norms + self.hidden
+        return Parameters(tables, self.layers * split, self.layers * experts, whole)
 
 
 def _experts(config: dict[str, Any]) -> int:

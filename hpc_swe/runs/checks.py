@@ -107,7 +107,7 @@ def _parallel(_: RunDir, config: RunConfig) -> Iterator[str]:
     if not (model / "config.json").is_file():
         return
     if "learner" in wanted and isinstance(policy, EstimatedPolicy):
-        yield from _complaints(lambda: policy.check_model(model))
+        yield from _complaints(lambda: policy.check_model(model, config.learner.data_parallel))
     if _serves(config) and isinstance(engine, EstimatedEngine):
         yield from _complaints(lambda: engine.check_model(model))
 
@@ -126,7 +126,10 @@ def _gpus(_: RunDir, config: RunConfig) -> Iterator[str]:
         needed, grant = job_counts.gpus(role, config), config.executor.gpu_grant(role)
         if not needed or grant is None or grant.count >= needed:
             continue
-        sizes = "policy.tensor_parallel * learner.data_parallel"
+        sizes = (
+            "policy.tensor_parallel * policy.pipeline_parallel * policy.context_parallel * "
+            "learner.data_parallel"
+        )
         why, device = (sizes, "policy") if role == "learner" else ("engine.tensor_parallel", "engine")
         yield (
             f"[executor] {grant.key} gives a job of {role} {grant.count} GPUs, but it needs {needed} "

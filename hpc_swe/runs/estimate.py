@@ -50,7 +50,7 @@ def _states(config: RunConfig) -> list[Part]:
     if not isinstance(policy, EstimatedPolicy):
         return []
     weights, checkpoint = policy.files(Path(config.model))
-    ranks = policy.tensor_parallel * learner.data_parallel
+    ranks = policy.processes * learner.data_parallel
 
     def milestones(made_every: int) -> int:
         return config.steps // math.lcm(kept.keep_every, made_every) if kept.keep_every else 0

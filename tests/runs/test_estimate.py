@@ -171,6 +171,22 @@ def test_tensor_parallel_shares_weights_and_sequence_parallel_activations(shape)
     assert part("activations") / 4 < spread < part("activations", tensor_parallel=4)
 
 
+def test_stages_share_layers_and_expert_parallel_ranks_share_experts(shape):
+    def held(name, ranks, **settings):
+        memory = learner_memory(shape(name), Megatron(**settings), ranks, 4096)
+        return {part.what: part.bytes for part in memory.parts}
+
+    known = shape("8B").parameters
+    staged = held("8B", 1, pipeline_parallel=4)
+    assert staged["weights"] == 2 * (known.tables / 2 + (known.split + known.whole) / 4)
+    assert staged["activations"] == held("8B", 1)["activations"], "the first stage holds four microbatches"
+    assert held("8B", 1, context_parallel=4)["activations"] == held("8B", 1)["activations"] / 4
+    assert held("8B", 1, context_parallel=4)["optimizer"] == held("8B", 4)["optimizer"]
+    known, divided = shape("30B-A3B").parameters, held("30B-A3B", 8, expert_parallel=8)
+    assert divided["weights"] == 2 * (known.total - known.experts * 7 / 8)
+    assert divided["optimizer"] == held("30B-A3B", 8)["optimizer"] == 12 * known.total / 8
+
+
 def test_reference_takes_host_memory_and_none_of_the_gpu(shape):
     weights = 2 * shape("8B").parameters.total
     assert reference_memory(shape("8B"), Megatron()) == 2 * weights

@@ -106,7 +106,8 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         if submission.processes % resources.nodes:
             raise ConfigError(
                 f"[executor] roles.{role}.nodes = {resources.nodes} does not divide the "
-                f"{submission.processes} processes of policy.tensor_parallel * learner.data_parallel"
+                f"{submission.processes} processes of policy.tensor_parallel * policy.pipeline_parallel * "
+                "policy.context_parallel * learner.data_parallel"
             )
 
     def gpus_per_node(self, role: Role) -> int:

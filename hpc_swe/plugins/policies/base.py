@@ -198,7 +198,9 @@ class Learner(Protocol):
 class Policy(Protocol):
     """Build the learner of this process."""
 
-    tensor_parallel: int
+    @property
+    def processes(self) -> int:
+        """Return how many processes hold one copy of the model."""
 
     def build(self, model: Path, optimizer: OptimizerConfig, reference: Path | None) -> Learner:
         """Join the process group of this job and load the weights in `model`, a Hugging Face folder.
@@ -234,8 +236,8 @@ class EstimatedPolicy(Protocol):
     def gpus(self) -> int:
         """Return how many GPUs each process computes on."""
 
-    def check_model(self, model: Path) -> None:
-        """Raise ConfigError with the key unless the model in a folder can be trained as configured."""
+    def check_model(self, model: Path, data_parallel: int) -> None:
+        """Raise ConfigError with the key unless so many copies of the model can be trained as configured."""
 
     def memory(self, model: Path, data_parallel: int, tokens: int, *, reference: bool) -> MemoryEstimate:
         """Estimate the memory of one rank for microbatches of `tokens` tokens.

@@ -31,8 +31,9 @@ class Megatron(MegatronSettings, frozen=True, kw_only=True):
     def gpus(self) -> int:
         return int(self.device == "gpu")
 
-    def check_model(self, model: Path) -> None:
-        ModelShape.read(model).check_parallel(self.tensor_parallel, self.sequence_parallel)
+    def check_model(self, model: Path, data_parallel: int) -> None:
+        self.check(ModelShape.read(model))
+        self.check_processes(data_parallel)
 
     def memory(self, model: Path, data_parallel: int, tokens: int, *, reference: bool) -> MemoryEstimate:
         return memory.learner_memory(ModelShape.read(model), self, data_parallel, tokens, reference=reference)

@@ -1,5 +1,6 @@
 """Tiny models, sequences to train on, and the same steps in transformers and plain torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
@@ -64,14 +65,16 @@ def make_models(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in folder.iterdir()}
 
 
-def make_sequences(model: PreTrainedModel, seed: int = 7, *, routed: bool = False) -> list[MicroBatch]:
+def make_sequences(
+    model: PreTrainedModel, seed: int = 7, lengths: Sequence[int] = LENGTHS, *, routed: bool = False
+) -> list[MicroBatch]:
     """One sequence each; the sampler's log-probabilities are the model's and noise.
 
     Those `routed` were sampled by experts drawn at random, and a tenth of their tokens leave them free.
     """
     rng = np.random.default_rng(seed)
     sequences = []
-    for length in LENGTHS:
+    for length in lengths:
         tokens = rng.integers(0, VOCAB, length)
         mask = (rng.random(length) < 0.6).astype(np.uint8)
         mask[0] = 0

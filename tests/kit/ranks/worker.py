@@ -62,7 +62,14 @@ def _evaluate(learner, steps: int, case: dict, found: dict) -> None:
 
 
 def _score(learner, token_ids: list[int], case: dict, found: dict) -> None:
-    found["scores"], found["logits"] = learner.logprobs(token_ids), _logits(learner, token_ids)
+    found["scores"] = learner.logprobs(token_ids)
+    config = learner._model.config
+    if config.pipeline_model_parallel_size == config.context_parallel_size == 1:
+        found["logits"] = _logits(learner, token_ids)
+
+
+def _logprobs(learner, token_ids: list[int], case: dict, found: dict) -> None:
+    found["scores"] = learner.logprobs(token_ids)
 
 
 def _export(learner, words: str, case: dict, found: dict) -> None:
@@ -92,19 +99,13 @@ def _load(learner, folder: str, case: dict, found: dict) -> None:
 
 
 def _grads(learner, name: str, case: dict, found: dict) -> None:
-    """The summed gradients under Hugging Face names, from rank 0."""
-    from safetensors.torch import save_file
-
-    from hpc_swe.plugins.policies._megatron import weights
-
-    grads, folder = {}, _fresh(learner, Path(case["out"]) / name)
-    for name, parameter in learner._model.named_parameters():
-        layout = learner._exporter._layouts[name]
-        if learner.ranks.data_rank == 0:
-            found_grads = weights.gather(parameter.main_grad, layout, 0, learner.ranks.tensor_group)
-            grads |= {key: grad.clone() for key, grad in found_grads.items()}
-    if learner.ranks.rank == 0:
-        save_file(grads, folder / "grads.safetensors")
+    """The summed gradients, exported in place of the weights."""
+    kept = [(parameter, parameter.data) for parameter in learner._model.parameters()]
+    for parameter, _ in kept:
+        parameter.data = parameter.main_grad
+    learner.export(_fresh(learner, Path(case["out"]) / name))
+    for parameter, data in kept:
+        parameter.data = data
 
 
 def _rest(learner, _: object, case: dict, found: dict) -> None:
@@ -117,6 +118,7 @@ def _rest(learner, _: object, case: dict, found: dict) -> None:
 VERBS = {
     "train": _train,
     "score": _score,
+    "logprobs": _logprobs,
     "evaluate": _evaluate,
     "spoil": _spoil,
     "export": _export,

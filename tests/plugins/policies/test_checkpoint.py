@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from tests.kit.ranks import gang, tiny  # noqa: E402
 
 TP1 = {"dtype": "float32"}
+EP2 = TP1 | {"expert_parallel": 2}
+PP2 = TP1 | {"pipeline_parallel": 2}
+CP2 = TP1 | {"context_parallel": 2}
 TP2 = TP1 | {"tensor_parallel": 2}
 PLAIN = {"distributed_optimizer": False}
 BF16 = {"dtype": "bfloat16", "tensor_parallel": 2}
@@ -35,9 +38,9 @@ def runs(tmp_path_factory):
         "loss": {"objective": "decoupled"},
     }
 
-    def first(name, policy, model="dense"):
+    def first(name, policy, model="dense", **more):
         do = [("train", 2), ("save", str(folder / f"step2{name}")), ("train", 3), ("export", "after")]
-        return base | {"name": "first" + name, "policy": policy, "do": do, "model": str(models[model])}
+        return base | {"name": "first" + name, "policy": policy, "do": do, "model": str(models[model])} | more
 
     def again(name, of, policy, **more):
         steps = [("train", 2), ("rest", None), ("train", 1)]
@@ -54,6 +57,12 @@ def runs(tmp_path_factory):
             again("same-plain", "-plain", TP2 | PLAIN),
             again("same-bf16", "-bf16", BF16, model=str(models["sharded"])),
             again("data-parallel", "", TP1, packing=HALVES),
+            first("-moe", EP2, "moe", packing=HALVES),
+            again("same-moe", "-moe", EP2, model=str(models["moe"]), packing=HALVES),
+            again("moe-pipeline-parallel", "-moe", PP2, model=str(models["moe"])),
+            first("-moe-pipeline", PP2, "moe"),
+            again("moe-expert-parallel", "-moe-pipeline", EP2, model=str(models["moe"]), packing=HALVES),
+            again("moe-context-parallel", "-moe-pipeline", CP2, model=str(models["moe"])),
         ],
         folder,
     )
@@ -74,7 +83,7 @@ def weights(folder, name):
     return found
 
 
-@pytest.mark.parametrize("kind", ["", "-plain", "-bf16"])
+@pytest.mark.parametrize("kind", ["", "-plain", "-bf16", "-moe"])
 def test_replay_after_a_resume_and_two_rests_is_bit_equal(runs, kind):
     """In a rest the learner moves all that it keeps on its device to host memory and back."""
     folder, answers = runs
@@ -85,10 +94,20 @@ def test_replay_after_a_resume_and_two_rests_is_bit_equal(runs, kind):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("name", ["one", "one-plain", "data-parallel"])
-def test_a_checkpoint_of_two_tensor_parallel_ranks_resumes_elsewhere(runs, name):
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("one", "first"),
+        ("one-plain", "first-plain"),
+        ("data-parallel", "first"),
+        ("moe-pipeline-parallel", "first-moe"),
+        ("moe-expert-parallel", "first-moe-pipeline"),
+        ("moe-context-parallel", "first-moe-pipeline"),
+    ],
+)
+def test_a_checkpoint_resumes_at_another_layout(runs, name, first):
     folder, answers = runs
-    expected = curve(answers, "first-plain" if "plain" in name else "first")
+    expected = curve(answers, first)
     for got, wanted in zip(curve(answers, name), expected, strict=True):
         assert got == pytest.approx(wanted, rel=1e-5)
 

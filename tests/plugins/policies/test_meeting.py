@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
+from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 
-ranks = TorchRanks(2)
+ranks = TorchRanks(MegatronSettings(tensor_parallel=2))
 total = torch.ones(1)
 dist.all_reduce(total)
 own = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd != "0" and

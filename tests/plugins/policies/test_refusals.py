@@ -1,6 +1,7 @@
 """What a policy refuses, and how it says so."""
 
 import json
+import re
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from hpc_swe.plugins.model_shape import ModelShape  # noqa: E402
 from hpc_swe.plugins.policies._megatron import state  # noqa: E402
 from hpc_swe.plugins.policies._megatron.packing import trained_positions  # noqa: E402
 from hpc_swe.plugins.policies._megatron.weights import Snapshot  # noqa: E402
+from hpc_swe.plugins.policies.megatron import Megatron  # noqa: E402
 from hpc_swe.records import MicroBatch, floats, ids  # noqa: E402
 from tests.kit.ranks import gang, tiny  # noqa: E402
 
@@ -63,11 +65,30 @@ def test_published_and_newly_written_configs_mean_the_same(models, tmp_path):
     assert ModelShape.read(old) == ModelShape.read(models["moe"])
 
 
-def test_sizes_that_do_not_divide_are_named(models):
-    with pytest.raises(ConfigError, match="tensor_parallel = 3 does not divide the model's heads, 8"):
-        ModelShape.read(models["dense"]).check_parallel(3, False)
-    with pytest.raises(ConfigError, match="sequence_parallel = true"):
-        ModelShape.read(models["moe"]).check_parallel(2, False)
+@pytest.mark.parametrize(
+    ("model", "keys", "message"),
+    [
+        ("dense", {"tensor_parallel": 3}, "tensor_parallel = 3 does not divide the model's heads, 8"),
+        ("moe", {"tensor_parallel": 2}, "sequence_parallel = true"),
+        (
+            "dense",
+            {"tensor_parallel": 2, "context_parallel": 4},
+            "tensor_parallel * context_parallel = 8 does not divide the model's groups, 4",
+        ),
+        ("dense", {"pipeline_parallel": 3}, "pipeline_parallel = 3 does not divide the model's layers, 4"),
+        ("moe", {"expert_parallel": 3}, "expert_parallel = 3 does not divide the model's experts, 8"),
+        ("moe", {"pipeline_parallel": 2, "recompute": "selective"}, "or replay_routing = false"),
+        ("dense", {"expert_parallel": 2}, "expert_parallel = 2, but the model has no experts"),
+        (
+            "moe",
+            {"expert_parallel": 2},
+            "expert_parallel = 2 does not divide the 1 processes of policy.tensor",
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide_are_named(models, model, keys, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Megatron(**keys).check_model(models[model], data_parallel=1)
 
 
 def test_a_missing_tensor_is_named(models):
@@ -75,9 +96,17 @@ def test_a_missing_tensor_is_named(models):
         Snapshot(models["dense"])["model.nowhere"]
 
 
-def test_sequence_parallel_alone_is_refused():
-    with pytest.raises(ConfigError, match="needs tensor_parallel > 1"):
-        plugins.load("policies", {"type": "megatron", "sequence_parallel": True})
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"sequence_parallel": True}, "needs tensor_parallel > 1"),
+        ({"pipeline_parallel": 2, "distributed_optimizer": False}, "pipeline_parallel = 2 needs distributed"),
+        ({"expert_parallel": 2, "distributed_optimizer": False}, "expert_parallel = 2 needs distributed"),
+    ],
+)
+def test_settings_that_need_another_are_refused(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        plugins.load("policies", {"type": "megatron"} | keys)
 
 
 def micro(tokens=6, mask=(0, 1, 1, 0, 1, 1), lengths=(3, 3), logprobs=6) -> MicroBatch:

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import layers, random
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -49,6 +49,10 @@ def apply() -> None:
         torch.cuda.synchronize = lambda *_args: None
         random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
         random._set_cuda_rng_state = lambda *_args, **_kwargs: None
+        # The dispatcher of tokens copies counts to the host on a stream of its own.
+        torch.cuda.current_stream = lambda *_args, **_kwargs: _STREAM
+        token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _STREAM
+        token_dispatcher.maybe_move_tensor_to_cpu = _as_if_copied
 
 
 def mark_shards(model: nn.Module) -> None:
@@ -138,6 +142,27 @@ def cpu_as_cuda() -> contextlib.AbstractContextManager[object]:
     The optimizer's code needs this. It slows down every torch call, so enter it around the optimizer alone.
     """
     return contextlib.nullcontext() if torch.cuda.is_available() else _CpuAsCuda()
+
+
+class _Stream:
+    """Stand for the one order in which a CPU computes."""
+
+    def wait_stream(self, stream: object) -> None:
+        """Return at once."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def record_event(self) -> "_Stream":
+        """Return an event that has happened."""
+        return self
+
+
+_STREAM = _Stream()
+
+
+def _as_if_copied(tensor: object, as_numpy: bool = False, **_: object) -> object:
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 class _CpuAsCuda(TorchFunctionMode):  # type: ignore[misc]

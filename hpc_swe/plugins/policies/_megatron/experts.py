@@ -39,11 +39,14 @@ class Experts(MegatronModule):  # type: ignore[misc]
         `tokens` [routed, width] are sorted by expert, `counts` are int64 [experts], `probabilities` [routed]
         are the router's.
         """
-        ends = counts.to(tokens.device).cumsum(0, dtype=torch.int32)
+        routed, ends = len(tokens), counts.to(tokens.device).cumsum(0, dtype=torch.int32)
+        if not routed:  # grouped products need a row; this one is cut off again, so its gradient is 0
+            tokens, probabilities = F.pad(tokens, (0, 0, 0, 1)), F.pad(probabilities, (0, 1))
+            ends = ends + 1
         both = F.grouped_mm(tokens, self.gate_up.flatten(1, 2).transpose(1, 2), offs=ends)
         gate, up = both.chunk(2, dim=-1)
         inner = (F.silu(gate) * up * probabilities[:, None]).to(tokens.dtype)
-        return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends), None
+        return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends)[:routed], None
 
     def sharded_state_dict(
         self,

@@ -90,7 +90,7 @@ class Exporter:
     def _open(self, folder: Path, kind: str) -> TensorFiles:
         """Open as many files on each rank, so that one number counts those of all."""
         mine = sum(parameter.nbytes for parameter in self._model.parameters())
-        share = max(self._ranks.gather(mine)) * self._ranks.tensor_group.size() // self._ranks.size
+        share = max(self._ranks.gather(mine)) // self._ranks.replica_group.size()
         each = min(FILES, 1 + share // FILE_BYTES)
         first, count = self._ranks.rank * each + 1, self._ranks.size * each
         names = [f"{kind}-{first + i:05d}-of-{count:05d}.safetensors" for i in range(each)]
@@ -119,14 +119,24 @@ class Exporter:
         self._kept[name].copy_(tensor, non_blocking=True)
 
     def _owned(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of this rank's share, by Hugging Face name; all ranks must run to the end."""
-        group, assigned = self._ranks.tensor_group, [0] * self._ranks.size
+        """Yield the tensors of this rank's share, by Hugging Face name; all ranks must run to the end.
+
+        Ranks that hold the same tensors take turns: those of a stage, and for divided experts fewer.
+        """
+        ranks = self._ranks
+        turns = Turns(ranks.tensor_group.size() * ranks.replica_group.size())
+        turns_of_experts = Turns(ranks.expert_replica_group.size())
         for name, parameter in self._model.named_parameters():
-            owner = assigned.index(min(assigned))
-            assigned[owner] += parameter.numel()
-            data_rank, tensor_rank = divmod(owner, group.size())
-            if data_rank == self._ranks.data_rank:
-                yield from gather(parameter.data, self._layouts[name], tensor_rank, group).items()
+            layout = self._layouts[name]
+            if layout.is_copy:
+                continue
+            if layout.is_divided:
+                if turns_of_experts.take(parameter) == ranks.expert_replica_group.rank():
+                    yield from layout.whole([parameter.data]).items()
+                continue
+            replica, tensor_rank = divmod(turns.take(parameter), ranks.tensor_group.size())
+            if replica == ranks.replica_group.rank():
+                yield from gather(parameter.data, layout, tensor_rank, ranks.tensor_group).items()
 
     def _write_index(self, folder: Path, shares: Sequence[tuple[dict[str, str], int]]) -> None:
         where = {name: file for files, _ in shares for name, file in files.items()}
@@ -143,6 +153,18 @@ class Exporter:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         if config.get(key) != dtype:
             (folder / "config.json").write_text(json.dumps(config | {key: dtype}, indent=2))
+
+
+class Turns:
+    """Give each tensor to the rank that has the least to write so far."""
+
+    def __init__(self, size: int) -> None:
+        self._assigned = [0] * size
+
+    def take(self, parameter: Tensor) -> int:
+        owner = self._assigned.index(min(self._assigned))
+        self._assigned[owner] += parameter.numel()
+        return owner
 
 
 def _numbers(scalars: Sequence[Tensor]) -> list[int]:

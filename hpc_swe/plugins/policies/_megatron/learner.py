@@ -26,6 +26,7 @@ from hpc_swe.plugins.policies._megatron.compat import cpu_as_cuda
 from hpc_swe.plugins.policies._megatron.model import build_model
 from hpc_swe.plugins.policies._megatron.offload import Offload
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
+from hpc_swe.plugins.policies._megatron.pipeline import Outputs, Pass, Stages
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 from hpc_swe.plugins.policies.base import Carrier, Objective, OptimizerConfig, Tensors, TrainedTokens
 from hpc_swe.records import Batch, IdArray, MicroBatch, TensorInfo, id_array
@@ -72,7 +73,9 @@ class PreparedMicroBatch:
     proximal: Tensor | None = None
 
 
-Pass = tuple[Tensor, Tensor, Tensor, float, bool]
+Statistics = tuple[Tensor, Tensor, Tensor]
+"""Loss of a microbatch or a step, sums and maxima of its statistics."""
+Update = tuple[Tensor, Tensor, Tensor, float, bool]
 """Loss of an optimizer step, sums and maxima of its statistics, norm of its gradient, and if it was taken."""
 
 
@@ -89,8 +92,8 @@ class MegatronLearner:
     ) -> None:
         """Load `tensors` into the model, or without them the files of the folder `model`."""
         shape = ModelShape.read(model)
-        shape.check_parallel(settings.tensor_parallel, settings.sequence_parallel)
-        self.ranks = TorchRanks(settings.tensor_parallel)
+        settings.check(shape)
+        self.ranks = TorchRanks(settings)
         self.tensor_parallel = settings.tensor_parallel
         self.vocabulary = shape.vocab
         self.tolerance = 1e-3 if settings.dtype == "float32" else 0.25
@@ -112,7 +115,9 @@ class MegatronLearner:
         )
         self._checkpointer = state.Checkpointer(self.ranks, self._model, self._optimizer, self._schedule)
         multiple = settings.tensor_parallel if settings.sequence_parallel else 1
-        self._packer = packing.Packer(shape.head_dim, shape.rope, DTYPES[settings.dtype], multiple)
+        rank, parts = self.ranks.context_group.rank(), settings.context_parallel
+        self._packer = packing.Packer(shape, DTYPES[settings.dtype], multiple, rank=rank, parts=parts)
+        self._stages = Stages(self._ddp, settings.pipeline_parallel)
 
     def train(self, batch: Batch, objective: Objective) -> dict[str, float]:
         if (batch.step, batch.rank) != (self.step, self.ranks.data_rank):
@@ -131,18 +136,23 @@ class MegatronLearner:
         self.step += 1
         metrics = self._report(passes, len(batch.minibatches) or 1, objective)
         lr = float(self._optimizer.param_groups[0]["lr"])
-        return self.ranks.broadcast(metrics | {"policy/lr": lr} | watch.read())
+        return self.ranks.broadcast_from_last_stage(metrics | {"policy/lr": lr} | watch.read())
 
     def evaluate(self, batch: Batch, objective: Objective) -> dict[str, float]:
-        with torch.no_grad():
-            results = [objective(self._terms(each)) for each in _trained(batch)]
-        return self.ranks.broadcast(self._totals(results, 1, objective))
+        def finish(each: PreparedMicroBatch, outputs: Outputs) -> tuple[Tensor, Statistics]:
+            found = objective(_terms(each, outputs))
+            return found[0], found
+
+        results = self._stages.infer(_trained(batch), Pass(self._predict, finish))
+        return self.ranks.broadcast_from_last_stage(self._totals(results, 1, objective))
 
     def logprobs(self, token_ids: list[int]) -> list[float]:
-        with torch.no_grad():
-            count = len(token_ids)
-            logprobs, _ = self._forward(np.asarray(token_ids), [count], np.arange(1, count))
-        return [float(value) for value in logprobs.tolist()]
+        ids, count = np.asarray(token_ids), len(token_ids)
+        forward = Pass(lambda each: self._forward(each, [count], np.arange(1, count)), _keep_logprobs)
+        found = self._stages.infer([ids], forward)
+        return self.ranks.broadcast_from_last_stage(
+            [float(value) for each in found for value in each.tolist()]
+        )
 
     def export(self, folder: Path, carrier: Carrier = "full") -> dict[str, TensorInfo]:
         return self._exporter.write(folder, carrier)
@@ -162,23 +172,22 @@ class MegatronLearner:
     def close(self) -> None:
         self.ranks.close()
 
-    def _terms(self, work: PreparedMicroBatch) -> TrainedTokens:
-        return packing.terms(work.micro, work.rows, self._predict(work), work.reference, work.proximal)
-
-    def _predict(self, work: PreparedMicroBatch) -> tuple[Tensor, Tensor]:
+    def _predict(self, work: PreparedMicroBatch) -> Outputs:
         micro = work.micro
         experts = micro.routing if self._replays else b""
         return self._forward(id_array(micro.token_ids), micro.sequence_lengths, work.rows, experts)
 
     def _forward(
         self, ids: IdArray, lengths: Sequence[int], trained: NDArray[np.integer], experts: bytes = b""
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Outputs:
         tokens, packed = self._packer.pack(ids, lengths, trained)
         if experts:
-            padding = tokens.shape[1] - len(ids)
-            packed = replace(packed, experts=routing.read(experts, self._shape, len(ids), padding))
-        logprobs, entropy = self._ddp(tokens, None, None, packed_seq_params=packed)
-        return logprobs, entropy
+            group = self.ranks.context_group
+            padding = tokens.shape[1] * group.size() - len(ids)
+            chosen = routing.read(experts, self._shape, len(ids), padding)
+            packed = replace(packed, experts=chosen.chunk(group.size())[group.rank()])
+        found: Outputs = self._ddp(tokens, None, None, packed_seq_params=packed)
+        return found
 
     def _prepare(self, batch: Batch, objective: Objective) -> list[PreparedMicroBatch]:
         work = _trained(batch)
@@ -193,10 +202,10 @@ class MegatronLearner:
 
     def _fixed_logprobs(
         self, work: Sequence[PreparedMicroBatch]
-    ) -> Iterator[tuple[PreparedMicroBatch, Tensor]]:
-        with torch.no_grad():
-            for each in work:
-                yield each, self._predict(each)[0]
+    ) -> Iterator[tuple[PreparedMicroBatch, Tensor | None]]:
+        """Yield microbatches with their log-probabilities, which only the last stage has and needs."""
+        found = self._stages.infer(work, Pass(self._predict, _keep_logprobs))
+        return zip(work, found or [None] * len(work), strict=True)
 
     def _parts(
         self, batch: Batch, work: Sequence[PreparedMicroBatch]
@@ -217,13 +226,14 @@ class MegatronLearner:
         """Add up gradients; return the loss, and sums and maxima of the statistics."""
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
-        results = []
-        for each in work:
-            loss, sums, maxima = objective(self._terms(each))
-            watch.lap("step_seconds/forward")
-            loss.backward()
-            watch.lap("step_seconds/backward")
-            results.append((loss.detach(), sums, maxima))
+
+        def finish(each: PreparedMicroBatch, outputs: Outputs) -> tuple[Tensor, Statistics]:
+            loss, sums, maxima = objective(_terms(each, outputs))
+            return loss, (loss.detach(), sums, maxima)
+
+        results = self._stages.train(work, Pass(self._predict, finish, watch.lap))
+        if not self.ranks.is_last_stage:
+            return torch.zeros(()), torch.zeros(0), torch.zeros(0)  # the last stage reports
         losses, sums, maxima = (torch.stack(parts) for parts in zip(*results, strict=True))
         if not losses.sum().isfinite():
             bad = [each.index for each, loss in zip(work, losses, strict=True) if not loss.isfinite()]
@@ -246,8 +256,10 @@ class MegatronLearner:
         dist.all_reduce(is_bad, dist.ReduceOp.MAX)
         return not is_bad.item()
 
-    def _report(self, passes: Sequence[Pass], minibatches: int, objective: Objective) -> dict[str, float]:
+    def _report(self, passes: Sequence[Update], minibatches: int, objective: Objective) -> dict[str, float]:
         """Return the metrics of a batch: means over its optimizer steps, sums over one pass."""
+        if not self.ranks.is_last_stage:
+            return {}
         norms = [norm for *_, norm, is_taken in passes if is_taken]
         skipped = float(len(passes) - len(norms))
         steps = {"policy/grad_norm": fmean(norms or [math.nan]), "policy/skipped": skipped}
@@ -257,13 +269,26 @@ class MegatronLearner:
     def _totals(
         self, results: Sequence[tuple[Tensor, Tensor, Tensor]], epochs: int, objective: Objective
     ) -> dict[str, float]:
-        """Return the loss and the objective's metrics over all ranks, as of one of `epochs` passes."""
+        """Return the loss and the objective's metrics over all ranks, as of one of `epochs` passes.
+
+        Only the last stage has any.
+        """
+        if not self.ranks.is_last_stage:
+            return {}
         losses, sums, maxima = (torch.stack(parts) for parts in zip(*results, strict=True))
         totals, highest = torch.cat((losses.sum()[None].double(), sums.sum(0).double())), maxima.amax(0)
         dist.all_reduce(totals, group=self.ranks.data_group)
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.ranks.data_group)
         loss, *rest = (totals / epochs).tolist()
         return {"policy/loss": loss} | objective.metrics(rest, highest.tolist())
+
+
+def _terms(work: PreparedMicroBatch, outputs: Outputs) -> TrainedTokens:
+    return packing.terms(work.micro, work.rows, outputs, work.reference, work.proximal)
+
+
+def _keep_logprobs(_: object, outputs: Outputs) -> tuple[Tensor, Tensor]:
+    return outputs[0], outputs[0]
 
 
 def _trained(batch: Batch) -> list[PreparedMicroBatch]:

@@ -4,7 +4,11 @@ The estimate of GPU memory was compared with one H200 and is right to a few per 
 tests/runs/test_estimate.py.
 
     P parameters   h hidden   H, G heads and key-value heads times head_dim   f inner width
-    T tokens of a microbatch   k experts a token   tp, dp tensor- and data-parallel sizes
+    T tokens of a microbatch   k experts a token
+    tp, pp, cp, ep, dp tensor-, pipeline-, context-, expert- and data-parallel sizes
+
+A stage of a pipeline holds as many microbatches as there are stages behind it, so the first one's activations
+are those of a microbatch in all layers.
 """
 
 from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part
@@ -22,17 +26,21 @@ def learner_memory(
     Megatron's DistributedDataParallel and (Distributed)Optimizer hold in bfloat16 2 bytes of weight, 4 of
     gradient, and 12 of optimizer state (float32 weight, two moments), the last divided by dp when the
     optimizer is distributed; in float32 4, 4 and 8. AdamW's step makes one more float32 of its share.
+    With context parallelism dp is dp times cp here, and experts have fewer copies than the rest.
     The reference model is in host memory and takes none here.
 
     The estimate leaves out float32 attention on CUDA, which has no kernel without score matrices.
     """
-    count = shape.parameters.of_rank(policy.tensor_parallel)
+    count = _held(shape, policy)
     size, states = (2, 12) if policy.dtype == "bfloat16" else (4, 8)
-    shards = data_parallel if policy.distributed_optimizer else 1
+    stepped = _stepped(shape, policy, data_parallel)
+    tokens = -(-tokens // policy.context_parallel)
+    share = "P" + "".join(f" / {name}" for name, ranks in _sizes(policy).items() if ranks > 1 or name == "tp")
+    shards = " / dp" if stepped < count else ""
     held = [
-        Part("weights", f"{size} P / tp", size * count),
-        Part("gradients", "4 P / tp", 4 * count),
-        Part("optimizer", f"{states} P / tp{' / dp' if shards > 1 else ''}", states * count / shards),
+        Part("weights", f"{size} {share}", size * count),
+        Part("gradients", f"4 {share}", 4 * count),
+        Part("optimizer", f"{states} {share}{shards}", states * stepped),
     ]
     saved = tokens * size * shape.layers * _saved(shape, policy, policy.recompute)
     saved += tokens * size * 4 * shape.hidden
@@ -42,13 +50,16 @@ def learner_memory(
         Part("activations", f"recompute = {policy.recompute}, T = {tokens}", saved),
         Part(f"at most: {moment[1]}", f"logprob_chunk = {policy.logprob_chunk}", moment[0]),
     ]
-    stepping = 4 * count / shards
-    step = Part("or then: AdamW's step", f"4 P / tp{' / dp' if shards > 1 else ''}", stepping)
+    stepping = 4 * stepped
+    step = Part("or then: AdamW's step", f"4 {share}{shards}", stepping)
     peak = sum(part.bytes for part in held) + max(saved + moment[0], stepping)
     pinned = reference_memory(shape, policy) / GIB
     return MemoryEstimate(
-        f"memory of each learner GPU: P = {shape.parameters.total:,}, tp = {policy.tensor_parallel}, "
-        f"dp = {data_parallel}",
+        f"memory of each learner GPU: P = {shape.parameters.total:,}, "
+        + ", ".join(
+            f"{name} = {ranks}" for name, ranks in _sizes(policy).items() if ranks > 1 or name == "tp"
+        )
+        + f", dp = {data_parallel}",
         [*held, *computing, step],
         Part("peak", "leave 15 % for the allocator", peak),
         [f"reference model: {pinned:.2f} GiB of host memory for each learner process"] * reference,
@@ -58,7 +69,35 @@ def learner_memory(
 def reference_memory(shape: ModelShape, policy: MegatronSettings) -> float:
     """Return the bytes of host memory that each rank pins for the weights of reference and policy."""
     size = 2 if policy.dtype == "bfloat16" else 4
-    return 2.0 * size * shape.parameters.of_rank(policy.tensor_parallel)
+    return 2.0 * size * _held(shape, policy)
+
+
+def _sizes(policy: MegatronSettings) -> dict[str, int]:
+    return {"tp": policy.tensor_parallel, "pp": policy.pipeline_parallel, "ep": policy.expert_parallel}
+
+
+def _parts(shape: ModelShape, policy: MegatronSettings) -> tuple[float, float]:
+    """Return a rank's parameters of its largest stage, and its part of the experts'."""
+    known, tp, pp = shape.parameters, policy.tensor_parallel, policy.pipeline_parallel
+    tables = known.tables if pp == 1 else shape.vocab * shape.hidden
+    ranks = policy.expert_parallel if policy.expert_parallel > 1 else tp
+    return (tables + known.split / pp) / tp + known.whole / pp, known.experts / pp / ranks
+
+
+def _held(shape: ModelShape, policy: MegatronSettings) -> float:
+    return sum(_parts(shape, policy))
+
+
+def _stepped(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> float:
+    """Return how many parameters a rank's optimizer updates."""
+    if not policy.distributed_optimizer:
+        return _held(shape, policy)
+    copies = policy.context_parallel * data_parallel
+    dense, experts = _parts(shape, policy)
+    of_experts = (
+        copies * policy.tensor_parallel / policy.expert_parallel if policy.expert_parallel > 1 else copies
+    )
+    return dense / copies + experts / of_experts
 
 
 def files(shape: ModelShape, policy: MegatronSettings) -> tuple[Part, Part]:
@@ -88,7 +127,9 @@ def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float
         return 4 * residual + 4 * heads + 3 * groups
     inner = 3 * shape.ffn / tp
     if shape.experts:
-        inner = shape.experts_per_token * (shape.hidden + 5 * shape.ffn / tp)
+        apart = policy.expert_parallel > 1  # then a rank routes its own tokens to whole experts
+        width = 5 * shape.ffn / (ranks if apart else tp)
+        inner = shape.experts_per_token * (shape.hidden / (ranks if apart else 1) + width)
     return 4 * residual + 5 * heads + 4 * groups + inner
 
 

@@ -6,7 +6,7 @@ the same on CPU and CUDA. The model returns log-probabilities, never logits.
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -17,6 +17,7 @@ from torch import Tensor
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import compat, routing
 from hpc_swe.plugins.policies._megatron.attention import Attention
+from hpc_swe.plugins.policies._megatron.context import ContextAttention, join_trained
 from hpc_swe.plugins.policies._megatron.experts import Experts
 from hpc_swe.plugins.policies._megatron.kernels import RMSNorm
 from hpc_swe.plugins.policies._megatron.logprobs import linear_logprobs
@@ -32,7 +33,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
     def _postprocess(
         self, hidden_states: Tensor, packed_seq_params: Packing, **_: object
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        if not self.post_process:
+            return hidden_states  # for the next stage
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
@@ -43,22 +46,26 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         shared = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
         rows = hidden[:, 0].index_select(0, packed_seq_params.rows)
-        return linear_logprobs(rows, weight, packed_seq_params.targets, group, self.chunk)
+        found = linear_logprobs(rows, weight, packed_seq_params.targets, group, self.chunk)
+        return join_trained(found, packed_seq_params, self.pg_collection.cp)
 
 
 def build_model(shape: ModelShape, settings: MegatronSettings) -> PolicyModel:
     """Build the model on this rank's device; its weights are not initialized."""
     config = _transformer_config(shape, settings)
-    layers = [_layer(config) for _ in range(shape.layers)]
+    layers = [_layer(config) for _ in range(shape.layers // settings.pipeline_parallel)]
     block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
-    model = PolicyModel(
-        config=config,
-        transformer_layer_spec=block,
-        vocab_size=shape.vocab,
-        max_sequence_length=0,  # positions are rotary, and `Attention` applies them
-        share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="none",
-    )
+    with compat.cpu_as_cuda():
+        model = PolicyModel(
+            config=config,
+            transformer_layer_spec=block,
+            vocab_size=shape.vocab,
+            max_sequence_length=0,  # positions are rotary, and `Attention` applies them
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="none",
+        )
     model.chunk = settings.logprob_chunk
     compat.mark_shards(model)
     if shape.experts:
@@ -86,6 +93,13 @@ def _transformer_config(shape: ModelShape, settings: MegatronSettings) -> Transf
         attention_dropout=0.0,
         tensor_model_parallel_size=settings.tensor_parallel,
         sequence_parallel=settings.sequence_parallel,
+        pipeline_model_parallel_size=settings.pipeline_parallel,
+        context_parallel_size=settings.context_parallel,
+        expert_model_parallel_size=settings.expert_parallel,
+        expert_tensor_parallel_size=1 if settings.expert_parallel > 1 else settings.tensor_parallel,
+        # Microbatches differ in length between steps and ranks; only this dispatcher of tokens allows that.
+        variable_seq_lengths=settings.pipeline_parallel > 1,
+        moe_token_dispatcher_type="alltoall" if _is_ragged(settings) else "allgather",
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=settings.dtype == "bfloat16",
@@ -96,6 +110,10 @@ def _transformer_config(shape: ModelShape, settings: MegatronSettings) -> Transf
         **_recompute(settings.recompute, bool(shape.experts)),
         **(_expert_settings(shape) if shape.experts else {}),
     )
+
+
+def _is_ragged(settings: MegatronSettings) -> bool:
+    return settings.pipeline_parallel > 1 or settings.expert_parallel > 1
 
 
 def _expert_settings(shape: ModelShape) -> dict[str, object]:
@@ -126,7 +144,9 @@ def _layer(config: TransformerConfig) -> ModuleSpec:
     )
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    parts.self_attention.submodules.core_attention = Attention
+    parts.self_attention.submodules.core_attention = (
+        ContextAttention if config.context_parallel_size > 1 else Attention
+    )
     if config.qk_layernorm:
         parts.self_attention.submodules.q_layernorm = RMSNorm
         parts.self_attention.submodules.k_layernorm = RMSNorm

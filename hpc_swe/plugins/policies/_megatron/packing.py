@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpc_swe.errors import ProtocolError
+from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron.frequencies import frequencies
 from hpc_swe.plugins.policies._megatron.parallel import device
 from hpc_swe.plugins.policies.base import TrainedTokens
-from hpc_swe.plugins.rope import Rope
 from hpc_swe.records import MicroBatch, float_array
 
 
@@ -29,11 +29,15 @@ class Packing:
     """[tokens, 1, head_dim], of the angles of each token's position in its sequence."""
     sines: Tensor
     rows: Tensor
-    """int64 [n], positions whose next token is trained."""
+    """int64 [n], positions among this rank's tokens whose next token is trained."""
     targets: Tensor
     """int64 [n], those next tokens."""
     experts: Tensor | None = None
     """uint8 [tokens, layers, k], see `routing`; None leaves the choice to the routers."""
+    trained: int = 0
+    """Number of trained tokens of the microbatch; with context parallelism this rank has a part of them."""
+    trained_before: int = 0
+    """Number of trained tokens that ranks before this one have."""
     qkv_format: str = field(default="thd", init=False)
 
 
@@ -47,18 +51,21 @@ def rotate(heads: Tensor, packing: Packing) -> Tensor:
 
 
 class Packer:
-    """Pack microbatches on the device of this rank."""
+    """Pack microbatches on the device of this rank, which has part `rank` of `parts` of their tokens."""
 
-    def __init__(self, head_dim: int, rope: Rope, dtype: torch.dtype, multiple: int) -> None:
-        self._dtype, self._multiple, self._scale = dtype, multiple, rope.attention_factor
-        self._frequencies = frequencies(rope, head_dim).to(device())
+    def __init__(
+        self, shape: ModelShape, dtype: torch.dtype, multiple: int, *, rank: int = 0, parts: int = 1
+    ) -> None:
+        self._dtype, self._multiple, self._scale = dtype, multiple * parts, shape.rope.attention_factor
+        self._rank, self._parts = rank, parts
+        self._frequencies = frequencies(shape.rope, shape.head_dim).to(device())
 
     def pack(
         self, token_ids: NDArray[np.int32], lengths: Sequence[int], trained: NDArray[np.integer]
     ) -> tuple[Tensor, Packing]:
-        """Return token ids [1, tokens], padded to `multiple`, and their packing.
+        """Return this rank's token ids [1, tokens / parts] of the padded microbatch, and their packing.
 
-        `trained` are the positions of the tokens to predict; none may be the first of its sequence.
+        `trained` are the positions of the tokens to predict, in order; none may be the first of its sequence.
         """
         missing = max(-len(token_ids) % self._multiple, 0 if len(token_ids) else self._multiple)
         padded = [*lengths, missing] if missing else list(lengths)
@@ -66,14 +73,19 @@ class Packer:
         positions = np.concatenate([np.arange(length, dtype=np.float32) for length in padded])
         angles = _upload(positions)[:, None] * self._frequencies
         angles = torch.cat((angles, angles), dim=-1)[:, None]
+        part = len(ids) // self._parts
+        first, last = np.searchsorted(trained, np.array([self._rank, self._rank + 1]) * part + 1).tolist()
+        own = trained[first:last]
         packing = Packing(
             lengths=padded,
             cosines=(angles.cos() * self._scale).to(self._dtype),
             sines=(angles.sin() * self._scale).to(self._dtype),
-            rows=_upload(trained.astype(np.int64) - 1),
-            targets=_upload(ids[trained]),
+            rows=_upload(own.astype(np.int64) - 1 - self._rank * part),
+            targets=_upload(ids[own]),
+            trained=len(trained),
+            trained_before=first,
         )
-        return _upload(ids)[None], packing
+        return _upload(ids[self._rank * part : (self._rank + 1) * part])[None], packing
 
 
 def trained_positions(micro: MicroBatch, where: str) -> NDArray[np.integer]:

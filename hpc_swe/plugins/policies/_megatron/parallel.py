@@ -1,4 +1,4 @@
-"""Join the process group, and split it into tensor times data parallel.
+"""Join the process group, and split it into groups: tensor, context, data and pipeline, from near to far.
 
 Python objects travel over gloo, also where tensors use NCCL: a rank that waits for a batch must neither
 spin on the GPU nor trigger NCCL's watchdog.
@@ -15,6 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.policies._megatron import compat
+from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 from hpc_swe.processes import MEETING
 
 T = TypeVar("T")
@@ -25,25 +26,49 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class TorchRanks:
     """Connect this process with those that train with it. Implements `Ranks` of plugins/policies/base.py."""
 
-    def __init__(self, tensor_size: int) -> None:
+    def __init__(self, settings: MegatronSettings) -> None:
         size = int(os.environ.get("WORLD_SIZE", "1"))
-        if size % tensor_size:
+        if size % settings.processes:
             raise ConfigError(
-                f"[policy] tensor_parallel = {tensor_size} does not divide the learner's {size} processes"
+                "[policy] tensor_parallel * pipeline_parallel * context_parallel = "
+                f"{settings.processes} does not divide the learner's {size} processes"
             )
+        settings.check_processes(size // settings.processes)
         _join(size)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_size)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=settings.tensor_parallel,
+            pipeline_model_parallel_size=settings.pipeline_parallel,
+            context_parallel_size=settings.context_parallel,
+            expert_model_parallel_size=settings.expert_parallel,
+            # Experts that are divided among processes are whole there, so each product stays large.
+            expert_tensor_parallel_size=1 if settings.expert_parallel > 1 else None,
+        )
         # Dropout is 0 and weights come from files, so no CUDA random state is needed: use the no-op tracker.
         torch.manual_seed(1)
         tensor_parallel.model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
-        self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self.data_group = parallel_state.get_data_parallel_group()
         self.data_rank: int = self.data_group.rank()
+        self.replica_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        """The ranks that hold the same part of the model, its experts left out."""
+        self.context_group = parallel_state.get_context_parallel_group()
+        self.expert_replica_group = parallel_state.get_expert_data_parallel_group()
+        """The ranks that hold the same experts."""
+        self.pipeline_size = settings.pipeline_parallel
+        self.is_last_stage: bool = parallel_state.is_pipeline_last_stage()
+        self._first_of_last_stage = self.size - self.size // settings.pipeline_parallel
 
     def broadcast(self, value: T) -> T:
+        return self._broadcast(value, 0)
+
+    def broadcast_from_last_stage(self, value: T) -> T:
+        """Return on every rank the value of the first rank that computes the loss."""
+        return self._broadcast(value, self._first_of_last_stage)
+
+    def _broadcast(self, value: T, source: int) -> T:
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=source)
         return box[0]
 
     def gather(self, value: T) -> list[T]:

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.model_shape import ModelShape
 
 
 class MegatronSettings(Plugin, frozen=True, kw_only=True):
@@ -16,6 +17,15 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
 
     tensor_parallel: Annotated[int, Meta(gt=0)] = 1
     """Number of processes that share each layer; groups of them train on different data."""
+    pipeline_parallel: Annotated[int, Meta(gt=0)] = 1
+    """Number of stages, of equally many layers, which microbatches pass one after another. A step should have
+    several times as many microbatches as stages."""
+    context_parallel: Annotated[int, Meta(gt=0)] = 1
+    """Number of groups of processes that share the tokens of each microbatch, for long contexts. Attention
+    divides its heads among them: this times `tensor_parallel` must divide the heads of keys and values."""
+    expert_parallel: Annotated[int, Meta(gt=0)] = 1
+    """Number of groups of processes that share the experts of each layer; above 1 no expert is split. It adds
+    no processes: it divides those that tensor, context and data parallelism give."""
     device: Literal["gpu", "cpu"] = "gpu"
     """gpu: each process needs one GPU, and the learner refuses to start with fewer. cpu: GPUs are ignored."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -39,3 +49,49 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigError("[policy] sequence_parallel = true needs tensor_parallel > 1")
+        sizes = {"pipeline_parallel": self.pipeline_parallel, "expert_parallel": self.expert_parallel}
+        for key, size in sizes.items():
+            if size > 1 and not self.distributed_optimizer:  # only its checkpoints resume at another layout
+                raise ConfigError(f"[policy] {key} = {size} needs distributed_optimizer = true")
+
+    @property
+    def processes(self) -> int:
+        """Return how many processes hold one copy of the model."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    def check(self, shape: ModelShape) -> None:
+        """Raise ConfigError, naming the setting and the size, if the model cannot be divided like this."""
+        if shape.experts and self.tensor_parallel > 1 and not self.sequence_parallel:
+            raise ConfigError("[policy] a model with experts needs sequence_parallel = true")
+        if self.expert_parallel > 1 and not shape.experts:
+            raise ConfigError(
+                f"[policy] expert_parallel = {self.expert_parallel}, but the model has no experts"
+            )
+        replays = bool(shape.experts) and self.replay_routing
+        if replays and self.pipeline_parallel > 1 and self.recompute == "selective":
+            raise ConfigError(  # Megatron recomputes routers, after other microbatches went through them
+                '[policy] recompute = "selective" with pipeline_parallel > 1 would repeat the choice of '
+                'experts of another microbatch; set recompute to "none" or "full", or replay_routing = false'
+            )
+        tensor, heads = self.tensor_parallel, self.tensor_parallel * self.context_parallel
+        of_heads = "tensor_parallel * context_parallel" if self.context_parallel > 1 else "tensor_parallel"
+        rules = [
+            (of_heads, heads, "heads", shape.heads),
+            (of_heads, heads, "groups", shape.groups),
+            ("tensor_parallel", tensor, "ffn", shape.ffn),
+            ("tensor_parallel", tensor, "vocab", shape.vocab),
+            ("pipeline_parallel", self.pipeline_parallel, "layers", shape.layers),
+            ("expert_parallel", self.expert_parallel, "experts", shape.experts),
+        ]
+        for key, parts, name, size in rules:
+            if size % parts:
+                raise ConfigError(f"[policy] {key} = {parts} does not divide the model's {name}, {size}")
+
+    def check_processes(self, data_parallel: int) -> None:
+        """Raise ConfigError unless the experts can be divided among the processes of a stage."""
+        stage = self.tensor_parallel * self.context_parallel * data_parallel
+        if stage % self.expert_parallel:
+            raise ConfigError(
+                f"[policy] expert_parallel = {self.expert_parallel} does not divide the {stage} processes of "
+                "policy.tensor_parallel * policy.context_parallel * learner.data_parallel"
+            )

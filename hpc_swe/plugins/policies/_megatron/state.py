@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
@@ -121,7 +122,7 @@ def _host_copy(data: Tensor) -> Tensor:
 class Checkpointer:
     """Save and load weights, optimizer, schedule, step and random state.
 
-    Any number of tensor- or data-parallel ranks can resume from a checkpoint.
+    Ranks of any layout can resume from a checkpoint.
     """
 
     _ranks: TorchRanks
@@ -151,7 +152,7 @@ class Checkpointer:
             compat.prepare_state(self._optimizer)
             state = dist_checkpointing.load(self._state(loading=True), str(folder))
             self._model.load_state_dict(state["model"], strict=True)
-            self._optimizer.load_state_dict(state["optimizer"])
+            self._load_optimizer(state["optimizer"])
             compat.separate_steps(self._optimizer)
         self._schedule.num_steps = 0  # loading adds to it
         self._schedule.load_state_dict(state["schedule"])
@@ -159,10 +160,43 @@ class Checkpointer:
         return int(state["step"])
 
     def _state(self, *, loading: bool) -> dict[str, object]:
-        content = CONTENT | {"dp_cp_group": self._ranks.data_group}
+        content = CONTENT | {"dp_cp_group": self._ranks.replica_group}
         model = self._model.sharded_state_dict(metadata=content)
-        optimizer = self._optimizer.sharded_state_dict(model, is_loading=loading, metadata=content)
-        return {"model": model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
+        return {
+            "model": model,
+            "optimizer": self._optimizer_state(model, content, loading=loading),
+            "schedule": self._schedule.state_dict(),
+        }
+
+    def _optimizer_state(
+        self, model: dict[str, object], content: dict[str, object], *, loading: bool
+    ) -> dict[Any, Any]:
+        """Return the state of the optimizer, in the same form for any number of expert-parallel ranks.
+
+        Experts that are divided among ranks have an optimizer of their own. Megatron would write the groups
+        of both under other names than those of one, and could not read them at another number of ranks.
+        """
+        parts = [
+            each.sharded_state_dict(model, loading, metadata=content)
+            for each in self._optimizer.chained_optimizers
+        ]
+        if len(parts) == 1:
+            return dict(parts[0])
+        groups = [group for part in parts for group in part["optimizer"]["param_groups"]]
+        states = {index: {"param_state": part["param_state"]} for index, part in enumerate(parts)}
+        common = {key: value for key, value in parts[0].items() if key != "param_state"}
+        return {**common, "optimizer": {"param_groups": groups}, **states}
+
+    def _load_optimizer(self, state: dict[Any, Any]) -> None:
+        """Load what `_optimizer_state` described; one common record of groups serves all optimizers."""
+        optimizers = self._optimizer.chained_optimizers
+        if len(optimizers) == 1:
+            optimizers[0].load_state_dict(state)
+            return
+        groups = state["optimizer"]["param_groups"]
+        every = [group | {"is_expert_parallel": flag} for group in groups for flag in (False, True)]
+        for index, optimizer in enumerate(optimizers):
+            optimizer.load_state_dict({**state, **state[index], "optimizer": {"param_groups": every}})
 
 
 def _refusal(folder: Path, error: CheckpointException) -> StorageError | None:

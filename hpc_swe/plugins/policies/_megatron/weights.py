@@ -1,7 +1,8 @@
 """Convert weights between Hugging Face's files and Megatron's parameters, bit for bit.
 
 A `Layout` states which Hugging Face tensors make up one Megatron parameter: they are fused into one tensor,
-which is cut into equal parts along one dimension, one part for each tensor-parallel rank.
+which is cut into equal parts along one dimension, one part for each tensor-parallel rank. A rank has layouts
+of its own layers and experts only.
 """
 
 import json
@@ -55,6 +56,10 @@ class Layout:
     """Shape of a rank's part of the fused tensor, -1 at `dim`; None when it is the parameter's own shape."""
     fuse: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]
     unfuse: Callable[[Tensor], Sequence[Tensor]] = lambda whole: [whole]
+    is_divided: bool = False
+    """Whether each expert-parallel rank holds other experts, whole."""
+    is_copy: bool = False
+    """Whether another stage has the same tensor, which it exports."""
 
     def part(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
         """Fuse Hugging Face tensors, and return the part of one rank."""
@@ -71,8 +76,12 @@ class Layout:
 
 
 def layouts(model: GPTModel, shape: ModelShape) -> dict[str, Layout]:
-    """Return the layout of every parameter, in the order of the parameters."""
-    return {name: _layout(name, shape) for name, _ in model.named_parameters()}
+    """Return the layout of every parameter of this rank, in the order of the parameters."""
+    first = model.decoder.layers[0].layer_number - 1
+    group = model.pg_collection.ep
+    count = shape.experts // group.size()
+    experts = range(group.rank() * count, (group.rank() + 1) * count)
+    return {name: _layout(name, first, experts, shape) for name, _ in model.named_parameters()}
 
 
 def load(model: GPTModel, shape: ModelShape, snapshot: Tensors, group: dist.ProcessGroup) -> None:
@@ -96,15 +105,19 @@ def gather(part: Tensor, layout: Layout, owner: int, group: dist.ProcessGroup) -
     return layout.whole(parts) if parts else {}
 
 
-def _layout(name: str, shape: ModelShape) -> Layout:
+def _layout(name: str, first: int, experts: range, shape: ModelShape) -> Layout:
     if name == "embedding.word_embeddings.weight":
         return Layout(["model.embed_tokens.weight"], dim=0)
     if name == "output_layer.weight":
-        return Layout(["lm_head.weight"], dim=0)
+        source = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
+        return Layout([source], dim=0, is_copy=shape.tied)
     if name == "decoder.final_layernorm.weight":
         return Layout(["model.norm.weight"])
     _, _, layer, inner = name.split(".", 3)
-    return _layer_layout(f"model.layers.{layer}.", inner, shape)
+    prefix = f"model.layers.{first + int(layer)}."
+    if inner.startswith("mlp.experts."):
+        return _experts(f"{prefix}mlp.experts.", inner, experts, shape)
+    return _layer_layout(prefix, inner, shape)
 
 
 def _layer_layout(prefix: str, name: str, shape: ModelShape) -> Layout:
@@ -122,10 +135,8 @@ def _layer_layout(prefix: str, name: str, shape: ModelShape) -> Layout:
         return Layout([prefix + source], dim)
     if name.startswith("self_attention.linear_qkv."):
         return _qkv(prefix, name.rpartition(".")[2], shape)
-    if name == "mlp.linear_fc1.weight":
-        sources = [f"{prefix}mlp.{kind}_proj.weight" for kind in ("gate", "up")]
-        return Layout(sources, 1, (2, -1, shape.hidden), torch.stack, torch.unbind)
-    return _experts(f"{prefix}mlp.experts.", name, shape)
+    sources = [f"{prefix}mlp.{kind}_proj.weight" for kind in ("gate", "up")]
+    return Layout(sources, 1, (2, -1, shape.hidden), torch.stack, torch.unbind)
 
 
 def _qkv(prefix: str, kind: str, shape: ModelShape) -> Layout:
@@ -143,15 +154,16 @@ def _qkv(prefix: str, kind: str, shape: ModelShape) -> Layout:
     return Layout(sources, 0, (-1, sum(sizes), *tail), fuse, unfuse)
 
 
-def _experts(prefix: str, name: str, shape: ModelShape) -> Layout:
+def _experts(prefix: str, name: str, experts: range, shape: ModelShape) -> Layout:
     kinds = ("gate", "up") if name == "mlp.experts.gate_up" else ("down",)
-    sources = [f"{prefix}{expert}.{kind}_proj.weight" for expert in range(shape.experts) for kind in kinds]
+    sources = [f"{prefix}{expert}.{kind}_proj.weight" for expert in experts for kind in kinds]
 
     def fuse(tensors: Sequence[Tensor]) -> Tensor:
         whole = torch.stack(list(tensors))
-        return whole.view(shape.experts, 2, *whole.shape[1:]) if len(kinds) == 2 else whole
+        return whole.view(len(experts), 2, *whole.shape[1:]) if len(kinds) == 2 else whole
 
     def unfuse(whole: Tensor) -> Sequence[Tensor]:
         return list(whole.flatten(0, 1) if len(kinds) == 2 else whole)
 
-    return Layout(sources, 2, None, fuse, unfuse)
+    is_divided = len(experts) < shape.experts
+    return Layout(sources, None if is_divided else 2, None, fuse, unfuse, is_divided)

@@ -1,0 +1,15 @@
+"""The comparison of layouts runs on a CPU too; tests/plugins/policies/test_parity.py compares more there."""
+
+import pytest
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.slow
+
+from tests.gpu import parallel  # noqa: E402
+
+
+def test_two_processes_agree_with_transformers_in_either_precision(tmp_path):
+    cases = [("dense", "bfloat16", "CP=2"), ("experts", "float32", "EP=2 DP=2")]
+    results = list(parallel.Comparison(tmp_path, cases).results())
+    assert [result.case for result in results] == cases
+    assert not [str(result) for result in results if not result.passed]
