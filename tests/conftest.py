@@ -44,6 +44,17 @@ SMALL = [
 ]
 
 
+WARM_STEPS = 450
+WARM = [
+    f"steps={WARM_STEPS}",
+    f"learner.export_every={WARM_STEPS}",
+    f"learner.checkpoint_every={WARM_STEPS}",
+    "learner.optimizer.lr=6e-3",
+    "policy.tensor_parallel=1",  # a second rank of so small a model mostly waits for the first, and spins
+]
+"""What makes the demo's warm start short."""
+
+
 @pytest.fixture(scope="session")
 def small_words() -> list[str]:
     """What makes the demo's configuration small."""
@@ -96,7 +107,7 @@ def _is_mine(lock) -> bool:
 
 def _make_warm(small_run, cold: Path) -> Path:
     subprocess.run([sys.executable, "-m", "hpc_swe.demo.model", "--out", cold, "--seed", "3"], check=True)
-    run = small_run("sft", "demo_sft", f"model={cold}")
+    run = small_run("sft", "demo_sft", f"model={cold}", *WARM)
     version = weights.newest(run)
     assert version is not None
     return run.weight(version)

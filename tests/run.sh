@@ -8,6 +8,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 engines=(tests/pipeline tests/plugins/engines tests/plugins/policies tests/roles/inference tests/roles/learner)
 engines+=(tests/docs) # what a page types starts them too
 sandboxes=(tests/cheats tests/plugins/graders tests/plugins/sandboxes tests/tasks)
+unset PYTHONDONTWRITEBYTECODE # or each of some thousand processes compiles the project once more
+export OMP_NUM_THREADS=1 # or torch's threads spin on cores that the other parts use
 shared=$(mktemp -d)
 export HPC_SWE_TEST_SHARED=$shared # what one part has made, and others need as well
 parts=()

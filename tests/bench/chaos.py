@@ -1,12 +1,12 @@
 """A run of the demo whose processes are killed and frozen at random: at its end the disk must be right.
 
-    python -m tests.bench.chaos [--faults N] [--minutes M] [--seed S] [--model FOLDER] [--out FILE]
+    python -m tests.bench.chaos [--faults N] [--minutes M] [--seed S] [--model FOLDER] [KEY=VALUE ...]
 
-The configuration is configs/demo.toml with its own limits. Each fault hits one process of a kind chosen at
-random, several, all of one role, or everything. What is frozen goes on after a random time, or never. Ticks
-are commands of their own, as cron's are, and are hit as well. At last everything is killed at once, the run
-is told its last step, and nothing but ticks follows. The exit code is 0 when all invariants hold, nothing
-is left, and the run never stood still.
+The configuration is configs/demo.toml with its own limits, unless keys are given. Each fault hits one process
+of a kind chosen at random, several, all of one role, or everything. What is frozen goes on after a random
+time, or never. Ticks are commands of their own, as cron's are, and are hit as well. At last everything is
+killed at once, the run is told its last step, and nothing but ticks follows. The exit code is 0 when all
+invariants hold, nothing is left, and the run never stood still.
 """
 
 import argparse
@@ -76,6 +76,8 @@ class Chaos:
     run: RunDir
     books: Books
     rng: random.Random
+    words: Sequence[str]
+    """What differs from the demo's configuration."""
     faults: list[Fault] = field(default_factory=list)
     progress: list[float] = field(default_factory=list)
     """When a new version was seen."""
@@ -160,6 +162,12 @@ class Chaos:
         say(self.still[-1])
         self.thaw(all_of_it=True)
 
+    def configuration(self, steps: int) -> list[str]:
+        """The run's. A schedule that ends at step 48 has no place in a run of any length."""
+        model = self.run.root.parent / "model"
+        fixed = [f"model={model}", f"steps={steps}", "learner.optimizer.decay=constant"]
+        return ["configs/demo.toml", *fixed, *self.words]
+
     def launch(self, verb: str, *words: str) -> "subprocess.Popen[bytes]":
         """A command of the run's user."""
         line = [sys.executable, "-m", "hpc_swe.launch", verb]
@@ -190,7 +198,7 @@ class Chaos:
         version = weights.newest(self.run)
         last = LAST_STEPS + max(len(self.books.versions) and version.step if version else 0, self._batches())
         say(f"everything was killed; the run ends at step {last}")
-        self.launch("start", *words(self.run.root.parent / "model", last)).wait()
+        self.launch("start", *self.configuration(last)).wait()
         deadline = time.monotonic() + 4 * STILL_S
         while not self.run.finished.exists() and time.monotonic() < deadline:
             self.look()
@@ -252,11 +260,6 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
-def words(model: Path, steps: int) -> list[str]:
-    """The demo's configuration. A schedule that ends at step 48 has no place in a run of any length."""
-    return ["configs/demo.toml", f"model={model}", f"steps={steps}", "learner.optimizer.decay=constant"]
-
-
 def supply(model: Path, given: Path | None) -> None:
     """Copy the model that is given, or make one that calls the tools, as the demo does."""
     if given:
@@ -290,9 +293,9 @@ def suffer(folder: Path, arguments: argparse.Namespace) -> int:
     """The whole course in a folder; the exit code."""
     supply(folder / "model", arguments.model)
     run = RunDir(folder / "run")
-    chaos = Chaos(run, Books(run, folder / "batches"), random.Random(arguments.seed))
+    chaos = Chaos(run, Books(run, folder / "batches"), random.Random(arguments.seed), arguments.words)
     began = time.monotonic()
-    chaos.launch("start", *words(folder / "model", 100_000)).wait()
+    chaos.launch("start", *chaos.configuration(100_000)).wait()
     while not chaos.progress and time.monotonic() < began + STILL_S:
         chaos.look()
         time.sleep(LOOK_S)
@@ -320,6 +323,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="one that calls the tools; else it is made, in minutes")
     parser.add_argument("--keep", type=Path, help="folder for the run, which then stays")
     parser.add_argument("--out", type=Path, help="a file for the table")
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="what differs from configs/demo.toml")
     arguments = parser.parse_args()
     os.umask(0o077)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

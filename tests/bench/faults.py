@@ -289,7 +289,7 @@ def suffer(run: Run, fault: Fault, first: int) -> tuple[Row, int]:
     submissions, ticks = run.submissions(), fault.by != "itself"
 
     def restored() -> bool:
-        return not hit.victims & living(run) and all(map(run.is_whole, hit.roles))
+        return not hit.victims & living(run) and run.is_whole(*hit.roles)
 
     run.until(f"the recovery of {hit.roles}", restored, ticks=ticks)
     since = max(at, run.newest)

@@ -31,7 +31,6 @@ from tests.bench.chaos import (
     scratch,
     send,
     supply,
-    words,
 )
 from tests.kit.books import Books
 from tests.kit.run_processes import Process, family
@@ -87,8 +86,8 @@ def main() -> int:
         scratch().mkdir()
         supply(folder / "model", arguments.model)
         run = RunDir(folder / "run")
-        chaos = Chaos(run, Books(run, folder / "batches"), random.Random(0))
-        chaos.launch("start", *words(folder / "model", 100_000)).wait()
+        chaos = Chaos(run, Books(run, folder / "batches"), random.Random(0), [])
+        chaos.launch("start", *chaos.configuration(100_000)).wait()
         rows, version_s = [], [rest(chaos)]
         for kind in arguments.kinds:
             found = []

@@ -26,7 +26,7 @@ from tests.kit.cluster.run_kit import Books, Run
 PAUSE_S = (4.0, 16.0)
 LEARNER_S = 90.0
 """The learner takes half a minute to start; if it were hit more often, nothing would be trained."""
-LAST_STEPS = 8
+LAST_STEPS = 4
 LEAST_KINDS = 4
 MOST_TIMES = 10
 """The minutes asked for: by then so many kinds were met, or something is wrong with the faults."""

@@ -45,7 +45,7 @@ steps = 100000
 counts = { inference = 2, rollout = 4, reward = 2 }
 lease = { beat_s = 1.0, ttl_s = 6.0 }
 coordinator = { poll_s = 0.4, status_s = 2.0 }
-rollout.slots = 8
+rollout.slots = 4 # so that the episodes of two steps keep all workers busy
 eval.every = 0
 
 [tasks]
@@ -54,7 +54,7 @@ eval = 8
 
 [groups]
 group_size = 4
-groups_per_step = 4
+groups_per_step = 2
 resample = false
 
 [batches]
@@ -242,12 +242,15 @@ class Run:
     def newest(self) -> int:
         return max((step for _, step in self.steps), default=-1)
 
-    def is_whole(self, role: str) -> bool:
-        running = [job for job in self.jobs(role) if job.state == "RUNNING"]
-        return min(len(running), len(self.alive(role))) >= self.counts[role]
+    def is_whole(self, *roles: str) -> bool:
+        """Whether all jobs of these roles run and beat; the queue is asked only when they beat."""
+        if any(len(self.alive(role)) < self.counts[role] for role in roles):
+            return False
+        running = Counter(job.role for job in self.jobs() if job.state == "RUNNING")
+        return all(running[role] >= self.counts[role] for role in roles)
 
     def is_all_whole(self) -> bool:
-        return all(self.is_whole(role) for role in self.counts)
+        return self.is_whole(*self.counts)
 
     def submissions(self, role: str = "") -> set[str]:
         """All that were taken."""
@@ -274,7 +277,7 @@ class Run:
                 raise TimeoutError(f"waited {most_s:g} s in vain for {what}\n{self.state()}")
             if ticks and time.monotonic() - self._ticked > TICK_S:
                 self.tick()
-            time.sleep(0.25)
+            time.sleep(0.5)
 
     def watch(self, seconds: float) -> None:
         """Let it go on for a while."""

@@ -25,7 +25,7 @@ from hpc_swe.processes import descendants, start_time
 from tests.kit import checkout
 
 pytestmark = pytest.mark.slow
-EPISODES, KILLED, LANES = 300, 30, 3
+EPISODES, KILLED, LANES = 150, 30, 3
 FATES = ["worker", "container", "apptainer", "daemon", "first", "process", "socket"]
 WITH_WORKER = "ended with its worker"
 PR_SET_CHILD_SUBREAPER = 36
@@ -119,7 +119,7 @@ class Lane:
             self.ends.append(client.wait(180))
 
 
-def test_three_hundred_episodes_with_thirty_killed_at_random_leave_nothing(machine, three, tmp_path):
+def test_many_episodes_of_which_a_fifth_is_killed_at_random_leave_nothing(machine, three, tmp_path):
     seed = random.randrange(1 << 32)
     killed = random.Random(seed).sample(range(EPISODES), KILLED)
     fates = {number: FATES[place % len(FATES)] for place, number in enumerate(killed)}
