@@ -121,7 +121,9 @@ def agreement(found: dict[str, Measured]) -> str:
 
 def _figures(benchmark: Benchmark, name: str, found: Measured, best: Rates | str) -> list[str]:
     work, shape = benchmark.plan.workload, ModelShape.read(Path(benchmark.plan.model))
-    needed = work.packs * flops.step_flops(shape, work.lengths, work.trained)
+    steps = range(benchmark.plan.warm, benchmark.plan.warm + benchmark.plan.steps)
+    packs = [pack for step in steps for pack in work.packs_of(step)]
+    needed = sum(flops.step_flops(shape, lengths, trained) for lengths, trained in packs) / len(steps)
     rate = needed / found.step_s / benchmark.ranks
     peak = flops.datasheet_rate(best.device) if isinstance(best, Rates) else None
     parts = [found.seconds[part] for part in PARTS]
@@ -150,9 +152,11 @@ def describe(benchmark: Benchmark) -> str:
     """Return what every column trains, as one line."""
     work, tokens = benchmark.plan.workload, sum(benchmark.plan.workload.lengths)
     device = "GPU" if benchmark.on_gpu else "CPU"
+    trained = sum(trained for _, trained in work.packs_of(0))
+    varied = ", drawn anew around these" if work.vary else ""
     return (
         f"{benchmark.ranks} x {device}; a step trains {work.packs} packs of {tokens:,} tokens, lengths "
-        f"{spell_lengths(work.lengths)}, {100 * work.trained / tokens:.1f} % of them in the loss"
+        f"{spell_lengths(work.lengths)}{varied}, {100 * trained / work.packs / tokens:.1f} % in the loss"
     )
 
 
@@ -163,6 +167,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shape", default="tiny", help=f"{known}; or a model's folder (default: tiny)")
     parser.add_argument("--lengths", default="64x2,32", help="of a pack's sequences, as in 8192x2,1024x8")
     parser.add_argument("--mask-share", type=float, default=1.0, help="share of the tokens in the loss")
+    parser.add_argument("--vary", action="store_true", help="other lengths around these in each pack")
     parser.add_argument("--packs", type=int, default=0, help="packs of a step (default: one for each rank)")
     parser.add_argument("--ranks", type=int, default=1, help="processes, one a GPU")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="the same as policy.tensor_parallel=N")
@@ -185,6 +190,7 @@ def _benchmark(arguments: argparse.Namespace, folder: Path) -> Benchmark:
         raise ConfigError("--mask-share lies in (0, 1]; --steps, --warm and --ranks are at least 1")
     workload = Workload(
         lengths=parse_lengths(arguments.lengths),
+        vary=arguments.vary,
         mask_share=arguments.mask_share,
         packs=arguments.packs or arguments.ranks,
         vocab=ModelShape.read(model).vocab,

@@ -1,6 +1,6 @@
-"""The Megatron policy on CUDA and NCCL: the numbers of transformers on the same GPU, and speed.
+"""The Megatron policy on CUDA and NCCL: the numbers of transformers on the same GPU.
 
-    python -m tests.bench.policy_smoke [speed]
+    python -m tests.bench.policy_smoke
 
 starts its own ranks, one a GPU, at every tensor-parallel size of `SIZES` that the machine has GPUs
 for. Without CUDA the same runs on the CPU over gloo, at sizes that fit there.
@@ -24,7 +24,6 @@ from tests.kit.ranks import gang, tiny
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 SIZES = [size for size in (1, 2) if size <= torch.cuda.device_count() or not CUDA]
-ATTENTIONS = ("shipped", "flash") if CUDA else ("shipped",)
 STEPS = 3
 TEXT = [(7 * i + 3) % tiny.VOCAB for i in range(33)]
 FP32 = {"dtype": "float32"}
@@ -41,16 +40,8 @@ MID = {
     "head_dim": 128,
     "tie_word_embeddings": False,
 }
-SLICE = MID | {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 32,
-}
 if not CUDA:
     MID |= {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 8, "head_dim": 16}
-    SLICE |= MID | {"num_hidden_layers": 2}
 
 
 @dataclass(frozen=True)
@@ -212,18 +203,6 @@ def relative(found: list[float], wanted: list[float]) -> float:
     return max(abs(ours - theirs) / max(abs(theirs), 1e-2) for ours, theirs in pairs)
 
 
-def measure(folder: Path) -> Iterator[str]:
-    """Lines about steps of a slice of Qwen3-8B."""
-    save_model(SLICE, folder / "slice", torch.bfloat16)
-    if CUDA:
-        torch.cuda.empty_cache()
-    speed = Path(__file__).with_name("policy_speed.py")
-    for size in SIZES:
-        for recompute in ("none", "full"):
-            outputs = gang.launch(size, speed, str(folder / "slice"), recompute, ",".join(ATTENTIONS))
-            yield from (line for line in outputs[0].splitlines() if line.startswith("TP="))
-
-
 def main() -> int:
     os.environ["TORCHDYNAMO_DISABLE"] = "0" if CUDA else "1"  # the gang's ranks compile what users' do
     print(torch.__version__, torch.cuda.get_device_name() if CUDA else "CPU", "sizes", SIZES, flush=True)
@@ -235,9 +214,6 @@ def main() -> int:
             for check in runs.check(size):
                 print(check, flush=True)
                 failed += not check.passed
-        if "speed" in sys.argv[1:]:
-            for line in measure(Path(name)):
-                print(line, flush=True)
     print(f"{failed} checks failed")
     return min(failed, 1)
 

@@ -25,17 +25,27 @@ def work(**changes) -> Workload:
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 1.0])
 def test_the_mask_has_its_share_and_no_first_token(share):
-    mask = work(mask_share=share).mask()
+    mask = work(mask_share=share).mask([1024, 512])
     assert mask.mean() == pytest.approx(share, abs=0.003)
     assert not mask[[0, 1024]].any()
 
 
-def test_any_number_of_data_ranks_trains_the_same_packs():
-    alone = work().batch(3, 0, 1).microbatches
-    pairs = [work().batch(3, rank, 2).microbatches for rank in range(2)]
+@pytest.mark.parametrize("vary", [False, True])
+def test_any_number_of_data_ranks_trains_the_same_packs(vary):
+    alone = work(vary=vary).batch(3, 0, 1).microbatches
+    pairs = [work(vary=vary).batch(3, rank, 2).microbatches for rank in range(2)]
     assert [pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]] == alone
     weights = sum(np.frombuffer(micro.weights, "<f4").sum() for micro in alone)
     assert weights == pytest.approx(1.0, abs=1e-4)
+
+
+def test_varied_lengths_differ_from_pack_to_pack_and_keep_their_sum():
+    found = [
+        work(vary=True, lengths=[64] * 8).lengths_of(step, number) for step in (0, 1) for number in (0, 1)
+    ]
+    assert len({tuple(each) for each in found}) == 4
+    assert {sum(each) for each in found} == {512}
+    assert min(map(min, found)) > 16
 
 
 def test_packs_that_ranks_cannot_share_are_refused():

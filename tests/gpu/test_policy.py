@@ -1,4 +1,4 @@
-"""The policy on this machine's GPUs; policy_smoke.py prints the figures, and speed."""
+"""The policy on this machine's GPUs; policy_smoke.py prints the figures."""
 
 import pytest
 
