@@ -26,7 +26,7 @@ from hpc_swe.records import (
 )
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, folders, skipped
+from hpc_swe.store import atomic, folders, skipped, weights
 
 INCARNATION = re.compile("[0-9]{2}|[1-9][0-9]{2,3}")
 
@@ -175,7 +175,11 @@ def take_incarnation(run: RunDir) -> int:
 
 
 def _checkpoints(run: RunDir) -> list[tuple[Path, CheckpointManifest]]:
-    """List the checkpoints with readable manifests, the last written first."""
+    """List the checkpoints with readable manifests, the last written first.
+
+    When the weights of a later step were not finite, those after the last export may not be either, and come
+    last; but one whose next batch is gone would wait for it in vain.
+    """
     found = []
     for name in atomic.names(run.checkpoints):
         folder = run.checkpoints / name
@@ -185,7 +189,11 @@ def _checkpoints(run: RunDir) -> list[tuple[Path, CheckpointManifest]]:
             log.error("skipped checkpoint %s: %s", folder, error)
             continue
         found.append((folder, manifest))
-    return sorted(found, key=lambda pair: (pair[1].incarnation, pair[1].step), reverse=True)
+    found.sort(key=lambda pair: (pair[1].incarnation, pair[1].step), reverse=True)
+    exported = (weights.newest(run) or WeightVersion()).step
+    if skipped.read(run).broken > exported:
+        found.sort(key=lambda pair: pair[1].step > exported or not run.batch(pair[1].step).exists())
+    return found
 
 
 def _require_first_batch(run: RunDir) -> None:

@@ -1,0 +1,38 @@
+"""Which checkpoint a learner resumes from."""
+
+from pathlib import Path
+
+import pytest
+
+from hpc_swe.errors import NodeError
+from hpc_swe.records import CheckpointManifest, Manifest, WeightManifest, WeightVersion
+from hpc_swe.roles.learner.publish import _checkpoints
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import folders, skipped
+
+
+def published(folder: Path, manifest: Manifest) -> None:
+    folders.publish(folder, lambda _: manifest)
+
+
+def test_a_checkpoint_that_may_not_be_finite_is_taken_last(run: RunDir):
+    for step in (2, 4):
+        made = CheckpointManifest(writer="w", files={}, step=step, incarnation=1, tensor_parallel=1)
+        published(run.checkpoint(step, 1), made)
+    version = WeightVersion(incarnation=1, step=3)
+    published(run.weight(version), WeightManifest(writer="w", files={}, version=version, tensors={}))
+    run.batch(2).mkdir()
+
+    def steps() -> list[int]:
+        return [manifest.step for _, manifest in _checkpoints(run)]
+
+    assert steps() == [4, 2]
+    with pytest.raises(NodeError):
+        skipped.refuse_weights(run, 6, "x is not finite")
+    assert steps() == [2, 4]
+    run.batch(2).rmdir()
+    assert steps() == [4, 2], "the learner would wait for the batch that is gone"
+    run.batch(2).mkdir()
+    version = WeightVersion(incarnation=2, step=6)  # the steps were repeated, and all was well
+    published(run.weight(version), WeightManifest(writer="w", files={}, version=version, tensors={}))
+    assert steps() == [4, 2]
