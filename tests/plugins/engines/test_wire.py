@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpc_swe.errors import EngineError
+from hpc_swe.errors import ConfigError, EngineError
 from hpc_swe.plugins.engines._answers import Choice, Logprobs, to_routing
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.records import Sampling
@@ -21,6 +21,22 @@ from hpc_swe.records import Sampling
 SHAPING = {"temperature", "top_p", "top_k", "min_p", "max_tokens"}
 OFF = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 HARMLESS = {"stop_token_ids", "logprobs", "detokenize"}
+
+
+@pytest.mark.parametrize(
+    ("experts", "device", "message"),
+    [(0, "gpu", "has 0"), (256, "gpu", "1 to 255 experts; the model has 256"), (8, "cpu", "needs a GPU")],
+)
+def test_an_engine_that_cannot_return_its_experts_is_refused(
+    tmp_path: Path, experts: int, device: str, message: str
+) -> None:
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    shape = dict.fromkeys(names, 8) | {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "num_experts": experts}
+    shape |= {"intermediate_size": 8, "moe_intermediate_size": 8, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"model_type": "qwen3_moe"}))
+    engine = Vllm(device=device, max_model_len=64, return_routing=True)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        engine.check_model(tmp_path)
 
 
 def routing(experts: object, dtype: type = np.uint8) -> str:

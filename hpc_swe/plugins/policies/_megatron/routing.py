@@ -5,6 +5,7 @@ this, rounding alone makes the router of the learner choose other experts than t
 tokens, and pi / mu compares two different networks.
 """
 
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -26,9 +27,18 @@ class Replay:
     Megatron's own RouterReplay has one list for all models of a process, and cannot leave single tokens free.
     """
 
-    def __init__(self) -> None:
-        self.experts: Tensor | None = None
-        """uint8 [tokens, k] of the microbatch that is computed now; None leaves every token to the router."""
+    def __init__(self, *, recomputes: bool) -> None:
+        """Serve a layer whose backward `recomputes` the router and its experts alone, or does not."""
+        self._recomputes = recomputes
+        self._experts: Tensor | None = None
+        self._awaited: deque[Tensor | None] = deque()
+        """Of the microbatches whose backward is still to come, which may be several in a pipeline."""
+
+    def set(self, experts: Tensor | None) -> None:
+        """Take the experts of the next microbatch, uint8 [tokens, k]; None leaves all to the router."""
+        self._experts = experts
+        if self._recomputes and torch.is_grad_enabled():
+            self._awaited.append(experts)
 
     def get_replay_topk(
         self,
@@ -40,19 +50,22 @@ class Replay:
     ) -> tuple[Tensor, Tensor]:
         """Return scores and indices [tokens, k] of the chosen experts."""
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        if self.experts is None:
+        # Only what is computed a second time has gradients here: the first time, Megatron turns them off.
+        is_second = self._recomputes and torch.is_grad_enabled()
+        experts = self._awaited.popleft() if is_second else self._experts
+        if experts is None:
             return values, own
-        chosen = torch.where(self.experts == FREE, own, self.experts.long())
+        chosen = torch.where(experts == FREE, own, experts.long())
         return scores.gather(1, chosen), chosen
 
 
 def install(model: torch.nn.Module) -> None:
     """Make every layer of a model with experts take their choice from the packing of its microbatch.
 
-    Each layer does so again where backward computes it a second time.
+    A layer that backward computes a second time does so again.
     """
     for layer in model.decoder.layers:
-        layer.mlp.router.router_replay = Replay()
+        layer.mlp.router.router_replay = Replay(recomputes=layer.mlp.moe_layer_recompute)
         layer.register_forward_pre_hook(_take_experts, with_kwargs=True)
 
 
@@ -77,4 +90,4 @@ def _take_experts(layer: torch.nn.Module, _: object, given: dict[str, Packing]) 
         experts = experts[:, layer.layer_number - 1]
         if layer.config.sequence_parallel:
             experts = experts.chunk(router.tp_group.size())[router.tp_group.rank()]
-    router.router_replay.experts = experts
+    router.router_replay.set(experts)
