@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # One tick of a run, or of every run in a folder, for cron: sbatch/tick.sh FOLDER
-# Silent when nothing is to be done; what it did is in each run's logs/tick.log, and what failed is said here, too.
+# Silent when nothing is to be done. What it did is in each run's logs/tick.log. What failed is said here, too, once as
+# long as it fails in the same words: logs/tick.failed holds them, so that cron does not mail every five minutes.
 set -uo pipefail
 umask 077
 export PATH="$PATH:/usr/local/bin:/usr/bin:/bin:/opt/slurm/bin"
@@ -15,10 +16,13 @@ for config in "$folder"/run.json "$folder"/*/run.json; do
     run=${config%/run.json}
     [ -e "$config" ] && [ ! -e "$run/control/FINISHED" ] || continue
     PYTHONPATH=$run/code timeout --kill-after=10 300 "${HPC_SWE_PYTHON:-.venv/bin/python}" -P -m hpc_swe.launch tick "$run" > "$output" 2>&1
-    code=$? said=$(< "$output")
+    code=$? said=$(sed -E 's/^[0-9]{4}-[0-9-]+ [0-9:,]+ //' "$output") failed=$run/logs/tick.failed
+    [ "$code" != 0 ] || rm -f "$failed"
     [ "$code $said" != "0 $run: submitted nothing" ] || continue
     mkdir -p "$run/logs"
     printf '%(%FT%T)T exit code %d: %s\n' -1 "$code" "$said" >> "$run/logs/tick.log"
-    [ "$code" = 0 ] || { echo "$run: exit code $code: $said" >&2; worst=$code; }
+    [ "$code" != 0 ] || continue
+    worst=$code text="$run: exit code $code: $said"
+    [ "$text" = "$(cat "$failed" 2> /dev/null)" ] || echo "$text" | tee "$failed" >&2
 done
 exit "$worst"

@@ -73,7 +73,7 @@ def script(
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_every_script_is_short_executable_and_parses(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 25
+    assert len(path.read_text().splitlines()) <= 28
     assert os.access(path, os.X_OK)
     subprocess.run(["bash", "-n", path], check=True)
 
@@ -225,6 +225,10 @@ def test_ticks_are_silent_unless_something_is_to_be_done(runs: Path) -> None:
     assert f"{broken.root}: exit code 2" in done.stderr
     assert "exit code 2" in (broken.root / "logs/tick.log").read_text()
     assert not (runs / "b/logs/tick.log").exists()
+    again = tick(runs)
+    assert (again.returncode, again.stderr) == (2, ""), "the same failure is said once"
+    broken.config.write_text("[]")
+    assert f"{broken.root}: exit code 3" in tick(runs).stderr, "another failure is said"
 
     broken.config.write_text(whole.replace('"reward": 0', '"reward": 1'))
     RunDir(runs / "b").finished.touch()
@@ -232,6 +236,7 @@ def test_ticks_are_silent_unless_something_is_to_be_done(runs: Path) -> None:
         done = tick(runs)
         assert (done.returncode, done.stdout + done.stderr) == (0, "")
         assert "submitted 1 reward" in (broken.root / "logs/tick.log").read_text()
+        assert not (broken.root / "logs/tick.failed").exists()
     finally:
         stop = [sys.executable, "-m", "hpc_swe.launch", "stop", broken.root, "--now"]
         subprocess.run(stop, cwd=ROOT, check=True, capture_output=True, timeout=180)
