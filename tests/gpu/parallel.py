@@ -1,9 +1,11 @@
 """Compare each way to divide the learner among two processes with transformers, on two GPUs or on the CPU.
 
-    python -m tests.gpu.parallel
+    python -m tests.gpu.parallel [dense] [experts]
 
-prints a line for each model, precision and layout: the largest differences of log-probabilities, losses,
-gradient norms and of the weights after two steps. It exits with 1 if one of them is above its limit.
+prints a line for each model, precision and layout with the differences from transformers in float32: of
+log-probabilities (the largest; in bfloat16 the mean, as a multiple of the error of transformers in bfloat16),
+and relative ones of losses, gradient norms and, in float32, of what two steps changed. It exits with 1 if one
+of them is above its limit.
 """
 
 import json
@@ -28,7 +30,7 @@ TEXT = [(7 * i + 3) % tiny.VOCAB for i in range(301)]
 LENGTHS = (1000, 600, 1500, 900) if CUDA else tiny.LENGTHS
 SIZES = tiny.SIZES | {"tie_word_embeddings": False}
 if CUDA:  # of Qwen3-4B and Qwen3-30B-A3B, with fewer layers, experts and words
-    SIZES |= {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "vocab_size": 8192}
+    SIZES |= {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "vocab_size": 4096}
     SIZES |= {"num_key_value_heads": 8, "head_dim": 128, "initializer_range": 0.02}
     SIZES |= {"max_position_embeddings": 4096}
 EXPERTS = tiny.EXPERTS | ({"num_experts": 16, "num_experts_per_tok": 4} if CUDA else {})
@@ -50,9 +52,9 @@ CASES = [
     for layout in LAYOUTS
     if family == "experts" or "EP" not in layout
 ]
-LIMITS = {  # bfloat16: against transformers in float32
+LIMITS = {
     "float32": {"logprobs": 5e-5, "loss": 1e-4, "norm": 1e-4, "weights": 2e-2},
-    "bfloat16": {"logprobs": 1.0, "loss": 5e-2, "norm": 1e-1},
+    "bfloat16": {"logprobs": 2.0, "loss": 1e-1, "norm": 2e-1},  # rounding sends tokens to other experts
 }
 
 
@@ -80,6 +82,7 @@ class Comparison:
         self._folder, self._cases = folder, cases
         self._wanted: dict[str, tiny.Steps] = {}
         self._scores: dict[str, torch.Tensor] = {}
+        self._rounding: dict[str, float] = {}
         for family in {family for family, _, _ in cases}:
             self._prepare(family)
 
@@ -91,13 +94,15 @@ class Comparison:
 
     def _prepare(self, family: str) -> None:
         kind, sizes = FAMILIES[family]
-        folder = save_random(self._folder / family, kind, sizes)
         with torch.device(DEVICE):
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
+            folder = save_random(self._folder / family, kind, sizes)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
         sequences = tiny.make_sequences(model, lengths=LENGTHS)
         tiny.write_sequences(self._folder / f"{family}.msgpack", sequences)
         with torch.no_grad():
             self._scores[family] = tiny.score(model, torch.tensor(TEXT))[1:].cpu()
+            rounded = tiny.score(model.bfloat16(), torch.tensor(TEXT))[1:].cpu()
+        self._rounding[family] = (rounded - self._scores[family]).abs().mean().item()
         del model
         self._wanted[family] = tiny.reference_steps(folder, sequences, STEPS, CLIP, DEVICE)
         if CUDA:
@@ -120,10 +125,12 @@ class Comparison:
     def _differences(self, case: tuple[str, str, str], answer: dict) -> dict[str, float]:
         wanted = self._wanted[case[0]]
         metrics = {key: [m[f"policy/{key}"] for m in answer["metrics"]] for key in ("loss", "grad_norm")}
-        gap = (torch.tensor(answer["scores"]) - self._scores[case[0]]).abs().max().item()
+        gaps = (torch.tensor(answer["scores"]) - self._scores[case[0]]).abs()
+        is_exact = case[1] == "float32"
+        gap = gaps.max().item() if is_exact else gaps.mean().item() / self._rounding[case[0]]
         found = {"logprobs": gap, "loss": relative(metrics["loss"], wanted.losses)}
         found["norm"] = relative(metrics["grad_norm"], wanted.norms)
-        if case[1] == "float32":
+        if is_exact:
             folder = self._folder / "cases" / "-".join(case) / "after"
             found["weights"] = self._distance(case[0], folder)
         return found
@@ -160,11 +167,12 @@ def main() -> int:
     disable_progress_bar()
     print(torch.__version__, torch.cuda.get_device_name() if CUDA else "CPU", flush=True)
     failed = 0
-    with tempfile.TemporaryDirectory() as name:
-        for result in Comparison(Path(name), CASES).results():
-            print(result, flush=True)
-            failed += not result.passed
-    print(f"{failed} of {len(CASES)} layouts differ")
+    for family in sys.argv[1:] or FAMILIES:
+        with tempfile.TemporaryDirectory() as name:
+            for result in Comparison(Path(name), [case for case in CASES if case[0] == family]).results():
+                print(result, flush=True)
+                failed += not result.passed
+    print(f"{failed} cases differ")
     return min(failed, 1)
 
 

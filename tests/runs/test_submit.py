@@ -168,6 +168,7 @@ class Config:
     executor: Played
     counts: dict
     mode: str = "eval"
+    hybrid: bool = False
     steps: int = 5
     policy: Megatron | None = None
     learner: LearnerConfig | None = None

@@ -94,7 +94,13 @@ CASES = {
         [["filler", [0, 1], [2, 3]]],
         {},
     ),
-    "routed-dp2-ep2-pp2": (4, "routed", PIPELINE | {"expert_parallel": 2}, [[[0], [1]], [[2], [3]]], {}),
+    "routed-dp2-ep2-pp2": (  # the first stage has two microbatches in flight when it recomputes experts
+        4,
+        "routed",
+        PIPELINE | {"expert_parallel": 2, "recompute": "selective"},
+        [[[0], [1]], [[2], [3]]],
+        {},
+    ),
 }
 
 

@@ -77,7 +77,6 @@ def test_published_and_newly_written_configs_mean_the_same(models, tmp_path):
         ),
         ("dense", {"pipeline_parallel": 3}, "pipeline_parallel = 3 does not divide the model's layers, 4"),
         ("moe", {"expert_parallel": 3}, "expert_parallel = 3 does not divide the model's experts, 8"),
-        ("moe", {"pipeline_parallel": 2, "recompute": "selective"}, "or replay_routing = false"),
         ("dense", {"expert_parallel": 2}, "expert_parallel = 2, but the model has no experts"),
         (
             "moe",

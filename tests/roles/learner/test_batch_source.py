@@ -16,7 +16,7 @@ from hpc_swe.records import (
 )
 from hpc_swe.roles.learner.batch_source import BatchSource, Order
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
-from hpc_swe.roles.learner.publish import Publisher, take_incarnation
+from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, folders
 
@@ -148,7 +148,7 @@ def test_a_learner_without_checkpoint_starts_only_from_the_first_batch(run):
         writer="l", files={"a": FileInfo(size=1, sha256="")}, step=5, incarnation=1, tensor_parallel=1
     )
     atomic.put(run.checkpoint(5, 1) / folders.NAME, manifest)  # and no file: it is damaged
-    publisher = Publisher(run, OnlyRank(0), 2, "writer")
+    publisher = Publisher(run, OnlyRank(0), 2, "writer", Snapshots())
     publisher.restore()
     publish(run, 5)
     with pytest.raises(CorruptRecord, match=r"checkpoints: no checkpoint is intact.*step_000005 are gone"):

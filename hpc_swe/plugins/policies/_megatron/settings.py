@@ -67,12 +67,6 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
             raise ConfigError(
                 f"[policy] expert_parallel = {self.expert_parallel}, but the model has no experts"
             )
-        replays = bool(shape.experts) and self.replay_routing
-        if replays and self.pipeline_parallel > 1 and self.recompute == "selective":
-            raise ConfigError(  # Megatron recomputes routers, after other microbatches went through them
-                '[policy] recompute = "selective" with pipeline_parallel > 1 would repeat the choice of '
-                'experts of another microbatch; set recompute to "none" or "full", or replay_routing = false'
-            )
         tensor, heads = self.tensor_parallel, self.tensor_parallel * self.context_parallel
         of_heads = "tensor_parallel * context_parallel" if self.context_parallel > 1 else "tensor_parallel"
         rules = [
