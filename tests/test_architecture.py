@@ -27,7 +27,7 @@ FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
 BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe": 3_660,
-    "hpc_swe/benchmarks": 1_500,
+    "hpc_swe/benchmarks": 1_530,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 325,
     "hpc_swe/doctor": 1_240,

@@ -132,6 +132,8 @@ def measure(plan: Plan) -> Measured:
 def main() -> None:
     """Read the plan, measure, and let rank 0 write the result."""
     plan = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Plan)
+    if plan.column in PEERS:  # torch is not imported yet; without this, peers lose memory to fragments
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     result: Record = measure_limits() if plan.column == "limits" else measure(plan)
     if os.environ["RANK"] == "0":
         Path(sys.argv[2]).write_bytes(msgspec.json.encode(result))

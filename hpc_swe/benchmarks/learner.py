@@ -80,10 +80,21 @@ def measure_all(benchmark: Benchmark, columns: Sequence[str]) -> dict[str, Measu
         column = waiting.pop(0)
         answer = benchmark.run(column, benchmark.ranks)
         found[column] = answer if isinstance(answer, str) else msgspec.json.decode(answer, type=Measured)
+        tables.say(f"{column}: {_brief(benchmark, found[column])}")
         less = NEXT.get(column)
         if answer == OUT_OF_MEMORY and less and less not in waiting:
             waiting.insert(0, less)
     return found
+
+
+def _brief(benchmark: Benchmark, found: Measured | str) -> str:
+    """Return what is known once a column ends; the table comes when all have."""
+    return found if isinstance(found, str) else f"{_tokens(benchmark) / found.step_s:,.0f} tokens/s"
+
+
+def _tokens(benchmark: Benchmark) -> int:
+    """Return the tokens of a step."""
+    return benchmark.plan.workload.packs * sum(benchmark.plan.workload.lengths)
 
 
 def kernel_tables(found: dict[str, Measured]) -> list[Table]:
@@ -128,7 +139,7 @@ def _figures(benchmark: Benchmark, name: str, found: Measured, best: Rates | str
     peak = flops.datasheet_rate(best.device) if isinstance(best, Rates) else None
     parts = [found.seconds[part] for part in PARTS]
     return [
-        f"{work.packs * sum(work.lengths) / found.step_s:,.0f}",
+        f"{_tokens(benchmark) / found.step_s:,.0f}",
         f"{100 * rate / peak:.1f}" if peak else "-",
         f"{100 * rate / best.product_flops:.1f}" if isinstance(best, Rates) else "-",
         *(f"{1e3 * each:,.0f}" for each in (found.step_s, *parts, max(0.0, found.step_s - sum(parts)))),
@@ -209,7 +220,7 @@ def _benchmark(arguments: argparse.Namespace, folder: Path) -> Benchmark:
 
 @cli.command
 def main() -> int:
-    """Print the table; return 1 when a column failed."""
+    """Print the table; return 1 when a column failed and none was tried in its place."""
     with tempfile.TemporaryDirectory(prefix="hpc_swe-benchmark-") as name:
         arguments = _arguments()
         peers, benchmark = parse_peers(arguments.peer), _benchmark(arguments, Path(name))
@@ -220,13 +231,11 @@ def main() -> int:
         found = measure_all(benchmark, [OURS, *peers])
         measured = {column: each for column, each in found.items() if isinstance(each, Measured)}
         tables.show(tables.console, rows(benchmark, measured, best))
-        for column in found.keys() - measured.keys():
-            tables.say(f"{column}: {found[column]}")
         if OURS in measured and len(measured) > 1:
             tables.say(agreement(measured))
         if benchmark.plan.profile:
             tables.show(tables.console, *kernel_tables(measured))
-    return int(any(isinstance(each, str) for each in found.values()))
+    return int(any(isinstance(each, str) and NEXT.get(column) not in found for column, each in found.items()))
 
 
 if __name__ == "__main__":
