@@ -86,6 +86,7 @@ CASES = {
     "moe-cp2-full": (2, "moe", CONTEXT | {"recompute": "full"}, [[[0, 1, 3], "filler", [2]]], {}),
     "tied-pp2": (2, "tied", PIPELINE, FOUR, {"clip_grad": 0}),
     "moe-pp2-full": (2, "moe", PIPELINE | {"recompute": "full"}, [[[0, 1, 2, 3]]], {"clip_grad": 0}),
+    "routed-pp2": (2, "routed", PIPELINE | {"recompute": "selective"}, FOUR, {"clip_grad": 0}),
     "tp2-pp2": (4, "tied", SEQUENCE | {"pipeline_parallel": 2}, FOUR, {"clip_grad": 0}),
     "routed-tp2-cp2-ep4": (  # the tokens of a filler are equal, so experts of two ranks at least get none
         4,
@@ -208,6 +209,19 @@ def test_a_validation_is_the_loss_of_transformers_and_changes_nothing(runs, name
         assert found["policy/loss"] == pytest.approx(loss, rel=2e-5)
         assert found["policy/nll"] == pytest.approx(nll / count, rel=2e-5)
         assert found["policy/tokens"] == count
+
+
+@pytest.mark.parametrize("name", ["tp1", "tp1-one-pack", "tp1-chunks", "tp2", "dp2-filler", "cp2"])
+def test_a_sequence_has_one_ratio_of_gspo_however_it_is_packed(runs, name):
+    model, loss = runs._model("dense"), 0.0
+    for sequence in runs.sequences["dense"]:
+        tokens, mask = torch.from_numpy(id_array(sequence.token_ids).astype("int64")), sequence.mask_array
+        with torch.no_grad():
+            gap = (tiny.score(model, tokens).numpy() - float_array(sequence.logprobs))[mask > 0]
+        weighted = float_array(sequence.weights) * float_array(sequence.advantages)
+        loss -= float(weighted.sum()) * math.exp(gap.mean())
+    for answer in runs.answers(name):
+        assert answer["gspo"]["policy/loss"] == pytest.approx(loss, rel=2e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
