@@ -133,23 +133,22 @@ def test_ranks_together_hold_the_model_once_and_norms_once_a_rank(shape):
 @pytest.mark.parametrize(
     ("name", "tokens", "settings", "measured"),
     [
-        ("0.6B", 32768, {"recompute": "none"}, 59.96),
-        ("0.6B", 32768, {"recompute": "full", "logprob_chunk": 8192}, 28.24),
-        ("0.6B", 8192, {"distributed_optimizer": False}, 25.58),
-        ("4B", 16384, {"recompute": "selective"}, 105.43),
-        ("4B", 32768, {"recompute": "full"}, 82.58),
-        ("8 layers of 8B", 32768, {"recompute": "none"}, 90.94),
-        ("8 layers of 8B", 32768, {"recompute": "selective"}, 70.91),
-        ("8 layers of 8B", 32768, {"recompute": "full"}, 57.19),
-        ("4 layers of 30B-A3B", 16384, {"recompute": "none"}, 66.63),
-        ("4 layers of 30B-A3B", 16384, {"recompute": "selective"}, 64.40),
-        ("4 layers of 30B-A3B", 16384, {"recompute": "full"}, 64.40),
+        ("0.6B", 32768, {"recompute": "none"}, 56.96),
+        ("0.6B", 32768, {"recompute": "elementwise"}, 37.72),
+        ("4B", 16384, {"recompute": "elementwise"}, 108.92),
+        ("4B", 65536, {"recompute": "products"}, 103.99),
+        ("8 layers of 8B", 32768, {"recompute": "none"}, 86.50),
+        ("8 layers of 8B", 32768, {"recompute": "elementwise"}, 71.50),
+        ("8 layers of 8B", 32768, {"recompute": "selective"}, 67.07),
+        ("8 layers of 8B", 32768, {"recompute": "products"}, 55.60),
+        ("8 layers of 8B", 32768, {"recompute": "full"}, 55.07),
+        ("4 layers of 30B-A3B", 16384, {"recompute": "none"}, 64.45),
     ],
 )
 def test_learner_memory_is_what_an_h200_was_measured_to_use(shape, name, tokens, settings, measured):
     """torch.cuda.max_memory_allocated of two whole steps, one GPU, torch 2.11, megatron-core 0.16.1."""
     peak = learner_memory(shape(name), Megatron(**settings), 1, tokens).total.bytes / GIB
-    assert peak == pytest.approx(measured, rel=0.03)
+    assert peak == pytest.approx(measured, rel=0.05)
 
 
 def test_data_parallel_ranks_share_the_optimizer_and_only_when_told(shape):

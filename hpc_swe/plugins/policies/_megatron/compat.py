@@ -10,12 +10,14 @@ import os
 import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core import __version__
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import layers, random
@@ -44,6 +46,11 @@ def apply() -> None:
     # filesystem_async.py:266 forks a writer, which would wait for ever for a rank that was killed.
     os.register_at_fork(after_in_child=die_with_parent)
     DistributedOptimizer._set_main_param_and_optimizer_states = _set_states
+    if torch.cuda.is_available():
+        # layers.py:30 wants Apex for the products that add to float32 gradients; torch has them, too.
+        layers._grad_accum_fusion_available = True
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_product)
+        clip_grads.l2_norm_impl = _norm  # utils.py:1200 waits for the GPU once per parameter
     if not torch.cuda.is_available():  # the CPU is the device, and recomputation keeps its random state
         torch.cuda.current_device = lambda: torch.device("cpu")
         torch.cuda.synchronize = lambda *_args: None
@@ -53,6 +60,18 @@ def apply() -> None:
         torch.cuda.current_stream = lambda *_args, **_kwargs: _STREAM
         token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _STREAM
         token_dispatcher.maybe_move_tensor_to_cpu = _as_if_copied
+
+
+def add_product(inputs: Tensor, output_grad: Tensor, gradient: Tensor) -> None:
+    """Add a weight's gradient, output_grad^T inputs, to its float32 sum, without a tensor in between."""
+    if inputs.dtype == gradient.dtype:
+        torch.addmm(gradient, output_grad.t(), inputs, out=gradient)
+    else:
+        torch.ops.aten.addmm.dtype_out(gradient, output_grad.t(), inputs, gradient.dtype, out=gradient)
+
+
+def _norm(_chunk: int, _flag: object, lists: list[list[Tensor]], *_: object) -> tuple[Tensor, None]:
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0])))[None], None
 
 
 def mark_shards(model: nn.Module) -> None:
@@ -73,12 +92,13 @@ def mark_shards(model: nn.Module) -> None:
 
 def prepare_state(optimizer: MegatronOptimizer) -> None:
     """Give a new torch AdamW its state; distrib_optimizer.py:640 fails on one that never stepped."""
+    fuse_steps(optimizer)
     for inner in optimizer.chained_optimizers:
         for group in inner.optimizer.param_groups:
             for param in group["params"]:
                 if not inner.optimizer.state[param]:
                     inner.optimizer.state[param] = {
-                        "step": torch.tensor(0.0),
+                        "step": torch.zeros((), device=param.device if group["fused"] else "cpu"),
                         "exp_avg": torch.zeros_like(param),
                         "exp_avg_sq": torch.zeros_like(param),
                     }
@@ -88,12 +108,22 @@ def separate_steps(optimizer: MegatronOptimizer) -> None:
     """Give every parameter its own step count after load_state_dict.
 
     distrib_optimizer.py gives all parameters the same tensor, so each step would count as many times as
-    there are parameters.
+    there are parameters. A fused step counts on the GPU.
     """
+    fuse_steps(optimizer)
     for inner in optimizer.chained_optimizers:
-        for state in inner.optimizer.state.values():
+        for param, state in inner.optimizer.state.items():
             if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].clone()
+                place = param.device if param.is_cuda else "cpu"
+                state["step"] = state["step"].to(place, torch.float32, copy=True)
+
+
+def fuse_steps(optimizer: MegatronOptimizer) -> None:
+    """Let AdamW on CUDA read and write everything once. Loading replaces this by what was saved."""
+    for inner in optimizer.chained_optimizers:
+        for group in inner.optimizer.param_groups:
+            group["fused"] = torch.cuda.is_available() or None
+            group["foreach"] = None
 
 
 @contextmanager

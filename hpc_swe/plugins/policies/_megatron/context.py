@@ -2,7 +2,7 @@
 
 Each rank has an equal, consecutive part of the packed tokens in every layer. Before attention an all-to-all
 turns a part of the tokens with all heads into all tokens with a part of the heads, and another one after it
-turns them back. So attention, positions and packed sequences are the same as without context parallelism.
+turns them back. So attention and packed sequences are the same as without context parallelism.
 
 Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hpc_swe.plugins.policies._megatron.attention import Attention
 from hpc_swe.plugins.policies._megatron.packing import Packing
+from hpc_swe.plugins.policies._megatron.recompute import Make, once
 
 
 class ContextAttention(Attention):
@@ -29,15 +30,15 @@ class ContextAttention(Attention):
         self._group = pg_collection.cp
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *_: object, packed_seq_params: Packing, **__: object
+        self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: Packing, again: Make = once
     ) -> Tensor:
         """Return [tokens / ranks, heads * d] for [tokens / ranks, heads or groups, d]."""
         ranks, counts = self._group.size(), [part.shape[1] for part in (query, key, value)]
         parts = [part.unflatten(1, (ranks, -1)) for part in (query, key, value)]
         by_rank = torch.cat(parts, 2).transpose(0, 1)  # [ranks, tokens / ranks, heads and groups / ranks, d]
         whole = all_to_all(self._group, by_rank.contiguous()).flatten(0, 1)
-        split = whole.split([count // ranks for count in counts], 1)
-        output = super().forward(*split, packed_seq_params=packed_seq_params)
+        query, key, value = whole.split([count // ranks for count in counts], 1)
+        output = super().forward(query, key, value, packed_seq_params, again)
         back = all_to_all(self._group, output.unflatten(0, (ranks, -1)).contiguous())
         return back.transpose(0, 1).flatten(1)
 

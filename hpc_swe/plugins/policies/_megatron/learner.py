@@ -243,18 +243,14 @@ class MegatronLearner:
     def _update(self) -> tuple[float, bool]:
         """Take a step unless a gradient of any rank is not finite; return its norm, and if it was taken."""
         finalize_model_grads([self._ddp])  # no num_tokens: nothing is divided
-        if not self._is_finite():
-            return math.nan, False
         with cpu_as_cuda():
-            _, norm, _ = self._optimizer.step()
-        return float(norm), True
-
-    def _is_finite(self) -> bool:
-        buffers = [*self._ddp.buffers, *self._ddp.expert_parallel_buffers]
-        norms = torch.stack([torch.linalg.vector_norm(buffer.grad_data) for buffer in buffers])
-        is_bad = (~norms.isfinite()).any().float()
-        dist.all_reduce(is_bad, dist.ReduceOp.MAX)
-        return not is_bad.item()
+            self._optimizer.prepare_grads()
+            norm = self._optimizer.get_grad_norm()
+            if not math.isfinite(norm):
+                return math.nan, False
+            state.clip(self._optimizer, norm)
+            self._optimizer.step_with_ready_grads()
+        return norm, True
 
     def _report(self, passes: Sequence[Update], minibatches: int, objective: Objective) -> dict[str, float]:
         """Return the metrics of a batch: means over its optimizer steps, sums over one pass."""

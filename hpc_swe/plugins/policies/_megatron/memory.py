@@ -25,7 +25,7 @@ def learner_memory(
 
     Megatron's DistributedDataParallel and (Distributed)Optimizer hold in bfloat16 2 bytes of weight, 4 of
     gradient, and 12 of optimizer state (float32 weight, two moments), the last divided by dp when the
-    optimizer is distributed; in float32 4, 4 and 8. AdamW's step makes one more float32 of its share.
+    optimizer is distributed; in float32 4, 4 and 8. AdamW's fused step needs nothing more.
     With context parallelism dp is dp times cp here, and experts have fewer copies than the rest.
     The reference model is in host memory and takes none here.
 
@@ -50,9 +50,7 @@ def learner_memory(
         Part("activations", f"recompute = {policy.recompute}, T = {tokens}", saved),
         Part(f"at most: {moment[1]}", f"logprob_chunk = {policy.logprob_chunk}", moment[0]),
     ]
-    stepping = 4 * stepped
-    step = Part("or then: AdamW's step", f"4 {share}{shards}", stepping)
-    peak = sum(part.bytes for part in held) + max(saved + moment[0], stepping)
+    peak = sum(part.bytes for part in held) + saved + moment[0]
     pinned = reference_memory(shape, policy) / GIB
     return MemoryEstimate(
         f"memory of each learner GPU: P = {shape.parameters.total:,}, "
@@ -60,7 +58,7 @@ def learner_memory(
             f"{name} = {ranks}" for name, ranks in _sizes(policy).items() if ranks > 1 or name == "tp"
         )
         + f", dp = {data_parallel}",
-        [*held, *computing, step],
+        [*held, *computing],
         Part("peak", "leave 15 % for the allocator", peak),
         [f"reference model: {pinned:.2f} GiB of host memory for each learner process"] * reference,
     )
@@ -113,34 +111,42 @@ def files(shape: ModelShape, policy: MegatronSettings) -> tuple[Part, Part]:
 def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float:
     """Return how many numbers a token and layer keep for backward.
 
-    Without recomputation: the inputs of two norms and of the two products behind them, 4 h (over tp with
-    sequence_parallel); attention's q, k, v as one, q by itself, q and k rotated, v rounded up, its output
-    twice, 5 H + 4 G; the MLP's 3 f, or with experts the routed tokens and five inner widths, k (h + 5 f).
-    Selective recomputes the core of attention and the MLP, full everything but the layer's input.
+    Without recomputation: the residual stream before and after each norm, 4 h (over tp with
+    sequence_parallel); attention's q, k, v as one, q, k and v rotated, its output twice, 4 H + 4 G; the
+    MLP's 3 f, or with experts the routed tokens and five inner widths, k (h + 5 f). Of these, elementwise
+    keeps the results of matrix products and of attention; products the layer's input and attention's output;
+    selective all but the MLP's; full the layer's input. Only the last two recompute experts. With
+    context parallelism, elementwise and products keep what ranks exchanged, too, 2 H + 2 G.
     """
     tp, ranks = policy.tensor_parallel, policy.tensor_parallel if policy.sequence_parallel else 1
     residual = shape.hidden / ranks
     heads, groups = shape.heads * shape.head_dim / tp, shape.groups * shape.head_dim / tp
-    if recompute == "full":
-        return residual
-    if recompute == "selective":
-        return 4 * residual + 4 * heads + 3 * groups
-    inner = 3 * shape.ffn / tp
+    inner, experts = shape.ffn / tp, 0.0
     if shape.experts:
         apart = policy.expert_parallel > 1  # then a rank routes its own tokens to whole experts
         width = 5 * shape.ffn / (ranks if apart else tp)
-        inner = shape.experts_per_token * (shape.hidden / (ranks if apart else 1) + width)
-    return 4 * residual + 5 * heads + 4 * groups + inner
+        experts = shape.experts_per_token * (shape.hidden / (ranks if apart else 1) + width)
+    exchanged = 2 * (heads + groups) if policy.context_parallel > 1 else 0.0
+    return {
+        "none": 4 * residual + 4 * heads + 4 * groups + (experts or 3 * inner),
+        "elementwise": 2 * residual + 2 * heads + 2 * groups + (experts or 2 * inner) + exchanged,
+        "products": residual + heads + experts + exchanged,
+        "selective": 4 * residual + 3 * heads + 4 * groups,
+        "full": residual,
+    }[recompute]
 
 
 def _backward(shape: ModelShape, policy: MegatronSettings) -> float:
     """Return how many numbers a token makes in one layer's backward: recomputed ones and MLP gradients."""
-    gradients = 3 * shape.ffn / policy.tensor_parallel * max(1, shape.experts_per_token)
-    return _saved(shape, policy, "none") - _saved(shape, policy, policy.recompute) + gradients
+    inner = shape.ffn / policy.tensor_parallel * max(1, shape.experts_per_token)
+    if policy.recompute == "elementwise":
+        return 4 * inner + shape.hidden
+    if policy.recompute == "products":  # the MLP's are gone when attention's are made
+        return 6 * inner + 2 * shape.hidden
+    return _saved(shape, policy, "none") - _saved(shape, policy, policy.recompute) + 3 * inner
 
 
 def _output(shape: ModelShape, policy: MegatronSettings, tokens: int) -> float:
-    """Return the bytes that logprobs.py works with: copies of a chunk's logits, and a weight gradient."""
-    chunk, width = min(policy.logprob_chunk, tokens), shape.hidden
-    copies = max(14 * chunk, 12 * chunk + 4 * width, 6 * chunk + 6 * width)
-    return shape.vocab / policy.tensor_parallel * copies
+    """Return the bytes that logprobs.py works with: a chunk's float32 logits, and their gradient."""
+    size = 2 if policy.dtype == "bfloat16" else 4
+    return shape.vocab / policy.tensor_parallel * min(policy.logprob_chunk, tokens) * (4 + size)

@@ -4,6 +4,8 @@ Megatron's modules for these need Transformer Engine, or refuse packed sequences
 the same on CPU and CUDA. The model returns log-probabilities, never logits.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
@@ -16,14 +18,18 @@ from torch import Tensor
 
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import compat, routing
-from hpc_swe.plugins.policies._megatron.attention import Attention
+from hpc_swe.plugins.policies._megatron.attention import Attention, SequenceAttention
 from hpc_swe.plugins.policies._megatron.context import ContextAttention, join_trained
 from hpc_swe.plugins.policies._megatron.experts import Experts
 from hpc_swe.plugins.policies._megatron.kernels import RMSNorm
+from hpc_swe.plugins.policies._megatron.layer import DecoderConfig, Layer
 from hpc_swe.plugins.policies._megatron.logprobs import linear_logprobs
 from hpc_swe.plugins.policies._megatron.packing import Packing
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
+
+REMADE = {"none": "", "elementwise": "elementwise", "products": "products"}
+"""`recompute` by what `Layer` makes again; the other kinds are Megatron's."""
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
@@ -46,7 +52,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         shared = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
         rows = hidden[:, 0].index_select(0, packed_seq_params.rows)
-        found = linear_logprobs(rows, weight, packed_seq_params.targets, group, self.chunk)
+        sink = weight.main_grad if weight.is_cuda and hasattr(weight, "main_grad") else None
+        found = linear_logprobs(rows, weight, packed_seq_params.targets, group, self.chunk, sink)
         return join_trained(found, packed_seq_params, self.pg_collection.cp)
 
 
@@ -75,7 +82,7 @@ def build_model(shape: ModelShape, settings: MegatronSettings) -> PolicyModel:
 
 def _transformer_config(shape: ModelShape, settings: MegatronSettings) -> TransformerConfig:
     dtype = DTYPES[settings.dtype]
-    return TransformerConfig(
+    return DecoderConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
@@ -106,7 +113,7 @@ def _transformer_config(shape: ModelShape, settings: MegatronSettings) -> Transf
         calculate_per_token_loss=True,  # ranks add up gradients; nothing divides them
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,
-        bias_activation_fusion=torch.cuda.is_available(),
+        gradient_accumulation_fusion=torch.cuda.is_available(),
         **_recompute(settings.recompute, bool(shape.experts)),
         **(_expert_settings(shape) if shape.experts else {}),
     )
@@ -116,7 +123,7 @@ def _is_ragged(settings: MegatronSettings) -> bool:
     return settings.pipeline_parallel > 1 or settings.expert_parallel > 1
 
 
-def _expert_settings(shape: ModelShape) -> dict[str, object]:
+def _expert_settings(shape: ModelShape) -> dict[str, Any]:
     return {
         "num_moe_experts": shape.experts,
         "moe_ffn_hidden_size": shape.ffn,
@@ -127,9 +134,9 @@ def _expert_settings(shape: ModelShape) -> dict[str, object]:
     }
 
 
-def _recompute(kind: str, experts: bool) -> dict[str, object]:
-    if kind == "none":
-        return {}
+def _recompute(kind: str, experts: bool) -> dict[str, Any]:
+    if kind in REMADE:
+        return {"remade": REMADE[kind]}
     if kind == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     modules = ["core_attn", "moe" if experts else "mlp"]
@@ -142,7 +149,8 @@ def _layer(config: TransformerConfig) -> ModuleSpec:
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
     )
-    parts = spec.submodules
+    parts, spec.module = spec.submodules, Layer
+    parts.self_attention.module = SequenceAttention
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     parts.self_attention.submodules.core_attention = (
         ContextAttention if config.context_parallel_size > 1 else Attention

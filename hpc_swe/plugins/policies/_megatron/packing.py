@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -15,6 +16,26 @@ from hpc_swe.plugins.policies._megatron.parallel import device
 from hpc_swe.plugins.policies.base import TrainedTokens
 from hpc_swe.records import MicroBatch, float_array
 
+SHORT = 2048
+"""Number of tokens below which a sequence shares an attention kernel with its neighbours."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Describe consecutive sequences of a pack whose attention one kernel computes."""
+
+    lengths: tuple[int, ...]
+    ends: Tensor | None = None
+    """int32 [sequences + 1], where the sequences end, with a 0 before these; None for one sequence."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -25,8 +46,10 @@ class Packing:
 
     lengths: list[int]
     """Length of each sequence, padding as one more; their sum is the number of tokens."""
+    blocks: list[Block]
+    """The same sequences, grouped for attention."""
     cosines: Tensor
-    """[tokens, 1, head_dim], of the angles of each token's position in its sequence."""
+    """[tokens, 1, head_dim], of the angles of this rank's tokens, by their positions in their sequences."""
     sines: Tensor
     rows: Tensor
     """int64 [n], positions among this rank's tokens whose next token is trained."""
@@ -39,15 +62,6 @@ class Packing:
     trained_before: int = 0
     """Number of trained tokens that ranks before this one have."""
     qkv_format: str = field(default="thd", init=False)
-
-
-def rotate(heads: Tensor, packing: Packing) -> Tensor:
-    """Apply rotary position embedding to [tokens, heads, d], with halves paired as in Hugging Face's models.
-
-    Source: Su et al. 2021, arXiv 2104.09864.
-    """
-    left, right = heads.chunk(2, dim=-1)
-    return heads * packing.cosines + torch.cat((-right, left), dim=-1) * packing.sines
 
 
 class Packer:
@@ -74,10 +88,12 @@ class Packer:
         angles = _upload(positions)[:, None] * self._frequencies
         angles = torch.cat((angles, angles), dim=-1)[:, None]
         part = len(ids) // self._parts
+        angles = angles[self._rank * part : (self._rank + 1) * part]
         first, last = np.searchsorted(trained, np.array([self._rank, self._rank + 1]) * part + 1).tolist()
         own = trained[first:last]
         packing = Packing(
             lengths=padded,
+            blocks=self._blocks(padded),
             cosines=(angles.cos() * self._scale).to(self._dtype),
             sines=(angles.sin() * self._scale).to(self._dtype),
             rows=_upload(own.astype(np.int64) - 1 - self._rank * part),
@@ -86,6 +102,22 @@ class Packer:
             trained_before=first,
         )
         return _upload(ids[self._rank * part : (self._rank + 1) * part])[None], packing
+
+    def _blocks(self, lengths: Sequence[int]) -> list[Block]:
+        """Group sequences for attention; without a kernel for several short ones, each is a block."""
+        if not (torch.cuda.is_available() and self._dtype == torch.bfloat16):
+            return [Block((length,)) for length in lengths]
+        ends = [np.cumsum([0, *group], dtype=np.int32) for group in grouped(lengths)]
+        return [
+            Block(group, _upload(each) if len(group) > 1 else None)
+            for group, each in zip(grouped(lengths), ends, strict=True)
+        ]
+
+
+def grouped(lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    """Group consecutive sequences of less than SHORT tokens; every longer one is a group by itself."""
+    runs = [tuple(run) for _, run in groupby(lengths, lambda length: length < SHORT)]
+    return [group for run in runs for group in ([run] if run[0] < SHORT else [(each,) for each in run])]
 
 
 def trained_positions(micro: MicroBatch, where: str) -> NDArray[np.integer]:

@@ -34,8 +34,10 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     """Spread the optimizer's state over the data-parallel ranks."""
     sequence_parallel: bool = False
     """Split the activations between layers over the tensor-parallel ranks, too."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that backward recomputes: none; those of attention and MLPs; all but the layers' inputs."""
+    recompute: Literal["none", "elementwise", "products", "selective", "full"] = "none"
+    """What backward recomputes. none: nothing. elementwise: norms, rotary positions and SwiGLU, but no matrix
+    product, which costs hardly any time. products: all but the core of attention and the layers' inputs.
+    selective: the core of attention and the MLPs. full: all but the layers' inputs."""
     replay_routing: bool = True
     """Send each token to the experts that the engine chose, where the batch says which: see
     engine.return_routing. false: the routers of the learner choose, as they do without such an engine."""

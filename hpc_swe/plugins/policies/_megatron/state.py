@@ -12,6 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
@@ -56,7 +57,20 @@ def build_optimizer(
         use_distributed_optimizer=settings.distributed_optimizer,
     )
     with compat.cpu_as_cuda():
-        return get_megatron_optimizer(megatron, [ddp])
+        optimizer = get_megatron_optimizer(megatron, [ddp])
+    compat.fuse_steps(optimizer)
+    return optimizer
+
+
+def clip(optimizer: MegatronOptimizer, norm: float) -> None:
+    """Scale the gradients, whose norm over all ranks is `norm`, down to at most `clip_grad`."""
+    for inner in optimizer.chained_optimizers:
+        limit = inner.config.clip_grad
+        if torch.cuda.is_available():  # the fused step divides them on its way
+            divisor = max(1.0, (norm + 1e-6) / limit) if limit > 0 else 1.0
+            inner.optimizer.grad_scale = torch.full((), divisor, device="cuda")
+        elif limit > 0:
+            clip_grad_by_total_norm_fp32(inner.get_parameters(), limit, norm)
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: OptimizerConfig) -> OptimizerParamScheduler:
