@@ -37,7 +37,7 @@ class VerdictReader:
         self, run: RunDir, role: str, config: RunConfig, is_on_one_node: bool, clean_up_s: float = CLEAN_UP_S
     ) -> None:
         self._run, self._config, self._role, self._clean_up_s = run, config, role, clean_up_s
-        self._prefix = "" if is_on_one_node else f"{role}-{own_job_id()}-"
+        self._mark = "" if is_on_one_node else f"-{own_job_id()}-"  # in the owners of all nodes of this job
         self._children: Collection[int] = ()
         self._latest: Verdict | None = None
         self._own: Verdict | None = None
@@ -85,7 +85,7 @@ class VerdictReader:
         _in_time(lambda: _write(path, text))
 
     def _is_ours(self, process: StuckProcess) -> bool:
-        if self._prefix and process.owner.startswith(self._prefix):
+        if self._mark and self._mark in process.owner:
             return True
         return process.host == socket.gethostname() and process.pid in self._children
 

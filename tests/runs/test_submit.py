@@ -173,6 +173,7 @@ class Config:
     policy: Megatron | None = None
     learner: LearnerConfig | None = None
     inference: InferenceConfig = InferenceConfig()
+    hybrid: bool = False
 
 
 @pytest.fixture
