@@ -58,6 +58,7 @@ LAYOUT = {
         "staleness": ["staleness/mean", "staleness/max"],
         "learner against sampler": ["gap/mean", "gap/k3", "gap/p99", "policy/surprise_balance"],
         "clipped": ["ratio/clipped_.*", "ratio/.*_share"],
+        "ratio of sequences": ["ratio/sequence_.*"],
     },
     "How does the policy change?": {
         "loss and divergence": ["policy/loss", "policy/kl", "validation/loss"],
