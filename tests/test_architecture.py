@@ -27,7 +27,7 @@ FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
 BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe": 3_660,
-    "hpc_swe/benchmarks": 1_530,
+    "hpc_swe/benchmarks": 2_020,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 325,
     "hpc_swe/doctor": 1_240,
@@ -38,7 +38,7 @@ BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe/plugins/engines": 1_890,
     "hpc_swe/plugins/executors": 770,
     "hpc_swe/plugins/graders": 2_690,
-    "hpc_swe/plugins/policies": 3_460,
+    "hpc_swe/plugins/policies": 3_560,
     "hpc_swe/plugins/sandboxes": 2_190,
     "hpc_swe/plugins/tasksets": 1_110,
     "hpc_swe/plugins/tools": 1_670,

@@ -34,7 +34,7 @@ EXPERTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-TINY = {"head_dim": 16, "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 4096}
+TINY = {"head_dim": 32, "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 4096}
 
 
 def _sizes(hidden: int, ffn: int, layers: int, heads: int) -> dict[str, object]:

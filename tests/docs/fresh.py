@@ -121,6 +121,8 @@ RULES = (
     (r"python -m hpc_swe\.demo .*demo_gpu.*", LOOKED_UP, "needs a GPU"),
     (r"python -m hpc_swe\.benchmarks\.learner --shape (?!tiny).*", LOOKED_UP, "needs a GPU"),
     (r"python -m hpc_swe\.benchmarks\.learner --shape tiny .*", RUN, r"\g<0>"),
+    (r"python -m hpc_swe\.benchmarks\.weights --shape (?!tiny).*", LOOKED_UP, "needs two GPUs"),
+    (r"python -m hpc_swe\.benchmarks\.weights --shape tiny .*", RUN, r"\g<0>"),
     (r"python -m hpc_swe\.benchmarks\.loop RUN.*", LOOKED_UP, "needs runs that have trained"),
     (r"python -m hpc_swe\.demo .*slurm_demo.*|sbatch/role.*", LOOKED_UP, CLUSTER),
     (

@@ -16,6 +16,7 @@ from torch import Tensor
 from hpc_swe.plugins.tensor_delta import Changes, Digests, text
 
 CODES, OTHERS = ":codes", ":others"
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -131,21 +132,26 @@ class Delta:
         return cls(changes, whole)
 
 
-def build(chain: Sequence[Link], wanted: Wanted) -> dict[str, Tensor]:
-    """Return all tensors of a chain's last version in this host's memory.
+def build(chain: Sequence[Link], wanted: Wanted, device: torch.device = CPU) -> dict[str, Tensor]:
+    """Return all tensors of a chain's last version in this host's memory; `device` applies the changes.
 
     Raise ValueError if a file is wrong, or the digests of a version made of deltas are not the manifest's.
     """
     tensors = read(chain[0].folder, wanted)
-    for link in chain[1:]:
-        delta = Delta.read(link.folder, wanted, torch.device("cpu"))
-        for name, changes in delta.changes.items():
-            tensors[name] = tensors[name].clone()
-            changes.apply(tensors[name])
-        tensors |= delta.whole
-    if len(chain) > 1:
-        computer = Digests(torch.device("cpu"))
-        require_digests({name: int(computer.tensor(tensor)) for name, tensor in tensors.items()}, wanted)
+    deltas = [Delta.read(link.folder, wanted, device) for link in chain[1:]]
+    if not deltas:
+        return tensors
+    computer, digests = Digests(device), {}
+    for name in tensors:
+        tensor = tensors[name].to(device, copy=True)
+        for delta in deltas:
+            if name in delta.whole:
+                tensor.copy_(delta.whole[name])
+            elif name in delta.changes:
+                delta.changes[name].apply(tensor)
+        digests[name] = int(computer.tensor(tensor))
+        tensors[name] = tensor.cpu()
+    require_digests(digests, wanted)
     return tensors
 
 

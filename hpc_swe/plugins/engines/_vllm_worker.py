@@ -210,14 +210,16 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
     def _stage(self, version: LoadedVersion) -> Staged:
         chain, wanted = version.chain, version.wanted
         if self._copies is None or not wanted.has_digests:
-            return Staged(build(chain, wanted), [], chain)
+            return Staged(build(chain, wanted, self._device), [], chain)
         rest = version.after(self._serving)
         tensors = read(chain[0].folder, wanted) if rest is None else None
         links = chain[1:] if rest is None else rest
         deltas = [Delta.read(link.folder, wanted, self._device) for link in links]
+        self._synchronize()
         return Staged(tensors, deltas, chain if rest is None else rest)
 
     def _swap(self, staged: Staged) -> None:
+        self._synchronize()  # streams of this thread and others wrote and read the same memory
         wanted = self._next.wanted
         if self._copies is None or not wanted.has_digests:
             assert staged.tensors is not None
@@ -232,6 +234,10 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
             self._require_digests(self._copies, wanted)
         for link in staged.read:
             link.check()  # the files must not have changed while they were read
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _reload(self, tensors: dict[str, torch.Tensor]) -> None:
         if self._device.type == "cpu":

@@ -6,7 +6,7 @@ from hpc_swe.plugins.costs import MemoryEstimate, Part
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import memory, uncompiled
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
-from hpc_swe.plugins.policies.base import Learner, OptimizerConfig, Tensors
+from hpc_swe.plugins.policies.base import Learner, OptimizerConfig, SteppingLearner, Tensors
 
 
 class Megatron(MegatronSettings, frozen=True, kw_only=True):
@@ -26,6 +26,13 @@ class Megatron(MegatronSettings, frozen=True, kw_only=True):
             from hpc_swe.plugins.policies._megatron.learner import MegatronLearner
 
         return MegatronLearner(self, model, optimizer, None, tensors)
+
+    def build_stepped(self, model: Path, lr: float, tensors: Tensors) -> SteppingLearner:
+        """Build a learner for benchmarks, whose steps have random gradients and need less memory."""
+        with uncompiled(self.device == "cpu"):
+            from hpc_swe.plugins.policies._megatron.stepped import SteppedLearner
+
+        return SteppedLearner(self, model, lr, tensors)
 
     @property
     def gpus(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
@@ -43,7 +44,11 @@ class Server(NamedTuple):
     steps: Iterator[int]
 
     def reload(
-        self, model: str, late: Callable[[Path], None] = lambda _: None, **options: object
+        self,
+        model: str,
+        late: Callable[[Path], None] = lambda _: None,
+        engine: Vllm = CPU,
+        **options: object,
     ) -> WeightVersion:
         """Publish a next version with the weights of a model, verify and load it; `late` is in between."""
         version = WeightVersion(step=next(self.steps))
@@ -51,7 +56,7 @@ class Server(NamedTuple):
         manifest = folders.manifest(self.run.weight(version), WeightManifest)
         files = folders.verify(folder, manifest, lambda: False)
         late(folder)
-        CPU.reload(self.url, TOKEN, Weights(version, folder, manifest, files))
+        engine.reload(self.url, TOKEN, Weights(version, folder, manifest, files))
         return version
 
 
@@ -130,14 +135,16 @@ def test_stop_tokens_of_the_configuration_end_a_turn(fresh: Server) -> None:
     assert 100 <= found.token_ids[-1] < VOCABULARY // 2
 
 
-def generated(server: Server, pause_s: float) -> tuple[WeightVersion, list[tuple[list[int], Completion]]]:
+def generated(
+    server: Server, pause_s: float, engine: Vllm = CPU
+) -> tuple[WeightVersion, list[tuple[list[int], Completion]]]:
     """What came of some prompts while, after a pause, weights b took the place of weights a."""
     prompts = [[i, *TEXT] for i in range(10, 16)]
     server.reload("a")
     with ThreadPoolExecutor(len(prompts)) as pool:
         found = [pool.submit(sample, server, prompt, Sampling(max_tokens=600)) for prompt in prompts]
         time.sleep(pause_s)
-        version = server.reload("b")
+        version = server.reload("b", engine=engine)
     return version, [(prompt, future.result()) for prompt, future in zip(prompts, found, strict=True)]
 
 
@@ -156,6 +163,23 @@ def test_a_swap_in_mid_generation_is_stamped_token_by_token(server: Server) -> N
         logprobs = np.asarray(completion.logprobs)
         assert np.abs(old - logprobs)[:middle].max() < 1e-3
         assert np.abs(fresh_part - logprobs)[middle:].max() < 1e-3
+
+
+def test_kept_caches_go_on_with_the_new_weights(server: Server) -> None:
+    """Requests survive, and their later tokens are sampled from keys and values of both weights."""
+    keeping = msgspec.structs.replace(CPU, kv_on_update="keep")
+    for pause_s in (0.5, 1.0, 2.0, 4.0, 8.0):
+        new, found = generated(server, pause_s, keeping)
+        if crossed := [(p, c) for p, c in found if c.spans is not None and len(c.spans) == 2]:
+            break
+    prompt, completion = crossed[0]
+    assert completion.spans is not None
+    (_, middle, _), (_, _, version) = completion.spans
+    assert version == new
+    old, fresh_part = (reference(server.models[n], prompt, completion.token_ids) for n in "ab")
+    logprobs = np.asarray(completion.logprobs)
+    assert np.abs(old - logprobs)[:middle].max() < 1e-3
+    assert np.abs(fresh_part - logprobs)[middle:].max() > 1e-2
 
 
 def edit(change: Callable[[dict[str, object]], None]) -> Callable[[Path], None]:

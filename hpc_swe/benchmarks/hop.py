@@ -1,0 +1,156 @@
+"""Run one side of the benchmark of weight versions: python -m hpc_swe.benchmarks.hop learner|engine PLAN.
+
+The learner's side takes steps of AdamW with random gradients, whose sizes Adam cancels, and publishes as a
+run's learner does. The engine's side is a run's inference supervisor.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpc_swe import plugins
+from hpc_swe.benchmarks.limits import Rates, measure_limits
+from hpc_swe.errors import ConfigError, DeadlineError
+from hpc_swe.plugins.model_shape import ModelShape
+from hpc_swe.plugins.policies.base import SteppedPolicy
+from hpc_swe.records import Node, Record, WeightVersion
+from hpc_swe.roles.inference.supervisor import Supervisor
+from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
+from hpc_swe.rundir import RunDir
+from hpc_swe.settings import InferenceConfig, LeaseConfig
+from hpc_swe.store import atomic
+from hpc_swe.store.lease import Lease
+
+POLL_S = 0.005
+WRITTEN = 1 << 28
+"""Bytes written to measure the disk."""
+FIRST = WeightVersion(incarnation=1)
+
+
+class HopPlan(Record, frozen=True, kw_only=True):
+    """A plan says what both sides do."""
+
+    run: str
+    model: str
+    """Folder with a config.json."""
+    policy: dict[str, Any]
+    """The table [policy]."""
+    engine: dict[str, Any]
+    """The table [engine]."""
+    deltas: int
+    """Versions after the first, before one that is full again."""
+    lr: float
+    settle_s: float
+    """Seconds between a swap and the next step."""
+    timeout_s: float
+
+
+class Published(Record, frozen=True, kw_only=True):
+    """These are the times at which a version was made, in seconds since the epoch."""
+
+    version: WeightVersion
+    trained: float
+    """When its optimizer step ended."""
+    published: float
+
+
+class HopFigures(Record, frozen=True, kw_only=True):
+    """The learner's side writes this last."""
+
+    rates: Rates
+    disk_bytes: float
+    """Bytes a second that one thread writes into the run's folder."""
+    versions: list[Published]
+
+
+def serving(run: RunDir) -> Node | None:
+    """Return the cell of the engine's supervisor, if it serves."""
+    for name in atomic.names(run.nodes):
+        if name.startswith("inference"):
+            node = atomic.get(run.nodes / name, Node)
+            return node if node.state == "ready" and node.url else None
+    return None
+
+
+def await_version(run: RunDir, version: WeightVersion, timeout_s: float) -> Node:
+    """Wait until the engine serves a version; raise DeadlineError."""
+    deadline = time.monotonic() + timeout_s
+    while (node := serving(run)) is None or node.versions != [version]:
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"the engine does not serve {version.name} after {timeout_s:g} s: {node}")
+        time.sleep(POLL_S)
+    return node
+
+
+def learn(plan: HopPlan, out: Path) -> None:
+    """Publish the first version, then a delta after each step, and a full version after the last step."""
+    import torch
+
+    from hpc_swe.benchmarks.random_weights import RandomWeights
+
+    run = RunDir(Path(plan.run))
+    rates, disk = measure_limits(), _disk_rate(run.root)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # 8B needs nearly all of a GPU
+    policy, model = plugins.load("policies", plan.policy), Path(plan.model)
+    if not isinstance(policy, SteppedPolicy):
+        raise ConfigError(f"[policy] type = {plan.policy['type']!r} has no steps for this benchmark")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    random = RandomWeights(ModelShape.read(model), getattr(torch, plan.policy["dtype"]), device)
+    learner = policy.build_stepped(model, plan.lr, random)
+    last = plan.deltas + 1
+    publisher = Publisher(run, learner, take_incarnation(run), "benchmark", Snapshots(last + 1, last=last))
+    publisher.publish_weights()
+    versions = []
+    for step in range(1, last + 1):
+        await_version(run, msgspec.structs.replace(FIRST, step=step - 1), plan.timeout_s)
+        time.sleep(plan.settle_s)
+        learner.take_step()
+        trained = time.time()
+        publisher.publish_weights()
+        version = msgspec.structs.replace(FIRST, step=step)
+        versions.append(Published(version=version, trained=trained, published=time.time()))
+    await_version(run, versions[-1].version, plan.timeout_s)
+    atomic.write(out, msgspec.json.encode(HopFigures(rates=rates, disk_bytes=disk, versions=versions)))
+    learner.close()
+
+
+def serve(plan: HopPlan) -> None:
+    """Supervise one engine that starts with the first version."""
+    run, leases = RunDir(Path(plan.run)), LeaseConfig(beat_s=1.0)
+    with Lease(run, "inference", "benchmark", leases.beat_s) as lease:
+        Supervisor(
+            run=run,
+            lease=lease,
+            engine=plugins.load("engines", plan.engine),
+            config=InferenceConfig(poll_s=0.02, max_restarts=0),
+            leases=leases,
+            model=run.weight(FIRST),
+            host="127.0.0.1",
+        ).serve()
+
+
+def _disk_rate(folder: Path) -> float:
+    data, path = bytes(WRITTEN), folder / "written"
+    began = time.perf_counter()
+    path.write_bytes(data)
+    seconds = time.perf_counter() - began
+    path.unlink()
+    return len(data) / seconds
+
+
+def main() -> None:
+    """Run the side that the first argument names."""
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    plan = msgspec.convert(json.loads(Path(sys.argv[2]).read_text()), HopPlan)
+    learn(plan, Path(sys.argv[3])) if sys.argv[1] == "learner" else serve(plan)
+
+
+if __name__ == "__main__":
+    main()
