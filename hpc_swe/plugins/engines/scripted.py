@@ -79,7 +79,7 @@ class _GenerateRequest(Struct, frozen=True):
 
 class _Update(Struct, frozen=True):
     path: str = ""
-    files: dict[str, tuple[int, int, int]] = {}
+    files: dict[str, tuple[int, int, int]] | None = None
 
 
 class _ControlRequest(Struct, frozen=True):
@@ -108,7 +108,7 @@ class _State:
     def control(self, path: str, request: _ControlRequest) -> None:
         """Carry out a control request; raise ValueError if a weight file changed since it was verified."""
         if path == "/update_weights":
-            for name, seen in request.update_info.files.items():
+            for name, seen in (request.update_info.files or {}).items():
                 with (Path(request.update_info.path) / name).open("rb") as file:
                     if folders.identity(file.fileno()) != seen:
                         raise ValueError(f"{name}: it is no longer the file that was verified")
