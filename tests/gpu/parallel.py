@@ -54,7 +54,8 @@ CASES = [
 ]
 LIMITS = {
     "float32": {"logprobs": 5e-5, "loss": 1e-4, "norm": 1e-4, "weights": 2e-2},
-    "bfloat16": {"logprobs": 2.0, "loss": 1e-1, "norm": 2e-1},  # rounding sends tokens to other experts
+    # Rounding sends tokens to other experts, and the loss is a small difference of large terms.
+    "bfloat16": {"logprobs": 2.0, "loss": 2e-1, "norm": 2e-1},
 }
 
 
