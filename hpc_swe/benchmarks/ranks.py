@@ -17,6 +17,7 @@ from hpc_swe.processes import MEETING, die_with_parent
 
 POLL_S = 0.05
 OUT_OF_MEMORY = "out of memory"
+LONGEST = 300
 
 
 def run_ranks(count: int, module: str, arguments: Sequence[str], timeout_s: float, *, gpu: bool) -> str:
@@ -42,7 +43,7 @@ def run_ranks(count: int, module: str, arguments: Sequence[str], timeout_s: floa
         late = _wait(processes, timeout_s)
         logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(count)]
     if late:
-        return f"not done after {timeout_s:.0f} s"
+        return f"not done after {timeout_s:.0f} s; its last line is: {last_line(logs)}"
     failed = [log for process, log in zip(processes, logs, strict=True) if process.returncode]
     return reason(failed) if failed else ""
 
@@ -54,8 +55,13 @@ def reason(logs: Sequence[str]) -> str:
     lines = [
         line for log in logs for line in log.splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)
     ]
-    last = [log.splitlines()[-1] for log in logs if log.strip()]
-    return (lines or last or ["ended without a word"])[0][:300]
+    return lines[0][:LONGEST] if lines else last_line(logs)
+
+
+def last_line(logs: Sequence[str]) -> str:
+    """Return the last line of the first process that wrote something."""
+    found = [log.strip().splitlines()[-1] for log in logs if log.strip()]
+    return found[0][:LONGEST] if found else "it wrote nothing"
 
 
 def _environment(meeting: Path, rank: int, count: int, gpu: bool) -> dict[str, str]:

@@ -29,7 +29,7 @@ from rich.table import Table
 from hpc_swe import cli, config, gpus, plugins, tables
 from hpc_swe.benchmarks import limits, shapes
 from hpc_swe.benchmarks.hop import FIRST, HopFigures, HopPlan, await_version, serving
-from hpc_swe.benchmarks.ranks import run_ranks
+from hpc_swe.benchmarks.ranks import last_line, run_ranks
 from hpc_swe.errors import ConfigError, EngineError
 from hpc_swe.plugins.engines.base import Engine
 from hpc_swe.processes import die_with_parent
@@ -137,7 +137,9 @@ def _await(is_done: Callable[[], bool], learner: "Future[str]", engine: "_Engine
     """Wait; raise EngineError when one of the sides has ended with an error."""
     while not is_done():
         if learner.done() and (failure := learner.result()):
-            raise EngineError(f"the learner's side failed: {failure}")
+            raise EngineError(
+                f"the learner's side failed: {failure}; the engine's side: {engine.last_lines()}"
+            )
         engine.require_alive()
         time.sleep(0.02)
 
@@ -187,8 +189,12 @@ class _Engine:
     def require_alive(self) -> None:
         """Raise EngineError with its last line if it has ended."""
         if self._process is not None and self._process.poll() is not None:
-            lines = self._log.read_text(errors="replace").splitlines() or ["it wrote nothing"]
-            raise EngineError(f"the engine's side ended: {lines[-1]}")
+            raise EngineError(f"the engine's side ended: {self.last_lines()}")
+
+    def last_lines(self) -> str:
+        """Return the last lines of the supervisor and of vLLM."""
+        logs = [self._log, *RunDir(Path(self._plan.run)).logs("inference").glob("*.log")]
+        return " / ".join(last_line([log.read_text(errors="replace")]) for log in logs if log.exists())
 
     def __exit__(self, *_: object) -> None:
         RunDir(Path(self._plan.run)).stop.touch()

@@ -60,4 +60,4 @@ def test_a_failed_column_says_why():
         reason(["a\nhpc_swe.errors.ConfigError: [policy] no\nlast\n"])
         == "hpc_swe.errors.ConfigError: [policy] no"
     )
-    assert reason(["\n", ""]) == "ended without a word"
+    assert reason(["\n", ""]) == "it wrote nothing"
