@@ -20,6 +20,7 @@ BF16 = {"dtype": "bfloat16", "tensor_parallel": 2, "sequence_parallel": True}
 DO = [
     ("export", "v0:base"),
     ("train", 1),
+    ("rest", None),
     ("export", "v1:delta"),
     ("train", 1),
     ("export", "v2:delta"),
@@ -40,7 +41,7 @@ def runs(tmp_path_factory) -> tuple[Path, dict]:
         "do": DO,
     }
     small = case | {"name": "bf16", "policy": BF16, "optimizer": {"lr": 1e-6}}
-    large = case | {"name": "fp32", "policy": BF16 | {"dtype": "float32"}, "optimizer": {"lr": 1e-3}}
+    large = case | {"name": "fp32", "policy": BF16 | {"dtype": "float32", "delta_base": "gpu"}, "optimizer": {"lr": 1e-3}}
     return folder / "out", gang.run_cases(2, [small, large], folder / "out")
 
 

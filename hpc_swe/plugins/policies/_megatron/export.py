@@ -73,6 +73,10 @@ class Exporter:
             for (name, (dtype, shape)), digest in zip(infos.items(), digests, strict=True)
         }
 
+    def on_device(self) -> list[Tensor]:
+        """Return what is kept on the device between two exports."""
+        return list(self._kept.values()) if self._keep_on_gpu else []
+
     def _require_finite(self) -> None:
         """Raise FloatingPointError on every rank if a parameter of any rank is not finite.
 

@@ -107,12 +107,12 @@ class MegatronLearner:
         weights.load(self._model, shape, tensors or weights.Snapshot(model), self.ranks.tensor_group)
         self._ddp = state.wrap(self._model, settings)
         self._optimizer = state.build_optimizer(self._ddp, settings, optimizer)
-        self._offload = Offload(self._ddp, self._optimizer)
         self._schedule = state.build_schedule(self._optimizer, optimizer)
         self._epochs = optimizer.epochs
         self._exporter = export.Exporter(
             self.ranks, self._model, shape, model, keep_on_gpu=settings.delta_base == "gpu"
         )
+        self._offload = Offload(self._ddp, self._optimizer, self._exporter.on_device)
         self._checkpointer = state.Checkpointer(self.ranks, self._model, self._optimizer, self._schedule)
         multiple = settings.tensor_parallel if settings.sequence_parallel else 1
         rank, parts = self.ranks.context_group.rank(), settings.context_parallel

@@ -1,6 +1,6 @@
 """Move what training keeps on the device to host memory and back, for a learner that shares its GPUs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,8 +16,13 @@ class Offload:
     Gradients are not kept, since each step begins with zeros. The host memory is kept for the next time.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, optimizer: MegatronOptimizer) -> None:
-        self._ddp, self._optimizer = ddp, optimizer
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: MegatronOptimizer,
+        others: Callable[[], Iterable[Tensor]],
+    ) -> None:
+        self._ddp, self._optimizer, self._others = ddp, optimizer, others
         self._host: dict[int, Tensor] = {}
         """Address of a storage's record -> its bytes, uint8, in pinned memory where there is a GPU."""
         self._emptied: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
@@ -27,7 +32,7 @@ class Offload:
         kept = _storages(self._states())
         gradients = _storages(self._gradients())
         for key, storage in kept.items():
-            if key not in self._host:
+            if key not in self._host or self._host[key].nbytes != storage.nbytes():
                 is_gpu = storage.device.type == "cuda"
                 self._host[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_gpu)
             self._host[key].copy_(_bytes(storage), non_blocking=True)
@@ -52,6 +57,7 @@ class Offload:
             torch.cuda.synchronize()
 
     def _states(self) -> Iterator[Tensor]:
+        yield from self._others()
         yield from (parameter.data for parameter in self._ddp.parameters())
         yield from (buffer.param_data for buffer in self._buffers() if buffer.param_data is not None)
         for each in self._optimizer.chained_optimizers:
