@@ -62,7 +62,9 @@ class Fsdp2Trainer:
     def train(self, batch: Batch, objective: Objective) -> dict[str, float]:
         laps = Laps()
         results = []
-        for micro in self._microbatches(batch):
+        micros = list(self._microbatches(batch))
+        for index, micro in enumerate(micros):
+            self._model.set_requires_gradient_sync(index == len(micros) - 1)  # once a step, as our learner
             loss, sums, _ = objective(self._terms(micro))
             laps.lap("forward")
             (loss * self.ranks.size).backward()  # FSDP2 takes the mean over ranks, and ours is a sum

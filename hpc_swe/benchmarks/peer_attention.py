@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 LONG = 2048
-"""Tokens from which on cuDNN's kernel is faster than varlen attention, on an H200."""
-HEADS = 16
-"""Number of query heads that cuDNN's kernel takes at one time, so that more of what it reads is in the cache;
-our learner does the same."""
+"""Tokens from which on cuDNN's kernel is faster than varlen attention, on an H200, as in our learner."""
+ROUND = 256
+"""cuDNN plans anew for each length, so lengths are rounded up to a multiple of this, as in our learner."""
 
 
 class PackedAttention:
@@ -44,20 +43,18 @@ class PackedAttention:
 
 
 def _cudnn(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
-    pieces = max(1, query.shape[1] // HEADS)
-    pieces = pieces if key.shape[1] % pieces == 0 else 1
-    chunks = zip(*(tensor.chunk(pieces, 1) for tensor in (query, key, value)), strict=True)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        outputs = [_loop(*chunk, lengths) for chunk in chunks]  # type: ignore[call-arg]
-    return torch.cat(outputs, 2) if pieces > 1 else outputs[0]
+        return _loop(query, key, value, lengths, ROUND)
 
 
-def _loop(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
-    sizes = list(lengths)
-    outputs = [
-        F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True).transpose(1, 2)
-        for part in zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
-    ]
+def _loop(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], multiple: int = 1) -> Tensor:
+    """Call the kernel for each sequence; causal attention does not see the zeros that round its length up."""
+    sizes, outputs = list(lengths), []
+    for part in zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True):
+        length = part[0].shape[2]
+        q, k, v = (F.pad(states, (0, 0, 0, -length % multiple)) for states in part)
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        outputs.append(output[:, :, :length].transpose(1, 2))
     return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
 
 

@@ -70,6 +70,8 @@ class Traffic:
         """
         times = sorted(self.answers)
         after = [(b - a, b) for (a, _), (b, _) in zip(times, times[1:], strict=False) if b > began]
+        if not after:
+            raise EngineError(f"no answer came from {self.url} after new weights were made")
         gap, end = max(after)
         stamped = [moment for moment, stamp in times if stamp == version and moment > began]
         return (stamped[0] if stamped and version else end) - began, gap

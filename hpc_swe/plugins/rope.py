@@ -57,7 +57,7 @@ class Rope:
         missing = [key for key in NEEDED[kind] if found.get(key) is None]
         if missing:
             raise ConfigError(f"{where} has no {', '.join(missing)} for its rope_type {kind!r}")
-        return cls(kind=kind, theta=float(found["rope_theta"]), **_scaling(kind, found, config))
+        return cls(kind=kind, theta=float(found["rope_theta"]), **_scaling(where, kind, found, config))
 
 
 def longest_context(config: Mapping[str, Any]) -> int:
@@ -70,13 +70,16 @@ def longest_context(config: Mapping[str, Any]) -> int:
     return max(int(positions), int(original * (rope.get("factor") or 1)))
 
 
-def _scaling(kind: str, found: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def _scaling(where: str, kind: str, found: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "default":
         return {}
     most = config.get("max_position_embeddings")
-    original = config.get(
-        "original_max_position_embeddings", found.get("original_max_position_embeddings", most)
-    )
+    key = "original_max_position_embeddings"
+    original = config.get(key) or found.get(key, most)
+    if not original or not (most or found.get("factor")):
+        raise ConfigError(
+            f"{where} has no original_max_position_embeddings, or no factor, for its rope_type {kind!r}"
+        )
     common = {"original_length": original, "factor": float(found.get("factor") or most / original)}
     if kind == "llama3":
         return common | {key: float(found[key]) for key in ("low_freq_factor", "high_freq_factor")}

@@ -41,7 +41,11 @@ def runs(tmp_path_factory) -> tuple[Path, dict]:
         "do": DO,
     }
     small = case | {"name": "bf16", "policy": BF16, "optimizer": {"lr": 1e-6}}
-    large = case | {"name": "fp32", "policy": BF16 | {"dtype": "float32", "delta_base": "gpu"}, "optimizer": {"lr": 1e-3}}
+    large = case | {
+        "name": "fp32",
+        "policy": BF16 | {"dtype": "float32", "delta_base": "gpu"},
+        "optimizer": {"lr": 1e-3},
+    }
     return folder / "out", gang.run_cases(2, [small, large], folder / "out")
 
 

@@ -89,9 +89,10 @@ class _RotatedHeads(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        parts, cosines, sines, *weights = ctx.saved_tensors
+        saved = ctx.saved_tensors  # each look at it computes again what was not kept
+        parts, cosines, sines, *weights = saved
         if parts.is_cuda:
-            found = _triton().rotated_heads_backward(grads, ctx.eps, *ctx.saved_tensors)
+            found = _triton().rotated_heads_backward(grads, ctx.eps, *saved)
         else:
             found = vjp(
                 lambda parts, *weights: _rotated_heads(ctx.eps, parts, cosines, sines, *weights),

@@ -131,7 +131,11 @@ class MegatronLearner:
         self._schedule.step(1)
         passes = []
         for part in self._parts(batch, work):
-            passes.append((*self._accumulate(part, objective, watch), *self._update()))
+            losses, *statistics = self._accumulate(part, objective, watch)
+            norm, is_taken = self._update()
+            if not is_taken:
+                self._name_bad(part, losses)
+            passes.append((losses.sum(), *statistics, norm, is_taken))
             watch.lap("step_seconds/optimizer")
         self.step += 1
         metrics = self._report(passes, len(batch.minibatches) or 1, objective)
@@ -223,7 +227,7 @@ class MegatronLearner:
     def _accumulate(
         self, work: Sequence[PreparedMicroBatch], objective: Objective, watch: Stopwatch
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add up gradients; return the loss, and sums and maxima of the statistics."""
+        """Add up gradients; return the losses [microbatches], and sums and maxima of the statistics."""
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
 
@@ -233,12 +237,15 @@ class MegatronLearner:
 
         results = self._stages.train(work, Pass(self._predict, finish, watch.lap))
         if not self.ranks.is_last_stage:
-            return torch.zeros(()), torch.zeros(0), torch.zeros(0)  # the last stage reports
+            return torch.zeros(0), torch.zeros(0), torch.zeros(0)  # the last stage reports
         losses, sums, maxima = (torch.stack(parts) for parts in zip(*results, strict=True))
-        if not losses.sum().isfinite():
-            bad = [each.index for each, loss in zip(work, losses, strict=True) if not loss.isfinite()]
+        return losses, sums.sum(0), maxima.amax(0)
+
+    def _name_bad(self, work: Sequence[PreparedMicroBatch], losses: Tensor) -> None:
+        pairs = zip(work, losses.tolist(), strict=False)  # the last stage alone has losses
+        bad = [each.index for each, loss in pairs if not math.isfinite(loss)]
+        if bad:
             log.warning("not finite: losses of microbatches %s, data rank %d", bad, self.ranks.data_rank)
-        return losses.sum(), sums.sum(0), maxima.amax(0)
 
     def _update(self) -> tuple[float, bool]:
         """Take a step unless a gradient of any rank is not finite; return its norm, and if it was taken."""

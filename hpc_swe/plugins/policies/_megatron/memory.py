@@ -3,7 +3,8 @@
 The estimate of GPU memory was compared with one H200 and is right to a few per cent; the measurements are in
 tests/runs/test_estimate.py.
 
-    P parameters   h hidden   H, G heads and key-value heads times head_dim   f inner width
+    P parameters, E of them in experts   h hidden   f inner width
+    H, G heads and key-value heads times head_dim
     T tokens of a microbatch   k experts a token
     tp, pp, cp, ep, dp tensor-, pipeline-, context-, expert- and data-parallel sizes
 
@@ -35,8 +36,10 @@ def learner_memory(
     size, states = (2, 12) if policy.dtype == "bfloat16" else (4, 8)
     stepped = _stepped(shape, policy, data_parallel)
     tokens = -(-tokens // policy.context_parallel)
-    share = "P" + "".join(f" / {name}" for name, ranks in _sizes(policy).items() if ranks > 1 or name == "tp")
-    shards = " / dp" if stepped < count else ""
+    share = "P / tp" if policy.expert_parallel == 1 else "((P - E) / tp + E / ep)"
+    share += " / pp" if policy.pipeline_parallel > 1 else ""
+    copies = "dp" if policy.context_parallel == 1 else "(dp cp)"
+    shards = f" / {copies}" if stepped < count else ""
     held = [
         Part("weights", f"{size} {share}", size * count),
         Part("gradients", f"4 {share}", 4 * count),
@@ -71,7 +74,12 @@ def reference_memory(shape: ModelShape, policy: MegatronSettings) -> float:
 
 
 def _sizes(policy: MegatronSettings) -> dict[str, int]:
-    return {"tp": policy.tensor_parallel, "pp": policy.pipeline_parallel, "ep": policy.expert_parallel}
+    return {
+        "tp": policy.tensor_parallel,
+        "pp": policy.pipeline_parallel,
+        "ep": policy.expert_parallel,
+        "cp": policy.context_parallel,
+    }
 
 
 def _parts(shape: ModelShape, policy: MegatronSettings) -> tuple[float, float]:

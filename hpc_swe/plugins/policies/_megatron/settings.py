@@ -24,7 +24,7 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     """Number of groups of processes that share the tokens of each microbatch, for long contexts. Attention
     divides its heads among them: this times `tensor_parallel` must divide the heads of keys and values."""
     expert_parallel: Annotated[int, Meta(gt=0)] = 1
-    """Number of groups of processes that share the experts of each layer; above 1 no expert is split. It adds
+    """Number of parts into which the experts of each layer are divided; above 1 no expert is split. It adds
     no processes: it divides those that tensor, context and data parallelism give."""
     device: Literal["gpu", "cpu"] = "gpu"
     """gpu: each process needs one GPU, and the learner refuses to start with fewer. cpu: GPUs are ignored."""
@@ -35,9 +35,9 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     sequence_parallel: bool = False
     """Split the activations between layers over the tensor-parallel ranks, too."""
     recompute: Literal["none", "elementwise", "products", "selective", "full"] = "none"
-    """What backward recomputes. none: nothing. elementwise: norms, rotary positions and SwiGLU, but no matrix
-    product, which costs hardly any time. products: all but the core of attention and the layers' inputs.
-    selective: the core of attention and the MLPs. full: all but the layers' inputs."""
+    """What backward recomputes. none: nothing. elementwise: norms, rotary positions and SwiGLU, which costs
+    hardly any time, and no matrix product. selective: the core of attention and the MLPs. products: all but
+    the core of attention and the layers' inputs. full: all but the layers' inputs."""
     replay_routing: bool = True
     """Send each token to the experts that the engine chose, where the batch says which: see
     engine.return_routing. false: the routers of the learner choose, as they do without such an engine."""
