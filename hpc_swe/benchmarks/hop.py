@@ -80,7 +80,7 @@ def await_version(run: RunDir, version: WeightVersion, timeout_s: float) -> Node
     """Wait until the engine serves a version; raise DeadlineError."""
     deadline = time.monotonic() + timeout_s
     while (node := serving(run)) is None or node.versions != [version]:
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or run.stop.exists():
             raise DeadlineError(f"the engine does not serve {version.name} after {timeout_s:g} s: {node}")
         time.sleep(POLL_S)
     return node
@@ -127,7 +127,7 @@ def serve(plan: HopPlan) -> None:
             run=run,
             lease=lease,
             engine=plugins.load("engines", plan.engine),
-            config=InferenceConfig(poll_s=0.02, max_restarts=0),
+            config=InferenceConfig(poll_s=0.02, max_restarts=0, start_timeout_s=plan.timeout_s),
             leases=leases,
             model=run.weight(FIRST),
             host="127.0.0.1",

@@ -116,7 +116,11 @@ def measure(plan: HopPlan, folder: Path) -> tuple[HopFigures, dict[str, HopRow]]
     path.write_bytes(msgspec.json.encode(plan))
     on_gpu = plan.policy["device"] == "gpu"
     words = ("learner", str(path), str(out))
-    with _Engine(plan, path, folder / "engine.log") as engine, ThreadPoolExecutor(CLIENTS + 1) as pool:
+    with (
+        _Engine(plan, path, folder / "engine.log") as engine,
+        ThreadPoolExecutor(CLIENTS + 1) as pool,
+        _stopped_by_errors(run),
+    ):
         learner = pool.submit(run_ranks, 1, "hpc_swe.benchmarks.hop", words, plan.timeout_s, gpu=on_gpu)
         _await(lambda: run.weight(FIRST).exists(), learner, engine)
         engine.start()
@@ -125,7 +129,7 @@ def measure(plan: HopPlan, folder: Path) -> tuple[HopFigures, dict[str, HopRow]]
         traffic = Traffic(plugins.load("engines", plan.engine), url, run.token.read_text())
         clients = [pool.submit(traffic.ask, seed) for seed in range(CLIENTS)]
         try:
-            _await(out.exists, learner, engine)
+            _await(out.exists, learner, engine, clients)
             found = msgspec.json.decode(out.read_bytes(), type=HopFigures)
             rows = _rows(run, traffic, found)
         finally:
@@ -135,9 +139,27 @@ def measure(plan: HopPlan, folder: Path) -> tuple[HopFigures, dict[str, HopRow]]
     return found, rows
 
 
-def _await(is_done: Callable[[], bool], learner: "Future[str]", engine: "_Engine") -> None:
-    """Wait; raise EngineError when one of the sides has ended with an error."""
+@contextmanager
+def _stopped_by_errors(run: RunDir) -> Iterator[None]:
+    """Stop both sides after an error; else the pool would wait until the learner's time is over."""
+    try:
+        yield
+    except BaseException:
+        run.stop.touch()
+        raise
+
+
+def _await(
+    is_done: Callable[[], bool],
+    learner: "Future[str]",
+    engine: "_Engine",
+    clients: Sequence["Future[None]"] = (),
+) -> None:
+    """Wait; raise EngineError when one of the sides, or a client, has ended with an error."""
     while not is_done():
+        for client in clients:
+            if client.done():
+                client.result()
         if learner.done() and (failure := learner.result()):
             raise EngineError(
                 f"the learner's side failed: {failure}; the engine's side: {engine.last_lines()}"
@@ -201,7 +223,10 @@ class _Engine:
     def __exit__(self, *_: object) -> None:
         RunDir(Path(self._plan.run)).stop.touch()
         if self._process is not None:
-            self._process.wait(60)
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
 
 
 def table(rows: dict[str, HopRow], whole: int) -> Table:

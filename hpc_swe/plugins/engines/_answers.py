@@ -115,6 +115,12 @@ class Stagings(Struct):
     results: list[Staging]
 
 
+class CacheReset(Struct):
+    """Hold the answer of /reset_prefix_cache."""
+
+    success: bool = True
+
+
 class ServerInfo(Struct):
     """Hold an answer of /server_info."""
 

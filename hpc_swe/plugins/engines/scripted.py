@@ -57,12 +57,15 @@ class Scripted(Vllm, frozen=True, kw_only=True):
     """Serve no routes for updates, as an engine that somebody else runs may do."""
     update_s: float = 0.0
     """Seconds that a swap of weights takes."""
+    one_way: bool = False
+    """Fail when the weights before are to be loaded again."""
 
     def command(self, model: Path, host: str, port: int, name: str) -> Sequence[str]:
         if not Path(self.replies).is_file():
             raise ConfigError(f"[engine] replies = {self.replies!r}: no such file")
         words = [host, str(port), self.replies, str(model), str(self.max_model_len)]
-        words += ["plain"] * self.plain + [f"{self.update_s:g}"] * bool(self.update_s)
+        words += ["plain"] * self.plain + ["one_way"] * self.one_way
+        words += [f"{self.update_s:g}"] * bool(self.update_s)
         return [sys.executable, "-m", "hpc_swe.plugins.engines.scripted", *words]
 
 
@@ -99,6 +102,7 @@ class _State:
     card: ModelCard
     is_plain: bool
     update_s: float
+    is_one_way: bool
     version: str = INITIAL
     running: threading.Event = field(default_factory=threading.Event)
 
@@ -107,6 +111,8 @@ class _State:
 
     def control(self, path: str, request: _ControlRequest) -> None:
         """Carry out a control request; raise ValueError if a weight file changed since it was verified."""
+        if path == "/update_weights" and self.is_one_way and not request.update_info.path:
+            raise ValueError("the weights before cannot be loaded")
         if path == "/update_weights":
             for name, seen in (request.update_info.files or {}).items():
                 with (Path(request.update_info.path) / name).open("rb") as file:
@@ -206,10 +212,11 @@ def _routing(ids: Sequence[int]) -> str:
 def main(host: str, port: str, replies: str, model: str, *rest: str) -> None:
     """Serve until killed."""
     max_model_len, *options = rest
-    update_s = sum(float(word) for word in options if word != "plain")
+    update_s = sum(float(word) for word in options if word not in ("plain", "one_way"))
     found = msgspec.json.decode(Path(replies).read_bytes(), type=list[ScriptedReply])
     card = ModelCard(model, int(max_model_len))
-    state = _State(cycle(found), os.environ[TOKEN], card, "plain" in options, update_s)
+    flags = ("plain" in options, update_s, "one_way" in options)
+    state = _State(cycle(found), os.environ[TOKEN], card, *flags)
     ThreadingHTTPServer((host, int(port)), partial(_Handler, state)).serve_forever()
 
 

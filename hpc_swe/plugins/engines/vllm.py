@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -35,6 +35,8 @@ NOT_INHERITED = ("VLLM_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
 ANSWER_TIMEOUT_S = 60.0
 SLOWEST_TOKENS_PER_S = 0.5
 """Slowest rate of one completion, queueing included; an engine that is slower has lost the request."""
+CLEARINGS = 100
+"""Attempts to clear the caches after an update."""
 GREEDY = Sampling(temperature=0.0, max_tokens=1)
 
 
@@ -236,7 +238,8 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         except (NoAnswer, Overdue):
             raise
         except EngineError:
-            self._swap(url, token, {"path": ""}, before)
+            with _ends_engine(f"{url}: the weights before {version.name} are not back"):
+                self._swap(url, token, {"path": ""}, before)
             raise
 
     def generate(
@@ -323,14 +326,25 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         try:
             self._control(url, token, f"/pause?mode=keep&clear_cache={str(clears).lower()}", {})
             self._control(url, token, "/finish_weight_update", {"weight_version": stamp} if stamp else {})
-            if clears:  # no prompt may be computed with two versions
-                self._control(url, token, "/reset_prefix_cache?reset_running_requests=true", {})
         except NoAnswer:
             raise  # an engine that hangs must not resume with half an update, should it wake up
         except EngineError:
             self._control(url, token, "/resume", {})
             raise
-        self._control(url, token, "/resume", {})
+        with _ends_engine(f"{url}: new weights are loaded, and do not serve"):
+            if clears:  # no prompt may be computed with two versions
+                self._clear_caches(url, token)
+            self._control(url, token, "/resume", {})
+
+    def _clear_caches(self, url: str, token: str) -> None:
+        """Forget all KV caches, those of kept requests too; raise EngineError if vLLM still holds some."""
+        path = "/reset_prefix_cache?reset_running_requests=true"
+        for _ in range(CLEARINGS):  # vLLM refuses while blocks are held, and says that one may ask again
+            data = _http.call(url, token, path, b"{}", self.update_timeout_s)
+            if decode(_answers.CacheReset, url, data).success:
+                return
+            time.sleep(0.05)
+        raise EngineError(f"{url}: caches of the weights before are still in use")
 
     def _await_staged(self, url: str, token: str) -> None:
         """Wait until every worker has read the version; they serve meanwhile."""
@@ -393,3 +407,12 @@ def _link(weights: Weights) -> dict[str, object]:
     files = weights.files
     seen = None if files is None else {n: each for n, each in files.items() if n.endswith(".safetensors")}
     return {"path": str(weights.folder.absolute()), "files": seen}
+
+
+@contextlib.contextmanager
+def _ends_engine(message: str) -> Iterator[None]:
+    """Turn a failure after which it is unknown what the engine serves into one that replaces the engine."""
+    try:
+        yield
+    except EngineError as error:
+        raise NoAnswer(f"{message}: {error}") from error

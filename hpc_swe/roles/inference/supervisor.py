@@ -18,6 +18,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -203,7 +204,8 @@ class Supervisor:
             served.require_serving()
             monitor.require_alive()
             if self.turn and self.turn.is_requested():
-                self._sleep(served, self.turn)
+                with suppress(CancelledError):  # a signal: this loop ends
+                    self._sleep(served, self.turn)
                 monitor.reset()
             try:
                 newest = weights.newest(self.run)

@@ -110,7 +110,7 @@ def _resting(learner: Learner, turn: LearnerTurn | None) -> Iterator[None]:
     learner.release_memory()
     turn.give()
     yield
-    turn.take()
+    on_all_ranks(learner.ranks, turn.take)
     learner.restore_memory()
 
 

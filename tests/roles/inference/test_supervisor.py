@@ -190,6 +190,17 @@ def test_a_refused_version_is_passed_over(
     assert log.count("refused v000001-i00") == 1
 
 
+def test_an_engine_that_cannot_return_from_a_refused_version_is_replaced(
+    start: Start, run: RunDir, model: Path, engine: Scripted
+) -> None:
+    """It must not answer with the refused weights while its cell names those before."""
+    start(msgspec.structs.replace(engine, one_way=True))
+    first = await_node(run, is_serving(version(0))).url
+    publish(run, model, version(1), probe=WRONG)
+    await_node(run, lambda node: node.url not in ("", first))
+    assert await_node(run, is_serving(version(0))).url != first
+
+
 def test_a_bad_newest_version_does_not_keep_an_engine_from_starting(
     start: Start, run: RunDir, model: Path
 ) -> None:
