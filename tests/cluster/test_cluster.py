@@ -122,7 +122,9 @@ def test_repair_brings_back_what_was_broken(cluster):
     cluster.daemon_kill("slurmdbd", signal.SIGTERM)
     cluster.repair()
     assert cluster.jobs() == []
-    # A controller that was killed may use the number of a job again, which a node that knows the job refuses.
+    # A controller that was killed may use the number of a job again, and a node that knows the job refuses it
+    # for ever: later jobs get numbers beyond those of the array.
+    cluster.reconfigure({"FirstJobId": "1000"})
     line = ["srun", "--nodes=6", "--partition=preemptible", "true"]
     wait_for("a step on all nodes", lambda: cluster.run(*line, check=False).returncode == 0)
 
