@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from hpc_swe.plugins.engines.vllm import TOKEN
+from hpc_swe.plugins.engines._vllm_environment import TOKEN
 from hpc_swe.processes import free_port
 from hpc_swe.rundir import RunDir
 from tests.kit import checkout

@@ -23,15 +23,13 @@ from msgspec import Meta
 from hpc_swe.errors import ConfigError, EngineError, NoAnswer, Overdue, boundary
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.costs import MemoryEstimate
-from hpc_swe.plugins.engines import _answers, _http, _vllm_memory
+from hpc_swe.plugins.engines import _answers, _http, _vllm_environment, _vllm_memory
 from hpc_swe.plugins.engines._answers import PENDING, Answer, decode
 from hpc_swe.plugins.engines.base import Completion, EngineInfo, Weights
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.records import FREE, IdArray, ProbeScore, Sampling, WeightVersion
 
-TOKEN = "HPC_SWE_ENGINE_TOKEN"
 BACKEND = "hpc_swe_folder"
-NOT_INHERITED = ("VLLM_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 ANSWER_TIMEOUT_S = 60.0
 SLOWEST_TOKENS_PER_S = 0.5
 """Slowest rate of one completion, queueing included; an engine that is slower has lost the request."""
@@ -113,30 +111,10 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         return [program, "serve", str(model), *pairs, *flags, *self.extra]
 
     def environment(self, token: str) -> dict[str, str]:
-        """Return this process's variables and those that vLLM needs.
-
-        Inherited settings of vLLM are left out: VLLM_CPU_KVCACHE_SPACE, for one, overrides kv_cache_bytes.
-        So is the rank of the supervisor among the processes of its job.
-        """
-        inherited = {name: text for name, text in os.environ.items() if not name.startswith(NOT_INHERITED)}
-        here = str(Path(__file__).parents[3])
-        always = {
-            TOKEN: token,
-            "PYTHONPATH": os.pathsep.join(filter(None, [here, inherited.get("PYTHONPATH")])),
-            "VLLM_SERVER_DEV_MODE": "1",  # without it there are no control routes
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",  # an agent's tools take longer than the default of 5 s
-        }
-        on_cpu = {
-            "OMP_NUM_THREADS": str(self.threads),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise two engines of a node share core 0
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a CPU then allows one process for core and worker
-            "TORCHDYNAMO_DISABLE": "1",  # otherwise it compiles at the first request; without g++ it ends
-        }
-        return inherited | always | (on_cpu if self.device == "cpu" else {}) | self.environ
+        return (
+            _vllm_environment.environment(token, on_cpu=self.device == "cpu", threads=self.threads)
+            | self.environ
+        )
 
     @property
     def gpus(self) -> int:

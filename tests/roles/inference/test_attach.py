@@ -15,8 +15,8 @@ import pytest
 from hpc_swe import config as configuration
 from hpc_swe import job_counts
 from hpc_swe.errors import ConfigError, EngineError
+from hpc_swe.plugins.engines._vllm_environment import TOKEN as VARIABLE
 from hpc_swe.plugins.engines.scripted import SCORE, Scripted, ScriptedReply
-from hpc_swe.plugins.engines.vllm import TOKEN as VARIABLE
 from hpc_swe.records import ProbeScore, Sampling, WeightVersion
 from hpc_swe.roles.inference.supervisor import free_port
 from hpc_swe.rundir import RunDir

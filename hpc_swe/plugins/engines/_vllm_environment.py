@@ -1,0 +1,34 @@
+"""Build the environment of vLLM's processes."""
+
+import os
+from pathlib import Path
+
+TOKEN = "HPC_SWE_ENGINE_TOKEN"
+NOT_INHERITED = ("VLLM_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def environment(token: str, *, on_cpu: bool, threads: int) -> dict[str, str]:
+    """Return this process's variables and those that vLLM needs.
+
+    Inherited settings of vLLM are left out: VLLM_CPU_KVCACHE_SPACE, for one, overrides kv_cache_bytes. So is
+    the rank of the supervisor among the processes of its job.
+    """
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith(NOT_INHERITED)}
+    here = str(Path(__file__).parents[3])
+    always = {
+        TOKEN: token,
+        "PYTHONPATH": os.pathsep.join(filter(None, [here, inherited.get("PYTHONPATH")])),
+        "VLLM_SERVER_DEV_MODE": "1",  # without it there are no control routes
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",  # an agent's tools take longer than the default of 5 s
+    }
+    of_cpu = {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise two engines of a node share core 0
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a CPU then allows one process for core and worker
+        "TORCHDYNAMO_DISABLE": "1",  # otherwise it compiles at the first request; without g++ it ends
+    }
+    return inherited | always | (of_cpu if on_cpu else {})
