@@ -74,7 +74,12 @@ class Offload:
 
 
 def _storages(tensors: Iterator[Tensor]) -> dict[int, torch.UntypedStorage]:
-    return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    """Return the storages of some tensors by their address, without those of a CPU that numpy has seen.
+
+    Their size is fixed from then on; a GPU has none of them.
+    """
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage._cdata: storage for storage in storages if storage.resizable()}
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
