@@ -1,11 +1,9 @@
 """Train transformers' model under PyTorch's FSDP2, as one of the peers that peers.py describes."""
 
-import os
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +17,11 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from hpc_swe.benchmarks.peer_attention import PackedAttention
 from hpc_swe.benchmarks.peers import PeerSettings
 from hpc_swe.plugins.policies._megatron.logprobs import linear_logprobs
+from hpc_swe.plugins.policies._megatron.meeting import JoinedRanks
+from hpc_swe.plugins.policies._megatron.stopwatch import Stopwatch
 from hpc_swe.plugins.policies.base import Objective, OptimizerConfig, Tensors, TrainedTokens
-from hpc_swe.processes import MEETING
 from hpc_swe.records import Batch, MicroBatch, float_array, id_array
 
-T = TypeVar("T")
 ATTENTION = "hpc_swe_packed"  # name in transformers' registry
 CHUNK = 2048  # tokens whose logits exist at one time, as in our learner by default
 
@@ -40,7 +38,7 @@ class Fsdp2Trainer:
         tensors: Tensors,
     ) -> None:
         """Build the model with weights from `tensors`; `dtype` is that of products and activations."""
-        self.ranks = WorldRanks()
+        self.ranks = JoinedRanks()
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._attention = PackedAttention(fast=settings.fast_attention)
         AttentionInterface.register(ATTENTION, torch.compiler.disable(self._attention))
@@ -60,27 +58,27 @@ class Fsdp2Trainer:
         )
 
     def train(self, batch: Batch, objective: Objective) -> dict[str, float]:
-        laps = Laps()
+        watch = Stopwatch()
         results = []
         micros = list(self._microbatches(batch))
         for index, micro in enumerate(micros):
             self._model.set_requires_gradient_sync(index == len(micros) - 1)  # once a step, as our learner
             loss, sums, _ = objective(self._terms(micro))
-            laps.lap("forward")
+            watch.lap("step_seconds/forward")
             (loss * self.ranks.size).backward()  # FSDP2 takes the mean over ranks, and ours is a sum
-            laps.lap("backward")
+            watch.lap("step_seconds/backward")
             results.append(torch.cat((loss.detach().double()[None], sums)))
         totals = torch.stack(results).sum(0)
         dist.all_reduce(totals)
         norm = nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        laps.lap("optimizer")
+        watch.lap("step_seconds/optimizer")
         metrics = {"policy/loss": totals[0].item(), "policy/grad_norm": float(norm.full_tensor())}
-        return metrics | laps.read()
+        return metrics | watch.read()
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        self.ranks.close()
 
     def _microbatches(self, batch: Batch) -> Iterator[MicroBatch]:
         for micro in batch.microbatches:
@@ -217,57 +215,3 @@ def _sequences(micro: MicroBatch) -> Iterator[MicroBatch]:
             weights=micro.weights[numbers],
             sequence_lengths=[length],
         )
-
-
-class WorldRanks:
-    """Connect the peer's processes, which all are data-parallel, on one node."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        for library in ("GLOO", "NCCL"):
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        store = dist.FileStore(str(Path(os.environ[MEETING]) / "store"), self.size)
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
-        self.data_rank = self.rank
-
-    def broadcast(self, value: T) -> T:
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
-
-    def gather(self, value: T) -> list[T]:
-        values: list[T] = [value] * self.size
-        dist.all_gather_object(values, value)
-        return values
-
-
-class Laps:
-    """Measure seconds by part of a step; only `read` makes the host wait for the GPU."""
-
-    def __init__(self) -> None:
-        self._marks: list[tuple[str, Any]] = [("", _now())]
-
-    def lap(self, part: str) -> None:
-        """Count the time since the last lap as time of `part`."""
-        self._marks.append((f"step_seconds/{part}", _now()))
-
-    def read(self) -> dict[str, float]:
-        """Return the seconds of each part."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds: dict[str, float] = {}
-        for (_, start), (part, end) in zip(self._marks, self._marks[1:], strict=False):
-            passed = end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
-            seconds[part] = seconds.get(part, 0.0) + passed
-        return seconds
-
-
-def _now() -> Any:
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

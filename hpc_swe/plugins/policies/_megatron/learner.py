@@ -6,7 +6,6 @@ their gradients. Nothing is divided, because the weights contain the denominator
 
 import logging
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,38 +27,11 @@ from hpc_swe.plugins.policies._megatron.offload import Offload
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
 from hpc_swe.plugins.policies._megatron.pipeline import Outputs, Pass, Stages
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
+from hpc_swe.plugins.policies._megatron.stopwatch import Stopwatch
 from hpc_swe.plugins.policies.base import Carrier, Objective, OptimizerConfig, Tensors, TrainedTokens
 from hpc_swe.records import Batch, IdArray, MicroBatch, TensorInfo, id_array
 
 log = logging.getLogger(__name__)
-
-
-class Stopwatch:
-    """Measure seconds by part of a step; only `read` makes the host wait for the GPU."""
-
-    def __init__(self) -> None:
-        self._marks: list[tuple[str, float | torch.cuda.Event]] = [("", _now())]
-
-    def lap(self, part: str) -> None:
-        """Count the time since the last lap as time of `part`."""
-        self._marks.append((part, _now()))
-
-    def read(self) -> dict[str, float]:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds: dict[str, float] = {}
-        for (_, start), (part, end) in zip(self._marks, self._marks[1:], strict=False):
-            passed = end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
-            seconds[part] = seconds.get(part, 0.0) + passed
-        return seconds
-
-
-def _now() -> float | torch.cuda.Event:
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 @dataclass(frozen=True)
@@ -68,15 +40,37 @@ class PreparedMicroBatch:
 
     index: int
     micro: MicroBatch
-    rows: NDArray[np.integer]
+    trained_positions: NDArray[np.integer]
     reference: Tensor | None = None
     proximal: Tensor | None = None
 
 
-Statistics = tuple[Tensor, Tensor, Tensor]
-"""Loss of a microbatch or a step, sums and maxima of its statistics."""
-Update = tuple[Tensor, Tensor, Tensor, float, bool]
-"""Loss of an optimizer step, sums and maxima of its statistics, norm of its gradient, and if it was taken."""
+@dataclass(frozen=True)
+class Statistics:
+    """Hold what the objective returned for microbatches, detached."""
+
+    loss: Tensor
+    sums: Tensor
+    maxima: Tensor
+
+    @classmethod
+    def merge(cls, parts: "Sequence[Statistics]") -> "Statistics":
+        """Add up losses and sums, and take the maxima of all; `parts` is not empty."""
+        return cls(
+            loss=torch.stack([each.loss for each in parts]).sum(),
+            sums=torch.stack([each.sums for each in parts]).sum(0),
+            maxima=torch.stack([each.maxima for each in parts]).amax(0),
+        )
+
+
+@dataclass(frozen=True)
+class Update:
+    """Describe one optimizer step, or one that was left out."""
+
+    results: Sequence[Statistics]
+    """One for each microbatch; empty except on the last stage."""
+    norm: float | None
+    """Norm of the gradient; None if it was not finite, and the step was left out."""
 
 
 class MegatronLearner:
@@ -129,23 +123,22 @@ class MegatronLearner:
         work = self._prepare(batch, objective)
         watch.lap("step_seconds/reference")
         self._schedule.step(1)
-        passes = []
+        updates = []
         for part in self._parts(batch, work):
-            losses, *statistics = self._accumulate(part, objective, watch)
-            norm, is_taken = self._update()
-            if not is_taken:
-                self._name_bad(part, losses)
-            passes.append((losses.sum(), *statistics, norm, is_taken))
+            results = self._accumulate(part, objective, watch)
+            updates.append(Update(results, self._take_step()))
+            if updates[-1].norm is None:
+                self._name_bad(part, results)
             watch.lap("step_seconds/optimizer")
         self.step += 1
-        metrics = self._report(passes, len(batch.minibatches) or 1, objective)
+        metrics = self._report(updates, len(batch.minibatches) or 1, objective)
         lr = float(self._optimizer.param_groups[0]["lr"])
         return self.ranks.broadcast_from_last_stage(metrics | {"policy/lr": lr} | watch.read())
 
     def evaluate(self, batch: Batch, objective: Objective) -> dict[str, float]:
         def finish(each: PreparedMicroBatch, outputs: Outputs) -> tuple[Tensor, Statistics]:
-            found = objective(_terms(each, outputs))
-            return found[0], found
+            found = Statistics(*objective(_terms(each, outputs)))
+            return found.loss, found
 
         results = self._stages.infer(_trained(batch), Pass(self._predict, finish))
         return self.ranks.broadcast_from_last_stage(self._totals(results, 1, objective))
@@ -179,7 +172,9 @@ class MegatronLearner:
     def _predict(self, work: PreparedMicroBatch) -> Outputs:
         micro = work.micro
         experts = micro.routing if self._replays else b""
-        return self._forward(id_array(micro.token_ids), micro.sequence_lengths, work.rows, experts)
+        return self._forward(
+            id_array(micro.token_ids), micro.sequence_lengths, work.trained_positions, experts
+        )
 
     def _forward(
         self, ids: IdArray, lengths: Sequence[int], trained: NDArray[np.integer], experts: bytes = b""
@@ -226,60 +221,55 @@ class MegatronLearner:
 
     def _accumulate(
         self, work: Sequence[PreparedMicroBatch], objective: Objective, watch: Stopwatch
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add up gradients; return the losses [microbatches], and sums and maxima of the statistics."""
+    ) -> list[Statistics]:
+        """Add up gradients; return the statistics of each microbatch, on the last stage only."""
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
 
         def finish(each: PreparedMicroBatch, outputs: Outputs) -> tuple[Tensor, Statistics]:
             loss, sums, maxima = objective(_terms(each, outputs))
-            return loss, (loss.detach(), sums, maxima)
+            return loss, Statistics(loss.detach(), sums, maxima)
 
-        results = self._stages.train(work, Pass(self._predict, finish, watch.lap))
-        if not self.ranks.is_last_stage:
-            return torch.zeros(0), torch.zeros(0), torch.zeros(0)  # the last stage reports
-        losses, sums, maxima = (torch.stack(parts) for parts in zip(*results, strict=True))
-        return losses, sums.sum(0), maxima.amax(0)
+        return self._stages.train(work, Pass(self._predict, finish, watch.lap))
 
-    def _name_bad(self, work: Sequence[PreparedMicroBatch], losses: Tensor) -> None:
-        pairs = zip(work, losses.tolist(), strict=False)  # the last stage alone has losses
-        bad = [each.index for each, loss in pairs if not math.isfinite(loss)]
+    def _name_bad(self, work: Sequence[PreparedMicroBatch], results: Sequence[Statistics]) -> None:
+        pairs = zip(work, results, strict=False)  # the last stage alone has results
+        bad = [each.index for each, found in pairs if not math.isfinite(found.loss)]
         if bad:
             log.warning("not finite: losses of microbatches %s, data rank %d", bad, self.ranks.data_rank)
 
-    def _update(self) -> tuple[float, bool]:
-        """Take a step unless a gradient of any rank is not finite; return its norm, and if it was taken."""
+    def _take_step(self) -> float | None:
+        """Return the norm of the gradient; if it is not finite on any rank, take no step and return None."""
         finalize_model_grads([self._ddp])  # no num_tokens: nothing is divided
         with cpu_as_cuda():
             self._optimizer.prepare_grads()
             norm = self._optimizer.get_grad_norm()
             if not math.isfinite(norm):
-                return math.nan, False
+                return None
             state.clip(self._optimizer, norm)
             self._optimizer.step_with_ready_grads()
-        return norm, True
+        return float(norm)
 
-    def _report(self, passes: Sequence[Update], minibatches: int, objective: Objective) -> dict[str, float]:
+    def _report(self, updates: Sequence[Update], minibatches: int, objective: Objective) -> dict[str, float]:
         """Return the metrics of a batch: means over its optimizer steps, sums over one pass."""
         if not self.ranks.is_last_stage:
             return {}
-        norms = [norm for *_, norm, is_taken in passes if is_taken]
-        skipped = float(len(passes) - len(norms))
+        norms = [each.norm for each in updates if each.norm is not None]
+        skipped = float(len(updates) - len(norms))
         steps = {"policy/grad_norm": fmean(norms or [math.nan]), "policy/skipped": skipped}
-        found = self._totals([each[:3] for each in passes], self._epochs, objective)
+        totals = [Statistics.merge(each.results) for each in updates]
+        found = self._totals(totals, self._epochs, objective)
         return found | steps | {"policy/loss": found["policy/loss"] / minibatches}
 
-    def _totals(
-        self, results: Sequence[tuple[Tensor, Tensor, Tensor]], epochs: int, objective: Objective
-    ) -> dict[str, float]:
+    def _totals(self, results: Sequence[Statistics], epochs: int, objective: Objective) -> dict[str, float]:
         """Return the loss and the objective's metrics over all ranks, as of one of `epochs` passes.
 
         Only the last stage has any.
         """
         if not self.ranks.is_last_stage:
             return {}
-        losses, sums, maxima = (torch.stack(parts) for parts in zip(*results, strict=True))
-        totals, highest = torch.cat((losses.sum()[None].double(), sums.sum(0).double())), maxima.amax(0)
+        found = Statistics.merge(results)
+        totals, highest = torch.cat((found.loss[None].double(), found.sums.double())), found.maxima
         dist.all_reduce(totals, group=self.ranks.data_group)
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.ranks.data_group)
         loss, *rest = (totals / epochs).tolist()
@@ -287,7 +277,7 @@ class MegatronLearner:
 
 
 def _terms(work: PreparedMicroBatch, outputs: Outputs) -> TrainedTokens:
-    return packing.terms(work.micro, work.rows, outputs, work.reference, work.proximal)
+    return packing.terms(work.micro, work.trained_positions, outputs, work.reference, work.proximal)
 
 
 def _keep_logprobs(_: object, outputs: Outputs) -> tuple[Tensor, Tensor]:
