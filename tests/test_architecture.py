@@ -25,9 +25,17 @@ FILE_LINES = 400
 LONGER = {"hpc_swe/records.py": 500}  # one page of records reads better than two
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
-BUDGETS = {  # of all lines, blank ones and docstrings too
+# Lines of each package, blank ones and docstrings too. A budget is what the package has, rounded up, so that
+# who adds much notices, and says why. The largest packages hold much for these reasons:
+# - tasks: four ways to make tasks (rows, images, seeded bugs, git history), each checked in sandboxes
+# - hpc_swe: all tables of a configuration with their documentation, rules between keys, and all records
+# - plugins/policies: Megatron's layers with our kernels; how weights are loaded, exported and resumed
+# - roles/coordinator: every decision of a run (groups, batches, evaluations, supervision, retention)
+# - plugins/graders and plugins/sandboxes: what keeps a policy from faking a result or leaving its sandbox
+# - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
+BUDGETS = {
     "hpc_swe": 3_660,
-    "hpc_swe/benchmarks": 2_020,
+    "hpc_swe/benchmarks": 1_950,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 325,
     "hpc_swe/doctor": 1_240,
@@ -38,7 +46,7 @@ BUDGETS = {  # of all lines, blank ones and docstrings too
     "hpc_swe/plugins/engines": 1_920,
     "hpc_swe/plugins/executors": 770,
     "hpc_swe/plugins/graders": 2_690,
-    "hpc_swe/plugins/policies": 3_570,
+    "hpc_swe/plugins/policies": 3_620,
     "hpc_swe/plugins/sandboxes": 2_190,
     "hpc_swe/plugins/tasksets": 1_110,
     "hpc_swe/plugins/tools": 1_670,

@@ -1,4 +1,4 @@
-"""Backward makes again what a layer did not keep, with the same gradients; short sequences share a kernel."""
+"""Backward recomputes what a layer did not keep, with the same gradients; short sequences share a kernel."""
 
 import pytest
 
@@ -9,14 +9,14 @@ pytestmark = pytest.mark.slow
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from hpc_swe.plugins.policies._megatron.packing import SHORT, grouped  # noqa: E402
-from hpc_swe.plugins.policies._megatron.recompute import Again, once  # noqa: E402
+from hpc_swe.plugins.policies._megatron.recompute import Recomputing, keep  # noqa: E402
 
 
-def layer(again, costly, value, weight):
+def layer(cheap, costly, value, weight):
     """Return a chain like that of a layer: two elementwise functions around a product."""
-    normed, left = again(lambda x: (x.sin(), x.cos()), value)
+    normed, left = cheap(lambda x: (x.sin(), x.cos()), value)
     product = costly(lambda x: x @ weight, normed)
-    return again(torch.exp, product[:, 1:]).mul(left[:, 1:]) @ weight[1:]
+    return cheap(torch.exp, product[:, 1:]).mul(left[:, 1:]) @ weight[1:]
 
 
 @pytest.fixture
@@ -25,16 +25,16 @@ def inputs():
     return [torch.randn(5, 5, generator=generator, requires_grad=True) for _ in range(2)]
 
 
-@pytest.mark.parametrize("is_product_made_again", [False, True])
-def test_gradients_are_bit_for_bit_those_of_values_that_were_kept(inputs, is_product_made_again):
-    wanted = torch.autograd.grad(layer(once, once, *inputs).square().sum(), inputs)
-    with Again() as again:
-        result = layer(again, again if is_product_made_again else once, *inputs)
+@pytest.mark.parametrize("is_product_recomputed", [False, True])
+def test_gradients_are_bit_for_bit_those_of_values_that_were_kept(inputs, is_product_recomputed):
+    wanted = torch.autograd.grad(layer(keep, keep, *inputs).square().sum(), inputs)
+    with Recomputing() as recompute:
+        result = layer(recompute, recompute if is_product_recomputed else keep, *inputs)
     found = torch.autograd.grad(result.square().sum(), inputs)
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-def test_values_that_are_made_again_are_freed_until_backward_needs_them(inputs):
+def test_recomputed_values_are_freed_until_backward_needs_them(inputs):
     made = []
 
     def sine(value):
@@ -42,8 +42,8 @@ def test_values_that_are_made_again_are_freed_until_backward_needs_them(inputs):
         made.append(StorageWeakRef(result.untyped_storage()))
         return result
 
-    with Again() as again:
-        result = again(sine, inputs[0]) @ inputs[1]
+    with Recomputing() as recompute:
+        result = recompute(sine, inputs[0]) @ inputs[1]
     assert [each.expired() for each in made] == [True]
     torch.autograd.grad(result.sum(), inputs)
     assert [each.expired() for each in made] == [True, True]

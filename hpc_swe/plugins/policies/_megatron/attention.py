@@ -17,13 +17,13 @@ from torch import Tensor
 
 from hpc_swe.plugins.policies._megatron.kernels import rotated_heads
 from hpc_swe.plugins.policies._megatron.packing import Block, Packing
-from hpc_swe.plugins.policies._megatron.recompute import Make, once
+from hpc_swe.plugins.policies._megatron.recompute import Call, keep
 
 
 class SequenceAttention(SelfAttention):  # type: ignore[misc]
     """Compute attention within each sequence of a packed microbatch."""
 
-    def context(self, hidden: Tensor, packing: Packing, cheap: Make, costly: Make) -> Tensor:
+    def context(self, hidden: Tensor, packing: Packing, cheap: Call, costly: Call) -> Tensor:
         """Return what the output projection takes, [tokens, 1, heads * d], for normed hidden states."""
         norms = (self.q_layernorm, self.k_layernorm) if self.config.qk_layernorm else None
         groups = self.num_query_groups_per_partition
@@ -33,7 +33,7 @@ class SequenceAttention(SelfAttention):  # type: ignore[misc]
 
         mixed = costly(self._mixed, hidden)
         parts = cheap(heads, mixed)
-        core = partial(self.core_attention, packed_seq_params=packing, again=cheap)
+        core = partial(self.core_attention, packed_seq_params=packing, call=cheap)
         if self.checkpoint_core_attention:
             context = tensor_parallel.checkpoint(core, False, *parts)
         else:
@@ -55,7 +55,7 @@ class Attention(MegatronModule):  # type: ignore[misc]
         super().__init__(config=config)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: Packing, again: Make = once
+        self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: Packing, call: Call = keep
     ) -> Tensor:
         """Return [tokens, heads * d] for query [tokens, heads, d], and key and value [tokens, groups, d]."""
         blocks, states = packed_seq_params.blocks, (query, key, value)
@@ -64,14 +64,14 @@ class Attention(MegatronModule):  # type: ignore[misc]
             sizes = [block.tokens for block in blocks]
             parts = zip(*(each.split(sizes) for each in states), strict=True)
         attend = [_attend_varying if block.ends is not None else _attend_one for block in blocks]
-        outputs = [each(block, part, again) for each, block, part in zip(attend, blocks, parts, strict=True)]
-        joined: Tensor = again(_join, *outputs)
+        outputs = [each(block, part, call) for each, block, part in zip(attend, blocks, parts, strict=True)]
+        joined: Tensor = call(_join, *outputs)
         return joined
 
 
-def _attend_one(block: Block, part: tuple[Tensor, ...], again: Make) -> Tensor:
+def _attend_one(block: Block, part: tuple[Tensor, ...], call: Call) -> Tensor:
     """Let torch choose the kernel: on an H200 cuDNN's, the fastest one for a long sequence."""
-    query, key, value = again(_round_up, *part) if _missing(part[0]) else part
+    query, key, value = call(_round_up, *part) if _missing(part[0]) else part
     grouped = query.shape[1] != key.shape[1]
     query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
     output = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
@@ -79,7 +79,7 @@ def _attend_one(block: Block, part: tuple[Tensor, ...], again: Make) -> Tensor:
     return output if len(output) == block.tokens else output[: block.tokens]
 
 
-def _attend_varying(block: Block, part: tuple[Tensor, ...], again: Make) -> Tensor:
+def _attend_varying(block: Block, part: tuple[Tensor, ...], call: Call) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # needs CUDA
 
     query, key, value = part

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpc_swe.plugins.policies._megatron.attention import Attention
 from hpc_swe.plugins.policies._megatron.packing import Packing
-from hpc_swe.plugins.policies._megatron.recompute import Make, once
+from hpc_swe.plugins.policies._megatron.recompute import Call, keep
 
 
 class ContextAttention(Attention):
@@ -30,7 +30,7 @@ class ContextAttention(Attention):
         self._group = pg_collection.cp
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: Packing, again: Make = once
+        self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: Packing, call: Call = keep
     ) -> Tensor:
         """Return [tokens / ranks, heads * d] for [tokens / ranks, heads or groups, d]."""
         ranks, counts = self._group.size(), [part.shape[1] for part in (query, key, value)]
@@ -38,7 +38,7 @@ class ContextAttention(Attention):
         by_rank = torch.cat(parts, 2).transpose(0, 1)  # [ranks, tokens / ranks, heads and groups / ranks, d]
         whole = all_to_all(self._group, by_rank.contiguous()).flatten(0, 1)
         query, key, value = whole.split([count // ranks for count in counts], 1)
-        output = super().forward(query, key, value, packed_seq_params, again)
+        output = super().forward(query, key, value, packed_seq_params, call)
         back = all_to_all(self._group, output.unflatten(0, (ranks, -1)).contiguous())
         return back.transpose(0, 1).flatten(1)
 

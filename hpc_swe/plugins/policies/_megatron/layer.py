@@ -10,29 +10,29 @@ from torch import Tensor
 
 from hpc_swe.plugins.policies._megatron.kernels import residual_norm, swiglu
 from hpc_swe.plugins.policies._megatron.packing import Packing
-from hpc_swe.plugins.policies._megatron.recompute import Again, Make, once
+from hpc_swe.plugins.policies._megatron.recompute import Call, Recomputing, keep
 
 
 @dataclass
 class DecoderConfig(TransformerConfig):  # type: ignore[misc]
     """Add to Megatron's configuration what it does not know."""
 
-    remade: str = ""
-    """What `Layer` makes again in backward: nothing, "elementwise" results, or also those of "products"."""
+    recomputed: str = ""
+    """What backward computes again: nothing, "elementwise" results, or also those of "products"."""
 
 
 class Layer(TransformerLayer):  # type: ignore[misc]
     """Compute x + attention(norm(x)), and of this x + mlp(norm(x)).
 
-    Written out, it shows which values backward needs: those that `cheap` makes are elementwise, those of
+    Written out, it shows which values backward needs: the results of `cheap` are elementwise, those of
     `costly` take a matrix product. What the core of attention returns is always kept.
     """
 
     def forward(self, hidden_states: Tensor, packed_seq_params: Packing, **_: object) -> tuple[Tensor, None]:
         """Return [tokens, 1, width] for [tokens, 1, width]."""
-        with Again() as again:
-            cheap = again if self.config.remade else once
-            costly = again if self.config.remade == "products" else once
+        with Recomputing() as recompute:
+            cheap = recompute if self.config.recomputed else keep
+            costly = recompute if self.config.recomputed == "products" else keep
             hidden, normed = cheap(partial(residual_norm, self.input_layernorm), hidden_states)
             context = self.self_attention.context(normed, packed_seq_params, cheap, costly)
             hidden = costly(self._attended, hidden, context)
@@ -43,7 +43,7 @@ class Layer(TransformerLayer):  # type: ignore[misc]
         output, _ = self.self_attention.linear_proj(context)
         return hidden + output
 
-    def _mlp(self, normed: Tensor, cheap: Make, costly: Make) -> Tensor:
+    def _mlp(self, normed: Tensor, cheap: Call, costly: Call) -> Tensor:
         if self.is_moe_layer:
             output, _ = self.mlp(normed)
         elif self.recompute_mlp:
@@ -52,7 +52,7 @@ class Layer(TransformerLayer):  # type: ignore[misc]
             output = self._dense(normed, cheap, costly)
         return output
 
-    def _dense(self, normed: Tensor, cheap: Make = once, costly: Make = once) -> Tensor:
+    def _dense(self, normed: Tensor, cheap: Call = keep, costly: Call = keep) -> Tensor:
         product = cheap(swiglu, costly(self._gate_up, normed))
         output, _ = self.mlp.linear_fc2(product)
         return output

@@ -28,8 +28,8 @@ from hpc_swe.plugins.policies._megatron.packing import Packing
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 
-REMADE = {"none": "", "elementwise": "elementwise", "products": "products"}
-"""`recompute` by what `Layer` makes again; the other kinds are Megatron's."""
+RECOMPUTED = {"none": "", "elementwise": "elementwise", "products": "products"}
+"""`recompute` by what `Layer` computes again; the other kinds are Megatron's."""
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
@@ -135,8 +135,8 @@ def _expert_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def _recompute(kind: str, experts: bool) -> dict[str, Any]:
-    if kind in REMADE:
-        return {"remade": REMADE[kind]}
+    if kind in RECOMPUTED:
+        return {"recomputed": RECOMPUTED[kind]}
     if kind == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     modules = ["core_attn", "moe" if experts else "mlp"]

@@ -1,8 +1,8 @@
-"""Let backward make values again that are cheaper to compute than to keep.
+"""Let backward recompute values that are cheaper to compute than to keep.
 
-A layer calls `again(function, *inputs)` in place of `function(*inputs)`. Where autograd would save the result
-for backward, it saves the recipe: the function and its inputs. An input that `again` made is a recipe, too,
-so that a chain of functions is made again from the first value that was kept.
+A layer calls `recompute(function, *inputs)` in place of `function(*inputs)`. Where autograd would save the
+result for backward, it saves the function and its inputs. An input may be the result of such a call, too;
+then it is not kept either, and backward computes the whole chain again, from the first value that was kept.
 """
 
 from collections.abc import Callable
@@ -13,38 +13,40 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-Make = Callable[..., Any]
+Function = Callable[..., Any]
 """A function of tensors that returns one or a tuple of them, and keeps only its inputs for backward."""
+Call = Callable[..., Any]
+"""Calls a `Function`, its first argument, with the tensors that follow: `keep`, or a `Recomputing`."""
 
 
-class Remaking:
-    """Make the results of a function again; hold them from their first use in backward to the last."""
+class Recomputation:
+    """Recompute the results of a function; hold them from their first use in backward to the last."""
 
-    def __init__(self, function: Make, inputs: list["RemadePart | Tensor"]) -> None:
+    def __init__(self, function: Function, inputs: list["RecomputedPart | Tensor"]) -> None:
         self._function, self._inputs = function, inputs
-        self._made: tuple[Tensor, ...] | None = None
+        self._results: tuple[Tensor, ...] | None = None
         self.uses = 0
         """Number of places that autograd saved a result for, and that have not taken it yet."""
 
     def results(self) -> tuple[Tensor, ...]:
-        made = self._made
-        if made is None:
+        found = self._results
+        if found is None:
             with torch.no_grad():
-                made = _many(self._function(*(_tensor(each) for each in self._inputs)))
-        self._made = made if self.uses else None
-        return made
+                found = _many(self._function(*(_tensor(each) for each in self._inputs)))
+        self._results = found if self.uses else None
+        return found
 
     def used(self) -> None:
         self.uses -= 1
         if not self.uses:
-            self._made = None
+            self._results = None
 
 
 @dataclass(frozen=True)
-class RemadePart:
-    """Locate a saved tensor in the memory of a recipe's result."""
+class RecomputedPart:
+    """Locate a saved tensor in the memory of a recomputed result."""
 
-    recipe: Remaking
+    source: Recomputation
     index: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -52,65 +54,65 @@ class RemadePart:
     """Number of elements from the result's first to this one's first."""
 
 
-class Again:
-    """Call functions whose results backward makes again; valid for one forward pass of one layer.
+class Recomputing:
+    """Call functions whose results backward recomputes; valid for one forward pass of one layer.
 
     It holds all results until it is left, because it recognizes a saved tensor by its memory.
     """
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[Remaking, int, Tensor]] = {}
+        self._known: dict[int, tuple[Recomputation, int, Tensor]] = {}
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
 
-    def __enter__(self) -> "Again":
+    def __enter__(self) -> "Recomputing":
         self._hooks.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
-        self._made.clear()
+        self._known.clear()
 
-    def __call__(self, function: Make, *inputs: Tensor) -> Any:
+    def __call__(self, function: Function, *inputs: Tensor) -> Any:
         outputs = function(*inputs)
         if not torch.is_grad_enabled():
             return outputs
-        recipe = Remaking(function, [self._find(each.detach()) for each in inputs])
+        source = Recomputation(function, [self._find(each.detach()) for each in inputs])
         kept = {_address(each) for each in inputs}
         for index, tensor in enumerate(_many(outputs)):
             if _address(tensor) not in kept:
-                self._made[_address(tensor)] = (recipe, index, tensor.detach())
+                self._known[_address(tensor)] = (source, index, tensor.detach())
         return outputs
 
-    def _find(self, tensor: Tensor) -> RemadePart | Tensor:
-        recipe, index, whole = self._made.get(_address(tensor), (None, 0, tensor))
-        if recipe is None:
+    def _find(self, tensor: Tensor) -> RecomputedPart | Tensor:
+        source, index, whole = self._known.get(_address(tensor), (None, 0, tensor))
+        if source is None:
             return tensor
         offset = tensor.storage_offset() - whole.storage_offset()
-        return RemadePart(recipe, index, tuple(tensor.size()), tensor.stride(), offset)
+        return RecomputedPart(source, index, tuple(tensor.size()), tensor.stride(), offset)
 
-    def _pack(self, tensor: Tensor) -> RemadePart | Tensor:
+    def _pack(self, tensor: Tensor) -> RecomputedPart | Tensor:
         found = self._find(tensor)
-        if isinstance(found, RemadePart):
-            found.recipe.uses += 1
+        if isinstance(found, RecomputedPart):
+            found.source.uses += 1
         return found
 
     @staticmethod
-    def _unpack(saved: RemadePart | Tensor) -> Tensor:
+    def _unpack(saved: RecomputedPart | Tensor) -> Tensor:
         tensor = _tensor(saved)
-        if isinstance(saved, RemadePart):
-            saved.recipe.used()
+        if isinstance(saved, RecomputedPart):
+            saved.source.used()
         return tensor
 
 
-def once(function: Make, *inputs: Tensor) -> Any:
-    """Call a function whose results are kept; the counterpart of `Again`."""
+def keep(function: Function, *inputs: Tensor) -> Any:
+    """Call a function whose results are kept; the counterpart of `Recomputing`."""
     return function(*inputs)
 
 
-def _tensor(saved: RemadePart | Tensor) -> Tensor:
+def _tensor(saved: RecomputedPart | Tensor) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
-    whole = saved.recipe.results()[saved.index]
+    whole = saved.source.results()[saved.index]
     return whole.as_strided(saved.size, saved.stride, whole.storage_offset() + saved.offset)
 
 
