@@ -35,7 +35,7 @@ TEST_NAME = 70
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
 BUDGETS = {
     "hpc_swe": 3_660,
-    "hpc_swe/benchmarks": 1_950,
+    "hpc_swe/benchmarks": 2_150,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 325,
     "hpc_swe/doctor": 1_240,
@@ -43,7 +43,7 @@ BUDGETS = {
     "hpc_swe/plugins": 1_850,
     "hpc_swe/plugins/advantages": 150,
     "hpc_swe/plugins/agents": 420,
-    "hpc_swe/plugins/engines": 1_920,
+    "hpc_swe/plugins/engines": 2_080,
     "hpc_swe/plugins/executors": 770,
     "hpc_swe/plugins/graders": 2_690,
     "hpc_swe/plugins/policies": 3_620,

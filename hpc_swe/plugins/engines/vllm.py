@@ -6,13 +6,11 @@ answers (0.26 stamps no versions and writes ids as "token_id:7"); `_answers` rea
 answer itself.
 """
 
-import contextlib
 import math
-import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -23,8 +21,9 @@ from msgspec import Meta
 from hpc_swe.errors import ConfigError, EngineError, NoAnswer, Overdue, boundary
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.costs import MemoryEstimate
-from hpc_swe.plugins.engines import _answers, _http, _vllm_environment, _vllm_memory
+from hpc_swe.plugins.engines import _answers, _http, _vllm_environment, _vllm_memory, _vllm_update
 from hpc_swe.plugins.engines._answers import PENDING, Answer, decode
+from hpc_swe.plugins.engines._vllm_update import UpdateRoutes
 from hpc_swe.plugins.engines.base import Completion, EngineInfo, Weights
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.records import FREE, IdArray, ProbeScore, Sampling, WeightVersion
@@ -33,8 +32,6 @@ BACKEND = "hpc_swe_folder"
 ANSWER_TIMEOUT_S = 60.0
 SLOWEST_TOKENS_PER_S = 0.5
 """Slowest rate of one completion, queueing included; an engine that is slower has lost the request."""
-CLEARINGS = 100
-"""Attempts to clear the caches after an update."""
 GREEDY = Sampling(temperature=0.0, max_tokens=1)
 
 
@@ -163,10 +160,10 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         return ["--enable-sleep-mode"] if self.device == "gpu" else []  # a CPU's workers only pause
 
     def sleep(self, url: str, token: str) -> None:
-        self._control(url, token, "/sleep?level=1&mode=keep", {})  # level 1 keeps the weights in host memory
+        self._routes(url, token).call("/sleep?level=1&mode=keep")  # level 1 keeps the weights in host memory
 
     def wake(self, url: str, token: str) -> None:
-        self._control(url, token, "/wake_up", {})
+        self._routes(url, token).call("/wake_up")
 
     def inspect(self, url: str, token: str) -> EngineInfo:
         """Read /v1/models and /server_info.
@@ -189,7 +186,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         if probe is not None:
             self._check_probe(url, token, version, probe)
         if self.stamp(url, token) is not None:
-            self._control(url, token, "/update_weight_version", {"new_version": version.name})
+            self._routes(url, token).call("/update_weight_version", {"new_version": version.name})
 
     def reload(self, url: str, token: str, weights: Weights) -> None:
         """Pause, swap, resume, then probe; a version that fails its probe is swapped out again.
@@ -197,16 +194,10 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         Until the probe has passed, tokens are stamped with the version and a question mark, and `generate`
         waits for its outcome before it returns such tokens.
         """
-        before = self.stamp(url, token)
-        version, manifest = weights.version, weights.manifest
-        probe = manifest.probe if manifest else None
-        *parents, update = [_link(each) for each in weights.chain]
-        update |= {"parents": parents}
-        if manifest:
-            update |= {"dtypes": {n: i.dtype for n, i in manifest.tensors.items()}}
-            update |= {"digests": {n: i.digest for n, i in manifest.tensors.items()}}
+        before, routes = self.stamp(url, token), self._routes(url, token)
+        version, probe = weights.version, weights.manifest.probe if weights.manifest else None
         try:
-            self._swap(url, token, update, None if before is None else version.name + PENDING)
+            routes.swap(_vllm_update.describe(weights), None if before is None else version.name + PENDING)
         except (NoAnswer, Overdue):
             raise
         except EngineError as error:
@@ -216,8 +207,8 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         except (NoAnswer, Overdue):
             raise
         except EngineError:
-            with _ends_engine(f"{url}: the weights before {version.name} are not back"):
-                self._swap(url, token, {"path": ""}, before)
+            with _vllm_update.ends_engine(f"{url}: the weights before {version.name} are not back"):
+                routes.swap({"path": ""}, before)
             raise
 
     def generate(
@@ -296,54 +287,6 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         data = _http.call(url, token, "/v1/completions", body, check_s, keep_waiting)
         return _answers.from_completions(url, data)
 
-    def _swap(self, url: str, token: str, update: dict[str, object], stamp: str | None) -> None:
-        self._start_update(url, token)
-        self._control(url, token, "/update_weights", {"update_info": update})  # reads; nothing is paused
-        self._await_staged(url, token)
-        clears = self.kv_on_update == "recompute"
-        try:
-            self._control(url, token, f"/pause?mode=keep&clear_cache={str(clears).lower()}", {})
-            self._control(url, token, "/finish_weight_update", {"weight_version": stamp} if stamp else {})
-        except NoAnswer:
-            raise  # an engine that hangs must not resume with half an update, should it wake up
-        except EngineError:
-            self._control(url, token, "/resume", {})
-            raise
-        with _ends_engine(f"{url}: new weights are loaded, and do not serve"):
-            if clears:  # no prompt may be computed with two versions
-                self._clear_caches(url, token)
-            self._control(url, token, "/resume", {})
-
-    def _clear_caches(self, url: str, token: str) -> None:
-        """Forget all KV caches, those of kept requests too; raise EngineError if vLLM still holds some."""
-        path = "/reset_prefix_cache?reset_running_requests=true"
-        for _ in range(CLEARINGS):  # vLLM refuses while blocks are held, and says that one may ask again
-            data = _http.call(url, token, path, b"{}", self.update_timeout_s)
-            if decode(_answers.CacheReset, url, data).success:
-                return
-            time.sleep(0.05)
-        raise EngineError(f"{url}: caches of the weights before are still in use")
-
-    def _await_staged(self, url: str, token: str) -> None:
-        """Wait until every worker has read the version; they serve meanwhile."""
-        deadline = time.monotonic() + self.update_timeout_s
-        body = msgspec.json.encode({"method": "is_staged"})
-        while True:
-            data = _http.call(url, token, "/collective_rpc", body, self.update_timeout_s)
-            if all(worker.is_staged for worker in decode(_answers.Stagings, url, data).results):
-                return
-            if time.monotonic() > deadline:
-                raise Overdue(f"{url}: the weights were not read in {self.update_timeout_s:g} s")
-            time.sleep(0.01)
-
-    def _start_update(self, url: str, token: str) -> None:
-        try:
-            self._control(url, token, "/start_weight_update", {})
-        except _http.Refused:  # a supervisor that died left an update open; a failing update closes it
-            with contextlib.suppress(_http.Refused):
-                self._control(url, token, "/update_weights", {"update_info": {"path": os.devnull}})
-            self._control(url, token, "/start_weight_update", {})
-
     def _check_probe(self, url: str, token: str, version: WeightVersion, probe: ProbeScore) -> None:
         scores = np.asarray(self.score(url, token, probe.token_ids))
         with boundary(EngineError, f"{version.name}: its manifest's probe"):
@@ -366,6 +309,9 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         if refused := sorted(pending - names - {current}):
             raise EngineError(f"{url}: tokens were sampled by {refused[0]}, whose weights failed their probe")
 
+    def _routes(self, url: str, token: str) -> UpdateRoutes:
+        return UpdateRoutes(url, token, self.update_timeout_s, clears=self.kv_on_update == "recompute")
+
     def _get(self, url: str, token: str, path: str, absent: bytes | None = None) -> bytes:
         try:
             return _http.call(url, token, path, None, ANSWER_TIMEOUT_S)
@@ -375,22 +321,3 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             if error.status in (401, 403):
                 raise EngineError(f"{url} refuses the key (HTTP {error.status})") from None
             raise
-
-    def _control(self, url: str, token: str, path: str, body: dict[str, object]) -> None:
-        _http.call(url, token, path, msgspec.json.encode(body), self.update_timeout_s)
-
-
-def _link(weights: Weights) -> dict[str, object]:
-    """Name a folder as the engine's worker, which has another working folder, reads it."""
-    files = weights.files
-    seen = None if files is None else {n: each for n, each in files.items() if n.endswith(".safetensors")}
-    return {"path": str(weights.folder.absolute()), "files": seen}
-
-
-@contextlib.contextmanager
-def _ends_engine(message: str) -> Iterator[None]:
-    """Turn a failure after which it is unknown what the engine serves into one that replaces the engine."""
-    try:
-        yield
-    except EngineError as error:
-        raise NoAnswer(f"{message}: {error}") from error
