@@ -38,6 +38,9 @@ class Changes:
     def nbytes(self) -> int:
         return int(self.codes.nbytes + self.others.nbytes)
 
+    def to(self, device: torch.device) -> "Changes":
+        return Changes(self.codes.to(device), self.others.to(device))
+
     def decode(self, count: int) -> tuple[Tensor, Tensor]:
         """Return flat positions, int64 [k], and differences of the bits, integers [k], for `count` elements.
 
@@ -66,10 +69,18 @@ def integers(tensor: Tensor) -> Tensor:
     return tensor.view(INTEGERS[tensor.element_size()])
 
 
-def encode(old: Tensor, new: Tensor) -> Changes | None:
-    """Return what changed between two contiguous tensors; None if the whole new one takes less room."""
+def changed(old: Tensor, new: Tensor) -> Tensor:
+    """Return the flat positions, int64 [k], at which the bits of two contiguous tensors differ."""
+    return (integers(old).view(-1) != integers(new).view(-1)).nonzero().view(-1)
+
+
+def encode(old: Tensor, new: Tensor, where: Tensor | None = None) -> Changes | None:
+    """Return what changed between two contiguous tensors; None if the whole new one takes less room.
+
+    A caller that knows `changed(old, new)` passes it as `where`.
+    """
     before, after = integers(old).view(-1), integers(new).view(-1)
-    where = (before != after).nonzero().view(-1)
+    where = changed(old, new) if where is None else where
     differences = after[where] - before[where]
     kinds = torch.full_like(where, 2, dtype=torch.uint8)
     kinds[differences == 1], kinds[differences == -1] = 0, 1
@@ -124,11 +135,15 @@ class Digests:
         at = Rectangle.whole(tensor.shape)
         return self.part(tensor.reshape(at.rows, at.columns), at)
 
-    def change(self, old: Tensor, new: Tensor) -> Tensor:
-        """Return how much the digest of a contiguous tensor grows when it changes from old to new."""
+    def change(self, old: Tensor, new: Tensor, where: Tensor | None = None) -> Tensor:
+        """Return how much the digest of a contiguous tensor grows when it changes from old to new.
+
+        A caller that knows `changed(old, new)` passes it as `where`.
+        """
         at = Rectangle.whole(new.shape)
         before, after = integers(old).view(-1), integers(new).view(-1)
-        where, mask = (before != after).nonzero().view(-1), (1 << (8 * new.element_size())) - 1
+        where = changed(old, new) if where is None else where
+        mask = (1 << (8 * new.element_size())) - 1
         grown = (after[where].to(torch.int64) & mask) - (before[where].to(torch.int64) & mask)
         rows, columns = self._rows.get(0, at.rows), self._columns.get(0, at.columns)
         return (grown * rows[where // at.columns] * columns[where % at.columns]).sum()

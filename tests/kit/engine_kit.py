@@ -143,7 +143,8 @@ def publish_delta(run: RunDir, models: tuple[Path, Path], version: WeightVersion
     computer = Digests(torch.device("cpu"))
 
     def fill(stage: Path) -> WeightManifest:
-        stored, infos = {}, {}
+        stored: dict[str, torch.Tensor] = {}
+        infos = {}
         for name, tensor in new.items():
             changes = encode(old[name], tensor)
             if changes is None:
@@ -153,7 +154,11 @@ def publish_delta(run: RunDir, models: tuple[Path, Path], version: WeightVersion
             digest = text(int(computer.tensor(tensor)))
             dtype = str(tensor.dtype).removeprefix("torch.")
             infos[name] = TensorInfo(dtype=dtype, shape=list(tensor.shape), digest=digest)
-        save_file(stored, stage / "delta-00001-of-00001.safetensors")
+        for number, kind in enumerate(
+            (":codes", ""), 1
+        ):  # a learner may spread a tensor's two parts over files
+            part = {n: each for n, each in stored.items() if n.endswith(":codes") == bool(kind)}
+            save_file(part, stage / f"delta-{number:05d}-of-00002.safetensors")
         files = {path.name: folders.describe(path) for path in stage.iterdir()}
         return WeightManifest(
             writer="test", files=files, version=version, tensors=infos, parent=parent.version

@@ -6,6 +6,7 @@ to NEW in two ways, and compares both with what vLLM's loader makes of NEW.
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,24 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from hpc_swe.plugins.engines._vllm_copies import LoaderCopies, sum_shares
+from hpc_swe.plugins.engines._vllm_copies import LoaderCopies, Patch, sum_shares
 from hpc_swe.plugins.engines._vllm_files import Delta
 from hpc_swe.plugins.tensor_delta import Digests, encode
+
+
+def compare(copies: LoaderCopies, shapes: dict[str, list[int]], tensors: dict[str, torch.Tensor]) -> None:
+    """Check that all ranks together hold these tensors."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, copies.shares())
+    computer = Digests(torch.device("cpu"))
+    found = sum_shares(shapes, [share for part in parts for share in part])
+    whole = {name: int(computer.tensor(tensor)) for name, tensor in tensors.items()}
+    assert {n: v % 2**64 for n, v in found.items()} == {n: v % 2**64 for n, v in whole.items()}
+
+
+def write(patches: list[Patch]) -> None:
+    for patch in patches:
+        patch.write()
 
 
 def main(rank: int, size: int, port: int, old: Path, new: Path) -> None:
@@ -38,26 +54,25 @@ def main(rank: int, size: int, port: int, old: Path, new: Path) -> None:
         model.load_weights(iter(tensors.items()))
     changed, expected = (dict(model.named_parameters()) for model in models)
 
-    def compare(tensors: dict[str, torch.Tensor]) -> None:
-        parts = [None] * size
-        dist.all_gather_object(parts, copies.shares())
-        computer = Digests(torch.device("cpu"))
-        found = sum_shares(shapes, [share for part in parts for share in part])
-        whole = {name: int(computer.tensor(tensor)) for name, tensor in tensors.items()}
-        assert {n: v % 2**64 for n, v in found.items()} == {n: v % 2**64 for n, v in whole.items()}
-
     copies = LoaderCopies.record(models[0], shapes, torch.float32)
-    compare(before)
+    compare(copies, shapes, before)
     changes = {name: encode(before[name], tensor) for name, tensor in after.items()}
     whole = {name: after[name] for name, each in changes.items() if each is None}
     assert whole
     assert len(whole) < len(changes)
-    copies.change(Delta({name: each for name, each in changes.items() if each is not None}, whole))
-    compare(after)
+    delta = Delta({name: each for name, each in changes.items() if each is not None}, whole)
+    patches = copies.patches(delta)
+    compare(copies, shapes, before)
+    write(patches)
+    compare(copies, shapes, after)
     assert all(torch.equal(changed[name], tensor) for name, tensor in expected.items())
-    models[0].load_weights(iter(before.items()))
+    assert copies.compare(before) is None, "the differences take more than a tenth of the weights"
+    copies.copy(before)
+    slightly = {name: each if "norm" in name else before[name] for name, each in after.items()}
+    write(copies.compare(slightly) or [])
+    compare(copies, shapes, slightly)
     copies.copy(after)
-    compare(after)
+    compare(copies, shapes, after)
     assert all(torch.equal(changed[name], tensor) for name, tensor in expected.items())
     print("all bits are equal", flush=True)
 

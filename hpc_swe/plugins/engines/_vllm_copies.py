@@ -9,25 +9,30 @@ A model is left to vLLM's reload when anything else is derived from its weights:
 short on purpose, because a stale derived tensor would go unnoticed.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_swe.plugins.engines._vllm_files import Delta
-from hpc_swe.plugins.tensor_delta import Changes, Digests, Rectangle, integers
+from hpc_swe.plugins.tensor_delta import Digests, Rectangle, integers
 
 PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Quantization methods that leave weights on a GPU as they were loaded."""
 PLAIN_LAYERS = {"Attention"}
 """Layers whose processing after loading touches no weights of an unquantized model."""
 THREADS = 8
-BUFFER = 1 << 26
-
+BUFFER = 1 << 25
+SHARE = 10
+"""Changed values and their positions may take this part of the memory of the weights."""
+T = TypeVar("T")
+Work = tuple[Tensor, Tensor]
+"""A view of this worker's memory, and what belongs there."""
 Share = tuple[str, Rectangle, int]
 """A tensor, a part of it, and the digest of that part in one worker's memory."""
 
@@ -62,21 +67,34 @@ class LoaderCopies:
 
     def copy(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy what this worker needs of full tensors, which are mapped files."""
-        work = [
-            (copy.target, _rectangle(tensors[name], copy.source))
-            for name, copies in self._copies.items()
-            for copy in copies
-        ]
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(lambda part: _copy_in(work[part::THREADS]), range(THREADS)))
+        work = [(copy.target, source) for copy, source in self._pairs(tensors)]
+        _in_threads(work, lambda part: _copy_in(part))
 
-    def change(self, delta: Delta) -> None:
-        """Change values in place."""
+    def compare(self, tensors: Mapping[str, Tensor]) -> "list[Patch] | None":
+        """Return what differs between this worker's memory and full tensors, which are mapped files.
+
+        Return None if that is too much to hold beside the model.
+        """
+        room = Room(sum(copy.target.nbytes for copies in self._copies.values() for copy in copies) // SHARE)
+        work = [(copy.target, source) for copy, source in self._pairs(tensors)]
+        found = _in_threads(work, lambda part: _differences(part, room))
+        return None if room.is_full else [patch for part in found for patch in part]
+
+    def patches(self, delta: Delta) -> "list[Patch]":
+        """Return the values that a delta changes in this worker's memory, which is not changed here."""
+        found = [Patch(copy.target, None, source) for copy, source in self._pairs(delta.whole)]
         for name, changes in delta.changes.items():
-            self._change(name, changes)
-        for name, tensor in delta.whole.items():
-            for copy in self._copies[name]:
-                copy.target.copy_(_rectangle(tensor, copy.source))
+            whole, copies = Rectangle.whole(self._shapes[name]), self._copies[name]
+            changes = changes.to(copies[0].target.device)
+            where, differences = changes.decode(whole.rows * whole.columns)
+            for copy in copies:
+                positions, mine = _positions(copy, whole, where, differences)
+                values = _flat_memory(copy.target)[positions] + mine
+                found.append(Patch(copy.target, positions, values))
+        return found
+
+    def _pairs(self, tensors: Mapping[str, Tensor]) -> list[tuple[Copy, Tensor]]:
+        return [(copy, _rectangle(tensors[n], copy.source)) for n in tensors for copy in self._copies[n]]
 
     def shares(self) -> list[Share]:
         """Return the digest of each rectangle in this worker's memory."""
@@ -84,17 +102,38 @@ class LoaderCopies:
         values = torch.stack([self._digests.part(copy.target, copy.source) for _, copy in found]).tolist()
         return [(name, copy.source, value) for (name, copy), value in zip(found, values, strict=True)]
 
-    def _change(self, name: str, changes: Changes) -> None:
-        whole = Rectangle.whole(self._shapes[name])
-        where, differences = changes.decode(whole.rows * whole.columns)
-        rows, columns = where // whole.columns, where % whole.columns
-        for copy in self._copies[name]:
-            at = copy.source
-            row, column, difference = rows - at.row, columns - at.column, differences
-            if at != whole:
-                inside = (row >= 0) & (row < at.rows) & (column >= 0) & (column < at.columns)
-                row, column, difference = row[inside], column[inside], difference[inside]
-            integers(copy.target)[row, column] += difference
+
+@dataclass(frozen=True)
+class Patch:
+    """Hold new values for a part of this worker's memory."""
+
+    target: Tensor
+    """View [rows, columns] of this worker's memory."""
+    where: Tensor | None
+    """Positions in that memory, int64 [k], counted from the view's first element; None is all of it."""
+    values: Tensor
+    """Integers [k] of the same bits; or a whole tensor [rows, columns]."""
+
+    def write(self) -> None:
+        if self.where is None:
+            self.target.copy_(self.values)
+        else:
+            _flat_memory(self.target)[self.where] = self.values
+
+
+class Room:
+    """Count the bytes that threads add, up to a limit."""
+
+    def __init__(self, limit: int) -> None:
+        self._left, self._lock = limit, threading.Lock()
+
+    @property
+    def is_full(self) -> bool:
+        return self._left < 0
+
+    def add(self, size: int) -> None:
+        with self._lock:
+            self._left -= size
 
 
 def require_plain(model: torch.nn.Module) -> None:
@@ -193,19 +232,74 @@ def _rectangle(tensor: Tensor, at: Rectangle) -> Tensor:
     return rows[at.row : at.row + at.rows, at.column : at.column + at.columns]
 
 
-def _copy_in(work: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy mapped tensors to the device, through one pinned buffer where that is a GPU."""
-    if not work or not work[0][0].is_cuda:
-        for target, source in work:
-            target.copy_(source)
+def _flat_memory(target: Tensor) -> Tensor:
+    """Return the memory from a view's first element to its last as a vector of integers."""
+    bits = integers(target)
+    span = sum((size - 1) * stride for size, stride in zip(bits.shape, bits.stride(), strict=True)) + 1
+    return bits.as_strided((span,), (1,))
+
+
+def _positions(copy: Copy, whole: Rectangle, where: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which of the flat positions `where` of a whole tensor a copy holds, and where in its memory."""
+    at, stride = copy.source, copy.target.stride(0)
+    if at == whole and (stride == whole.columns or whole.rows == 1):
+        return where, values
+    rows, columns = where // whole.columns - at.row, where % whole.columns - at.column
+    inside = (rows >= 0) & (rows < at.rows) & (columns >= 0) & (columns < at.columns)
+    return (rows * stride + columns * copy.target.stride(1))[inside], values[inside]
+
+
+def _in_threads(work: Sequence[Work], act: Callable[[Sequence[Work]], T]) -> list[T]:
+    """Call `act` in several threads, each with a part of the work of about as many bytes."""
+    parts: list[list[Work]] = [[] for _ in range(THREADS)]
+    sizes = [0] * THREADS
+    for each in sorted(work, key=lambda pair: -pair[1].nbytes):
+        shortest = sizes.index(min(sizes))
+        parts[shortest].append(each)
+        sizes[shortest] += each[1].nbytes
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(act, [part for part in parts if part]))
+
+
+def _pieces(work: Sequence[Work]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pieces of targets, and the same pieces of sources on the targets' device.
+
+    They come through one pinned buffer where that is a GPU, on a stream of the caller's thread.
+    """
+    device = work[0][0].device
+    if device.type == "cpu":
+        yield from work
         return
     buffer = torch.empty(BUFFER, dtype=torch.uint8, pin_memory=True)
-    stream = torch.cuda.Stream(work[0][0].device)
-    with torch.cuda.stream(stream):
-        for target, source in work:
-            step = max(1, BUFFER // max(1, source[0].nbytes))
-            for piece, place in zip(source.split(step), target.split(step), strict=True):
-                part = buffer[: piece.numel() * piece.element_size()].view(piece.dtype).view(piece.shape)
-                part.copy_(piece)
-                place.copy_(part, non_blocking=True)
-                stream.synchronize()
+    for target, source in work:
+        step = max(1, BUFFER // max(1, source[0].nbytes))
+        for piece, place in zip(source.split(step), target.split(step), strict=True):
+            part = buffer[: piece.numel() * piece.element_size()].view(piece.dtype).view(piece.shape)
+            part.copy_(piece)
+            yield place, part
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _on_own_stream(work: Sequence[Work]) -> "torch.cuda.StreamContext":
+    device = work[0][0].device
+    return torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None)
+
+
+def _copy_in(work: Sequence[Work]) -> None:
+    with _on_own_stream(work):
+        for place, piece in _pieces(work):
+            place.copy_(piece, non_blocking=True)
+
+
+def _differences(work: Sequence[Work], room: Room) -> list[Patch]:
+    found = []
+    with _on_own_stream(work):
+        for place, piece in _pieces(work):
+            new = integers(piece.to(place.device, non_blocking=True))
+            rows, columns = (integers(place) != new).nonzero(as_tuple=True)
+            where = rows * place.stride(0) + columns * place.stride(1)
+            found.append(Patch(place, where, new[rows, columns]))
+            room.add(where.nbytes + found[-1].values.nbytes)
+            if room.is_full:
+                return []
+    return found

@@ -4,7 +4,9 @@ What is read is checked against what the engine's model needs, and the caller na
 its checksum was verified. Full tensors are mapped into memory: what nobody copies is never read.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from hpc_swe.plugins.tensor_delta import Changes, Digests, text
 
 CODES, OTHERS = ":codes", ":others"
 CPU = torch.device("cpu")
+THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,12 @@ def shards(folder: Path) -> list[Path]:
     return found
 
 
-def _entries(folder: Path, is_tied: bool) -> Iterator[tuple[Path, Any, str]]:
+def _entries(files: Iterable[Path], is_tied: bool) -> Iterator[tuple[Path, Any, str]]:
     """Yield file, open file and name of each tensor that a model takes from a checkpoint.
 
     vLLM ignores the others: a head tied to the embedding, and angles of older checkpoints.
     """
-    for file in shards(folder):
+    for file in files:
         with safe_open(file, framework="pt", device="cpu") as shard:
             for name in shard.keys():  # noqa: SIM118 (not a dict)
                 if not (is_tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq"):
@@ -89,7 +92,7 @@ def _entries(folder: Path, is_tied: bool) -> Iterator[tuple[Path, Any, str]]:
 
 def shapes(folder: Path, is_tied: bool) -> dict[str, list[int]]:
     """Read the shapes of the tensors that a model takes from a checkpoint, by name, from headers only."""
-    return {name: shard.get_slice(name).get_shape() for _, shard, name in _entries(folder, is_tied)}
+    return {name: shard.get_slice(name).get_shape() for _, shard, name in _entries(shards(folder), is_tied)}
 
 
 def read(folder: Path, wanted: Wanted) -> dict[str, Tensor]:
@@ -98,7 +101,7 @@ def read(folder: Path, wanted: Wanted) -> dict[str, Tensor]:
     Raise ValueError for a wrong tensor, or one that is missing, so that its old value would stay.
     """
     tensors = {}
-    for file, shard, name in _entries(folder, wanted.is_tied):
+    for file, shard, name in _entries(shards(folder), wanted.is_tied):
         tensors[name] = shard.get_tensor(name)
         wanted.check(file, name, tensors[name])
     if missing := sorted(wanted.shapes.keys() - tensors.keys()):
@@ -115,44 +118,75 @@ class Delta:
     """Tensors of which too much changed."""
 
     @classmethod
-    def read(cls, folder: Path, wanted: Wanted, device: torch.device) -> "Delta":
-        """Read a delta onto a device; raise ValueError for a tensor that the model does not have."""
+    def read(cls, folder: Path, wanted: Wanted, device: torch.device = CPU) -> "Delta":
+        """Read a delta onto a device, several files at a time; tensors on the CPU are mapped files.
+
+        Raise ValueError for a tensor that the model does not have, and for half of a tensor's changes.
+        """
+        with ThreadPoolExecutor(THREADS) as pool:
+            parts = pool.map(lambda file: _to_device(file, wanted.is_tied, device), shards(folder))
+            stored = {name: tensor for part in parts for name, tensor in part.items()}
         changes, whole = {}, {}
-        for file, shard, name in _entries(folder, wanted.is_tied):
-            base = name.removesuffix(CODES)
-            if base not in wanted.shapes and not name.endswith(OTHERS):
-                raise ValueError(f"{file.name}: {name} is unknown")
-            if base != name:
-                others = shard.get_tensor(base + OTHERS).to(device)
-                changes[base] = Changes(shard.get_tensor(name).to(device), others)
-            elif not name.endswith(OTHERS):
-                whole[name] = shard.get_tensor(name)
-                wanted.check(file, name, whole[name])
-                whole[name] = whole[name].to(device)
+        for name, tensor in stored.items():
+            base = name.removesuffix(CODES).removesuffix(OTHERS)
+            if base not in wanted.shapes:
+                raise ValueError(f"{folder.name}: {name} is unknown")
+            if base == name:
+                wanted.check(folder, name, tensor)
+                whole[name] = tensor
+            elif missing := {base + CODES, base + OTHERS} - stored.keys():
+                raise ValueError(f"{folder.name}: {missing.pop()} is missing")
+            else:
+                changes[base] = Changes(stored[base + CODES], stored[base + OTHERS])
         return cls(changes, whole)
 
+    def apply(self, name: str, tensor: Tensor) -> None:
+        """Change a contiguous tensor from the version before to this one, on the tensor's own device."""
+        if name in self.whole:
+            tensor.copy_(self.whole[name])
+        elif name in self.changes:
+            self.changes[name].to(tensor.device).apply(tensor)
 
-def build(chain: Sequence[Link], wanted: Wanted, device: torch.device = CPU) -> dict[str, Tensor]:
-    """Return all tensors of a chain's last version in this host's memory; `device` applies the changes.
 
-    Raise ValueError if a file is wrong, or the digests of a version made of deltas are not the manifest's.
+def _to_device(file: Path, is_tied: bool, device: torch.device) -> dict[str, Tensor]:
+    """Read all tensors of one file, on a stream of its own where the device is a GPU."""
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    with torch.cuda.stream(stream):
+        found = {name: shard.get_tensor(name).to(device) for _, shard, name in _entries([file], is_tied)}
+    if stream is not None:
+        stream.synchronize()
+    return found
+
+
+def build(chain: Sequence[Link], wanted: Wanted, device: torch.device = CPU) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of a chain's last version in this host's memory, one after another.
+
+    They are built on `device`. Nothing is kept, so that a worker needs the memory of one tensor only. Raise
+    ValueError if a file is wrong.
     """
     tensors = read(chain[0].folder, wanted)
-    deltas = [Delta.read(link.folder, wanted, device) for link in chain[1:]]
-    if not deltas:
-        return tensors
-    computer, digests = Digests(device), {}
-    for name in tensors:
-        tensor = tensors[name].to(device, copy=True)
+    deltas = [Delta.read(link.folder, wanted) for link in chain[1:]]
+    for name, stored in tensors.items():
+        if not deltas:
+            yield name, stored
+            continue
+        tensor = stored.to(device, copy=True)
         for delta in deltas:
-            if name in delta.whole:
-                tensor.copy_(delta.whole[name])
-            elif name in delta.changes:
-                delta.changes[name].apply(tensor)
-        digests[name] = int(computer.tensor(tensor))
-        tensors[name] = tensor.cpu()
-    require_digests(digests, wanted)
-    return tensors
+            delta.apply(name, tensor)
+        yield name, tensor.cpu()
+
+
+def check_chain(chain: Sequence[Link], wanted: Wanted, device: torch.device = CPU) -> None:
+    """Build each tensor once; raise ValueError unless the digests are those of the manifest.
+
+    A full snapshot has its files' checksums; of it only names, shapes and types are checked.
+    """
+    if len(chain) == 1:
+        read(chain[0].folder, wanted)
+        return
+    computer = Digests(device)
+    found = {n: int(computer.tensor(tensor.to(device))) for n, tensor in build(chain, wanted, device)}
+    require_digests(found, wanted)
 
 
 def require_digests(found: Mapping[str, int], wanted: Wanted) -> None:

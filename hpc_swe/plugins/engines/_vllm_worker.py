@@ -8,9 +8,11 @@ its next forward pass. The caller has verified the files before, and names them 
 import hmac
 import logging
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
+import time
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,12 +31,13 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from hpc_swe.errors import CorruptRecord
-from hpc_swe.plugins.engines._vllm_copies import LoaderCopies, require_plain, sum_shares
+from hpc_swe.plugins.engines._vllm_copies import LoaderCopies, Patch, require_plain, sum_shares
 from hpc_swe.plugins.engines._vllm_files import (
     Delta,
     Link,
     Wanted,
     build,
+    check_chain,
     read,
     require_digests,
     shapes,
@@ -94,13 +97,14 @@ class LoadedVersion:
         return self.chain[count:] if mine[:count] == [link.folder for link in other.chain] else None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Staged:
     """Hold what was read of a version, until the engine pauses."""
 
-    tensors: dict[str, torch.Tensor] | None
-    """All tensors in the host's memory; None if the engine serves the version that the deltas follow."""
-    deltas: list[Delta]
+    write: Callable[[], None]
+    """Writes it into the worker's memory."""
+    way: str
+    """How that is done."""
     read: tuple[Link, ...]
 
 
@@ -137,8 +141,8 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
     """Carry out one worker's part of an update in three calls: start, update (read) and finish (swap).
 
     A thread reads while the worker serves, and `is_staged` says when it is done. If `LoaderCopies` covers
-    the model, a swap writes to the device's memory and then compares all digests. Otherwise all tensors are
-    built in the host's memory, and vLLM reloads them.
+    the model, a thread finds which values change, a swap writes those to the device's memory, and then
+    compares all digests. Otherwise vLLM reloads all tensors, which are built one after another.
     """
 
     init_info_cls = NoInit
@@ -155,6 +159,9 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         self._copies: LoaderCopies | None = None
         self._is_covered: bool | None = None
         """Whether `LoaderCopies` covers the model; None until a version with digests was loaded."""
+        self.seconds: dict[str, float] = {}
+        """Seconds of each part of the last update, by name."""
+        self._examine_first()
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Do nothing: a folder needs no handshake."""
@@ -173,8 +180,6 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         for link in self._next.chain:
             shards(link.folder)
             link.check()
-        if self._is_covered is None:
-            self._examine_first()
         self._staging = self._pool.submit(self._stage, self._next)
 
     def is_staged(self) -> bool:
@@ -208,42 +213,59 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         raise NotImplementedError("the learner publishes weights as a folder and sends nothing")
 
     def _stage(self, version: LoadedVersion) -> Staged:
-        chain, wanted = version.chain, version.wanted
+        began, chain, wanted = time.monotonic(), version.chain, version.wanted
         if self._copies is None or not wanted.has_digests:
-            return Staged(build(chain, wanted, self._device), [], chain)
-        rest = version.after(self._serving)
+            check_chain(chain, wanted, self._device)
+            found = Staged(partial(self._reload, chain, wanted), "reloaded", chain)
+        else:
+            found = self._stage_copies(self._copies, version)
+        self._synchronize()
+        self.seconds = {"stage": time.monotonic() - began}
+        return found
+
+    def _stage_copies(self, copies: LoaderCopies, version: LoadedVersion) -> Staged:
+        """Find what changes in this worker's memory; leave it to the swap where that has no room."""
+        chain, wanted, rest = version.chain, version.wanted, version.after(self._serving)
         tensors = read(chain[0].folder, wanted) if rest is None else None
         links = chain[1:] if rest is None else rest
-        deltas = [Delta.read(link.folder, wanted, self._device) for link in links]
-        self._synchronize()
-        return Staged(tensors, deltas, chain if rest is None else rest)
+        patches = None
+        try:
+            if tensors is not None and not links:
+                patches = copies.compare(tensors)
+            elif tensors is None and len(links) == 1:
+                patches = copies.patches(Delta.read(links[0].folder, wanted, self._device))
+        except torch.OutOfMemoryError as error:
+            log.warning("weights are read in the pause: %s", error)
+        whole = tuple(chain if rest is None else rest)
+        if patches is not None:
+            return Staged(partial(_write, patches), "changed values", whole)
+        deltas = [Delta.read(link.folder, wanted) for link in links]
+        return Staged(partial(_write_one_by_one, copies, tensors, deltas), "copied", whole)
 
     def _swap(self, staged: Staged) -> None:
+        began = time.monotonic()
         self._synchronize()  # streams of this thread and others wrote and read the same memory
         wanted = self._next.wanted
-        if self._copies is None or not wanted.has_digests:
-            assert staged.tensors is not None
-            self._reload(staged.tensors)
-            if self._is_covered is None and wanted.has_digests:
-                self._find_copies(wanted)
-        else:
-            if staged.tensors is not None:
-                self._copies.copy(staged.tensors)
-            for delta in staged.deltas:
-                self._copies.change(delta)
+        staged.write()
+        self._synchronize()
+        written = time.monotonic()
+        if self._copies is not None and wanted.has_digests:
             self._require_digests(self._copies, wanted)
+        elif self._is_covered is None and wanted.has_digests:
+            self._find_copies(wanted)
         for link in staged.read:
             link.check()  # the files must not have changed while they were read
+        self.seconds |= {"write": written - began, "digests": time.monotonic() - written}
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _reload(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _reload(self, chain: Sequence[Link], wanted: Wanted) -> None:
         if self._device.type == "cpu":
             _forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(iter(tensors.items()))
+        self.model.load_weights(build(chain, wanted, self._device))
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_head(self.model)
 
@@ -292,6 +314,21 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         require_digests(sum_shares(wanted.shapes, shares), wanted)
 
 
+def _write(patches: Sequence[Patch]) -> None:
+    for patch in patches:
+        patch.write()
+
+
+def _write_one_by_one(
+    copies: LoaderCopies, tensors: dict[str, torch.Tensor] | None, deltas: Sequence[Delta]
+) -> None:
+    """Write a full version, if there is one, and deltas in their order: the device holds one at a time."""
+    if tensors is not None:
+        copies.copy(tensors)
+    for delta in deltas:
+        _write(copies.patches(delta))
+
+
 def _gather(value: T) -> list[T]:
     """Return the values of all workers that share the model."""
     group = get_tp_group()
@@ -312,6 +349,10 @@ class WorkerExtension:
     def is_staged(self) -> dict[str, bool]:
         """Return whether this worker has read the version that it was told to load; vLLM sends on records."""
         return {"is_staged": self.weight_transfer_engine.is_staged()}
+
+    def update_seconds(self) -> dict[str, float]:
+        """Return the seconds of each part of the last update."""
+        return dict(self.weight_transfer_engine.seconds)
 
 
 class BearerToken:

@@ -13,7 +13,7 @@ import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from hpc_swe.plugins.engines._vllm_files import Link, Wanted, build, shapes  # noqa: E402
+from hpc_swe.plugins.engines._vllm_files import Link, Wanted, build, check_chain, shapes  # noqa: E402
 from tests.kit.ranks import gang, tiny  # noqa: E402
 
 BF16 = {"dtype": "bfloat16", "tensor_parallel": 2, "sequence_parallel": True}
@@ -57,7 +57,9 @@ def chain(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
         for name, info in json.loads((folder / f"rank{rank}.json").read_text())[names[-1]].items()
     }
     wanted = Wanted(shapes(folder / names[0], is_tied=False), is_tied=False, digests=digests)
-    return build([Link(folder / name, None) for name in names], wanted)
+    links = [Link(folder / name, None) for name in names]
+    check_chain(links, wanted)
+    return dict(build(links, wanted))
 
 
 def whole(folder: Path) -> dict[str, torch.Tensor]:

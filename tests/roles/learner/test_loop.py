@@ -180,7 +180,7 @@ def test_death_while_saving_leaves_the_last_checkpoint_and_no_half_one(
             digests={name: info.digest for name, info in stated.items()},
         )
         chain = [run.weight(WeightVersion(step=s, incarnation=incarnation)) for s in range(step + 1)]
-        assert_same(build([Link(folder, None) for folder in chain], wanted), weights(whole, step, 1))
+        assert_same(dict(build([Link(folder, None) for folder in chain], wanted)), weights(whole, step, 1))
 
 
 def manifest_of(run: RunDir, step: int, incarnation: int) -> WeightManifest:

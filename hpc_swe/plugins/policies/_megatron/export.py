@@ -19,7 +19,7 @@ from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
 from hpc_swe.plugins.policies._megatron.tensor_file import TensorFiles
 from hpc_swe.plugins.policies._megatron.weights import INDEX, gather, layouts
 from hpc_swe.plugins.policies.base import Carrier
-from hpc_swe.plugins.tensor_delta import Digests, encode, text
+from hpc_swe.plugins.tensor_delta import Digests, changed, encode, text
 from hpc_swe.records import TensorInfo
 from hpc_swe.store import atomic
 
@@ -113,8 +113,9 @@ class Exporter:
     def _add_changes(self, files: TensorFiles, name: str, tensor: Tensor) -> None:
         """Add what changed since the last export, and keep the new values."""
         old = self._kept[name].to(tensor.device, non_blocking=True)
-        self._digests[name] = self._digests[name] + self._computer.change(old, tensor)
-        changes = encode(old, tensor)
+        where = changed(old, tensor)
+        self._digests[name] = self._digests[name] + self._computer.change(old, tensor, where)
+        changes = encode(old, tensor, where)
         if changes is None:
             files.add(name, tensor)
         elif len(changes.codes):
