@@ -75,10 +75,12 @@ class LoaderCopies:
 
         Return None if that is too much to hold beside the model.
         """
-        room = Room(sum(copy.target.nbytes for copies in self._copies.values() for copy in copies) // SHARE)
+        spare = SpareMemory(
+            sum(copy.target.nbytes for copies in self._copies.values() for copy in copies) // SHARE
+        )
         work = [(copy.target, source) for copy, source in self._pairs(tensors)]
-        found = _in_threads(work, lambda part: _differences(part, room))
-        return None if room.is_full else [patch for part in found for patch in part]
+        found = _in_threads(work, lambda part: _differences(part, spare))
+        return None if spare.is_full else [patch for part in found for patch in part]
 
     def patches(self, delta: Delta) -> "list[Patch]":
         """Return the values that a delta changes in this worker's memory, which is not changed here."""
@@ -121,7 +123,7 @@ class Patch:
             _flat_memory(self.target)[self.where] = self.values
 
 
-class Room:
+class SpareMemory:
     """Count the bytes that threads add, up to a limit."""
 
     def __init__(self, limit: int) -> None:
@@ -291,7 +293,7 @@ def _copy_in(work: Sequence[Work]) -> None:
             place.copy_(piece, non_blocking=True)
 
 
-def _differences(work: Sequence[Work], room: Room) -> list[Patch]:
+def _differences(work: Sequence[Work], spare: SpareMemory) -> list[Patch]:
     found = []
     with _on_own_stream(work):
         for place, piece in _pieces(work):
@@ -299,7 +301,7 @@ def _differences(work: Sequence[Work], room: Room) -> list[Patch]:
             rows, columns = (integers(place) != new).nonzero(as_tuple=True)
             where = rows * place.stride(0) + columns * place.stride(1)
             found.append(Patch(place, where, new[rows, columns]))
-            room.add(where.nbytes + found[-1].values.nbytes)
-            if room.is_full:
+            spare.add(where.nbytes + found[-1].values.nbytes)
+            if spare.is_full:
                 return []
     return found
