@@ -38,6 +38,7 @@ OPERATE = [
     "eval.every=3",
     "batches.microbatch_tokens=8192",
     'policy.recompute="full"',
+    "policy.offload_optimizer=0.5",
     'engine.extra=["--x"]',
     "rollout.episode_timeout_s=9999",
     "engine.update_timeout_s=77",

@@ -160,6 +160,17 @@ def test_data_parallel_ranks_share_the_optimizer_and_only_when_told(shape):
     assert optimizer(4, distributed_optimizer=False) == optimizer(1)
 
 
+def test_share_of_the_optimizer_moves_from_the_gpu_to_the_host(shape):
+    def found(share):
+        memory = learner_memory(shape("8B"), Megatron(offload_optimizer=share, tensor_parallel=2), 2, 4096)
+        return next(part.bytes for part in memory.parts if part.what == "optimizer"), memory.notes
+
+    (whole, none), (part, said) = found(0.0), found(0.25)
+    assert part == 0.75 * whole
+    assert none == []
+    assert said == [f"optimizer: {whole / 4 / GIB:.2f} GiB of host memory for each learner process"]
+
+
 def test_tensor_parallel_shares_weights_and_sequence_parallel_activations(shape):
     def part(name, **settings):
         memory = learner_memory(shape("8B"), Megatron(**settings), 1, 32768)

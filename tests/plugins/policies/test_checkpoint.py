@@ -20,6 +20,7 @@ CP2 = TP1 | {"context_parallel": 2}
 TP2 = TP1 | {"tensor_parallel": 2}
 PLAIN = {"distributed_optimizer": False}
 BF16 = {"dtype": "bfloat16", "tensor_parallel": 2}
+HALF = {"offload_optimizer": 0.5}
 HALVES = [[[0, 1]], [[2, 3]]]
 KINDS = {"": {}, "-plain": PLAIN}
 
@@ -57,7 +58,13 @@ def runs(tmp_path_factory):
             again("same-plain", "-plain", TP2 | PLAIN),
             again("same-bf16", "-bf16", BF16, model=str(models["sharded"])),
             again("data-parallel", "", TP1, packing=HALVES),
+            again("hosted", "", TP2 | HALF),
+            again("hosted-data-parallel", "", TP1 | {"offload_optimizer": 0.7}, packing=HALVES),
+            first("-hosted-bf16", BF16 | {"offload_optimizer": 0.6}, "sharded"),
+            again("fetched-bf16", "-hosted-bf16", BF16, model=str(models["sharded"])),
+            again("hosted-bf16", "-bf16", BF16 | {"offload_optimizer": 1.0}, model=str(models["sharded"])),
             first("-moe", EP2, "moe", packing=HALVES),
+            again("hosted-moe", "-moe", EP2 | HALF, model=str(models["moe"]), packing=HALVES),
             again("same-moe", "-moe", EP2, model=str(models["moe"]), packing=HALVES),
             again("moe-pipeline-parallel", "-moe", PP2, model=str(models["moe"])),
             first("-moe-pipeline", PP2, "moe"),
@@ -92,6 +99,25 @@ def test_replay_after_a_resume_and_two_rests_is_bit_equal(runs, kind):
     expected, found = weights(folder, "first" + kind), weights(folder, "same" + kind)
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "like"),
+    [
+        ("hosted", "first"),
+        ("hosted-data-parallel", "data-parallel"),
+        ("first-hosted-bf16", "first-bf16"),
+        ("fetched-bf16", "first-bf16"),
+        ("hosted-bf16", "first-bf16"),
+        ("hosted-moe", "first-moe"),
+    ],
+)
+def test_state_in_host_memory_changes_no_bit_of_a_step_or_a_resume(runs, name, like):
+    folder, answers = runs
+    assert curve(answers, name) == curve(answers, like)
+    expected, found = weights(folder, like), weights(folder, name)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
 @pytest.mark.parametrize(

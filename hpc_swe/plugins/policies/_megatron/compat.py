@@ -155,10 +155,8 @@ def collect_metadata_errors() -> Iterator[list[OSError]]:
 
 def _set_states(self: DistributedOptimizer, model_param: nn.Parameter, tensors: dict[str, Tensor]) -> None:
     # distrib_optimizer.py:940 copies every key of the state, and torch AdamW's "step" is not in `tensors`
-    group, order = self.model_param_group_index_map[model_param]
-    main = self.optimizer.param_groups[group]["params"][order]
     with torch.no_grad():
-        for key, value in {"param": main, **self.optimizer.state[main]}.items():
+        for key, value in self._get_main_param_and_optimizer_states(model_param).items():
             if key in tensors:
                 value.copy_(tensors[key])
 
@@ -180,6 +178,9 @@ class _Stream:
     def wait_stream(self, stream: object) -> None:
         """Return at once."""
 
+    def wait_event(self, event: object) -> None:
+        """Return at once."""
+
     def synchronize(self) -> None:
         """Return at once."""
 
@@ -189,6 +190,16 @@ class _Stream:
 
 
 _STREAM = _Stream()
+
+
+def new_stream() -> Any:
+    """Return a stream of the device; a CPU has one order for all."""
+    return torch.cuda.Stream() if torch.cuda.is_available() else _STREAM
+
+
+def on_stream(stream: Any) -> contextlib.AbstractContextManager[object]:
+    """Give what is computed in the block to a stream of `new_stream`."""
+    return torch.cuda.stream(stream) if torch.cuda.is_available() else contextlib.nullcontext()
 
 
 def _as_if_copied(tensor: object, as_numpy: bool = False, **_: object) -> object:

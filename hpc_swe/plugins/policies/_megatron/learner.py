@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hpc_swe.errors import ConfigError, ProtocolError
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.policies._megatron import export, packing, routing, state, weights
+from hpc_swe.plugins.policies._megatron import export, hosted, packing, routing, state, weights
 from hpc_swe.plugins.policies._megatron.compat import cpu_as_cuda
 from hpc_swe.plugins.policies._megatron.model import build_model
 from hpc_swe.plugins.policies._megatron.offload import Offload
@@ -101,6 +101,8 @@ class MegatronLearner:
         weights.load(self._model, shape, tensors or weights.Snapshot(model), self.ranks.tensor_group)
         self._ddp = state.wrap(self._model, settings)
         self._optimizer = state.build_optimizer(self._ddp, settings, optimizer)
+        if settings.offload_optimizer:
+            hosted.host_states(self._optimizer, settings.offload_optimizer, self.ranks)
         self._schedule = state.build_schedule(self._optimizer, optimizer)
         self._epochs = optimizer.epochs
         self._exporter = export.Exporter(

@@ -26,7 +26,8 @@ def learner_memory(
 
     Megatron's DistributedDataParallel and (Distributed)Optimizer hold in bfloat16 2 bytes of weight, 4 of
     gradient, and 12 of optimizer state (float32 weight, two moments), the last divided by dp when the
-    optimizer is distributed; in float32 4, 4 and 8. AdamW's fused step needs nothing more.
+    optimizer is distributed; in float32 4, 4 and 8. AdamW's fused step needs nothing more. What
+    offload_optimizer moves to host memory passes through 1.2 GB at a time when there are no activations.
     With context parallelism dp is dp times cp here, and experts have fewer copies than the rest.
     The reference model is in host memory and takes none here.
 
@@ -35,6 +36,7 @@ def learner_memory(
     count = _held(shape, policy)
     size, states = (2, 12) if policy.dtype == "bfloat16" else (4, 8)
     stepped = _stepped(shape, policy, data_parallel)
+    kept = 1 - policy.offload_optimizer
     tokens = -(-tokens // policy.context_parallel)
     share = "P / tp" if policy.expert_parallel == 1 else "((P - E) / tp + E / ep)"
     share += " / pp" if policy.pipeline_parallel > 1 else ""
@@ -43,7 +45,9 @@ def learner_memory(
     held = [
         Part("weights", f"{size} {share}", size * count),
         Part("gradients", f"4 {share}", 4 * count),
-        Part("optimizer", f"{states} {share}{shards}", states * stepped),
+        Part(
+            "optimizer", f"{f'{kept:.4g} x ' * (kept < 1)}{states} {share}{shards}", kept * states * stepped
+        ),
     ]
     saved = tokens * size * shape.layers * _saved(shape, policy, policy.recompute)
     saved += tokens * size * 4 * shape.hidden
@@ -54,7 +58,10 @@ def learner_memory(
         Part(f"at most: {moment[1]}", f"logprob_chunk = {policy.logprob_chunk}", moment[0]),
     ]
     peak = sum(part.bytes for part in held) + saved + moment[0]
-    pinned = reference_memory(shape, policy) / GIB
+    pinned = {
+        "reference model": reference_memory(shape, policy) * reference,
+        "optimizer": policy.offload_optimizer * states * stepped,
+    }
     return MemoryEstimate(
         f"memory of each learner GPU: P = {shape.parameters.total:,}, "
         + ", ".join(
@@ -63,7 +70,11 @@ def learner_memory(
         + f", dp = {data_parallel}",
         [*held, *computing],
         Part("peak", "leave 15 % for the allocator", peak),
-        [f"reference model: {pinned:.2f} GiB of host memory for each learner process"] * reference,
+        [
+            f"{what}: {size / GIB:.2f} GiB of host memory for each learner process"
+            for what, size in pinned.items()
+            if size
+        ],
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from hpc_swe.errors import StorageError
-from hpc_swe.plugins.policies._megatron import compat
+from hpc_swe.plugins.policies._megatron import compat, pinned
 from hpc_swe.plugins.policies._megatron.model import PolicyModel
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
@@ -129,7 +129,7 @@ class Reference:
 
 
 def _host_copy(data: Tensor) -> Tensor:
-    return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda).copy_(data)
+    return pinned.zeros(data.numel(), data.dtype).view(data.shape).copy_(data)
 
 
 @dataclass(frozen=True)

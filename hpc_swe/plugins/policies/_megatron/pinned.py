@@ -1,0 +1,65 @@
+"""Allocate pinned host memory of exactly the size that is asked for.
+
+torch's own allocator of pinned memory rounds each size up to a power of two, which for the state of a large
+optimizer is tens of GiB.
+"""
+
+import contextlib
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hpc_swe.errors import NodeError
+from hpc_swe.plugins.costs import GIB
+
+
+def zeros(count: int, dtype: torch.dtype) -> Tensor:
+    """Return a host tensor [count] of zeros, pinned where there is CUDA; raise NodeError if that is refused.
+
+    A process that is forked from this one does not see the memory, because the system would copy pinned pages
+    for it.
+    """
+    if not torch.cuda.is_available() or not count:
+        return torch.zeros(count, dtype=dtype)
+    size = count * dtype.itemsize
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)  # there are far fewer of them to pin
+    pages.madvise(mmap.MADV_DONTFORK)
+    tensor = torch.frombuffer(
+        pages, dtype=dtype
+    ).zero_()  # several threads touch the pages, not the driver's one
+    refusal = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
+    if refusal:
+        raise NodeError(f"CUDA refuses to pin {size / GIB:.1f} GiB of host memory: error {refusal}")
+    return tensor
+
+
+def available(meminfo: str, environment: Mapping[str, str]) -> int:
+    """Return how many bytes of host memory this job can have: those that are free, or its limit in Slurm."""
+    free = next(line.split()[1] for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
+    limit = environment.get("SLURM_MEM_PER_NODE", "0")  # in MiB; 0 is the whole node
+    return min(1024 * int(free), int(limit) * 2**20 or 2**63)
+
+
+def claim(needed: int) -> tuple[str, int, int]:
+    """Return this node's name, the bytes that this process needs, and those that the node can give."""
+    meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
+    return os.uname().nodename, needed, available(meminfo, os.environ)
+
+
+def refusal(key: str, claims: Sequence[tuple[str, int, int]]) -> str | None:
+    """Return why the claims of all processes are too large for a node, naming the key that asks; or None."""
+    for node in sorted({name for name, _, _ in claims}):
+        own = [(needed, free) for name, needed, free in claims if name == node]
+        needed, free = sum(each for each, _ in own), min(each for _, each in own)
+        if needed > free:
+            return (
+                f"{key}: the {len(own)} processes of {node} need {needed / GIB:.1f} GiB of host memory, of "
+                f"which {free / GIB:.1f} are free; choose a smaller share, or ask [executor] for more memory"
+            )
+    return None

@@ -1,0 +1,77 @@
+"""What of the optimizer's state goes to host memory, in which chunks, and when a node is too small for it."""
+
+import pytest
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.slow
+
+import torch  # noqa: E402
+
+from hpc_swe.plugins.costs import GIB  # noqa: E402
+from hpc_swe.plugins.policies._megatron import pinned  # noqa: E402
+from hpc_swe.plugins.policies._megatron.hosted import Hosted, choose, divide  # noqa: E402
+
+SIZES = [[3000, 10, 5000], [7, 2000]]
+
+
+@pytest.mark.parametrize(
+    ("share", "chosen"),
+    [
+        (0.0, []),
+        (0.3, [(0, 3000)]),
+        (0.5, [(0, 5000), (1, 7)]),
+        (0.9, [(0, 3000), (0, 5000), (0, 10), (1, 7)]),
+        (1.0, [(0, 3000), (0, 10), (0, 5000), (1, 7), (1, 2000)]),
+    ],
+)
+def test_share_is_filled_with_large_parameters_first_and_never_exceeded(share, chosen):
+    groups = [{"params": [torch.empty(size) for size in group]} for group in SIZES]
+    found = [(group, param.numel()) for group, param in choose(groups, share)]
+    assert sorted(found) == sorted(chosen)
+    assert [group for group, _ in found] == sorted(group for group, _ in found)
+
+
+def test_chunks_have_every_element_once_and_cut_parameters_only_at_multiples():
+    hosted = [
+        Hosted(0, torch.empty(5000), 0),
+        Hosted(0, torch.empty(10), 5120),
+        Hosted(1, torch.empty(7), 6144),
+    ]
+    chunks = divide(hosted, 2000)
+    places = [
+        (chunk.group, [(piece.of.first + piece.start, piece.of.first + piece.end) for piece in chunk.pieces])
+        for chunk in chunks
+    ]
+    assert places == [
+        (0, [(0, 2048)]),
+        (0, [(2048, 4096)]),
+        (0, [(4096, 5000), (5120, 5130)]),
+        (1, [(6144, 6151)]),
+    ]
+    assert [piece.place(chunks[2]) for piece in chunks[2].pieces] == [slice(0, 904), slice(1024, 1034)]
+
+
+@pytest.mark.parametrize(
+    ("claims", "says"),
+    [
+        ([("a", 5 * GIB, 11 * GIB), ("a", 5 * GIB, 10 * GIB), ("b", 10 * GIB, 10 * GIB)], None),
+        (
+            [("a", 5 * GIB, 10 * GIB), ("b", 6 * GIB, 10 * GIB), ("b", 6 * GIB, 10 * GIB)],
+            "2 processes of b need 12.0",
+        ),
+    ],
+)
+def test_processes_of_one_node_are_refused_more_than_it_has(claims, says):
+    found = pinned.refusal("policy.key", claims)
+    assert found == says or (
+        found.startswith("policy.key: the " + says) and "of which 10.0 are free" in found
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "gib"),
+    [({}, 8), ({"SLURM_MEM_PER_NODE": "2048"}, 2), ({"SLURM_MEM_PER_NODE": "0"}, 8)],
+)
+def test_job_can_have_what_is_free_and_no_more_than_slurm_gave(environment, gib):
+    meminfo = f"MemTotal: 99999999 kB\nMemAvailable:  {8 * 2**20} kB\n"
+    assert pinned.available(meminfo, environment) == gib * GIB
