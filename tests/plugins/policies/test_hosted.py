@@ -31,7 +31,7 @@ def test_share_is_filled_with_large_parameters_first_and_never_exceeded(share, c
     assert [group for group, _ in found] == sorted(group for group, _ in found)
 
 
-def test_chunks_have_every_element_once_and_cut_parameters_only_at_multiples():
+def test_chunks_have_every_element_once_and_cut_only_at_multiples():
     hosted = [
         Hosted(0, torch.empty(5000), 0),
         Hosted(0, torch.empty(10), 5120),
