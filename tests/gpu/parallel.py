@@ -1,18 +1,21 @@
-"""Compare each way to divide the learner among two processes with transformers, on two GPUs or on the CPU.
+"""Compare each way to divide the learner, and each level of recomputation, with transformers.
 
-    python -m tests.gpu.parallel [dense] [experts]
+    python -m tests.gpu.parallel [dense] [qwen2] [llama] [experts] [1] [2] [4]
 
-prints a line for each model, precision and layout with the differences from transformers in float32: of
-log-probabilities (the largest; in bfloat16 the mean, as a multiple of the error of transformers in bfloat16),
-and relative ones of losses, gradient norms and, in float32, of what two steps changed. It exits with 1 if one
-of them is above its limit.
+prints a line for each model, precision and layout of 1, 2 or 4 processes with the differences from
+transformers in float32: of log-probabilities (the largest; in bfloat16 the mean, as a multiple of the error
+of transformers in bfloat16), and relative ones of losses, gradient norms and, in float32, of what two steps
+changed. "again" trains twice with policy.deterministic and counts the tensors and figures that differ in any
+bit. "resumed" loads a checkpoint of two tensor-parallel processes into one, and compares the next step with
+the one that the two take. It exits with 1 if a difference is above its limit. Words choose models and numbers
+of processes; without GPUs, models are tiny.
 """
 
 import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,7 +30,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 STEPS, CLIP = 2, 0.05
 TEXT = [(7 * i + 3) % tiny.VOCAB for i in range(301)]
-LENGTHS = (1000, 600, 1500, 900) if CUDA else tiny.LENGTHS
+LENGTHS = (2600, 600, 3100, 900) if CUDA else tiny.LENGTHS  # both sides of packing.SHORT
 SIZES = tiny.SIZES | {"tie_word_embeddings": False}
 if CUDA:  # of Qwen3-4B and Qwen3-30B-A3B, with fewer layers, experts and words
     SIZES |= {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "vocab_size": 4096}
@@ -35,28 +38,66 @@ if CUDA:  # of Qwen3-4B and Qwen3-30B-A3B, with fewer layers, experts and words
     SIZES |= {"max_position_embeddings": 4096}
 EXPERTS = tiny.EXPERTS | ({"num_experts": 16, "num_experts_per_tok": 4} if CUDA else {})
 EXPERTS |= {"hidden_size": 2048, "moe_intermediate_size": 768} if CUDA else {}
-FAMILIES = {"dense": ("Qwen3", SIZES), "experts": ("Qwen3Moe", SIZES | EXPERTS)}
-ONE, HALVES, FOUR = [[[0, 1], [2, 3]]], [[[0, 1]], [[2, 3]]], [[[0], [1], [2], [3]]]
-LAYOUTS = {
-    "TP=2": ({"tensor_parallel": 2, "sequence_parallel": True}, ONE),
-    "DP=2": ({}, HALVES),
-    "CP=2": ({"context_parallel": 2}, ONE),
-    "PP=2": ({"pipeline_parallel": 2}, FOUR),
-    "EP=2 DP=2": ({"expert_parallel": 2}, HALVES),
-    "EP=2 TP=2": ({"expert_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}, ONE),
+NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
+QWEN2 = NO_HEAD_DIM | (
+    {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4} if CUDA else {}
+)
+FAMILIES = {
+    "dense": ("Qwen3", SIZES),
+    "qwen2": ("Qwen2", QWEN2),
+    "llama": ("Llama", SIZES | {"rope_parameters": tiny.LLAMA3, "tie_word_embeddings": True}),
+    "experts": ("Qwen3Moe", SIZES | EXPERTS),
 }
+ONE, HALVES, FOUR = [[[0, 1], [2, 3]]], [[[0, 1]], [[2, 3]]], [[[0], [1], [2], [3]]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Say how the learner of a case is divided, and what else its policy's table has."""
+
+    ranks: int
+    policy: dict[str, object] = field(default_factory=dict)
+    packing: list[list[list[int]]] = field(default_factory=lambda: ONE)
+
+
+TP, EP = {"tensor_parallel": 2, "sequence_parallel": True}, {"expert_parallel": 2}
+LAYOUTS = {
+    "one": Layout(1),
+    "elementwise": Layout(1, {"recompute": "elementwise"}),
+    "products": Layout(1, {"recompute": "products"}),
+    "selective": Layout(1, {"recompute": "selective"}),
+    "full": Layout(1, {"recompute": "full"}),
+    "TP=2": Layout(2, TP),
+    "DP=2": Layout(2, {}, HALVES),
+    "CP=2": Layout(2, {"context_parallel": 2}),
+    "PP=2": Layout(2, {"pipeline_parallel": 2}, FOUR),
+    "EP=2 DP=2": Layout(2, EP, HALVES),
+    "EP=2 TP=2": Layout(2, EP | TP),
+    "TP=2 DP=2": Layout(4, TP, HALVES),
+}
+WAYS = list(LAYOUTS)
+MAIN = ["one", "elementwise", "products", "TP=2"]
+"""What is compared of the models whose kernels differ from those of the others in the layers alone."""
 CASES = [
     (family, dtype, layout)
     for family in FAMILIES
     for dtype in ("float32", "bfloat16")
-    for layout in LAYOUTS
+    for layout in (MAIN if family in ("qwen2", "llama") else WAYS)
     if family == "experts" or "EP" not in layout
 ]
+CASES += [(family, "bfloat16", "again one") for family in FAMILIES]
+CASES += [("dense", "bfloat16", "again TP=2"), ("experts", "bfloat16", "again EP=2 DP=2")]
+CASES += [(family, "float32", "resumed") for family in ("dense", "experts")]
 LIMITS = {
     "float32": {"logprobs": 5e-5, "loss": 1e-4, "norm": 1e-4, "weights": 2e-2},
     # Rounding sends tokens to other experts, and the loss is a small difference of large terms.
-    "bfloat16": {"logprobs": 2.0, "loss": 2e-1, "norm": 2e-1},
+    "bfloat16": {"logprobs": 2.0, "loss": 2e-1, "norm": 2e-1, "bits": 0.0},
 }
+
+
+def ranks_of(layout: str) -> int:
+    """Return the number of processes that a case needs at a time."""
+    return 2 if layout == "resumed" else LAYOUTS[layout.removeprefix("again ")].ranks
 
 
 @dataclass(frozen=True)
@@ -73,11 +114,11 @@ class Result:
     def __str__(self) -> str:
         family, dtype, layout = self.case
         numbers = "  ".join(f"{name} {value:.1e}" for name, value in self.found.items())
-        return f"{'ok  ' if self.passed else 'FAIL'} {family:8} {dtype:9} {layout:10} {numbers}"
+        return f"{'ok  ' if self.passed else 'FAIL'} {family:8} {dtype:9} {layout:15} {numbers}"
 
 
 class Comparison:
-    """Tiny or middle-sized models, what transformers makes of them, and the cases of one job of two ranks."""
+    """Tiny or middle-sized models, what transformers makes of them, and the cases to compare with it."""
 
     def __init__(self, folder: Path, cases: Sequence[tuple[str, str, str]]) -> None:
         self._folder, self._cases = folder, cases
@@ -88,10 +129,50 @@ class Comparison:
             self._prepare(family)
 
     def results(self) -> Iterator[Result]:
-        """Run all cases, and yield their differences."""
-        answers = gang.run_cases(2, [self._case(*case) for case in self._cases], self._folder / "cases")
+        """Run all cases, one job for each number of processes, and yield their differences."""
+        answers: dict[str, list[dict]] = {}
         for case in self._cases:
-            yield Result(case, self._differences(case, answers["-".join(case)][0]))
+            if case[2] == "resumed":
+                (self._folder / f"kept-{case[0]}").mkdir(exist_ok=True)
+        for size in (4, 2, 1):
+            runs = [run for case in self._cases for run in self._runs(case) if run["ranks"] == size]
+            if runs:
+                answers |= gang.run_cases(size, runs, self._folder / "cases")
+        for case in self._cases:
+            yield Result(case, self._differences(case, answers))
+
+    def _runs(self, case: tuple[str, str, str]) -> list[dict]:
+        """Return the runs of a case, each for tests.kit.ranks.worker."""
+        family, dtype, layout = case
+        if layout == "resumed":
+            kept = str(self._folder / f"kept-{family}" / "step_1")
+            steps = [("train", 1), ("save", kept), ("train", 1)]
+            return [
+                self._run((family, dtype, "TP=2"), f"{_name(case)}-2", steps),
+                self._run((family, dtype, "one"), f"{_name(case)}-1", [("load", kept), ("train", 1)]),
+            ]
+        if layout.startswith("again "):
+            way = (family, dtype, layout.removeprefix("again "))
+            steps = [("train", STEPS), ("export", "after")]
+            pair = [self._run(way, f"{_name(case)}-{index}", steps) for index in (1, 2)]
+            return [run | {"policy": run["policy"] | {"deterministic": True}} for run in pair]
+        export = [("export", "after")] if dtype == "float32" else []
+        return [self._run(case, _name(case), [("logprobs", TEXT), ("train", STEPS), *export])]
+
+    def _run(self, case: tuple[str, str, str], name: str, steps: list[tuple[str, object]]) -> dict:
+        family, dtype, layout = case
+        how = LAYOUTS[layout]
+        return {
+            "ranks": how.ranks,
+            "name": name,
+            "model": str(self._folder / family),
+            "policy": how.policy | {"dtype": dtype},
+            "optimizer": {"lr": 1e-3, "weight_decay": 1.0, "clip_grad": CLIP},
+            "loss": {"kl_coefficient": 0.05},
+            "packing": how.packing,
+            "data": str(self._folder / f"{family}.msgpack"),
+            "do": steps,
+        }
 
     def _prepare(self, family: str) -> None:
         kind, sizes = FAMILIES[family]
@@ -102,39 +183,40 @@ class Comparison:
         tiny.write_sequences(self._folder / f"{family}.msgpack", sequences)
         with torch.no_grad():
             self._scores[family] = tiny.score(model, torch.tensor(TEXT))[1:].cpu()
-            rounded = tiny.score(model.bfloat16(), torch.tensor(TEXT))[1:].cpu()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(DEVICE)
+        with torch.no_grad():
+            rounded = tiny.score(model, torch.tensor(TEXT))[1:].cpu()
         self._rounding[family] = (rounded - self._scores[family]).abs().mean().item()
         del model
         self._wanted[family] = tiny.reference_steps(folder, sequences, STEPS, CLIP, DEVICE)
         if CUDA:
             torch.cuda.empty_cache()
 
-    def _case(self, family: str, dtype: str, layout: str) -> dict:
-        policy, packing = LAYOUTS[layout]
-        export = [("export", "after")] if dtype == "float32" else []
-        return {
-            "name": f"{family}-{dtype}-{layout}",
-            "model": str(self._folder / family),
-            "policy": policy | {"dtype": dtype},
-            "optimizer": {"lr": 1e-3, "weight_decay": 1.0, "clip_grad": CLIP},
-            "loss": {"kl_coefficient": 0.05},
-            "packing": packing,
-            "data": str(self._folder / f"{family}.msgpack"),
-            "do": [("logprobs", TEXT), ("train", STEPS), *export],
-        }
-
-    def _differences(self, case: tuple[str, str, str], answer: dict) -> dict[str, float]:
-        wanted = self._wanted[case[0]]
-        metrics = {key: [m[f"policy/{key}"] for m in answer["metrics"]] for key in ("loss", "grad_norm")}
-        gaps = (torch.tensor(answer["scores"]) - self._scores[case[0]]).abs()
-        is_exact = case[1] == "float32"
-        gap = gaps.max().item() if is_exact else gaps.mean().item() / self._rounding[case[0]]
-        found = {"logprobs": gap, "loss": relative(metrics["loss"], wanted.losses)}
-        found["norm"] = relative(metrics["grad_norm"], wanted.norms)
+    def _differences(self, case: tuple[str, str, str], answers: dict[str, list[dict]]) -> dict[str, float]:
+        family, dtype, layout = case
+        if layout == "resumed":
+            (two,), (one,) = (answers[f"{_name(case)}-{size}"][:1] for size in (2, 1))
+            return _compare_metrics(one["metrics"], *_losses_and_norms(two["metrics"][1:]))
+        if layout.startswith("again "):
+            return {"bits": self._differing(*(f"{_name(case)}-{index}" for index in (1, 2)), answers)}
+        wanted, answer = self._wanted[family], answers[_name(case)][0]
+        gaps = (torch.tensor(answer["scores"]) - self._scores[family]).abs()
+        is_exact = dtype == "float32"
+        gap = gaps.max().item() if is_exact else gaps.mean().item() / self._rounding[family]
+        found = {"logprobs": gap} | _compare_metrics(answer["metrics"], wanted.losses, wanted.norms)
         if is_exact:
-            folder = self._folder / "cases" / "-".join(case) / "after"
-            found["weights"] = self._distance(case[0], folder)
+            found["weights"] = self._distance(family, self._folder / "cases" / _name(case) / "after")
         return found
+
+    def _differing(self, first: str, again: str, answers: dict[str, list[dict]]) -> float:
+        """Count the weights and figures of two runs that are not the same to the last bit."""
+        one, other = (read_tensors(self._folder / "cases" / name / "after") for name in (first, again))
+        assert one.keys() == other.keys()
+        differing = sum(not torch.equal(tensor, other[name]) for name, tensor in one.items())
+        for metrics in zip(answers[first][0]["metrics"], answers[again][0]["metrics"], strict=True):
+            mine, theirs = ({k: v for k, v in each.items() if "seconds" not in k} for each in metrics)
+            differing += sum(value != theirs[name] for name, value in mine.items())
+        return float(differing)
 
     def _distance(self, family: str, folder: Path) -> float:
         """Return the norm of the weights' error over the norm of what two steps changed."""
@@ -161,16 +243,33 @@ def relative(found: list[float], wanted: list[float]) -> float:
     return max(abs(ours - theirs) / max(abs(theirs), 1e-2) for ours, theirs in pairs)
 
 
+def _name(case: tuple[str, str, str]) -> str:
+    return "-".join(case)
+
+
+def _losses_and_norms(metrics: list[dict]) -> tuple[list[float], list[float]]:
+    losses, norms = ([each[f"policy/{key}"] for each in metrics] for key in ("loss", "grad_norm"))
+    return losses, norms
+
+
+def _compare_metrics(metrics: list[dict], losses: list[float], norms: list[float]) -> dict[str, float]:
+    mine, of_mine = _losses_and_norms(metrics)
+    return {"loss": relative(mine, losses), "norm": relative(of_mine, norms)}
+
+
 def main() -> int:
-    if CUDA and torch.cuda.device_count() < 2:
-        print("two GPUs are needed, one was found")
+    words = sys.argv[1:]
+    sizes = {int(word) for word in words if word.isdigit()} or {1, 2}
+    if CUDA and torch.cuda.device_count() < max(sizes):
+        print(f"{max(sizes)} GPUs are needed, {torch.cuda.device_count()} found")
         return 2
     disable_progress_bar()
     print(torch.__version__, torch.cuda.get_device_name() if CUDA else "CPU", flush=True)
     failed = 0
-    for family in sys.argv[1:] or FAMILIES:
+    for family in [word for word in words if not word.isdigit()] or FAMILIES:
+        chosen = [case for case in CASES if case[0] == family and ranks_of(case[2]) in sizes]
         with tempfile.TemporaryDirectory() as name:
-            for result in Comparison(Path(name), [case for case in CASES if case[0] == family]).results():
+            for result in Comparison(Path(name), chosen).results():
                 print(result, flush=True)
                 failed += not result.passed
     print(f"{failed} cases differ")

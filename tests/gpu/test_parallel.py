@@ -8,8 +8,14 @@ pytestmark = pytest.mark.slow
 from tests.gpu import parallel  # noqa: E402
 
 
-def test_two_processes_agree_with_transformers_in_either_precision(tmp_path):
-    cases = [("dense", "bfloat16", "CP=2"), ("experts", "float32", "EP=2 DP=2")]
+def test_learners_agree_with_transformers_repeat_their_steps_and_resume(tmp_path):
+    cases = [
+        ("dense", "bfloat16", "CP=2"),
+        ("experts", "float32", "EP=2 DP=2"),
+        ("llama", "bfloat16", "products"),
+        ("experts", "bfloat16", "again EP=2 DP=2"),
+        ("dense", "float32", "resumed"),
+    ]
     results = list(parallel.Comparison(tmp_path, cases).results())
     assert [result.case for result in results] == cases
     assert not [str(result) for result in results if not result.passed]

@@ -11,8 +11,10 @@ def save_random(
     sizes: Mapping[str, object],
     seed: int = 0,
     change: Callable[[str, Any], object] = lambda name, parameter: None,
+    *,
+    dtype: str = "float32",
 ) -> Path:
-    """Save a float32 model of a family such as Qwen3Moe, after `change` edited its parameters in place."""
+    """Save a model of a family such as Qwen3Moe, after `change` edited its parameters in place."""
     import torch
     import transformers
 
@@ -22,5 +24,5 @@ def save_random(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             change(name, parameter)
-    model.save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder

@@ -106,15 +106,17 @@ def _draw_routing(length: int) -> bytes:
 
 def _route(model: PreTrainedModel, routing: bytes, tokens: int) -> None:
     """Make the routers choose what a routing of one sequence says."""
-    experts = torch.from_numpy(np.frombuffer(routing, np.uint8).reshape(tokens, len(model.model.layers), -1))
+    chosen = np.frombuffer(routing, np.uint8).reshape(tokens, len(model.model.layers), -1)
+    experts = torch.from_numpy(chosen.astype(np.int64)).to(model.device)
     for index, layer in enumerate(model.model.layers):
-        layer.mlp.gate.forward = partial(_choose, layer.mlp.gate, experts[:, index].long())
+        layer.mlp.gate.forward = partial(_choose, layer.mlp.gate, experts[:, index])
 
 
 def _choose(gate: torch.nn.Module, given: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
     logits = hidden.reshape(len(given), -1) @ gate.weight.t()
     chosen = torch.where(given == FREE, logits.topk(gate.top_k).indices, given)
-    return logits, logits.gather(1, chosen).softmax(-1), chosen
+    weights = logits.gather(1, chosen).softmax(-1, dtype=torch.float32)
+    return logits, weights.to(logits.dtype), chosen
 
 
 def score(model: PreTrainedModel, tokens: Tensor, routing: bytes = b"") -> Tensor:

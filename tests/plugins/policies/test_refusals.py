@@ -90,6 +90,14 @@ def test_sizes_that_do_not_divide_are_named(models, model, keys, message):
         Megatron(**keys).check_model(models[model], data_parallel=1)
 
 
+def test_tensor_parallelism_need_not_divide_experts_that_stay_whole(models, tmp_path):
+    odd = rewritten(models["moe"], tmp_path / "m", moe_intermediate_size=33)
+    keys = {"tensor_parallel": 2, "sequence_parallel": True}
+    Megatron(**keys, expert_parallel=2).check_model(odd, data_parallel=1)
+    with pytest.raises(ConfigError, match="tensor_parallel = 2 does not divide the model's ffn, 33"):
+        Megatron(**keys).check_model(odd, data_parallel=1)
+
+
 def test_a_missing_tensor_is_named(models):
     with pytest.raises(ConfigError, match="no tensor model.nowhere"):
         Snapshot(models["dense"])["model.nowhere"]

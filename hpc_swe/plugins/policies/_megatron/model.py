@@ -113,6 +113,7 @@ def _transformer_config(shape: ModelShape, settings: MegatronSettings) -> Transf
         calculate_per_token_loss=True,  # ranks add up gradients; nothing divides them
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,
+        deterministic_mode=settings.deterministic,
         gradient_accumulation_fusion=torch.cuda.is_available(),
         **_recompute(settings.recompute, bool(shape.experts)),
         **(_expert_settings(shape) if shape.experts else {}),

@@ -29,6 +29,7 @@ class TorchRanks(JoinedRanks):
         compat.apply()
         if torch.cuda.is_available():
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # lets reductions overlap with products
+        _choose_kernels(deterministic=settings.deterministic)
         super().__init__()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=settings.tensor_parallel,
@@ -67,3 +68,11 @@ def device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _choose_kernels(*, deterministic: bool) -> None:
+    """Let torch use only kernels that add in a fixed order, or any; those of triton_kernels.py always do."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads such memory
+    torch.use_deterministic_algorithms(deterministic and torch.cuda.is_available())

@@ -47,6 +47,10 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     engine.return_routing. false: the routers of the learner choose, as they do without such an engine."""
     logprob_chunk: Annotated[int, Meta(gt=0)] = 2048
     """Number of tokens whose logits exist at one time."""
+    deterministic: bool = False
+    """Repeat a step bit for bit on the same GPUs and in the same layout. It takes kernels that add in a fixed
+    order: attention of long sequences then uses flash attention, which is about half as fast as cuDNN's. A CPU
+    repeats its steps in any case."""
     delta_base: Literal["host", "gpu"] = "host"
     """Where the values of the last published version are kept when `learner.snapshot_every` > 1: in pinned
     memory of the host, or on the GPU, which is faster. They take two bytes for each bfloat16 parameter of a
@@ -76,11 +80,12 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
                 f"[policy] expert_parallel = {self.expert_parallel}, but the model has no experts"
             )
         tensor, heads = self.tensor_parallel, self.tensor_parallel * self.context_parallel
+        of_ffn = 1 if self.expert_parallel > 1 else tensor  # experts that are divided stay whole
         of_heads = "tensor_parallel * context_parallel" if self.context_parallel > 1 else "tensor_parallel"
         rules = [
             (of_heads, heads, "heads", shape.heads),
             (of_heads, heads, "groups", shape.groups),
-            ("tensor_parallel", tensor, "ffn", shape.ffn),
+            ("tensor_parallel", of_ffn, "ffn", shape.ffn),
             ("tensor_parallel", tensor, "vocab", shape.vocab),
             ("pipeline_parallel", self.pipeline_parallel, "layers", shape.layers),
             ("expert_parallel", self.expert_parallel, "experts", shape.experts),

@@ -1,0 +1,287 @@
+"""Compare what vLLM samples with the learner and with transformers, before and after swaps of the weights.
+
+    python -m tests.gpu.engines [dense] [qwen2] [experts] [qwen2-2] [experts-2]
+
+starts one engine for each case; a case that ends in -2 has an engine of two workers. The learner exports, the
+engine serves and samples, the learner trains on the samples, and the engine loads the new weights: first as a
+delta, then as a full snapshot. Each line compares log-probabilities of sampled tokens: their mean distance
+from transformers in float32, that of the learner from both, and what bfloat16 does to transformers itself.
+Weights are random. Where the engine returns the experts of each token (on a GPU), a second line has everybody
+else use these. It exits with 1 if a distance is above its limit, or the old weights explain the new text.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from hpc_swe.plugins.engines.base import Weights
+from hpc_swe.plugins.engines.vllm import Vllm
+from hpc_swe.plugins.policies.base import LossConfig, OptimizerConfig
+from hpc_swe.plugins.policies.megatron import Megatron
+from hpc_swe.records import FREE, Batch, MicroBatch, Sampling, WeightVersion, floats, ids
+from hpc_swe.roles.learner.loss import PolicyObjective
+from hpc_swe.roles.learner.publish import Publisher, Snapshots
+from tests.kit.engine_kit import CPU, TOKEN, make_run, serving, verified
+from tests.kit.engine_kit import SIZES as TINY
+from tests.kit.random_model import save_random
+from tests.kit.ranks import tiny
+
+CUDA = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", "bfloat16") if CUDA else ("cpu", "float32")
+GPU = Vllm(
+    max_model_len=2048,
+    kv_cache_bytes=1 << 31,
+    gpu_memory_share=0.2,
+    enforce_eager=True,
+    environ={"VLLM_USE_FLASHINFER_SAMPLER": "0"},
+)
+CASES = {"dense": 1, "qwen2": 1, "experts": 1, "qwen2-2": 2, "experts-2": 2}
+"""Name of a case -> number of its engine's workers."""
+SMALL = TINY | {"hidden_size": 128, "tie_word_embeddings": False}
+FEW = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+LARGE = {"initializer_range": 0.02, "max_position_embeddings": 4096, "tie_word_embeddings": True}
+# Qwen3-0.6B, Qwen2.5-0.5B, and layers of Qwen3-30B-A3B with fewer experts and words
+QWEN3 = LARGE | {
+    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+QWEN2 = LARGE | {
+    "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2,
+}  # fmt: skip
+MANY = LARGE | {
+    "vocab_size": 32768, "hidden_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 32,
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "tie_word_embeddings": False,
+}  # fmt: skip
+SHAPES = {
+    "dense": ("Qwen3", QWEN3 if CUDA else SMALL | {"head_dim": 32}),
+    "qwen2": ("Qwen2", QWEN2 if CUDA else SMALL),
+    "experts": ("Qwen3Moe", MANY if CUDA else SMALL | FEW | {"head_dim": 32}),
+}
+COUNT, PROMPTS, ANSWER = (32, (16, 600), 128) if CUDA else (4, (4, 60), 40)
+LR = 1e-5 if CUDA else 1e-3
+EXACT = 1e-4
+"""Largest mean distance in float32."""
+ROUNDINGS = 3.0
+"""Largest mean distance in bfloat16, in units of what bfloat16 does to transformers."""
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Texts of prompt and answer, with the engine's log-probabilities of the answer and its experts."""
+
+    prompts: list[np.ndarray]
+    texts: list[np.ndarray]
+    logprobs: list[np.ndarray]
+    routings: list[bytes]
+    """uint8 [tokens, layers * k] of each text, or empty."""
+
+    def of_answers(self, scores: list[np.ndarray]) -> np.ndarray:
+        """Return the last of each text's scores, those of sampled tokens."""
+        pairs = zip(scores, self.logprobs, strict=True)
+        return np.concatenate([each[-len(sampled) :] for each, sampled in pairs])
+
+
+@dataclass(frozen=True)
+class Row:
+    """Compare one version of a case's weights."""
+
+    case: str
+    weights: str
+    kind: str
+    found: dict[str, np.ndarray]
+    """Differences of log-probabilities of sampled tokens, by what was compared."""
+
+    @property
+    def passed(self) -> bool:
+        """Return whether all that should be equal is; experts that are not replayed are only shown."""
+        mean = {name: float(np.abs(each).mean()) for name, each in self.found.items()}
+        limit = EXACT if DTYPE == "float32" else ROUNDINGS * mean["bf16"]
+        near = all(mean[name] <= limit for name in ("engine", "learner", "gap"))
+        is_far = any((np.abs(self.found[name]) > 1).any() for name in ("engine", "gap"))
+        changed = self.weights == "start" or mean["old"] > 2 * mean["engine"]
+        return changed and (self.kind == "free" or (near and not is_far))  # nan is not near
+
+    def __str__(self) -> str:
+        numbers = "  ".join(f"{name} {_figures(each)}" for name, each in self.found.items())
+        verdict = "ok  " if self.passed else "FAIL"
+        return f"{verdict} {self.case:9} {self.weights:6} {self.kind:6} {numbers}"
+
+
+def _figures(differences: np.ndarray) -> str:
+    """Mean, 99th percentile, and the share above one nat if there is any."""
+    sizes = np.abs(differences)
+    far = f" >1: {(sizes > 1).mean():.1e}" if (sizes > 1).any() else ""
+    return f"{sizes.mean():.1e} p99 {np.quantile(sizes, 0.99):.1e}{far}"
+
+
+class Comparison:
+    """Hold one case: a run with a learner, and an engine that loads what it publishes."""
+
+    def __init__(self, case: str, folder: Path) -> None:
+        self._case, self._folder = case, folder
+        self._family = case.removesuffix("-2")
+        self._routes = CUDA and self._family == "experts"
+        self._engine = msgspec.structs.replace(
+            GPU if CUDA else CPU, tensor_parallel=CASES[case], return_routing=self._routes
+        )
+        self._run = make_run(folder / "run")
+        self._rng = np.random.default_rng(0)
+
+    def rows(self) -> Iterator[Row]:
+        """Start, then load a delta and a full snapshot; yield the comparisons of each."""
+        model = self._make_model()
+        learner = Megatron(dtype=DTYPE, device="gpu" if CUDA else "cpu").build(
+            model, OptimizerConfig(lr=LR, weight_decay=0.0), None
+        )
+        publisher = Publisher(self._run, learner, 1, "test", Snapshots(every=2))
+        publisher.publish_weights()
+        weights = verified(self._run, WeightVersion(incarnation=1, step=0))
+        opened, log = weights.folder, self._folder / "engine.log"
+        with serving(self._engine, weights.folder, log, weights.version) as url:
+            done = self._sample(url, self._prompts())
+            yield from self._compare("start", learner, done, (opened, opened))
+            for name in ("delta", "full"):
+                learner.train(self._batch(learner.step, done), PolicyObjective(LossConfig()))
+                publisher.publish_weights()
+                version = WeightVersion(incarnation=1, step=learner.step)
+                weights = verified(self._run, version, weights if name == "delta" else None)
+                assert (weights.manifest.parent is None) == (name == "full")
+                self._engine.reload(url, TOKEN, weights)
+                before, opened = opened, self._opened(learner, weights)
+                done = self._sample(url, done.prompts)
+                yield from self._compare(name, learner, done, (before, opened))
+        learner.close()
+
+    def _make_model(self) -> Path:
+        family, sizes = SHAPES[self._family]
+
+        def change(name: str, parameter: torch.Tensor) -> None:
+            if name.endswith(".bias"):
+                parameter.normal_(0, 0.1)
+            elif "experts" in name and not CUDA:
+                parameter.normal_(0, 0.3)
+
+        with torch.device(DEVICE):
+            return save_random(self._folder / "model", family, sizes, 0, change, dtype=DTYPE)
+
+    def _prompts(self) -> list[np.ndarray]:
+        vocabulary = SHAPES[self._family][1]["vocab_size"]
+        lengths = self._rng.integers(*PROMPTS, COUNT)
+        return [self._rng.integers(10, vocabulary, length).astype(np.int32) for length in lengths]
+
+    def _sample(self, url: str, prompts: list[np.ndarray]) -> Completions:
+        sampling = Sampling(max_tokens=ANSWER)
+        with ThreadPoolExecutor(COUNT) as pool:
+            found = pool.map(lambda p: self._engine.generate(url, TOKEN, p, sampling, 180.0), prompts)
+            pairs = list(zip(prompts, found, strict=True))
+        texts = [np.concatenate((p, np.asarray(each.token_ids, np.int32))) for p, each in pairs]
+        routings = [
+            b"" if each.routing is None
+            else each.routing.tobytes() + bytes([FREE]) * each.routing.shape[1]
+            for _, each in pairs
+        ]  # fmt: skip
+        return Completions(prompts, texts, [np.asarray(each.logprobs) for _, each in pairs], routings)
+
+    def _compare(
+        self, name: str, learner: object, done: Completions, folders: tuple[Path, Path]
+    ) -> Iterator[Row]:
+        """Compare what was sampled with the second of two folders; the first has the weights before."""
+        sampled, bare = np.concatenate(done.logprobs), [b""] * len(done.texts)
+        for kind, routings in (("free", bare), ("replay", done.routings))[: 1 + self._routes]:
+
+            def score(folder: Path, dtype: str, routings: list[bytes] = routings) -> np.ndarray:
+                return done.of_answers(_score(_load(folder, dtype), done.texts, routings))
+
+            right, mine = score(folders[1], "float32"), done.of_answers(_learn(learner, done.texts, routings))
+            found = {"engine": sampled - right, "learner": mine - right, "gap": mine - sampled}
+            if DTYPE == "bfloat16":
+                found["bf16"] = score(folders[1], "bfloat16") - right
+            if name != "start":
+                found["old"] = sampled - score(folders[0], "float32")
+            yield Row(self._case, name, kind if self._routes else "", found)
+
+    def _batch(self, step: int, done: Completions) -> Batch:
+        """Reward the answers at random."""
+        lengths = [len(text) for text in done.texts]
+        mask = np.concatenate(
+            [np.arange(len(t)) >= len(p) for p, t in zip(done.prompts, done.texts, strict=True)]
+        )
+        known, gains = (
+            np.zeros(len(mask), np.float32),
+            np.repeat(self._rng.choice([-1.0, 1.0], COUNT), lengths),
+        )
+        known[mask] = np.concatenate(done.logprobs)
+        micro = MicroBatch(
+            token_ids=ids(np.concatenate(done.texts)),
+            mask=mask.astype(np.uint8).tobytes(),
+            logprobs=floats(known),
+            advantages=floats((gains * mask).astype(np.float32)),
+            weights=floats((mask / mask.sum()).astype(np.float32)),
+            sequence_lengths=lengths,
+            routing=b"".join(done.routings),
+        )
+        return Batch(step=step, rank=0, microbatches=[micro], minibatches=[])
+
+    def _opened(self, learner: object, weights: Weights) -> Path:
+        """Return a folder that transformers opens; a delta is none, so the learner exports once more."""
+        if weights.manifest.parent is None:
+            return weights.folder
+        (folder := self._folder / "opened").mkdir()
+        learner.export(folder)
+        return folder
+
+
+def _load(folder: Path, dtype: str = "float32") -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(DEVICE)
+
+
+def _score(model: PreTrainedModel, texts: list[np.ndarray], routings: list[bytes]) -> list[np.ndarray]:
+    """Return transformers' log-probabilities of all tokens."""
+    found = []
+    with torch.no_grad():
+        for text, routing in zip(texts, routings, strict=True):
+            found.append(tiny.score(model, torch.from_numpy(text.astype(np.int64)), routing).cpu().numpy())
+    return found
+
+
+def _learn(learner: object, texts: list[np.ndarray], routings: list[bytes]) -> list[np.ndarray]:
+    """Return the learner's log-probabilities of all tokens but the first of each text."""
+    found = []
+    with torch.no_grad():
+        for text, routing in zip(texts, routings, strict=True):
+            every = np.arange(1, len(text))
+            found.append(learner._forward(text, [len(text)], every, routing)[0].cpu().numpy())
+    return found
+
+
+def main() -> int:
+    names = sys.argv[1:] or [name for name, workers in CASES.items() if CUDA or name != "dense"]
+    most = max(CASES[name] for name in names)
+    if CUDA and torch.cuda.device_count() < most:
+        print(f"{most} GPUs are needed, {torch.cuda.device_count()} found")
+        return 2
+    disable_progress_bar()
+    print(torch.__version__, torch.cuda.get_device_name() if CUDA else "CPU", flush=True)
+    failed = 0
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            for row in Comparison(name, Path(folder)).rows():
+                print(row, flush=True)
+                failed += not row.passed
+    print(f"{failed} comparisons failed")
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
