@@ -7,8 +7,8 @@ engine serves and samples, the learner trains on the samples, and the engine loa
 delta, then as a full snapshot. Each line compares log-probabilities of sampled tokens: their mean distance
 from transformers in float32, that of the learner from both, and what bfloat16 does to transformers itself.
 Weights are random. Where the engine returns the experts of each token (on a GPU), a second line has everybody
-else use these. It exits with 1 if a distance is above its limit, or the old weights explain the new text. The log
-of each engine stays in the folder for temporary files.
+else use these. It exits with 1 if a distance is above its limit, or the old weights explain the new text. The
+log of each engine stays in the folder for temporary files.
 """
 
 import sys

@@ -49,8 +49,8 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     """Number of tokens whose logits exist at one time."""
     deterministic: bool = False
     """Repeat a step bit for bit on the same GPUs and in the same layout. It takes kernels that add in a fixed
-    order: attention of long sequences then uses flash attention, which is about half as fast as cuDNN's. A CPU
-    repeats its steps in any case."""
+    order: attention of long sequences then uses flash attention, which is about half as fast as cuDNN's. A
+    CPU repeats its steps in any case."""
     delta_base: Literal["host", "gpu"] = "host"
     """Where the values of the last published version are kept when `learner.snapshot_every` > 1: in pinned
     memory of the host, or on the GPU, which is faster. They take two bytes for each bfloat16 parameter of a
