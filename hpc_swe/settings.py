@@ -134,7 +134,7 @@ class RolloutConfig(Record, frozen=True, kw_only=True):
     slots: Positive = 8
     """Episodes that one worker runs at once."""
     poll_s: Duration = 0.5
-    """Seconds between two checks for requests."""
+    """Seconds between two checks for requests. Engines are looked up half as often, at least each second."""
     episode_timeout_s: Duration = 3600.0
     """Maximum wall clock of one episode, not counting waits for an engine; exceeding it is an infrastructure
     failure."""

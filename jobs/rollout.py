@@ -16,7 +16,7 @@ def work(run: RunDir, config: RunConfig) -> None:
     """Make episodes until the run has finished or is ordered to end."""
     config.sandbox.check()
     table = config.rollout
-    endpoints = Endpoints(run, config.groups.max_staleness)
+    endpoints = Endpoints(run, config.groups.max_staleness, min(1.0, 2 * table.poll_s))
     sampler = Sampler(config.engine, endpoints, run.token.read_text(encoding="ascii"), table.engine_wait_s)
     sandboxes = WatchedSandboxes(config.sandbox)
     resources = RolloutResources(

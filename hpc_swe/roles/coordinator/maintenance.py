@@ -68,7 +68,7 @@ class Maintenance:
         self._since: dict[tuple[str, str], float] = {}
         """Time at which a message was first seen in a spool, by spool and name."""
         self._timer = StepTimer()
-        self._endpoints: list[Endpoint] | None = None
+        self._published: tuple[list[Endpoint], WeightVersion] | None = None
         self._beat = 0
 
     def snapshot(self) -> RunSnapshot:
@@ -85,6 +85,8 @@ class Maintenance:
                 self._spools[name].recover(self._is_lost, self._max_losses)
         self._watcher.forget(owners)
         newest = weights.newest(self._run) or WeightVersion()
+        # A look at all cells may be half a minute old, and a synchronous run waits until an engine is listed.
+        self._watcher.refresh(n.owner for n in self._watcher.live("inference") if newest not in n.versions)
         with atomic.storage(self._run.root):
             free = shutil.disk_usage(self._run.root).free
         has_room = free >= self._kept.free_space_floor_gb * 1e9
@@ -97,16 +99,16 @@ class Maintenance:
     def publish(
         self, snapshot: RunSnapshot, progress: Progress, desired: Mapping[Role, int], status_s: float
     ) -> None:
-        """Publish the endpoints and the status: every `status_s`, and at once when the endpoints change."""
+        """Publish endpoints and status: every `status_s`, and at once when engines or the weights change."""
         engines = [
             Endpoint(owner=n.owner, url=n.url, versions=n.versions, updating=n.state == "updating")
             for n in snapshot.engines
         ]
         due = self._is_due("status", status_s, snapshot.now)
-        if not due and engines == self._endpoints:
+        if not due and (engines, snapshot.newest) == self._published:
             return
         self._beat += 1
-        self._endpoints = engines
+        self._published = engines, snapshot.newest
         table = EndpointTable(beat=self._beat, endpoints=engines, newest=snapshot.newest)
         atomic.put(self._run.endpoints, table, durable=False)
         atomic.put(self._run.status, self._report(snapshot, progress, desired), durable=False)

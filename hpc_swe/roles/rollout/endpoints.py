@@ -1,4 +1,4 @@
-"""Choose an engine for each request from the coordinator's endpoints cell, read at most once a second."""
+"""Choose an engine for each request from the coordinator's endpoints cell, which is read at intervals."""
 
 import logging
 import random

@@ -230,6 +230,25 @@ def test_workers_learn_of_living_engines_at_once(run, clock):
     assert table().endpoints == []
 
 
+def test_new_weights_and_who_serves_them_are_listed_before_the_next_look(run, clock):
+    maintenance = make_maintenance(run, clock, beat_s=30.0, ttl_s=120.0)
+    one, two = WeightVersion(incarnation=1, step=1), WeightVersion(incarnation=1, step=2)
+
+    def table():
+        maintenance.publish(maintenance.snapshot(), PROGRESS, {}, 1000.0)
+        return atomic.get(run.endpoints, EndpointTable)
+
+    export(run, one)
+    show(run, "inference-a", role="inference", state="ready", url="http://a", versions=[one])
+    assert table().newest == one
+    export(run, two)
+    assert (table().newest, table().endpoints[0].versions) == (two, [one])
+    show(run, "inference-a", role="inference", state="ready", url="http://a", versions=[two])
+    assert table().endpoints[0].versions == [two]
+    run.node("inference-a").unlink()
+    assert [e.owner for e in table().endpoints] == ["inference-a"]  # only a look tells that it has ended
+
+
 def test_status_says_who_lives_what_lies_where_and_what_is_waited_for(run):
     show(run, "rollout-1-00000001")
     training(run).iterate(make_maintenance(run).snapshot())
