@@ -37,7 +37,7 @@ BUDGETS = {
     "hpc_swe": 3_660,
     "hpc_swe/benchmarks": 2_150,
     "hpc_swe/conversation": 1_150,
-    "hpc_swe/demo": 325,
+    "hpc_swe/demo": 380,
     "hpc_swe/doctor": 1_240,
     "hpc_swe/evaluation": 520,
     "hpc_swe/plugins": 1_960,

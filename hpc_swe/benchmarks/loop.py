@@ -3,18 +3,21 @@
 It reads the metrics of runs that have trained, for example one with `groups.max_staleness` 0, an
 asynchronous one and a hybrid one of the same tasks and model, and prints them side by side over equally many
 samples. A sample is an episode that a batch has consumed, trained or not. The first step of each run is left
-out, because it waits for engines to start.
+out, because it waits for engines to start. How long engines and GPUs were idle is known where
+`benchmarks.watch` has watched the runs.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 
 from rich.table import Table
 
 from hpc_swe import cli, tables
+from hpc_swe.benchmarks import watch
+from hpc_swe.benchmarks.watch import Look
 from hpc_swe.errors import ConfigError
 from hpc_swe.metrics import decode
 from hpc_swe.records import MetricLine
@@ -23,11 +26,7 @@ from hpc_swe.runs import existing
 from hpc_swe.settings import RunConfig
 
 WAIT, KINDS, PARTS = "step_seconds/wait", ("finished", "trained", "dropped"), 4
-NUMBERS = (
-    *("steps", "samples", "samples/s", "learner waits %", "trains %", "publishes %", "in engines"),
-    *("stale mean", "stale max"),
-    *(f"solve q{part}" for part in range(1, PARTS + 1)),
-)
+TRAINS = ("reference", "forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,13 @@ class Step:
     seconds: float
     """From the end of the step before to the end of this one; a restart of the learner counts."""
     values: Mapping[str, float]
+    end: float = 0.0
+    """When the step ended, in seconds since 1970."""
 
     @property
     def samples(self) -> float:
         """Return how many episodes the step's batch consumed."""
-        return self.of_deciles("finished")
-
-    def of_deciles(self, kind: str) -> float:
-        return sum(self.values.get(f"length/{kind}_d{decile}", 0.0) for decile in range(10))
+        return sum(self.values.get(f"length/finished_d{decile}", 0.0) for decile in range(10))
 
     def weighted(self, name: str) -> float:
         """Return a mean over the step's samples, times their number."""
@@ -61,7 +59,7 @@ def steps_of(lines: Sequence[MetricLine]) -> list[Step]:
             ends[line.step] = line.time
     order = sorted(ends)
     return [
-        Step(max(0.0, ends[step] - ends[before]), values[step])
+        Step(max(0.0, ends[step] - ends[before]), values[step], ends[step])
         for before, step in zip(order, order[1:], strict=False)
     ]
 
@@ -92,28 +90,91 @@ def _mean(steps: Sequence[Step], name: str) -> float:
     return sum(step.weighted(name) for step in steps) / samples if samples else float("nan")
 
 
-def figures(steps: Sequence[Step], engines: int) -> list[str]:
-    """Return the cells of a run's row, in the order of NUMBERS."""
-    seconds = max(sum(step.seconds for step in steps), 1e-9)
-    samples = sum(step.samples for step in steps)
+@dataclass(frozen=True)
+class Loop:
+    """A run that has trained."""
 
-    def share(*parts: str) -> str:
-        spent = sum(step.values.get(f"step_seconds/{part}", 0.0) for step in steps for part in parts)
-        return f"{100 * spent / seconds:.1f}"
+    config: RunConfig
+    steps: Sequence[Step]
+    held_out: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Held-out solve rates in their order, by decoding."""
+    folder: str = ""
 
-    in_engines = sum(step.weighted("seconds/engine") for step in steps) / seconds / max(1, engines)
-    return [
-        str(len(steps)),
-        f"{samples:,.0f}",
-        f"{samples / seconds:.3g}",
-        share("wait"),
-        share("reference", "forward", "backward", "optimizer"),
-        share("publish"),
-        f"{in_engines:.1f}",
-        f"{fmean(step.values.get('staleness/mean', 0.0) for step in steps):.2f}",
-        f"{max(step.values.get('staleness/max', 0.0) for step in steps):.0f}",
-        *("-" if math.isnan(rate) else f"{rate:.3f}" for rate in solve_rates(steps)),
-    ]
+    @property
+    def samples(self) -> float:
+        return sum(step.samples for step in self.steps)
+
+    @property
+    def seconds(self) -> float:
+        return max(sum(step.seconds for step in self.steps), 1e-9)
+
+    @property
+    def rate(self) -> float:
+        """Return samples per second."""
+        return self.samples / self.seconds
+
+    def share(self, *parts: str) -> float:
+        """Return the percentage of the time that the learner spent on parts of its steps."""
+        spent = sum(step.values.get(f"step_seconds/{part}", 0.0) for step in self.steps for part in parts)
+        return 100 * spent / self.seconds
+
+    def of_deciles(self, kind: str) -> list[float]:
+        """Return the counts of one kind of episodes by decile of length."""
+        return [
+            sum(s.values.get(f"length/{kind}_d{decile}", 0.0) for s in self.steps) for decile in range(10)
+        ]
+
+
+def figures(loop: Loop) -> dict[str, str]:
+    """Return what the metrics of a run say: name -> cell."""
+    engines = max(1, loop.config.counts.get("inference", 1))
+    ages = [step.values.get("staleness/mean", 0.0) for step in loop.steps]
+    oldest = max(step.values.get("staleness/max", 0.0) for step in loop.steps)
+    sampled = sum(step.weighted("episodes/tokens") for step in loop.steps)
+    cells = {
+        "steps": str(len(loop.steps)),
+        "samples": f"{loop.samples:,.0f}",
+        "samples/s": f"{loop.rate:.3g}",
+        "sampled tokens/s": f"{sampled / loop.seconds:,.0f}",
+        "learner waits %": f"{loop.share('wait'):.1f}",
+        "learner trains %": f"{loop.share(*TRAINS):.1f}",
+        "learner publishes %": f"{loop.share('publish'):.1f}",
+        "in engines": f"{sum(s.weighted('seconds/engine') for s in loop.steps) / loop.seconds / engines:.1f}",
+        "stale mean": f"{fmean(ages):.2f}",
+        "stale max": f"{oldest:.0f}",
+    }
+    rates = enumerate(solve_rates(loop.steps), start=1)
+    cells |= {f"solve q{part}": "-" if math.isnan(rate) else f"{rate:.3f}" for part, rate in rates}
+    for name, found in loop.held_out.items():
+        cells[f"held-out {name}"] = f"{found[0]:.3f} to {found[-1]:.3f}"
+    return cells
+
+
+def idleness(loop: Loop, looks: Sequence[Look]) -> dict[str, str]:
+    """Return how long engines and GPUs were idle in the run's steps, from what `watch` saw: name -> cell."""
+    first, last = loop.steps[0].end - loop.steps[0].seconds, loop.steps[-1].end
+    seen = [look for look in looks if first <= look.time <= last]
+    mine = [look.requests for look in seen if look.engine and look.run == loop.folder]
+    cells = {"engines without a request %": f"{100 * mine.count(0) / len(mine):.1f}"} if mine else {}
+    for gpu in sorted({look.gpu for look in seen if look.gpu}):
+        of_gpu = [look for look in seen if look.gpu == gpu]
+        cells[f"GPU {gpu} without a kernel %"] = f"{100 - 100 * fmean(look.busy for look in of_gpu):.1f}"
+        gib = [look.gib for look in of_gpu]
+        cells[f"GPU {gpu} GiB"] = f"{min(gib):.1f} to {max(gib):.1f}"
+    return cells
+
+
+def bias(loop: Loop) -> str:
+    """Say how far the trained share of a decile of length is from that of all episodes, and from chance."""
+    finished, trained = loop.of_deciles("finished"), loop.of_deciles("trained")
+    share = sum(trained) / max(1.0, sum(finished))
+    distances = {decile: trained[decile] / count - share for decile, count in enumerate(finished) if count}
+    decile = max(distances, key=lambda d: abs(distances[d]))
+    chance = 2 * math.sqrt(share * (1 - share) / finished[decile])
+    return (
+        f"{100 * share:.1f} % of all episodes are trained; the decile farthest from it is d{decile}, by "
+        f"{100 * distances[decile]:+.1f} points; two standard errors are {100 * chance:.1f}"
+    )
 
 
 def mode(config: RunConfig) -> str:
@@ -124,7 +185,7 @@ def mode(config: RunConfig) -> str:
     return f"asynchronous, staleness {staleness}" if staleness else "synchronous"
 
 
-def read(folder: Path) -> tuple[RunConfig, list[Step]]:
+def read(folder: Path) -> Loop:
     """Return a run's configuration and steps; raise ConfigError for a run that has trained too little."""
     run = RunDir(folder)
     config = existing.load(run)
@@ -132,20 +193,31 @@ def read(folder: Path) -> tuple[RunConfig, list[Step]]:
     steps = steps_of(lines)
     if not sum(step.samples for step in steps):
         raise ConfigError(f"{folder}: the learner has not ended two steps with episodes; nothing to compare")
-    return config, steps
+    held_out: dict[str, dict[int, float]] = {}
+    for line in lines:
+        for name, value in line.values.items():
+            if name.startswith("solve/eval/"):
+                held_out.setdefault(name.removeprefix("solve/eval/"), {})[line.step] = value
+    rates = {name: [of[step] for step in sorted(of)] for name, of in held_out.items()}
+    return Loop(config, steps, rates, str(folder.resolve()))
 
 
-def compare(runs: Mapping[str, tuple[RunConfig, list[Step]]]) -> list[Table]:
+def compare(loops: Mapping[str, Loop], looks: Sequence[Look] = ()) -> list[Table]:
     """Return the table of rates, and the counts of episodes by decile of their length, shortest first."""
-    least = min(sum(step.samples for step in steps) for _, steps in runs.values())
-    rates = tables.table(("run", "mode"), NUMBERS)
+    least = min(loop.samples for loop in loops.values())
+    loops = {name: replace(loop, steps=first_samples(loop.steps, least)) for name, loop in loops.items()}
+    columns = {name: figures(loop) | idleness(loop, looks) for name, loop in loops.items()}
+    best = max((loop.rate for loop in loops.values() if not loop.config.groups.max_staleness), default=0.0)
+    for name, loop in loops.items() if best else ():
+        columns[name]["times the best synchronous"] = f"{loop.rate / best:.2f}"
+    rates = tables.table(("",), tuple(loops))
+    rates.add_row("mode", *(mode(loop.config) for loop in loops.values()))
+    for row in dict.fromkeys(row for cells in columns.values() for row in cells):
+        rates.add_row(row, *(cells.get(row, "-") for cells in columns.values()))
     counts = tables.table(("run", "episodes"), tuple(f"d{decile}" for decile in range(10)))
-    for name, (config, steps) in runs.items():
-        chosen = first_samples(steps, least)
-        rates.add_row(name, mode(config), *figures(chosen, config.counts.get("inference", 1)))
+    for name, loop in loops.items():
         for kind in KINDS:
-            totals = [sum(s.values.get(f"length/{kind}_d{d}", 0.0) for s in chosen) for d in range(10)]
-            counts.add_row(name, kind, *(f"{total:,.0f}" for total in totals))
+            counts.add_row(name, kind, *(f"{total:,.0f}" for total in loop.of_deciles(kind)))
     return [rates, counts]
 
 
@@ -154,16 +226,21 @@ def main() -> None:
     """Print the tables."""
     parser = cli.parser("benchmarks.loop", "Compare runs over equally many samples.")
     parser.add_argument("runs", nargs="+", type=cli.folder, metavar="RUN", help="folder of a run")
+    parser.add_argument("--watched", type=Path, help="file of benchmarks.watch, for idle engines and GPUs")
     arguments = cli.parse(parser)
     names = {folder: folder.name for folder in arguments.runs}
     if len(set(names.values())) < len(names):
         names = {folder: str(folder) for folder in names}
-    rates, counts = compare({name: read(folder) for folder, name in names.items()})
+    loops = {name: read(folder) for folder, name in names.items()}
+    looks = watch.read(arguments.watched) if arguments.watched else []
+    rates, counts = compare(loops, looks)
     tables.show(tables.console, rates)
     tables.say("the rest of the learner's time is that of restarts, and of reading and checking batches")
     tables.say("in engines: mean number of episodes that wait for a completion at a time, for each engine")
     tables.say("solve q1..q4: share of resolved episodes in each quarter of the samples")
     tables.show(tables.console, counts)
+    for name, loop in loops.items():
+        tables.say(f"{name}: {bias(loop)}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,21 +48,27 @@ class Demo:
     root: Path
     seed: int
     overrides: Sequence[str]
+    shape: str = "tiny"
+    name: str = ""
+    """Folder of the run that is trained with GRPO; empty: grpo, or the name of the control."""
+    quick: bool = False
+    """Only the evaluations that GRPO makes while it trains are made."""
 
     def make_model(self) -> Path:
         """Make the tokenizer, the chat template and random weights, unless they exist; return the folder."""
         folder = self.root / "model"
         if not (folder / "config.json").exists():
-            words = ["-m", "hpc_swe.demo.model", f"--out={folder}", f"--seed={self.seed}"]
-            subprocess.run([sys.executable, *words], check=True)
+            words = ["hpc_swe.demo.model", f"--out={folder}", f"--seed={self.seed}", f"--shape={self.shape}"]
+            subprocess.run([sys.executable, "-m", *words], check=True)
         return folder
 
     def stage(self, name: str, model: Path, *more: str) -> RunDir:
         """Run one stage to its end, unless it has finished already; return its run folder."""
         run = RunDir((self.root / name).absolute())
-        words = [f"configs/{word}.toml" for word in ("demo", *more) if "=" not in word]
+        files = [word for word in more if "=" not in word]
+        words = [f"configs/{word}.toml" for word in ("demo", *files)]
         words += [f"seed={self.seed}", f'model="{model.absolute()}"']
-        words += [*(word for word in more if "=" in word), *self.overrides]
+        words += [*(word for word in more if "=" in word), *of_stage(self.overrides, files)]
         config = configuration.from_words(words)
         if isinstance(config.executor, RunsHere):
             config = configuration.from_words([*words, "executor.foreground=true"])
@@ -70,6 +76,20 @@ class Demo:
             run_control.start(run, config)
             _watch(name, run, config)
         return run
+
+
+def of_stage(overrides: Sequence[str], files: Sequence[str]) -> Iterator[str]:
+    """Yield the overrides of a stage, whose own files are named like demo_sft.
+
+    After an override my.toml the file my_sft.toml beside it is read, if there is one.
+    """
+    for word in overrides:
+        yield word
+        path = Path(word)
+        for name in files if path.suffix == ".toml" else ():
+            beside = path.with_stem(f"{path.stem}_{name.removeprefix('demo_')}")
+            if beside.exists():
+                yield str(beside)
 
 
 def newest(run: RunDir) -> Path:
@@ -109,13 +129,17 @@ def rates(before: Sequence[Attempt], after: Sequence[Attempt]) -> Table:
     """Return a table of the solve rates on held-out tasks before and after, by decoding."""
     columns = ("held-out solve rate", "before", "after", "gain", "detectable", "infra failures")
     table = Table(*columns, title="mean over tasks [95 % interval over tasks]")
-    for decoding in DECODINGS:
+    for decoding in _decodings(before):
         first, last = (intervals.outcomes(attempts, decoding) for attempts in (before, after))
         rates = [intervals.solve_rate(first), intervals.solve_rate(last), intervals.gain(first, last)]
         ends = [[a.outcome for a in attempts if a.sampling == decoding] for attempts in (before, after)]
         failed = ", ".join(f"{found.count('infra_error')}/{len(found)}" for found in ends)
         table.add_row(decoding, *map(str, rates), f"{intervals.detectable(first):.3f}", failed)
     return table
+
+
+def _decodings(attempts: Sequence[Attempt]) -> list[str]:
+    return [name for name in DECODINGS if any(each.sampling == name for each in attempts)]
 
 
 def _plot(root: Path, before: Sequence[Attempt], after: Sequence[Attempt], trained: RunDir) -> None:
@@ -129,7 +153,7 @@ def _plot(root: Path, before: Sequence[Attempt], after: Sequence[Attempt], train
         axes.plot(*zip(*rewards, strict=True), label="training reward, all finished groups")
     if held_out := curve(trained, "solve/eval/greedy"):
         axes.plot(*zip(*held_out, strict=True), ":", color="C1", label="held-out, greedy, in training")
-    for decoding, marker in zip(DECODINGS, "os", strict=True):
+    for decoding, marker in zip(_decodings(before), "os", strict=False):
         ends = [intervals.solve_rate(intervals.outcomes(each, decoding)) for each in (before, after)]
         spread = [[end.mean - end.low for end in ends], [end.high - end.mean for end in ends]]
         steps, means = [0, len(rewards) or 1], [end.mean for end in ends]
@@ -143,17 +167,20 @@ def _plot(root: Path, before: Sequence[Attempt], after: Sequence[Attempt], train
 def run(demo: Demo, control: str) -> None:
     """Run all stages in order, with GRPO or with a control instead, and show the result."""
     began = time.monotonic()
+    name = demo.name or control or "grpo"
     start = newest(demo.stage("sft", demo.make_model(), "demo_sft"))
-    before = demo.stage("before", start, "demo_eval")
-    trained = demo.stage(control or "grpo", start, *CONTROLS.get(control, []))
+    before = [] if demo.quick else [demo.stage("before", start, "demo_eval")]
+    trained = demo.stage(name, start, *CONTROLS.get(control, []))
     if control == "rejection":
         source = f'sft.episodes="{trained.root}"'
         trained = demo.stage("rejection-sft", start, "demo_sft", "demo_rejection", source)
-    after = demo.stage(f"after-{control or 'grpo'}", newest(trained), "demo_eval")
-    first, last = (evals.read(run.eval_table("eval")) for run in (before, after))
-    tables.show(console, rates(first, last))
-    _plot(demo.root, first, last, trained)
-    say(f"reward curve: {demo.root / 'reward.png'}")
+    after = [demo.stage(f"after-{name}", newest(trained), "demo_eval") for _ in before]
+    tables_of_evals = [run.eval_table("eval") for run in before + after] or sorted(trained.evals.iterdir())
+    if tables_of_evals:
+        first, last = (evals.read(tables_of_evals[place]) for place in (0, -1))
+        tables.show(console, rates(first, last))
+        _plot(demo.root, first, last, trained)
+        say(f"reward curve: {demo.root / 'reward.png'}")
     say(f"all curves:   {Path(sys.executable).parent / 'tensorboard'} --logdir {demo.root}")
     console.print(f"{time.monotonic() - began:.0f} s in all")
 
@@ -168,11 +195,15 @@ def main() -> None:
     add("--seed", type=int, default=0)
     add("--out", type=Path, help="folder (default: runs/demo-<seed>)")
     add("--control", choices=sorted(CONTROLS), default="", help="run a control instead of GRPO")
+    add("--shape", default="tiny", help="sizes of the model: tiny, or 0.6B for those of Qwen3-0.6B")
+    add("--name", default="", help="folder of the GRPO run (default: grpo); several share a warm start")
+    add("--quick", action="store_true", help="evaluate only while GRPO trains, not before and after it")
     add("overrides", nargs="*", help="of every stage's configuration: TOML files, or words such as steps=10")
     arguments = cli.parse(parser)
     root = arguments.out or Path(os.environ.get("HPC_SWE_RUNS", "runs")) / f"demo-{arguments.seed}"
     try:
-        run(Demo(root, arguments.seed, arguments.overrides), arguments.control)
+        given = arguments.overrides, arguments.shape, arguments.name, arguments.quick
+        run(Demo(root, arguments.seed, *given), arguments.control)
     except KeyboardInterrupt:
         say("stopped; the same command continues from here")
         raise

@@ -1,4 +1,4 @@
-"""Make a tiny Qwen3 for the demo: python -m hpc_swe.demo.model --out DIR.
+"""Make a Qwen3 for the demo, a tiny one by default: python -m hpc_swe.demo.model --out DIR.
 
 The tokenizer is trained on the demonstrations of the bug tasks, so that their JSON punctuation becomes single
 tokens; the weights are random. The result is an ordinary Hugging Face model folder.
@@ -21,12 +21,33 @@ CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 VOCABULARY = 512
 CONVERSATIONS = 1500
-SIZES = {
+SIZES: dict[str, float | str] = {
     "hidden_size": 128,
     "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
     "max_position_embeddings": 1024,
     "initializer_range": 0.05,
+    "dtype": "float32",
 }
+SHAPES: dict[str, dict[str, float | str]] = {
+    "tiny": {},
+    "0.6B": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "initializer_range": 0.02,
+        "dtype": "bfloat16",
+    },
+}
+"""Name -> what differs from SIZES. The shape of Qwen3-0.6B has its whole vocabulary; the tokenizer uses the
+first 512 ids."""
 # A run of JSON punctuation around a quote; indentation; words; digits; comparisons; line ends.
 # Operators stand apart from spaces, so that they are the same token in code and in a call's arguments.
 WORDS = r'[{}",: ]*"[{}",: ]*| {2,}| ?[A-Za-z]+|[0-9]|[<>=]=|\n *|[^\sA-Za-z0-9]|\s'
@@ -34,7 +55,11 @@ TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="u
 
 
 def make(
-    folder: Path, conversations: Iterable[Sequence[Message]], seed: int, words: str = WORDS, **sizes: float
+    folder: Path,
+    conversations: Iterable[Sequence[Message]],
+    seed: int,
+    words: str = WORDS,
+    **sizes: float | str,
 ) -> str:
     """Make the model's folder, completely or not at all, with a tokenizer for these conversations.
 
@@ -93,28 +118,21 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def save_model(tokenizer: Tokenizer, folder: Path, seed: int, **sizes: float) -> int:
-    """Write random weights in float32 and return their number; `sizes` replace the demo's."""
+def save_model(tokenizer: Tokenizer, folder: Path, seed: int, **sizes: float | str) -> int:
+    """Write random weights and return their number; `sizes` replace those of SIZES."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     end, pad = (tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>"))
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=tokenizer.get_vocab_size(),
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-            tie_word_embeddings=True,
-            eos_token_id=end,
-            pad_token_id=pad,
-            dtype="float32",
-            **SIZES | sizes,
-        )
+    config = Qwen3Config(
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        eos_token_id=end,
+        pad_token_id=pad,
+        **{"vocab_size": tokenizer.get_vocab_size()} | SIZES | sizes,
     )
+    model = Qwen3ForCausalLM(config).to(torch.float32 if config.dtype == torch.float32 else torch.bfloat16)
     model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad)
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -129,10 +147,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     context = SIZES["max_position_embeddings"]
     parser.add_argument("--context", type=int, default=context, help="longest conversation in tokens")
+    parser.add_argument("--shape", choices=SHAPES, default="tiny", help="sizes of the model")
     options = cli.parse(parser)
     bugs = plugins.load("tasksets", {"type": "bugs"})
     conversations = itertools.islice(bugs.demonstrations(seed=0), CONVERSATIONS)
-    size = make(options.out, conversations, options.seed, max_position_embeddings=options.context)
+    sizes = SHAPES[options.shape] | {"max_position_embeddings": options.context}
+    size = make(options.out, conversations, options.seed, **sizes)
     print(f"{options.out}: {size}")
 
 

@@ -5,7 +5,10 @@ import sys
 
 import pytest
 
-from hpc_swe.benchmarks.loop import first_samples, solve_rates, steps_of
+from hpc_swe.benchmarks import watch
+from hpc_swe.benchmarks.loop import Loop, Step, bias, compare, first_samples, idleness, solve_rates, steps_of
+from hpc_swe.benchmarks.watch import Look
+from hpc_swe.config import from_words
 from hpc_swe.metrics import Log
 from hpc_swe.records import MetricLine
 from tests.kit.checkout import ROOT, environment
@@ -39,6 +42,51 @@ def test_runs_are_compared_over_equally_many_samples():
     assert len(first_samples(steps, 8)) == 2
     assert len(first_samples(steps, 9)) == 3
     assert solve_rates(steps) == [0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.fixture(scope="module")
+def config():
+    return from_words([str(ROOT / "configs/demo.toml")])
+
+
+def of_deciles(finished: float, trained: list[float]) -> Step:
+    counts = {f"length/finished_d{d}": finished for d in range(10)}
+    return Step(10.0, counts | {f"length/trained_d{d}": n for d, n in enumerate(trained)}, end=110.0)
+
+
+def test_a_decile_that_is_trained_less_is_named_with_what_chance_does(config):
+    said = bias(Loop(config, [of_deciles(100.0, [100.0] * 9 + [50.0])]))
+    assert "95.0 % of all episodes are trained" in said
+    assert "d9, by -45.0 points; two standard errors are 4.4" in said
+
+
+def test_idle_time_is_that_of_the_steps_and_of_the_engines_of_the_run(config):
+    loop = Loop(config, [of_deciles(1.0, [1.0] * 10)], folder="/run")
+    requests = [Look(time=101.0 + n, run="/run", engine="e", requests=n % 4) for n in range(8)]
+    others = [Look(time=105.0, run="/other", engine="e"), Look(time=99.0, run="/run", engine="e")]
+    gpus = [Look(time=100.0 + n, gpu="0", busy=0.5 + n / 4, gib=n) for n in (0, 1, 2)]
+    assert idleness(loop, [*requests, *others, *gpus, Look(time=120.0, gpu="0", gib=9.0)]) == {
+        "engines without a request %": "25.0",
+        "GPU 0 without a kernel %": "25.0",
+        "GPU 0 GiB": "0.0 to 2.0",
+    }
+    assert idleness(loop, []) == {}
+
+
+def test_a_run_is_compared_with_the_best_synchronous_one(config):
+    steps = [of_deciles(1.0, [1.0] * 10)]
+    still = from_words([str(ROOT / "configs/demo.toml"), "groups.max_staleness=0"])
+    fast = [Step(5.0, steps[0].values, end=105.0)]
+    rates, _ = compare({"sync": Loop(still, steps, {"greedy": [0.25, 0.5]}), "async": Loop(config, fast)})
+    cells = {row[0]: row[1:] for row in zip(*(column.cells for column in rates.columns), strict=True)}
+    assert cells["times the best synchronous"] == ("1.00", "2.00")
+    assert cells["held-out greedy"] == ("0.250 to 0.500", "-")
+
+
+def test_a_torn_line_of_the_watch_is_left_out(tmp_path):
+    (tmp_path / "looks").write_text('{"time":1.0,"gpu":"0","busy":0.5}\n{"time":2.0,"gp')
+    assert watch.read(tmp_path / "looks") == [Look(time=1.0, gpu="0", busy=0.5)]
+    assert watch.gpu("1, 87, 2048\n").busy == 0.87
 
 
 @pytest.fixture

@@ -1,0 +1,128 @@
+"""Watch engines and GPUs while runs go: python -m hpc_swe.benchmarks.watch FOLDER --out FILE.
+
+It asks the engines of every run below the folder how many requests they have, ten times a second, and
+nvidia-smi how busy each GPU is, until it is ended. `benchmarks.loop --watched FILE` then tells how long each
+was idle. Engines count their requests only with `engine.extra = ["--enable-server-load-tracking"]`.
+"""
+
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from http.client import HTTPException
+from pathlib import Path
+from typing import TextIO
+from urllib.request import ProxyHandler, Request, build_opener
+
+import msgspec
+
+from hpc_swe import cli
+from hpc_swe.errors import CorruptRecord, StorageError
+from hpc_swe.records import EndpointTable
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import atomic
+
+LOOK_S = 0.1
+SMI = ("--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "200")
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """A look tells what one engine or one GPU does."""
+
+    time: float
+    """In seconds since 1970."""
+    run: str = ""
+    """Folder of the engine's run."""
+    engine: str = ""
+    requests: int = 0
+    """Requests that the engine has taken and not answered."""
+    gpu: str = ""
+    busy: float = 0.0
+    """Share of the last moments in which a kernel ran on the GPU."""
+    gib: float = 0.0
+    """Memory in use on the GPU."""
+
+
+class _Load(msgspec.Struct):
+    server_load: int
+
+
+def read(path: Path) -> list[Look]:
+    """Return the looks of a file; a line that is torn is left out."""
+    found = []
+    for line in path.read_bytes().splitlines():
+        try:
+            found.append(msgspec.json.decode(line, type=Look))
+        except msgspec.DecodeError:
+            continue
+    return found
+
+
+def engines(run: RunDir) -> Iterator[Look]:
+    """Look at the engines that serve a run; one that does not answer is left out."""
+    try:
+        table, token = atomic.get(run.endpoints, EndpointTable), run.token.read_text(encoding="ascii").strip()
+    except (OSError, CorruptRecord, StorageError):
+        return
+    for endpoint in table.endpoints:
+        try:
+            count = _requests(endpoint.url, token)
+        except (OSError, HTTPException, msgspec.DecodeError):
+            continue
+        yield Look(time=time.time(), run=str(run.root.resolve()), engine=endpoint.owner, requests=count)
+
+
+def _requests(url: str, token: str) -> int:
+    request = Request(f"{url}/load", headers={"Authorization": f"Bearer {token}"})
+    with build_opener(ProxyHandler({})).open(request, timeout=2.0) as answer:
+        return msgspec.json.decode(answer.read(), type=_Load).server_load
+
+
+def gpu(line: str) -> Look:
+    """Return what a line of nvidia-smi says."""
+    index, busy, mib = (part.strip() for part in line.split(","))
+    return Look(time=time.time(), gpu=index, busy=float(busy) / 100, gib=float(mib) / 1024)
+
+
+class _File:
+    """Append lines from several threads."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._lock = file, threading.Lock()
+
+    def write(self, look: Look) -> None:
+        with self._lock:
+            self._file.write(msgspec.json.encode(look).decode() + "\n")
+            self._file.flush()
+
+
+def _follow_gpus(program: str, file: _File) -> None:
+    with subprocess.Popen([program, *SMI], stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            if line.count(",") == len(SMI[0].split(",")) - 1 and "N/A" not in line:
+                file.write(gpu(line))
+
+
+@cli.command
+def main() -> None:
+    """Watch until a signal ends this process."""
+    parser = cli.parser("benchmarks.watch", "Watch engines and GPUs while runs go, until it is ended.")
+    parser.add_argument("folder", type=Path, help="the runs are in it; they may be created later")
+    parser.add_argument("--out", type=Path, required=True, help="file to append to")
+    arguments = cli.parse(parser)
+    with arguments.out.open("a", encoding="utf-8") as out:
+        file = _File(out)
+        if program := shutil.which("nvidia-smi"):
+            threading.Thread(target=_follow_gpus, args=(program, file), daemon=True).start()
+        while True:
+            began = time.monotonic()
+            for manifest in arguments.folder.glob("*/state/endpoints.json"):
+                run = RunDir(manifest.parent.parent)
+                for look in () if run.finished.exists() else engines(run):
+                    file.write(look)
+            time.sleep(max(0.0, LOOK_S - (time.monotonic() - began)))
+
+
+if __name__ == "__main__":
+    main()
