@@ -22,7 +22,7 @@ def work(run: RunDir, config: RunConfig) -> None:
     resources = RolloutResources(
         tasks={task.task_id: task for found in tasks.read(run.tasks).values() for task in found},
         sandboxes=sandboxes,
-        opened=lambda: sandboxes.opened,
+        opened_by=lambda thread: sandboxes.opened_by.get(thread, 0),
         agent=config.agent,
         builder=token_builder(config),
         sampler=sampler,

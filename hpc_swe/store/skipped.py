@@ -21,7 +21,7 @@ class SkippedBatches(Record, frozen=True, kw_only=True):
 
     steps: list[int] = []
     broken: int = 0
-    """Step after which the weights were not finite; 0 is none."""
+    """Last step after which the weights were not finite; 0 is none."""
     final: str = ""
     """Why another start would compute such weights, too."""
 
@@ -78,10 +78,10 @@ def refuse_weights(run: RunDir, step: int, why: str) -> NoReturn:
     """Raise NodeError when the weights after a step are not finite for the first time, then ConfigError.
 
     A faulty device makes such weights, too. So the steps since the last checkpoint are repeated, if possible
-    on another node. When the same step fails again, or none was taken, another start would not help.
+    on another node. When that step or one before it fails then, or none was taken, another start would not help.
     """
     known = read(run)
-    if step in (0, known.broken):
+    if step == 0 or step <= known.broken:
         final = (
             f"{why}, after step {step}; start another run from earlier weights with a lower "
             "learner.optimizer.lr, or with another `model` if these are its own weights; or, to repeat the "
@@ -92,5 +92,5 @@ def refuse_weights(run: RunDir, step: int, why: str) -> NoReturn:
     atomic.put(run.skipped_steps, replace(known, broken=step))
     raise NodeError(
         f"{why}, after step {step}; a faulty node may be the reason, so the job ends, and the next one "
-        "repeats the steps since the last checkpoint; a second time at this step ends the training"
+        "repeats the steps since the last checkpoint; a second time up to this step ends the training"
     )

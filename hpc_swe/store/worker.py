@@ -51,6 +51,10 @@ class Work(Generic[R]):
     def after(self) -> None:
         """Do extra work in the same thread after publication; a drain neither starts nor awaits it."""
 
+    def steps(self, thread: threading.Thread) -> int:
+        """Count, in any unit, what `run` has done so far in `thread`: a long one can be told from a hang."""
+        return 0
+
     def overdue(self) -> R | None:
         """Return the result to publish when `run` hangs; None while it may still end."""
         return None
@@ -121,8 +125,6 @@ class Worker(Generic[M, R]):
     """Seconds that threads get to clean up when the process must end."""
     can_work: Callable[[], bool] = lambda: True
     """Tells whether what the work needs is there. If not, nothing is claimed and the claims' clocks stop."""
-    steps: Callable[[threading.Thread], int] = lambda _: 0
-    """Counts, in any unit, what a thread's work has done so far: a long one can be told from a hang."""
     _active: list[_Slot[M, R]] = field(default_factory=list, init=False)
     _wake: Flag = field(default_factory=Flag, init=False)
     _must_stop: bool = field(default=False, init=False)
@@ -176,7 +178,7 @@ class Worker(Generic[M, R]):
                 claims=[slot.claim.name for slot in self._active],
                 worked_s=[slot.worked_s for slot in self._active],
                 state="draining" if self._is_draining else "ready",
-                steps=[self.steps(slot.thread) for slot in self._active],
+                steps=[slot.work.steps(slot.thread) for slot in self._active],
             )
         except StorageError as error:
             self._storage_error = error

@@ -30,7 +30,8 @@ def test_the_count_goes_on_over_restarts(tmp_path, batches, steps, in_a_row):
     assert bool(skipped.refusal(run, limit=1)) == (len(in_a_row) > 1)
 
 
-def test_weights_that_are_refused_twice_at_one_step_are_final(tmp_path):
+@pytest.mark.parametrize("last", [5, 4])
+def test_weights_that_are_refused_twice_up_to_one_step_are_final(tmp_path, last):
     """Ticks then submit nothing. Batches that are trained in between change nothing."""
     run = RunDir(tmp_path)
     run.make()
@@ -41,5 +42,5 @@ def test_weights_that_are_refused_twice_at_one_step_are_final(tmp_path):
         skipped.enter(run, 2, False)
         assert skipped.refusal(run, limit=1) == ""
     with pytest.raises(ConfigError, match="lower learner.optimizer.lr"):
-        skipped.refuse_weights(run, 5, "x is not finite")
+        skipped.refuse_weights(run, last, "x is not finite")
     assert f"remove {run.skipped_steps}" in skipped.refusal(run, limit=1)

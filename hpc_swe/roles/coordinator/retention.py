@@ -7,6 +7,7 @@ needs every batch from there on.
 import logging
 import re
 from collections.abc import Iterable, Sequence, Set
+from functools import lru_cache
 from pathlib import Path
 
 from hpc_swe.errors import CorruptRecord
@@ -88,9 +89,15 @@ def _superseded_weights(
 
 
 def _parent(run: RunDir, version: WeightVersion) -> WeightVersion | None:
-    """Read the parent of a version; one without a readable manifest cannot be loaded and needs no parent."""
+    """Return the parent of a version; one without a readable manifest cannot be loaded and needs no parent."""
     try:
-        return folders.manifest(run.weight(version), WeightManifest).parent
+        return _recorded_parent(run.weight(version))
     except (FileNotFoundError, CorruptRecord) as error:
         log.warning("kept %s without its parents: %s", version.name, error)
         return None
+
+
+@lru_cache(maxsize=10_000)
+def _recorded_parent(folder: Path) -> WeightVersion | None:
+    """Read a manifest once, not at each beat: one that is published does not change."""
+    return folders.manifest(folder, WeightManifest).parent

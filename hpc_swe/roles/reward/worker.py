@@ -71,6 +71,10 @@ class Grading(Work[ScoredEpisode]):
         findings = list(_drain(self.resources.findings))
         return ScoredEpisode(episode=self.episode, score=score, sentinels=findings)
 
+    def steps(self, thread: Thread) -> int:
+        """Count the sandboxes that were opened or closed for the grading."""
+        return self.resources.opened_by(thread)
+
     def after(self) -> None:
         """Run a sentinel check on the same task, under the load under which the episode was graded."""
         task = self.resources.tasks.get(self.episode.request.task_id)
@@ -166,5 +170,4 @@ def worker(run: RunDir, lease: Lease, resources: RewardResources) -> Worker[Epis
         lambda claim: Grading(resources, claim.message, claim.address.losses),
         resources.config.slots,
         resources.config.poll_s,
-        steps=resources.opened_by,
     )

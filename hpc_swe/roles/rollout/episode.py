@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from threading import Thread
 
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.errors import AgentError, EngineError, HpcSweError, SandboxError
@@ -28,8 +29,8 @@ class RolloutResources:
     builder: TokenBuilder
     sampler: Sampler
     config: RolloutConfig
-    opened: Callable[[], int] = lambda: 0
-    """Counts the sandboxes that episodes have opened or closed."""
+    opened_by: Callable[[Thread], int] = lambda _: 0
+    """Counts the sandboxes that an episode, in a thread of its own, has opened or closed."""
 
     def recorder(self, request: RolloutRequest) -> ServedRecorder:
         """Make an episode's recorder, which starts the episode's clock."""

@@ -73,6 +73,8 @@ class Recorder:
         self._refused_at = math.inf
         """The clock outside the engine when a limit refused a request, unless one was answered since."""
         self.linger_s = LINGER_S
+        self.answers = 0
+        """Answers of engines so far, parts of a completion counted each."""
         self.counts: Counter[str] = Counter()
         self._openings: list[list[Message]] = []
         """The first message of each conversation that was continued."""
@@ -111,7 +113,8 @@ class Recorder:
         sampling = self._fit(len(prompt))
         with self._engine_clock():
             # The last token of an answer becomes routed only as part of the next prompt.
-            sampled = self._sampler.sample(prompt, sampling, engine, max(0, sum(map(len, prefix)) // 4 - 1))
+            known = max(0, sum(map(len, prefix)) // 4 - 1)
+            sampled = self._sampler.sample(prompt, sampling, engine, known, self._count_answer)
         seconds = time.monotonic() - started
         index = self._keep(place.parent, appended, sampling, sampled, seconds)
         cut = sampled.finish_reason == "length"
@@ -217,6 +220,10 @@ class Recorder:
             with self._lock:
                 self._in_flight -= 1
                 self._engine_s += 0.0 if self._in_flight else time.monotonic() - self._busy_since
+
+    def _count_answer(self) -> None:
+        with self._lock:
+            self.answers += 1
 
     def _require_open(self) -> None:
         if self._closed:

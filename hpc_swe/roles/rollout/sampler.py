@@ -10,7 +10,7 @@ engine serves is bounded.
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -83,25 +83,33 @@ class Sampler:
         """Bound the time without an engine that serves by `wait_s`, the tokens of one request by `part`."""
         self.endpoints, self._engine, self._token, self._wait_s = endpoints, engine, token, wait_s
         self._part_tokens = part
-        self.answers = 0
-        """Answers of engines so far; threads may lose one in counting, which does no harm."""
 
-    def sample(self, prompt: IdArray, sampling: Sampling, prefer: str, routed: int = 0) -> Sampled:
+    def sample(
+        self,
+        prompt: IdArray,
+        sampling: Sampling,
+        prefer: str,
+        routed: int = 0,
+        on_answer: Callable[[], None] = lambda: None,
+    ) -> Sampled:
         """Sample until the turn ends or has `sampling.max_tokens`; `prefer` names the chain's engine.
 
-        The caller knows the routing of the first `routed` tokens of the prompt.
+        The caller knows the routing of the first `routed` tokens of the prompt, and hears of each part.
         Raise EngineError if no engine made progress in time, or if an answer cannot be trusted.
         """
         done, timer = Sampled(engine=prefer, routed=routed), _ProgressTimer(self._wait_s)
         while True:
             before = len(done.token_ids)
             finish = self._try(prompt, sampling, done, timer)
+            has_grown = len(done.token_ids) > before
+            if has_grown:
+                on_answer()
             if finish in ("stop", "length") or len(done.token_ids) == sampling.max_tokens:
                 done.finish_reason = "stop" if finish == "stop" else "length"
                 if done.routed < len(prompt) + len(done.token_ids) - 1:  # the engine aborted the last part
                     done.routing = b""
                 return done
-            if len(done.token_ids) > before:
+            if has_grown:
                 timer.restart()
             elif not timer.left_s:
                 raise EngineError(f"{done.engine} aborted every request for {self._wait_s:g} s")
@@ -131,7 +139,6 @@ class Sampler:
             )
             _check(completion, part.max_tokens, endpoint)
             done.spans += self._spans(completion, endpoint, len(done.token_ids))
-        self.answers += 1
         done.token_ids += completion.token_ids
         done.logprobs += completion.logprobs
         if completion.routing is not None:

@@ -6,6 +6,7 @@ sampled nothing when the engines went away goes back.
 """
 
 import logging
+from threading import Thread
 
 from hpc_swe.errors import EngineError
 from hpc_swe.records import Episode, RolloutRequest
@@ -43,6 +44,10 @@ class EpisodeWork(Work[Episode]):
         log.info("finished %s: %s, %d turns", self._request.name, made.exit_status, len(made.turns))
         return made
 
+    def steps(self, thread: Thread) -> int:
+        """Count answers of engines to the episode, and the sandboxes that were opened or closed for it."""
+        return self._recorder.answers + self._resources.opened_by(thread)
+
     def overdue(self) -> Episode | None:
         """Return an infrastructure failure when the episode hangs beyond its time-out."""
         if self._recorder.outside_engine_s <= self._longest_s:
@@ -70,5 +75,4 @@ def worker(
         resources.config.poll_s,
         CLEANUP_S,
         resources.sampler.endpoints.has_engine,
-        lambda _: resources.sampler.answers + resources.opened(),
     )

@@ -217,6 +217,24 @@ def test_a_hanging_episode_is_given_up_from_outside_once(tmp_path: Path) -> None
     assert made.shown()["claimed"] == []
 
 
+def test_a_hanging_episode_does_not_hide_behind_a_busy_one(tmp_path: Path) -> None:
+    go, first = threading.Event(), threading.Lock()
+
+    def act(sandbox: Sandbox, chat: Chat) -> ExitStatus:
+        chat(ASK)
+        while first.acquire(blocking=False) is False and not go.is_set():
+            chat(ASK)
+        go.wait(DEADLINE_S)
+        return ExitStatus.SUBMITTED
+
+    made = company(tmp_path / "run", tmp_path / "model", Doing(act))
+    made.ask(2)
+    with made.working() as worker:
+        until(lambda: sorted(worker.lease.node.steps)[:1] == [1] and max(worker.lease.node.steps) > 9)
+        go.set()
+        until(lambda: len(made.episodes) == 2)
+
+
 def test_a_corrupt_request_is_buried_and_the_others_are_done(made: Company) -> None:
     made.ask(3)
     (made.run.requests / "ready" / f"{NAME}~0").write_bytes(b"\x00half")
