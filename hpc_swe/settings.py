@@ -125,7 +125,8 @@ class CoordinatorConfig(Record, frozen=True, kw_only=True):
     status_s: Duration = 5.0
     """Seconds between two reports for `status`."""
     wait_s: Duration = 3600.0
-    """Maximum wait without progress before the coordinator fails with a message."""
+    """Maximum wait without progress, beyond the limit after which supervision restarts a part, before the
+    coordinator fails with a message."""
 
 
 class RolloutConfig(Record, frozen=True, kw_only=True):

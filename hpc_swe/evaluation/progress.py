@@ -47,7 +47,7 @@ class StallDetector:
         if stalled_s > self._limit_s:
             raise DeadlineError(
                 f"no progress for {duration(stalled_s)} (the limit is coordinator.wait_s + "
-                f"rollout.episode_timeout_s); it waits for {progress.waits_for}"
+                f"rollout.episode_timeout_s + supervision.stuck_s); it waits for {progress.waits_for}"
             )
 
 
@@ -55,8 +55,9 @@ class ProgressBar:
     """A bar shows the progress of an evaluation on the terminal, until it has finished or stalled."""
 
     def __init__(self, run: RunDir, config: RunConfig, console: Console) -> None:
-        # A coordinator that restarts waits `wait_s` again, and one last episode may take all of its time.
-        self._detector = StallDetector(config.coordinator.wait_s + config.rollout.episode_timeout_s)
+        # Supervision restarts what is stuck, and one last episode may take all of its time.
+        patience_s = config.rollout.episode_timeout_s + config.supervision.stuck_s
+        self._detector = StallDetector(config.coordinator.wait_s + patience_s)
         self.bar = bars(TimeRemainingColumn(), console=console)
         self.total = episodes(run, config)
         self._row = self.bar.add_task(run.root.name, total=self.total)

@@ -78,7 +78,8 @@ def refuse_weights(run: RunDir, step: int, why: str) -> NoReturn:
     """Raise NodeError when the weights after a step are not finite for the first time, then ConfigError.
 
     A faulty device makes such weights, too. So the steps since the last checkpoint are repeated, if possible
-    on another node. When that step or one before it fails then, or none was taken, another start would not help.
+    on another node. When that step or one before it fails then, or none was taken, another start would not
+    help.
     """
     known = read(run)
     if step == 0 or step <= known.broken:

@@ -64,7 +64,7 @@ class Coordinator:
     def work(self) -> None:
         """Iterate until the work is done or an order says to end.
 
-        Raise LostRace if another coordinator is running, DeadlineError if nothing changed for `wait_s`
+        Raise LostRace if another coordinator is running, DeadlineError if nothing changed for too long
         although other processes are alive, and StuckRun if a part of the run is stuck after all its restarts.
         """
         refusals = 0
@@ -105,14 +105,21 @@ class Coordinator:
         return False
 
     def _check_progress(self, snapshot: RunSnapshot, progress: Progress) -> None:
-        """Fail when nothing changed for `wait_s` although others are alive; wait when nobody else is."""
-        state = (snapshot.scan, snapshot.newest, snapshot.learner_step, progress.step)
+        """Fail when nothing changed for `wait_s` although others are alive; wait when nobody else is.
+
+        Supervision comes first, since it restarts one part and knows which: its limit is added to `wait_s`,
+        and each of its restarts is a change.
+        """
+        verdicts, longest_s = 0, 0.0
+        if self._supervision:
+            verdicts, longest_s = self._supervision.verdicts, self._supervision.longest_s
+        state = (snapshot.scan, snapshot.newest, snapshot.learner_step, progress.step, verdicts)
         if state != self._progress[0] or all(node.role == "coordinator" for node in snapshot.nodes):
             self._progress = (state, snapshot.now)
         unchanged_s = snapshot.now - self._progress[1]
-        if unchanged_s > self._config.wait_s:
+        if unchanged_s > longest_s + self._config.wait_s:
             alive = ", ".join(sorted({node.owner for node in snapshot.nodes if node.role != "coordinator"}))
             raise DeadlineError(
-                f"nothing changed for {unchanged_s:.0f} s (coordinator.wait_s); waits for "
-                f"{progress.waits_for}; alive: {alive}; see their logs under {self._run.root / 'logs'}"
+                f"nothing changed for {unchanged_s:.0f} s (supervision's limit, then coordinator.wait_s); it "
+                f"waits for {progress.waits_for}; alive: {alive}; see their logs in {self._run.root / 'logs'}"
             )

@@ -89,7 +89,7 @@ def _superseded_weights(
 
 
 def _parent(run: RunDir, version: WeightVersion) -> WeightVersion | None:
-    """Return the parent of a version; one without a readable manifest cannot be loaded and needs no parent."""
+    """Return a version's parent; one without a readable manifest cannot be loaded and needs no parent."""
     try:
         return _recorded_parent(run.weight(version))
     except (FileNotFoundError, CorruptRecord) as error:

@@ -121,6 +121,16 @@ class Supervision:
         still = self._memory.still if self._memory.number == self._verdict.number else {}
         self._clocks = Clocks(supervision.LONGEST_LOOK_BEATS * self.beat_s, dict(still))
 
+    @property
+    def verdicts(self) -> int:
+        """Return how many verdicts the run has had."""
+        return self._verdict.number
+
+    @property
+    def longest_s(self) -> float:
+        """Return the longest time without progress after which a part is restarted; 0 if none ever is."""
+        return max(self._limits().values()) if self.config.stuck_s else 0.0
+
     def look(self, snapshot: RunSnapshot, progress: Progress) -> None:
         """Look at the run if a look is due.
 
@@ -143,10 +153,12 @@ class Supervision:
             atomic.write(self.run.stop, b"")
             raise StuckRun(f"{self.run.root}: {self._verdict.message(self.config.tries)}")
 
+    def _limits(self) -> dict[Role, float]:
+        """Return the limits of this try: a step that is honest and slow is repeated, so it gets more time."""
+        return {**self.limits, "learner": self.limits["learner"] * (1 + self._verdict.tries)}
+
     def _look(self, snapshot: RunSnapshot, progress: Progress) -> None:
-        # A step that is honest and slow is repeated after a restart, so it gets more time.
-        limits = {**self.limits, "learner": self.limits["learner"] * (1 + self._verdict.tries)}
-        found = parts(snapshot, progress.step, self.steps, self.roles, limits)
+        found = parts(snapshot, progress.step, self.steps, self.roles, self._limits())
         self._clocks.look(found, snapshot.now)
         has_progressed = self._has_progressed(snapshot, progress.step)
         if (self._verdict.tries or self._verdict.ignored) and has_progressed:

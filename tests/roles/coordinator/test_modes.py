@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import get_args
 
 import datasets
 import msgspec
@@ -14,15 +15,17 @@ import pytest
 from hpc_swe import records
 from hpc_swe.errors import ConfigError, DeadlineError, LostRace, StorageError
 from hpc_swe.metrics import Log
-from hpc_swe.records import Batch, Message, Node, RolloutRequest, Sampling, ScoredEpisode, StatusReport
+from hpc_swe.records import Batch, Message, Node, Role, RolloutRequest, Sampling, ScoredEpisode, StatusReport
 from hpc_swe.roles.coordinator import archive, batches, sft
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator, summary
 from hpc_swe.roles.coordinator.loop import Coordinator
 from hpc_swe.roles.coordinator.snapshot import Progress
-from hpc_swe.settings import CoordinatorConfig, GroupsConfig
+from hpc_swe.roles.coordinator.supervision import Supervision
+from hpc_swe.settings import CoordinatorConfig, GroupsConfig, SupervisionConfig
 from hpc_swe.store import atomic
 from hpc_swe.store.evals import Attempt
+from hpc_swe.store.lease import Lease
 from hpc_swe.store.spool import Spool
 from tests.kit.coordinator_kit import (
     HELD_OUT,
@@ -280,8 +283,8 @@ def changed(scored, turns):
 # the loop
 
 
-def coordinator(run, mode, clock=None, config=TABLE):
-    return Coordinator(run, make_maintenance(run, clock), mode, config, {"learner": 1})
+def coordinator(run, mode, clock=None, supervision=None):
+    return Coordinator(run, make_maintenance(run, clock), mode, TABLE, {"learner": 1}, supervision)
 
 
 def test_a_coordinator_works_to_the_end_and_says_so(run):
@@ -325,16 +328,21 @@ def test_a_refusal_of_the_file_system_is_a_restart_of_the_work(run):
     assert run.finished.exists()
 
 
-def test_nothing_moving_among_the_living_is_an_error_that_says_for_what(run):
+@pytest.mark.parametrize("stuck_s", [0.0, 300.0])
+def test_nothing_moving_among_the_living_is_an_error_that_says_for_what(run, stuck_s):
+    """Supervision, if there is any, gets the time to restart what is stuck."""
     clock = Clock()
     limits = GroupsConfig(group_size=2, groups_per_step=2, straggler_s=1e6)
-    made = coordinator(run, lambda: training(run, limits), clock)
+    config, by_role = SupervisionConfig(stuck_s=stuck_s), dict.fromkeys(get_args(Role), stuck_s)
+    lease = Lease(run, "coordinator", "x", 1.0)
+    supervision = Supervision(lease, run, config, by_role, ("rollout",), STEPS, beat_s=1.0)
+    made = coordinator(run, lambda: training(run, limits), clock, supervision)
     made.iterate()
     clock.now += 200.0
     assert made.iterate() is False  # nobody lives: only time can tell
     node = Node(owner="rollout-1-00000001", role="rollout", beat=1, host="h", pid=1)
     atomic.put(run.node(node.owner), node)
-    clock.now += 60.0
+    clock.now += 60.0 + stuck_s
     assert made.iterate() is False
     clock.now += 60.0
     with pytest.raises(DeadlineError, match="results of train-000000-00.*alive: rollout-1-00000001"):
