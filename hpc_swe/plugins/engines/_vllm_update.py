@@ -108,7 +108,8 @@ def describe(weights: Weights) -> dict[str, object]:
 def _link(weights: Weights) -> dict[str, object]:
     """Name a folder as the engine's worker, which has another working folder, reads it."""
     files = weights.files
-    seen = None if files is None else {n: each for n, each in files.items() if n.endswith(".safetensors")}
+    own = {name: each for name, each in (files or {}).items() if "/" not in name}  # not those of adapters
+    seen = None if files is None else {n: each for n, each in own.items() if n.endswith(".safetensors")}
     return {"path": str(weights.folder.absolute()), "files": seen}
 
 

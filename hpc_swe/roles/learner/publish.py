@@ -147,7 +147,7 @@ class Publisher:
             raise
 
     def _describe(self, stage: Path) -> dict[str, FileInfo]:
-        names = on_rank_zero(self._ranks, lambda: sorted(path.name for path in stage.iterdir()))
+        names = on_rank_zero(self._ranks, lambda: _files(stage))
         return _divide(self._ranks, names, lambda name: folders.describe(stage / name))
 
     def _probe(self) -> ProbeScore:
@@ -172,6 +172,11 @@ def take_incarnation(run: RunDir) -> int:
             return number
         except FileExistsError:
             number += 1
+
+
+def _files(stage: Path) -> list[str]:
+    """List the files of a folder and of the folders in it, by their paths within it."""
+    return sorted(str(path.relative_to(stage)) for path in stage.rglob("*") if path.is_file())
 
 
 def _checkpoints(run: RunDir) -> list[tuple[Path, CheckpointManifest]]:

@@ -74,6 +74,10 @@ def _logprobs(learner, token_ids: list[int], case: dict, found: dict) -> None:
     found["scores"] = learner.logprobs(token_ids)
 
 
+def _keep(learner, name: str, case: dict, found: dict) -> None:
+    found[name] = found["scores"]
+
+
 def _export(learner, words: str, case: dict, found: dict) -> None:
     """A folder's name, or name:carrier."""
     import msgspec
@@ -102,7 +106,7 @@ def _load(learner, folder: str, case: dict, found: dict) -> None:
 
 def _grads(learner, name: str, case: dict, found: dict) -> None:
     """The summed gradients, exported in place of the weights."""
-    kept = [(parameter, parameter.data) for parameter in learner._model.parameters()]
+    kept = [(each, each.data) for each in learner._model.parameters() if each.requires_grad]
     for parameter, _ in kept:
         parameter.data = parameter.main_grad
     learner.export(_fresh(learner, Path(case["out"]) / name))
@@ -121,6 +125,7 @@ VERBS = {
     "train": _train,
     "score": _score,
     "logprobs": _logprobs,
+    "keep": _keep,
     "evaluate": _evaluate,
     "spoil": _spoil,
     "export": _export,

@@ -40,6 +40,8 @@ class Exporter:
     ) -> None:
         self._ranks, self._model, self._source, self._keep_on_gpu = ranks, model, source, keep_on_gpu
         self._layouts = layouts(model, shape)
+        parameters = dict(model.named_parameters())
+        self._parameters = {name: parameters[name] for name in self._layouts}
         sources = [source for layout in self._layouts.values() for source in layout.sources]
         self._names = [name for source in sources for name in (f"{source}:codes", f"{source}:others")]
         self._kept: dict[str, Tensor] = {}
@@ -82,7 +84,7 @@ class Exporter:
 
         Engines serve what is published, and nothing after this checks every number.
         """
-        named = list(self._model.named_parameters())
+        named = list(self._parameters.items())
         flags = _numbers([parameter.data.isfinite().all() for _, parameter in named])
         bad_here = [name for (name, _), is_finite in zip(named, flags, strict=True) if not is_finite]
         mine = {self._layouts[name].sources[0] for name in bad_here}
@@ -93,7 +95,7 @@ class Exporter:
 
     def _open(self, folder: Path, kind: str) -> TensorFiles:
         """Open as many files on each rank, so that one number counts those of all."""
-        mine = sum(parameter.nbytes for parameter in self._model.parameters())
+        mine = sum(parameter.nbytes for parameter in self._parameters.values())
         share = max(self._ranks.gather(mine)) // self._ranks.replica_group.size()
         each = min(FILES, 1 + share // FILE_BYTES)
         first, count = self._ranks.rank * each + 1, self._ranks.size * each
@@ -131,7 +133,7 @@ class Exporter:
         ranks = self._ranks
         turns = Turns(ranks.tensor_group.size() * ranks.replica_group.size())
         turns_of_experts = Turns(ranks.expert_replica_group.size())
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._parameters.items():
             layout = self._layouts[name]
             if layout.is_copy:
                 continue

@@ -7,6 +7,7 @@ their gradients. Nothing is divided, because the weights contain the denominator
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from hpc_swe.errors import ConfigError, ProtocolError
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.policies._megatron import export, hosted, packing, routing, state, weights
+from hpc_swe.plugins.policies._megatron import export, hosted, lora, packing, routing, state, weights
 from hpc_swe.plugins.policies._megatron.compat import cpu_as_cuda
 from hpc_swe.plugins.policies._megatron.model import build_model
 from hpc_swe.plugins.policies._megatron.offload import Offload
@@ -92,13 +93,15 @@ class MegatronLearner:
         self.vocabulary = shape.vocab
         self.tolerance = 1e-3 if settings.dtype == "float32" else 0.25
         self.step = 0
-        self._shape, self._replays = shape, settings.replay_routing
+        self._shape, self._folder, self._replays = shape, model, settings.replay_routing
         self._model = build_model(shape, settings)
         self._reference: state.Reference | None = None
-        if reference is not None:
+        self._is_base_reference = bool(settings.lora_rank and reference and reference.samefile(model))
+        if reference is not None and not self._is_base_reference:
             weights.load(self._model, shape, weights.Snapshot(reference), self.ranks.tensor_group)
             self._reference = state.Reference(self._model)
         weights.load(self._model, shape, tensors or weights.Snapshot(model), self.ranks.tensor_group)
+        self._adapters = lora.Adapters(self._model, shape, settings, self.ranks)
         self._ddp = state.wrap(self._model, settings)
         self._optimizer = state.build_optimizer(self._ddp, settings, optimizer)
         if settings.offload_optimizer:
@@ -109,7 +112,9 @@ class MegatronLearner:
             self.ranks, self._model, shape, model, keep_on_gpu=settings.delta_base == "gpu"
         )
         self._offload = Offload(self._ddp, self._optimizer, self._exporter.on_device)
-        self._checkpointer = state.Checkpointer(self.ranks, self._model, self._optimizer, self._schedule)
+        self._checkpointer = state.Checkpointer(
+            self.ranks, self._model, self._adapters, self._optimizer, self._schedule
+        )
         multiple = settings.tensor_parallel if settings.sequence_parallel else 1
         rank, parts = self.ranks.context_group.rank(), settings.context_parallel
         self._packer = packing.Packer(shape, DTYPES[settings.dtype], multiple, rank=rank, parts=parts)
@@ -154,7 +159,9 @@ class MegatronLearner:
         )
 
     def export(self, folder: Path, carrier: Carrier = "full") -> dict[str, TensorInfo]:
-        return self._exporter.write(folder, carrier)
+        found = self._exporter.write(folder, carrier)
+        self._adapters.write(folder / lora.FOLDER, self._folder)
+        return found
 
     def save(self, folder: Path) -> None:
         self._checkpointer.save(folder, self.step)
@@ -193,13 +200,18 @@ class MegatronLearner:
     def _prepare(self, batch: Batch, objective: Objective) -> list[PreparedMicroBatch]:
         work = _trained(batch)
         if objective.needs_reference:
-            if self._reference is None:
-                raise ConfigError("[loss] kl_coefficient > 0 needs a policy that was built with a reference")
-            with self._reference.in_place():
+            with self._reference_in_place():
                 work = [replace(each, reference=logs) for each, logs in self._fixed_logprobs(work)]
         if objective.needs_proximal and (self._epochs > 1 or len(batch.minibatches) > 1):
             work = [replace(each, proximal=logs) for each, logs in self._fixed_logprobs(work)]
         return work
+
+    def _reference_in_place(self) -> AbstractContextManager[None]:
+        if self._is_base_reference:
+            return self._adapters.removed()
+        if self._reference is None:
+            raise ConfigError("[loss] kl_coefficient > 0 needs a policy that was built with a reference")
+        return self._reference.in_place()
 
     def _fixed_logprobs(
         self, work: Sequence[PreparedMicroBatch]
@@ -243,6 +255,7 @@ class MegatronLearner:
     def _take_step(self) -> float | None:
         """Return the norm of the gradient; if it is not finite on any rank, take no step and return None."""
         finalize_model_grads([self._ddp])  # no num_tokens: nothing is divided
+        self._adapters.add_up_gradients()
         with cpu_as_cuda():
             self._optimizer.prepare_grads()
             norm = self._optimizer.get_grad_norm()
@@ -250,6 +263,7 @@ class MegatronLearner:
                 return None
             state.clip(self._optimizer, norm)
             self._optimizer.step_with_ready_grads()
+        self._adapters.merge()
         return float(norm)
 
     def _report(self, updates: Sequence[Update], minibatches: int, objective: Objective) -> dict[str, float]:

@@ -64,7 +64,10 @@ class _LinearLogprobs(torch.autograd.Function):  # type: ignore[misc]
         hidden, weight, local, own, log_total, entropy = ctx.saved_tensors
         grad = torch.zeros_like(entropy) if grad is None else grad
         hidden_grad = torch.empty_like(hidden)
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.sink is None else ctx.sink
+        is_trained = ctx.needs_input_grad[1]
+        weight_grad = ctx.sink
+        if is_trained and weight_grad is None:
+            weight_grad = torch.zeros_like(weight, dtype=torch.float32)
         for part in _parts(hidden.shape[0], ctx.chunk):
             rows = any_length(log_total[part], grad[part], local[part], own[part])
             of_entropy = () if entropy_grad is None else any_length(entropy[part], entropy_grad[part])
@@ -72,11 +75,13 @@ class _LinearLogprobs(torch.autograd.Function):  # type: ignore[misc]
             slope = compiled(_slope)(*logits, rows, of_entropy, hidden.dtype)
             del logits  # before the next chunk's
             hidden_grad[part] = slope @ weight
+            if not is_trained:
+                continue
             if ctx.sink is None:
                 weight_grad += slope.t() @ hidden[part]
             else:
                 add_product(hidden[part], slope, weight_grad)
-        returned = weight_grad.to(weight.dtype) if ctx.sink is None else None
+        returned = weight_grad.to(weight.dtype) if is_trained and ctx.sink is None else None
         return hidden_grad, returned, None, None, None, None
 
 

@@ -3,7 +3,7 @@
 The estimate of GPU memory was compared with one H200 and is right to a few per cent; the measurements are in
 tests/runs/test_estimate.py.
 
-    P parameters, E of them in experts   h hidden   f inner width
+    P parameters, E of them in experts   L parameters of adapters   h hidden   f inner width
     H, G heads and key-value heads times head_dim
     T tokens of a microbatch   k experts a token
     tp, pp, cp, ep, dp tensor-, pipeline-, context-, expert- and data-parallel sizes
@@ -11,6 +11,8 @@ tests/runs/test_estimate.py.
 A stage of a pipeline holds as many microbatches as there are stages behind it, so the first one's activations
 are those of a microbatch in all layers.
 """
+
+import msgspec
 
 from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part
 from hpc_swe.plugins.model_shape import ModelShape
@@ -29,26 +31,15 @@ def learner_memory(
     optimizer is distributed; in float32 4, 4 and 8. AdamW's fused step needs nothing more. What
     offload_optimizer moves to host memory passes through 1.2 GB at a time when there are no activations.
     With context parallelism dp is dp times cp here, and experts have fewer copies than the rest.
-    The reference model is in host memory and takes none here.
+    The reference model is in host memory and takes none here. With adapters these alone have gradients and
+    optimizer state, and the weights below them are in host memory, which serve as the reference model, too.
 
     The estimate leaves out float32 attention on CUDA, which has no kernel without score matrices.
     """
-    count = _held(shape, policy)
-    size, states = (2, 12) if policy.dtype == "bfloat16" else (4, 8)
-    stepped = _stepped(shape, policy, data_parallel)
-    kept = 1 - policy.offload_optimizer
+    size, states = _sizes_in_bytes(policy)
+    adapters = adapter_parameters(shape, policy)
     tokens = -(-tokens // policy.context_parallel)
-    share = "P / tp" if policy.expert_parallel == 1 else "((P - E) / tp + E / ep)"
-    share += " / pp" if policy.pipeline_parallel > 1 else ""
-    copies = "dp" if policy.context_parallel == 1 else "(dp cp)"
-    shards = f" / {copies}" if stepped < count else ""
-    held = [
-        Part("weights", f"{size} {share}", size * count),
-        Part("gradients", f"4 {share}", 4 * count),
-        Part(
-            "optimizer", f"{f'{kept:.4g} x ' * (kept < 1)}{states} {share}{shards}", kept * states * stepped
-        ),
-    ]
+    held = _states(shape, policy, data_parallel)
     saved = tokens * size * shape.layers * _saved(shape, policy, policy.recompute)
     saved += tokens * size * 4 * shape.hidden
     layer = tokens * size * _backward(shape, policy)
@@ -59,8 +50,9 @@ def learner_memory(
     ]
     peak = sum(part.bytes for part in held) + saved + moment[0]
     pinned = {
-        "reference model": reference_memory(shape, policy) * reference,
-        "optimizer": policy.offload_optimizer * states * stepped,
+        "reference model": reference_memory(shape, policy) * (reference and not adapters),
+        f"weights below adapters (L = {adapters:,})": size * _below(shape, policy),
+        "optimizer": policy.offload_optimizer * states * _stepped(shape, policy, data_parallel),
     }
     return MemoryEstimate(
         f"memory of each learner GPU: P = {shape.parameters.total:,}, "
@@ -78,10 +70,58 @@ def learner_memory(
     )
 
 
+def _sizes_in_bytes(policy: MegatronSettings) -> tuple[int, int]:
+    """Return the bytes of a weight, and of the optimizer's state of one."""
+    return (2, 12) if policy.dtype == "bfloat16" else (4, 8)
+
+
+def _states(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> list[Part]:
+    """Return what a rank holds all the time: weights, gradients and optimizer state."""
+    count, adapters = _held(shape, policy), adapter_parameters(shape, policy)
+    size, states = _sizes_in_bytes(policy)
+    stepped, kept = _stepped(shape, policy, data_parallel), 1 - policy.offload_optimizer
+    share = "P / tp" if policy.expert_parallel == 1 else "((P - E) / tp + E / ep)"
+    share += " / pp" if policy.pipeline_parallel > 1 else ""
+    trained = "L" if adapters else share
+    copies = "dp" if policy.context_parallel == 1 else "(dp cp)"
+    shards = f" / {copies}" if stepped < (adapters or count) else ""
+    whole = f"({share} + L)" if adapters else share
+    of_states = f"{f'{kept:.4g} x ' * (kept < 1)}{states} {trained}{shards}"
+    return [
+        Part("weights", f"{size} {whole}", size * (count + adapters)),
+        Part("gradients", f"4 {trained}", 4 * (adapters or count)),
+        Part("optimizer", of_states, kept * states * stepped),
+    ]
+
+
 def reference_memory(shape: ModelShape, policy: MegatronSettings) -> float:
     """Return the bytes of host memory that each rank pins for the weights of reference and policy."""
     size = 2 if policy.dtype == "bfloat16" else 4
     return 2.0 * size * _held(shape, policy)
+
+
+def adapter_parameters(shape: ModelShape, policy: MegatronSettings) -> int:
+    """Return the parameters of a rank's adapters, each of rank * (inputs + outputs), one of them divided."""
+    tp, found = policy.tensor_parallel, 0
+    for inputs, outputs, is_row in _adapted(shape, policy):
+        found += inputs // tp + outputs if is_row else inputs + outputs // tp
+    return policy.lora_rank * shape.layers * found
+
+
+def _below(shape: ModelShape, policy: MegatronSettings) -> float:
+    """Return the parameters of a rank's matrices that have adapters."""
+    sizes = (inputs * outputs for inputs, outputs, _ in _adapted(shape, policy))
+    return shape.layers * sum(sizes) / policy.tensor_parallel
+
+
+def _adapted(shape: ModelShape, policy: MegatronSettings) -> list[tuple[int, int, bool]]:
+    """Return inputs and outputs of a layer's adapted matrices, and whether ranks divide the inputs."""
+    heads, groups = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    columns, rows = [heads, groups, groups], [(heads, shape.hidden, True)]
+    attention = [(shape.hidden, outputs, False) for outputs in columns] + rows
+    mlp = [(shape.hidden, shape.ffn, False)] * 2 + [(shape.ffn, shape.hidden, True)]
+    chosen = {"all": attention + mlp, "attention": attention, "mlp": mlp}
+    return chosen[policy.lora_layers] if policy.lora_rank else []
 
 
 def _sizes(policy: MegatronSettings) -> dict[str, int]:
@@ -107,6 +147,9 @@ def _held(shape: ModelShape, policy: MegatronSettings) -> float:
 
 def _stepped(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> float:
     """Return how many parameters a rank's optimizer updates."""
+    if adapters := adapter_parameters(shape, policy):
+        copies = policy.context_parallel * data_parallel
+        return adapters / copies if policy.distributed_optimizer else adapters
     if not policy.distributed_optimizer:
         return _held(shape, policy)
     copies = policy.context_parallel * data_parallel
@@ -124,6 +167,11 @@ def files(shape: ModelShape, policy: MegatronSettings) -> tuple[Part, Part]:
     """
     count = shape.parameters.total
     size, state = (2, 14) if policy.dtype == "bfloat16" else (4, 16 if policy.distributed_optimizer else 12)
+    if policy.lora_rank:
+        alone = msgspec.structs.replace(policy, tensor_parallel=1, sequence_parallel=False)
+        adapters = adapter_parameters(shape, alone)
+        whole = Part("weights/", f"{size} (P + L)", size * (count + adapters))
+        return whole, Part("checkpoints/", f"{state} L", state * adapters)
     return Part("weights/", f"{size} P", size * count), Part("checkpoints/", f"{state} P", state * count)
 
 

@@ -51,6 +51,13 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     """Repeat a step bit for bit on the same GPUs and in the same layout. It takes kernels that add in a fixed
     order: attention of long sequences then uses flash attention, which is about half as fast as cuDNN's. A
     CPU repeats its steps in any case."""
+    lora_rank: Annotated[int, Meta(ge=0)] = 0
+    """Above 0 only low-rank adapters of this rank are trained, and the weights of `model` stay as they are.
+    0 trains all weights."""
+    lora_alpha: Annotated[int, Meta(gt=0)] = 32
+    """With `lora_rank`: the product of the adapters counts lora_alpha / lora_rank times."""
+    lora_layers: Literal["all", "attention", "mlp"] = "all"
+    """With `lora_rank`: which linear layers have adapters. all: those of attention and of the MLPs."""
     delta_base: Literal["host", "gpu"] = "host"
     """Where the values of the last published version are kept when `learner.snapshot_every` > 1: in pinned
     memory of the host, or on the GPU, which is faster. They take two bytes for each bfloat16 parameter of a
@@ -65,6 +72,8 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
         for key, size in sizes.items():
             if size > 1 and not self.distributed_optimizer:  # only its checkpoints resume at another layout
                 raise ConfigError(f"[policy] {key} = {size} needs distributed_optimizer = true")
+        if self.lora_rank and self.pipeline_parallel > 1:
+            raise ConfigError(f"[policy] lora_rank = {self.lora_rank} needs pipeline_parallel = 1")
 
     @property
     def processes(self) -> int:
@@ -78,6 +87,10 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
         if self.expert_parallel > 1 and not shape.experts:
             raise ConfigError(
                 f"[policy] expert_parallel = {self.expert_parallel}, but the model has no experts"
+            )
+        if self.lora_rank and shape.experts:
+            raise ConfigError(
+                f"[policy] lora_rank = {self.lora_rank} needs a model without experts, which get no adapters"
             )
         tensor, heads = self.tensor_parallel, self.tensor_parallel * self.context_parallel
         of_ffn = 1 if self.expert_parallel > 1 else tensor  # experts that are divided stay whole

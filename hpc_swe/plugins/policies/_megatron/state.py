@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from hpc_swe.errors import StorageError
 from hpc_swe.plugins.policies._megatron import compat, pinned
+from hpc_swe.plugins.policies._megatron.lora import Adapters
 from hpc_swe.plugins.policies._megatron.model import PolicyModel
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
@@ -141,6 +142,8 @@ class Checkpointer:
 
     _ranks: TorchRanks
     _model: PolicyModel
+    _adapters: Adapters
+    """Where the model has any, a checkpoint holds them and not the weights below them."""
     _optimizer: MegatronOptimizer
     _schedule: OptimizerParamScheduler
 
@@ -149,6 +152,7 @@ class Checkpointer:
         with compat.cpu_as_cuda():
             compat.prepare_state(self._optimizer)
             state = self._state(loading=False) | {"step": step, "random": torch.get_rng_state()}
+            state |= {"adapters": self._adapters.identity}
             try:
                 with compat.collect_metadata_errors() as failures:
                     dist_checkpointing.save(state, str(folder), content_metadata=CONTENT)
@@ -164,8 +168,11 @@ class Checkpointer:
     def load(self, folder: Path) -> int:
         with compat.cpu_as_cuda():
             compat.prepare_state(self._optimizer)
+            saved = dist_checkpointing.load_common_state_dict(str(folder))
+            self._adapters.require(saved.get("adapters", {}), folder)
             state = dist_checkpointing.load(self._state(loading=True), str(folder))
-            self._model.load_state_dict(state["model"], strict=True)
+            self._model.load_state_dict(state["model"], strict=not self._adapters)
+            self._adapters.merge()
             self._load_optimizer(state["optimizer"])
             compat.separate_steps(self._optimizer)
         self._schedule.num_steps = 0  # loading adds to it
@@ -175,7 +182,10 @@ class Checkpointer:
 
     def _state(self, *, loading: bool) -> dict[str, object]:
         content = CONTENT | {"dp_cp_group": self._ranks.replica_group}
-        model = self._model.sharded_state_dict(metadata=content)
+        if self._adapters:
+            model: dict[str, object] = {**self._adapters.sharded_state()}
+        else:
+            model = self._model.sharded_state_dict(metadata=content)
         return {
             "model": model,
             "optimizer": self._optimizer_state(model, content, loading=loading),

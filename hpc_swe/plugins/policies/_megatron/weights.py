@@ -22,6 +22,8 @@ from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies.base import Tensors
 
 INDEX = "model.safetensors.index.json"
+ADAPTERS = "adapters"
+"""Part of the names of parameters that belong to `lora`, and not to the model."""
 
 
 class Snapshot:
@@ -76,12 +78,13 @@ class Layout:
 
 
 def layouts(model: GPTModel, shape: ModelShape) -> dict[str, Layout]:
-    """Return the layout of every parameter of this rank, in the order of the parameters."""
+    """Return the layout of every parameter of the model on this rank, in the order of the parameters."""
     first = model.decoder.layers[0].layer_number - 1
     group = model.pg_collection.ep
     count = shape.experts // group.size()
     experts = range(group.rank() * count, (group.rank() + 1) * count)
-    return {name: _layout(name, first, experts, shape) for name, _ in model.named_parameters()}
+    names = [name for name, _ in model.named_parameters() if f".{ADAPTERS}." not in name]
+    return {name: _layout(name, first, experts, shape) for name in names}
 
 
 def load(model: GPTModel, shape: ModelShape, snapshot: Tensors, group: dist.ProcessGroup) -> None:
