@@ -82,6 +82,7 @@ METRICS = {
     "batch/samples": "samples in the batch",
     "batch/microbatches": "microbatches per data-parallel rank",
     "batch/fill": "share of the token budget of microbatches that is used",
+    "batch/unrouted": "samples with a turn without routing, so routed freely; 0 if all have one",
     "policy/loss": "the loss that the step minimized",
     "policy/tokens": "tokens with a loss that the learner saw",
     "policy/nll": "-log pi per trained token",

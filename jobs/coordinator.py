@@ -10,6 +10,7 @@ from hpc_swe import job_counts
 from hpc_swe.errors import ConfigError
 from hpc_swe.metrics import Log
 from hpc_swe.plugins.agents.base import Prefaced
+from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.tasksets.base import Demonstrated, Weighted
 from hpc_swe.records import Role, Sample, ScoredEpisode, Task
 from hpc_swe.roles.coordinator import archive, sft
@@ -54,9 +55,23 @@ def mode(run: RunDir, config: RunConfig, curves: Log) -> Mode:
     requests = RequestPlan(config.seed, config.groups.group_size, config.sampling)
     plan_tasks = partial(TaskPlan, requests, _sources(config, taken["train"]), config.curriculum)
     settings = BatchSettings(
-        config.groups, config.batches, config.advantage, learner.data_parallel, config.shaping, minibatches
+        config.groups,
+        config.batches,
+        config.advantage,
+        learner.data_parallel,
+        config.shaping,
+        minibatches,
+        _routing_bytes(Path(config.model)),
     )
     return Training(run, plan_tasks, settings, config.steps, evaluator, curves)
+
+
+def _routing_bytes(model: Path) -> int | None:
+    """Return the size of a token's routing in a model; None if its config.json does not say."""
+    try:
+        return ModelShape.read(model).routing_bytes
+    except ConfigError:  # plugins of others train other models
+        return None
 
 
 def _sources(config: RunConfig, taken: Sequence[Task]) -> list[WeightedTasks]:

@@ -98,6 +98,11 @@ class ModelShape:
         )
 
     @property
+    def routing_bytes(self) -> int:
+        """Return the size of one token's routing: one byte for each layer and chosen expert."""
+        return self.layers * self.experts_per_token if self.experts else 0
+
+    @property
     def parameters(self) -> Parameters:
         """Count the parameters exactly, as the model is built.
 

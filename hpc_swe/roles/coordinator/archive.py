@@ -1,7 +1,8 @@
 """Keep every episode that batch n consumed in archive/episodes/step_n.parquet, for people and later training.
 
-The table has columns that any tool can read, and the whole record. It is written after the batch is committed
-and before its messages are removed from scored/, so they still exist when a crash prevents the table.
+The table has columns that any tool can read, and the whole record but for the routing of turns. It is written
+after the batch is committed and before its messages are removed from scored/, so they still exist when a
+crash prevents the table.
 """
 
 import re
@@ -12,6 +13,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from msgspec.structs import replace
 
 from hpc_swe.errors import CorruptRecord
 from hpc_swe.records import Episode, IdArray, ScoredEpisode
@@ -51,7 +53,7 @@ def write(
         "messages": (CONVERSATION, lambda s: msgspec.to_builtins(s.episode.messages)),
         "submission": (pa.string(), lambda s: s.episode.submission),
         "detail": (pa.string(), lambda s: s.score.detail),
-        "record": (pa.binary(), msgspec.msgpack.encode),
+        "record": (pa.binary(), lambda s: msgspec.msgpack.encode(_without_routing(s))),
     }
     schema = pa.schema([(name, kind) for name, (kind, _) in columns.items()])
     rows = [{name: value(scored) for name, (_, value) in columns.items()} for scored in episodes]
@@ -65,6 +67,12 @@ def read(path: Path) -> list[ScoredEpisode]:
         return [msgspec.msgpack.decode(data, type=ScoredEpisode) for data in column]
     except (pa.ArrowException, KeyError, msgspec.DecodeError) as error:
         raise CorruptRecord(f"{path}: not an archive of episodes: {error}") from error
+
+
+def _without_routing(scored: ScoredEpisode) -> ScoredEpisode:
+    """Leave out what only the learner's step needs, and what is much larger than all the rest."""
+    turns = [replace(turn, routing=b"") if turn.routing else turn for turn in scored.episode.turns]
+    return replace(scored, episode=replace(scored.episode, turns=turns))
 
 
 def _sampled_ids(episode: Episode) -> IdArray:

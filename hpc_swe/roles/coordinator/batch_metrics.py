@@ -10,7 +10,7 @@ from statistics import fmean, pstdev
 
 import numpy as np
 
-from hpc_swe.records import Batch, ScoredEpisode
+from hpc_swe.records import FREE, Batch, MicroBatch, ScoredEpisode
 from hpc_swe.roles.coordinator.batches import BatchPlan, GroupDecision, has_signal
 from hpc_swe.roles.coordinator.groups import Group
 from hpc_swe.roles.coordinator.samples import count_sequences, sampled_tokens
@@ -78,7 +78,20 @@ def of_packing(batches: Sequence[Batch], budget: int) -> dict[str, float]:
         "batch/samples": float(sum(len(m.sequence_lengths) for m in micro if any(m.mask))),
         "batch/microbatches": len(micro) / len(batches),
         "batch/fill": sum(sum(m.sequence_lengths) for m in micro) / (budget * len(micro)),
+        **_routed(micro),
     }
+
+
+def _routed(micro: Sequence[MicroBatch]) -> dict[str, float]:
+    """Count the samples that the learner routes freely although others of the batch have a routing."""
+    free, routed = 0, 0
+    for each in micro:
+        width = len(each.routing) // max(1, sum(each.sequence_lengths))
+        starts = np.cumsum([0, *each.sequence_lengths])[:-1]
+        known = sum(each.routing[start * width] != FREE for start in starts) if width else 0
+        routed += known
+        free += len(each.sequence_lengths) - known if any(each.mask) else 0
+    return {"batch/unrouted": float(free)} if routed else {}
 
 
 def of_queue(groups: Sequence[Group], depths: Mapping[str, Mapping[str, int]]) -> dict[str, float]:

@@ -35,6 +35,8 @@ class BatchSettings:
     shaping: ShapingConfig = ShapingConfig()
     minibatches: int = 1
     """Optimizer steps of one pass over a batch."""
+    routing_bytes: int | None = None
+    """Size of a token's routing in the model that is trained; None accepts any."""
 
 
 @dataclass(frozen=True)

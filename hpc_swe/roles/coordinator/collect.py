@@ -107,7 +107,7 @@ class ResultCollector:
             log.error("dropped %s: a result of %s, %s", address.identity, request.name, request.task_id)
             self._drop(address)
             return
-        cause = failure_cause(scored)
+        cause = failure_cause(scored, self.ledger.routing_bytes)
         self._count(scored, cause)
         action = self.ledger.record(address, scored, now)
         if action == "keep":

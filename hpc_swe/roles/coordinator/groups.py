@@ -29,11 +29,14 @@ def parse_name(identity: str) -> tuple[Key, int] | None:
     return ("eval" if parts[1] == "eval" else "train", int(parts[2])), int(parts[3])
 
 
-def failure_cause(scored: ScoredEpisode) -> str:
-    """Return why this is not a result of the policy; empty when it is one."""
+def failure_cause(scored: ScoredEpisode, routing_bytes: int | None = None) -> str:
+    """Return why this is not a result of the policy; empty when it is one.
+
+    `routing_bytes` are those of one token in the model that is trained; None accepts any number.
+    """
     if scored.score.outcome == "infra_error" or scored.episode.exit_status == ExitStatus.INFRA_ERROR:
         return scored.episode.error or scored.score.detail or "infrastructure"
-    return samples.find_flaw(scored.episode)
+    return samples.find_flaw(scored.episode, routing_bytes)
 
 
 @dataclass
@@ -79,6 +82,8 @@ class Ledger:
     """Hold all groups that no batch or table has consumed."""
 
     max_attempts: int
+    routing_bytes: int | None = None
+    """Size of a token's routing in the model that is trained; a result of another size is no result."""
     groups: dict[Key, Group] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     """Number of events since the last batch, by metric."""
@@ -93,7 +98,8 @@ class Ledger:
         if member is None or member.state == "done":
             self.counts["episodes/duplicates"] += 1
             return "drop"
-        cause, attempt = failure_cause(scored), scored.episode.request.attempt
+        cause = failure_cause(scored, self.routing_bytes)
+        attempt = scored.episode.request.attempt
         if cause:
             self.counts["episodes/infra"] += 1
             if attempt < member.request.attempt:

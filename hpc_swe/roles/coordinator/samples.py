@@ -46,8 +46,11 @@ def sampled_tokens(episode: Episode) -> int:
     return sum(len(turn.completion) for turn in episode.turns)
 
 
-def find_flaw(episode: Episode) -> str:
-    """Return what makes an episode's tokens unusable; empty when nothing does."""
+def find_flaw(episode: Episode, routing_bytes: int | None = None) -> str:
+    """Return what makes an episode's tokens unusable; empty when nothing does.
+
+    `routing_bytes` are those of one token in the model that is trained; None accepts any number.
+    """
     for index, turn in enumerate(episode.turns):
         length, logprobs = len(turn.completion), records.float_array(turn.logprobs)
         edges = [edge for span in turn.spans for edge in (span.start, span.end)]
@@ -59,8 +62,11 @@ def find_flaw(episode: Episode) -> str:
             return f"turn {index}: version spans {edges} do not cover {length} ids"
         if len(turn.routing) % _routed_tokens(turn):
             return f"turn {index}: a routing of {len(turn.routing)} bytes for {_routed_tokens(turn)} tokens"
-    if len({len(turn.routing) // _routed_tokens(turn) for turn in episode.turns if turn.routing}) > 1:
+    widths = {len(turn.routing) // _routed_tokens(turn) for turn in episode.turns if turn.routing}
+    if len(widths) > 1:
         return "the routings of its turns are of models with different numbers of layers or experts"
+    if routing_bytes is not None and widths - {routing_bytes}:
+        return f"the engine returned {max(widths)} experts of each token; the model uses {routing_bytes}"
     return ""
 
 

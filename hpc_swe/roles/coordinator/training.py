@@ -62,7 +62,7 @@ class Training:
         self.state = last.after if last else CoordinatorState()
         known = task_history.read(run, last.step, self.state.next_group) if last else RunHistory()
         self._tasks = plan_tasks(known)
-        self._ledger = Ledger(settings.groups.max_attempts)
+        self._ledger = Ledger(settings.groups.max_attempts, settings.routing_bytes)
         self._collector = ResultCollector(run, self._ledger, self._expects)
         if last is not None and not run.archive(last.step).exists():
             consumed: set[Key] = {("train", group) for group in (*last.groups, *last.closed)}

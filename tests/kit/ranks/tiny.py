@@ -182,7 +182,7 @@ def _backward(model: PreTrainedModel, frozen: PreTrainedModel, sequence: MicroBa
         for data in (sequence.logprobs, sequence.advantages, sequence.weights)
     )
     with torch.no_grad():
-        reference = score(frozen, tokens, sequence.routing)
+        reference = score(frozen, tokens)
     logp = score(model, tokens, sequence.routing)
     loss = (weights * sampler_ratio_with_kl(logp, sampler, advantages, reference)).sum()
     loss.backward()

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from hpc_swe import records
 from hpc_swe.errors import ConfigError
 from hpc_swe.records import Sample
+from hpc_swe.roles.coordinator.batch_metrics import of_packing
 from hpc_swe.roles.coordinator.packing import cost, pack, pack_minibatches, token_weights
 from tests.kit.made_episodes import array
 
@@ -31,8 +32,10 @@ def test_a_sample_without_routing_is_routed_freely_beside_one_with():
     known = replace(sample(4), routing=b"abcdefgh")
     (batch,) = pack(0, [known, sample(2, 1)], [1.0, 1.0], 100, 1)
     assert batch.microbatches[0].routing == b"abcdefgh" + bytes([records.FREE]) * 4
+    assert of_packing([batch], 100)["batch/unrouted"] == 1
     (batch,) = pack(0, [sample(4), sample(2, 1)], [1.0, 1.0], 100, 1)
     assert batch.microbatches[0].routing == b""
+    assert "batch/unrouted" not in of_packing([batch], 100)
 
 
 def tokens(batches):

@@ -6,7 +6,7 @@ their gradients. Nothing is divided, because the weights contain the denominator
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -185,6 +185,11 @@ class MegatronLearner:
             id_array(micro.token_ids), micro.sequence_lengths, work.trained_positions, experts
         )
 
+    def _predict_freely(self, work: PreparedMicroBatch) -> Outputs:
+        """Let the routers choose: the reference is a model of its own, and no engine sampled with it."""
+        micro = work.micro
+        return self._forward(id_array(micro.token_ids), micro.sequence_lengths, work.trained_positions)
+
     def _forward(
         self, ids: IdArray, lengths: Sequence[int], trained: NDArray[np.integer], experts: bytes = b""
     ) -> Outputs:
@@ -201,9 +206,11 @@ class MegatronLearner:
         work = _trained(batch)
         if objective.needs_reference:
             with self._reference_in_place():
-                work = [replace(each, reference=logs) for each, logs in self._fixed_logprobs(work)]
+                found = self._fixed_logprobs(work, self._predict_freely)
+                work = [replace(each, reference=logs) for each, logs in found]
         if objective.needs_proximal and (self._epochs > 1 or len(batch.minibatches) > 1):
-            work = [replace(each, proximal=logs) for each, logs in self._fixed_logprobs(work)]
+            found = self._fixed_logprobs(work, self._predict)
+            work = [replace(each, proximal=logs) for each, logs in found]
         return work
 
     def _reference_in_place(self) -> AbstractContextManager[None]:
@@ -214,10 +221,10 @@ class MegatronLearner:
         return self._reference.in_place()
 
     def _fixed_logprobs(
-        self, work: Sequence[PreparedMicroBatch]
+        self, work: Sequence[PreparedMicroBatch], predict: Callable[[PreparedMicroBatch], Outputs]
     ) -> Iterator[tuple[PreparedMicroBatch, Tensor | None]]:
         """Yield microbatches with their log-probabilities, which only the last stage has and needs."""
-        found = self._stages.infer(work, Pass(self._predict, _keep_logprobs))
+        found = self._stages.infer(work, Pass(predict, _keep_logprobs))
         return zip(work, found or [None] * len(work), strict=True)
 
     def _parts(
