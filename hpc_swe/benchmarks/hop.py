@@ -13,8 +13,11 @@ from typing import Any
 import msgspec
 
 from hpc_swe import plugins
+from hpc_swe.benchmarks import stages
 from hpc_swe.benchmarks.limits import Rates, measure_limits
 from hpc_swe.errors import ConfigError, DeadlineError
+from hpc_swe.plugins.engines.base import Weights
+from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies.base import SteppedPolicy
 from hpc_swe.records import Node, Record, WeightVersion
@@ -29,6 +32,18 @@ POLL_S = 0.005
 WRITTEN = 1 << 28
 """Bytes written to measure the disk."""
 FIRST = WeightVersion(incarnation=1)
+
+
+class Alternating(Vllm, frozen=True, kw_only=True):
+    """Discard cached keys and values when versions of odd steps are loaded, and keep them at the others."""
+
+    def reload(self, url: str, token: str, weights: Weights) -> None:
+        Vllm.reload(msgspec.structs.replace(self, kv_on_update=kv_of(weights.version)), url, token, weights)
+
+
+def kv_of(version: WeightVersion) -> str:
+    """Return what happens to cached keys and values when a version is loaded."""
+    return "recompute" if version.step % 2 else "keep"
 
 
 class HopPlan(Record, frozen=True, kw_only=True):
@@ -145,10 +160,8 @@ def _disk_rate(folder: Path) -> float:
 
 def main() -> None:
     """Run the side that the first argument names."""
-    import logging
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     plan = msgspec.convert(json.loads(Path(sys.argv[2]).read_text()), HopPlan)
+    stages.note(Path(sys.argv[2]).with_name(f"{sys.argv[1]}.moments"))
     learn(plan, Path(sys.argv[3])) if sys.argv[1] == "learner" else serve(plan)
 
 

@@ -2,8 +2,9 @@
 
 A learner on one GPU publishes versions into a run's folder, and an engine on another GPU serves requests and
 loads them: deltas, a full version, and that one once more by vLLM's own `reload_weights`. Each row has the
-seconds from the end of the optimizer step to the first token of the new weights, and the longest gap between
-two answers to requests of one token, four of which are always under way. Random weights need no files.
+seconds from the end of the optimizer step to the first token of the new weights, the longest gap between two
+answers to requests of one token, four of which are always under way, and what long requests lost by it. A
+second table says where the time went. Random weights need no files.
 """
 
 import argparse
@@ -11,80 +12,75 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import msgspec
-import numpy as np
 from rich.table import Table
 
 from hpc_swe import cli, config, gpus, plugins, tables
-from hpc_swe.benchmarks import limits, shapes
-from hpc_swe.benchmarks.hop import FIRST, HopFigures, HopPlan, await_version, serving
+from hpc_swe.benchmarks import limits, shapes, stages
+from hpc_swe.benchmarks.hop import FIRST, HopFigures, HopPlan, Published, await_version, kv_of, serving
 from hpc_swe.benchmarks.ranks import last_line, run_ranks
+from hpc_swe.benchmarks.stages import Moment
+from hpc_swe.benchmarks.traffic import PROBES, Load, Traffic
 from hpc_swe.errors import ConfigError, EngineError
-from hpc_swe.plugins.engines.base import Engine
 from hpc_swe.processes import die_with_parent
-from hpc_swe.records import Sampling, WeightManifest, WeightVersion
+from hpc_swe.records import Record, WeightManifest, WeightVersion
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import folders
 
 GB = 1e9
-COLUMNS = ("first token s", "published s", "pause s", "GB written", "% of all bytes")
-CLIENTS = 4
+COLUMNS = ("first token s", "published s", "pause s", "lost s", "tokens again", "GB written", "% of all")
 RELOADS = 2
-ENGINE = {"type": "vllm", "max_model_len": 1024, "max_num_seqs": 16, "dtype": "auto"}
+ENGINE = {
+    "type": "hpc_swe.benchmarks.hop:Alternating",
+    "max_num_seqs": 32,
+    "max_model_len": 4096,
+    "dtype": "auto",
+}
+GPU_LOAD = Load(clients=8, prompt=2000, answer=200)
+CPU_LOAD = Load(clients=2, prompt=64, answer=32)
 
 
-@dataclass
-class Traffic:
-    """Ask an engine for one token again and again, and note when answers come."""
-
-    engine: Engine
-    url: str
-    token: str
-    is_over: threading.Event = field(default_factory=threading.Event)
-    answers: list[tuple[float, WeightVersion | None]] = field(default_factory=list)
-    """Seconds since the epoch, and the version where the release of vLLM stamps tokens."""
-
-    def ask(self, seed: int) -> None:
-        """Ask until it is over; raise EngineError when an answer cannot be trusted."""
-        rng = np.random.default_rng(seed)
-        while not self.is_over.is_set():
-            prompt = rng.integers(10, 300, 16).astype(np.int32)
-            found = self.engine.generate(self.url, self.token, prompt, Sampling(max_tokens=1), 60.0)
-            self.answers.append((time.time(), found.spans[-1][2] if found.spans else None))
-
-    def swap(self, began: float, version: WeightVersion | None) -> tuple[float, float]:
-        """Return the seconds from `began` to the first answer of the new weights, and the longest gap.
-
-        Where tokens carry no stamp, the first answer after the longest gap is the new weights' first.
-        """
-        times = sorted(self.answers)
-        after = [(b - a, b) for (a, _), (b, _) in zip(times, times[1:], strict=False) if b > began]
-        if not after:
-            raise EngineError(f"no answer came from {self.url} after new weights were made")
-        gap, end = max(after)
-        stamped = [moment for moment, stamp in times if stamp == version and moment > began]
-        return (stamped[0] if stamped and version else end) - began, gap
-
-
-@dataclass(frozen=True)
-class HopRow:
+class HopRow(Record, frozen=True):
     """Hold the figures of one way to new weights."""
 
     first_s: float
     published_s: float
     pause_s: float
+    lost_s: float
+    """Seconds by which long answers that it interrupted came later."""
+    tokens: float
+    """Tokens whose keys and values were computed again."""
     written: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Hold all that the benchmark shows."""
+
+    figures: HopFigures
+    rows: dict[str, HopRow]
+    moments: list[Moment]
+
+    def windows(self) -> list[tuple[Published, str, float]]:
+        """Return each version, its name, and the time at which the next one was trained."""
+        versions = self.figures.versions
+        ends = [each.trained for each in versions[1:]] + [float("inf")]
+        return [(v, _name(v, v is versions[-1]), end) for v, end in zip(versions, ends, strict=True)]
+
+
+def _name(published: Published, is_full: bool) -> str:
+    kind = "full version" if is_full else f"delta {published.version.step}"
+    return f"{kind}, {kv_of(published.version)}"
 
 
 def _size(run: RunDir, version: WeightVersion) -> int:
@@ -92,9 +88,12 @@ def _size(run: RunDir, version: WeightVersion) -> int:
     return sum(info.size for info in manifest.files.values())
 
 
-def _reload(traffic: Traffic, folder: Path) -> tuple[float, float]:
-    """Let vLLM reload a folder by itself, as it would be used without this project."""
-    began = time.time()
+def _reload(traffic: Traffic, folder: Path) -> tuple[float, float, float]:
+    """Let vLLM reload a folder by itself, as it would be used without this project.
+
+    Return when that began, when its weights were loaded, and when it had ended.
+    """
+    moments = [time.time()]
     calls: list[tuple[str, dict[str, object]]] = [
         ("/pause?mode=keep&clear_cache=true", {}),
         ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}),
@@ -105,12 +104,11 @@ def _reload(traffic: Traffic, folder: Path) -> tuple[float, float]:
         headers = {"Authorization": f"Bearer {traffic.token}", "Content-Type": "application/json"}
         request = urllib.request.Request(traffic.url + path, msgspec.json.encode(body), headers)
         with urllib.request.urlopen(request, timeout=300.0):
-            pass
-    time.sleep(0.5)
-    return traffic.swap(began, None)
+            moments.append(time.time())
+    return moments[0], moments[2], moments[-1]
 
 
-def measure(plan: HopPlan, folder: Path) -> tuple[HopFigures, dict[str, HopRow]]:
+def measure(plan: HopPlan, folder: Path, load: Load) -> Measured:
     """Run both sides, and return what was found; raise EngineError when a side failed."""
     run, out, path = RunDir(Path(plan.run)), folder / "found.json", folder / "plan.json"
     path.write_bytes(msgspec.json.encode(plan))
@@ -118,7 +116,7 @@ def measure(plan: HopPlan, folder: Path) -> tuple[HopFigures, dict[str, HopRow]]
     words = ("learner", str(path), str(out))
     with (
         _Engine(plan, path, folder / "engine.log") as engine,
-        ThreadPoolExecutor(CLIENTS + 1) as pool,
+        ThreadPoolExecutor(PROBES + load.clients + 1) as pool,
         _stopped_by_errors(run),
     ):
         learner = pool.submit(run_ranks, 1, "hpc_swe.benchmarks.hop", words, plan.timeout_s, gpu=on_gpu)
@@ -126,17 +124,20 @@ def measure(plan: HopPlan, folder: Path) -> tuple[HopFigures, dict[str, HopRow]]
         engine.start()
         _await(lambda: serving(run) is not None, learner, engine)
         url = await_version(run, FIRST, plan.timeout_s).url
-        traffic = Traffic(plugins.load("engines", plan.engine), url, run.token.read_text())
-        clients = [pool.submit(traffic.ask, seed) for seed in range(CLIENTS)]
+        traffic = Traffic(plugins.load("engines", plan.engine), url, run.token.read_text(), load)
+        clients = [pool.submit(traffic.probe, seed) for seed in range(PROBES)]
+        clients += [pool.submit(traffic.work, PROBES + seed) for seed in range(load.clients)]
         try:
             _await(out.exists, learner, engine, clients)
-            found = msgspec.json.decode(out.read_bytes(), type=HopFigures)
-            rows = _rows(run, traffic, found)
+            figures = msgspec.json.decode(out.read_bytes(), type=HopFigures)
+            time.sleep(2 * plan.settle_s)  # answers of the last version
+            found = Measured(figures, {}, engine.moments())
+            found.rows.update(_rows(run, traffic, found, plan.settle_s))
         finally:
             traffic.is_over.set()
         for client in clients:
             client.result()
-    return found, rows
+    return found
 
 
 @contextmanager
@@ -155,8 +156,10 @@ def _await(
     engine: "_Engine",
     clients: Sequence["Future[None]"] = (),
 ) -> None:
-    """Wait; raise EngineError when one of the sides, or a client, has ended with an error."""
+    """Wait; raise EngineError when one of the sides, or a client, has failed, or the engine refused weights."""
     while not is_done():
+        if refusal := stages.failure(engine.moments()):
+            raise EngineError(refusal)
         for client in clients:
             if client.done():
                 client.result()
@@ -165,29 +168,59 @@ def _await(
                 f"the learner's side failed: {failure}; the engine's side: {engine.last_lines()}"
             )
         engine.require_alive()
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
-def _rows(run: RunDir, traffic: Traffic, found: HopFigures) -> dict[str, HopRow]:
-    time.sleep(0.5)  # answers of the last version
+def _rows(run: RunDir, traffic: Traffic, found: Measured, settle_s: float) -> dict[str, HopRow]:
+    """Return the rows of all versions, and of the last one loaded once more by vLLM itself."""
     rows = {}
-    ends = [each.trained for each in found.versions[1:]] + [time.time()]
-    everything = traffic.answers
-    for each, end in zip(found.versions, ends, strict=True):
-        traffic.answers = [answer for answer in everything if answer[0] < end]
-        first, gap = traffic.swap(each.trained, each.version)
-        is_full = each is found.versions[-1]
-        name = "full version" if is_full else f"delta {each.version.step}"
-        rows[name] = HopRow(first, each.published - each.trained, gap, _size(run, each.version))
-    traffic.answers = everything
-    last = found.versions[-1]
+    for published, name, until in found.windows():
+        ends = stages.of_version(found.moments, published.trained, until)
+        stops = [ends[word] for word in ("paused", "swapped", "resumed")]
+        rows[name] = _row(
+            traffic,
+            [published.trained, *stops, min(until, time.time())],
+            published.published - published.trained,
+            _size(run, published.version),
+            before_s=0.0,
+            clears=kv_of(published.version) == "recompute",
+        )
+    last = found.figures.versions[-1]
     for _ in range(RELOADS):  # the first one also warms up what the engine has not used yet
-        traffic.answers.clear()
-        time.sleep(0.5)
-        first, gap = _reload(traffic, run.weight(last.version))
-    written = last.published - last.trained
-    rows["reload_weights of vLLM"] = HopRow(written + first, written, gap, _size(run, last.version))
+        time.sleep(settle_s)
+        began, loaded, resumed = _reload(traffic, run.weight(last.version))
+        time.sleep(2 * settle_s)
+        times = [began, began, loaded, resumed, time.time()]
+        written_s, size = last.published - last.trained, _size(run, last.version)
+        row = _row(traffic, times, written_s, size, before_s=written_s, clears=True)
+        rows["reload_weights of vLLM"] = row
     return rows
+
+
+def _row(
+    traffic: Traffic,
+    times: Sequence[float],
+    published_s: float,
+    written: int,
+    *,
+    before_s: float,
+    clears: bool,
+) -> HopRow:
+    """Return the figures of one change of weights.
+
+    `times` are when it began, when requests were paused, when the weights were loaded, when requests went on,
+    and when the next change began. `before_s` seconds passed before it began.
+    """
+    began, paused, loaded, resumed, end = times
+    lost, tokens = traffic.cost(paused, resumed)
+    return HopRow(
+        before_s + traffic.first_after(loaded) - began,
+        published_s,
+        traffic.longest_gap(began, end),
+        lost,
+        tokens if clears else 0.0,
+        written,
+    )
 
 
 class _Engine:
@@ -215,6 +248,10 @@ class _Engine:
         if self._process is not None and self._process.poll() is not None:
             raise EngineError(f"the engine's side ended: {self.last_lines()}")
 
+    def moments(self) -> list[Moment]:
+        """Return what both sides have logged."""
+        return stages.read(*(self._log.with_name(f"{side}.moments") for side in ("learner", "engine")))
+
     def last_lines(self) -> str:
         """Return the last lines of the supervisor and of vLLM."""
         logs = [self._log, *RunDir(Path(self._plan.run)).logs("inference").glob("*.log")]
@@ -230,21 +267,35 @@ class _Engine:
 
 
 def table(rows: dict[str, HopRow], whole: int) -> Table:
-    """Return the table; the mean of the deltas, which leaves out the first, stands in a row of its own."""
+    """Return the table; means of the deltas, which leave out the first, stand in rows of their own."""
     shown = dict(rows)
-    deltas = [row for name, row in rows.items() if name.startswith("delta")][1:]
-    if deltas:
-        shown["mean of deltas after the first"] = HopRow(
-            fmean(row.first_s for row in deltas),
-            fmean(row.published_s for row in deltas),
-            fmean(row.pause_s for row in deltas),
-            round(fmean(row.written for row in deltas)),
-        )
-    found = tables.table(("new weights by",), COLUMNS)
+    deltas = {name: row for name, row in list(rows.items())[1:] if name.startswith("delta")}
+    for kv in ("recompute", "keep"):
+        if found := [row for name, row in deltas.items() if name.endswith(kv)]:
+            shown[f"mean of later deltas, {kv}"] = _mean(found)
+    empty = tables.table(("new weights by",), COLUMNS)
     for name, row in shown.items():
-        seconds = (f"{value:.3f}" for value in (row.first_s, row.published_s, row.pause_s))
-        found.add_row(name, *seconds, f"{row.written / GB:.3f}", f"{100 * row.written / whole:.2f}")
-    return found
+        seconds = (f"{value:.3f}" for value in (row.first_s, row.published_s, row.pause_s, row.lost_s))
+        bytes_written = f"{row.written / GB:.3f}", f"{100 * row.written / whole:.2f}"
+        empty.add_row(name, *seconds, f"{row.tokens:.0f}", *bytes_written)
+    return empty
+
+
+def _mean(rows: Sequence[HopRow]) -> HopRow:
+    columns = zip(*(msgspec.structs.astuple(row) for row in rows), strict=True)
+    *means, written = (fmean(column) for column in columns)
+    return HopRow(*means, round(written))
+
+
+def _stages(found: Measured) -> Table:
+    ends, workers, starts = {}, {}, {}
+    for published, name, until in found.windows():
+        short, starts_at = name.replace("version, ", ""), published.trained
+        ends[short] = stages.of_version(found.moments, starts_at, until)
+        ends[short]["first token"] = starts_at + found.rows[name].first_s
+        workers[short] = stages.of_workers(found.moments, starts_at, until)
+        starts[short] = starts_at
+    return stages.table(ends, workers, starts)
 
 
 def _tables(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -256,7 +307,7 @@ def _tables(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     }
     if device == "cpu":
         found["policy"] |= {"delta_base": "host"}
-        found["engine"] |= {"enforce_eager": True, "kv_cache_bytes": 1 << 27}
+        found["engine"] |= {"enforce_eager": True, "kv_cache_bytes": 1 << 27, "max_model_len": 256}
     for word in words:
         _, tree = config.parse_override(word)
         if tree.keys() - found.keys():
@@ -289,7 +340,7 @@ def main() -> None:
     parser.add_argument("--deltas", type=int, default=4, help="versions that are deltas")
     parser.add_argument("--lr", type=float, default=1e-6, help="learning rate")
     parser.add_argument(
-        "--settle-s", type=float, default=1.0, help="seconds between a swap and the next step"
+        "--settle-s", type=float, default=2.0, help="seconds between a swap and the next step"
     )
     parser.add_argument("--timeout-s", type=float, default=280.0, help="limit of the whole benchmark")
     parser.add_argument(
@@ -318,11 +369,11 @@ def _print(arguments: argparse.Namespace) -> None:
             settle_s=arguments.settle_s,
             timeout_s=arguments.timeout_s,
         )
-        found, rows = measure(plan, folder)
+        found = measure(plan, folder, GPU_LOAD if policy["device"] == "gpu" else CPU_LOAD)
         whole = _size(run, FIRST)
-    tables.say(limits.describe(found.rates))
-    tables.say(f"one thread writes {found.disk_bytes / GB:.1f} GB/s into {folder.parent}")
-    tables.show(tables.console, table(rows, whole))
+    tables.say(limits.describe(found.figures.rates))
+    tables.say(f"one thread writes {found.figures.disk_bytes / GB:.1f} GB/s into {folder.parent}")
+    tables.show(tables.console, table(found.rows, whole), _stages(found))
 
 
 if __name__ == "__main__":

@@ -115,6 +115,12 @@ class Stagings(Struct):
     results: list[Staging]
 
 
+class Seconds(Struct):
+    """Hold the seconds of each part of an update, by worker."""
+
+    results: list[dict[str, float]]
+
+
 class CacheReset(Struct):
     """Hold the answer of /reset_prefix_cache."""
 

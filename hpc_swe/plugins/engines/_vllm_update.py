@@ -64,6 +64,11 @@ class UpdateRoutes:
             self.call("/resume")
         log.debug("resumed")
 
+    def seconds(self) -> bytes:
+        """Return what each worker says about the parts of its last update, as a list in JSON."""
+        data = self.call("/collective_rpc", {"method": "update_seconds"})
+        return msgspec.json.encode(_answers.decode(_answers.Seconds, self.url, data).results)
+
     def _start(self) -> None:
         try:
             self.call("/start_weight_update")

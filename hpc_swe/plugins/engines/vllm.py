@@ -6,6 +6,7 @@ answers (0.26 stamps no versions and writes ids as "token_id:7"); `_answers` rea
 answer itself.
 """
 
+import logging
 import math
 import shutil
 import sys
@@ -33,6 +34,8 @@ ANSWER_TIMEOUT_S = 60.0
 SLOWEST_TOKENS_PER_S = 0.5
 """Slowest rate of one completion, queueing included; an engine that is slower has lost the request."""
 GREEDY = Sampling(temperature=0.0, max_tokens=1)
+
+log = logging.getLogger(__name__)
 
 
 class Vllm(Plugin, frozen=True, kw_only=True):
@@ -210,6 +213,9 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             with _vllm_update.ends_engine(f"{url}: the weights before {version.name} are not back"):
                 routes.swap({"path": ""}, before)
             raise
+        log.debug("probed %s", version.name)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("workers %s", routes.seconds().decode())
 
     def generate(
         self,

@@ -241,11 +241,13 @@ class Supervisor:
 
     def _update(self, served: ServedEngine, newest: WeightVersion, monitor: LivenessMonitor) -> None:
         began = time.monotonic()
+        log.debug("found %s", newest.name)
         self.lease.publish(reading=newest.name)
         try:
             verify = partial(self._verify, newest)
             wanted = self._run_watched(verify, served.require_serving, monitor.require_alive)
             verified = time.monotonic()
+            log.debug("verified %s", newest.name)
             self.lease.publish(state="updating", versions=[self._serving.version, newest])
             self._run_watched(partial(served.update, wanted), served.require_starting)  # no answers meanwhile
             monitor.reset()

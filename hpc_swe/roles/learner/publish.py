@@ -93,12 +93,16 @@ class Publisher:
         parent, self._parent = self._parent if carrier == "delta" else None, None  # should this one fail
         with self._stage(self._run.weight(version)) as (stage, final):
             parts = self._export(stage, carrier)
+            files = self._describe(stage)
+            log.debug("described %s", version.name)
+            probe = self._probe()
+            log.debug("scored %s", version.name)
             manifest = WeightManifest(
                 writer=self._writer,
-                files=self._describe(stage),
+                files=files,
                 version=version,
                 tensors={name: tensor for part in parts for name, tensor in part.items()},
-                probe=self._probe(),
+                probe=probe,
                 parent=parent,
             )
             on_rank_zero(self._ranks, lambda: folders.commit(stage, final, manifest))

@@ -6,6 +6,7 @@ each rank keeps the values of its share: `NAME:codes` and `NAME:others` are thos
 """
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ from hpc_swe.store import atomic
 FILE_BYTES = 1 << 30
 FILES = 16
 """Most files of one rank: threads write and verify them side by side."""
+
+log = logging.getLogger(__name__)
 
 
 class Exporter:
@@ -52,6 +55,7 @@ class Exporter:
     def write(self, folder: Path, carrier: Carrier = "full") -> dict[str, TensorInfo]:
         """Write this rank's files; no rank waits for the writing of another, which may have failed."""
         self._require_finite()
+        log.debug("checked")
         if carrier == "full":
             self._kept = {}
         files = self._open(folder, "delta" if carrier == "delta" else "model")
@@ -62,9 +66,11 @@ class Exporter:
             else:
                 self._add_whole(files, name, tensor, keep=carrier == "base")
             infos[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        log.debug("encoded")
         shares = self._ranks.gather((files.where, files.size))
         with atomic.storage(folder):
             files.finish()
+        log.debug("written")
         if self._ranks.rank == 0 and carrier != "delta":
             with atomic.storage(folder):
                 self._write_index(folder, shares)
