@@ -33,7 +33,7 @@ from hpc_swe.benchmarks.stages import Moment
 from hpc_swe.benchmarks.traffic import PROBES, Load, Traffic
 from hpc_swe.errors import ConfigError, EngineError
 from hpc_swe.processes import die_with_parent
-from hpc_swe.records import Record, WeightManifest, WeightVersion
+from hpc_swe.records import WeightManifest, WeightVersion
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import folders
 
@@ -50,7 +50,8 @@ GPU_LOAD = Load(clients=8, prompt=2000, answer=200)
 CPU_LOAD = Load(clients=2, prompt=64, answer=32)
 
 
-class HopRow(Record, frozen=True):
+@dataclass(frozen=True)
+class HopRow:
     """Hold the figures of one way to new weights."""
 
     first_s: float
@@ -156,7 +157,7 @@ def _await(
     engine: "_Engine",
     clients: Sequence["Future[None]"] = (),
 ) -> None:
-    """Wait; raise EngineError when one of the sides, or a client, has failed, or the engine refused weights."""
+    """Wait; raise EngineError when a side or a client has failed, or the engine refused a version."""
     while not is_done():
         if refusal := stages.failure(engine.moments()):
             raise EngineError(refusal)
@@ -282,9 +283,17 @@ def table(rows: dict[str, HopRow], whole: int) -> Table:
 
 
 def _mean(rows: Sequence[HopRow]) -> HopRow:
-    columns = zip(*(msgspec.structs.astuple(row) for row in rows), strict=True)
-    *means, written = (fmean(column) for column in columns)
-    return HopRow(*means, round(written))
+    def mean(values: Callable[[HopRow], float]) -> float:
+        return fmean(map(values, rows))
+
+    return HopRow(
+        first_s=mean(lambda row: row.first_s),
+        published_s=mean(lambda row: row.published_s),
+        pause_s=mean(lambda row: row.pause_s),
+        lost_s=mean(lambda row: row.lost_s),
+        tokens=mean(lambda row: row.tokens),
+        written=round(mean(lambda row: row.written)),
+    )
 
 
 def _stages(found: Measured) -> Table:

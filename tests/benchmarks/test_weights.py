@@ -40,11 +40,14 @@ def test_an_engine_takes_deltas_and_full_versions_while_it_answers(tmp_path):
     rows = {
         match[1]: [float(word) for word in match[2].split()]
         for line in done.stdout.splitlines()
-        if (match := re.match(r"(delta \d|full version|reload_weights of vLLM) +([\d. ]+)$", line))
+        if (match := re.match(r"(delta \d|full version|reload_weights of vLLM)[a-z ,]* +([-\d. ]+)$", line))
     }
     assert rows.keys() == {"delta 1", "delta 2", "full version", "reload_weights of vLLM"}
-    assert rows["delta 2"][4] < 20 < 99 < rows["full version"][4]
-    assert all(first >= pause > 0 for first, _, pause, *_ in rows.values())
+    assert rows["delta 2"][6] < 20 < 99 < rows["full version"][6]
+    assert all(first > 0 < pause for first, _, pause, *_ in rows.values())
+    assert rows["delta 2"][4] == 0, "keep computes nothing again"
+    spent = re.findall(r"^(?:learner|engine|clients): .*?  +(\d+) +(\d+) +(\d+)$", done.stdout, re.MULTILINE)
+    assert len(spent) == 15, "every stage of every version has its time"
     log = (folder / "engine.log").read_text()
     assert "updated to v000003-i01" in log
     assert "refused" not in log
