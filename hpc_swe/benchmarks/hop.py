@@ -17,7 +17,6 @@ from hpc_swe.benchmarks import stages
 from hpc_swe.benchmarks.limits import Rates, measure_limits
 from hpc_swe.errors import ConfigError, DeadlineError
 from hpc_swe.plugins.engines.base import Weights
-from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies.base import SteppedPolicy
 from hpc_swe.records import Node, Record, WeightVersion
@@ -34,11 +33,18 @@ WRITTEN = 1 << 28
 FIRST = WeightVersion(incarnation=1)
 
 
-class Alternating(Vllm, frozen=True, kw_only=True):
-    """Discard cached keys and values when versions of odd steps are loaded, and keep them at the others."""
+class Alternating:
+    """Be an engine that discards cached keys and values at versions of odd steps, and else keeps them."""
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        self._table, self._engine = table, plugins.load("engines", table)
 
     def reload(self, url: str, token: str, weights: Weights) -> None:
-        Vllm.reload(msgspec.structs.replace(self, kv_on_update=kv_of(weights.version)), url, token, weights)
+        engine = plugins.load("engines", self._table | {"kv_on_update": kv_of(weights.version)})
+        engine.reload(url, token, weights)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
 
 def kv_of(version: WeightVersion) -> str:
@@ -141,7 +147,7 @@ def serve(plan: HopPlan) -> None:
         Supervisor(
             run=run,
             lease=lease,
-            engine=plugins.load("engines", plan.engine),
+            engine=Alternating(plan.engine),
             config=InferenceConfig(poll_s=0.02, max_restarts=0, start_timeout_s=plan.timeout_s),
             leases=leases,
             model=run.weight(FIRST),

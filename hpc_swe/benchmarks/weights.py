@@ -41,7 +41,7 @@ GB = 1e9
 COLUMNS = ("first token s", "published s", "pause s", "lost s", "tokens again", "GB written", "% of all")
 RELOADS = 2
 ENGINE = {
-    "type": "hpc_swe.benchmarks.hop:Alternating",
+    "type": "vllm",
     "max_num_seqs": 32,
     "max_model_len": 4096,
     "dtype": "auto",
