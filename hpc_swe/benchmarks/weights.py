@@ -65,7 +65,7 @@ class HopRow:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredHops:
     """Hold all that the benchmark shows."""
 
     figures: HopFigures
@@ -109,7 +109,7 @@ def _reload(traffic: Traffic, folder: Path) -> tuple[float, float, float]:
     return moments[0], moments[2], moments[-1]
 
 
-def measure(plan: HopPlan, folder: Path, load: Load) -> Measured:
+def measure(plan: HopPlan, folder: Path, load: Load) -> MeasuredHops:
     """Run both sides, and return what was found; raise EngineError when a side failed."""
     run, out, path = RunDir(Path(plan.run)), folder / "found.json", folder / "plan.json"
     path.write_bytes(msgspec.json.encode(plan))
@@ -132,7 +132,7 @@ def measure(plan: HopPlan, folder: Path, load: Load) -> Measured:
             _await(out.exists, learner, engine, clients)
             figures = msgspec.json.decode(out.read_bytes(), type=HopFigures)
             time.sleep(2 * plan.settle_s)  # answers of the last version
-            found = Measured(figures, {}, engine.moments())
+            found = MeasuredHops(figures, {}, engine.moments())
             found.rows.update(_rows(run, traffic, found, plan.settle_s))
         finally:
             traffic.is_over.set()
@@ -172,7 +172,7 @@ def _await(
         time.sleep(0.05)
 
 
-def _rows(run: RunDir, traffic: Traffic, found: Measured, settle_s: float) -> dict[str, HopRow]:
+def _rows(run: RunDir, traffic: Traffic, found: MeasuredHops, settle_s: float) -> dict[str, HopRow]:
     """Return the rows of all versions, and of the last one loaded once more by vLLM itself."""
     rows = {}
     for published, name, until in found.windows():
@@ -296,7 +296,7 @@ def _mean(rows: Sequence[HopRow]) -> HopRow:
     )
 
 
-def _stages(found: Measured) -> Table:
+def _stages(found: MeasuredHops) -> Table:
     ends, workers, starts = {}, {}, {}
     for published, name, until in found.windows():
         short, starts_at = name.replace("version, ", ""), published.trained

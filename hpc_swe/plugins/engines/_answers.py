@@ -115,7 +115,7 @@ class Stagings(Struct):
     results: list[Staging]
 
 
-class Seconds(Struct):
+class UpdateSeconds(Struct):
     """Hold the seconds of each part of an update, by worker."""
 
     results: list[dict[str, float]]

@@ -67,7 +67,7 @@ class UpdateRoutes:
     def seconds(self) -> bytes:
         """Return what each worker says about the parts of its last update, as a list in JSON."""
         data = self.call("/collective_rpc", {"method": "update_seconds"})
-        return msgspec.json.encode(_answers.decode(_answers.Seconds, self.url, data).results)
+        return msgspec.json.encode(_answers.decode(_answers.UpdateSeconds, self.url, data).results)
 
     def _start(self) -> None:
         try:
