@@ -3,8 +3,9 @@
 It reads the metrics of runs that have trained, for example one with `groups.max_staleness` 0, an
 asynchronous one and a hybrid one of the same tasks and model, and prints them side by side over equally many
 samples. A sample is an episode that a batch has consumed, trained or not. The first step of each run is left
-out, because it waits for engines to start. How long engines and GPUs were idle is known where
-`benchmarks.watch` has watched the runs.
+out, because it waits for engines to start. So are as many more as `groups.max_staleness` says, whose batches
+were sampled meanwhile, and as many last ones, because nothing is sampled any more while they are trained. How
+long engines and GPUs were idle is known where `benchmarks.watch` has watched the runs.
 """
 
 import math
@@ -38,6 +39,7 @@ class Step:
     values: Mapping[str, float]
     end: float = 0.0
     """When the step ended, in seconds since 1970."""
+    number: int = 0
 
     @property
     def samples(self) -> float:
@@ -59,7 +61,7 @@ def steps_of(lines: Sequence[MetricLine]) -> list[Step]:
             ends[line.step] = line.time
     order = sorted(ends)
     return [
-        Step(max(0.0, ends[step] - ends[before]), values[step], ends[step])
+        Step(max(0.0, ends[step] - ends[before]), values[step], ends[step], step)
         for before, step in zip(order, order[1:], strict=False)
     ]
 
@@ -190,9 +192,10 @@ def read(folder: Path) -> Loop:
     run = RunDir(folder)
     config = existing.load(run)
     lines = [line for path in sorted(run.metrics.glob("*.jsonl")) for line in decode(path.read_bytes())[0]]
-    steps = steps_of(lines)
+    ahead = config.groups.max_staleness
+    steps = [step for step in steps_of(lines)[ahead:] if step.number < config.steps - ahead]
     if not sum(step.samples for step in steps):
-        raise ConfigError(f"{folder}: the learner has not ended two steps with episodes; nothing to compare")
+        raise ConfigError(f"{folder}: the learner has ended too few steps with episodes; nothing to compare")
     held_out: dict[str, dict[int, float]] = {}
     for line in lines:
         for name, value in line.values.items():

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from hpc_swe.benchmarks import watch
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.plugins.agents.tool_agent import ToolAgent
 from hpc_swe.plugins.engines import _http
@@ -26,11 +27,14 @@ from hpc_swe.store import atomic
 from tests.kit.checkout import ROOT
 from tests.kit.engine_kit import CPU, TOKEN, require_exact, serving
 from tests.kit.stage import V1, Company, company
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.slow
 
 
-ENGINE = msgspec.structs.replace(CPU, max_model_len=1024, max_num_seqs=8)
+ENGINE = msgspec.structs.replace(
+    CPU, max_model_len=1024, max_num_seqs=8, extra=["--enable-server-load-tracking"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +97,23 @@ def test_a_generation_that_vllm_aborts_goes_on(real: Company, url: str) -> None:
     for turn in recorder.close("over"):
         assert turn.finish_reason in ("stop", "length")
         require_exact(ENGINE, url, [turn], V1)
+
+
+def test_the_watch_counts_the_requests_of_an_engine(real: Company) -> None:
+    real.run.token.write_text(TOKEN)
+    (idle,) = watch.engines(real.run)
+    assert (idle.engine, idle.requests) == ("a", 0)
+    request = RolloutRequest(group_id=0, index=0, task_id="t", seed=0, sampling=Sampling(max_tokens=400))
+    seen = threading.Event()
+
+    def ask() -> None:
+        while not seen.is_set():
+            real.means.recorder(request)([Message(role="user", content="Count.")])
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        until(lambda: [look.requests for look in watch.engines(real.run)] == [1])
+    finally:
+        seen.set()
+        thread.join()
