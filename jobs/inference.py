@@ -3,10 +3,9 @@
 import os
 from pathlib import Path
 
-from hpc_swe import job_counts
+from hpc_swe import gpu_turns, job_counts
 from hpc_swe.gpu_turns import EngineTurn
 from hpc_swe.plugins.executors.base import own_address
-from hpc_swe.processes import MEETING
 from hpc_swe.roles.inference.supervisor import Supervisor
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
@@ -29,7 +28,8 @@ def work(run: RunDir, config: RunConfig) -> None:
 
 
 def _turn(config: RunConfig) -> EngineTurn:
-    return EngineTurn(Path(os.environ[MEETING]), job_counts.processes("learner", config))
+    ranks = job_counts.processes("learner", config)
+    return EngineTurn(Path(os.environ[gpu_turns.FOLDER]), ranks, int(os.environ["LOCAL_RANK"]))
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpc_swe import job_counts
+from hpc_swe import gpu_turns, job_counts
 from hpc_swe.errors import HpcSweError, StorageError
 from hpc_swe.gpu_turns import LearnerTurn
 from hpc_swe.metrics import Log
-from hpc_swe.processes import MEETING, Flag
+from hpc_swe.processes import Flag
 from hpc_swe.roles.learner.batch_source import BatchSource
 from hpc_swe.roles.learner.loop import LearnerPlan, OnStep, learn
 from hpc_swe.roles.learner.loss import PolicyObjective
@@ -33,7 +33,10 @@ def work(run: RunDir, config: RunConfig) -> None:
     table = config.learner
     objective = PolicyObjective(table.loss)
     reference = Path(config.reference or config.model) if objective.needs_reference else None
-    turn = _take_turn(config)
+    turn = _turn(config)
+    if turn is not None and not turn.take(interrupted.is_set):
+        log.info("ending on a signal, before the engines gave the GPUs")
+        return
     with _reporting(run, config) as (writer, on_step):
         learner = config.policy.build(Path(config.model), table.optimizer, reference)
         kept = (config.eval.every, config.retention.keep_every)
@@ -55,14 +58,12 @@ def work(run: RunDir, config: RunConfig) -> None:
         learner.close()
 
 
-def _take_turn(config: RunConfig) -> LearnerTurn | None:
-    """Take this rank's turn on its GPU, where engines use it, too."""
+def _turn(config: RunConfig) -> LearnerTurn | None:
+    """Return this rank's turn on its GPU, where engines use it, too."""
     if not job_counts.is_hybrid(config):
         return None
-    place, rank = Path(os.environ[MEETING]), int(os.environ["LOCAL_RANK"])
-    turn = LearnerTurn(place, rank, 2 * config.inference.start_timeout_s)
-    turn.take()
-    return turn
+    folder, rank = Path(os.environ[gpu_turns.FOLDER]), int(os.environ["LOCAL_RANK"])
+    return LearnerTurn(folder, rank, 2 * config.inference.start_timeout_s)
 
 
 @contextmanager

@@ -19,11 +19,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from hpc_swe import cli, gpus, job_counts, scratch
+from hpc_swe import cli, gpu_turns, gpus, job_counts, scratch
 from hpc_swe.errors import HpcSweError, NodeError, StorageError, StuckRun
 from hpc_swe.plugins.executors.base import own_address, own_job_id
 from hpc_swe.processes import MEETING, Flag, die_with_parent, free_port, start_time
@@ -31,7 +32,7 @@ from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import existing
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import atomic, orders, submissions
+from hpc_swe.store import atomic, orders, submissions, weights
 from hpc_swe.store.submissions import Started
 from jobs import heartbeat, stacks
 from jobs.supervision import VerdictReader
@@ -80,7 +81,11 @@ class Gang:
         """It is set once a signal has asked the gang to end."""
         self.is_warned = False
         self.lasting = 0
-        """So many of the last commands go on when the others are done: engines that share their GPUs."""
+        """So many of the last commands are engines that share the GPUs of the others."""
+        self.may_last: Callable[[], bool] = lambda: True
+        """Tells whether the engines go on when the others are done; they end, too, if it returns False."""
+        self._is_trained = False
+        """The others are done, so that only the engines are started again."""
 
     def start(self) -> None:
         """Start all ranks; those of one node meet in a folder, others at a port of the job's first node."""
@@ -95,6 +100,8 @@ class Gang:
             return
         size = len(self._commands) - self.lasting
         for rank, command in enumerate(self._commands):
+            if rank < size and self._is_trained:
+                continue
             ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
             ranks |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
             self._spawn(command, meeting | ranks)
@@ -115,8 +122,9 @@ class Gang:
                 log.error("%s; ending all", frozen)
                 self._end()
                 return FROZEN
-            if codes[0] == 0 and None in codes[: len(codes) - self.lasting]:  # ranks have lost their leader
-                self._until = min(self._until, time.monotonic() + GRACE_S)
+            if not self._goes_on(codes):
+                self._end()
+                return 0
             if time.monotonic() > self._until:
                 log.warning("not done in time; ending")
                 self._end()
@@ -126,6 +134,21 @@ class Gang:
                 self._end()
                 return 0
             time.sleep(0.1)
+
+    def _goes_on(self, codes: Sequence[int | None]) -> bool:
+        """Return whether the children go on of which some are done; ranks without a leader get a deadline.
+
+        Engines go on alone once training is over, but not beside a learner that ended for another reason.
+        """
+        leading = codes[: len(codes) - self.lasting]
+        if None in leading:
+            if codes[0] == 0:
+                self._until = min(self._until, time.monotonic() + GRACE_S)
+            return True
+        self._is_trained = self._is_trained or self.may_last()
+        if not self._is_trained:
+            log.warning("the learner ended before the last step, so its engines end, too")
+        return self._is_trained
 
     def _obey(self, living: Sequence[int]) -> int:
         """End the children if a verdict names one, or if they outlive the run; return the code, else 0."""
@@ -284,14 +307,14 @@ def _work(arguments: argparse.Namespace, run: RunDir, config: RunConfig) -> int:
         return 0
     verdicts = VerdictReader(run, role, config, nodes() == 1)
     gang = Gang(commands(run, role, config), arguments.bound_to, arguments.notice, run.meetings, verdicts)
-    gang.lasting = job_counts.engines_beside(role, config) if job_counts.is_hybrid(config) else 0
     for signalled in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(signalled, gang.forward)
     began = time.monotonic()
     _report(arguments, run, -1.0, 0)
     try:
         _require_gpus(role, config)
-        code = supervise(gang, run, config.max_restarts)
+        with _sharing(gang, run, role, config):
+            code = supervise(gang, run, config.max_restarts)
     except NodeError as error:
         log.error("%s", error)
         code = error.exit_code
@@ -299,6 +322,26 @@ def _work(arguments: argparse.Namespace, run: RunDir, config: RunConfig) -> int:
     if gang.is_warned and not orders.active(run):
         config.executor.requeue()
     return code
+
+
+@contextmanager
+def _sharing(gang: Gang, run: RunDir, role: str, config: RunConfig) -> Iterator[None]:
+    """Let the engines of a hybrid job take turns with its learner; their locks outlast each start."""
+    if not job_counts.is_hybrid(config) or role != "learner":
+        yield
+        return
+
+    def is_trained() -> bool:
+        newest = weights.newest(run)
+        return bool(orders.active(run)) or (newest is not None and newest.step >= config.steps)
+
+    gang.lasting, gang.may_last = job_counts.engines_beside(role, config), is_trained
+    folder = scratch.make()
+    os.environ[gpu_turns.FOLDER] = str(folder)
+    try:
+        yield
+    finally:
+        scratch.remove(folder)
 
 
 def _require_gpus(role: str, config: RunConfig) -> None:

@@ -22,7 +22,10 @@ LOOK_S = 1.0
 class Child:
     """Run an engine under its guard, in a process group of their own."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], output: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: dict[str, str], output: Path, locks: Sequence[int] = ()
+    ) -> None:
+        """Start the command. Its guard inherits the descriptors `locks`, whose locks it holds to its end."""
         self.output = output
         self._stopped, self._due = StoppedProcesses(), 0.0
         self._folder = scratch.make()  # also removes folders of engines killed together with their guard
@@ -36,6 +39,7 @@ class Child:
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
+                pass_fds=locks,
             )
 
     def require_alive(self) -> None:
