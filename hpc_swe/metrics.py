@@ -107,6 +107,14 @@ METRICS = {
     "ratio/sequence_spread": "gspo: mean of |log| of that ratio; clip wider than rounding makes it",
     "ratio/masked_share": "decoupled: share of tokens outside mask_low .. mask_high",
     "step_seconds/*": "seconds of the learner's step by part",
+    "turn/offload_s": "hybrid: seconds in which the learner moved its state to host memory",
+    "turn/engines_s": "hybrid: seconds for which the engines had the GPUs",
+    "turn/sleep_s": "hybrid: seconds in which the learner waited until the engines slept",
+    "turn/load_s": "hybrid: seconds in which the learner moved its state back",
+    "turn/left_by_learner_gib": "hybrid: GiB of the fullest GPU that all processes used after the learner "
+    "had moved its state and before the engines took the GPUs",
+    "turn/left_by_engines_gib": "hybrid: GiB of it that they used after the engines had gone to sleep and "
+    "before the learner moved its state back: CUDA itself, CUDA graphs, buffers of communication",
     "rate/trained_tokens": "tokens with a loss per second of the learner's whole step, waiting included",
     "rate/sampled_tokens": "sampled tokens of consumed episodes per second since the last batch",
     "spool/*": "messages in a spool, by state, when the batch was published",

@@ -184,11 +184,18 @@ class Learner(Protocol):
     def load(self, folder: Path) -> None:
         """Resume from a checkpoint, which may have been saved at another tensor-parallel size."""
 
-    def release_memory(self) -> None:
-        """Move everything from the GPU to host memory; until `restore_memory` nothing else may be called."""
+    def release_memory(self) -> float | None:
+        """Move everything from the GPU to host memory; until `restore_memory` nothing else may be called.
 
-    def restore_memory(self) -> None:
-        """Undo `release_memory`."""
+        Return how many GiB of this rank's GPU all processes then use; None where that is unknown. Raise
+        NodeError where the host has no room.
+        """
+
+    def restore_memory(self) -> float | None:
+        """Undo `release_memory`; return how many GiB of this rank's GPU all processes used before it.
+
+        Raise NodeError, perhaps on this rank alone, where they leave too little.
+        """
 
     def close(self) -> None:
         """Leave the process group."""

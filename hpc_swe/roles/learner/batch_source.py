@@ -55,7 +55,7 @@ class BatchSource:
         Raise DeadlineError if the coordinator is alive, but has published no batch for `wait_s`.
         """
         until = time.monotonic() + self._pulse_s
-        while (decision := self._read(step)) is None:
+        while (decision := self.look(step)) is None:
             self._check_deadline(step)
             if time.monotonic() >= until:
                 return None
@@ -63,7 +63,8 @@ class BatchSource:
         self._waiting_since = None
         return decision
 
-    def _read(self, step: int) -> Decision:
+    def look(self, step: int) -> Decision:
+        """Return the order or the batch that is there already."""
         active = orders.active(self._run)
         if "STOP" in active:
             return Order.STOP

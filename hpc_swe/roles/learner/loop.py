@@ -11,8 +11,8 @@ All ranks run this loop in lockstep.
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +23,7 @@ from hpc_swe.records import BatchManifest
 from hpc_swe.roles.learner.batch_source import BatchSource, Order, read_batch
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
+from hpc_swe.roles.learner.resting import rest
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import skipped
 
@@ -77,15 +78,14 @@ def learn(
     on_step(learner.step, learner.step, {})
     while learner.step < plan.steps:
         began = time.monotonic()
-        with _resting(learner, plan.turn):
-            decision = _next(learner, source)
+        decision, turn_metrics = _next(learner, source, plan.turn)
         if isinstance(decision, Order):
             log.info("order %s", decision.name)
             if decision is Order.DRAIN:
                 publisher.publish_checkpoint()
             return
         waited = time.monotonic() - began
-        metrics = _validate(run, learner, objective, decision)
+        metrics = turn_metrics | _validate(run, learner, objective, decision)
         read = partial(read_batch, run, decision, run.rank_file(learner.ranks.data_rank))
         metrics |= learner.train(on_all_ranks(learner.ranks, read), objective)
         _enter_skip(run, learner, bool(metrics["policy/skipped"]), plan.max_skipped)
@@ -99,19 +99,6 @@ def learn(
         on_step(learner.step, learner.step - 1, metrics)
     publisher.publish_weights()
     publisher.publish_checkpoint()
-
-
-@contextmanager
-def _resting(learner: Learner, turn: LearnerTurn | None) -> Iterator[None]:
-    """Leave the GPUs to the engines inside the block."""
-    if turn is None:
-        yield
-        return
-    learner.release_memory()
-    turn.give()
-    yield
-    on_all_ranks(learner.ranks, turn.take)
-    learner.restore_memory()
 
 
 def _require_finite(run: RunDir, learner: Learner, limit: int) -> None:
@@ -149,7 +136,21 @@ def _publish_due(step: int, plan: LearnerPlan, publisher: Publisher) -> None:
         publisher.publish_checkpoint()
 
 
-def _next(learner: Learner, source: BatchSource) -> BatchManifest | Order:
+def _next(
+    learner: Learner, source: BatchSource, turn: LearnerTurn | None
+) -> tuple[BatchManifest | Order, dict[str, float]]:
+    """Return the next batch or order, and metrics of the turn that engines had on the GPUs, if they had one.
+
+    The learner keeps its turn while batches are there already.
+    """
+    if turn is None:
+        return _wait(learner, source), {}
+    if decision := on_rank_zero(learner.ranks, lambda: source.look(learner.step)):
+        return decision, {}
+    return rest(learner, turn, lambda: _wait(learner, source))
+
+
+def _wait(learner: Learner, source: BatchSource) -> BatchManifest | Order:
     while True:
         decision = on_rank_zero(learner.ranks, lambda: source.wait(learner.step))
         if decision is not None:

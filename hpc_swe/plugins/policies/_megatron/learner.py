@@ -24,7 +24,7 @@ from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import export, hosted, lora, packing, routing, state, weights
 from hpc_swe.plugins.policies._megatron.compat import cpu_as_cuda
 from hpc_swe.plugins.policies._megatron.model import build_model
-from hpc_swe.plugins.policies._megatron.offload import Offload
+from hpc_swe.plugins.policies._megatron.offload import Offload, used_gib
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
 from hpc_swe.plugins.policies._megatron.pipeline import Outputs, Pass, Stages
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
@@ -111,7 +111,7 @@ class MegatronLearner:
         self._exporter = export.Exporter(
             self.ranks, self._model, shape, model, keep_on_gpu=settings.delta_base == "gpu"
         )
-        self._offload = Offload(self._ddp, self._optimizer, self._exporter.on_device)
+        self._offload = Offload(self._ddp, self._optimizer, self._exporter.on_device, self.ranks)
         self._checkpointer = state.Checkpointer(
             self.ranks, self._model, self._adapters, self._optimizer, self._schedule
         )
@@ -169,11 +169,14 @@ class MegatronLearner:
     def load(self, folder: Path) -> None:
         self.step = self._checkpointer.load(folder)
 
-    def release_memory(self) -> None:
+    def release_memory(self) -> float | None:
         self._offload.release()
+        return used_gib()
 
-    def restore_memory(self) -> None:
+    def restore_memory(self) -> float | None:
+        used = used_gib()
         self._offload.restore()
+        return used
 
     def close(self) -> None:
         self.ranks.close()

@@ -1,6 +1,8 @@
-"""Move what training keeps on the device to host memory and back, for a learner that shares its GPUs."""
+"""Move what training keeps on the GPU to host memory and back, for a learner that shares its GPUs."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,12 +10,30 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from hpc_swe.errors import NodeError
+from hpc_swe.plugins.costs import GIB
+from hpc_swe.plugins.policies._megatron import pinned
+from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
+
+ALIGNED = 512  # bytes; the copy of each storage starts at a multiple of this
+FREED_S = 30.0
+"""Longest wait for memory that other processes have freed, which the driver may give back late."""
+
+
+@dataclass(frozen=True)
+class _Emptied:
+    storage: torch.UntypedStorage
+    size: int
+    host: Tensor | None
+    """Its bytes, uint8 [size]; None for gradients, which become zeros."""
+
 
 class Offload:
     """Empty the storages of weights, gradients and optimizer state, and fill them again.
 
     The tensors stay the same objects: every view of a storage sees it empty, then with its former content.
-    Gradients are not kept, since each step begins with zeros. The host memory is kept for the next time.
+    Gradients are not kept, since each step begins with zeros. The host memory is kept for the next time, in
+    one piece, which is pinned where there is a GPU. What the optimizer keeps in host memory stays there.
     """
 
     def __init__(
@@ -21,40 +41,61 @@ class Offload:
         ddp: DistributedDataParallel,
         optimizer: MegatronOptimizer,
         others: Callable[[], Iterable[Tensor]],
+        ranks: TorchRanks,
     ) -> None:
-        self._ddp, self._optimizer, self._others = ddp, optimizer, others
-        self._host: dict[int, Tensor] = {}
-        """Address of a storage's record -> its bytes, uint8, in pinned memory where there is a GPU."""
-        self._emptied: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+        self._ddp, self._optimizer, self._others, self._ranks = ddp, optimizer, others, ranks
+        self._is_checked = False
+        """Whether all ranks have found room in host memory."""
+        self._host = torch.empty(0, dtype=torch.uint8)
+        self._emptied: list[_Emptied] = []
 
     def release(self) -> None:
-        """Free the device's memory; until `restore` nothing may be computed."""
+        """Free the GPU's memory; until `restore` nothing may be computed. All ranks must call this together.
+
+        Raise NodeError where the host refuses the memory.
+        """
         kept = _storages(self._states())
         gradients = _storages(self._gradients())
-        for key, storage in kept.items():
-            if key not in self._host or self._host[key].nbytes != storage.nbytes():
-                is_gpu = storage.device.type == "cuda"
-                self._host[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_gpu)
-            self._host[key].copy_(_bytes(storage), non_blocking=True)
+        gradients = {key: storage for key, storage in gradients.items() if key not in kept}
+        self._make_room(sum(_aligned(storage.nbytes()) for storage in kept.values()))
+        start = 0
+        for storage in kept.values():
+            host = self._host[start : start + storage.nbytes()]
+            host.copy_(_bytes(storage), non_blocking=True)
+            self._emptied.append(_Emptied(storage, storage.nbytes(), host))
+            start += _aligned(storage.nbytes())
+        self._emptied += [_Emptied(each, each.nbytes(), None) for each in gradients.values()]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        for key, storage in (gradients | kept).items():
-            self._emptied.append((storage, storage.nbytes(), self._host[key] if key in kept else None))
-            storage.resize_(0)
+        for each in self._emptied:
+            each.storage.resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
-        """Fill the storages again; without a `release` before it, do nothing."""
-        for storage, size, host in self._emptied:
-            storage.resize_(size)
-            if host is None:
-                _bytes(storage).zero_()
+        """Fill the storages again; without a `release` before it, do nothing.
+
+        Raise NodeError if other processes leave too little memory on the GPU.
+        """
+        _await_room(sum(each.size for each in self._emptied))
+        for each in self._emptied:
+            each.storage.resize_(each.size)
+            if each.host is None:
+                _bytes(each.storage).zero_()
             else:
-                _bytes(storage).copy_(host, non_blocking=True)
+                _bytes(each.storage).copy_(each.host, non_blocking=True)
         self._emptied.clear()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+
+    def _make_room(self, needed: int) -> None:
+        if not self._is_checked:
+            self._is_checked = True
+            if refusal := pinned.refusal("hybrid = true", self._ranks.gather(pinned.claim(needed))):
+                raise NodeError(refusal)
+        if self._host.nbytes < needed:
+            self._host = torch.empty(0, dtype=torch.uint8)  # free it first
+            self._host = pinned.zeros(needed, torch.uint8)
 
     def _states(self) -> Iterator[Tensor]:
         yield from self._others()
@@ -73,13 +114,40 @@ class Offload:
         return [*self._ddp.buffers, *self._ddp.expert_parallel_buffers]
 
 
-def _storages(tensors: Iterator[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of some tensors by their address, without those of a CPU that numpy has seen.
+def used_gib() -> float | None:
+    """Return how many GiB of this process's GPU all processes together use; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return float(total - free) / GIB
 
-    Their size is fixed from then on; a GPU has none of them.
+
+def _await_room(needed: int) -> None:
+    if not torch.cuda.is_available():
+        return
+    until = time.monotonic() + FREED_S
+    while (free := torch.cuda.mem_get_info()[0]) < needed:
+        if time.monotonic() > until:
+            raise NodeError(
+                f"the learner's state needs {needed / GIB:.1f} GiB of its GPU, but other processes, such as "
+                f"sleeping engines, leave {free / GIB:.1f} GiB; spread the policy over more GPUs, or give "
+                "the engine fewer sequences (engine.max_num_seqs) or no CUDA graphs (engine.enforce_eager)"
+            )
+        time.sleep(0.1)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def _storages(tensors: Iterator[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Return the device's storages of some tensors by their address, but on a CPU none that numpy has seen.
+
+    The size of such a storage is fixed from then on; a GPU has none of them.
     """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     storages = (tensor.untyped_storage() for tensor in tensors)
-    return {storage._cdata: storage for storage in storages if storage.resizable()}
+    return {s._cdata: s for s in storages if s.device.type == device and s.resizable()}
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
