@@ -431,9 +431,8 @@ class Node(Record, frozen=True, kw_only=True):
     beat: int
     host: str
     pid: int
-    state: Literal["starting", "ready", "updating", "draining"] = "starting"
-    url: str = ""
-    """Address of an engine."""
+    state: Literal["starting", "ready", "updating", "sleeping", "draining"] = "starting"
+    url: str = ""  # address of an engine
     versions: list[WeightVersion] = []
     """Weights in use; two while an engine changes from the first to the second."""
     reading: str = ""
@@ -455,6 +454,7 @@ class Endpoint(Record, frozen=True, kw_only=True):
     url: str
     versions: list[WeightVersion]
     updating: bool
+    sleeping: bool = False  # the learner has its GPUs: it keeps its requests and answers none
 
 
 class EndpointTable(Record, frozen=True, kw_only=True):

@@ -121,8 +121,11 @@ def _reasons(jobs: Sequence[Job]) -> str:
 def _engines(view: RunView) -> list[str]:
     if view.report is None:
         return []
-    counts = Counter(" > ".join(v.name for v in e.versions) for e in view.engines)
-    serve = ", ".join(f"{count} at {name or 'nothing'}" for name, count in sorted(counts.items()))
+    counts = Counter(
+        ("asleep at " if e.sleeping else "at ") + (" > ".join(v.name for v in e.versions) or "nothing")
+        for e in view.engines
+    )
+    serve = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     engines = f"; engines: {serve or 'none serves'}" if "inference" in view.desired else ""
     return ["", f"newest weights {view.report.newest.name}{engines}"]
 

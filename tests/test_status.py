@@ -59,8 +59,8 @@ def view(**changes):
     return RunView(**{**told, **changes})
 
 
-def engine(*versions):
-    return Endpoint(owner="e", url="http://e", versions=list(versions), updating=len(versions) > 1)
+def engine(*versions, **more):
+    return Endpoint(owner="e", url="http://e", versions=list(versions), updating=len(versions) > 1, **more)
 
 
 def screen(shown, width=80):
@@ -94,6 +94,8 @@ def test_engines_are_counted_by_the_weights_they_serve():
     told = "newest weights v000012-i01; engines: 1 at v000011-i01 > v000012-i01, 2 at v000012-i01"
     assert told[:80] in screen(view())
     assert "engines: none serves" in screen(view(engines=[]))
+    asleep = screen(view(engines=[engine(VERSION, sleeping=True)]))
+    assert f"engines: 1 asleep at {VERSION.name}" in asleep
     assert "engines" not in screen(view(desired={"coordinator": 1, "learner": 1}))
 
 

@@ -65,14 +65,26 @@ def cost_tables(config: RunConfig) -> list[RenderableType]:
     policy, engine = config.policy, config.engine
     if wanted.get("learner") and isinstance(policy, EstimatedPolicy):
         tokens, reference = config.batches.microbatch_tokens, config.learner.loss.kl_coefficient > 0
-        found += _memory(policy.memory(model, config.learner.data_parallel, tokens, reference=reference))
+        learner = policy.memory(model, config.learner.data_parallel, tokens, reference=reference)
+        found += _memory(learner)
+        if job_counts.is_hybrid(config):
+            found.append(_moved(learner, "each learner process"))
     elif wanted.get("learner"):
         found.append(f"learner: {type(policy).__name__} is no policy whose memory is known here")
     if (wanted.get("inference") or job_counts.is_hybrid(config)) and isinstance(engine, EstimatedEngine):
-        found += _memory(engine.memory(model, config.rollout.context))
+        served = engine.memory(model, config.rollout.context)
+        found += _memory(served)
+        if job_counts.is_hybrid(config):
+            found.append(_moved(served, "each engine GPU, and up to twice that, since vLLM rounds sizes up"))
     elif wanted.get("inference"):
         found.append(f"inference: {type(engine).__name__} is no engine whose memory is known here")
     return [*found, _disk(estimate.disk(config))]
+
+
+def _moved(found: MemoryEstimate, whose: str) -> str:
+    """Say how much host memory a half of a hybrid job needs while the other half has the GPUs."""
+    size = sum(part.bytes for part in found.parts if part.what in ("weights", "optimizer"))
+    return f"hybrid: {size / GIB:.2f} GiB of host memory for {whose}"
 
 
 def _jobs(config: RunConfig) -> RenderableType:

@@ -354,6 +354,11 @@ class WorkerExtension:
         """Return the seconds of each part of the last update."""
         return dict(self.weight_transfer_engine.seconds)
 
+    def used_gpu_memory(self) -> dict[str, int]:
+        """Return the bytes of this worker's GPU that all processes together use; 0 without a GPU."""
+        free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+        return {"bytes": total - free}
+
 
 class BearerToken:
     """Guard all routes but /health, as ASGI middleware: vLLM's --api-key leaves the control routes open."""

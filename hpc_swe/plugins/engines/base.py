@@ -136,11 +136,15 @@ class Sleeping(Protocol):
     def sleep_arguments(self) -> Sequence[str]:
         """Return what its command needs in addition, so that it can sleep."""
 
-    def sleep(self, url: str, token: str) -> None:
-        """Free the memory of weights and KV cache; requests are kept and wait. Raise EngineError."""
+    def sleep(self, url: str, token: str) -> float | None:
+        """Free the memory of weights and KV cache; requests are kept and wait.
+
+        Return how many GiB of its fullest GPU all processes together still use; None where that is unknown.
+        Raise EngineError unless it sleeps.
+        """
 
     def wake(self, url: str, token: str) -> None:
-        """Load the same weights again and continue with the requests. Raise EngineError."""
+        """Load the same weights again and continue with the requests. Raise EngineError unless it does."""
 
 
 @runtime_checkable

@@ -141,6 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._state.is_plain:
             answers["/server_info"] = {"vllm_config": {"weight_transfer_config": {"backend": BACKEND}}}
             answers["/weight_info"] = {"weight_version": self._state.version}
+            answers["/is_sleeping"] = {"is_sleeping": not self._state.running.is_set()}
         if path != "/health" and not self._has_token():
             self._send(401, {})
         else:
@@ -167,7 +168,8 @@ class _Handler(BaseHTTPRequestHandler):
         except (OSError, ValueError) as error:
             self._send(500, {"error": {"message": str(error)}})
         else:
-            self._send(200, {"results": [{"is_staged": True}]} if path == "/collective_rpc" else {})
+            answer: dict[str, object] = {"results": [{"is_staged": True, "bytes": 0}]}
+            self._send(200, answer if path == "/collective_rpc" else {})
 
     def _generate(self, request: _GenerateRequest) -> None:
         is_score = request.sampling_params.prompt_logprobs is not None

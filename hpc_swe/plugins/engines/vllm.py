@@ -22,7 +22,14 @@ from msgspec import Meta
 from hpc_swe.errors import ConfigError, EngineError, NoAnswer, Overdue, boundary
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.costs import MemoryEstimate
-from hpc_swe.plugins.engines import _answers, _http, _vllm_environment, _vllm_memory, _vllm_update
+from hpc_swe.plugins.engines import (
+    _answers,
+    _http,
+    _vllm_environment,
+    _vllm_memory,
+    _vllm_sleep,
+    _vllm_update,
+)
 from hpc_swe.plugins.engines._answers import PENDING, Answer, decode
 from hpc_swe.plugins.engines._vllm_update import UpdateRoutes
 from hpc_swe.plugins.engines.base import Completion, EngineInfo, Weights
@@ -162,11 +169,11 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     def sleep_arguments(self) -> Sequence[str]:
         return ["--enable-sleep-mode"] if self.device == "gpu" else []  # a CPU's workers only pause
 
-    def sleep(self, url: str, token: str) -> None:
-        self._routes(url, token).call("/sleep?level=1&mode=keep")  # level 1 keeps the weights in host memory
+    def sleep(self, url: str, token: str) -> float | None:
+        return _vllm_sleep.sleep(url, token, self.update_timeout_s)
 
     def wake(self, url: str, token: str) -> None:
-        self._routes(url, token).call("/wake_up")
+        _vllm_sleep.wake(url, token, self.update_timeout_s)
 
     def inspect(self, url: str, token: str) -> EngineInfo:
         """Read /v1/models and /server_info.

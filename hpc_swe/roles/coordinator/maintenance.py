@@ -101,8 +101,14 @@ class Maintenance:
     ) -> None:
         """Publish endpoints and status: every `status_s`, and at once when engines or the weights change."""
         engines = [
-            Endpoint(owner=n.owner, url=n.url, versions=n.versions, updating=n.state == "updating")
-            for n in snapshot.engines
+            Endpoint(
+                owner=n.owner,
+                url=n.url,
+                versions=n.versions,
+                updating=n.state == "updating",
+                sleeping=n.state == "sleeping",
+            )
+            for n in snapshot.endpoints
         ]
         due = self._is_due("status", status_s, snapshot.now)
         if not due and (engines, snapshot.newest) == self._published:

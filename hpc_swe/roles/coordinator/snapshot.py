@@ -34,8 +34,13 @@ class RunSnapshot:
     @property
     def engines(self) -> list[Node]:
         """Return the leases of the engines that serve."""
-        serving = [n for n in self.nodes if n.role == "inference" and n.state in ("ready", "updating")]
-        return [node for node in serving if node.url]
+        return [node for node in self.endpoints if node.state != "sleeping"]
+
+    @property
+    def endpoints(self) -> list[Node]:
+        """Return the leases of the engines that serve, or that will when the learner's turn is over."""
+        states = ("ready", "updating", "sleeping")
+        return [node for node in self.nodes if node.role == "inference" and node.state in states and node.url]
 
     @cached_property
     def worked_s(self) -> dict[str, float]:

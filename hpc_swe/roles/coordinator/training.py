@@ -187,7 +187,8 @@ class Training:
             return f"newer weights than {snapshot.newest.name}, to dispatch group {number}"
         names = [m.request.name for m in group.members if m.state == "open"]
         results = f"results of {', '.join(names[:3])}{' ..' if len(names) > 3 else ''}"
-        return results if snapshot.engines else f"{results}; no engine serves"
+        away = "the engines sleep in the learner's turn" if snapshot.endpoints else "no engine serves"
+        return results if snapshot.engines else f"{results}; {away}"
 
 
 COUNTED = ("episodes/infra", "episodes/duplicates", "episodes/absent", "groups/straggled")

@@ -136,7 +136,9 @@ class Supervisor:
         if self.turn:
             command += _sleeping(self.engine).sleep_arguments
         log.info("starting %s at %s, output in %s", folder, url, output)
-        return OwnEngine(self.engine, url, token, Child(command, self.engine.environment(token), output))
+        locks = self.turn.files if self.turn else ()
+        child = Child(command, self.engine.environment(token), output, locks)
+        return OwnEngine(self.engine, url, token, child)
 
     def _choose(self) -> Weights:
         """Choose the newest full snapshot that was not refused, or else the model."""
@@ -219,17 +221,17 @@ class Supervisor:
         """Free the GPUs for the learner, and take them again when it has given them back."""
         began, engine = time.monotonic(), _sleeping(self.engine)
         where = served.url, self.run.token.read_text().strip()
-        self.lease.publish(state="updating")  # requests are kept, and no answers come
-        self._run_watched(partial(engine.sleep, *where), served.require_starting)
+        self.lease.publish(state="sleeping")  # requests are kept, and no answers come
+        used = self._run_watched(partial(engine.sleep, *where), served.require_starting)
         turn.give()
-        freed = time.monotonic()
+        slept_s, left = time.monotonic() - began, "" if used is None else f"; {used:.2f} GiB are in use there"
+        log.info("gave the GPUs back in %.2f s%s", slept_s, left)
         if not self._await_turn(served.require_starting):
             return
         taken = time.monotonic()
         self._run_watched(partial(engine.wake, *where), served.require_starting)
         self.lease.publish(state="ready")
-        sleep_s, wake_s = freed - began, time.monotonic() - taken
-        log.info("gave the GPUs back in %.2f s, took them again in %.2f s", sleep_s, wake_s)
+        log.info("took the GPUs again in %.2f s", time.monotonic() - taken)
 
     def _await_turn(self, check: Callable[[], None]) -> bool:
         """Wait for the turn, if there are turns; return False when the supervisor must end meanwhile."""

@@ -30,6 +30,8 @@ class Endpoints:
         """The last table read; its beat is 0 until the coordinator has written one."""
         self._read_at = float("-inf")
         self._busy: Counter[str] = Counter()
+        self._asleep_s = 0.0
+        """Seconds in which all listed engines slept."""
         self._failures: dict[str, tuple[int, float]] = {}
         self._last_error = "none"
 
@@ -37,13 +39,16 @@ class Endpoints:
     def take(self, prefer: str, wait_s: float) -> Iterator[Endpoint]:
         """Lend an engine for one request: `prefer` while it serves, else the least loaded.
 
-        Raise EngineError if no engine served within `wait_s`. An EngineError of the block suspends the
-        engine, since all threads would meet it; Overdue, which concerns a single request, does not.
+        Raise EngineError if no engine served within `wait_s` of this object's clock. An EngineError of the
+        block suspends the engine, since all threads would meet it; Overdue, which concerns a single request,
+        does not. A request that is overdue because engines slept meanwhile raises EngineError.
         """
-        endpoint = self._wait(prefer, wait_s)
+        endpoint, asleep_s = self._wait(prefer, wait_s), self._asleep_s
         try:
             yield endpoint
-        except Overdue:
+        except Overdue as error:
+            if self._asleep_s > asleep_s:
+                raise EngineError(f"the engine slept: {error}") from error
             raise
         except EngineError as error:
             self._suspend(endpoint.owner, error)
@@ -55,9 +60,15 @@ class Endpoints:
                 self._busy[endpoint.owner] -= 1
 
     def has_engine(self) -> bool:
-        """Tell whether the coordinator lists an engine recent enough; suspended engines count."""
+        """Tell whether the coordinator lists an engine that is awake and recent; suspended engines count."""
         with self._lock:
             return bool(self._recent())
+
+    def clock(self) -> float:
+        """Return a time in seconds that passes as a monotonic clock's, but not while all engines sleep."""
+        with self._lock:
+            self._read()
+            return time.monotonic() - self._asleep_s
 
     def versions(self, endpoint: Endpoint) -> list[WeightVersion]:
         """Read the weight versions in the engine's own cell.
@@ -75,14 +86,14 @@ class Endpoints:
         return versions
 
     def _wait(self, prefer: str, wait_s: float) -> Endpoint:
-        until = time.monotonic() + wait_s
+        until = self.clock() + wait_s
         while True:
             with self._lock:
                 found = self._choose(prefer)
                 if found is not None:
                     self._busy[found.owner] += 1
                     return found
-            if time.monotonic() >= until:
+            if self.clock() >= until:
                 raise EngineError(f"no engine served within {wait_s:g} s: {self._describe()}")
             time.sleep(random.uniform(0.5, 1.5) * min(self._fresh_s, wait_s) / 4)
 
@@ -96,15 +107,18 @@ class Endpoints:
         )
 
     def _recent(self) -> list[Endpoint]:
-        """Return the listed engines whose weights are recent enough."""
+        """Return the listed engines that are awake and whose weights are recent enough."""
         self._read()
         oldest = self._table.newest.step - self._max_lag
-        return [e for e in self._table.endpoints if any(v.step >= oldest for v in e.versions)]
+        awake = [e for e in self._table.endpoints if not e.sleeping]
+        return [e for e in awake if any(v.step >= oldest for v in e.versions)]
 
     def _read(self) -> None:
-        if time.monotonic() - self._read_at < self._fresh_s:
+        if (since_s := time.monotonic() - self._read_at) < self._fresh_s:
             return
         self._read_at = time.monotonic()
+        if self._table.endpoints and all(endpoint.sleeping for endpoint in self._table.endpoints):
+            self._asleep_s += since_s
         try:
             self._table = atomic.get(self._run.endpoints, EndpointTable)
         except FileNotFoundError:

@@ -5,7 +5,8 @@ An aborted part (an engine paused, died or was preempted) is continued from the 
 sampled, on the same engine or another; each part keeps its log-probabilities and versions.
 
 A long completion is not a failure: a request waits as long as its engine is alive. Only the time in which no
-engine serves is bounded.
+engine serves is bounded. Of that, the time in which all engines sleep while the learner has their GPUs does
+not count.
 """
 
 import math
@@ -50,27 +51,27 @@ class Sampled:
 class _ProgressTimer:
     """Measure the time without progress, not counting the time that a working engine takes to answer."""
 
-    def __init__(self, wait_s: float) -> None:
-        self._wait_s = wait_s
+    def __init__(self, wait_s: float, clock: Callable[[], float]) -> None:
+        self._wait_s, self._clock = wait_s, clock
         self.restart()
 
     def restart(self) -> None:
-        self._until = time.monotonic() + self._wait_s
+        self._until = self._clock() + self._wait_s
 
     @property
     def left_s(self) -> float:
-        return max(self._until - time.monotonic(), 0.0)
+        return max(self._until - self._clock(), 0.0)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stop the clock during the block, unless the engine lost the request (Overdue)."""
-        began = time.monotonic()
+        began = self._clock()
         try:
             yield
         except Overdue:
             raise
         except EngineError:
-            self._until += time.monotonic() - began
+            self._until += self._clock() - began
             raise
 
 
@@ -97,7 +98,10 @@ class Sampler:
         The caller knows the routing of the first `routed` tokens of the prompt, and hears of each part.
         Raise EngineError if no engine made progress in time, or if an answer cannot be trusted.
         """
-        done, timer = Sampled(engine=prefer, routed=routed), _ProgressTimer(self._wait_s)
+        done, timer = (
+            Sampled(engine=prefer, routed=routed),
+            _ProgressTimer(self._wait_s, self.endpoints.clock),
+        )
         while True:
             before = len(done.token_ids)
             finish = self._try(prompt, sampling, done, timer)

@@ -55,6 +55,7 @@ PLAYED, GRADED = f"{TASK} of rollout-1-aa", f"{TASK} of reward-1-aa"
         (snapshot(GRADES), 1, [GRADED]),
         (snapshot(CLAIMS, GRADES), 1, [PLAYED, GRADED]),
         (snapshot(CLAIMS, node("inference", state="starting", url="")), 1, []),
+        (snapshot(CLAIMS, node("inference", state="sleeping"), newest=V2), 1, []),
         (snapshot(requests=["train-000000-00"]), 1, ["claims of rollout"]),
         (snapshot(node("rollout", state="draining"), requests=["train-000000-00"]), 1, []),
         (snapshot(node("inference", state="starting", url=""), requests=["train-000000-00"]), 1, []),
@@ -68,7 +69,8 @@ PLAYED, GRADED = f"{TASK} of rollout-1-aa", f"{TASK} of reward-1-aa"
         (snapshot(node("inference", state="starting", url="")), 1, []),
     ],
     ids=[
-        *("an episode", "a grading", "both in order", "no engine serves", "nobody claims", "it drains"),
+        *("an episode", "a grading", "both in order", "no engine serves"),
+        *("engines sleep", "nobody claims", "it drains"),
         *("requests wait for an engine", "nobody grades", "an old version", "an engine before its users"),
         *("a batch", "the last checkpoint", "nobody else has work", "the disk is full", "an engine starts"),
     ],

@@ -89,7 +89,7 @@ def test_it_frees_its_gpus_for_the_learner_and_keeps_requests(
     start(turns=str(turns))
     url = await_node(run, is_serving(version(0))).url
     learner.take()
-    assert await_node(run, lambda node: node.state == "updating").versions == [version(0)]
+    assert await_node(run, lambda node: node.state == "sleeping").versions == [version(0)]
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(engine.generate, url, TOKEN, np.asarray([1, 2]), Sampling(), 60.0)
         publish(run, model, version(1), probe=PROBE)
@@ -98,6 +98,21 @@ def test_it_frees_its_gpus_for_the_learner_and_keeps_requests(
         learner.give()
         assert asked.result(DEADLINE_S).token_ids == [3]
     assert await_node(run, is_serving(version(1))).url == url
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_dies_or_stops_asleep_is_replaced(
+    start: Start, run: RunDir, tmp_path: Path, number: signal.Signals
+) -> None:
+    (turns := tmp_path / "turns").mkdir()
+    learner = LearnerTurn(turns, 0, DEADLINE_S)
+    start(turns=str(turns))
+    before = await_node(run, is_serving(version(0))).url
+    learner.take()
+    os.kill(serving_process(str(tmp_path)), number)
+    await_node(run, lambda node: node.state == "starting")
+    learner.give()
+    assert await_node(run, is_serving(version(0))).url != before
 
 
 def corrupt(stage: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,12 @@ def list_engines(run: RunDir, **urls: str) -> None:
             run.node(owner), Node(owner=owner, role="inference", beat=1, host="h", pid=1, versions=[V1])
         )
     atomic.put(run.endpoints, EndpointTable(beat=1, endpoints=found, newest=V1))
+
+
+def let_sleep(run: RunDir, *, sleeping: bool) -> None:
+    table = atomic.get(run.endpoints, EndpointTable)
+    found = [msgspec.structs.replace(each, sleeping=sleeping) for each in table.endpoints]
+    atomic.put(run.endpoints, msgspec.structs.replace(table, endpoints=found))
 
 
 @contextmanager
@@ -172,6 +179,22 @@ def test_a_request_that_an_engine_lost_fails_alone(run: RunDir) -> None:
         asking.sample(PROMPT, Sampling(max_tokens=2), "")
     with endpoints.take("a", 0.0) as endpoint:
         assert endpoint.owner == "a"
+
+
+def test_time_in_which_the_learner_has_the_gpus_is_no_wait_for_an_engine(run: RunDir) -> None:
+    list_engines(run, a="http://a")
+    endpoints = Endpoints(run, max_lag=1, fresh_s=0.0)
+
+    def sleep() -> None:
+        let_sleep(run, sleeping=True)
+        until(lambda: not endpoints.has_engine(), "the engine to be asleep")
+        time.sleep(2 * WAIT_S)
+        threading.Timer(2 * WAIT_S, let_sleep, [run], {"sleeping": False}).start()
+        raise Overdue("asked before it slept")
+
+    asking = Sampler(counting(sleep), endpoints, "secret", WAIT_S)
+    found = asking.sample(PROMPT, Sampling(max_tokens=10), "")
+    assert (found.finish_reason, found.continued) == ("stop", 1)
 
 
 @pytest.mark.slow
