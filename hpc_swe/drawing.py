@@ -72,6 +72,8 @@ LAYOUT = {
         "rates": ["rate/.*"],
         "seconds of an episode": ["seconds/.*"],
         "seconds of a step": ["step_seconds/.*"],
+        "seconds of turns on the GPUs": ["turn/.*_s"],
+        "GPU memory between turns": ["turn/.*_gib"],
     },
 }
 """Category -> chart -> regular expressions of its curves, for the tab "Custom Scalars"."""

@@ -145,7 +145,7 @@ class Gang:
             if codes[0] == 0:
                 self._until = min(self._until, time.monotonic() + GRACE_S)
             return True
-        self._is_trained = self._is_trained or self.may_last()
+        self._is_trained = self._is_trained or self.stopping.is_set() or self.may_last()
         if not self._is_trained:
             log.warning("the learner ended before the last step, so its engines end, too")
         return self._is_trained

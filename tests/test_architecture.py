@@ -34,7 +34,7 @@ TEST_NAME = 70
 # - plugins/graders and plugins/sandboxes: what keeps a policy from faking a result or leaving its sandbox
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
 BUDGETS = {
-    "hpc_swe": 3_660,
+    "hpc_swe": 3_690,
     "hpc_swe/benchmarks": 2_500,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 380,
@@ -46,7 +46,7 @@ BUDGETS = {
     "hpc_swe/plugins/engines": 2_300,
     "hpc_swe/plugins/executors": 770,
     "hpc_swe/plugins/graders": 2_690,
-    "hpc_swe/plugins/policies": 4_440,
+    "hpc_swe/plugins/policies": 4_510,
     "hpc_swe/plugins/sandboxes": 2_190,
     "hpc_swe/plugins/tasksets": 1_110,
     "hpc_swe/plugins/tools": 1_670,
@@ -54,13 +54,13 @@ BUDGETS = {
     "hpc_swe/roles": 10,
     "hpc_swe/roles/coordinator": 2_850,
     "hpc_swe/roles/inference": 620,
-    "hpc_swe/roles/learner": 900,
+    "hpc_swe/roles/learner": 950,
     "hpc_swe/roles/reward": 340,
-    "hpc_swe/roles/rollout": 1_210,
-    "hpc_swe/runs": 1_950,
+    "hpc_swe/roles/rollout": 1_230,
+    "hpc_swe/runs": 1_970,
     "hpc_swe/store": 1_860,
     "hpc_swe/tasks": 4_300,
-    "jobs": 1_120,
+    "jobs": 1_170,
 }
 HEAVY = {"torch", "vllm", "megatron", "transformers", "submitit", "tensorboard", "datasets"}
 HOSTS = (
