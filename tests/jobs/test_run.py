@@ -78,6 +78,7 @@ def test_order_to_stop_ends_the_restarts(tmp_path, run):
     assert tally.read_text() == "x"
 
 
+LEARNER = COUNT + "import time\nwhile not os.path.exists(sys.argv[2]): time.sleep(0.01)"
 ENGINE = COUNT + "import time; n == 0 and time.sleep(2); sys.exit(1 if n == 0 else 0)"
 
 
@@ -86,7 +87,7 @@ def test_engines_outlast_a_learner_that_has_taken_its_last_step_alone(
     tmp_path, run, is_trained, starts, code
 ):
     learner, engine = tmp_path / "learner", tmp_path / "engine"
-    gang = Gang([python(COUNT, learner), python(ENGINE, engine)])
+    gang = Gang([python(LEARNER, learner, engine), python(ENGINE, engine)])
     gang.lasting, gang.may_last = 1, lambda: is_trained
     assert supervise(gang, run, max_restarts=3) == code
     assert learner.read_text() == "x", "what is done is not started again"
