@@ -38,7 +38,8 @@ def work(run: RunDir, config: RunConfig) -> None:
         log.info("ending on a signal, before the engines gave the GPUs")
         return
     with _reporting(run, config) as (writer, on_step):
-        learner = config.policy.build(Path(config.model), table.optimizer, reference)
+        tokens = config.batches.microbatch_tokens
+        learner = config.policy.build(Path(config.model), table.optimizer, reference, tokens)
         kept = (config.eval.every, config.retention.keep_every)
         plan = LearnerPlan(
             config.steps,

@@ -19,7 +19,14 @@ from hpc_swe.benchmarks.peers import PEERS
 from hpc_swe.benchmarks.workload import Workload
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.policies.base import LossConfig, Objective, OptimizerConfig, PolicyOfTensors, Ranks
+from hpc_swe.plugins.policies.base import (
+    LossConfig,
+    Objective,
+    OptimizerConfig,
+    PolicyOfTensors,
+    Ranks,
+    RecomputingLearner,
+)
 from hpc_swe.records import Batch, Record
 
 PARTS = ("forward", "backward", "optimizer")
@@ -49,6 +56,8 @@ class Measured(Record, frozen=True, kw_only=True):
     seconds: dict[str, float]
     """Mean seconds of each of PARTS."""
     data_ranks: int
+    recompute: str
+    """What backward recomputes; "" where a trainer does not say."""
     peak_bytes: int
     """Most bytes that tensors had on a GPU at one time, on the rank with most; 0 without a GPU."""
     loss: float
@@ -89,7 +98,7 @@ def build(plan: Plan) -> Trainer:
     policy = plugins.load("policies", plan.policy)
     if not isinstance(policy, PolicyOfTensors):
         raise ConfigError(f"[policy] type = {plan.policy['type']!r} loads weights from files only")
-    return policy.build_from(model, OptimizerConfig(), tensors)
+    return policy.build_from(model, OptimizerConfig(), tensors, sum(plan.workload.lengths))
 
 
 def measure(plan: Plan) -> Measured:
@@ -122,6 +131,7 @@ def measure(plan: Plan) -> Measured:
         step_s=fmean(seconds),
         seconds={part: fmean(each[f"step_seconds/{part}"] for each in timed) for part in PARTS},
         data_ranks=data_ranks,
+        recompute=trainer.recompute if isinstance(trainer, RecomputingLearner) else "",
         peak_bytes=max(peaks),
         loss=first["policy/loss"],
         grad_norm=first["policy/grad_norm"],

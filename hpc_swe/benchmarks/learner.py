@@ -118,7 +118,8 @@ def rows(benchmark: Benchmark, found: dict[str, Measured], best: Rates | str) ->
     """Return the table, with a row for each column that ran."""
     table = tables.table(("back end",), NUMBERS)
     for name, measured in found.items():
-        table.add_row(name, *_figures(benchmark, name, measured, best))
+        label = f"{name} ({measured.recompute})" if measured.recompute else name
+        table.add_row(label, *_figures(benchmark, name, measured, best))
     return table
 
 
@@ -151,7 +152,8 @@ def _figures(benchmark: Benchmark, name: str, found: Measured, best: Rates | str
 
 
 def _estimate(benchmark: Benchmark, found: Measured) -> float:
-    policy = plugins.load("policies", benchmark.plan.policy)
+    chosen = {"recompute": found.recompute} if found.recompute else {}
+    policy = plugins.load("policies", benchmark.plan.policy | chosen)
     if not isinstance(policy, EstimatedPolicy):
         return 0.0
     tokens = sum(benchmark.plan.workload.lengths)

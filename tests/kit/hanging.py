@@ -58,8 +58,10 @@ class HangingMegatron(Megatron, frozen=True, kw_only=True):
 
     fifos: str
 
-    def build(self, model: Path, optimizer: OptimizerConfig, reference: Path | None) -> Learner:
-        learner = super().build(model, optimizer, reference)
+    def build(
+        self, model: Path, optimizer: OptimizerConfig, reference: Path | None, tokens: int = 0
+    ) -> Learner:
+        learner = super().build(model, optimizer, reference, tokens)
         train = learner.train
 
         def hanging(batch: Batch, objective: Objective) -> dict[str, float]:

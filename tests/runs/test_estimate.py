@@ -13,7 +13,7 @@ from hpc_swe.plugins.engines._vllm_memory import cached_token
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.plugins.executors.slurm import Resources, Slurm
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.policies._megatron.memory import learner_memory, reference_memory
+from hpc_swe.plugins.policies._megatron.memory import cheapest_recompute, learner_memory, reference_memory
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import estimate, preview
@@ -158,6 +158,35 @@ def test_data_parallel_ranks_share_the_optimizer_and_only_when_told(shape):
 
     assert optimizer(4) == optimizer(1) / 4 == 3 * shape("8B").parameters.total
     assert optimizer(4, distributed_optimizer=False) == optimizer(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "settings", "gib", "chosen"),
+    [
+        ("4B", 16384, {}, 180, "none"),
+        ("4B", 16384, {}, 139, "elementwise"),
+        ("4B", 16384, {}, 94, "products"),
+        ("4B", 65536, {}, 139, "products"),
+        ("4B", 16384, {}, 40, "full"),  # the least, although it does not fit
+        ("4B", 65536, {"offload_optimizer": 1.0}, 79, "products"),
+        ("8B", 28672, {"tensor_parallel": 2, "sequence_parallel": True}, 139, "elementwise"),
+        ("8B", 28672, {"tensor_parallel": 4, "sequence_parallel": True}, 79, "elementwise"),
+        ("30B-A3B", 32768, {"tensor_parallel": 4, "sequence_parallel": True}, 139, "selective"),
+    ],
+)
+def test_fastest_recomputation_that_fits_is_chosen(shape, name, tokens, settings, gib, chosen):
+    policy, ranks = Megatron(recompute="auto", **settings), 8 if name == "30B-A3B" else 1
+    assert cheapest_recompute(shape(name), policy, ranks, tokens, gib * GIB) == chosen
+
+
+def test_dry_run_of_auto_lists_the_peak_of_each_value(shape):
+    found = learner_memory(shape("4B"), Megatron(recompute="auto"), 1, 16384)
+    full = learner_memory(shape("4B"), Megatron(recompute="full"), 1, 16384)
+    assert found.parts == full.parts
+    assert found.notes[-1].startswith(
+        "recompute = auto takes the fastest value that fits; peaks in GiB: none 1"
+    )
+    assert found.notes[-1].endswith(f"full {full.total.bytes / GIB:.1f}")
 
 
 def test_share_of_the_optimizer_moves_from_the_gpu_to_the_host(shape):

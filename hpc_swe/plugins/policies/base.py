@@ -209,11 +209,14 @@ class Policy(Protocol):
     def processes(self) -> int:
         """Return how many processes hold one copy of the model."""
 
-    def build(self, model: Path, optimizer: OptimizerConfig, reference: Path | None) -> Learner:
+    def build(
+        self, model: Path, optimizer: OptimizerConfig, reference: Path | None, tokens: int = 0
+    ) -> Learner:
         """Join the process group of this job and load the weights in `model`, a Hugging Face folder.
 
-        The weights in `reference`, a folder of the same architecture, are kept for the KL divergence. Raise
-        ConfigError when the model cannot be trained as configured.
+        The weights in `reference`, a folder of the same architecture, are kept for the KL divergence. No
+        microbatch has more than `tokens` tokens; 0 is unknown. Raise ConfigError when the model cannot be
+        trained as configured.
         """
 
 
@@ -228,11 +231,21 @@ class Tensors(Protocol):
 class PolicyOfTensors(Protocol):
     """Mark a policy that can be built without files of weights, as benchmarks do."""
 
-    def build_from(self, model: Path, optimizer: OptimizerConfig, tensors: Tensors) -> Learner:
+    def build_from(
+        self, model: Path, optimizer: OptimizerConfig, tensors: Tensors, tokens: int = 0
+    ) -> Learner:
         """Build the learner as `Policy.build` does, with weights from `tensors`; `model` has a config.json.
 
         The learner can train. It has no reference, and it need not be able to export.
         """
+
+
+@runtime_checkable
+class RecomputingLearner(Protocol):
+    """Mark a learner that says what its backward recomputes."""
+
+    recompute: str
+    """Its value of `policy.recompute`; what it chose, where that is "auto"."""
 
 
 class SteppingLearner(Learner, Protocol):

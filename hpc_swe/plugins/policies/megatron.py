@@ -15,17 +15,21 @@ class Megatron(MegatronSettings, frozen=True, kw_only=True):
     Ranks and addresses come from the environment, where torchrun or jobs.run set them.
     """
 
-    def build(self, model: Path, optimizer: OptimizerConfig, reference: Path | None) -> Learner:
+    def build(
+        self, model: Path, optimizer: OptimizerConfig, reference: Path | None, tokens: int = 0
+    ) -> Learner:
         with uncompiled(self.device == "cpu"):
             from hpc_swe.plugins.policies._megatron.learner import MegatronLearner
 
-        return MegatronLearner(self, model, optimizer, reference)
+        return MegatronLearner(self, model, optimizer, reference, tokens=tokens)
 
-    def build_from(self, model: Path, optimizer: OptimizerConfig, tensors: Tensors) -> Learner:
+    def build_from(
+        self, model: Path, optimizer: OptimizerConfig, tensors: Tensors, tokens: int = 0
+    ) -> Learner:
         with uncompiled(self.device == "cpu"):
             from hpc_swe.plugins.policies._megatron.learner import MegatronLearner
 
-        return MegatronLearner(self, model, optimizer, None, tensors)
+        return MegatronLearner(self, model, optimizer, None, tensors, tokens=tokens)
 
     def build_stepped(self, model: Path, lr: float, tensors: Tensors) -> SteppingLearner:
         """Build a learner for benchmarks, whose steps have random gradients and need less memory."""

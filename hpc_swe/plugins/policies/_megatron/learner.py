@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hpc_swe.errors import ConfigError, ProtocolError
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.policies._megatron import export, hosted, lora, packing, routing, state, weights
+from hpc_swe.plugins.policies._megatron import export, fit, lora, packing, routing, state, weights
 from hpc_swe.plugins.policies._megatron.compat import cpu_as_cuda
 from hpc_swe.plugins.policies._megatron.model import build_model
 from hpc_swe.plugins.policies._megatron.offload import Offload, used_gib
@@ -84,11 +84,15 @@ class MegatronLearner:
         optimizer: OptimizerConfig,
         reference: Path | None,
         tensors: Tensors | None = None,
+        *,
+        tokens: int = 0,
     ) -> None:
         """Load `tensors` into the model, or without them the files of the folder `model`."""
         shape = ModelShape.read(model)
         settings.check(shape)
         self.ranks = TorchRanks(settings)
+        settings = fit.choose_recompute(settings, shape, self.ranks, tokens)
+        self.recompute = settings.recompute
         self.tensor_parallel = settings.tensor_parallel
         self.vocabulary = shape.vocab
         self.tolerance = 1e-3 if settings.dtype == "float32" else 0.25
@@ -103,9 +107,7 @@ class MegatronLearner:
         weights.load(self._model, shape, tensors or weights.Snapshot(model), self.ranks.tensor_group)
         self._adapters = lora.Adapters(self._model, shape, settings, self.ranks)
         self._ddp = state.wrap(self._model, settings)
-        self._optimizer = state.build_optimizer(self._ddp, settings, optimizer)
-        if settings.offload_optimizer:
-            hosted.host_states(self._optimizer, settings.offload_optimizer, self.ranks)
+        self._optimizer = state.build_optimizer(self._ddp, settings, optimizer, self.ranks)
         self._schedule = state.build_schedule(self._optimizer, optimizer)
         self._epochs = optimizer.epochs
         self._exporter = export.Exporter(

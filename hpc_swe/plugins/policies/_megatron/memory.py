@@ -12,11 +12,19 @@ A stage of a pipeline holds as many microbatches as there are stages behind it, 
 are those of a microbatch in all layers.
 """
 
+import dataclasses
+
 import msgspec
+from msgspec.structs import replace
 
 from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
+
+LEVELS = ("none", "elementwise", "selective", "products", "full")
+"""Values of recompute between which "auto" chooses."""
+SPARE = 0.15
+"""Share of the peak that the allocator may need more, because packs differ in length."""
 
 
 def learner_memory(
@@ -34,8 +42,11 @@ def learner_memory(
     The reference model is in host memory and takes none here. With adapters these alone have gradients and
     optimizer state, and the weights below them are in host memory, which serve as the reference model, too.
 
-    The estimate leaves out float32 attention on CUDA, which has no kernel without score matrices.
+    The estimate leaves out float32 attention on CUDA, which has no kernel without score matrices. For
+    recompute = "auto" the parts are those of "full", and a note has the peaks of all values.
     """
+    if policy.recompute == "auto":
+        return _every_level(shape, policy, data_parallel, tokens, reference=reference)
     size, states = _sizes_in_bytes(policy)
     adapters = adapter_parameters(shape, policy)
     tokens = -(-tokens // policy.context_parallel)
@@ -92,6 +103,56 @@ def _states(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> 
         Part("gradients", f"4 {trained}", 4 * (adapters or count)),
         Part("optimizer", of_states, kept * states * stepped),
     ]
+
+
+def _every_level(
+    shape: ModelShape, policy: MegatronSettings, data_parallel: int, tokens: int, *, reference: bool
+) -> MemoryEstimate:
+    sizes = (data_parallel, tokens)
+    peaks = {level: peak_bytes(shape, replace(policy, recompute=level), *sizes) for level in LEVELS}
+    least = learner_memory(shape, replace(policy, recompute="full"), *sizes, reference=reference)
+    listed = ", ".join(f"{level} {peak / GIB:.1f}" for level, peak in peaks.items())
+    note = f"recompute = auto takes the fastest value that fits; peaks in GiB: {listed}"
+    return dataclasses.replace(least, notes=[*least.notes, note])
+
+
+def peak_bytes(shape: ModelShape, policy: MegatronSettings, data_parallel: int, tokens: int) -> float:
+    """Return the total of `learner_memory`."""
+    return sum(part.bytes for part in learner_memory(shape, policy, data_parallel, tokens).parts)
+
+
+def cheapest_recompute(
+    shape: ModelShape, policy: MegatronSettings, data_parallel: int, tokens: int, free: float
+) -> str:
+    """Return the value of recompute that takes least time of those that fit into `free` bytes of each GPU.
+
+    A peak fits with SPARE and 1 GiB for CUDA's libraries. Where none fits, this is "full".
+    """
+
+    def fits(level: str) -> bool:
+        peak = peak_bytes(shape, replace(policy, recompute=level), data_parallel, tokens)
+        return (1 + SPARE) * peak + GIB <= free
+
+    by_time = sorted(LEVELS, key=lambda level: _computed_again(shape, level, tokens))
+    return next(filter(fits, by_time), "full")
+
+
+def _computed_again(shape: ModelShape, level: str, tokens: int) -> float:
+    """Return the FLOPs that backward of a token and layer repeats; of elementwise results 1, to rank it.
+
+    The pack is one sequence, whose attention is causal; experts have f as their inner width.
+    """
+    width, heads, groups = shape.hidden, shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    attention = 2.0 * tokens * heads
+    around = 2.0 * width * (2 * heads + 2 * groups)
+    inner = 2.0 * width * shape.ffn * max(1, shape.experts_per_token)
+    return {
+        "none": 0.0,
+        "elementwise": 1.0,
+        "selective": attention + 3 * inner,
+        "products": around + (0.0 if shape.experts else 2 * inner),
+        "full": attention + around + 3 * inner,
+    }[level]
 
 
 def reference_memory(shape: ModelShape, policy: MegatronSettings) -> float:

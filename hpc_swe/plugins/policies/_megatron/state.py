@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from hpc_swe.errors import StorageError
-from hpc_swe.plugins.policies._megatron import compat, pinned
+from hpc_swe.plugins.policies._megatron import compat, hosted, pinned
 from hpc_swe.plugins.policies._megatron.lora import Adapters
 from hpc_swe.plugins.policies._megatron.model import PolicyModel
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
@@ -42,9 +42,12 @@ def wrap(model: PolicyModel, settings: MegatronSettings) -> DistributedDataParal
 
 
 def build_optimizer(
-    ddp: DistributedDataParallel, settings: MegatronSettings, config: OptimizerConfig
+    ddp: DistributedDataParallel, settings: MegatronSettings, config: OptimizerConfig, ranks: TorchRanks
 ) -> MegatronOptimizer:
-    """Build AdamW for the wrapped model; it keeps float32 copies of bfloat16 parameters."""
+    """Build AdamW for the wrapped model; it keeps float32 copies of bfloat16 parameters.
+
+    Raise NodeError on all ranks if a node has too little memory for what the settings keep there.
+    """
     megatron = MegatronConfig(
         lr=config.lr,
         min_lr=_final_lr(config),
@@ -60,6 +63,8 @@ def build_optimizer(
     with compat.cpu_as_cuda():
         optimizer = get_megatron_optimizer(megatron, [ddp])
     compat.fuse_steps(optimizer)
+    if settings.offload_optimizer:
+        hosted.host_states(optimizer, settings.offload_optimizer, ranks)
     return optimizer
 
 

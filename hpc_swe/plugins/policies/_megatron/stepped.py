@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import export, packing, weights
@@ -23,6 +24,7 @@ class SteppedLearner(MegatronLearner):
 
     def __init__(self, settings: MegatronSettings, model: Path, lr: float, tensors: Tensors) -> None:
         shape, dtype = ModelShape.read(model), DTYPES[settings.dtype]
+        settings = replace(settings, recompute="none")  # there is no backward
         self.ranks, self.tensor_parallel = TorchRanks(settings), 1
         self.vocabulary, self.tolerance, self.step = shape.vocab, 0.25, 0
         self._shape, self._replays = shape, False

@@ -1,0 +1,48 @@
+"""Choose what backward recomputes from the memory that the GPUs of this job have."""
+
+import logging
+import math
+
+import torch
+from msgspec.structs import replace
+
+from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.costs import GIB
+from hpc_swe.plugins.model_shape import ModelShape
+from hpc_swe.plugins.policies._megatron import memory
+from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
+from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
+
+log = logging.getLogger(__name__)
+
+
+def choose_recompute(
+    settings: MegatronSettings, shape: ModelShape, ranks: TorchRanks, tokens: int
+) -> MegatronSettings:
+    """Return the settings with a value in place of recompute = "auto", the same on all ranks.
+
+    The GPU with the least free memory decides. Call it before anything is on the GPUs; a CPU recomputes
+    nothing. Microbatches have at most `tokens` tokens; raise ConfigError if that is not known.
+    """
+    if settings.recompute != "auto":
+        return settings
+    if not tokens:
+        raise ConfigError("[policy] recompute = 'auto' needs to know the length of microbatches")
+    free = min(ranks.gather(_free_bytes()))
+    data_parallel = ranks.size // settings.processes
+    level = memory.cheapest_recompute(shape, settings, data_parallel, tokens, free)
+    chosen = replace(settings, recompute=level)
+    if ranks.rank == 0:
+        peak = memory.peak_bytes(shape, chosen, data_parallel, tokens) / GIB
+        log.info(
+            "policy.recompute = auto: %s; the estimate for %d tokens is %.1f GiB, and %.1f GiB are free",
+            level,
+            tokens,
+            peak,
+            free / GIB,
+        )
+    return chosen
+
+
+def _free_bytes() -> float:
+    return float(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else math.inf
