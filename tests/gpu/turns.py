@@ -4,7 +4,8 @@
 
 trains three steps of each shape in FOLDER, with one GPU, or on the CPU where there is none. It prints a line
 for each turn with its seconds and the GPU memory that was left in use, and what the engine's log says about
-its sleep. On a GPU it first prints how fast pinned memory is made and copied.
+its sleep. On a GPU it then prints how fast pinned memory is made and copied. The variable MORE holds further
+overrides, for two GPUs for example `policy.tensor_parallel=2 counts.inference=2 executor.gpus.learner=2`.
 """
 
 import json
@@ -87,6 +88,7 @@ def train(root: Path, shape: str) -> RunDir:
     made = time.monotonic()
     files = [Path("configs/demo.toml"), Path("configs/demo_hybrid.toml")]
     words = [f'model="{root / shape / "model"}"', *WORDS, *(GPU if CUDA else CPU)]
+    words += os.environ.get("MORE", "").split()
     config, run = configuration.read(*files, overrides=words), RunDir(root / shape / "run")
     control.start(run, config)
     try:
