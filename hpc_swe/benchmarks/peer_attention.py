@@ -1,7 +1,7 @@
 """Compute attention within each sequence of a pack for transformers' models, with kernels of torch."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -32,13 +32,14 @@ class PackedAttention:
         if not self._fast:
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
                 return _loop(query, key, value, self.lengths), None
-        outputs, start = [], 0
-        for is_long, group in groupby(self.lengths, lambda length: length >= LONG):
-            lengths = list(group)
-            part = slice(start, start + sum(lengths))
-            kernel = _cudnn if is_long else _varlen
-            outputs.append(kernel(query[:, :, part], key[:, :, part], value[:, :, part], lengths))
-            start = part.stop
+        groups = [
+            (is_long, list(group)) for is_long, group in groupby(self.lengths, lambda length: length >= LONG)
+        ]
+        parts = _split((query, key, value), [sum(lengths) for _, lengths in groups])
+        outputs = [
+            (_cudnn if is_long else _varlen)(*part, lengths)
+            for (is_long, lengths), part in zip(groups, parts, strict=True)
+        ]
         return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0], None
 
 
@@ -49,13 +50,24 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) ->
 
 def _loop(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], multiple: int = 1) -> Tensor:
     """Call the kernel for each sequence; causal attention does not see the zeros that round its length up."""
-    sizes, outputs = list(lengths), []
-    for part in zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True):
-        length = part[0].shape[2]
-        q, k, v = (F.pad(states, (0, 0, 0, -length % multiple)) for states in part)
-        output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        outputs.append(output[:, :, :length].transpose(1, 2))
+    outputs = []
+    for length, part in zip(lengths, _split((query, key, value), lengths), strict=True):
+        q, k, v = (_round_up(states, -length % multiple) for states in part)
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        outputs.append(output[:, :length] if length % multiple else output)
     return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
+
+
+def _split(states: Sequence[Tensor], lengths: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Divide the tokens of query, key and value; one part is the whole, as backward of a split copies."""
+    sizes = list(lengths)
+    query, key, value = (each.split(sizes, 2) if len(sizes) > 1 else (each,) for each in states)
+    return zip(query, key, value, strict=True)
+
+
+def _round_up(states: Tensor, missing: int) -> Tensor:
+    """Append zeros to [1, heads, tokens, d], and keep tokens before heads in memory."""
+    return F.pad(states.transpose(1, 2), (0, 0, 0, 0, 0, missing)).transpose(1, 2) if missing else states
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
