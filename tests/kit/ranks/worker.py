@@ -3,8 +3,10 @@
 A case builds a policy, takes steps on packed sequences, and leaves behind what tests compare.
 """
 
+import gc
 import json
 import sys
+import weakref
 from pathlib import Path
 
 
@@ -13,8 +15,10 @@ def main() -> None:
 
     *cases, last = json.loads(Path(sys.argv[1]).read_text())
     for case in cases:
-        _run(case)
+        model = weakref.ref(_run(case)._model)
         parallel_state.destroy_model_parallel()  # cases share the process group
+        gc.collect()
+        assert model() is None, f"{case['name']}: the model of a learner that nobody uses is still in memory"
     _run(last).close()
 
 

@@ -8,6 +8,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from hpc_swe.plugins.policies._megatron.kernels import swiglu, weighted
+
 
 class Experts(MegatronModule):  # type: ignore[misc]
     """Compute all experts of this rank in two grouped products. Each expert is split like a dense MLP."""
@@ -36,16 +38,15 @@ class Experts(MegatronModule):  # type: ignore[misc]
     def forward(self, tokens: Tensor, counts: Tensor, probabilities: Tensor) -> tuple[Tensor, None]:
         """Return this rank's part of the sum of all ranks' outputs, [routed, width].
 
-        `tokens` [routed, width] are sorted by expert, `counts` are int64 [experts], `probabilities` [routed]
-        are the router's.
+        `tokens` [routed, width] are sorted by expert, `counts` are integers [experts], and `probabilities`
+        [routed] are the router's.
         """
-        routed, ends = len(tokens), counts.to(tokens.device).cumsum(0, dtype=torch.int32)
+        routed, ends = len(tokens), counts.to(tokens.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         if not routed:  # grouped products need a row; this one is cut off again, so its gradient is 0
             tokens, probabilities = F.pad(tokens, (0, 0, 0, 1)), F.pad(probabilities, (0, 1))
             ends = ends + 1
         both = F.grouped_mm(tokens, self.gate_up.flatten(1, 2).transpose(1, 2), offs=ends)
-        gate, up = both.chunk(2, dim=-1)
-        inner = (F.silu(gate) * up * probabilities[:, None]).to(tokens.dtype)
+        inner = weighted(swiglu(both), probabilities)
         return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends)[:routed], None
 
     def sharded_state_dict(

@@ -38,6 +38,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return product
 
 
+def weighted(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return `rows` [n, width] times float32 `weights` [n], in the type of the rows."""
+    found: Tensor = _Weighted.apply(rows, weights)
+    return found
+
+
 def rotated_heads(
     mixed: Tensor, groups: int, norms: tuple[RMSNorm, RMSNorm] | None, cosines: Tensor, sines: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,6 +86,20 @@ class _Swiglu(torch.autograd.Function):  # type: ignore[misc]
         return slope
 
 
+class _Weighted(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        found: Tensor = compiled(_scale)(*any_length(rows, weights))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        rows, weights = ctx.saved_tensors
+        of_rows, of_weights = compiled(_scale_backward)(*any_length(grad, rows, weights))
+        return of_rows, of_weights
+
+
 class _RotatedHeads(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, eps: float, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -107,6 +127,15 @@ def _triton() -> ModuleType:
     from hpc_swe.plugins.policies._megatron import triton_kernels  # Triton needs CUDA
 
     return triton_kernels
+
+
+def _scale(rows: Tensor, weights: Tensor) -> Tensor:
+    return (rows * weights[:, None]).to(rows.dtype)
+
+
+def _scale_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    of_weights = (grad.to(weights.dtype) * rows).sum(1)
+    return (grad * weights[:, None]).to(rows.dtype), of_weights
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:

@@ -241,7 +241,7 @@ def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float
 
     Without recomputation: the residual stream before and after each norm, 4 h (over tp with
     sequence_parallel); attention's q, k, v as one, q, k and v rotated, its output twice, 4 H + 4 G; the
-    MLP's 3 f, or with experts the routed tokens and five inner widths, k (h + 5 f). Of these, elementwise
+    MLP's 3 f, or with experts the routed tokens and four inner widths, k (h + 4 f). Of these, elementwise
     keeps the results of matrix products and of attention; products the layer's input and attention's output;
     selective all but the MLP's; full the layer's input. Only the last two recompute experts. With
     context parallelism, elementwise and products keep what ranks exchanged, too, 2 H + 2 G.
@@ -252,7 +252,7 @@ def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float
     inner, experts = shape.ffn / tp, 0.0
     if shape.experts:
         apart = policy.expert_parallel > 1  # then a rank routes its own tokens to whole experts
-        width = 5 * shape.ffn / (ranks if apart else tp)
+        width = 4 * shape.ffn / (ranks if apart else tp)
         experts = shape.experts_per_token * (shape.hidden / (ranks if apart else 1) + width)
     exchanged = 2 * (heads + groups) if policy.context_parallel > 1 else 0.0
     return {

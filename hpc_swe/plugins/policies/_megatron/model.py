@@ -20,6 +20,7 @@ from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import compat, routing
 from hpc_swe.plugins.policies._megatron.attention import Attention, SequenceAttention
 from hpc_swe.plugins.policies._megatron.context import ContextAttention, join_trained
+from hpc_swe.plugins.policies._megatron.dispatch import ExpertLayer
 from hpc_swe.plugins.policies._megatron.experts import Experts
 from hpc_swe.plugins.policies._megatron.kernels import RMSNorm
 from hpc_swe.plugins.policies._megatron.layer import DecoderConfig, Layer
@@ -160,6 +161,7 @@ def _layer(config: TransformerConfig) -> ModuleSpec:
         parts.self_attention.submodules.q_layernorm = RMSNorm
         parts.self_attention.submodules.k_layernorm = RMSNorm
     if config.num_moe_experts:
+        parts.mlp.module = ExpertLayer
         parts.mlp.submodules.experts = ModuleSpec(module=Experts)
     parts.sharded_state_dict_keys_map = {}  # checkpoints use the parameters' own names
     return spec

@@ -85,7 +85,7 @@ class Packer:
         padded = [*lengths, missing] if missing else list(lengths)
         ids = np.pad(token_ids.astype(np.int64), (0, missing))
         positions = np.concatenate([np.arange(length, dtype=np.float32) for length in padded])
-        angles = _upload(positions)[:, None] * self._frequencies
+        angles = upload(positions)[:, None] * self._frequencies
         angles = torch.cat((angles, angles), dim=-1)[:, None]
         part = len(ids) // self._parts
         angles = angles[self._rank * part : (self._rank + 1) * part]
@@ -96,12 +96,12 @@ class Packer:
             blocks=self._blocks(padded),
             cosines=(angles.cos() * self._scale).to(self._dtype),
             sines=(angles.sin() * self._scale).to(self._dtype),
-            rows=_upload(own.astype(np.int64) - 1 - self._rank * part),
-            targets=_upload(ids[own]),
+            rows=upload(own.astype(np.int64) - 1 - self._rank * part),
+            targets=upload(ids[own]),
             trained=len(trained),
             trained_before=first,
         )
-        return _upload(ids[self._rank * part : (self._rank + 1) * part])[None], packing
+        return upload(ids[self._rank * part : (self._rank + 1) * part])[None], packing
 
     def _blocks(self, lengths: Sequence[int]) -> list[Block]:
         """Group sequences for attention; without a kernel for several short ones, each is a block."""
@@ -109,7 +109,7 @@ class Packer:
             return [Block((length,)) for length in lengths]
         ends = [np.cumsum([0, *group], dtype=np.int32) for group in grouped(lengths)]
         return [
-            Block(group, _upload(each) if len(group) > 1 else None)
+            Block(group, upload(each) if len(group) > 1 else None)
             for group, each in zip(grouped(lengths), ends, strict=True)
         ]
 
@@ -142,13 +142,14 @@ def terms(
 ) -> TrainedTokens:
     """Build the input of the objective; `model` are log-probabilities and entropies of the trained tokens."""
     sampler, advantages, weights = (
-        _upload(float_array(data)[trained]) for data in (micro.logprobs, micro.advantages, micro.weights)
+        upload(float_array(data)[trained]) for data in (micro.logprobs, micro.advantages, micro.weights)
     )
     lengths = micro.sequence_lengths
-    sequence = _upload(np.repeat(np.arange(len(lengths)), lengths)[trained])
+    sequence = upload(np.repeat(np.arange(len(lengths)), lengths)[trained])
     return TrainedTokens(*model, sampler, advantages, weights, reference, proximal, sequence, len(lengths))
 
 
-def _upload(array: NDArray[np.generic]) -> Tensor:
+def upload(array: NDArray[np.generic]) -> Tensor:
+    """Copy an array to the device of this process; the host does not wait for it."""
     tensor = torch.from_numpy(np.ascontiguousarray(array).copy())
     return tensor.pin_memory().to(device(), non_blocking=True) if torch.cuda.is_available() else tensor

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from hpc_swe.errors import ProtocolError
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.policies._megatron.packing import Packing
-from hpc_swe.plugins.policies._megatron.parallel import device
+from hpc_swe.plugins.policies._megatron.packing import Packing, upload
 from hpc_swe.records import FREE
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
@@ -30,6 +29,8 @@ class Replay:
     def __init__(self, *, recomputes: bool) -> None:
         """Serve a layer whose backward `recomputes` the router and its experts alone, or does not."""
         self._recomputes = recomputes
+        self.chosen: Tensor | None = None
+        """int64 [tokens, k], the choice of the last pass."""
         self._experts: Tensor | None = None
         self._awaited: deque[Tensor | None] = deque()
         """Of the microbatches whose backward is still to come, which may be several in a pipeline."""
@@ -54,8 +55,9 @@ class Replay:
         is_second = self._recomputes and torch.is_grad_enabled()
         experts = self._awaited.popleft() if is_second else self._experts
         if experts is None:
+            self.chosen = own
             return values, own
-        chosen = torch.where(experts == FREE, own, experts.long())
+        self.chosen = chosen = torch.where(experts == FREE, own, experts.long())
         return scores.gather(1, chosen), chosen
 
 
@@ -81,7 +83,7 @@ def read(routing: bytes, shape: ModelShape, tokens: int, padding: int) -> Tensor
     if (found[found != FREE] >= shape.experts).any():
         raise ProtocolError(f"a routing names an expert beyond the model's {shape.experts}")
     padded = np.pad(found.reshape(size), ((0, padding), (0, 0), (0, 0)), constant_values=FREE)
-    return torch.from_numpy(padded).to(device(), non_blocking=True)
+    return upload(padded)
 
 
 def _take_experts(layer: torch.nn.Module, _: object, given: dict[str, Packing]) -> None:
