@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from hpc_swe.errors import EngineError, boundary
 from hpc_swe.records import WeightVersion
 
-PENDING = "?"  # suffix of the stamp of weights that have not passed their probe yet
 INITIAL = "default"  # stamp of the weights that vLLM starts with, until they are given a name
 NOT_FINITE = -9999.0  # value that vLLM writes in place of a log-probability that is not finite
 Span = tuple[int, int, WeightVersion]
@@ -199,7 +198,7 @@ def to_spans(stamps: list[Stamp], length: int) -> list[Span]:
     """
     spans: list[Span] = []
     for stamp in stamps:
-        name = stamp.version.removesuffix(PENDING)
+        name = stamp.version
         try:
             version = WeightVersion() if name == INITIAL else WeightVersion.parse(name)
         except ValueError as error:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from hpc_swe.errors import EngineError, NoAnswer, Overdue
-from hpc_swe.plugins.engines import _answers, _http
+from hpc_swe.plugins.engines import _answers, _http, _vllm_gate
 from hpc_swe.plugins.engines.base import Weights
 
 CLEARINGS = 100
@@ -41,6 +41,7 @@ class UpdateRoutes:
     def swap(self, update: dict[str, object], stamp: str | None) -> None:
         """Load what `update` names, and let tokens carry `stamp` from then on.
 
+        Answers are kept back until `release`. The next swap refuses them, which loads other weights instead.
         Raise EngineError if the engine goes on with the weights before, and NoAnswer if that is not certain.
         """
         self._start()
@@ -51,18 +52,33 @@ class UpdateRoutes:
         try:
             self.call(f"/pause?mode=keep&clear_cache={str(self.clears).lower()}")
             log.debug("paused")
+            self._hold()
             self.call("/finish_weight_update", {"weight_version": stamp} if stamp else {})
             log.debug("swapped")
         except NoAnswer:
             raise  # an engine that hangs must not resume with half an update, should it wake up
         except EngineError:
             self.call("/resume")
+            self.release()
             raise
         with ends_engine(f"{self.url}: new weights are loaded, and do not serve"):
             if self.clears:  # no prompt may be computed with two versions
                 self._clear_caches()
             self.call("/resume")
         log.debug("resumed")
+
+    def release(self) -> None:
+        """Let the engine send the answers that it has kept back since the swap."""
+        with contextlib.suppress(_http.Refused):  # somebody runs it with an older release; _hold warned
+            self.call(_vllm_gate.RELEASE)
+
+    def _hold(self) -> None:
+        try:
+            self.call(_vllm_gate.HOLD)
+        except _http.Refused as error:
+            if error.status != 404:
+                raise
+            log.warning("%s answers before its probe: start it again with this release", self.url)
 
     def seconds(self) -> bytes:
         """Return what each worker says about the parts of its last update, as a list in JSON."""

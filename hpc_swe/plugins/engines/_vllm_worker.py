@@ -43,6 +43,7 @@ from hpc_swe.plugins.engines._vllm_files import (
     shapes,
     shards,
 )
+from hpc_swe.plugins.engines._vllm_gate import AnswerGate
 from hpc_swe.processes import die_with_parent
 from hpc_swe.records import WeightManifest
 from hpc_swe.store import folders
@@ -361,10 +362,13 @@ class WorkerExtension:
 
 
 class BearerToken:
-    """Guard all routes but /health, as ASGI middleware: vLLM's --api-key leaves the control routes open."""
+    """Guard all routes but /health, as ASGI middleware: vLLM's --api-key leaves the control routes open.
+
+    Behind it an `AnswerGate` keeps back answers of weights that were not compared with their probe yet.
+    """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self._app, self._expected = app, f"Bearer {os.environ[TOKEN]}".encode()
+        self._app, self._expected = AnswerGate(app), f"Bearer {os.environ[TOKEN]}".encode()
 
     async def __call__(self, scope: Scope, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
         """Pass the request on, or answer 401."""

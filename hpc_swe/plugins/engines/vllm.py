@@ -30,7 +30,7 @@ from hpc_swe.plugins.engines import (
     _vllm_sleep,
     _vllm_update,
 )
-from hpc_swe.plugins.engines._answers import PENDING, Answer, decode
+from hpc_swe.plugins.engines._answers import Answer, decode
 from hpc_swe.plugins.engines._vllm_update import UpdateRoutes
 from hpc_swe.plugins.engines.base import Completion, EngineInfo, Weights
 from hpc_swe.plugins.model_shape import ModelShape
@@ -201,13 +201,12 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     def reload(self, url: str, token: str, weights: Weights) -> None:
         """Pause, swap, resume, then probe; a version that fails its probe is swapped out again.
 
-        Until the probe has passed, tokens are stamped with the version and a question mark, and `generate`
-        waits for its outcome before it returns such tokens.
+        Until the probe has passed, the engine keeps all answers back; if it fails, it refuses them.
         """
         before, routes = self.stamp(url, token), self._routes(url, token)
         version, probe = weights.version, weights.manifest.probe if weights.manifest else None
         try:
-            routes.swap(_vllm_update.describe(weights), None if before is None else version.name + PENDING)
+            routes.swap(_vllm_update.describe(weights), before and version.name)
         except (NoAnswer, Overdue):
             raise
         except EngineError as error:
@@ -219,7 +218,9 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         except EngineError:
             with _vllm_update.ends_engine(f"{url}: the weights before {version.name} are not back"):
                 routes.swap({"path": ""}, before)
+                routes.release()
             raise
+        routes.release()
         log.debug("probed %s", version.name)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("workers %s", routes.seconds().decode())
@@ -245,8 +246,6 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         if choice.finish_reason == "stop" and not (ids and choice.stop_reason in (None, ids[-1])):
             raise EngineError(f"{url}: stopped by {choice.stop_reason!r}, which is not the last token id")
         stamps = choice.weight_versions
-        if stamps and any(stamp.version.endswith(PENDING) for stamp in stamps):
-            self._await_probe(url, token, {stamp.version for stamp in stamps})
         spans = None if stamps is None else _answers.to_spans(stamps, len(ids))
         rows = len(prompt) + len(ids) - 1 - routed
         routing = _answers.to_routing(choice, rows) if self.return_routing else None
@@ -283,6 +282,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         }
         body = msgspec.json.encode({"token_ids": ids, "sampling_params": settings})
         check_s, deadline = wait[0], time.monotonic() + wait[1]
+        query = "?probe" if "prompt_logprobs" in more else ""  # an answer that is never kept back
 
         def keep_waiting() -> bool:
             if time.monotonic() > deadline:
@@ -290,14 +290,14 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             return self.is_alive(url, token, check_s)
 
         try:
-            path = "/inference/v1/generate"
+            path = f"/inference/v1/generate{query}"
             return decode(Answer, url, _http.call(url, token, path, body, check_s, keep_waiting))
         except _http.Refused as error:
             if error.status not in (403, 404):
                 raise
         del settings["detokenize"]  # /v1/completions, which every vLLM serves, does not know it
         body = msgspec.json.encode({"prompt": ids, "return_token_ids": True, **settings})
-        data = _http.call(url, token, "/v1/completions", body, check_s, keep_waiting)
+        data = _http.call(url, token, f"/v1/completions{query}", body, check_s, keep_waiting)
         return _answers.from_completions(url, data)
 
     def _check_probe(self, url: str, token: str, version: WeightVersion, probe: ProbeScore) -> None:
@@ -309,18 +309,6 @@ class Vllm(Plugin, frozen=True, kw_only=True):
                 f"{version.name}: the probe's log-probabilities differ from the learner's by {worst:.4g},"
                 f" more than {probe.tolerance:g}"
             )
-
-    def _await_probe(self, url: str, token: str, names: set[str]) -> None:
-        deadline = time.monotonic() + self.update_timeout_s
-        while (current := self.stamp(url, token)) is None or current.endswith(PENDING):
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"{url}: the probe of {current} has not ended in {self.update_timeout_s:g} s"
-                )
-            time.sleep(0.05)
-        pending = {name.removesuffix(PENDING) for name in names if name.endswith(PENDING)}
-        if refused := sorted(pending - names - {current}):
-            raise EngineError(f"{url}: tokens were sampled by {refused[0]}, whose weights failed their probe")
 
     def _routes(self, url: str, token: str) -> UpdateRoutes:
         return UpdateRoutes(url, token, self.update_timeout_s, clears=self.kv_on_update == "recompute")

@@ -1,0 +1,102 @@
+"""Keep answers back until the weights that sampled them have passed their probe.
+
+An engine computes a probe only when it does not pause, so that requests are answered meanwhile, too. This
+middleware holds the answers of requests that were under way or came since `HOLD`. When the supervisor calls
+`RELEASE`, they are sent; when it begins another update instead, because the weights failed, they are refused.
+This needs nothing of vLLM's scheduler. An answer that is streamed would not be kept back; the suite asks for
+none.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+HOLD, RELEASE = "/hpc_swe/hold", "/hpc_swe/release"
+HELD = ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions")
+PROBE = b"probe"
+"""Query of the requests that compute the probe: nothing keeps their answers back."""
+LONGEST_S = 600.0
+"""Seconds after which a supervisor that died in an update counts as one whose weights failed."""
+REFUSAL = b"the weights that sampled this failed their probe, or were not compared with it"
+Scope = MutableMapping[str, Any]
+Send = Callable[..., Awaitable[None]]
+
+
+@dataclass(eq=False)
+class Doubt:
+    """Weights serve that were not compared with their probe yet."""
+
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+    were_right: bool = False
+
+    async def ended_well(self) -> bool:
+        """Wait for the comparison, and return whether the weights are right."""
+        try:
+            await asyncio.wait_for(self.is_over.wait(), LONGEST_S)
+        except TimeoutError:
+            return False
+        return self.were_right
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request is under way."""
+
+    doubts: list[Doubt]
+    """Which weights may have sampled a part of its answer."""
+
+
+class AnswerGate:
+    """Pass on all requests to an ASGI application, and keep back answers that are in doubt."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+        self._doubt: Doubt | None = None
+        self._asked: set[Asked] = set()
+
+    async def __call__(self, scope: Scope, receive: Callable[..., Any], send: Send) -> None:
+        path = scope.get("path")
+        if path in (HOLD, RELEASE):
+            self._hold() if path == HOLD else self._end(were_right=True)
+            await _answer(send, 200, b"{}")
+        elif path in HELD and scope["query_string"] != PROBE:
+            await self._pass_on(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _pass_on(self, scope: Scope, receive: Callable[..., Any], send: Send) -> None:
+        asked, is_trusted = Asked([self._doubt] if self._doubt else []), None
+
+        async def send_trusted(message: MutableMapping[str, Any]) -> None:
+            nonlocal is_trusted
+            if is_trusted is None:
+                is_trusted = all([await doubt.ended_well() for doubt in asked.doubts])
+                if not is_trusted:
+                    await _answer(send, 503, REFUSAL)
+            if is_trusted:
+                await send(message)
+
+        self._asked.add(asked)
+        try:
+            await self._app(scope, receive, send_trusted)
+        finally:
+            self._asked.discard(asked)
+
+    def _hold(self) -> None:
+        self._end(were_right=False)
+        self._doubt = Doubt()
+        for asked in self._asked:
+            asked.doubts.append(self._doubt)
+
+    def _end(self, *, were_right: bool) -> None:
+        if self._doubt is not None:
+            self._doubt.were_right = were_right
+            self._doubt.is_over.set()
+            self._doubt = None
+
+
+async def _answer(send: Send, status: int, body: bytes) -> None:
+    headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

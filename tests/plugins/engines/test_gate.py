@@ -1,0 +1,67 @@
+"""Answers of weights in doubt, with the middleware that vLLM runs."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from hpc_swe.plugins.engines._vllm_gate import HELD, HOLD, RELEASE, AnswerGate
+
+
+class Client:
+    """Ask an application that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.may_answer = asyncio.Event()
+        self.gate = AnswerGate(self._app)
+
+    async def _app(self, scope: Any, receive: Any, send: Callable[..., Awaitable[None]]) -> None:
+        await self.may_answer.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"text"})
+
+    async def ask(self, path: str, query: bytes = b"") -> int:
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        await self.gate({"type": "http", "path": path, "query_string": query}, None, send)
+        return int(sent[0]["status"])
+
+
+async def course(*orders: str) -> tuple[list[int], list[int], list[int]]:
+    """Statuses of requests begun before the orders, after the first of them, and after all."""
+    client = Client()
+    before = [asyncio.create_task(client.ask(path)) for path in HELD]
+    await asyncio.sleep(0)
+    during = []
+    for order in orders:
+        assert await client.ask(order) == 200
+        during = during or [asyncio.create_task(client.ask(path)) for path in HELD]
+        await asyncio.sleep(0)
+    client.may_answer.set()
+    assert await client.ask(HELD[0], b"probe") == 200
+    after = [await client.ask(HELD[0])] if orders[-1] == RELEASE else []
+    return [await task for task in before], [await task for task in during], after
+
+
+def test_answers_wait_until_the_weights_have_passed_their_probe() -> None:
+    assert asyncio.run(course(HOLD, RELEASE)) == ([200] * 3, [200] * 3, [200])
+
+
+def test_answers_of_weights_that_another_update_replaced_are_refused() -> None:
+    assert asyncio.run(course(HOLD, HOLD, RELEASE)) == ([503] * 3, [503] * 3, [200])
+
+
+def test_nothing_is_answered_while_weights_are_in_doubt() -> None:
+    async def wait() -> bool:
+        client = Client()
+        client.may_answer.set()
+        await client.ask(HOLD)
+        held = asyncio.create_task(client.ask(HELD[0]))
+        await asyncio.sleep(0.05)
+        was_held = not held.done()
+        await client.ask(RELEASE)
+        return was_held and await held == 200
+
+    assert asyncio.run(wait())
