@@ -48,6 +48,8 @@ class RunDir:
     """Order: exit now."""
     finished = _At("control/FINISHED")
     """Not an order, but checked with them: the run has done all its steps, so exit."""
+    refused = _At("state/refused_version.json")
+    """Cell: WeightVersion, the newest that an engine could not load; a full one comes after it."""
     nodes = _At("nodes")
     """Cells: one Node per live process."""
     requests = _At("requests")

@@ -193,6 +193,14 @@ def test_a_run_of_another_user_is_refused(tmp_path, read, path):
     assert "belongs to user 12345; a run is acted on by its owner only" in done.stderr
 
 
+def test_a_delta_as_the_model_is_refused_with_what_to_give_instead(tmp_path, read):
+    for name, file in (("v000004-i01", "config.json"), ("v000005-i01", "delta-00001-of-00001.safetensors")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+    with pytest.raises(ConfigError, match=r"holds only what changed .* one of: v000004-i01"):
+        control.start(RunDir(tmp_path / "run"), read(f"model={tmp_path}/v000005-i01"))
+
+
 def test_missing_model_is_one_error_that_names_key_and_folder(tmp_path, read):
     with pytest.raises(ConfigError, match=r"model = '/nowhere/model': no config.json there"):
         control.start(RunDir(tmp_path / "run"), read("model=/nowhere/model"))

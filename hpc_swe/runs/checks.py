@@ -72,7 +72,7 @@ def _model(_: RunDir, config: RunConfig) -> Iterator[str]:
     served = _serves(config) and isinstance(engine, EstimatedEngine) and engine.loads_weights
     for name in ("config.json", "tokenizer.json"):
         if not (model / name).is_file():
-            yield f"model = {config.model!r}: no {name} there; give the folder of a Hugging Face model"
+            yield f"model = {config.model!r}: {_lacks(name, model)}"
             return
     if served or "learner" in wanted:
         yield from _weights("model", model)
@@ -82,10 +82,21 @@ def _model(_: RunDir, config: RunConfig) -> Iterator[str]:
         yield from _complaints(lambda: token_builder(config))
 
 
+def _lacks(name: str, folder: Path) -> str:
+    """Say that a folder of a model lacks a file, and what to give instead."""
+    if any(folder.glob("delta-*.safetensors")):
+        full = sorted(each.parent.name for each in folder.absolute().parent.glob("v*/config.json"))
+        return (
+            "it holds only what changed since the version before; give a full version, the run's last one or "
+            f"one of: {', '.join(full) or 'none is left beside it'}"
+        )
+    return f"no {name} there; give the folder of a Hugging Face model"
+
+
 def _weights(key: str, folder: Path) -> Iterator[str]:
     index = folder / "model.safetensors.index.json"
     if not (folder / "config.json").is_file():
-        yield f"{key} = '{folder}': no config.json there; give the folder of a Hugging Face model"
+        yield f"{key} = '{folder}': {_lacks('config.json', folder)}"
         return
     names = {path.name for path in folder.glob("*.safetensors")}
     try:

@@ -1,10 +1,15 @@
-"""List the weight versions on disk, find the newest, and choose which ones retention removes."""
+"""List the weight versions on disk, find the newest, and choose which ones retention removes.
+
+An engine that cannot load a version says so here, and the learner reads it.
+"""
 
 from collections.abc import Collection
+from contextlib import suppress
 
+from hpc_swe.errors import CorruptRecord
 from hpc_swe.records import WeightManifest, WeightVersion
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import folders
+from hpc_swe.store import atomic, folders
 
 
 def published(run: RunDir) -> list[WeightVersion]:
@@ -33,3 +38,30 @@ def superseded(
         and version.name not in in_use
         and not (keep_every and version.step % keep_every == 0)
     ]
+
+
+def report_refused(run: RunDir, version: WeightVersion) -> None:
+    """Name a version that an engine could not load, unless a newer one is named."""
+    named = _refused(run)
+    if named is None or named < version:
+        atomic.put(run.refused, version)
+
+
+def is_full_wanted(run: RunDir) -> bool:
+    """Return whether an engine could not load a version, and no full one was published after it."""
+    named = _refused(run)
+    return named is not None and not any(
+        version > named and _is_full(run, version) for version in published(run)
+    )
+
+
+def _refused(run: RunDir) -> WeightVersion | None:
+    with suppress(FileNotFoundError, CorruptRecord):
+        return atomic.get(run.refused, WeightVersion)
+    return None
+
+
+def _is_full(run: RunDir, version: WeightVersion) -> bool:
+    with suppress(FileNotFoundError, CorruptRecord):  # retention may have removed it
+        return folders.manifest(run.weight(version), WeightManifest).parent is None
+    return False

@@ -61,7 +61,10 @@ class Weights:
     @property
     def chain(self) -> "list[Weights]":
         """Return the full snapshot and the deltas that lead to this version, which is the last."""
-        return [*(self.parent.chain if self.parent else []), self]
+        found = [self]
+        while (parent := found[-1].parent) is not None:
+            found.append(parent)
+        return found[::-1]
 
 
 @runtime_checkable

@@ -9,7 +9,8 @@ A version is verified here, while the engine serves, and once for all workers of
 when the engine reports an error about it; an engine that does not answer is hung or dead, and is replaced.
 A delta is loaded with all versions that it builds on, from a full snapshot on; the engine takes what it does
 not have yet. When one of them is missing or was refused, the engine goes on with what it serves until the
-next full snapshot. An engine starts from a full snapshot, too.
+next full snapshot. The learner publishes one next, because the supervisor names the version that was not
+loaded. An engine starts from a full snapshot, too.
 """
 
 import logging
@@ -161,22 +162,37 @@ class Supervisor:
         Raise FileNotFoundError if it is gone, CorruptRecord if it is damaged, and BrokenChain if a version
         that it builds on is gone, damaged or refused.
         """
-        folder = self.run.weight(version)
-        manifest = folders.manifest(folder, WeightManifest)
-        parent = None if manifest.parent is None else self._verify_parent(version, manifest.parent)
-        files = folders.verify(folder, manifest, self._stopping.is_set)
-        return Weights(version, folder, manifest, files, parent)
+        rest = self._unserved(version)
+        loaded = self._served(rest[-1][1].parent)
+        for each, manifest in reversed(rest):
+            folder = self.run.weight(each)
+            try:
+                files = folders.verify(folder, manifest, self._stopping.is_set)
+            except (FileNotFoundError, CorruptRecord) as error:
+                if each == version:
+                    raise
+                raise BrokenChain(f"{version.name} builds on {each.name}: {error}") from error
+            loaded = Weights(each, folder, manifest, files, loaded)
+        assert loaded is not None
+        return loaded
 
-    def _verify_parent(self, version: WeightVersion, parent: WeightVersion) -> Weights:
-        for loaded in self._serving.chain:
-            if loaded.version == parent:
-                return loaded
-        if parent in self._refused or not parent < version:
-            raise BrokenChain(f"{version.name} builds on {parent.name}, which was refused or is no older one")
-        try:
-            return self._verify(parent)
-        except (FileNotFoundError, CorruptRecord) as error:
-            raise BrokenChain(f"{version.name} builds on {parent.name}: {error}") from error
+    def _unserved(self, version: WeightVersion) -> list[tuple[WeightVersion, WeightManifest]]:
+        """Return the manifests of a version and of those that it builds on, back to one that is served."""
+        found = [(version, folders.manifest(self.run.weight(version), WeightManifest))]
+        while (parent := found[-1][1].parent) is not None and self._served(parent) is None:
+            child = found[-1][0]
+            if parent in self._refused or not parent < child:
+                raise BrokenChain(
+                    f"{child.name} builds on {parent.name}, which was refused or is no older one"
+                )
+            try:
+                found.append((parent, folders.manifest(self.run.weight(parent), WeightManifest)))
+            except (FileNotFoundError, CorruptRecord) as error:
+                raise BrokenChain(f"{child.name} builds on {parent.name}: {error}") from error
+        return found
+
+    def _served(self, version: WeightVersion | None) -> Weights | None:
+        return next((each for each in self._serving.chain if each.version == version), None)
 
     def _is_healthy_in_time(self, served: ServedEngine) -> bool:
         """Wait until the engine is healthy; return False when the supervisor must end meanwhile."""
@@ -270,6 +286,8 @@ class Supervisor:
             verify_s, swap_s = verified - began, time.monotonic() - verified
             log.info("updated to %s: verified in %.2f s, swapped in %.2f s", newest.name, verify_s, swap_s)
         self.lease.publish(state="ready", reading="", versions=[self._serving.version])
+        if newest in self._refused:
+            weights.report_refused(self.run, newest)
 
     def _run_watched(self, work: Callable[[], T], *checks: Callable[[], None]) -> T:
         """Run `work` in a thread; meanwhile call `checks`, which raise when the engine dies or hangs."""

@@ -13,7 +13,7 @@ from enum import Enum, auto
 from hpc_swe.errors import DeadlineError, HpcSweError
 from hpc_swe.records import Batch, BatchManifest, StatusReport
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, folders, orders
+from hpc_swe.store import atomic, folders, orders, weights
 
 PULSE_S = 30.0  # rank 0 sends the other ranks a decision at least this often
 
@@ -27,6 +27,8 @@ class Order(Enum):
     """Save a checkpoint, and exit with 0."""
     STOP = auto()
     """Exit now."""
+    REPUBLISH = auto()
+    """Publish the weights once more, as a full version: engines could not load the last one."""
 
 
 Decision = BatchManifest | Order | None
@@ -48,6 +50,8 @@ class BatchSource:
         self._pulse_s = pulse_s
         self._waiting_since: float | None = None
         self._beat: int | None = None
+        self._republished = -1
+        """The last step at which the weights were published once more."""
 
     def wait(self, step: int) -> Decision:
         """Wait for an order or for the batch of `step`; return None when neither came for `pulse_s`.
@@ -73,7 +77,10 @@ class BatchSource:
         try:
             return folders.manifest(self._run.batch(step), BatchManifest)
         except FileNotFoundError:
-            return None
+            if step == self._republished or not weights.is_full_wanted(self._run):
+                return None
+            self._republished = step  # once: if engines refuse that one, too, the file is not at fault
+            return Order.REPUBLISH
 
     def _check_deadline(self, step: int) -> None:
         """Fail at the deadline if the coordinator is alive; log a warning and keep waiting if it is not."""

@@ -80,10 +80,9 @@ def learn(
         began = time.monotonic()
         decision, turn_metrics = _next(learner, source, plan.turn)
         if isinstance(decision, Order):
-            log.info("order %s", decision.name)
-            if decision is Order.DRAIN:
-                publisher.publish_checkpoint()
-            return
+            if _obey(decision, publisher):
+                return
+            continue
         waited = time.monotonic() - began
         metrics = turn_metrics | _validate(run, learner, objective, decision)
         read = partial(read_batch, run, decision, run.rank_file(learner.ranks.data_rank))
@@ -99,6 +98,16 @@ def learn(
         on_step(learner.step, learner.step - 1, metrics)
     publisher.publish_weights()
     publisher.publish_checkpoint()
+
+
+def _obey(order: Order, publisher: Publisher) -> bool:
+    """Carry out an order, and return whether it ends the learner."""
+    log.info("order %s", order.name)
+    if order is Order.DRAIN:
+        publisher.publish_checkpoint()
+    if order is Order.REPUBLISH:
+        publisher.republish_weights()
+    return order is not Order.REPUBLISH
 
 
 def _require_finite(run: RunDir, learner: Learner, limit: int) -> None:

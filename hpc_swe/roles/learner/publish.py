@@ -89,7 +89,10 @@ class Publisher:
         if self._exported == self._learner.step:
             return
         version = WeightVersion(incarnation=self._incarnation, step=self._learner.step)
-        carrier = self._snapshots.carrier(version.step, None if self._parent is None else self._deltas)
+        is_alone = self._parent is None or on_rank_zero(
+            self._ranks, lambda: weights.is_full_wanted(self._run)
+        )
+        carrier = self._snapshots.carrier(version.step, None if is_alone else self._deltas)
         parent, self._parent = self._parent if carrier == "delta" else None, None  # should this one fail
         with self._stage(self._run.weight(version)) as (stage, final):
             parts = self._export(stage, carrier)
@@ -110,6 +113,12 @@ class Publisher:
         self._parent, self._deltas = version, 0 if parent is None else self._deltas + 1
         size = sum(info.size for info in manifest.files.values())
         log.info("exported %s: %s, %d bytes", version.name, "full" if parent is None else "delta", size)
+
+    def republish_weights(self) -> None:
+        """Publish the current weights as a full version, under the next incarnation: no folder changes."""
+        self._incarnation = on_rank_zero(self._ranks, lambda: take_incarnation(self._run))
+        self._exported = None
+        self.publish_weights()
 
     def _export(self, stage: Path, carrier: Carrier) -> list[dict[str, TensorInfo]]:
         """Return what each rank has exported; weights that are not finite end the learner."""

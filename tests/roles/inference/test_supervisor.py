@@ -20,7 +20,7 @@ from hpc_swe.plugins.engines.scripted import SCORE, Scripted, ScriptedReply
 from hpc_swe.records import ProbeScore, Sampling, WeightManifest, WeightVersion
 from hpc_swe.roles.inference.supervisor import MAX_REFUSALS
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, folders
+from hpc_swe.store import atomic, folders, weights
 from hpc_swe.store.lease import Lease
 from tests.kit.engine_kit import (
     TOKEN,
@@ -148,7 +148,9 @@ def test_deltas_are_loaded_with_what_they_build_on(start: Start, run: RunDir, mo
     loops = await_node(run, is_serving(version(3))).loops
     await_node(run, lambda cell: cell.loops > loops + 3)
     assert await_node(run, is_serving(version(3))).url == url
+    assert weights.is_full_wanted(run), "the learner publishes a full version next"
     publish(run, model, version(10), probe=PROBE)
+    assert not weights.is_full_wanted(run)
     assert await_node(run, is_serving(version(10))).url == url
     run.stop.touch()
     _, log = process.communicate(timeout=180)

@@ -18,7 +18,7 @@ from hpc_swe.roles.learner.batch_source import BatchSource, Order
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, folders
+from hpc_swe.store import atomic, folders, weights
 
 
 @pytest.fixture
@@ -52,6 +52,16 @@ def beat(run, number):
 def test_the_next_batch_is_trained_and_no_other(run):
     publish(run, 3)
     assert BatchSource(run, 60, 0.01).wait(3).step == 3
+
+
+def test_weights_that_no_engine_loads_are_published_again_once_while_no_batch_comes(run):
+    weights.report_refused(run, WeightVersion(step=3))
+    source = BatchSource(run, 60, 0.01, pulse_s=0.05)
+    assert source.wait(3) is Order.REPUBLISH
+    assert source.wait(3) is None
+    publish(run, 3)
+    assert source.wait(3).step == 3
+    assert source.wait(4) is Order.REPUBLISH
 
 
 def test_orders_come_before_batches_and_stop_before_drain(run):
