@@ -54,7 +54,7 @@ def test_the_next_batch_is_trained_and_no_other(run):
     assert BatchSource(run, 60, 0.01).wait(3).step == 3
 
 
-def test_weights_that_no_engine_loads_are_published_again_once_while_no_batch_comes(run):
+def test_weights_that_no_engine_loads_are_published_once_more(run):
     weights.report_refused(run, WeightVersion(step=3))
     source = BatchSource(run, 60, 0.01, pulse_s=0.05)
     assert source.wait(3) is Order.REPUBLISH
