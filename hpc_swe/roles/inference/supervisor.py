@@ -231,7 +231,14 @@ class Supervisor:
                     self._update(served, newest, monitor)
             except StorageError as error:
                 log.warning("looking again: %s", error)
-            self._stopping.wait(self.config.poll_s * random.uniform(0.5, 1.5))
+            self._pause(self.config.poll_s * random.uniform(0.5, 1.5))
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, but no longer than until the learner wants the GPUs."""
+        until = time.monotonic() + seconds
+        while (left_s := until - time.monotonic()) > 0 and not (self.turn and self.turn.is_requested()):
+            if self._stopping.wait(min(left_s, TURN_LOOK_S) if self.turn else left_s):
+                return
 
     def _sleep(self, served: ServedEngine, turn: EngineTurn) -> None:
         """Free the GPUs for the learner, and take them again when it has given them back."""
