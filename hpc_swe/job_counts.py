@@ -50,5 +50,10 @@ def gpus(role: str, config: RunConfig) -> int | None:
     if role == "inference":
         return engine
     if role == "learner" and isinstance(config.policy, EstimatedPolicy):
-        return max(processes(role, config) * config.policy.gpus, engines_beside(role, config) * (engine or 0))
+        own, engines = processes(role, config) * config.policy.gpus, engines_beside(role, config)
+        if (
+            engines and engine is None
+        ):  # they may need any number; a job for the CPU alone would hide them all
+            return own or None
+        return max(own, engines * (engine or 0))
     return None

@@ -93,7 +93,7 @@ def _trained(run: RunDir, config: RunConfig, schedule: sft.SftSchedule, curves: 
     return sft.WarmStart(run, map(sft.as_sample, stream), schedule, curves, held_out)
 
 
-def _samples(config: RunConfig, curves: Log) -> Iterator[Sample]:
+def _samples(config: RunConfig, curves: Log) -> Iterator[Sample | None]:
     if config.sft.source == "episodes":
         return sft.from_episodes(
             _archived(RunDir(Path(config.sft.episodes))),

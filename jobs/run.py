@@ -245,8 +245,8 @@ def commands(run: RunDir, role: str, config: RunConfig) -> list[list[str]]:
         return [sys.executable, "-P", "-m", f"jobs.{each}", str(run.root)]
 
     engines = [command("inference") for _ in range(job_counts.engines_beside(role, config))]
-    if job_counts.is_hybrid(config) and engines:
-        size = job_counts.gpus("inference", config) or 0
+    size = job_counts.gpus("inference", config)
+    if job_counts.is_hybrid(config) and size is not None:  # an engine of unknown size sees all GPUs
         visible = gpus.usable(os.environ) if size else []
         engines = [
             ["env", f"{gpus.VISIBLE}={','.join(visible[index * size : (index + 1) * size])}", *each]

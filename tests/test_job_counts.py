@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hpc_swe import config as configuration
@@ -32,6 +33,13 @@ def test_engines_of_a_hybrid_run_are_in_the_learner_s_job_alone(tmp_path):
 def test_a_hybrid_job_has_gpus_for_its_engines_and_for_its_ranks():
     assert job_counts.gpus("learner", read("engine.tensor_parallel=2", "counts.inference=2")) == 4
     assert job_counts.gpus("learner", read("policy.tensor_parallel=8")) == 8
+
+
+def test_an_engine_that_does_not_say_how_many_gpus_it_needs_sees_those_of_the_job(tmp_path):
+    config = msgspec.structs.replace(read("policy.device=cpu"), engine=object())
+    assert job_counts.gpus("learner", config) is None
+    assert jobs_run.commands(RunDir(tmp_path), "learner", config)[-1][-2] == "jobs.inference"
+    assert "env" not in jobs_run.commands(RunDir(tmp_path), "learner", config)[-1]
 
 
 @pytest.mark.parametrize("mode", ["sft", "eval"])

@@ -64,13 +64,14 @@ class SftSchedule:
 class WarmStart:
     """Publish the `stream` of samples, each at most microbatch_tokens long, as batches.
 
-    The learner computes the loss of the `held_out` samples without training them.
+    The stream yields None where its next sample is not ready yet. The learner computes the loss of the
+    `held_out` samples without training them.
     """
 
     def __init__(
         self,
         run: RunDir,
-        stream: Iterator[Sample],
+        stream: Iterator[Sample | None],
         schedule: SftSchedule,
         metrics_log: Log,
         held_out: Sequence[Sample] = (),
@@ -104,9 +105,9 @@ class WarmStart:
         After a restart the stream repeats the samples that were published, which are encoded again.
         """
         for sample in self._stream:
-            if self._trained:
+            if sample is not None and self._trained:
                 self._trained -= 1
-            else:
+            elif sample is not None:
                 self._taken.append(sample)
             if len(self._taken) == self._schedule.samples_per_step:
                 return True
@@ -167,17 +168,22 @@ def from_conversations(
 
 def from_episodes(
     episodes: Iterable[ScoredEpisode], chains: Chains, least: float, seed: int, limit: int, metrics_log: Log
-) -> Iterator[Sample]:
+) -> Iterator[Sample | None]:
     """Yield what the policy sampled in episodes with a reward of at least `least`, in endless passes.
 
-    This is rejection sampling. Raise ConfigError if no episode has such a reward.
+    This is rejection sampling. All episodes are read first, and None is yielded after each, so that the
+    caller can do other things in between. Raise ConfigError if no episode has such a reward.
     """
-    chosen = [s for s in episodes if not failure_cause(s) and (s.score.reward or 0.0) >= least]
-    whole = [sample for s in chosen for sample in make_samples(s.episode, 1.0, chains, 0, 0).samples]
-    shortened = [_shortened(sample, limit) for sample in whole]
-    samples = [sample for sample in shortened if any(sample.mask)]
-    changed = sum(len(short) < len(long) for short, long in zip(shortened, whole, strict=True))
-    dropped = len(whole) - len(samples)
+    samples: list[Sample] = []
+    changed = dropped = 0
+    for scored in episodes:
+        is_good = not failure_cause(scored) and (scored.score.reward or 0.0) >= least
+        for long in make_samples(scored.episode, 1.0, chains, 0, 0).samples if is_good else ():
+            short = _shortened(long, limit)
+            changed += len(short) < len(long)
+            dropped += not any(short.mask)
+            samples += [short] if any(short.mask) else []
+        yield None
     metrics_log.write(0, {"sft/cut": changed - dropped, "sft/dropped": dropped})
     if not samples:
         raise ConfigError(f"no archived episode has a reward of sft.min_reward = {least} or more; lower it")

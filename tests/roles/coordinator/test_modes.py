@@ -259,7 +259,10 @@ def test_rejection_sampling_trains_the_very_ids_that_were_sampled(run):
 
 
 def rejection(episodes, least=1.0, limit=64, log=None):
-    return sft.from_episodes(episodes, "main", least, 3, limit, log or Log(Path(os.devnull)))
+    """The samples; before the first one there is a chance to pause after each episode."""
+    stream = sft.from_episodes(episodes, "main", least, 3, limit, log or Log(Path(os.devnull)))
+    assert [next(stream) for _ in episodes] == [None] * len(episodes)
+    return stream
 
 
 def test_rejection_sampling_leaves_out_what_cannot_be_trained(run):
