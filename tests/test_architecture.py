@@ -45,7 +45,7 @@ BUDGETS = {
     "hpc_swe/plugins/agents": 420,
     "hpc_swe/plugins/engines": 2_360,
     "hpc_swe/plugins/executors": 770,
-    "hpc_swe/plugins/graders": 2_690,
+    "hpc_swe/plugins/graders": 2_695,
     "hpc_swe/plugins/policies": 4_800,
     "hpc_swe/plugins/sandboxes": 2_190,
     "hpc_swe/plugins/tasksets": 1_110,

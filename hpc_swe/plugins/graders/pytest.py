@@ -23,6 +23,7 @@ from hpc_swe.records import Score, Task
 
 _SET_UP = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
 _SET_UP |= {"pyproject.toml", "sitecustomize.py", "usercustomize.py"}
+_SEALED = "\n(pytest saw no expected values, which stay outside the sandbox; test_bad fails on purpose)"
 _OPTIONS = ["-s", "--tb=no", "--assert=plain", "--rootdir=.", "--continue-on-collection-errors"]
 
 
@@ -52,7 +53,8 @@ class Pytest(HiddenTestGrader, frozen=True, kw_only=True):
         result, report = run_reliably(
             lambda: exam.run(sandboxes), lambda ended: ended[0].timed_out, task.tests.timeout_s
         )
-        return self._score(exam, report, ending(result), time.monotonic() - started)
+        detail = ending(result) + _SEALED * bool(exam.answers)
+        return self._score(exam, report, detail, time.monotonic() - started)
 
     def _score(self, exam: "_Exam", report: "_Report", detail: str, seconds: float) -> Score:
         wanted = {*exam.task.tests.fail_to_pass, *exam.task.tests.pass_to_pass}
