@@ -2,15 +2,17 @@
 
 import argparse
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 
-from hpc_swe.errors import HpcSweError
+from hpc_swe.errors import HpcSweError, StorageError
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # the exit codes that shells use
+REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}  # a person can mend these
 
 
 def command(main: Callable[[], int | None]) -> Callable[[], None]:
@@ -31,6 +33,15 @@ def command(main: Callable[[], int | None]) -> Callable[[], None]:
         except BrokenPipeError:  # `| head` has closed the pipe; discard what is still buffered
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = BROKEN_PIPE
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            where = error.filename or "a file that this command writes"
+            print(
+                f"error: {where}: {error.strerror}; free space there, or name a folder you own",
+                file=sys.stderr,
+            )
+            code = StorageError.exit_code
         sys.exit(code)
 
     return run

@@ -34,7 +34,7 @@ TEST_NAME = 70
 # - plugins/graders and plugins/sandboxes: what keeps a policy from faking a result or leaving its sandbox
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
 BUDGETS = {
-    "hpc_swe": 3_690,
+    "hpc_swe": 3_700,
     "hpc_swe/benchmarks": 2_500,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 380,
@@ -52,7 +52,7 @@ BUDGETS = {
     "hpc_swe/plugins/tools": 1_670,
     "hpc_swe/report": 870,
     "hpc_swe/roles": 10,
-    "hpc_swe/roles/coordinator": 2_850,
+    "hpc_swe/roles/coordinator": 2_860,
     "hpc_swe/roles/inference": 620,
     "hpc_swe/roles/learner": 965,
     "hpc_swe/roles/reward": 340,

@@ -59,7 +59,8 @@ class Demo:
         folder = self.root / "model"
         if not (folder / "config.json").exists():
             words = ["hpc_swe.demo.model", f"--out={folder}", f"--seed={self.seed}", f"--shape={self.shape}"]
-            subprocess.run([sys.executable, "-m", *words], check=True)
+            if subprocess.run([sys.executable, "-m", *words], check=False).returncode:
+                raise HpcSweError(f"{folder}: the demo's model was not made, for the reason above; try again")
         return folder
 
     def stage(self, name: str, model: Path, *more: str) -> RunDir:

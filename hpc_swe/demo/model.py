@@ -122,6 +122,7 @@ def save_model(tokenizer: Tokenizer, folder: Path, seed: int, **sizes: float | s
     """Write random weights and return their number; `sizes` replace those of SIZES."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     end, pad = (tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>"))
     torch.manual_seed(seed)
@@ -134,6 +135,7 @@ def save_model(tokenizer: Tokenizer, folder: Path, seed: int, **sizes: float | s
     )
     model = Qwen3ForCausalLM(config).to(torch.float32 if config.dtype == torch.float32 else torch.bfloat16)
     model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad)
+    disable_progress_bar()
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -221,7 +221,7 @@ def write(run: RunDir, out: Path, choice: WholeEpisodes) -> Report:
     report cannot be written.
     """
     if not run.config.exists():
-        raise ConfigError(f"{run.root}: no run here (run.json is missing); name the folder of a run")
+        existing.load(run)  # raises, and says what is there instead
     with pages.publishing(out) as folder:
         report = Report(run, folder)
         report.read_configuration()

@@ -187,11 +187,21 @@ def option(config: RunConfig) -> str:
 def _copy_code(run: RunDir, place: RunDir) -> None:
     """Copy the packages, so that jobs of a long run do not see later changes of the checkout."""
     copy = atomic.temporary(run.code)  # not in `place`: copying would make it again after its removal
-    with atomic.storage(run.code):
-        for package in PACKAGES:
-            source = Path(__file__).parents[2] / package
-            shutil.copytree(source, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
-        replace(copy, place.code)
+    ignored = shutil.ignore_patterns("__pycache__")
+    try:
+        with atomic.storage(run.code):
+            for package in PACKAGES:
+                source = Path(__file__).parents[2] / package
+                shutil.copytree(source, copy / package, ignore=ignored, copy_function=_copy_file)
+            replace(copy, place.code)
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
+
+
+def _copy_file(source: str, target: str) -> None:
+    """Copy one file; `copytree` would collect a refusal of the file system as text, file by file."""
+    with atomic.storage(Path(target)):
+        shutil.copy2(source, target)
 
 
 def replace(new: Path, final: Path) -> None:

@@ -26,7 +26,7 @@ def load(run: RunDir) -> RunConfig:
         tree = msgspec.json.decode(run.config.read_bytes(), type=dict[str, Any])
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
-            f"{run.root}: no run here ({error.filename} is missing); `launch start` creates a run"
+            f"{run.root}: no run here ({error.filename} is missing); {_remedy(run.root)}"
         ) from None
     except (IsADirectoryError, ValueError) as error:
         raise CorruptRecord(
@@ -37,9 +37,17 @@ def load(run: RunDir) -> RunConfig:
     require_private(run.root)
     if manifest.protocol != PROTOCOL:
         raise StaleRun(
-            f"{run.root}: protocol {manifest.protocol}, this code reads {PROTOCOL}; use {manifest.commit}"
+            f"{run.root}: protocol {manifest.protocol}, this code reads {PROTOCOL}; call the command in "
+            f"{run.code}, which holds the run's own code (commit {manifest.commit})"
         )
+    if not run.nodes.is_dir():  # the run was copied without its empty folders
+        run.make()
     return configuration.build(tree, str(run.config))
+
+
+def _remedy(folder: Path) -> str:
+    inside = sorted(path.parent.name for path in folder.glob(f"*/{RunDir(folder).config.name}"))
+    return f"it holds the runs {', '.join(inside[:8])}" if inside else "`launch start` creates a run"
 
 
 def require_private(root: Path) -> None:

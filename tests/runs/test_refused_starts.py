@@ -16,7 +16,7 @@ import pytest
 
 from hpc_swe import config as configuration
 from hpc_swe import job_counts
-from hpc_swe.errors import ConfigError, CorruptRecord
+from hpc_swe.errors import ConfigError, CorruptRecord, StorageError
 from hpc_swe.plugins.executors.base import Submission
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.records import RunManifest
@@ -186,19 +186,49 @@ def test_a_run_json_of_somebody_else_makes_no_run(tmp_path, read):
 @pytest.mark.parametrize("content", [b"", b'{"steps": 1', b"\xff", b"[1]", None])
 def test_a_damaged_configuration_is_one_error_that_names_it(tmp_path, read, content):
     run = RunDir(tmp_path / "run")
-    control.start(run, read(*(f"counts.{role}=0" for role in job_counts.ROLES["grpo"])))
+    control.start(run, read(*nobody()))
     run.config.unlink()
     run.config.mkdir() if content is None else run.config.write_bytes(content)
     with pytest.raises(CorruptRecord, match=r"run/run\.json: not the configuration of a run: .*restore"):
         existing.load(run)
 
 
+def nobody():
+    return [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
+
+
+def test_a_start_on_a_full_disk_is_one_error_and_leaves_nothing_in_its_way(tmp_path, read):
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", small]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    try:
+        with pytest.raises(StorageError, match="small/run/.*no space is left; free some"):
+            control.start(RunDir(small / "run"), read(*nobody()))
+        subprocess.run([*mount[:4], "remount,size=30m", *mount[5:]], check=True)
+        control.start(RunDir(small / "run"), read(*nobody()))
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
+
+
+def test_a_run_that_was_copied_without_its_empty_folders_is_opened(tmp_path, read):
+    run = RunDir(tmp_path / "demo" / "grpo")
+    control.start(run, read(*nobody()))
+    with pytest.raises(ConfigError, match="no run here .* it holds the runs grpo"):
+        existing.load(RunDir(run.root.parent))
+    for folder in (run.nodes, run.control):
+        folder.rmdir()
+    control.stop(run, existing.load(run), now=False)
+    assert run.drain.exists()
+
+
 def test_an_empty_folder_or_a_start_that_died_anywhere_is_no_obstacle(tmp_path, read):
-    run, nobody = RunDir(tmp_path / "run"), [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
+    run = RunDir(tmp_path / "run")
     for leave in ([], [".making/1"], ["MANIFEST.json"], ["MANIFEST.json", "control", "code", "token"]):
         folder = RunDir(tmp_path / "-".join(["died", *leave]).replace("/", "+"))
         folder.root.mkdir()
-        control.start(run, read(*nobody))
+        control.start(run, read(*nobody()))
         for name in leave:
             target = folder.root / name
             target.parent.mkdir(exist_ok=True)
