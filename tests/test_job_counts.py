@@ -35,7 +35,7 @@ def test_a_hybrid_job_has_gpus_for_its_engines_and_for_its_ranks():
     assert job_counts.gpus("learner", read("policy.tensor_parallel=8")) == 8
 
 
-def test_an_engine_that_does_not_say_how_many_gpus_it_needs_sees_those_of_the_job(tmp_path):
+def test_an_engine_of_unknown_size_sees_all_gpus_of_its_job(tmp_path):
     config = msgspec.structs.replace(read("policy.device=cpu"), engine=object())
     assert job_counts.gpus("learner", config) is None
     assert jobs_run.commands(RunDir(tmp_path), "learner", config)[-1][-2] == "jobs.inference"

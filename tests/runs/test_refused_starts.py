@@ -197,7 +197,7 @@ def nobody():
     return [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
 
 
-def test_a_start_on_a_full_disk_is_one_error_and_leaves_nothing_in_its_way(tmp_path, read):
+def test_a_start_on_a_full_disk_is_one_error_and_can_be_repeated(tmp_path, read):
     small = tmp_path / "small"
     small.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", small]
