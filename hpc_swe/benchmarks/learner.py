@@ -135,7 +135,8 @@ def _figures(benchmark: Benchmark, name: str, found: Measured, best: Rates | str
     work, shape = benchmark.plan.workload, ModelShape.read(Path(benchmark.plan.model))
     steps = range(benchmark.plan.warm, benchmark.plan.warm + benchmark.plan.steps)
     packs = [pack for step in steps for pack in work.packs_of(step)]
-    needed = sum(flops.step_flops(shape, lengths, trained) for lengths, trained in packs) / len(steps)
+    is_lora = name == OURS and bool(benchmark.plan.policy.get("lora_rank"))
+    needed = sum(flops.step_flops(shape, *pack, only_adapters=is_lora) for pack in packs) / len(steps)
     rate = needed / found.step_s / benchmark.ranks
     peak = flops.datasheet_rate(best.device) if isinstance(best, Rates) else None
     parts = [found.seconds[part] for part in PARTS]

@@ -78,6 +78,14 @@ def _logprobs(learner, token_ids: list[int], case: dict, found: dict) -> None:
     found["scores"] = learner.logprobs(token_ids)
 
 
+def _publish(learner, root: str, case: dict, found: dict) -> None:
+    """The weights as a version of a run's folder."""
+    from hpc_swe.roles.learner.publish import Publisher, Snapshots
+    from hpc_swe.rundir import RunDir
+
+    Publisher(RunDir(Path(root)), learner, 1, "learner-test", Snapshots()).publish_weights()
+
+
 def _keep(learner, name: str, case: dict, found: dict) -> None:
     found[name] = found["scores"]
 
@@ -130,6 +138,7 @@ VERBS = {
     "score": _score,
     "logprobs": _logprobs,
     "keep": _keep,
+    "publish": _publish,
     "evaluate": _evaluate,
     "spoil": _spoil,
     "export": _export,

@@ -13,9 +13,15 @@ import torch.nn.functional as F  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from hpc_swe.plugins.engines._vllm_files import Link, Wanted, read, shapes  # noqa: E402
+from hpc_swe.plugins.engines._vllm_update import describe  # noqa: E402
+from hpc_swe.plugins.engines.base import Weights  # noqa: E402
 from hpc_swe.plugins.model_shape import ModelShape  # noqa: E402
 from hpc_swe.plugins.policies._megatron.memory import adapter_parameters  # noqa: E402
 from hpc_swe.plugins.policies.megatron import Megatron  # noqa: E402
+from hpc_swe.records import WeightManifest, WeightVersion  # noqa: E402
+from hpc_swe.rundir import RunDir  # noqa: E402
+from hpc_swe.store import folders  # noqa: E402
 from tests.kit.ranks import gang, tiny  # noqa: E402
 
 STEPS, RANK, ALPHA = 3, 4, 6
@@ -111,6 +117,7 @@ class Runs:
             ("train", 1),
             ("export", "v2:delta"),
             ("export", "after"),
+            ("publish", str(self.folder / "run")),
         ]
         return self._case("bfloat16", "dense", policy, ONE) | {"do": do}
 
@@ -223,6 +230,22 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_at_any_layout(runs):
         assert apart(runs.factors(name, "after"), runs.factors("tp1", "after")) < 2e-4
     size = sum(path.stat().st_size for path in (runs.folder / "tp1.saved").glob("*.distcp"))
     assert size < sum(tensor.nbytes for tensor in runs.weights("tp1", "after").values())
+
+
+def test_an_engine_takes_a_version_for_its_merged_weights(runs):
+    """Its adapters are verified with it, and are no weights that vLLM loads."""
+    run, version = RunDir(runs.folder / "run"), WeightVersion(incarnation=1, step=STEPS + 1)
+    folder = run.weight(version)
+    manifest = folders.manifest(folder, WeightManifest)
+    files = folders.verify(folder, manifest, lambda: False)
+    assert {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"} < files.keys()
+    told = describe(Weights(version, folder, manifest, files))
+    link = Link(Path(told["path"]), told["files"])
+    link.check()
+    wanted = Wanted(shapes(link.folder, is_tied=False), is_tied=False, digests=told["digests"])
+    assert wanted.has_digests
+    expected = runs.weights("bfloat16", "after")
+    assert all(torch.equal(each, expected[name]) for name, each in read(link.folder, wanted).items())
 
 
 def test_a_folder_of_adapters_says_what_peft_must_know(runs):
