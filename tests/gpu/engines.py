@@ -1,15 +1,16 @@
 """Compare what vLLM samples with the learner and with transformers, before and after swaps of the weights.
 
-    python -m tests.gpu.engines [dense] [qwen2] [experts] [qwen2-2] [experts-2]
+    python -m tests.gpu.engines [dense] [qwen2] [experts] [lora] [qwen2-2] [experts-2] [lora-2]
 
 starts one engine for each case; a case that ends in -2 has an engine of two workers. The learner exports, the
 engine serves and samples, the learner trains on the samples, and the engine loads the new weights: first as a
-delta, then as a full snapshot. Each line compares log-probabilities of sampled tokens: their mean distance
-from transformers in float32, that of the learner from both, and what bfloat16 does to transformers itself;
-then those of the text that was trained, with the weights after the step and with those before it.
-Weights are random. Where the engine returns the experts of each token (on a GPU), a second line has everybody
-else use these. It exits with 1 if a distance is above its limit, or the old weights explain the new text. The
-log of each engine stays in the folder for temporary files.
+delta, then as a full snapshot. In the cases lora the learner trains adapters, and a delta holds these. Each
+line compares log-probabilities of sampled tokens: their mean distance from transformers in float32, that of
+the learner from both, and what bfloat16 does to transformers itself; then those of the text that was trained,
+with the weights after the step and with those before it. Weights are random. Where the engine returns the
+experts of each token (on a GPU), a second line has everybody else use these. It exits with 1 if a distance is
+above its limit, or the old weights explain the new text. The log of each engine stays in the folder for
+temporary files.
 """
 
 import sys
@@ -45,7 +46,7 @@ GPU = Vllm(
     gpu_memory_share=0.1,
     environ={"VLLM_USE_FLASHINFER_SAMPLER": "0"},
 )
-CASES = {"dense": 1, "qwen2": 1, "experts": 1, "qwen2-2": 2, "experts-2": 2}
+CASES = {"dense": 1, "qwen2": 1, "experts": 1, "lora": 1, "qwen2-2": 2, "experts-2": 2, "lora-2": 2}
 """Name of a case -> number of its engine's workers."""
 SMALL = TINY | {"hidden_size": 128, "tie_word_embeddings": False}
 FEW = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
@@ -67,10 +68,13 @@ MANY = LARGE | {
 SHAPES = {
     "dense": ("Qwen3", QWEN3 if CUDA else SMALL | {"head_dim": 32}),
     "qwen2": ("Qwen2", QWEN2 if CUDA else SMALL),
+    "lora": ("Qwen2", QWEN2 if CUDA else SMALL),
     "experts": ("Qwen3Moe", MANY if CUDA else SMALL | FEW | {"head_dim": 32}),
 }
 COUNT, PROMPTS, ANSWER = (32, (16, 600), 128) if CUDA else (4, (4, 60), 40)
 LR = 3e-5 if CUDA else 1e-3
+OF_ADAPTERS = 10.0
+"""Adapters have a learning rate so many times that of all weights."""
 EXACT = 1e-4
 """Largest mean distance in float32."""
 ROUNDINGS = 3.0
@@ -145,9 +149,10 @@ class Comparison:
     def rows(self) -> Iterator[Row]:
         """Start, then load a delta and a full snapshot; yield the comparisons of each."""
         model = self._make_model()
-        learner = Megatron(dtype=DTYPE, device="gpu" if CUDA else "cpu").build(
-            model, OptimizerConfig(lr=LR, weight_decay=0.0), None
-        )
+        policy, lr = Megatron(dtype=DTYPE, device="gpu" if CUDA else "cpu"), LR
+        if self._family == "lora":
+            policy, lr = msgspec.structs.replace(policy, lora_rank=8), LR * OF_ADAPTERS
+        learner = policy.build(model, OptimizerConfig(lr=lr, weight_decay=0.0), None)
         publisher = Publisher(self._run, learner, 1, "test", Snapshots(every=2))
         publisher.publish_weights()
         weights = verified(self._run, WeightVersion(incarnation=1, step=0))
@@ -159,7 +164,8 @@ class Comparison:
                 learner.train(self._batch(learner.step, done), PolicyObjective(LossConfig()))
                 publisher.publish_weights()
                 version = WeightVersion(incarnation=1, step=learner.step)
-                weights = verified(self._run, version, weights if name == "delta" else None)
+                parent = Weights(WeightVersion(), model) if learner.deltas_of_model else weights
+                weights = verified(self._run, version, parent if name == "delta" else None)
                 assert (weights.manifest.parent is None) == (name == "full")
                 self._engine.reload(url, TOKEN, weights)
                 before, opened = opened, self._opened(learner, weights)

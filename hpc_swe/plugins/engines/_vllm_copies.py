@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_swe.plugins.engines._vllm_files import Delta
+from hpc_swe.plugins.low_rank import Factors
 from hpc_swe.plugins.tensor_delta import Digests, Rectangle, integers
 
 PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
@@ -94,6 +95,15 @@ class LoaderCopies:
                 values = _flat_memory(copy.target)[positions] + mine
                 found.append(Patch(copy.target, positions, values))
         return found
+
+    def merge(self, delta: Delta) -> None:
+        """Merge adapters into this worker's memory, which holds the initial model."""
+        for name, factors in delta.factors.items():
+            for copy in self._copies[name]:
+                at, target = copy.source, copy.target
+                a = factors.a[:, at.column : at.column + at.columns].to(target.device)
+                b = factors.b[at.row : at.row + at.rows].to(target.device)
+                Factors(a, b, factors.scale).merge(target, target)
 
     def _pairs(self, tensors: Mapping[str, Tensor]) -> list[tuple[Copy, Tensor]]:
         return [(copy, _rectangle(tensors[n], copy.source)) for n in tensors for copy in self._copies[n]]

@@ -4,10 +4,11 @@ What is read is checked against what the engine's model needs, and the caller na
 its checksum was verified. Full tensors are mapped into memory: what nobody copies is never read.
 """
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from hpc_swe.plugins.low_rank import Factors
 from hpc_swe.plugins.tensor_delta import Changes, Digests, text
 
 CODES, OTHERS = ":codes", ":others"
+ADAPTERS = "adapter_config.json"
 CPU = torch.device("cpu")
 THREADS = min(8, os.cpu_count() or 1)
 
@@ -29,6 +32,11 @@ class Link:
     folder: Path
     files: Mapping[str, Sequence[int]] | None
     """Weight file -> size, time of change in ns and inode; None trusts the folder, as one that was served."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """Tell whether the folder holds adapters of the initial model."""
+        return (self.folder / ADAPTERS).exists()
 
     def check(self) -> None:
         """Raise ValueError for a weight file that changed, is missing, or was not verified."""
@@ -109,6 +117,12 @@ def read(folder: Path, wanted: Wanted) -> dict[str, Tensor]:
     return tensors
 
 
+def read_first(chain: Sequence[Link], wanted: Wanted) -> dict[str, Tensor]:
+    """Read the full snapshot of a chain; below adapters it is the initial model, of any type of numbers."""
+    is_model = any(link.has_adapters for link in chain)
+    return read(chain[0].folder, replace(wanted, dtypes=None) if is_model else wanted)
+
+
 @dataclass(frozen=True)
 class Delta:
     """Hold what one version changed."""
@@ -116,6 +130,8 @@ class Delta:
     changes: dict[str, Changes]
     whole: dict[str, Tensor]
     """Tensors of which too much changed."""
+    factors: Mapping[str, Factors] = field(default_factory=dict)
+    """Adapters that are merged into the initial model, in place of all else."""
 
     @classmethod
     def read(cls, folder: Path, wanted: Wanted, device: torch.device = CPU) -> "Delta":
@@ -126,6 +142,8 @@ class Delta:
         with ThreadPoolExecutor(THREADS) as pool:
             parts = pool.map(lambda file: _to_device(file, wanted.is_tied, device), shards(folder))
             stored = {name: tensor for part in parts for name, tensor in part.items()}
+        if (folder / ADAPTERS).exists():
+            return cls({}, {}, _factors(folder, stored, wanted))
         changes, whole = {}, {}
         for name, tensor in stored.items():
             base = name.removesuffix(CODES).removesuffix(OTHERS)
@@ -146,6 +164,21 @@ class Delta:
             tensor.copy_(self.whole[name])
         elif name in self.changes:
             self.changes[name].to(tensor.device).apply(tensor)
+        elif name in self.factors:
+            self.factors[name].merge(tensor, tensor)
+
+
+def _factors(folder: Path, stored: Mapping[str, Tensor], wanted: Wanted) -> dict[str, Factors]:
+    """Return the adapters of a folder of PEFT by tensor; raise ValueError where they do not fit one."""
+    config = json.loads((folder / ADAPTERS).read_text(encoding="utf-8"))
+    found = {}
+    for stem in sorted({name.rpartition(".lora_")[0] for name in stored}):
+        name = f"{stem.removeprefix('base_model.model.')}.weight"
+        a, b = stored.get(f"{stem}.lora_A.weight"), stored.get(f"{stem}.lora_B.weight")
+        if a is None or b is None or [len(b), a.shape[1]] != wanted.shapes.get(name):
+            raise ValueError(f"{folder.name}: the adapters of {name} do not fit the model")
+        found[name] = Factors(a, b, config["lora_alpha"] / config["r"])
+    return found
 
 
 def _to_device(file: Path, is_tied: bool, device: torch.device) -> dict[str, Tensor]:
@@ -164,13 +197,14 @@ def build(chain: Sequence[Link], wanted: Wanted, device: torch.device = CPU) -> 
     They are built on `device`. Nothing is kept, so that a worker needs the memory of one tensor only. Raise
     ValueError if a file is wrong.
     """
-    tensors = read(chain[0].folder, wanted)
-    deltas = [Delta.read(link.folder, wanted) for link in chain[1:]]
+    tensors = read_first(chain, wanted)
+    deltas = [Delta.read(link.folder, wanted, device if link.has_adapters else CPU) for link in chain[1:]]
     for name, stored in tensors.items():
         if not deltas:
             yield name, stored
             continue
-        tensor = stored.to(device, copy=True)
+        dtype = getattr(torch, wanted.dtypes[name]) if wanted.dtypes else stored.dtype
+        tensor = stored.to(device, dtype, copy=True)
         for delta in deltas:
             delta.apply(name, tensor)
         yield name, tensor.cpu()

@@ -38,7 +38,7 @@ from hpc_swe.plugins.engines._vllm_files import (
     Wanted,
     build,
     check_chain,
-    read,
+    read_first,
     require_digests,
     shapes,
     shards,
@@ -227,13 +227,13 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
     def _stage_copies(self, copies: LoaderCopies, version: LoadedVersion) -> Staged:
         """Find what changes in this worker's memory; leave it to the swap where that has no room."""
         chain, wanted, rest = version.chain, version.wanted, version.after(self._serving)
-        tensors = read(chain[0].folder, wanted) if rest is None else None
+        tensors = read_first(chain, wanted) if rest is None else None
         links = chain[1:] if rest is None else rest
         patches = None
         try:
             if tensors is not None and not links:
                 patches = copies.compare(tensors)
-            elif tensors is None and len(links) == 1:
+            elif tensors is None and len(links) == 1 and not links[0].has_adapters:
                 patches = copies.patches(Delta.read(links[0].folder, wanted, self._device))
         except torch.OutOfMemoryError as error:
             log.warning("weights are read in the pause: %s", error)
@@ -328,6 +328,7 @@ def _write_one_by_one(
         copies.copy(tensors)
     for delta in deltas:
         _write(copies.patches(delta))
+        copies.merge(delta)
 
 
 def _gather(value: T) -> list[T]:

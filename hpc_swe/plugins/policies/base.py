@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Carrier = Literal["full", "base", "delta"]
 """full: Hugging Face files. base: the same, and the values are kept, so that the next export may be a delta.
-delta: only what changed since the last export."""
+delta: only what changed since the last export, or since the initial model."""
 
 
 class LossConfig(Record, frozen=True, kw_only=True):
@@ -143,6 +143,8 @@ class Learner(Protocol):
     """Train the part of the policy that this rank holds. All ranks must call every method together."""
 
     tensor_parallel: int
+    deltas_of_model: bool
+    """Whether a delta changes the initial model, as adapters do, and not the version before it."""
     vocabulary: int
     tolerance: float
     """Largest difference of a log-probability that rounding explains; probes of engines compare with it."""
@@ -173,7 +175,8 @@ class Learner(Protocol):
     def export(self, folder: Path, carrier: Carrier = "full") -> dict[str, TensorInfo]:
         """Write this rank's share of the weights into an empty folder; describe the tensors of its share.
 
-        A delta needs that the last export of this process was a base or a delta, which is its parent.
+        A delta needs that the last export of this process was a base or a delta, which is its parent, unless
+        deltas change the initial model.
         Raise StorageError on this rank alone, for which the others do not wait in this method; and on every
         rank FloatingPointError, which names a tensor of any rank that is not finite.
         """

@@ -192,6 +192,8 @@ class Supervisor:
         return found
 
     def _served(self, version: WeightVersion | None) -> Weights | None:
+        if version == WeightVersion():
+            return Weights(version, self.model)  # which adapters change
         return next((each for each in self._serving.chain if each.version == version), None)
 
     def _is_healthy_in_time(self, served: ServedEngine) -> bool:

@@ -94,6 +94,8 @@ class Publisher:
         )
         carrier = self._snapshots.carrier(version.step, None if is_alone else self._deltas)
         parent, self._parent = self._parent if carrier == "delta" else None, None  # should this one fail
+        if parent is not None and self._learner.deltas_of_model:
+            parent = WeightVersion()
         with self._stage(self._run.weight(version)) as (stage, final):
             parts = self._export(stage, carrier)
             files = self._describe(stage)

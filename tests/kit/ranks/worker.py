@@ -79,11 +79,14 @@ def _logprobs(learner, token_ids: list[int], case: dict, found: dict) -> None:
 
 
 def _publish(learner, root: str, case: dict, found: dict) -> None:
-    """The weights as a version of a run's folder."""
+    """The weights as a version of a run's folder, and after a step as a delta."""
     from hpc_swe.roles.learner.publish import Publisher, Snapshots
     from hpc_swe.rundir import RunDir
 
-    Publisher(RunDir(Path(root)), learner, 1, "learner-test", Snapshots()).publish_weights()
+    publisher = Publisher(RunDir(Path(root)), learner, 1, "learner-test", Snapshots(every=9))
+    publisher.publish_weights()
+    _train(learner, 1, case, found)
+    publisher.publish_weights()
 
 
 def _keep(learner, name: str, case: dict, found: dict) -> None:

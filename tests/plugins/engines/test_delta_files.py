@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from hpc_swe.plugins.engines._vllm_copies import Copy, LoaderCopies
 from hpc_swe.plugins.engines._vllm_files import Delta, Wanted
-from hpc_swe.plugins.tensor_delta import encode
+from hpc_swe.plugins.tensor_delta import Rectangle, encode
 
 OLD = torch.linspace(-1, 1, 4000, dtype=torch.bfloat16).view(40, 100)
 WANTED = Wanted({"a": [40, 100]}, is_tied=False, dtypes={"a": "bfloat16"})
@@ -34,3 +35,38 @@ def test_half_of_a_tensor_s_changes_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "delta-00002-of-00002.safetensors").unlink()
     with pytest.raises(ValueError, match="a:others is missing"):
         Delta.read(tmp_path, WANTED)
+
+
+def adapters(folder: Path) -> torch.Tensor:
+    """The merged matrix, written down apart from the product."""
+    a, b = (
+        torch.sin(torch.arange(n * 3.0).view(shape)).bfloat16()
+        for n, shape in ((100, (3, 100)), (40, (40, 3)))
+    )
+    save_file(
+        {"base_model.model.a.lora_A.weight": a, "base_model.model.a.lora_B.weight": b},
+        folder / "adapter_model.safetensors",
+    )
+    (folder / "adapter_config.json").write_text('{"r": 3, "lora_alpha": 6}')
+    return (OLD.double() + 2 * (b.double() @ a.double())).bfloat16()
+
+
+def test_adapters_are_merged_into_whatever_part_a_worker_holds(tmp_path: Path) -> None:
+    expected = adapters(tmp_path)
+    wanted = Wanted({"a.weight": [40, 100]}, is_tied=False)
+    delta, whole = Delta.read(tmp_path, wanted), OLD.clone()
+    delta.apply("a.weight", whole)
+    assert torch.equal(whole, expected)
+    memory = OLD.clone()
+    parts = [Rectangle(0, 0, 30, 40), Rectangle(0, 40, 30, 60), Rectangle(30, 0, 10, 100)]
+    views = [memory[at.row : at.row + at.rows, at.column : at.column + at.columns] for at in parts]
+    copies = LoaderCopies(wanted.shapes, {"a.weight": list(map(Copy, parts, views))})
+    assert copies.patches(delta) == []
+    copies.merge(delta)
+    assert torch.equal(memory, expected)
+
+
+def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
+    adapters(tmp_path)
+    with pytest.raises(ValueError, match=r"the adapters of a.weight do not fit the model"):
+        Delta.read(tmp_path, Wanted({"a.weight": [40, 99]}, is_tied=False))

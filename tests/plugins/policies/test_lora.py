@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from hpc_swe.plugins.engines._vllm_files import Link, Wanted, read, shapes  # noqa: E402
+from hpc_swe.plugins.engines._vllm_files import Link, Wanted, build, check_chain, shapes  # noqa: E402
 from hpc_swe.plugins.engines._vllm_update import describe  # noqa: E402
 from hpc_swe.plugins.engines.base import Weights  # noqa: E402
 from hpc_swe.plugins.model_shape import ModelShape  # noqa: E402
@@ -114,10 +114,9 @@ class Runs:
         do = [
             ("train", STEPS),
             ("export", "v1:base"),
-            ("train", 1),
-            ("export", "v2:delta"),
-            ("export", "after"),
+            ("export", "before"),
             ("publish", str(self.folder / "run")),
+            ("export", "after"),
         ]
         return self._case("bfloat16", "dense", policy, ONE) | {"do": do}
 
@@ -232,20 +231,46 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_at_any_layout(runs):
     assert size < sum(tensor.nbytes for tensor in runs.weights("tp1", "after").values())
 
 
-def test_an_engine_takes_a_version_for_its_merged_weights(runs):
-    """Its adapters are verified with it, and are no weights that vLLM loads."""
-    run, version = RunDir(runs.folder / "run"), WeightVersion(incarnation=1, step=STEPS + 1)
-    folder = run.weight(version)
+def told(runs: Runs, step: int) -> tuple[WeightManifest, dict]:
+    """What a supervisor tells an engine about a version, after it verified all files."""
+    version = WeightVersion(incarnation=1, step=step)
+    folder = RunDir(runs.folder / "run").weight(version)
     manifest = folders.manifest(folder, WeightManifest)
     files = folders.verify(folder, manifest, lambda: False)
-    assert {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"} < files.keys()
-    told = describe(Weights(version, folder, manifest, files))
-    link = Link(Path(told["path"]), told["files"])
-    link.check()
-    wanted = Wanted(shapes(link.folder, is_tied=False), is_tied=False, digests=told["digests"])
+    parent = None if manifest.parent is None else Weights(manifest.parent, runs.models["dense"])
+    return manifest, describe(Weights(version, folder, manifest, files, parent))
+
+
+def taken(update: dict) -> dict[str, torch.Tensor]:
+    """All tensors, checked as an engine checks them."""
+    chain = [Link(Path(each["path"]), each["files"]) for each in (*update["parents"], update)]
+    for link in chain:
+        link.check()
+    names = shapes(chain[0].folder, is_tied=False)
+    wanted = Wanted(names, is_tied=False, dtypes=update["dtypes"], digests=update["digests"])
     assert wanted.has_digests
-    expected = runs.weights("bfloat16", "after")
-    assert all(torch.equal(each, expected[name]) for name, each in read(link.folder, wanted).items())
+    check_chain(chain, wanted)
+    return dict(build(chain, wanted))
+
+
+def test_an_engine_takes_a_full_version_for_its_merged_weights(runs):
+    """Its adapters are verified with it, and are no weights that vLLM loads."""
+    manifest, update = told(runs, STEPS)
+    assert {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"} < manifest.files.keys()
+    found, expected = taken(update), runs.weights("bfloat16", "before")
+    assert manifest.parent is None
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_delta_is_the_adapters_and_an_engine_merges_them_into_the_model(runs):
+    """The model is stored in float32 here, and the digests are those of what the learner computes with."""
+    manifest, update = told(runs, STEPS + 1)
+    assert manifest.parent == WeightVersion()
+    assert manifest.files.keys() == {"adapter_config.json", "adapter_model.safetensors"}
+    found, expected = taken(update), runs.weights("bfloat16", "after")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert any(not torch.equal(each, runs.weights("bfloat16", "before")[n]) for n, each in found.items())
 
 
 def test_a_folder_of_adapters_says_what_peft_must_know(runs):

@@ -152,6 +152,8 @@ def test_deltas_are_loaded_with_what_they_build_on(start: Start, run: RunDir, mo
     publish(run, model, version(10), probe=PROBE)
     assert not weights.is_full_wanted(run)
     assert await_node(run, is_serving(version(10))).url == url
+    publish(run, model, version(11), probe=PROBE, parent=version(0))  # adapters change the model itself
+    assert await_node(run, is_serving(version(11))).url == url
     run.stop.touch()
     _, log = process.communicate(timeout=180)
     assert "refused v000004-i00" in log

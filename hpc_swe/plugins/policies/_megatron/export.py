@@ -8,7 +8,7 @@ each rank keeps the values of its share: `NAME:codes` and `NAME:others` are thos
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -75,6 +75,18 @@ class Exporter:
             with atomic.storage(folder):
                 self._write_index(folder, shares)
                 self._copy_companions(folder)
+        return self._describe(infos)
+
+    def describe(self) -> dict[str, TensorInfo]:
+        """Describe this rank's share as `write` does, and write nothing."""
+        self._require_finite()
+        infos = {}
+        for name, tensor in self._owned():
+            self._digests[name] = self._computer.tensor(tensor)
+            infos[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        return self._describe(infos)
+
+    def _describe(self, infos: Mapping[str, tuple[str, list[int]]]) -> dict[str, TensorInfo]:
         digests = _numbers([self._digests[name] for name in infos])
         return {
             name: TensorInfo(dtype=dtype, shape=shape, digest=text(digest))

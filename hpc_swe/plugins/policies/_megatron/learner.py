@@ -93,7 +93,7 @@ class MegatronLearner:
         self.ranks = TorchRanks(settings)
         settings = fit.choose_recompute(settings, shape, self.ranks, tokens)
         self.recompute = settings.recompute
-        self.tensor_parallel = settings.tensor_parallel
+        self.tensor_parallel, self.deltas_of_model = settings.tensor_parallel, settings.lora_rank > 0
         self.vocabulary = shape.vocab
         self.tolerance = 1e-3 if settings.dtype == "float32" else 0.25
         self.step = 0
@@ -161,7 +161,12 @@ class MegatronLearner:
         )
 
     def export(self, folder: Path, carrier: Carrier = "full") -> dict[str, TensorInfo]:
-        found = self._exporter.write(folder, carrier)
+        if not self._adapters:
+            return self._exporter.write(folder, carrier)
+        if carrier == "delta":
+            self._adapters.write(folder, self._folder)
+            return self._exporter.describe()
+        found = self._exporter.write(folder)
         self._adapters.write(folder / lora.FOLDER, self._folder)
         return found
 

@@ -5,9 +5,6 @@ published. So learner and engine have the same bits, and forward costs what it c
 Backward gives A and B the gradient of W = W0 + alpha / rank * B A: rounding counts as the identity, as it
 does where bfloat16 weights are rounded from float32 ones. The gradient of W itself is never computed.
 
-A product of bfloat16 numbers is exact in float64, and so, but for far-apart exponents, is the sum over the
-rank. So every device, layout and order of summation merges to the same bits.
-
     y = x W^T      dA = scale (dy B)^T x      dB = scale dy^T (x A^T)
 
 Each linear layer has either its outputs or its inputs split over tensor-parallel ranks, and with them B or A;
@@ -32,6 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.low_rank import Factors
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import pinned
 from hpc_swe.plugins.policies._megatron.model import PolicyModel
@@ -43,8 +41,6 @@ from hpc_swe.store import atomic
 
 FOLDER = "adapter"
 """Folder of the adapters within a version, in the format of PEFT."""
-PIECE = 1 << 24
-"""Numbers that are merged at one time, in float64."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +94,7 @@ class Adapter(nn.Module):  # type: ignore[misc]
     def merged(self, scale: float) -> Tensor:
         """Return the rounded sum [outputs, inputs], on the device."""
         found = torch.empty_like(self.base, device=self.a.device)
-        a, b = self.a.data.double(), self.b.data.double()
-        step = max(1, PIECE // a.shape[1])
-        for piece, base, part in zip(found.split(step), self.base.split(step), b.split(step), strict=True):
-            piece.copy_(torch.addmm(base.to(a.device, non_blocking=True).double(), part, a, alpha=scale))
+        Factors(self.a.data, self.b.data, scale).merge(self.base, found)
         return found
 
 
@@ -267,7 +260,7 @@ class Adapters:
         if self._ranks.rank:
             return
         with atomic.storage(folder):
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             save_file(found, folder / "adapter_model.safetensors", metadata={"format": "pt"})
             (folder / "adapter_config.json").write_text(json.dumps(self._peft(model), indent=2))
 

@@ -25,7 +25,7 @@ class SteppedLearner(MegatronLearner):
     def __init__(self, settings: MegatronSettings, model: Path, lr: float, tensors: Tensors) -> None:
         shape, dtype = ModelShape.read(model), DTYPES[settings.dtype]
         settings = replace(settings, recompute="none")  # there is no backward
-        self.ranks, self.tensor_parallel = TorchRanks(settings), 1
+        self.ranks, self.tensor_parallel, self.deltas_of_model = TorchRanks(settings), 1, False
         self.vocabulary, self.tolerance, self.step = shape.vocab, 0.25, 0
         self._shape, self._replays = shape, False
         self._model = self._ddp = build_model(shape, settings)
