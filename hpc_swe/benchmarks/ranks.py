@@ -20,10 +20,18 @@ OUT_OF_MEMORY = "out of memory"
 LONGEST = 300
 
 
-def run_ranks(count: int, module: str, arguments: Sequence[str], timeout_s: float, *, gpu: bool) -> str:
+def run_ranks(
+    count: int,
+    module: str,
+    arguments: Sequence[str],
+    timeout_s: float,
+    *,
+    gpu: bool,
+    keep: Path | None = None,
+) -> str:
     """Run a module on `count` ranks of this node; return why they failed, and nothing where they did not.
 
-    Without `gpu` they see no GPU.
+    Without `gpu` they see no GPU. What the first one wrote is copied to `keep`.
     """
     with tempfile.TemporaryDirectory(prefix="hpc_swe-benchmark-") as name:
         folder, processes = Path(name), []
@@ -42,6 +50,8 @@ def run_ranks(count: int, module: str, arguments: Sequence[str], timeout_s: floa
                 )
         late = _wait(processes, timeout_s)
         logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(count)]
+        if keep is not None:
+            keep.write_text(logs[0])
     if late:
         return f"not done after {timeout_s:.0f} s; its last line is: {last_line(logs)}"
     failed = [log for process, log in zip(processes, logs, strict=True) if process.returncode]
@@ -49,11 +59,17 @@ def run_ranks(count: int, module: str, arguments: Sequence[str], timeout_s: floa
 
 
 def reason(logs: Sequence[str]) -> str:
-    """Return why ranks failed, from what they wrote: the exception's line of the first that has one."""
+    """Return why ranks failed, from what they wrote: the exception's line of the first that has one.
+
+    torch puts the name of the rank before each line of a traceback.
+    """
     if any(re.search(r"OutOfMemoryError|CUDA out of memory", log) for log in logs):
         return OUT_OF_MEMORY
     lines = [
-        line for log in logs for line in log.splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)
+        found[1]
+        for log in logs
+        for line in log.splitlines()
+        if (found := re.match(r"(?:\[rank\d+\]: ?)?([\w.]+(?:Error|Exception|OutOfResources)\b.*)", line))
     ]
     return lines[0][:LONGEST] if lines else last_line(logs)
 

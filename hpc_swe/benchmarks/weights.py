@@ -120,7 +120,15 @@ def measure(plan: HopPlan, folder: Path, load: Load) -> MeasuredHops:
         ThreadPoolExecutor(PROBES + load.clients + 1) as pool,
         _stopped_by_errors(run),
     ):
-        learner = pool.submit(run_ranks, 1, "hpc_swe.benchmarks.hop", words, plan.timeout_s, gpu=on_gpu)
+        learner = pool.submit(
+            run_ranks,
+            1,
+            "hpc_swe.benchmarks.hop",
+            words,
+            plan.timeout_s,
+            gpu=on_gpu,
+            keep=folder / "learner.log",
+        )
         _await(lambda: run.weight(FIRST).exists(), learner, engine)
         engine.start()
         _await(lambda: serving(run) is not None, learner, engine)

@@ -16,7 +16,8 @@ from hpc_swe.plugins.policies._megatron.learner import MegatronLearner
 from hpc_swe.plugins.policies._megatron.model import build_model
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
-from hpc_swe.plugins.policies.base import Tensors
+from hpc_swe.plugins.policies.base import Carrier, Tensors
+from hpc_swe.records import TensorInfo
 
 
 class SteppedLearner(MegatronLearner):
@@ -39,6 +40,9 @@ class SteppedLearner(MegatronLearner):
             torch.optim.AdamW([master], lr=lr, betas=(0.9, 0.95), weight_decay=0.01, foreach=False)
             for master in self._masters
         ]
+
+    def export(self, folder: Path, carrier: Carrier = "full") -> dict[str, TensorInfo]:
+        return self._exporter.write(folder, carrier)
 
     def logprobs(self, token_ids: list[int]) -> list[float]:
         with torch.no_grad():
