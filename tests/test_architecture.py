@@ -35,7 +35,7 @@ TEST_NAME = 70
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
 BUDGETS = {
     "hpc_swe": 3_700,
-    "hpc_swe/benchmarks": 2_500,
+    "hpc_swe/benchmarks": 2_550,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 380,
     "hpc_swe/doctor": 1_240,
@@ -46,7 +46,7 @@ BUDGETS = {
     "hpc_swe/plugins/engines": 2_430,
     "hpc_swe/plugins/executors": 770,
     "hpc_swe/plugins/graders": 2_695,
-    "hpc_swe/plugins/policies": 4_800,
+    "hpc_swe/plugins/policies": 4_820,
     "hpc_swe/plugins/sandboxes": 2_190,
     "hpc_swe/plugins/tasksets": 1_110,
     "hpc_swe/plugins/tools": 1_670,
