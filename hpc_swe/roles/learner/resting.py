@@ -38,6 +38,6 @@ def rest(
     metrics = {f"turn/{part}_s": value for part, value in zip(parts, seconds, strict=True)}
     sizes = {"turn/left_by_learner_gib": left, "turn/left_by_engines_gib": found}
     metrics |= {name: size for name, size in sizes.items() if size is not None}
-    log.info("had no turn: %s", ", ".join(f"{name} {value:.2f}" for name, value in metrics.items()))
+    log.info("rested: %s", ", ".join(f"{name} {value:.2f}" for name, value in metrics.items()))
     gathered = learner.ranks.gather(metrics)
     return decision, {name: max(each.get(name, 0.0) for each in gathered) for name in metrics}
