@@ -57,10 +57,10 @@ Path("models/replies.json").write_text(json.dumps([{"token_ids": said, "logprobs
 shutil.copytree("models/tiny", "models/long", dirs_exist_ok=True)
 config = json.loads(Path("models/tiny/config.json").read_text()) | {"max_position_embeddings": 1 << 20}
 Path("models/long/config.json").write_text(json.dumps(config))
-texts = {"test.py": "def test_a():\\n    assert f() == 1\\n", "f.py": ""}
-files = [{"path": path, "content": text} for path, text in texts.items()]
-row = {"task_id": "a", "problem_statement": "p", "extra_info": {"files": files}}
 for split in ("train", "test"):
+    texts = {"test.py": f"def test_{split}():\\n    assert f() == 1\\n", "f.py": ""}
+    files = [{"path": path, "content": text} for path, text in texts.items()]
+    row = {"task_id": split, "problem_statement": split, "extra_info": {"files": files}}
     Path(".cache/swepdb").mkdir(exist_ok=True)
     pq.write_table(pa.Table.from_pylist([row]), f".cache/swepdb/rl_{split}.parquet")
     said = [{"role": "user", "content": split}, {"role": "assistant", "content": "Done."}]
@@ -100,7 +100,7 @@ RULES = (
     (
         r"(python -m hpc_swe\.launch start .*hybrid.*) model=MODEL --run RUN (.*)",
         PLANNED,
-        r"\1 {long} --run runs/x \2",
+        r"\1 {long} {cpu} --run runs/x \2",
     ),
     (r"(python -m hpc_swe\.launch (?:tick|stop)) \S+(.*)", RUN, r"\1 runs/mine\2"),
     (r"(python -m hpc_swe\.launch keys) \[PREFIX\]", RUN, r"\1 groups"),
@@ -150,6 +150,7 @@ RULES = (
 WORDS = {
     "demo": "configs/demo.toml model=models/tiny",
     "long": "model=models/long",
+    "cpu": "engine.device=cpu policy.device=cpu executor.gpus.learner=0 executor.gpus.inference=0",
     "small": "configs/demo.toml models/small.toml",
     "curves": "mkdir -p evals/mine/tensorboard; ",
     "until_served": "> served 2>&1 & for n in {1..99}; do grep -q ' at http' served && break; sleep 0.5; done"

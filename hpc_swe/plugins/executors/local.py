@@ -72,7 +72,7 @@ class Local(Plugin, frozen=True, kw_only=True):
         if needed > len(available):
             raise ConfigError(
                 f"[executor] gpus.{submission.role} = {asked} for {submission.count} jobs, but this machine "
-                f"has {len(available)} GPUs; lower it or counts.{submission.role}, or set share_gpus = true"
+                f"has {len(available)} GPUs; lower it or counts.{submission.role}{_or_share(len(available))}"
             )
 
     def check_machine(self, jobs: Mapping[Role, int], environment: Mapping[str, str]) -> None:
@@ -81,8 +81,8 @@ class Local(Plugin, frozen=True, kw_only=True):
         here = len(usable(environment)) if asked and not self.share_gpus else asked
         if asked > here:
             raise ConfigError(
-                f"[executor] gpus asks for {asked} GPUs in all, this machine has {here}; ask for fewer, or "
-                "set share_gpus = true"
+                f"[executor] gpus asks for {asked} GPUs in all, this machine has {here}; ask for "
+                f"fewer{_or_share(here)}"
             )
 
     def gpu_grant(self, role: Role) -> GpuGrant:
@@ -215,6 +215,10 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def _or_share(available: int) -> str:
+    return ", or set share_gpus = true" if available else ""
 
 
 def _id(pid: int) -> str:
