@@ -123,6 +123,7 @@ RULES = (
     (r"python -m hpc_swe\.benchmarks\.learner --shape tiny .*", RUN, r"\g<0>"),
     (r"python -m hpc_swe\.benchmarks\.weights --shape (?!tiny).*", LOOKED_UP, "needs two GPUs"),
     (r"python -m hpc_swe\.benchmarks\.weights --shape tiny .*", RUN, r"\g<0>"),
+    (r"python -m hpc_swe\.benchmarks\.delta .*", LOOKED_UP, "needs two versions of a run"),
     (r"python -m hpc_swe\.benchmarks\.loop RUN.*", LOOKED_UP, "needs runs that have trained"),
     (r"python -m hpc_swe\.benchmarks\.watch .*", LOOKED_UP, "does not end by itself"),
     (r"python -m hpc_swe\.demo .*slurm_demo.*|sbatch/role.*", LOOKED_UP, CLUSTER),

@@ -24,7 +24,7 @@ from hpc_swe.plugins.tensor_delta import Digests, changed, encode, text
 from hpc_swe.records import TensorInfo
 from hpc_swe.store import atomic
 
-FILE_BYTES = 1 << 30
+FILE_BYTES = 1 << 27
 FILES = 16
 """Most files of one rank: threads write and verify them side by side."""
 

@@ -1,0 +1,65 @@
+"""Say what a delta between two full versions takes: python -m hpc_swe.benchmarks.delta OLD NEW.
+
+Both are folders of Hugging Face weights, for example two successive versions of a run. Values are rounded to
+bfloat16, as a learner exports them. `--share` takes a part of each value's step, which stands for a learning
+rate that is lower by as much: steps of Adam are proportional to it.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from hpc_swe import cli, tables
+from hpc_swe.errors import ConfigError
+from hpc_swe.plugins.tensor_delta import changed, encode
+
+
+def pairs(old: Path, new: Path) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each tensor of two folders; raise ConfigError unless they have the same files."""
+    files = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in (old, new)]
+    if files[0] != files[1] or not files[0]:
+        raise ConfigError(f"{old} and {new}: give two full versions with the same weight files")
+    for name in files[0]:
+        with safe_open(old / name, "pt") as before, safe_open(new / name, "pt") as after:
+            for tensor in before.keys():  # noqa: SIM118 (not a dict)
+                yield before.get_tensor(tensor), after.get_tensor(tensor)
+
+
+def measure(old: Path, new: Path, share: float) -> tuple[int, int, int, int]:
+    """Return the number of values, of those that changed, and the bytes of all and of the delta."""
+    values = different = whole = written = 0
+    for before, after in pairs(old, new):
+        first, second = before.float(), after.float()
+        rounded, stepped = first.bfloat16(), (first + (second - first) * share).bfloat16()
+        changes = encode(rounded, stepped)
+        values, whole = values + rounded.numel(), whole + rounded.nbytes
+        different += len(changed(rounded, stepped))
+        written += stepped.nbytes if changes is None else changes.nbytes
+    return values, different, whole, written
+
+
+@cli.command
+def main() -> None:
+    """Print one line."""
+    parser = cli.parser("benchmarks.delta", "Say what a delta between two full versions takes.")
+    parser.add_argument("old", type=Path, help="folder of the version before")
+    parser.add_argument("new", type=Path, help="folder of the next version")
+    parser.add_argument("--share", type=float, default=1.0, help="share of each value's step to take")
+    _print(cli.parse(parser))
+
+
+def _print(arguments: argparse.Namespace) -> None:
+    with torch.no_grad():
+        values, different, whole, written = measure(arguments.old, arguments.new, arguments.share)
+    tables.say(
+        f"{values:,} values, of which {100 * different / values:.2f} % change; the delta takes {written:,} "
+        f"bytes, {100 * written / whole:.2f} % of {whole:,}"
+    )
+
+
+if __name__ == "__main__":
+    main()
