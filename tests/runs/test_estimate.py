@@ -364,6 +364,13 @@ def test_there_is_one_script_an_array(read, tmp_path):
     assert "#SBATCH --array=0-4\n" in found[-2] + found[-1]
 
 
+def test_a_hybrid_run_says_what_host_memory_its_halves_need(read):
+    words = ["hybrid=true", "groups.max_staleness=0", "policy.dtype=bfloat16", "engine.dtype=bfloat16"]
+    found = [each for each in preview.cost_tables(read(*words)) if isinstance(each, str)]
+    assert "hybrid: 53.40 GiB of host memory for each learner process" in found, "14 bytes, over tp = 2"
+    assert [each for each in found if each.startswith("hybrid: 15.26 GiB of host memory for each engine GPU")]
+
+
 def dry(tmp_path, *words, path=None):
     line = [sys.executable, "-m", "hpc_swe.launch", "start", "configs/demo.toml", *map(str, words)]
     env = {**os.environ, **({"PATH": path} if path else {})}
