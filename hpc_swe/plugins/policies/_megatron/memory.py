@@ -49,10 +49,12 @@ def learner_memory(
         return _every_level(shape, policy, data_parallel, tokens, reference=reference)
     size, states = _sizes_in_bytes(policy)
     adapters = adapter_parameters(shape, policy)
-    tokens = -(-tokens // policy.context_parallel)
+    whole, tokens = tokens, -(-tokens // policy.context_parallel)
     held = _states(shape, policy, data_parallel)
     saved = tokens * size * shape.layers * _saved(shape, policy, policy.recompute)
     saved += tokens * size * 4 * shape.hidden
+    if policy.replay_routing:  # a byte for each choice of the engine, on every context-parallel rank
+        saved += whole * shape.layers * shape.experts_per_token
     layer = tokens * size * _backward(shape, policy)
     moment = max((_output(shape, policy, tokens), "the output layer"), (layer, "a layer's backward"))
     computing = [
@@ -265,13 +267,18 @@ def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float
 
 
 def _backward(shape: ModelShape, policy: MegatronSettings) -> float:
-    """Return how many numbers a token makes in one layer's backward: recomputed ones and MLP gradients."""
+    """Return how many numbers a token makes in one layer's backward: recomputed ones and MLP gradients.
+
+    Gradients of experts are also those of the routed tokens and of what the experts return for them.
+    """
     inner = shape.ffn / policy.tensor_parallel * max(1, shape.experts_per_token)
+    apart = policy.tensor_parallel if policy.expert_parallel > 1 else 1
+    routed = 2 * shape.experts_per_token * shape.hidden / apart
     if policy.recompute == "elementwise":
-        return 4 * inner + shape.hidden
+        return 4 * inner + shape.hidden + routed
     if policy.recompute == "products":  # the MLP's are gone when attention's are made
-        return 6 * inner + 2 * shape.hidden
-    return _saved(shape, policy, "none") - _saved(shape, policy, policy.recompute) + 3 * inner
+        return 6 * inner + 2 * shape.hidden + routed
+    return _saved(shape, policy, "none") - _saved(shape, policy, policy.recompute) + 3 * inner + routed
 
 
 def _output(shape: ModelShape, policy: MegatronSettings, tokens: int) -> float:
