@@ -88,6 +88,7 @@ class Coordinator:
         snapshot = self._maintenance.snapshot()
         if self._mode is None:
             self._mode = self._build_mode()
+        self._maintenance.list_new_weights(snapshot)
         progress = self._mode.iterate(snapshot)
         status_s = self._config.status_s if progress.waits_for else 0.0
         self._maintenance.publish(snapshot, progress, self._desired, status_s)

@@ -68,7 +68,10 @@ class Maintenance:
         self._since: dict[tuple[str, str], float] = {}
         """Time at which a message was first seen in a spool, by spool and name."""
         self._timer = StepTimer()
+        self._listed: tuple[list[Endpoint], WeightVersion] | None = None
+        """Engines and newest weights of the last table."""
         self._published: tuple[list[Endpoint], WeightVersion] | None = None
+        """The same when the status was published last."""
         self._beat = 0
 
     def snapshot(self) -> RunSnapshot:
@@ -96,29 +99,31 @@ class Maintenance:
         self._timer.note(snapshot.learner_step, now)
         return snapshot
 
+    def list_new_weights(self, snapshot: RunSnapshot) -> None:
+        """Publish the endpoints if there are newer weights than were listed, before requests for them.
+
+        So a worker that has such a request finds that an engine with older weights may not serve it.
+        """
+        if self._listed is None or snapshot.newest != self._listed[1]:
+            self._list(snapshot)
+
     def publish(
         self, snapshot: RunSnapshot, progress: Progress, desired: Mapping[Role, int], status_s: float
     ) -> None:
         """Publish endpoints and status: every `status_s`, and at once when engines or the weights change."""
-        engines = [
-            Endpoint(
-                owner=n.owner,
-                url=n.url,
-                versions=n.versions,
-                updating=n.state == "updating",
-                sleeping=n.state == "sleeping",
-            )
-            for n in snapshot.endpoints
-        ]
         due = self._is_due("status", status_s, snapshot.now)
-        if not due and (engines, snapshot.newest) == self._published:
+        if not due and _listing(snapshot) == self._published:
             return
-        self._beat += 1
-        self._published = engines, snapshot.newest
-        table = EndpointTable(beat=self._beat, endpoints=engines, newest=snapshot.newest)
-        atomic.put(self._run.endpoints, table, durable=False)
+        self._list(snapshot)
+        self._published = self._listed
         atomic.put(self._run.status, self._report(snapshot, progress, desired), durable=False)
         atomic.put(self._run.watch, self._watcher.memory(), durable=False)
+
+    def _list(self, snapshot: RunSnapshot) -> None:
+        self._beat += 1
+        self._listed = engines, newest = _listing(snapshot)
+        table = EndpointTable(beat=self._beat, endpoints=engines, newest=newest)
+        atomic.put(self._run.endpoints, table, durable=False)
 
     def clean_up(self, snapshot: RunSnapshot, kept_steps: Set[int] = frozenset()) -> None:
         """Delete superseded folders once per beat, and files of dead processes six times an hour.
@@ -177,6 +182,20 @@ class Maintenance:
             recent=progress.recent,
             errors=[*([] if snapshot.has_room else [full]), *progress.errors],
         )
+
+
+def _listing(snapshot: RunSnapshot) -> tuple[list[Endpoint], WeightVersion]:
+    engines = [
+        Endpoint(
+            owner=n.owner,
+            url=n.url,
+            versions=n.versions,
+            updating=n.state == "updating",
+            sleeping=n.state == "sleeping",
+        )
+        for n in snapshot.endpoints
+    ]
+    return engines, snapshot.newest
 
 
 def _remembered(run: RunDir) -> Memory:

@@ -39,10 +39,14 @@ class Endpoints:
     def take(self, prefer: str, wait_s: float) -> Iterator[Endpoint]:
         """Lend an engine for one request: `prefer` while it serves, else the least loaded.
 
+        Without `prefer` the table is read again: a new episode may be for newer weights than it named.
         Raise EngineError if no engine served within `wait_s` of this object's clock. An EngineError of the
         block suspends the engine, since all threads would meet it; Overdue, which concerns a single request,
         does not. A request that is overdue because engines slept meanwhile raises EngineError.
         """
+        if not prefer:
+            with self._lock:
+                self._read(again=True)
         endpoint, asleep_s = self._wait(prefer, wait_s), self._asleep_s
         try:
             yield endpoint
@@ -113,8 +117,8 @@ class Endpoints:
         awake = [e for e in self._table.endpoints if not e.sleeping]
         return [e for e in awake if any(v.step >= oldest for v in e.versions)]
 
-    def _read(self) -> None:
-        if (since_s := time.monotonic() - self._read_at) < self._fresh_s:
+    def _read(self, *, again: bool = False) -> None:
+        if (since_s := time.monotonic() - self._read_at) < self._fresh_s and not again:
             return
         self._read_at = time.monotonic()
         if self._table.endpoints and all(endpoint.sleeping for endpoint in self._table.endpoints):

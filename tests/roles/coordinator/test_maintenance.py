@@ -14,10 +14,11 @@ from hpc_swe.records import (
     WeightVersion,
 )
 from hpc_swe.roles.coordinator import batches
+from hpc_swe.roles.coordinator.loop import Coordinator
 from hpc_swe.roles.coordinator.maintenance import ORPHAN_S
 from hpc_swe.roles.coordinator.retention import first_kept_batch, kept_checkpoints, superseded
 from hpc_swe.roles.coordinator.snapshot import Progress
-from hpc_swe.settings import RetentionConfig
+from hpc_swe.settings import CoordinatorConfig, RetentionConfig
 from hpc_swe.store import atomic
 from hpc_swe.store.spool import Spool
 from tests.kit.coordinator_kit import (
@@ -290,3 +291,18 @@ def test_a_corrupt_result_is_buried_and_closes_its_member(run):
         mode.iterate(maintenance.snapshot())
     assert [a.identity for a in Spool(run.scored, ScoredEpisode).addresses("dead")] == ["train-000000-00"]
     assert ("train", 0) in closed(mode)
+
+
+def test_newer_weights_are_listed_before_anything_is_requested_of_them(run):
+    maintenance, found = make_maintenance(run), []
+
+    class Looking:
+        def iterate(self, snapshot):
+            found.append((snapshot.newest, atomic.get(run.endpoints, EndpointTable).newest))
+            return PROGRESS
+
+    coordinator = Coordinator(run, maintenance, Looking, CoordinatorConfig(), {})
+    coordinator.iterate()
+    export(run, WeightVersion(incarnation=1, step=1))
+    coordinator.iterate()
+    assert found == [(WeightVersion(), WeightVersion()), (WeightVersion(incarnation=1, step=1),) * 2]

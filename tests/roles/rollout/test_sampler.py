@@ -210,3 +210,16 @@ def test_a_stopped_engine_is_left_for_another(run: RunDir, tmp_path: Path) -> No
         assert asking.sample(PROMPT, Sampling(max_tokens=1), "a").token_ids == [1]
         os.kill(process.pid, signal.SIGSTOP)
         assert asking.sample(PROMPT, Sampling(max_tokens=1), "a").token_ids == [2]
+
+
+def test_a_new_episode_reads_which_weights_it_is_for(run: RunDir) -> None:
+    endpoints, other = Endpoints(run, 0, fresh_s=1000.0), Endpoints(run, 1, fresh_s=1000.0)
+    list_engines(run, a="http://a")
+    with endpoints.take("", WAIT_S), other.take("", WAIT_S):
+        pass
+    table = atomic.get(run.endpoints, EndpointTable)
+    atomic.put(run.endpoints, msgspec.structs.replace(table, newest=WeightVersion(step=2)))
+    with endpoints.take("a", WAIT_S), other.take("", WAIT_S):  # an episode under way; one that may be stale
+        pass
+    with pytest.raises(EngineError, match="within 0 steps of"), endpoints.take("", 0.0):
+        pass
