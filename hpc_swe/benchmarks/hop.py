@@ -1,7 +1,7 @@
 """Run one side of the benchmark of weight versions: python -m hpc_swe.benchmarks.hop learner|engine PLAN.
 
-The learner's side takes steps of AdamW with random gradients, whose sizes Adam cancels, and publishes as a
-run's learner does. The engine's side is a run's inference supervisor.
+The learner's side moves each value by the learning rate in a random direction, and publishes as a run's
+learner does. The engine's side is a run's inference supervisor.
 """
 
 import json

@@ -255,12 +255,12 @@ class SteppingLearner(Learner, Protocol):
     """Take steps without batches, for the benchmark of weight versions."""
 
     def take_step(self) -> None:
-        """Take one optimizer step with random gradients, and wait until the device has done it."""
+        """Take one step in a random direction, and wait until the device has done it."""
 
 
 @runtime_checkable
 class SteppedPolicy(Protocol):
-    """Mark a policy whose weights can be moved by random gradients, in less memory than training takes."""
+    """Mark a policy whose weights can be moved in random directions, in less memory than training takes."""
 
     def build_stepped(self, model: Path, lr: float, tensors: Tensors) -> SteppingLearner:
         """Build the learner of this process, on one rank, with `tensors` as its weights."""

@@ -32,7 +32,7 @@ class Megatron(MegatronSettings, frozen=True, kw_only=True):
         return MegatronLearner(self, model, optimizer, None, tensors, tokens=tokens)
 
     def build_stepped(self, model: Path, lr: float, tensors: Tensors) -> SteppingLearner:
-        """Build a learner for benchmarks, whose steps have random gradients and need less memory."""
+        """Build a learner for benchmarks, whose steps have random directions and need less memory."""
         with uncompiled(self.device == "cpu"):
             from hpc_swe.plugins.policies._megatron.stepped import SteppedLearner
 

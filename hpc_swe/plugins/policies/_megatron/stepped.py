@@ -1,7 +1,8 @@
-"""Train with random gradients, one tensor after another: a learner of a large model on one GPU.
+"""Move each value by the learning rate in a random direction: a learner of a large model on one GPU.
 
-The optimizer's state of the usual learner takes 18 bytes for each parameter, with its buffer of gradients.
-Here gradients exist for one tensor at a time, so 8B fits beside what deltas keep.
+A first step of Adam moves each value by the learning rate, and few later ones move it further. This needs
+no state of an optimizer, which with a buffer of gradients takes 18 bytes for each parameter, so that 8B fits
+beside what deltas keep.
 """
 
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import export, packing, weights
@@ -35,11 +37,10 @@ class SteppedLearner(MegatronLearner):
             self.ranks, self._model, shape, model, keep_on_gpu=settings.delta_base == "gpu"
         )
         self._packer = packing.Packer(shape, dtype, 1, rank=0, parts=1)
-        self._masters = [parameter.detach().float() for parameter in self._model.parameters()]
-        self._optimizers = [
-            torch.optim.AdamW([master], lr=lr, betas=(0.9, 0.95), weight_decay=0.01, foreach=False)
-            for master in self._masters
-        ]
+        self._lr = lr
+        with torch.no_grad():
+            self._masters = [_spread(parameter) for parameter in self._model.parameters()]
+            self._round()
 
     def export(self, folder: Path, carrier: Carrier = "full") -> dict[str, TensorInfo]:
         return self._exporter.write(folder, carrier)
@@ -53,12 +54,20 @@ class SteppedLearner(MegatronLearner):
     def take_step(self) -> None:
         """Take one optimizer step, and wait until the device has done it."""
         with torch.no_grad():
-            pairs = zip(self._model.parameters(), self._masters, self._optimizers, strict=True)
-            for parameter, master, optimizer in pairs:
-                master.grad = torch.randn_like(master)
-                optimizer.step()
-                master.grad = None
-                parameter.copy_(master)
+            for master in self._masters:
+                master.add_(torch.randn_like(master).sign_(), alpha=-self._lr)
+            self._round()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.step += 1
+
+    def _round(self) -> None:
+        for parameter, master in zip(self._model.parameters(), self._masters, strict=True):
+            parameter.copy_(master)
+
+
+def _spread(parameter: Tensor) -> Tensor:
+    """Return float32 values that lie evenly between those of bfloat16, as in a trained model."""
+    master = parameter.detach().float()
+    exponent = torch.frexp(master).exponent
+    return master.add_(torch.ldexp(torch.rand_like(master).sub_(0.5), exponent.sub_(8)))
