@@ -26,7 +26,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from hpc_swe.errors import StorageError
-from hpc_swe.metrics import decode, meaning
+from hpc_swe.metrics import LAYOUT, decode, meaning
 from hpc_swe.records import MetricLine, ScoredEpisode
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
@@ -35,48 +35,6 @@ from hpc_swe.transcript import as_text
 FIRST = "0_overview"
 HEADLINES = re.compile(r"reward/(mean|trained_mean)|solve/(train|eval/.*)|groups/signal_rate|validation/loss")
 """Curves that are drawn a second time under FIRST, which stands at the top of the page."""
-LAYOUT = {
-    "Does it learn?": {
-        "reward": ["reward/mean", "reward/trained_mean", "reward/shaped"],
-        "solve rate": ["solve/train", "solve/eval/.*"],
-        "held out, with its interval": ["solve/eval.*"],
-        "best evaluation": ["solve/best"],
-        "step of the best evaluation": ["solve/best_step"],
-        "groups with signal": ["groups/signal_rate"],
-    },
-    "Which tasks are trained?": {
-        "solve rate of each part": ["taskset/solve/.*"],
-        "reward of each part": ["taskset/reward/.*"],
-        "groups of each part": ["taskset/groups/.*"],
-        "groups with signal of each part": ["taskset/signal/.*"],
-        "settled tasks": ["curriculum/settled"],
-        "passed over, and the factor of advantages": ["curriculum/passed_over", "curriculum/weight"],
-    },
-    "Can it be trusted?": {
-        "infrastructure failures": ["episodes/infra_rate", "grader/sentinel_errors", "outcome/cheated"],
-        "endings": ["exit/.*"],
-        "staleness": ["staleness/mean", "staleness/max"],
-        "learner against sampler": ["gap/mean", "gap/k3", "gap/p99", "policy/surprise_balance"],
-        "clipped": ["ratio/clipped_.*", "ratio/.*_share"],
-        "ratio of sequences": ["ratio/sequence_.*"],
-    },
-    "How does the policy change?": {
-        "loss and divergence": ["policy/loss", "policy/kl", "validation/loss"],
-        "entropy": ["policy/entropy", "policy/nll"],
-        "gradient": ["policy/grad_norm"],
-        "skipped, because not finite": ["policy/skipped"],
-        "learning rate": ["policy/lr"],
-        "length": ["episodes/tokens", "episodes/turns"],
-    },
-    "Where does the time go?": {
-        "rates": ["rate/.*"],
-        "seconds of an episode": ["seconds/.*"],
-        "seconds of a step": ["step_seconds/.*"],
-        "seconds of turns on the GPUs": ["turn/.*_s"],
-        "GPU memory between turns": ["turn/.*_gib"],
-    },
-}
-"""Category -> chart -> regular expressions of its curves, for the tab "Custom Scalars"."""
 ARCHIVE = re.compile(r"step_\d+\.parquet")
 DECILE = re.compile(r"(length/\w+)_d(\d)")
 BINS = 10

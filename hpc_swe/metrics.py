@@ -128,6 +128,49 @@ METRICS = {
 """Name or pattern of every curve -> its meaning."""
 
 log = logging.getLogger(__name__)
+LAYOUT = {
+    "Does it learn?": {
+        "reward": ["reward/mean", "reward/trained_mean", "reward/shaped"],
+        "solve rate": ["solve/train", "solve/eval/.*"],
+        "held out, with its interval": ["solve/eval.*"],
+        "best evaluation": ["solve/best"],
+        "step of the best evaluation": ["solve/best_step"],
+        "groups with signal": ["groups/signal_rate"],
+    },
+    "Which tasks are trained?": {
+        "solve rate of each part": ["taskset/solve/.*"],
+        "reward of each part": ["taskset/reward/.*"],
+        "groups of each part": ["taskset/groups/.*"],
+        "groups with signal of each part": ["taskset/signal/.*"],
+        "settled tasks": ["curriculum/settled"],
+        "passed over, and the factor of advantages": ["curriculum/passed_over", "curriculum/weight"],
+    },
+    "Can it be trusted?": {
+        "infrastructure failures": ["episodes/infra_rate", "grader/sentinel_errors", "outcome/cheated"],
+        "endings": ["exit/.*"],
+        "staleness": ["staleness/mean", "staleness/max"],
+        "learner against sampler": ["gap/mean", "gap/k3", "gap/p99", "policy/surprise_balance"],
+        "clipped": ["ratio/clipped_.*", "ratio/.*_share"],
+        "ratio of sequences": ["ratio/sequence_.*"],
+        "samples without routing": ["batch/unrouted"],
+    },
+    "How does the policy change?": {
+        "loss and divergence": ["policy/loss", "policy/kl", "validation/loss"],
+        "entropy": ["policy/entropy", "policy/nll"],
+        "gradient": ["policy/grad_norm"],
+        "skipped, because not finite": ["policy/skipped"],
+        "learning rate": ["policy/lr"],
+        "length": ["episodes/tokens", "episodes/turns"],
+    },
+    "Where does the time go?": {
+        "rates": ["rate/.*"],
+        "seconds of an episode": ["seconds/.*"],
+        "seconds of a step": ["step_seconds/.*"],
+        "seconds of turns on the GPUs": ["turn/.*_s"],
+        "GPU memory between turns": ["turn/.*_gib"],
+    },
+}
+"""Category -> chart -> regular expressions of its curves, for the tab "Custom Scalars"."""
 
 
 def meaning(name: str) -> str:

@@ -3,8 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from hpc_swe.drawing import LAYOUT
-from hpc_swe.metrics import decode, meaning
+from hpc_swe.metrics import LAYOUT, decode, meaning
 from hpc_swe.records import MetricLine
 from hpc_swe.rundir import RunDir
 

@@ -14,9 +14,8 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from hpc_swe.drawing import Drawing
 from hpc_swe.errors import DeadlineError, StorageError
 from hpc_swe.records import Role
 from hpc_swe.roles.coordinator.maintenance import Maintenance
@@ -25,6 +24,9 @@ from hpc_swe.roles.coordinator.supervision import Supervision
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import CoordinatorConfig
 from hpc_swe.store import atomic, orders
+
+if TYPE_CHECKING:
+    from hpc_swe.drawing import Drawing
 
 BACK_OFF_S = 300.0  # longest pause after the file system refused a write
 
@@ -57,7 +59,7 @@ class Coordinator:
         self._run, self._maintenance, self._config, self._desired = run, maintenance, config, desired
         self._build_mode, self._supervision = mode, supervision
         self._mode: Mode | None = None
-        self._drawing = Drawing(run)
+        self._drawing = _drawing(run)
         self._draw_at = float("-inf")
         self._progress: tuple[object, float] = (None, 0.0)
 
@@ -94,7 +96,8 @@ class Coordinator:
         self._maintenance.publish(snapshot, progress, self._desired, status_s)
         self._maintenance.clean_up(snapshot, progress.kept_steps)
         if not progress.waits_for or snapshot.now >= self._draw_at:
-            self._drawing.update()
+            if self._drawing:
+                self._drawing.update()
             self._draw_at = snapshot.now + self._config.status_s
         if not progress.waits_for:
             atomic.write(self._run.finished, b"")
@@ -124,3 +127,13 @@ class Coordinator:
                 f"nothing changed for {unchanged_s:.0f} s (supervision's limit, then coordinator.wait_s); it "
                 f"waits for {progress.waits_for}; alive: {alive}; see their logs in {self._run.root / 'logs'}"
             )
+
+
+def _drawing(run: RunDir) -> "Drawing | None":
+    """Return what draws the run's curves; None, with a warning, in an environment without TensorBoard."""
+    try:
+        from hpc_swe.drawing import Drawing
+    except ImportError as error:
+        log.warning("no curves: %s; pip install tensorboard into the environment of jobs", error)
+        return None
+    return Drawing(run)
