@@ -46,10 +46,14 @@ MODELS = {
     "4B": QWEN3
     | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "tie_word_embeddings": True},
     "8B": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+    "14B": QWEN3
+    | {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
     "8 layers of 8B": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 8},
     "30B-A3B": QWEN3 | EXPERTS | {"num_hidden_layers": 48},
     "4 layers of 30B-A3B": QWEN3 | EXPERTS | {"num_hidden_layers": 4},
 }
+HALF_OF_14B = {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "elementwise"}
+HALF_OF_14B |= {"offload_optimizer": 0.9}
 SLURM = """
 [executor]
 type = "slurm"
@@ -143,10 +147,11 @@ def test_ranks_together_hold_the_model_once_and_norms_once_a_rank(shape):
         ("8 layers of 8B", 32768, {"recompute": "products"}, 55.60),
         ("8 layers of 8B", 32768, {"recompute": "full"}, 55.07),
         ("4 layers of 30B-A3B", 16384, {"recompute": "none"}, 64.45),
+        ("14B", 32768, HALF_OF_14B, 122.0),
     ],
 )
 def test_learner_memory_is_what_an_h200_was_measured_to_use(shape, name, tokens, settings, measured):
-    """torch.cuda.max_memory_allocated of two whole steps, one GPU, torch 2.11, megatron-core 0.16.1."""
+    """torch.cuda.max_memory_allocated of two whole steps, torch 2.11, megatron-core 0.16.1."""
     peak = learner_memory(shape(name), Megatron(**settings), 1, tokens).total.bytes / GIB
     assert peak == pytest.approx(measured, rel=0.05)
 
