@@ -1,14 +1,14 @@
 """Compare each way to divide the learner, and each level of recomputation, with transformers.
 
-    python -m tests.gpu.parallel [dense] [qwen2] [llama] [experts] [1] [2] [4]
+    python -m tests.gpu.parallel [dense] [qwen2] [llama] [experts] [bfloat16] [float32] [1] [2] [4]
 
 prints a line for each model, precision and layout of 1, 2 or 4 processes with the differences from
 transformers in float32: of log-probabilities (the largest; in bfloat16 the mean, as a multiple of the error
 of transformers in bfloat16), and relative ones of losses, gradient norms and, in float32, of what two steps
 changed. "again" trains twice with policy.deterministic and counts the tensors and figures that differ in any
 bit. "resumed" loads a checkpoint of two tensor-parallel processes into one, and compares the next step with
-the one that the two take. It exits with 1 if a difference is above its limit. Words choose models and numbers
-of processes; without GPUs, models are tiny.
+the one that the two take. It exits with 1 if a difference is above its limit. Words choose models, precisions
+and numbers of processes; without GPUs, models are tiny.
 """
 
 import json
@@ -198,7 +198,7 @@ class Comparison:
         del model
         self._wanted[family] = tiny.reference_steps(folder, sequences, STEPS, CLIP, DEVICE)
         if CUDA:
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # the processes that are compared share this GPU
 
     def _differences(self, case: tuple[str, str, str], answers: dict[str, list[dict]]) -> dict[str, float]:
         family, dtype, layout = case
@@ -274,8 +274,10 @@ def main() -> int:
     disable_progress_bar()
     print(torch.__version__, torch.cuda.get_device_name() if CUDA else "CPU", flush=True)
     failed = 0
-    for family in [word for word in words if not word.isdigit()] or FAMILIES:
-        chosen = [case for case in CASES if case[0] == family and ranks_of(case[2]) in sizes]
+    dtypes = [word for word in words if word in LIMITS] or list(LIMITS)
+    for family in [word for word in words if word in FAMILIES] or FAMILIES:
+        mine = [case for case in CASES if case[0] == family and case[1] in dtypes]
+        chosen = [case for case in mine if ranks_of(case[2]) in sizes]
         with tempfile.TemporaryDirectory() as name:
             for result in Comparison(Path(name), chosen).results():
                 print(result, flush=True)

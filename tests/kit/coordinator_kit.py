@@ -119,6 +119,7 @@ def result(request: RolloutRequest, value: float | None = 0.0, version=0) -> Sco
         finish_reason="stop",
         delivered=True,
         seconds=1.0,
+        routing=bytes(range(1, 2 + len(ids))) if request.index else b"",
     )
     episode = Episode(
         request=request,

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from hpc_swe.errors import CorruptRecord
 from hpc_swe.records import Episode, IdArray, ScoredEpisode
 from hpc_swe.roles.coordinator.groups import dispatch_step
-from hpc_swe.roles.coordinator.samples import sampled_tokens
+from hpc_swe.roles.coordinator.samples import drop_routing, sampled_tokens
 from hpc_swe.store import atomic
 from hpc_swe.store.evals import CONVERSATION
 
@@ -53,7 +53,7 @@ def write(
         "messages": (CONVERSATION, lambda s: msgspec.to_builtins(s.episode.messages)),
         "submission": (pa.string(), lambda s: s.episode.submission),
         "detail": (pa.string(), lambda s: s.score.detail),
-        "record": (pa.binary(), lambda s: msgspec.msgpack.encode(_without_routing(s))),
+        "record": (pa.binary(), _record),
     }
     schema = pa.schema([(name, kind) for name, (kind, _) in columns.items()])
     rows = [{name: value(scored) for name, (_, value) in columns.items()} for scored in episodes]
@@ -69,10 +69,8 @@ def read(path: Path) -> list[ScoredEpisode]:
         raise CorruptRecord(f"{path}: not an archive of episodes: {error}") from error
 
 
-def _without_routing(scored: ScoredEpisode) -> ScoredEpisode:
-    """Leave out what only the learner's step needs, and what is much larger than all the rest."""
-    turns = [replace(turn, routing=b"") if turn.routing else turn for turn in scored.episode.turns]
-    return replace(scored, episode=replace(scored.episode, turns=turns))
+def _record(scored: ScoredEpisode) -> bytes:
+    return msgspec.msgpack.encode(replace(scored, episode=drop_routing(scored.episode)))
 
 
 def _sampled_ids(episode: Episode) -> IdArray:

@@ -74,6 +74,10 @@ class ResultCollector:
             if request.name not in snapshot.identities:
                 self._requests.overwrite(request.name, request)
 
+    def reread(self, address: Address) -> ScoredEpisode | None:
+        """Read the message of a member again, with its routing; None if it is not there any more."""
+        return self._scored.read(address)
+
     def forget(self, groups: list[Group]) -> None:
         """Remove the messages of groups that were consumed."""
         for group in groups:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from msgspec.structs import replace
+
 from hpc_swe.records import Episode, ExitStatus, RolloutRequest, ScoredEpisode, Split
 from hpc_swe.roles.coordinator import dispatch, samples
 from hpc_swe.store.spool import Address
@@ -47,7 +49,7 @@ class Member:
     requested_at: float
     """Time of the request on this process's clock, in seconds."""
     scored: ScoredEpisode | None = None
-    """The result, or the last failure."""
+    """The result, or the last failure, without routing."""
     address: Address | None = None
     """Address of the message of `scored`."""
     state: Literal["open", "done", "failed"] = "open"
@@ -55,6 +57,8 @@ class Member:
     """Seconds between request and result in which no worker had it."""
     missed_scans: int = 0
     """Number of consecutive scans that did not find the message."""
+    is_routed: bool = False
+    """Whether the message of `scored` has a routing."""
 
 
 @dataclass
@@ -107,7 +111,9 @@ class Ledger:
             if attempt + 1 < self.max_attempts and member.state == "open":
                 member.request, member.requested_at = dispatch.retry_request(scored.episode.request), now
                 return "retry"
-        member.scored, member.address, member.state = scored, address, "failed" if cause else "done"
+        member.is_routed = any(turn.routing for turn in scored.episode.turns)
+        kept = replace(scored, episode=samples.drop_routing(scored.episode)) if member.is_routed else scored
+        member.scored, member.address, member.state = kept, address, "failed" if cause else "done"
         worked_s = scored.episode.timing.total_s + scored.score.seconds
         member.queue_s = max(0.0, now - member.requested_at - worked_s)
         return "keep"

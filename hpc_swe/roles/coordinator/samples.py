@@ -10,6 +10,7 @@ A turn is trained when its reply was delivered and the conversation continued fr
 delivered turn of its chain. Replies that an agent sampled and then discarded did not affect what was graded.
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,12 +137,27 @@ def make_samples(
         old = sampled & (step - versions > max_staleness) if max_staleness else np.zeros_like(sampled)
         ages.append(step - versions[sampled])
         stale += int(old.sum())
-        sample = build_sample(episode.request.name, ids, (logprobs, versions), sampled & ~old, advantage)
-        samples.append(replace(sample, routing=_routing([episode.turns[n] for n in path])))
+        samples.append(
+            build_sample(episode.request.name, ids, (logprobs, versions), sampled & ~old, advantage)
+        )
         remaining -= set(path)
     ages_all = np.concatenate(ages) if ages else np.zeros(0, np.int32)
     untrained = len(episode.turns) - len(trained)
     return EpisodeSamples(episode, samples, advantage, len(ages_all) - stale, stale, ages_all, untrained)
+
+
+def drop_routing(episode: Episode) -> Episode:
+    """Return the episode without its routing, which is much larger than all the rest."""
+    return replace(episode, turns=[replace(t, routing=b"") if t.routing else t for t in episode.turns])
+
+
+def add_routing(found: EpisodeSamples, episode: Episode, chains: Chains) -> EpisodeSamples:
+    """Return samples that were made without routing with that of the whole `episode`."""
+    turns = episode.turns
+    paths = leaf_chains(turns, trained_turns(turns, chains, episode.main))
+    routings = [_routing([turns[index] for index in path]) for path in paths]
+    pairs = zip(found.samples, routings, strict=True)
+    return dataclasses.replace(found, samples=[replace(each, routing=own) for each, own in pairs])
 
 
 def _concatenate(

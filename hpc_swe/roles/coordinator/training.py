@@ -12,6 +12,7 @@ from them if it is missing, and then removes them like any duplicate.
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from math import ceil
 
 from hpc_swe.errors import LostRace
@@ -24,7 +25,7 @@ from hpc_swe.roles.coordinator.curriculum import TaskPlan
 from hpc_swe.roles.coordinator.dispatch import RATE_FLOOR, dispatch_end
 from hpc_swe.roles.coordinator.evaluation import Evaluator
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, parse_name
-from hpc_swe.roles.coordinator.samples import sampled_tokens
+from hpc_swe.roles.coordinator.samples import add_routing, sampled_tokens
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import checkpoints, folders, task_history
@@ -106,7 +107,7 @@ class Training:
 
     def _publish(self, batch_plan: BatchPlan, snapshot: RunSnapshot) -> None:
         groups = [self._ledger.groups[("train", number)] for number in batch_plan.decisions]
-        packed = batches.build_batches(batch_plan, self._settings)
+        packed = batches.build_batches(self._with_routing(batch_plan), self._settings)
         values = {
             **batch_metrics.of_batch(groups, batch_plan),
             **batch_metrics.of_sources(groups, batch_plan, self._tasks.source_of),
@@ -127,6 +128,20 @@ class Training:
         factors = [history.weights.get(group, 1.0) for group in batch_plan.groups]
         values["curriculum/weight"] = sum(factors) / len(factors)
         self._report(batch_plan.step, consumed, values, snapshot)
+
+    def _with_routing(self, batch_plan: BatchPlan) -> BatchPlan:
+        """Read the routing of trained episodes, which stayed in their messages because of its size."""
+        chains, decisions = self._settings.batches.train_chains, dict(batch_plan.decisions)
+        for number in batch_plan.groups:
+            members = self._ledger.groups[("train", number)].members
+            places = {m.request.name: m.address for m in members if m.is_routed and m.address}
+            episodes = []
+            for cut in decisions[number].episodes:
+                place = places.get(cut.episode.request.name)
+                scored = self._collector.reread(place) if place else None
+                episodes.append(add_routing(cut, scored.episode, chains) if scored else cut)
+            decisions[number] = replace(decisions[number], episodes=episodes)
+        return replace(batch_plan, decisions=decisions)
 
     def _report(
         self, step: int, groups: list[Group], values: dict[str, float], snapshot: RunSnapshot

@@ -2,12 +2,23 @@
 
 import datasets
 import msgspec
+import numpy as np
 import pytest
 
 from hpc_swe.errors import LostRace
 from hpc_swe.metrics import meaning
-from hpc_swe.records import Batch, BatchManifest, Episode, Node, RolloutRequest, ScoredEpisode, WeightVersion
+from hpc_swe.records import (
+    FREE,
+    Batch,
+    BatchManifest,
+    Episode,
+    Node,
+    RolloutRequest,
+    ScoredEpisode,
+    WeightVersion,
+)
 from hpc_swe.roles.coordinator import archive, batches
+from hpc_swe.roles.coordinator.samples import drop_routing
 from hpc_swe.settings import RetentionConfig
 from hpc_swe.store import atomic, folders, weights
 from hpc_swe.store.spool import Spool
@@ -233,7 +244,8 @@ def test_the_archive_opens_with_datasets_and_gives_the_very_records_back(run):
     manifests = [folders.manifest(run.batch(step), BatchManifest) for step in range(STEPS)]
     groups = [g for m in manifests for g in (*m.groups, *m.closed)]
     assert asked == {f"train-{g:06d}-{i:02d}" for g in groups for i in range(2)}
-    assert all(s == result(s.episode.request, reward(s.episode.request.name)) for s in rebuilt)
+    sent = [result(s.episode.request, reward(s.episode.request.name)) for s in rebuilt]
+    assert rebuilt == [msgspec.structs.replace(s, episode=drop_routing(s.episode)) for s in sent]
     table = datasets.load_dataset(
         "parquet", data_files=str(run.archives / "*.parquet"), cache_dir=str(run.root / "cache")
     )["train"]
@@ -243,6 +255,21 @@ def test_the_archive_opens_with_datasets_and_gives_the_very_records_back(run):
     assert table[0]["messages"][1]["content"] == "d\u00f6ne"
     assert table[0]["messages"][1]["tool_calls"] == [{"name": "view", "arguments": '{"path": "m.py"}'}]
     assert table[0]["sampled_ids"] == rebuilt[0].episode.turns[0].completion.tolist()
+
+
+def test_the_routing_of_each_trained_episode_reaches_its_batch(run):
+    """Although the coordinator keeps none while it waits; the second episode of each group has one."""
+    finish(run)
+    found = set()
+    for rank in (run.batch(step) / run.rank_file(index) for step in range(STEPS) for index in range(2)):
+        for micro in msgspec.msgpack.decode(rank.read_bytes(), type=Batch).microbatches:
+            ends = np.cumsum(micro.sequence_lengths)
+            for start, end in zip([0, *ends[:-1]], ends, strict=True):
+                known, count = micro.routing[start:end], end - start
+                if any(micro.mask[start:end]) and known:
+                    assert known in (bytes([FREE]) * count, bytes([*range(1, count), FREE]))
+                    found.add(known[0])
+    assert found == {1, FREE}
 
 
 def test_every_curve_that_is_written_is_documented(run):

@@ -271,7 +271,7 @@ def test_rejection_sampling_leaves_out_what_cannot_be_trained(run):
     good, flawed, twice, long = (result(request, 1.0) for request in requests)  # of 5, 6, 7, 8 tokens
     (turn,), (bad,) = twice.episode.turns, flawed.episode.turns
     flawed = changed(flawed, [msgspec.structs.replace(bad, logprobs=b"")])
-    twice = changed(twice, [turn, msgspec.structs.replace(turn, parent=0)])
+    twice = changed(twice, [turn, msgspec.structs.replace(turn, parent=0, routing=b"")])
     log = Log(run.metric_log("c"))
     made = list(itertools.islice(rejection([flawed, twice, long, good], limit=7, log=log), 2))
     assert {sample.episode: len(sample) for sample in made} == {requests[0].name: 5, requests[2].name: 7}

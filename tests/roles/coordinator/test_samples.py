@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from hpc_swe import records
 from hpc_swe.records import VersionSpan, WeightVersion
-from hpc_swe.roles.coordinator.samples import find_flaw, leaf_chains, make_samples, trained_turns
+from hpc_swe.roles.coordinator.samples import add_routing, find_flaw, leaf_chains, make_samples, trained_turns
 from tests.kit.made_episodes import array, episode, trained_ids, turn
 
 
@@ -27,8 +27,11 @@ def test_a_conversation_is_one_sample_with_the_mask_on_what_was_sampled():
 def test_a_turn_without_its_experts_leaves_its_sequence_to_the_learner():
     first, second = turn(None, [1, 2], [10]), turn(0, [3], [12])
     known = [msgspec.structs.replace(first, routing=b"ab"), msgspec.structs.replace(second, routing=b"cd")]
-    assert cut_all(known).samples[0].routing == b"abcd" + bytes([records.FREE])
-    assert cut_all([known[0], second]).samples[0].routing == b""
+    bare = cut_all([first, second])
+    assert bare.samples[0].routing == b""
+    (routed,) = add_routing(bare, episode(known), "all").samples
+    assert routed == msgspec.structs.replace(bare.samples[0], routing=b"abcd" + bytes([records.FREE]))
+    assert add_routing(bare, episode([known[0], second]), "all").samples == bare.samples
     assert find_flaw(episode(known)) == find_flaw(episode([known[0], second])) == ""
 
 
