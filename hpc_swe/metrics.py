@@ -153,7 +153,6 @@ LAYOUT = {
         "clipped": ["ratio/clipped_.*", "ratio/.*_share"],
         "ratio of sequences": ["ratio/sequence_.*"],
         "samples without routing": ["batch/unrouted"],
-        "samples without routing": ["batch/unrouted"],
     },
     "How does the policy change?": {
         "loss and divergence": ["policy/loss", "policy/kl", "validation/loss"],
