@@ -153,7 +153,7 @@ WORDS = {
     "long": "model=models/long",
     "cpu": "engine.device=cpu policy.device=cpu executor.gpus.learner=0 executor.gpus.inference=0",
     "small": "configs/demo.toml models/small.toml",
-    "curves": "mkdir -p evals/mine/tensorboard; ",
+    "curves": "mkdir -p evals/mine/tensorboard; rm -f served; ",
     "until_served": "> served 2>&1 & for n in {1..99}; do grep -q ' at http' served && break; sleep 0.5; done"
     "; kill $!; wait $!; grep ' at http' served",
 }
