@@ -65,8 +65,8 @@ def main(rank: int, size: int, port: int, old: Path, new: Path) -> None:
     compare(copies, shapes, before)
     write(patches)
     compare(copies, shapes, after)
-    assert all(torch.equal(changed[name], tensor) for name, tensor in expected.items())
-    assert copies.compare(before) is None, "the differences take more than a tenth of the weights"
+    negative = {name: -tensor for name, tensor in after.items()}
+    assert copies.compare(negative) is None, "the differences take more than a quarter of the weights"
     copies.copy(before)
     slightly = {name: each if "norm" in name else before[name] for name, each in after.items()}
     write(copies.compare(slightly) or [])

@@ -29,8 +29,10 @@ PLAIN_LAYERS = {"Attention"}
 """Layers whose processing after loading touches no weights of an unquantized model."""
 THREADS = 8
 BUFFER = 1 << 25
-SHARE = 10
-"""Changed values and their positions may take this part of the memory of the weights."""
+SHARE = 4
+"""Changed values and their positions may take one part in so many of the memory of the weights."""
+VALUE_BYTES = 12
+"""Most bytes of one changed value and its position."""
 T = TypeVar("T")
 Work = tuple[Tensor, Tensor]
 """A view of this worker's memory, and what belongs there."""
@@ -76,12 +78,24 @@ class LoaderCopies:
 
         Return None if that is too much to hold beside the model.
         """
-        spare = SpareMemory(
-            sum(copy.target.nbytes for copies in self._copies.values() for copy in copies) // SHARE
-        )
+        spare = SpareMemory(self._spare())
         work = [(copy.target, source) for copy, source in self._pairs(tensors)]
         found = _in_threads(work, lambda part: _differences(part, spare))
         return None if spare.is_full else [patch for part in found for patch in part]
+
+    def has_room(self, delta: Delta) -> bool:
+        """Return whether the values that a delta changes fit beside the model."""
+        codes = sum(len(changes.codes) for changes in delta.changes.values())
+        return codes * VALUE_BYTES < self._spare()
+
+    def _spare(self) -> int:
+        """Return how many bytes may be used beside the model; the engine needs some of what is free, too."""
+        targets = [copy.target for copies in self._copies.values() for copy in copies]
+        share = int(sum(target.nbytes for target in targets)) // SHARE
+        if targets[0].device.type == "cpu":
+            return share
+        free: int = torch.cuda.mem_get_info(targets[0].device)[0]
+        return min(share, free // 2)
 
     def patches(self, delta: Delta) -> "list[Patch]":
         """Return the values that a delta changes in this worker's memory, which is not changed here."""

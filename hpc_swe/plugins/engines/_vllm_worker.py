@@ -234,7 +234,8 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
             if tensors is not None and not links:
                 patches = copies.compare(tensors)
             elif tensors is None and len(links) == 1 and not links[0].has_adapters:
-                patches = copies.patches(Delta.read(links[0].folder, wanted, self._device))
+                delta = Delta.read(links[0].folder, wanted, self._device)
+                patches = copies.patches(delta) if copies.has_room(delta) else None
         except torch.OutOfMemoryError as error:
             log.warning("weights are read in the pause: %s", error)
         whole = tuple(chain if rest is None else rest)
