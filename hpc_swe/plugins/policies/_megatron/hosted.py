@@ -5,6 +5,7 @@ one is on its way to the device and the last one on its way back, so the bus wor
 treats every element alone, so the step gives the same bits as one whose state stays on the device.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,7 +125,7 @@ class HostedStates:
 
     def __init__(self, owner: DistributedOptimizer, share: float) -> None:
         """Choose the parameters; nothing moves before `move`."""
-        self._owner, self._adamw = owner, owner.optimizer
+        self._reference = weakref.ref(owner)  # the owner refers to this, and must go when nobody uses it
         groups = zip(owner.shard_fp32_from_float16_groups, owner.shard_float16_groups, strict=True)
         pairs = [zip(masters, weights, strict=True) for masters, weights in groups]
         self._weights: dict[Tensor, Tensor] = {master: weight for each in pairs for master, weight in each}
@@ -140,6 +141,14 @@ class HostedStates:
         self._host: dict[str, Tensor] = {}
         self._views: dict[Tensor, dict[str, Tensor]] = {}
         """Parameter -> its elements in host memory."""
+
+    @property
+    def _owner(self) -> DistributedOptimizer:
+        return self._reference()
+
+    @property
+    def _adamw(self) -> torch.optim.AdamW:
+        return self._owner.optimizer
 
     @property
     def bytes(self) -> int:
