@@ -1,5 +1,6 @@
 """Move what training keeps on the GPU to host memory and back, for a learner that shares its GPUs."""
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from hpc_swe.errors import NodeError
 from hpc_swe.plugins.costs import GIB
 from hpc_swe.plugins.policies._megatron import pinned
 from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
+
+log = logging.getLogger(__name__)
 
 ALIGNED = 512  # bytes; the copy of each storage starts at a multiple of this
 FREED_S = 30.0
@@ -54,12 +57,12 @@ class Offload:
 
         Raise NodeError where the host refuses the memory.
         """
-        kept = _storages(self._states())
+        states = _storages(self._states())
         gradients = _storages(self._gradients())
-        gradients = {key: storage for key, storage in gradients.items() if key not in kept}
-        self._make_room(sum(_aligned(storage.nbytes()) for storage in kept.values()))
+        gradients = {key: storage for key, storage in gradients.items() if key not in states}
+        self._make_room(sum(_aligned(storage.nbytes()) for storage in states.values()))
         start = 0
-        for storage in kept.values():
+        for storage in states.values():
             host = self._host[start : start + storage.nbytes()]
             host.copy_(_bytes(storage), non_blocking=True)
             self._emptied.append(_Emptied(storage, storage.nbytes(), host))
@@ -71,6 +74,8 @@ class Offload:
             each.storage.resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+            kept = torch.cuda.memory_reserved() / GIB
+            log.info("released: PyTorch keeps %.2f GiB, all processes together %.2f GiB", kept, used_gib())
 
     def restore(self) -> None:
         """Fill the storages again; without a `release` before it, do nothing.
