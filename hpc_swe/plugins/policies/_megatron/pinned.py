@@ -7,6 +7,7 @@ optimizer is tens of GiB.
 import contextlib
 import mmap
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +16,21 @@ from torch import Tensor
 
 from hpc_swe.errors import NodeError
 from hpc_swe.plugins.costs import GIB
+
+
+class _Pages(mmap.mmap):
+    """Unpin the pages before they are unmapped.
+
+    CUDA would take the next memory at their address for pinned memory of their size, and refuse to copy it.
+    """
+
+    address = 0
+    """Where CUDA pinned them; 0 as long as it has not."""
+
+    def __del__(self) -> None:
+        if self.address and not sys.is_finalizing():
+            torch.cuda.synchronize()  # no copy may be under way
+            torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 def zeros(count: int, dtype: torch.dtype) -> Tensor:
@@ -26,7 +42,7 @@ def zeros(count: int, dtype: torch.dtype) -> Tensor:
     if not torch.cuda.is_available() or not count:
         return torch.zeros(count, dtype=dtype)
     size = count * dtype.itemsize
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = _Pages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)  # there are far fewer of them to pin
     pages.madvise(mmap.MADV_DONTFORK)
@@ -36,6 +52,7 @@ def zeros(count: int, dtype: torch.dtype) -> Tensor:
     refusal = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
     if refusal:
         raise NodeError(f"CUDA refuses to pin {size / GIB:.1f} GiB of host memory: error {refusal}")
+    pages.address = tensor.data_ptr()
     return tensor
 
 
