@@ -147,7 +147,7 @@ class Learner(Protocol):
     """Whether a delta changes the initial model, as adapters do, and not the version before it."""
     vocabulary: int
     tolerance: float
-    """Difference of log-probabilities that rounding explains; nine of ten of an engine's probe must be nearer."""
+    """Difference of log-probabilities that rounding explains; nine of ten of a probe must be nearer."""
     step: int
     """Batches trained."""
 
