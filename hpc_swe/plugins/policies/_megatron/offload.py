@@ -1,5 +1,6 @@
 """Move what training keeps on the GPU to host memory and back, for a learner that shares its GPUs."""
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,8 @@ from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
 log = logging.getLogger(__name__)
 
 ALIGNED = 512  # bytes; the copy of each storage starts at a multiple of this
+WORKSPACES = 2**29
+"""Bytes that PyTorch may well keep when all is released, for libraries that compute."""
 FREED_S = 30.0
 """Longest wait for memory that other processes have freed, which the driver may give back late."""
 
@@ -74,6 +77,9 @@ class Offload:
             each.storage.resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+            if torch.cuda.memory_reserved() > WORKSPACES:
+                gc.collect()  # tensors may be held by cycles that Python has not looked at yet
+                torch.cuda.empty_cache()
             kept = torch.cuda.memory_reserved() / GIB
             log.info("released: PyTorch keeps %.2f GiB, all processes together %.2f GiB", kept, used_gib())
 
