@@ -299,7 +299,7 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
             require_plain(self.model)
             copies: LoaderCopies | None = LoaderCopies.record(self.model, wanted.shapes, self._dtype)
         except Exception as error:  # noqa: BLE001  a loader may fail in any way on tensors without data
-            log.info("weights are reloaded by vLLM: %s", error)
+            log.warning("weights are reloaded by vLLM: %s", error)  # vLLM shows no lower level of ours
             copies = None
         if not all(_gather(copies is not None)) or copies is None:
             return None
