@@ -136,13 +136,14 @@ class Gang:
             time.sleep(0.1)
 
     def _goes_on(self, codes: Sequence[int | None]) -> bool:
-        """Return whether the children go on of which some are done; ranks without a leader get a deadline.
+        """Return whether the children go on of which some are done; ranks that may wait get a deadline.
 
+        They may wait for ever for their leader, or for a rank that a signal ended before it met the others.
         Engines go on alone once training is over, but not beside a learner that ended for another reason.
         """
         leading = codes[: len(codes) - self.lasting]
         if None in leading:
-            if codes[0] == 0:
+            if 0 in (leading if self.stopping.is_set() else leading[:1]):
                 self._until = min(self._until, time.monotonic() + GRACE_S)
             return True
         self._is_trained = self._is_trained or self.stopping.is_set() or self.may_last()

@@ -102,6 +102,26 @@ def test_leader_that_is_done_ends_a_companion_that_is_not(run):
     assert time.monotonic() - began < 500
 
 
+@pytest.mark.parametrize(
+    ("codes", "is_stopping", "has_deadline"),
+    [
+        ([0, None, None], False, True),
+        ([None, 0, None], False, False),
+        ([None, 0, None], True, True),
+        ([None, None, 0], True, False),
+        ([None, None, None], True, False),
+    ],
+)
+def test_ranks_that_wait_for_one_that_a_signal_ended_get_a_deadline(codes, is_stopping, has_deadline):
+    """The last of three processes is an engine."""
+    gang = Gang([])
+    gang.lasting = 1
+    if is_stopping:
+        gang.forward(signal.SIGTERM, None)
+    assert gang._goes_on(codes)
+    assert (gang._until < float("inf")) == has_deadline
+
+
 @pytest.mark.slow
 def test_gang_that_starts_again_forgets_the_deadline_of_the_start_before(tmp_path, run):
     tally = tmp_path / "tally"
