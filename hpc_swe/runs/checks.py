@@ -4,6 +4,7 @@ Each check is a function that yields its complaints. All complaints are shown to
 person can correct them in one go.
 """
 
+import inspect
 import ipaddress
 import json
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from hpc_swe import conflicts, job_counts
 from hpc_swe.errors import ConfigError, EngineError
 from hpc_swe.plugins.engines.base import EngineInfo, EstimatedEngine
 from hpc_swe.plugins.executors.base import GrantsGpus, RunsHere, Scheduled, own_environment
-from hpc_swe.plugins.policies.base import EstimatedPolicy
+from hpc_swe.plugins.policies.base import EstimatedPolicy, Policy
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import create, existing, submit
@@ -111,6 +112,21 @@ def _weights(key: str, folder: Path) -> Iterator[str]:
         yield f"{key} = '{folder}': {len(missing)} weight files are missing, {missing[0]} first; copy them"
     elif not names:
         yield f"{key} = '{folder}': no weights (*.safetensors) there; copy the whole model"
+
+
+def _policy(_: RunDir, config: RunConfig) -> Iterator[str]:
+    """Check that the policy, which somebody else may have written, takes what the learner passes to it."""
+    wanted = list(inspect.signature(Policy.build).parameters)[1:]
+    found, kind = inspect.signature(config.policy.build), type(config.policy)
+    try:
+        found.bind(*wanted)
+    except TypeError as error:
+        missing = [name for name in wanted if name not in found.parameters]
+        problem = f"lacks the parameter {', '.join(missing)}" if missing else f"cannot be called: {error}"
+        yield (
+            f"[policy] type = '{kind.__module__}:{kind.__name__}': build({', '.join(found.parameters)}) "
+            f"{problem}; the learner passes {', '.join(wanted)}: see 'To extend' in docs/architecture.md"
+        )
 
 
 def _parallel(_: RunDir, config: RunConfig) -> Iterator[str]:
@@ -239,4 +255,4 @@ def _complaints(check: Callable[[], object]) -> Iterator[str]:
         yield from str(error).splitlines()
 
 
-CHECKS = (_folder, _counts, _rules, _model, _parallel, _jobs, _gpus, _nodes, _machine, _engine)
+CHECKS = (_folder, _counts, _rules, _model, _policy, _parallel, _jobs, _gpus, _nodes, _machine, _engine)

@@ -19,6 +19,7 @@ from hpc_swe import job_counts
 from hpc_swe.errors import ConfigError, CorruptRecord, StorageError
 from hpc_swe.plugins.executors.base import Submission
 from hpc_swe.plugins.executors.local import Local
+from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.records import RunManifest
 from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.runs import checks, control, create, existing
@@ -157,6 +158,33 @@ def complaints(run: RunDir, config) -> list[str]:
     except ConfigError as error:
         return str(error).splitlines()
     return []
+
+
+class OldPolicy(Megatron, frozen=True, kw_only=True):
+    """Written before the learner said how long its microbatches are."""
+
+    def build(self, model, optimizer, reference):
+        return super().build(model, optimizer, reference)
+
+
+class NamedPolicy(Megatron, frozen=True, kw_only=True):
+    def build(self, model, optimizer, *, reference, tokens):
+        return super().build(model, optimizer, reference, tokens)
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        (OldPolicy, r"lacks the parameter tokens; the learner passes model, .* in docs/architecture\.md"),
+        (NamedPolicy, r"build\(model, .*\) cannot be called: too many positional arguments; the learner"),
+    ],
+)
+def test_a_policy_that_cannot_be_built_is_refused_with_what_it_lacks(read, tmp_path, policy, says):
+    name = policy.__name__
+    (found,) = complaints(
+        RunDir(tmp_path / "run"), read(f"policy={{type='{__name__}:{name}', device='cpu'}}")
+    )
+    assert re.match(rf"\[policy\] type = '.*:{name}': .*{says}", found)
 
 
 def test_a_folder_with_files_of_somebody_else_is_refused_and_untouched(tmp_path, read):

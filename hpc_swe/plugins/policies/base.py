@@ -143,8 +143,6 @@ class Learner(Protocol):
     """Train the part of the policy that this rank holds. All ranks must call every method together."""
 
     tensor_parallel: int
-    deltas_of_model: bool
-    """Whether a delta changes the initial model, as adapters do, and not the version before it."""
     vocabulary: int
     tolerance: float
     """Difference of log-probabilities that rounding explains; nine of ten of a probe must be nearer."""
@@ -241,6 +239,14 @@ class PolicyOfTensors(Protocol):
 
         The learner can train. It has no reference, and it need not be able to export.
         """
+
+
+@runtime_checkable
+class AdaptingLearner(Protocol):
+    """Mark a learner that says what its deltas change; those of others change the version before them."""
+
+    deltas_of_model: bool
+    """Whether a delta changes the initial model, as adapters do."""
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpc_swe.errors import CorruptRecord
-from hpc_swe.plugins.policies.base import Carrier, Learner, Ranks
+from hpc_swe.plugins.policies.base import AdaptingLearner, Carrier, Learner, Ranks
 from hpc_swe.records import (
     CheckpointManifest,
     FileInfo,
@@ -94,7 +94,8 @@ class Publisher:
         )
         carrier = self._snapshots.carrier(version.step, None if is_alone else self._deltas)
         parent, self._parent = self._parent if carrier == "delta" else None, None  # should this one fail
-        if parent is not None and self._learner.deltas_of_model:
+        learner = self._learner
+        if parent is not None and isinstance(learner, AdaptingLearner) and learner.deltas_of_model:
             parent = WeightVersion()
         with self._stage(self._run.weight(version)) as (stage, final):
             parts = self._export(stage, carrier)
