@@ -6,9 +6,11 @@ prints a line for each model, precision and layout of 1, 2 or 4 processes with t
 transformers in float32: of log-probabilities (the largest; in bfloat16 the mean, as a multiple of the error
 of transformers in bfloat16), and relative ones of losses, gradient norms and, in float32, of what two steps
 changed. "again" trains twice with policy.deterministic and counts the tensors and figures that differ in any
-bit. "resumed" loads a checkpoint of two tensor-parallel processes into one, and compares the next step with
-the one that the two take. It exits with 1 if a difference is above its limit. Words choose models, precisions
-and numbers of processes; without GPUs, models are tiny.
+bit; "hosted" does so with a share of the optimizer's state in host memory the second time. "lora TP=2"
+compares adapters on two tensor-parallel processes with those on one. "resumed" loads a checkpoint of two
+tensor-parallel processes into one, and compares the next step with the one that the two take. It exits with 1
+if a difference is above its limit. Words choose models, precisions and numbers of processes; without GPUs,
+models are tiny.
 """
 
 import json
@@ -16,7 +18,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -62,6 +64,7 @@ class Layout:
 
 
 TP, EP = {"tensor_parallel": 2, "sequence_parallel": True}, {"expert_parallel": 2}
+LORA = {"lora_rank": 8}
 LAYOUTS = {
     "one": Layout(1),
     "elementwise": Layout(1, {"recompute": "elementwise"}),
@@ -77,8 +80,16 @@ LAYOUTS = {
     "TP=2 DP=2": Layout(4, TP, HALVES),
 }
 WAYS = list(LAYOUTS)
+"""What is compared with transformers."""
+LAYOUTS |= {f"hosted {share}": Layout(1, {"offload_optimizer": share}) for share in (0.6, 1.0)}
+LAYOUTS |= {"lora": Layout(1, LORA), "lora TP=2": Layout(2, TP | LORA)}
 MAIN = ["one", "elementwise", "products", "TP=2"]
 """What is compared of the models whose kernels differ from those of the others in the layers alone."""
+LIMITS = {
+    "float32": {"logprobs": 5e-5, "loss": 1e-4, "norm": 1e-4, "weights": 2e-2, "bits": 0.0},
+    # Rounding sends tokens to other experts, and the loss is a small difference of large terms.
+    "bfloat16": {"logprobs": 2.0, "loss": 2e-1, "norm": 2e-1, "bits": 0.0},
+}
 CASES = [
     (family, dtype, layout)
     for family in FAMILIES
@@ -88,17 +99,20 @@ CASES = [
 ]
 CASES += [(family, "bfloat16", "again one") for family in FAMILIES]
 CASES += [("dense", "bfloat16", "again TP=2"), ("experts", "bfloat16", "again EP=2 DP=2")]
+CASES += [(family, "bfloat16", f"hosted {share}") for family in ("dense", "experts") for share in (0.6, 1.0)]
+CASES += [("dense", "float32", "hosted 1.0"), *(("dense", dtype, "lora TP=2") for dtype in LIMITS)]
 CASES += [(family, "float32", "resumed") for family in ("dense", "experts")]
-LIMITS = {
-    "float32": {"logprobs": 5e-5, "loss": 1e-4, "norm": 1e-4, "weights": 2e-2},
-    # Rounding sends tokens to other experts, and the loss is a small difference of large terms.
-    "bfloat16": {"logprobs": 2.0, "loss": 2e-1, "norm": 2e-1, "bits": 0.0},
-}
 
 
 def ranks_of(layout: str) -> int:
     """Return the number of processes that a case needs at a time."""
     return 2 if layout == "resumed" else LAYOUTS[layout.removeprefix("again ")].ranks
+
+
+def twins(layout: str) -> list[str]:
+    """Return the layouts of two trainings that must have the same bits; none for other cases."""
+    again = layout.removeprefix("again ")
+    return [again, again] if again != layout else ["one", layout] if layout.startswith("hosted") else []
 
 
 @dataclass(frozen=True)
@@ -131,7 +145,7 @@ class Comparison:
 
     def results(self) -> Iterator[Result]:
         """Run all cases, and yield their differences; a job that fails is one of nothing but nan."""
-        is_plain = {case: case[2] in LAYOUTS for case in self._cases}
+        is_plain = {case: not twins(case[2]) and case[2] != "resumed" for case in self._cases}
         for chosen in (True, False):  # apart, so that a kernel which refuses to repeat spoils no other result
             cases = [case for case in self._cases if is_plain[case] == chosen]
             answers: dict[str, list[dict]] = {}
@@ -159,13 +173,19 @@ class Comparison:
                 self._run((family, dtype, "TP=2"), f"{_name(case)}-2", steps),
                 self._run((family, dtype, "one"), f"{_name(case)}-1", [("load", kept), ("train", 1)]),
             ]
-        if layout.startswith("again "):
-            way = (family, dtype, layout.removeprefix("again "))
+        if ways := twins(layout):
             steps = [("train", STEPS), ("export", "after")]
-            pair = [self._run(way, f"{_name(case)}-{index}", steps) for index in (1, 2)]
+            pair = [
+                self._run((family, dtype, way), f"{_name(case)}-{index}", steps)
+                for index, way in enumerate(ways, 1)
+            ]
             return [run | {"policy": run["policy"] | {"deterministic": True}} for run in pair]
         export = [("export", "after")] if dtype == "float32" else []
-        return [self._run(case, _name(case), [("logprobs", TEXT), ("train", STEPS), *export])]
+        steps = [("logprobs", TEXT), ("train", STEPS), *export]
+        runs = [self._run(case, _name(case), steps)]
+        if layout == "lora TP=2":
+            runs.append(self._run((family, dtype, "lora"), f"{_name(case)}-1", steps))
+        return runs
 
     def _run(self, case: tuple[str, str, str], name: str, steps: list[tuple[str, object]]) -> dict:
         family, dtype, layout = case
@@ -205,15 +225,21 @@ class Comparison:
         if layout == "resumed":
             (two,), (one,) = (answers[f"{_name(case)}-{size}"][:1] for size in (2, 1))
             return _compare_metrics(one["metrics"], *_losses_and_norms(two["metrics"][1:]))
-        if layout.startswith("again "):
+        if twins(layout):
             return {"bits": self._differing(*(f"{_name(case)}-{index}" for index in (1, 2)), answers)}
-        wanted, answer = self._wanted[family], answers[_name(case)][0]
+        answer, wanted = answers[_name(case)][0], self._wanted[family]
+        if layout == "lora TP=2":
+            alone = f"{_name(case)}-1"
+            weights = read_tensors(self._folder / "cases" / alone / "after") if dtype == "float32" else {}
+            losses, norms = _losses_and_norms(answers[alone][0]["metrics"])
+            wanted = replace(wanted, losses=losses, norms=norms, weights=weights)
         gaps = (torch.tensor(answer["scores"]) - self._scores[family]).abs()
         is_exact = dtype == "float32"
         gap = gaps.max().item() if is_exact else gaps.mean().item() / self._rounding[family]
         found = {"logprobs": gap} | _compare_metrics(answer["metrics"], wanted.losses, wanted.norms)
         if is_exact:
-            found["weights"] = self._distance(family, self._folder / "cases" / _name(case) / "after")
+            after = read_tensors(self._folder / "cases" / _name(case) / "after")
+            found["weights"] = _distance(read_tensors(self._folder / family), after, wanted.weights)
         return found
 
     def _differing(self, first: str, again: str, answers: dict[str, list[dict]]) -> float:
@@ -226,17 +252,6 @@ class Comparison:
             differing += sum(value != theirs[name] for name, value in mine.items())
         return float(differing)
 
-    def _distance(self, family: str, folder: Path) -> float:
-        """Return the norm of the weights' error over the norm of what two steps changed."""
-        start, error, change = read_tensors(self._folder / family), 0.0, 0.0
-        found, wanted = read_tensors(folder), self._wanted[family].weights
-        assert found.keys() == wanted.keys()
-        for name, tensor in found.items():
-            right = wanted[name].to(DEVICE)
-            error += (tensor.to(DEVICE) - right).double().square().sum().item()
-            change += (start[name].to(DEVICE) - right).double().square().sum().item()
-        return (error / change) ** 0.5
-
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a Hugging Face folder."""
@@ -244,6 +259,19 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else None
     files = names or {"model.safetensors"}
     return {name: data for file in sorted(files) for name, data in load_file(folder / file).items()}
+
+
+def _distance(
+    start: dict[str, torch.Tensor], found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
+) -> float:
+    """Return the norm of the weights' error over the norm of what two steps changed."""
+    error, change = 0.0, 0.0
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        right = wanted[name].to(DEVICE)
+        error += (tensor.to(DEVICE) - right).double().square().sum().item()
+        change += (start[name].to(DEVICE) - right).double().square().sum().item()
+    return (error / change) ** 0.5
 
 
 def relative(found: list[float], wanted: list[float]) -> float:
