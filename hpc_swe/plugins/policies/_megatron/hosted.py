@@ -85,8 +85,8 @@ def host_states(optimizer: MegatronOptimizer, share: float, ranks: TorchRanks) -
     Raise NodeError on all ranks if the memory of a node is too small.
     """
     parts = [HostedStates(inner, share) for inner in optimizer.chained_optimizers]
-    refusal = pinned.refusal(KEY, ranks.gather(pinned.claim(sum(part.bytes for part in parts))))
-    if refusal:
+    claims = ranks.gather(pinned.claim(sum(part.bytes for part in parts)))
+    if refusal := pinned.refusal(KEY, claims, "choose a smaller share"):
         raise NodeError(refusal)
     for part in parts:
         part.move()

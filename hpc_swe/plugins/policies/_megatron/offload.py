@@ -20,6 +20,7 @@ from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
 log = logging.getLogger(__name__)
 
 ALIGNED = 512  # bytes; the copy of each storage starts at a multiple of this
+REMEDY = "set hybrid = false, or spread the policy over more nodes"
 WORKSPACES = 2**29
 """Bytes that PyTorch may well keep when all is released, for libraries that compute."""
 FREED_S = 30.0
@@ -102,7 +103,8 @@ class Offload:
     def _make_room(self, needed: int) -> None:
         if not self._is_checked:
             self._is_checked = True
-            if refusal := pinned.refusal("hybrid = true", self._ranks.gather(pinned.claim(needed))):
+            claims = self._ranks.gather(pinned.claim(needed))
+            if refusal := pinned.refusal("hybrid = true", claims, REMEDY):
                 raise NodeError(refusal)
         if self._host.nbytes < needed:
             self._host = torch.empty(0, dtype=torch.uint8)  # free it first

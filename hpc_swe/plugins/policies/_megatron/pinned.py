@@ -9,6 +9,7 @@ import mmap
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,6 +17,16 @@ from torch import Tensor
 
 from hpc_swe.errors import NodeError
 from hpc_swe.plugins.costs import GIB
+
+
+@dataclass(frozen=True)
+class MemoryClaim:
+    """Say how much host memory a process needs of its node."""
+
+    node: str
+    needed: int
+    free: int
+    """Bytes, as `needed` is, that the node can give."""
 
 
 class _Pages(mmap.mmap):
@@ -46,9 +57,8 @@ def zeros(count: int, dtype: torch.dtype) -> Tensor:
     with contextlib.suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)  # there are far fewer of them to pin
     pages.madvise(mmap.MADV_DONTFORK)
-    tensor = torch.frombuffer(
-        pages, dtype=dtype
-    ).zero_()  # several threads touch the pages, not the driver's one
+    # Several threads touch the pages here; the driver would do so with one.
+    tensor = torch.frombuffer(pages, dtype=dtype).zero_()
     refusal = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
     if refusal:
         raise NodeError(f"CUDA refuses to pin {size / GIB:.1f} GiB of host memory: error {refusal}")
@@ -63,20 +73,23 @@ def available(meminfo: str, environment: Mapping[str, str]) -> int:
     return min(1024 * int(free), int(limit) * 2**20 or 2**63)
 
 
-def claim(needed: int) -> tuple[str, int, int]:
-    """Return this node's name, the bytes that this process needs, and those that the node can give."""
+def claim(needed: int) -> MemoryClaim:
+    """Return the claim of this process for so many bytes."""
     meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
-    return os.uname().nodename, needed, available(meminfo, os.environ)
+    return MemoryClaim(os.uname().nodename, needed, available(meminfo, os.environ))
 
 
-def refusal(key: str, claims: Sequence[tuple[str, int, int]]) -> str | None:
-    """Return why the claims of all processes are too large for a node, naming the key that asks; or None."""
-    for node in sorted({name for name, _, _ in claims}):
-        own = [(needed, free) for name, needed, free in claims if name == node]
-        needed, free = sum(each for each, _ in own), min(each for _, each in own)
+def refusal(key: str, claims: Sequence[MemoryClaim], remedy: str) -> str | None:
+    """Return why the claims of all processes are too large for a node, with the key that asks; or None.
+
+    `remedy` says what a person can do instead of asking Slurm for more memory.
+    """
+    for node in sorted({each.node for each in claims}):
+        own = [each for each in claims if each.node == node]
+        needed, free = sum(each.needed for each in own), min(each.free for each in own)
         if needed > free:
             return (
                 f"{key}: the {len(own)} processes of {node} need {needed / GIB:.1f} GiB of host memory, of "
-                f"which {free / GIB:.1f} are free; choose a smaller share, or ask [executor] for more memory"
+                f"which {free / GIB:.1f} are free; {remedy}, or ask [executor] for more memory"
             )
     return None
