@@ -126,8 +126,6 @@ METRICS = {
     "validation/tokens": "held-out tokens with a loss",
 }
 """Name or pattern of every curve -> its meaning."""
-
-log = logging.getLogger(__name__)
 LAYOUT = {
     "Does it learn?": {
         "reward": ["reward/mean", "reward/trained_mean", "reward/shaped"],
@@ -171,6 +169,8 @@ LAYOUT = {
     },
 }
 """Category -> chart -> regular expressions of its curves, for the tab "Custom Scalars"."""
+
+log = logging.getLogger(__name__)
 
 
 def meaning(name: str) -> str:

@@ -432,17 +432,21 @@ class Node(Record, frozen=True, kw_only=True):
     host: str
     pid: int
     state: Literal["starting", "ready", "updating", "sleeping", "draining"] = "starting"
-    url: str = ""  # address of an engine
+    url: str = ""
+    """Address of an engine."""
     versions: list[WeightVersion] = []
     """Weights in use; two while an engine changes from the first to the second."""
     reading: str = ""
     """Folder being loaded, which is not deleted while it is named here."""
-    step: int = 0  # steps that a learner has taken: batches that it has trained
+    step: int = 0
+    """Steps that a learner has taken: batches that it has trained."""
     claims: list[str] = []
     worked_s: list[float] = []
     """Seconds of work on each claim, counted only while an engine was available."""
-    slots: int = 0  # episodes that a worker can run at once
-    loops: int = 0  # iterations of the main loop
+    slots: int = 0
+    """Episodes that a worker can run at once."""
+    loops: int = 0
+    """Iterations of the main loop."""
     steps: list[int] = []
     """Answers of engines and opened sandboxes so far, of each claim; one that is worked on grows."""
 
@@ -454,7 +458,8 @@ class Endpoint(Record, frozen=True, kw_only=True):
     url: str
     versions: list[WeightVersion]
     updating: bool
-    sleeping: bool = False  # the learner has its GPUs: it keeps its requests and answers none
+    sleeping: bool = False
+    """Whether the learner has its GPUs: it keeps its requests and answers none."""
 
 
 class EndpointTable(Record, frozen=True, kw_only=True):

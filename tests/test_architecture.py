@@ -22,19 +22,21 @@ from hpc_swe.rundir import SPOOLS, RunDir
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("hpc_swe", "jobs")
 FILE_LINES = 400
-LONGER = {"hpc_swe/records.py": 500}  # one page of records reads better than two
+LONGER = {"hpc_swe/records.py": 505}  # one page of records, with docstrings, reads better than two
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
 # Lines of each package, blank ones and docstrings too. A budget is what the package has, rounded up, so that
 # who adds much notices, and says why. The largest packages hold much for these reasons:
 # - tasks: four ways to make tasks (rows, images, seeded bugs, git history), each checked in sandboxes
 # - hpc_swe: all tables of a configuration with their documentation, rules between keys, and all records
-# - plugins/policies: Megatron's layers with our kernels; how weights are loaded, exported and resumed
+# - plugins/policies: Megatron's layers with our kernels; how weights are loaded, exported and resumed;
+#   low-rank adapters, and optimizer state in host memory
+# - plugins/engines: vLLM's weights change in place, and every answer in doubt is held back
 # - roles/coordinator: every decision of a run (groups, batches, evaluations, supervision, retention)
 # - plugins/graders and plugins/sandboxes: what keeps a policy from faking a result or leaving its sandbox
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
 BUDGETS = {
-    "hpc_swe": 3_700,
+    "hpc_swe": 3_705,
     "hpc_swe/benchmarks": 2_620,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 380,
@@ -46,7 +48,7 @@ BUDGETS = {
     "hpc_swe/plugins/engines": 2_450,
     "hpc_swe/plugins/executors": 770,
     "hpc_swe/plugins/graders": 2_695,
-    "hpc_swe/plugins/policies": 4_875,
+    "hpc_swe/plugins/policies": 4_885,
     "hpc_swe/plugins/sandboxes": 2_190,
     "hpc_swe/plugins/tasksets": 1_110,
     "hpc_swe/plugins/tools": 1_670,

@@ -7,6 +7,7 @@ rate that is lower by as much: steps of Adam are proportional to it.
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,6 +17,16 @@ from torch import Tensor
 from hpc_swe import cli, tables
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.tensor_delta import changed, encode
+
+
+@dataclass(frozen=True)
+class DeltaSize:
+    """Count values and bytes of a version, and those that its delta holds."""
+
+    values: int
+    changed: int
+    whole_bytes: int
+    delta_bytes: int
 
 
 def pairs(old: Path, new: Path) -> Iterator[tuple[Tensor, Tensor]]:
@@ -29,8 +40,8 @@ def pairs(old: Path, new: Path) -> Iterator[tuple[Tensor, Tensor]]:
                 yield before.get_tensor(tensor), after.get_tensor(tensor)
 
 
-def measure(old: Path, new: Path, share: float) -> tuple[int, int, int, int]:
-    """Return the number of values, of those that changed, and the bytes of all and of the delta."""
+def measure(old: Path, new: Path, share: float) -> DeltaSize:
+    """Return how much changes when each value takes `share` of its step."""
     values = different = whole = written = 0
     for before, after in pairs(old, new):
         first, second = before.float(), after.float()
@@ -39,7 +50,7 @@ def measure(old: Path, new: Path, share: float) -> tuple[int, int, int, int]:
         values, whole = values + rounded.numel(), whole + rounded.nbytes
         different += len(changed(rounded, stepped))
         written += stepped.nbytes if changes is None else changes.nbytes
-    return values, different, whole, written
+    return DeltaSize(values, different, whole, written)
 
 
 @cli.command
@@ -54,10 +65,11 @@ def main() -> None:
 
 def _print(arguments: argparse.Namespace) -> None:
     with torch.no_grad():
-        values, different, whole, written = measure(arguments.old, arguments.new, arguments.share)
+        size = measure(arguments.old, arguments.new, arguments.share)
+    share = size.delta_bytes / size.whole_bytes
     tables.say(
-        f"{values:,} values, of which {100 * different / values:.2f} % change; the delta takes {written:,} "
-        f"bytes, {100 * written / whole:.2f} % of {whole:,}"
+        f"{size.values:,} values, of which {100 * size.changed / size.values:.2f} % change; the delta takes "
+        f"{size.delta_bytes:,} bytes, {100 * share:.2f} % of {size.whole_bytes:,}"
     )
 
 

@@ -35,8 +35,8 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Spell:
-    """Name the time of one answer, in seconds since the epoch."""
+class LongAnswer:
+    """Say when one long answer was asked for and when it came, in seconds since the epoch."""
 
     began: float
     ended: float
@@ -57,7 +57,7 @@ class Traffic:
     is_over: threading.Event = field(default_factory=threading.Event)
     answers: list[float] = field(default_factory=list)
     """When answers of one token came."""
-    long: list[Spell] = field(default_factory=list)
+    long_answers: list[LongAnswer] = field(default_factory=list)
 
     def probe(self, seed: int) -> None:
         """Ask for one token at a time; raise EngineError when an answer cannot be trusted."""
@@ -72,7 +72,7 @@ class Traffic:
         while not self.is_over.is_set():
             began = time.time()
             if self._ask(rng, self.load.prompt, self.load.answer) == self.load.answer:
-                self.long.append(Spell(began, time.time()))
+                self.long_answers.append(LongAnswer(began, time.time()))
 
     def first_after(self, moment: float) -> float:
         """Return when the first answer of one token after a moment came; raise EngineError without one."""
@@ -92,8 +92,8 @@ class Traffic:
 
         The first is the seconds by which long answers that it interrupted came later than others do.
         """
-        hit = [each for each in self.long if each.began < start and each.ended > end]
-        usual = median([each.seconds for each in self.long if each not in hit] or [0.0])
+        hit = [each for each in self.long_answers if each.began < start and each.ended > end]
+        usual = median([each.seconds for each in self.long_answers if each not in hit] or [0.0])
         if not hit or not usual:
             return 0.0, 0.0
         tokens = [

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of a folder of adapters, as PEFT names them."""
 PIECE = 1 << 24
 """Numbers that are merged at one time, in float64."""
 

@@ -71,7 +71,7 @@ class LoaderCopies:
     def copy(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy what this worker needs of full tensors, which are mapped files."""
         work = [(copy.target, source) for copy, source in self._pairs(tensors)]
-        _in_threads(work, lambda part: _copy_in(part))
+        _in_threads(work, _copy_in)
 
     def compare(self, tensors: Mapping[str, Tensor]) -> "list[Patch] | None":
         """Return what differs between this worker's memory and full tensors, which are mapped files.

@@ -1,9 +1,12 @@
-"""Build the environment of vLLM's processes."""
+"""Build the environment of vLLM's processes, and name what both of its sides know."""
 
 import os
 from pathlib import Path
 
 TOKEN = "HPC_SWE_ENGINE_TOKEN"
+"""Variable with the token that every route asks for."""
+BACKEND = "hpc_swe_folder"
+"""Back end of weight transfers that the extension adds to vLLM."""
 NOT_INHERITED = ("VLLM_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 

@@ -16,11 +16,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hpc_swe.plugins.low_rank import Factors
+from hpc_swe.plugins.low_rank import ADAPTER_CONFIG, Factors
 from hpc_swe.plugins.tensor_delta import Changes, Digests, text
 
 CODES, OTHERS = ":codes", ":others"
-ADAPTERS = "adapter_config.json"
 CPU = torch.device("cpu")
 THREADS = min(8, os.cpu_count() or 1)
 
@@ -36,7 +35,7 @@ class Link:
     @property
     def has_adapters(self) -> bool:
         """Tell whether the folder holds adapters of the initial model."""
-        return (self.folder / ADAPTERS).exists()
+        return (self.folder / ADAPTER_CONFIG).exists()
 
     def check(self) -> None:
         """Raise ValueError for a weight file that changed, is missing, or was not verified."""
@@ -142,7 +141,7 @@ class Delta:
         with ThreadPoolExecutor(THREADS) as pool:
             parts = pool.map(lambda file: _to_device(file, wanted.is_tied, device), shards(folder))
             stored = {name: tensor for part in parts for name, tensor in part.items()}
-        if (folder / ADAPTERS).exists():
+        if (folder / ADAPTER_CONFIG).exists():
             return cls({}, {}, _factors(folder, stored, wanted))
         changes, whole = {}, {}
         for name, tensor in stored.items():
@@ -170,7 +169,7 @@ class Delta:
 
 def _factors(folder: Path, stored: Mapping[str, Tensor], wanted: Wanted) -> dict[str, Factors]:
     """Return the adapters of a folder of PEFT by tensor; raise ValueError where they do not fit one."""
-    config = json.loads((folder / ADAPTERS).read_text(encoding="utf-8"))
+    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     found = {}
     for stem in sorted({name.rpartition(".lora_")[0] for name in stored}):
         name = f"{stem.removeprefix('base_model.model.')}.weight"

@@ -24,27 +24,27 @@ Send = Callable[..., Awaitable[None]]
 
 
 @dataclass(eq=False)
-class Doubt:
-    """Weights serve that were not compared with their probe yet."""
+class UncheckedSwap:
+    """New weights serve, and were not compared with their probe yet."""
 
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
-    were_right: bool = False
+    has_passed: bool = False
 
-    async def ended_well(self) -> bool:
-        """Wait for the comparison, and return whether the weights are right."""
+    async def passed_probe(self) -> bool:
+        """Wait for the comparison, and return whether the weights passed it."""
         try:
             await asyncio.wait_for(self.is_over.wait(), LONGEST_S)
         except TimeoutError:
             return False
-        return self.were_right
+        return self.has_passed
 
 
 @dataclass(eq=False)
-class Asked:
+class PendingRequest:
     """A request is under way."""
 
-    doubts: list[Doubt]
-    """Which weights may have sampled a part of its answer."""
+    swaps: list[UncheckedSwap]
+    """Swaps whose weights may have sampled a part of its answer."""
 
 
 class AnswerGate:
@@ -52,13 +52,13 @@ class AnswerGate:
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
-        self._doubt: Doubt | None = None
-        self._asked: set[Asked] = set()
+        self._unchecked: UncheckedSwap | None = None
+        self._pending: set[PendingRequest] = set()
 
     async def __call__(self, scope: Scope, receive: Callable[..., Any], send: Send) -> None:
         path = scope.get("path")
         if path in (HOLD, RELEASE):
-            self._hold() if path == HOLD else self._end(were_right=True)
+            self._hold() if path == HOLD else self._end(has_passed=True)
             await _answer(send, 200, b"{}")
         elif path in HELD and scope["query_string"] != PROBE:
             await self._pass_on(scope, receive, send)
@@ -66,34 +66,35 @@ class AnswerGate:
             await self._app(scope, receive, send)
 
     async def _pass_on(self, scope: Scope, receive: Callable[..., Any], send: Send) -> None:
-        asked, is_trusted = Asked([self._doubt] if self._doubt else []), None
+        pending = PendingRequest([self._unchecked] if self._unchecked else [])
+        is_trusted: bool | None = None
 
         async def send_trusted(message: MutableMapping[str, Any]) -> None:
             nonlocal is_trusted
             if is_trusted is None:
-                is_trusted = all([await doubt.ended_well() for doubt in asked.doubts])
+                is_trusted = all([await swap.passed_probe() for swap in pending.swaps])
                 if not is_trusted:
                     await _answer(send, 503, REFUSAL)
             if is_trusted:
                 await send(message)
 
-        self._asked.add(asked)
+        self._pending.add(pending)
         try:
             await self._app(scope, receive, send_trusted)
         finally:
-            self._asked.discard(asked)
+            self._pending.discard(pending)
 
     def _hold(self) -> None:
-        self._end(were_right=False)
-        self._doubt = Doubt()
-        for asked in self._asked:
-            asked.doubts.append(self._doubt)
+        self._end(has_passed=False)
+        self._unchecked = UncheckedSwap()
+        for pending in self._pending:
+            pending.swaps.append(self._unchecked)
 
-    def _end(self, *, were_right: bool) -> None:
-        if self._doubt is not None:
-            self._doubt.were_right = were_right
-            self._doubt.is_over.set()
-            self._doubt = None
+    def _end(self, *, has_passed: bool) -> None:
+        if self._unchecked is not None:
+            self._unchecked.has_passed = has_passed
+            self._unchecked.is_over.set()
+            self._unchecked = None
 
 
 async def _answer(send: Send, status: int, body: bytes) -> None:

@@ -32,6 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from hpc_swe.errors import CorruptRecord
 from hpc_swe.plugins.engines._vllm_copies import LoaderCopies, Patch, require_plain, sum_shares
+from hpc_swe.plugins.engines._vllm_environment import BACKEND, TOKEN
 from hpc_swe.plugins.engines._vllm_files import (
     Delta,
     Link,
@@ -48,8 +49,6 @@ from hpc_swe.processes import die_with_parent
 from hpc_swe.records import WeightManifest
 from hpc_swe.store import folders
 
-BACKEND = "hpc_swe_folder"
-TOKEN = "HPC_SWE_ENGINE_TOKEN"
 Scope = MutableMapping[str, Any]
 T = TypeVar("T")
 

@@ -24,8 +24,8 @@ from msgspec import Struct
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.engines._answers import INITIAL, ModelCard
-from hpc_swe.plugins.engines._vllm_environment import TOKEN
-from hpc_swe.plugins.engines.vllm import BACKEND, Vllm
+from hpc_swe.plugins.engines._vllm_environment import BACKEND, TOKEN
+from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.records import Record
 from hpc_swe.store import folders
 

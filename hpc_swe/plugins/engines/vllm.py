@@ -31,12 +31,12 @@ from hpc_swe.plugins.engines import (
     _vllm_update,
 )
 from hpc_swe.plugins.engines._answers import Answer, decode
+from hpc_swe.plugins.engines._vllm_environment import BACKEND
 from hpc_swe.plugins.engines._vllm_update import UpdateRoutes
 from hpc_swe.plugins.engines.base import Completion, EngineInfo, Weights
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.records import FREE, IdArray, ProbeScore, Sampling, WeightVersion
 
-BACKEND = "hpc_swe_folder"
 ANSWER_TIMEOUT_S = 60.0
 SLOWEST_TOKENS_PER_S = 0.5
 """Slowest rate of one completion, queueing included; an engine that is slower has lost the request."""

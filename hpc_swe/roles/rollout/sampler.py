@@ -98,10 +98,8 @@ class Sampler:
         The caller knows the routing of the first `routed` tokens of the prompt, and hears of each part.
         Raise EngineError if no engine made progress in time, or if an answer cannot be trusted.
         """
-        done, timer = (
-            Sampled(engine=prefer, routed=routed),
-            _ProgressTimer(self._wait_s, self.endpoints.clock),
-        )
+        done = Sampled(engine=prefer, routed=routed)
+        timer = _ProgressTimer(self._wait_s, self.endpoints.clock)
         while True:
             before = len(done.token_ids)
             finish = self._try(prompt, sampling, done, timer)

@@ -29,7 +29,7 @@ class Client:
         return int(sent[0]["status"])
 
 
-async def course(*orders: str) -> tuple[list[int], list[int], list[int]]:
+async def statuses_around(*orders: str) -> tuple[list[int], list[int], list[int]]:
     """Statuses of requests begun before the orders, after the first of them, and after all."""
     client = Client()
     before = [asyncio.create_task(client.ask(path)) for path in HELD]
@@ -46,11 +46,11 @@ async def course(*orders: str) -> tuple[list[int], list[int], list[int]]:
 
 
 def test_answers_wait_until_the_weights_have_passed_their_probe() -> None:
-    assert asyncio.run(course(HOLD, RELEASE)) == ([200] * 3, [200] * 3, [200])
+    assert asyncio.run(statuses_around(HOLD, RELEASE)) == ([200] * 3, [200] * 3, [200])
 
 
 def test_answers_of_weights_that_another_update_replaced_are_refused() -> None:
-    assert asyncio.run(course(HOLD, HOLD, RELEASE)) == ([503] * 3, [503] * 3, [200])
+    assert asyncio.run(statuses_around(HOLD, HOLD, RELEASE)) == ([503] * 3, [503] * 3, [200])
 
 
 def test_nothing_is_answered_while_weights_are_in_doubt() -> None:

@@ -231,7 +231,7 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_at_any_layout(runs):
     assert size < sum(tensor.nbytes for tensor in runs.weights("tp1", "after").values())
 
 
-def told(runs: Runs, step: int) -> tuple[WeightManifest, dict]:
+def update_message(runs: Runs, step: int) -> tuple[WeightManifest, dict]:
     """What a supervisor tells an engine about a version, after it verified all files."""
     version = WeightVersion(incarnation=1, step=step)
     folder = RunDir(runs.folder / "run").weight(version)
@@ -241,7 +241,7 @@ def told(runs: Runs, step: int) -> tuple[WeightManifest, dict]:
     return manifest, describe(Weights(version, folder, manifest, files, parent))
 
 
-def taken(update: dict) -> dict[str, torch.Tensor]:
+def loaded_tensors(update: dict) -> dict[str, torch.Tensor]:
     """All tensors, checked as an engine checks them."""
     chain = [Link(Path(each["path"]), each["files"]) for each in (*update["parents"], update)]
     for link in chain:
@@ -255,19 +255,19 @@ def taken(update: dict) -> dict[str, torch.Tensor]:
 
 def test_an_engine_takes_a_full_version_for_its_merged_weights(runs):
     """Its adapters are verified with it, and are no weights that vLLM loads."""
-    manifest, update = told(runs, STEPS)
+    manifest, update = update_message(runs, STEPS)
     assert {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"} < manifest.files.keys()
-    found, expected = taken(update), runs.weights("bfloat16", "before")
+    found, expected = loaded_tensors(update), runs.weights("bfloat16", "before")
     assert manifest.parent is None
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_delta_is_the_adapters_and_an_engine_merges_them_into_the_model(runs):
     """The model is stored in float32 here, and the digests are those of what the learner computes with."""
-    manifest, update = told(runs, STEPS + 1)
+    manifest, update = update_message(runs, STEPS + 1)
     assert manifest.parent == WeightVersion()
     assert manifest.files.keys() == {"adapter_config.json", "adapter_model.safetensors"}
-    found, expected = taken(update), runs.weights("bfloat16", "after")
+    found, expected = loaded_tensors(update), runs.weights("bfloat16", "after")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert any(not torch.equal(each, runs.weights("bfloat16", "before")[n]) for n, each in found.items())

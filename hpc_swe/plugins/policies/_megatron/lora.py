@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins.low_rank import Factors
+from hpc_swe.plugins.low_rank import ADAPTER_CONFIG, ADAPTER_TENSORS, Factors
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import pinned
 from hpc_swe.plugins.policies._megatron.model import PolicyModel
@@ -261,8 +261,8 @@ class Adapters:
             return
         with atomic.storage(folder):
             folder.mkdir(exist_ok=True)
-            save_file(found, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-            (folder / "adapter_config.json").write_text(json.dumps(self._peft(model), indent=2))
+            save_file(found, folder / ADAPTER_TENSORS, metadata={"format": "pt"})
+            (folder / ADAPTER_CONFIG).write_text(json.dumps(self._peft(model), indent=2))
 
     def _peft(self, model: Path) -> dict[str, object]:
         return {
