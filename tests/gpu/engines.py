@@ -235,11 +235,9 @@ class Comparison:
         mask = np.concatenate(
             [np.arange(len(t)) >= len(p) for p, t in zip(done.prompts, done.texts, strict=True)]
         )
-        known, gains = (
-            np.zeros(len(mask), np.float32),
-            np.repeat(self._rng.choice([-1.0, 1.0], COUNT), lengths),
-        )
+        known = np.zeros(len(mask), np.float32)
         known[mask] = np.concatenate(done.logprobs)
+        gains = np.repeat(self._rng.choice([-1.0, 1.0], COUNT), lengths)
         micro = MicroBatch(
             token_ids=ids(np.concatenate(done.texts)),
             mask=mask.astype(np.uint8).tobytes(),
@@ -284,7 +282,7 @@ def _learn(learner: object, texts: list[np.ndarray], routings: list[bytes]) -> l
 
 
 def main() -> int:
-    names = sys.argv[1:] or [name for name, workers in CASES.items() if CUDA or name != "dense"]
+    names = sys.argv[1:] or [name for name in CASES if CUDA or name != "dense"]
     most = max(CASES[name] for name in names)
     if CUDA and torch.cuda.device_count() < most:
         print(f"{most} GPUs are needed, {torch.cuda.device_count()} found")

@@ -4,14 +4,15 @@
 
 trains three steps of each shape in FOLDER, with one GPU, or on the CPU where there is none. It prints a line
 for each turn with its seconds and the GPU memory that was left in use, and what the engine's log says about
-its sleep. On a GPU it then prints how fast pinned memory is made and copied. The variable MORE holds further
-overrides, for two GPUs for example `policy.tensor_parallel=2 counts.inference=2 executor.gpus.learner=2`.
+its sleep; the last line has the limits of the hardware. The variable MORE holds further overrides, for two
+GPUs for example `policy.tensor_parallel=2 counts.inference=2 executor.gpus.learner=2`. It exits with 1 if a
+training failed or had no turn.
 """
 
-import json
 import logging
 import os
 import re
+import signal
 import sys
 import time
 from itertools import islice
@@ -19,10 +20,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from hpc_swe import config as configuration
-from hpc_swe import plugins
+from hpc_swe import metrics, plugins
+from hpc_swe.benchmarks import limits, shapes
 from hpc_swe.demo import model as demo_model
 from hpc_swe.errors import HpcSweError
 from hpc_swe.rundir import RunDir
@@ -30,11 +31,8 @@ from hpc_swe.runs import control, watch
 
 CUDA = torch.cuda.is_available()
 STEPS, LIMIT_S = 3, float(os.environ.get("LIMIT_S", "150"))
-SHAPES = {  # hidden, inner, layers, heads, key-value heads
-    "tiny": (128, 256, 2, 4, 2),
-    "0.6B": (1024, 3072, 28, 16, 8),
-    "4B": (2560, 9728, 36, 32, 8),
-}
+SMALL, LARGE = demo_model.SHAPES["0.6B"], shapes.SHAPES["4B"]
+SHAPES = demo_model.SHAPES | {"4B": SMALL | {name: LARGE[name] for name in SMALL.keys() & LARGE.keys()}}
 WORDS = [
     *(f"steps={STEPS}", "eval.every=0", 'sandbox={type="process"}', "executor.foreground=true", "seed=1"),
     *("groups.group_size=4", "groups.groups_per_step=2", "rollout.slots=8", "learner.checkpoint_every=100"),
@@ -49,93 +47,70 @@ SLEEP = re.compile(r"leep|wake|fall asleep|KV cache|[Gg]raph|raise |Error")
 
 
 def make_model(folder: Path, shape: str) -> None:
-    """Write a model with random weights and the demo's tokenizer."""
-    folder.mkdir(parents=True)
-    (folder / "chat_template.jinja").write_text(demo_model.TEMPLATE)
+    """Make a model with random weights and the demo's tokenizer."""
     talks = plugins.load("tasksets", {"type": "bugs"}).demonstrations(seed=0)
-    tokenizer = demo_model.make_tokenizer(demo_model.texts(folder, islice(talks, 300)))
-    demo_model.save_tokenizer(tokenizer, folder)
-    hidden, inner, layers, heads, groups = SHAPES[shape]
-    end, pad = (tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>"))
-    config = Qwen3Config(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        head_dim=128 if hidden > 128 else 32,
-        max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        tie_word_embeddings=True,
-        eos_token_id=end,
-        pad_token_id=pad,
-    )
-    torch.set_default_dtype(torch.bfloat16 if CUDA else torch.float32)
+    sizes = SHAPES[shape] | {"dtype": "bfloat16" if CUDA else "float32"}
     with torch.device("cuda" if CUDA else "cpu"):
-        made = Qwen3ForCausalLM(config)
-    made.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad)
-    made.save_pretrained(folder)
-    print(f"{shape}: {sum(each.numel() for each in made.parameters()) / 1e9:.2f} B parameters", flush=True)
+        print(f"{shape}: {demo_model.make(folder, islice(talks, 300), 0, **sizes)}", flush=True)
 
 
-def train(root: Path, shape: str) -> RunDir:
-    """Train the shape in a run folder below `root`."""
+def train(root: Path, shape: str) -> bool:
+    """Train the shape in a run folder below `root`; return whether that succeeded."""
     began = time.monotonic()
     maker = get_context("spawn").Process(target=make_model, args=(root / shape / "model", shape))
     maker.start()  # this process must not hold memory of the GPU
     maker.join()
-    made = time.monotonic()
+    made, is_done = time.monotonic(), False
     files = [Path("configs/demo.toml"), Path("configs/demo_hybrid.toml")]
     words = [f'model="{root / shape / "model"}"', *WORDS, *(GPU if CUDA else CPU)]
     words += os.environ.get("MORE", "").split()
-    config, run = configuration.read(*files, overrides=words), RunDir(root / shape / "run")
-    control.start(run, config)
     try:
+        config, run = configuration.read(*files, overrides=words), RunDir(root / shape / "run")
+        control.start(run, config)
         watch.watch(run, config, LIMIT_S, stop_on="error")
+        is_done = True
     except HpcSweError as error:
         print(f"{shape}: FAILED: {error}")
     print(f"{shape}: model made in {made - began:.0f} s, trained in {time.monotonic() - made:.0f} s")
-    return run
+    return is_done
 
 
-def show(run: RunDir) -> None:
-    """Print the turns, and what logs say about sleep."""
+def show(run: RunDir) -> bool:
+    """Print the turns, and what logs say about sleep; return whether there was a turn."""
+    has_turns = False
     for path in sorted(run.metrics.glob("learner-*")):
-        for line in map(json.loads, path.read_text().splitlines()):
-            found = {name: value for name, value in line["values"].items() if name.startswith("turn/")}
-            step_s = sum(v for name, v in line["values"].items() if name.startswith("step_seconds/"))
+        for line in metrics.decode(path.read_bytes())[0]:
+            found = {name: value for name, value in line.values.items() if name.startswith("turn/")}
+            step_s = sum(v for name, v in line.values.items() if name.startswith("step_seconds/"))
             shown = "  ".join(f"{name.removeprefix('turn/')} {value:.2f}" for name, value in found.items())
-            print(f"  step {line['step']}: {step_s:.1f} s in all; {shown or 'no turn'}")
+            has_turns |= bool(found)
+            print(f"  step {line.step}: {step_s:.1f} s in all; {shown or 'no turn'}")
     for role in ("learner", "inference"):
         for path in sorted(run.logs(role).glob("*.log")):
             lines = path.read_text(errors="replace").splitlines()
             chosen = [line for line in lines if "GPUs" in line or SLEEP.search(line)]
             print(f"  {path.name}:", *(f"    {line[:220]}" for line in chosen[-40:]), sep="\n")
+    return has_turns
 
 
-def copies() -> None:
-    """Print how fast pinned memory is made and copied."""
-    size = 8 * 2**30
-    began = time.monotonic()
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    made_s, device = time.monotonic() - began, torch.zeros(size, dtype=torch.uint8, device="cuda")
-    rates = []
-    for target, source in ((host, device), (device, host)):
-        torch.cuda.synchronize()
-        began = time.monotonic()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        rates.append(size / (time.monotonic() - began) / 1e9)
-    words = "pinned memory: made at {:.1f} GB/s, GPU to host {:.1f} GB/s, host to GPU {:.1f} GB/s"
-    print(words.format(size / made_s / 1e9, *rates), flush=True)
+def main() -> int:
+    """Train all shapes that the command line names; what a failed one has is shown as well."""
+    sys.stdout.reconfigure(line_buffering=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a limit of time: stop the run, and show it
+    logging.basicConfig(level=logging.WARNING)
+    os.umask(0o077)
+    failed, (folder, *names) = 0, sys.argv[1:]
+    for name in names or ["tiny"]:
+        is_done, root = False, Path(folder).absolute()
+        try:
+            is_done = train(root, name)
+        finally:
+            has_turns = show(RunDir(root / name / "run"))
+        failed += not (is_done and has_turns)
+    print(limits.describe(limits.measure_limits()))
+    print(f"{failed} shapes failed, or had no turn")
+    return min(failed, 1)
 
 
 if __name__ == "__main__":
-    os.umask(0o077)
-    logging.basicConfig(level=logging.WARNING)
-    folder, *shapes = sys.argv[1:]
-    for name in shapes or ["tiny"]:
-        show(train(Path(folder).absolute(), name))
-    if CUDA:
-        copies()
+    sys.exit(main())
