@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -28,6 +27,7 @@ from rich.table import Table
 from hpc_swe import cli, config, gpus, plugins, tables
 from hpc_swe.benchmarks import limits, shapes, stages
 from hpc_swe.benchmarks.hop import FIRST, HopFigures, HopPlan, Published, await_version, kv_of, serving
+from hpc_swe.benchmarks.hop_table import GB, HopRow, table
 from hpc_swe.benchmarks.ranks import last_line, run_ranks
 from hpc_swe.benchmarks.stages import Moment
 from hpc_swe.benchmarks.traffic import PROBES, Load, Traffic
@@ -37,8 +37,6 @@ from hpc_swe.records import WeightManifest, WeightVersion
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import folders
 
-GB = 1e9
-COLUMNS = ("first token s", "published s", "pause s", "lost s", "tokens again", "GB written", "% of all")
 RELOADS = 2
 ENGINE = {
     "type": "vllm",
@@ -51,17 +49,17 @@ CPU_LOAD = Load(clients=2, prompt=64, answer=32)
 
 
 @dataclass(frozen=True)
-class HopRow:
-    """Hold the figures of one way to new weights."""
+class Window:
+    """Say when one change of weights passed its stages, in seconds since the epoch."""
 
-    first_s: float
-    published_s: float
-    pause_s: float
-    lost_s: float
-    """Seconds by which long answers that it interrupted came later."""
-    tokens: float
-    """Tokens whose keys and values were computed again."""
-    written: int
+    began: float
+    paused: float
+    """When requests were paused."""
+    loaded: float
+    resumed: float
+    """When requests went on."""
+    next_began: float
+    """When the next change began, or the measurement ended."""
 
 
 @dataclass(frozen=True)
@@ -185,10 +183,11 @@ def _rows(run: RunDir, traffic: Traffic, found: MeasuredHops, settle_s: float) -
     rows = {}
     for published, name, until in found.windows():
         ends = stages.of_version(found.moments, published.trained, until)
-        stops = [ends[word] for word in ("paused", "swapped", "resumed")]
         rows[name] = _row(
             traffic,
-            [published.trained, *stops, min(until, time.time())],
+            Window(
+                published.trained, ends["paused"], ends["swapped"], ends["resumed"], min(until, time.time())
+            ),
             published.published - published.trained,
             _size(run, published.version),
             before_s=0.0,
@@ -199,33 +198,28 @@ def _rows(run: RunDir, traffic: Traffic, found: MeasuredHops, settle_s: float) -
         time.sleep(settle_s)
         began, loaded, resumed = _reload(traffic, run.weight(last.version))
         time.sleep(2 * settle_s)
-        times = [began, began, loaded, resumed, time.time()]
+        window = Window(began, began, loaded, resumed, time.time())
         written_s, size = last.published - last.trained, _size(run, last.version)
-        row = _row(traffic, times, written_s, size, before_s=written_s, clears=True)
+        row = _row(traffic, window, written_s, size, before_s=written_s, clears=True)
         rows["reload_weights of vLLM"] = row
     return rows
 
 
 def _row(
     traffic: Traffic,
-    times: Sequence[float],
+    window: Window,
     published_s: float,
     written: int,
     *,
     before_s: float,
     clears: bool,
 ) -> HopRow:
-    """Return the figures of one change of weights.
-
-    `times` are when it began, when requests were paused, when the weights were loaded, when requests went on,
-    and when the next change began. `before_s` seconds passed before it began.
-    """
-    began, paused, loaded, resumed, end = times
-    lost, tokens = traffic.cost(paused, resumed)
+    """Return the figures of one change of weights; `before_s` seconds passed before it began."""
+    lost, tokens = traffic.cost(window.paused, window.resumed)
     return HopRow(
-        before_s + traffic.first_after(loaded) - began,
+        before_s + traffic.first_after(window.loaded) - window.began,
         published_s,
-        traffic.longest_gap(began, end),
+        traffic.longest_gap(window.began, window.next_began),
         lost,
         tokens if clears else 0.0,
         written,
@@ -273,35 +267,6 @@ class _Engine:
                 self._process.wait(60)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-
-
-def table(rows: dict[str, HopRow], whole: int) -> Table:
-    """Return the table; means of the deltas, which leave out the first, stand in rows of their own."""
-    shown = dict(rows)
-    deltas = {name: row for name, row in list(rows.items())[1:] if name.startswith("delta")}
-    for kv in ("recompute", "keep"):
-        if found := [row for name, row in deltas.items() if name.endswith(kv)]:
-            shown[f"mean of later deltas, {kv}"] = _mean(found)
-    empty = tables.table(("new weights by",), COLUMNS)
-    for name, row in shown.items():
-        seconds = (f"{value:.3f}" for value in (row.first_s, row.published_s, row.pause_s, row.lost_s))
-        bytes_written = f"{row.written / GB:.3f}", f"{100 * row.written / whole:.2f}"
-        empty.add_row(name, *seconds, f"{row.tokens:.0f}", *bytes_written)
-    return empty
-
-
-def _mean(rows: Sequence[HopRow]) -> HopRow:
-    def mean(values: Callable[[HopRow], float]) -> float:
-        return fmean(map(values, rows))
-
-    return HopRow(
-        first_s=mean(lambda row: row.first_s),
-        published_s=mean(lambda row: row.published_s),
-        pause_s=mean(lambda row: row.pause_s),
-        lost_s=mean(lambda row: row.lost_s),
-        tokens=mean(lambda row: row.tokens),
-        written=round(mean(lambda row: row.written)),
-    )
 
 
 def _stages(found: MeasuredHops) -> Table:
