@@ -18,7 +18,7 @@ from rich.table import Table
 
 from hpc_swe import cli, tables
 from hpc_swe.benchmarks import watch
-from hpc_swe.benchmarks.watch import Look
+from hpc_swe.benchmarks.watch import EngineLook, GpuLook, Look
 from hpc_swe.errors import ConfigError
 from hpc_swe.metrics import decode
 from hpc_swe.records import MetricLine
@@ -156,10 +156,11 @@ def idleness(loop: Loop, looks: Sequence[Look]) -> dict[str, str]:
     """Return how long engines and GPUs were idle in the run's steps, from what `watch` saw: name -> cell."""
     first, last = loop.steps[0].end - loop.steps[0].seconds, loop.steps[-1].end
     seen = [look for look in looks if first <= look.time <= last]
-    mine = [look.requests for look in seen if look.engine and look.run == loop.folder]
+    mine = [look.requests for look in seen if isinstance(look, EngineLook) and look.run == loop.folder]
     cells = {"engines without a request %": f"{100 * mine.count(0) / len(mine):.1f}"} if mine else {}
-    for gpu in sorted({look.gpu for look in seen if look.gpu}):
-        of_gpu = [look for look in seen if look.gpu == gpu]
+    of_gpus = [look for look in seen if isinstance(look, GpuLook)]
+    for gpu in sorted({look.gpu for look in of_gpus}):
+        of_gpu = [look for look in of_gpus if look.gpu == gpu]
         cells[f"GPU {gpu} without a kernel %"] = f"{100 - 100 * fmean(look.busy for look in of_gpu):.1f}"
         gib = [look.gib for look in of_gpu]
         cells[f"GPU {gpu} GiB"] = f"{min(gib):.1f} to {max(gib):.1f}"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from http.client import HTTPException
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 from urllib.request import ProxyHandler, Request, build_opener
 
 import msgspec
@@ -27,21 +27,31 @@ LOOK_S = 0.1
 SMI = ("--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "200")
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """A look tells what one engine or one GPU does."""
+class EngineLook(msgspec.Struct, frozen=True, kw_only=True):
+    """Hold what one look at an engine saw."""
 
     time: float
     """In seconds since 1970."""
-    run: str = ""
+    run: str
     """Folder of the engine's run."""
-    engine: str = ""
-    requests: int = 0
+    engine: str
+    requests: int
     """Requests that the engine has taken and not answered."""
-    gpu: str = ""
-    busy: float = 0.0
+
+
+class GpuLook(msgspec.Struct, frozen=True, kw_only=True):
+    """Hold what one look at a GPU saw."""
+
+    time: float
+    """In seconds since 1970."""
+    gpu: str
+    busy: float
     """Share of the last moments in which a kernel ran on the GPU."""
-    gib: float = 0.0
+    gib: float
     """Memory in use on the GPU."""
+
+
+Look = EngineLook | GpuLook
 
 
 class _Load(msgspec.Struct):
@@ -50,16 +60,18 @@ class _Load(msgspec.Struct):
 
 def read(path: Path) -> list[Look]:
     """Return the looks of a file; a line that is torn is left out."""
-    found = []
+    found: list[Look] = []
     for line in path.read_bytes().splitlines():
         try:
-            found.append(msgspec.json.decode(line, type=Look))
+            values = msgspec.json.decode(line, type=dict)
+            kind: type[Any] = GpuLook if values.get("gpu") else EngineLook
+            found.append(msgspec.convert(values, kind))
         except msgspec.DecodeError:
             continue
     return found
 
 
-def engines(run: RunDir) -> Iterator[Look]:
+def engines(run: RunDir) -> Iterator[EngineLook]:
     """Look at the engines that serve a run; one that does not answer is left out."""
     try:
         table, token = atomic.get(run.endpoints, EndpointTable), run.token.read_text(encoding="ascii").strip()
@@ -70,7 +82,7 @@ def engines(run: RunDir) -> Iterator[Look]:
             count = _requests(endpoint.url, token)
         except (OSError, HTTPException, msgspec.DecodeError):
             continue
-        yield Look(time=time.time(), run=str(run.root.resolve()), engine=endpoint.owner, requests=count)
+        yield EngineLook(time=time.time(), run=str(run.root.resolve()), engine=endpoint.owner, requests=count)
 
 
 def _requests(url: str, token: str) -> int:
@@ -79,10 +91,10 @@ def _requests(url: str, token: str) -> int:
         return msgspec.json.decode(answer.read(), type=_Load).server_load
 
 
-def gpu(line: str) -> Look:
+def gpu(line: str) -> GpuLook:
     """Return what a line of nvidia-smi says."""
     index, busy, mib = (part.strip() for part in line.split(","))
-    return Look(time=time.time(), gpu=index, busy=float(busy) / 100, gib=float(mib) / 1024)
+    return GpuLook(time=time.time(), gpu=index, busy=float(busy) / 100, gib=float(mib) / 1024)
 
 
 class _File:

@@ -7,7 +7,7 @@ import pytest
 
 from hpc_swe.benchmarks import watch
 from hpc_swe.benchmarks.loop import Loop, Step, bias, compare, first_samples, idleness, solve_rates, steps_of
-from hpc_swe.benchmarks.watch import Look
+from hpc_swe.benchmarks.watch import EngineLook, GpuLook
 from hpc_swe.config import from_words
 from hpc_swe.metrics import Log
 from hpc_swe.records import MetricLine
@@ -62,10 +62,13 @@ def test_a_decile_that_is_trained_less_is_named_with_what_chance_does(config):
 
 def test_idle_time_is_that_of_the_steps_and_of_the_engines_of_the_run(config):
     loop = Loop(config, [of_deciles(1.0, [1.0] * 10)], folder="/run")
-    requests = [Look(time=101.0 + n, run="/run", engine="e", requests=n % 4) for n in range(8)]
-    others = [Look(time=105.0, run="/other", engine="e"), Look(time=99.0, run="/run", engine="e")]
-    gpus = [Look(time=100.0 + n, gpu="0", busy=0.5 + n / 4, gib=n) for n in (0, 1, 2)]
-    assert idleness(loop, [*requests, *others, *gpus, Look(time=120.0, gpu="0", gib=9.0)]) == {
+    requests = [EngineLook(time=101.0 + n, run="/run", engine="e", requests=n % 4) for n in range(8)]
+    others = [
+        EngineLook(time=105.0, run="/other", engine="e", requests=0),
+        EngineLook(time=99.0, run="/run", engine="e", requests=0),
+    ]
+    gpus = [GpuLook(time=100.0 + n, gpu="0", busy=0.5 + n / 4, gib=n) for n in (0, 1, 2)]
+    assert idleness(loop, [*requests, *others, *gpus, GpuLook(time=120.0, gpu="0", busy=0.0, gib=9.0)]) == {
         "engines without a request %": "25.0",
         "GPU 0 without a kernel %": "25.0",
         "GPU 0 GiB": "0.0 to 2.0",
@@ -84,8 +87,8 @@ def test_a_run_is_compared_with_the_best_synchronous_one(config):
 
 
 def test_a_torn_line_of_the_watch_is_left_out(tmp_path):
-    (tmp_path / "looks").write_text('{"time":1.0,"gpu":"0","busy":0.5}\n{"time":2.0,"gp')
-    assert watch.read(tmp_path / "looks") == [Look(time=1.0, gpu="0", busy=0.5)]
+    (tmp_path / "looks").write_text('{"time":1.0,"gpu":"0","busy":0.5,"gib":2}\n{"time":2.0,"gp')
+    assert watch.read(tmp_path / "looks") == [GpuLook(time=1.0, gpu="0", busy=0.5, gib=2.0)]
     assert watch.gpu("1, 87, 2048\n").busy == 0.87
 
 
