@@ -37,12 +37,12 @@ TEST_NAME = 70
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
 BUDGETS = {
     "hpc_swe": 3_705,
-    "hpc_swe/benchmarks": 2_630,
+    "hpc_swe/benchmarks": 2_560,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 380,
     "hpc_swe/doctor": 1_240,
     "hpc_swe/evaluation": 520,
-    "hpc_swe/plugins": 1_960,
+    "hpc_swe/plugins": 2_020,
     "hpc_swe/plugins/advantages": 150,
     "hpc_swe/plugins/agents": 420,
     "hpc_swe/plugins/engines": 2_450,

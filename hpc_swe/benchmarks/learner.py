@@ -17,7 +17,7 @@ import msgspec
 from rich.table import Table
 
 from hpc_swe import cli, config, gpus, plugins, tables
-from hpc_swe.benchmarks import flops, limits, shapes
+from hpc_swe.benchmarks import flops, limits
 from hpc_swe.benchmarks.column import PARTS, Measured, Plan
 from hpc_swe.benchmarks.kernels import CLASSES, IDLE, NAME_WIDTH, OTHER
 from hpc_swe.benchmarks.limits import Rates
@@ -25,6 +25,7 @@ from hpc_swe.benchmarks.peers import NEXT, PEERS, parse_peers
 from hpc_swe.benchmarks.ranks import OUT_OF_MEMORY, run_ranks
 from hpc_swe.benchmarks.workload import Workload, parse_lengths, spell_lengths
 from hpc_swe.errors import ConfigError
+from hpc_swe.plugins import shapes
 from hpc_swe.plugins.costs import GIB
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies.base import EstimatedPolicy

@@ -25,13 +25,14 @@ import msgspec
 from rich.table import Table
 
 from hpc_swe import cli, config, gpus, plugins, tables
-from hpc_swe.benchmarks import limits, shapes, stages
+from hpc_swe.benchmarks import limits, stages
 from hpc_swe.benchmarks.hop import FIRST, HopFigures, HopPlan, Published, await_version, kv_of, serving
 from hpc_swe.benchmarks.hop_table import GB, HopRow, table
 from hpc_swe.benchmarks.ranks import last_line, run_ranks
 from hpc_swe.benchmarks.stages import Moment
 from hpc_swe.benchmarks.traffic import PROBES, Load, Traffic
 from hpc_swe.errors import ConfigError, EngineError
+from hpc_swe.plugins import shapes
 from hpc_swe.processes import die_with_parent
 from hpc_swe.records import WeightManifest, WeightVersion
 from hpc_swe.rundir import RunDir

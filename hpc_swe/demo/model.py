@@ -10,18 +10,20 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from hpc_swe import cli, plugins
 from hpc_swe.conversation.template import ChatTemplate
+from hpc_swe.plugins import shapes
 from hpc_swe.records import Message
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 VOCABULARY = 512
 CONVERSATIONS = 1500
-SIZES: dict[str, float | str] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
@@ -32,22 +34,17 @@ SIZES: dict[str, float | str] = {
     "initializer_range": 0.05,
     "dtype": "float32",
 }
-SHAPES: dict[str, dict[str, float | str]] = {
-    "tiny": {},
-    "0.6B": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151_936,
-        "initializer_range": 0.02,
-        "dtype": "bfloat16",
-    },
-}
-"""Name -> what differs from SIZES. The shape of Qwen3-0.6B has its whole vocabulary; the tokenizer uses the
-first 512 ids."""
+
+
+def published(name: str) -> dict[str, Any]:
+    """Return what differs from SIZES in a published model, whose whole vocabulary and precision it has."""
+    sizes = shapes.SHAPES[name]
+    shared = sizes.keys() & {*SIZES, "vocab_size"} - {"max_position_embeddings"}
+    return {key: sizes[key] for key in shared} | {"initializer_range": 0.02, "dtype": sizes["torch_dtype"]}
+
+
+SHAPES: dict[str, dict[str, Any]] = {"tiny": {}, "0.6B": published("0.6B")}
+"""Name -> what differs from SIZES. The tokenizer uses the first 512 ids of any vocabulary."""
 # A run of JSON punctuation around a quote; indentation; words; digits; comparisons; line ends.
 # Operators stand apart from spaces, so that they are the same token in code and in a call's arguments.
 WORDS = r'[{}",: ]*"[{}",: ]*| {2,}| ?[A-Za-z]+|[0-9]|[<>=]=|\n *|[^\sA-Za-z0-9]|\s'
@@ -59,7 +56,7 @@ def make(
     conversations: Iterable[Sequence[Message]],
     seed: int,
     words: str = WORDS,
-    **sizes: float | str,
+    **sizes: object,
 ) -> str:
     """Make the model's folder, completely or not at all, with a tokenizer for these conversations.
 
@@ -118,7 +115,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def save_model(tokenizer: Tokenizer, folder: Path, seed: int, **sizes: float | str) -> int:
+def save_model(tokenizer: Tokenizer, folder: Path, seed: int, **sizes: object) -> int:
     """Write random weights and return their number; `sizes` replace those of SIZES."""
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM

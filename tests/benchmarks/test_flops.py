@@ -2,8 +2,8 @@
 
 import pytest
 
-from hpc_swe.benchmarks import shapes
 from hpc_swe.benchmarks.flops import datasheet_rate, step_flops
+from hpc_swe.plugins import shapes
 from hpc_swe.plugins.model_shape import ModelShape
 
 

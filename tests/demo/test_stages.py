@@ -1,8 +1,7 @@
-"""What the demo reads for each of its stages, and the sizes of its models."""
+"""What the demo reads for each of its stages."""
 
 import pytest
 
-from hpc_swe.benchmarks import shapes
 from hpc_swe.demo.__main__ import of_stage
 from tests.kit.checkout import ROOT
 
@@ -20,13 +19,3 @@ def test_a_file_of_overrides_has_another_beside_it_for_one_stage():
 @pytest.mark.parametrize("files", [[], ["demo_eval"]])
 def test_a_stage_without_a_file_of_its_own_takes_the_overrides_as_they_are(files):
     assert list(of_stage([GIVEN, "seed=3"], files)) == [GIVEN, "seed=3"]
-
-
-def test_the_shape_of_a_published_model_is_that_of_the_benchmarks():
-    pytest.importorskip("tokenizers")
-    from hpc_swe.demo import model
-
-    demo, published = model.SIZES | model.SHAPES["0.6B"], shapes.SHAPES["0.6B"]
-    shared = demo.keys() & published.keys() - {"max_position_embeddings"}
-    assert {key: demo[key] for key in shared} == {key: published[key] for key in shared}
-    assert {"vocab_size", "hidden_size", "num_hidden_layers", "head_dim"} <= shared

@@ -23,7 +23,7 @@ import torch
 
 from hpc_swe import config as configuration
 from hpc_swe import metrics, plugins
-from hpc_swe.benchmarks import limits, shapes
+from hpc_swe.benchmarks import limits
 from hpc_swe.demo import model as demo_model
 from hpc_swe.errors import HpcSweError
 from hpc_swe.rundir import RunDir
@@ -31,8 +31,7 @@ from hpc_swe.runs import control, watch
 
 CUDA = torch.cuda.is_available()
 STEPS, LIMIT_S = 3, float(os.environ.get("LIMIT_S", "150"))
-SMALL, LARGE = demo_model.SHAPES["0.6B"], shapes.SHAPES["4B"]
-SHAPES = demo_model.SHAPES | {"4B": SMALL | {name: LARGE[name] for name in SMALL.keys() & LARGE.keys()}}
+SHAPES = demo_model.SHAPES | {"4B": demo_model.published("4B")}
 WORDS = [
     *(f"steps={STEPS}", "eval.every=0", 'sandbox={type="process"}', "executor.foreground=true", "seed=1"),
     *("groups.group_size=4", "groups.groups_per_step=2", "rollout.slots=8", "learner.checkpoint_every=100"),

@@ -1,6 +1,6 @@
-"""List the shapes of the models that benchmarks measure, as the config.json of each published model says.
+"""List the shapes of published models, as the config.json of each says.
 
-Weights are random: the time of a step depends on the shape alone.
+Benchmarks and the demo give them random weights: the time of a step depends on the shape alone.
 """
 
 import json
