@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 from hpc_swe import plugins
 from hpc_swe.plugins.advantages.base import Bounded
 from hpc_swe.plugins.engines.base import Sleeping
-from hpc_swe.plugins.policies.base import LossConfig
+from hpc_swe.plugins.policies.base import DeltaPolicy, LossConfig
 from hpc_swe.settings import RunConfig
 
 _URL = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]+)?")
@@ -31,6 +31,9 @@ def of_keys(config: RunConfig) -> Iterator[str]:
 def of_new_runs(config: RunConfig) -> Iterator[str]:
     """Yield a message for each rule of new runs that the configuration breaks."""
     yield from _unread_bounds(config.learner.loss)
+    policy, snapshot_every = config.policy, config.learner.snapshot_every
+    if snapshot_every > 1 and isinstance(policy, DeltaPolicy) and policy.why_no_deltas:
+        yield f"learner.snapshot_every = {snapshot_every} and {policy.why_no_deltas}, or snapshot_every = 1"
     if config.mode != "grpo":
         return
     every, export_every = config.eval.every, config.learner.export_every

@@ -1,8 +1,9 @@
-"""Merge low-rank adapters into weights, to the same bits on every device.
+"""Merge low-rank adapters into weights; those of bfloat16 numbers to the same bits on every device.
 
 A product of bfloat16 numbers is exact in float64, and so, but for far-apart exponents, is their sum over the
 rank. So learner and engine round the same sum, whatever the order in which their devices add, and whichever
-part of a matrix they hold. Digests of the merged weights find the rare exception.
+part of a matrix they hold. Digests of the merged weights find the rare exception. A sum of products of
+float32 numbers is rounded in float64, and its last bits depend on the order: no engine may have to repeat it.
 """
 
 from dataclasses import dataclass

@@ -85,6 +85,10 @@ def read(model):
             "set these keys to 0, or use the advantage grpo",
         ),
         (["learner.loss.mask_low=0.5"], "mask_low = 0.5 has no meaning .* or use decoupled"),
+        (
+            ["policy.lora_rank=8", "learner.snapshot_every=4"],  # the demo's policy has float32 parameters
+            'every = 4 and policy.lora_rank = 8 with policy.dtype = "float32": .* = "bfloat16", or snapshot_',
+        ),
         (["learner.loss={objective='gspo', ratio_cap=2.0}"], "to its default, 5, or use decoupled or cispo"),
         (["learner.loss={objective='cispo', sequence_clip_low=0.1}"], "0.0003, or use gspo"),
     ],

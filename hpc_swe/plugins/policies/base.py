@@ -250,6 +250,15 @@ class AdaptingLearner(Protocol):
 
 
 @runtime_checkable
+class DeltaPolicy(Protocol):
+    """Mark a policy whose settings may rule out weight versions that are deltas."""
+
+    @property
+    def why_no_deltas(self) -> str:
+        """Name the keys that rule deltas out, and a remedy; return "" when deltas are possible."""
+
+
+@runtime_checkable
 class RecomputingLearner(Protocol):
     """Mark a learner that says what its backward recomputes."""
 

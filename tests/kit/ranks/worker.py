@@ -106,6 +106,21 @@ def _export(learner, words: str, case: dict, found: dict) -> None:
         found["error"] = str(error)
 
 
+def _refuse(learner, words: str, case: dict, found: dict) -> None:
+    """Carrier:rank. That rank's file system refuses the export, and all ranks must learn it."""
+    from hpc_swe.errors import StorageError
+    from hpc_swe.roles.learner.collective import on_all_ranks
+
+    carrier, rank = words.split(":")
+    folder = _fresh(learner, Path(case["out"]) / f"refused-{carrier}")
+    if learner.ranks.rank == int(rank):
+        folder = Path("/sys")  # where nobody can make a file, root included
+    try:
+        on_all_ranks(learner.ranks, lambda: learner.export(folder, carrier))
+    except StorageError as error:
+        found[f"refused-{carrier}"] = str(error)
+
+
 def _spoil(learner, rank: int, case: dict, found: dict) -> None:
     """One number of one rank alone is none any more."""
     if learner.ranks.rank == rank:
@@ -146,6 +161,7 @@ VERBS = {
     "evaluate": _evaluate,
     "spoil": _spoil,
     "export": _export,
+    "refuse": _refuse,
     "save": _save,
     "load": _load,
     "rest": _rest,

@@ -117,6 +117,8 @@ class Runs:
             ("export", "before"),
             ("publish", str(self.folder / "run")),
             ("export", "after"),
+            ("refuse", "full:1"),
+            ("refuse", "delta:0"),
         ]
         return self._case("bfloat16", "dense", policy, ONE) | {"do": do}
 
@@ -271,6 +273,14 @@ def test_a_delta_is_the_adapters_and_an_engine_merges_them_into_the_model(runs):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert any(not torch.equal(each, runs.weights("bfloat16", "before")[n]) for n, each in found.items())
+
+
+@pytest.mark.parametrize("carrier", ["full", "delta"])
+def test_an_export_that_one_rank_cannot_write_is_one_error_on_all(runs, carrier):
+    """The other rank neither waits for its adapters nor mistakes its error for their tensors."""
+    first, second = (answer[f"refused-{carrier}"] for answer in runs.answers["bfloat16"])
+    assert first == second
+    assert first.startswith("/sys")
 
 
 def test_a_folder_of_adapters_says_what_peft_must_know(runs):

@@ -163,11 +163,12 @@ class MegatronLearner:
     def export(self, folder: Path, carrier: Carrier = "full") -> dict[str, TensorInfo]:
         if not self._adapters:
             return self._exporter.write(folder, carrier)
+        factors = self._adapters.collect()  # now, because no rank waits for one whose writing has failed
         if carrier == "delta":
-            self._adapters.write(folder, self._folder)
-            return self._exporter.describe()
-        found = self._exporter.write(folder)
-        self._adapters.write(folder / lora.FOLDER, self._folder)
+            found = self._exporter.describe()
+        else:
+            found, folder = self._exporter.write(folder), folder / lora.FOLDER
+        self._adapters.write(folder, factors, self._folder)
         return found
 
     def save(self, folder: Path) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel import layers, mappings
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from hpc_swe.errors import ConfigError
@@ -246,10 +246,8 @@ class Adapters:
                     f"{folder}: saved with other {what}: {identity.get(key)}, not {mine.get(key)}"
                 )
 
-    def write(self, folder: Path, model: Path) -> None:
-        """Write a folder that PEFT loads onto `model`; rank 0 writes it."""
-        if not self:
-            return
+    def collect(self) -> dict[str, Tensor]:
+        """Return the whole factors in the host's memory, under the names of PEFT; all ranks must call it."""
         found: dict[str, Tensor] = {}
         for each in self._adapters():
             for name, tensor, axis in (("lora_A", each.a, 1), ("lora_B", each.b, 0)):
@@ -257,11 +255,16 @@ class Adapters:
                     _whole(tensor.data, axis, self._ranks.tensor_group) if axis == each.split else tensor.data
                 )
                 found[f"base_model.model.{each.source}.{name}.weight"] = whole.cpu().contiguous()
-        if self._ranks.rank:
+        return found
+
+    def write(self, folder: Path, factors: dict[str, Tensor], model: Path) -> None:
+        """Write a folder that PEFT loads onto `model`; rank 0 writes it, and no rank waits for another."""
+        if self._ranks.rank or not self:
             return
         with atomic.storage(folder):
             folder.mkdir(exist_ok=True)
-            save_file(found, folder / ADAPTER_TENSORS, metadata={"format": "pt"})
+            data = save(factors, metadata={"format": "pt"})  # save_file raises no OSError for a full disk
+            (folder / ADAPTER_TENSORS).write_bytes(data)
             (folder / ADAPTER_CONFIG).write_text(json.dumps(self._peft(model), indent=2))
 
     def _peft(self, model: Path) -> dict[str, object]:

@@ -82,6 +82,15 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
         """Return how many processes hold one copy of the model."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
+    @property
+    def why_no_deltas(self) -> str:
+        if self.lora_rank and self.dtype == "float32":
+            return (
+                f'policy.lora_rank = {self.lora_rank} with policy.dtype = "float32": engines could merge the '
+                'adapters to other last bits than the learner; set policy.dtype = "bfloat16"'
+            )
+        return ""
+
     def check(self, shape: ModelShape) -> None:
         """Raise ConfigError, naming the setting and the size, if the model cannot be divided like this."""
         if shape.experts and self.tensor_parallel > 1 and not self.sequence_parallel:
