@@ -16,8 +16,9 @@ HOLD, RELEASE = "/hpc_swe/hold", "/hpc_swe/release"
 HELD = ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions")
 PROBE = b"probe"
 """Query of the requests that compute the probe: nothing keeps their answers back."""
-LONGEST_S = 600.0
-"""Seconds after which a supervisor that died in an update counts as one whose weights failed."""
+LONGEST_S = 900.0
+"""Seconds after which a supervisor that died in an update counts as one whose weights failed; the query of
+`HOLD` may state another number."""
 REFUSAL = b"the weights that sampled this failed their probe, or were not compared with it"
 Scope = MutableMapping[str, Any]
 Send = Callable[..., Awaitable[None]]
@@ -32,10 +33,7 @@ class UncheckedSwap:
 
     async def passed_probe(self) -> bool:
         """Wait for the comparison, and return whether the weights passed it."""
-        try:
-            await asyncio.wait_for(self.is_over.wait(), LONGEST_S)
-        except TimeoutError:
-            return False
+        await self.is_over.wait()
         return self.has_passed
 
 
@@ -58,7 +56,10 @@ class AnswerGate:
     async def __call__(self, scope: Scope, receive: Callable[..., Any], send: Send) -> None:
         path = scope.get("path")
         if path in (HOLD, RELEASE):
-            self._hold() if path == HOLD else self._end(has_passed=True)
+            if path == HOLD:
+                self._hold(float(scope["query_string"] or LONGEST_S))
+            else:
+                self._end(has_passed=True)
             await _answer(send, 200, b"{}")
         elif path in HELD and scope["query_string"] != PROBE:
             await self._pass_on(scope, receive, send)
@@ -72,7 +73,8 @@ class AnswerGate:
         async def send_trusted(message: MutableMapping[str, Any]) -> None:
             nonlocal is_trusted
             if is_trusted is None:
-                is_trusted = all([await swap.passed_probe() for swap in pending.swaps])
+                swaps = tuple(pending.swaps)  # later ones have no part in a finished answer
+                is_trusted = all([await swap.passed_probe() for swap in swaps])
                 if not is_trusted:
                     await _answer(send, 503, REFUSAL)
             if is_trusted:
@@ -84,9 +86,11 @@ class AnswerGate:
         finally:
             self._pending.discard(pending)
 
-    def _hold(self) -> None:
+    def _hold(self, longest_s: float) -> None:
+        """Keep answers back; after `longest_s` refuse them, until another swap or `RELEASE`."""
         self._end(has_passed=False)
         self._unchecked = UncheckedSwap()
+        asyncio.get_running_loop().call_later(longest_s, self._unchecked.is_over.set)
         for pending in self._pending:
             pending.swaps.append(self._unchecked)
 

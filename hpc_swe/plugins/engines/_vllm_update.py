@@ -21,6 +21,9 @@ from hpc_swe.plugins.engines.base import Weights
 CLEARINGS = 100
 """Attempts to clear the caches after an update."""
 
+HELD_CALLS = 3
+"""Slow calls while answers are kept back: the swap, the clearing of caches, and the probe."""
+
 log = logging.getLogger(__name__)
 
 
@@ -74,7 +77,8 @@ class UpdateRoutes:
 
     def _hold(self) -> None:
         try:
-            self.call(_vllm_gate.HOLD)
+            longest_s = HELD_CALLS * self.timeout_s
+            self.call(f"{_vllm_gate.HOLD}?{longest_s:g}")
         except _http.Refused as error:
             if error.status != 404:
                 raise

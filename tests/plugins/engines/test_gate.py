@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from hpc_swe.plugins.engines._vllm_gate import HELD, HOLD, RELEASE, AnswerGate
+from tests.kit.waiting import DEADLINE_S
 
 
 class Client:
@@ -65,3 +66,32 @@ def test_nothing_is_answered_while_weights_are_in_doubt() -> None:
         return was_held and await held == 200
 
     assert asyncio.run(wait())
+
+
+def test_a_finished_answer_does_not_wait_for_a_later_update() -> None:
+    async def wait() -> int:
+        client = Client()
+        client.may_answer.set()
+        await client.ask(HOLD)
+        held = asyncio.create_task(client.ask(HELD[0]))
+        await asyncio.sleep(0)
+        await client.ask(RELEASE)
+        await client.ask(HOLD)
+        return await asyncio.wait_for(held, DEADLINE_S)
+
+    assert asyncio.run(wait()) == 200
+
+
+def test_a_supervisor_that_died_in_an_update_leaves_an_engine_that_answers() -> None:
+    """It refuses what is in doubt, at once and not after another wait, until a supervisor has come back."""
+
+    async def wait() -> list[int]:
+        client = Client()
+        client.may_answer.set()
+        await client.ask(HOLD, b"0.05")
+        found = [await asyncio.wait_for(client.ask(HELD[0]), DEADLINE_S) for _ in range(2)]
+        await client.ask(HOLD, b"900")
+        await client.ask(RELEASE)
+        return [*found, await client.ask(HELD[0])]
+
+    assert asyncio.run(wait()) == [503, 503, 200]
