@@ -41,7 +41,9 @@ ANSWER_TIMEOUT_S = 60.0
 SLOWEST_TOKENS_PER_S = 0.5
 """Slowest rate of one completion, queueing included; an engine that is slower has lost the request."""
 NEAR = 0.9
-"""Share of the probe's tokens that must agree with the learner."""
+"""Share of the probe's tokens that must agree with the learner, up to the tolerance."""
+FARTHEST = 10.0
+"""Largest difference of any token of the probe, as a multiple of the tolerance."""
 GREEDY = Sampling(temperature=0.0, max_tokens=1)
 
 log = logging.getLogger(__name__)
@@ -303,14 +305,9 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         return _answers.from_completions(url, data)
 
     def _check_probe(self, url: str, token: str, version: WeightVersion, probe: ProbeScore) -> None:
-        """Raise EngineError unless nine of ten log-probabilities are the learner's, up to the tolerance.
-
-        Wrong weights change all of them. Rounding in bfloat16 changes some tokens, unlikely ones, by far more
-        than the others: by the largest difference, an engine with the right weights would be refused.
-        """
-        scores = np.asarray(self.score(url, token, probe.token_ids))
+        scores = self.score(url, token, probe.token_ids)
         with boundary(EngineError, f"{version.name}: its manifest's probe"):
-            difference = float(np.quantile(np.abs(scores - probe.logprobs), NEAR))
+            difference = probe_distance(scores, probe.logprobs)
         if not difference <= probe.tolerance:
             raise EngineError(
                 f"{version.name}: the probe's log-probabilities differ from the learner's by"
@@ -329,3 +326,13 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             if error.status in (401, 403):
                 raise EngineError(f"{url} refuses the key (HTTP {error.status})") from None
             raise
+
+
+def probe_distance(scores: Sequence[float], wanted: Sequence[float]) -> float:
+    """Return the difference that nine of ten tokens do not exceed, or a tenth of the largest if that is more.
+
+    Wrong weights change all tokens. Rounding in bfloat16 changes some tokens, unlikely ones, by more than the
+    others: by the largest difference alone, an engine with the right weights would be refused.
+    """
+    differences = np.abs(np.asarray(scores) - np.asarray(wanted))
+    return float(max(np.quantile(differences, NEAR), differences.max() / FARTHEST))

@@ -145,7 +145,8 @@ class Learner(Protocol):
     tensor_parallel: int
     vocabulary: int
     tolerance: float
-    """Difference of log-probabilities that rounding explains; nine of ten of a probe must be nearer."""
+    """Difference of log-probabilities that rounding explains. At most one of ten tokens of a probe may
+    differ by more, and none by more than ten times as much."""
     step: int
     """Batches trained."""
 

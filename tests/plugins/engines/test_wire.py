@@ -15,7 +15,7 @@ import pytest
 
 from hpc_swe.errors import ConfigError, EngineError
 from hpc_swe.plugins.engines._answers import Choice, Logprobs, to_routing
-from hpc_swe.plugins.engines.vllm import Vllm
+from hpc_swe.plugins.engines.vllm import Vllm, probe_distance
 from hpc_swe.records import Sampling
 
 SHAPING = {"temperature", "top_p", "top_k", "min_p", "max_tokens"}
@@ -37,6 +37,21 @@ def test_an_engine_that_cannot_return_its_experts_is_refused(
     engine = Vllm(device=device, max_model_len=64, return_routing=True)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         engine.check_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("differences", "passes"),
+    [
+        ([0.9] * 30, True),
+        ([0.1] * 28 + [9.0] * 2, True),  # rounding of unlikely tokens
+        ([0.1] * 28 + [11.0] * 2, False),
+        ([1.1] * 30, False),
+        ([0.1] * 24 + [2.0] * 6, False),
+        ([0.1] * 29 + [float("nan")], False),
+    ],
+)
+def test_a_probe_bounds_most_differences_and_the_largest(differences: list[float], passes: bool) -> None:
+    assert (probe_distance(differences, [0.0] * 30) <= 1.0) is passes
 
 
 def routing(experts: object, dtype: type = np.uint8) -> str:
