@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpc_swe.plugins.engines._vllm_files import Delta
+from hpc_swe.plugins.engines._vllm_files import Delta, own_stream
 from hpc_swe.plugins.low_rank import Factors
 from hpc_swe.plugins.tensor_delta import Digests, Rectangle, integers
 
@@ -306,20 +306,15 @@ def _pieces(work: Sequence[Work]) -> Iterator[tuple[Tensor, Tensor]]:
             torch.cuda.current_stream(device).synchronize()
 
 
-def _on_own_stream(work: Sequence[Work]) -> "torch.cuda.StreamContext":
-    device = work[0][0].device
-    return torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None)
-
-
 def _copy_in(work: Sequence[Work]) -> None:
-    with _on_own_stream(work):
+    with own_stream(work[0][0].device):
         for place, piece in _pieces(work):
             place.copy_(piece, non_blocking=True)
 
 
 def _differences(work: Sequence[Work], spare: SpareMemory) -> list[Patch]:
     found = []
-    with _on_own_stream(work):
+    with own_stream(work[0][0].device):
         for place, piece in _pieces(work):
             new = integers(piece.to(place.device, non_blocking=True))
             rows, columns = (integers(place) != new).nonzero(as_tuple=True)

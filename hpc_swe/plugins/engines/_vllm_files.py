@@ -6,8 +6,10 @@ its checksum was verified. Full tensors are mapped into memory: what nobody copi
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from hpc_swe.plugins.tensor_delta import Changes, Digests, text
 CODES, OTHERS = ":codes", ":others"
 CPU = torch.device("cpu")
 THREADS = min(8, os.cpu_count() or 1)
+_IDLE: "defaultdict[torch.device, list[torch.cuda.Stream]]" = defaultdict(list)
 
 
 @dataclass(frozen=True)
@@ -182,12 +185,30 @@ def _factors(folder: Path, stored: Mapping[str, Tensor], wanted: Wanted) -> dict
 
 def _to_device(file: Path, is_tied: bool, device: torch.device) -> dict[str, Tensor]:
     """Read all tensors of one file, on a stream of its own where the device is a GPU."""
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    with torch.cuda.stream(stream):
-        found = {name: shard.get_tensor(name).to(device) for _, shard, name in _entries([file], is_tied)}
-    if stream is not None:
+    with own_stream(device):
+        return {name: shard.get_tensor(name).to(device) for _, shard, name in _entries([file], is_tied)}
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Run the block on a stream that no other thread uses, and wait for the stream; do nothing on a CPU.
+
+    Streams are used again, because PyTorch keeps the memory that was freed on one for that stream alone.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    idle = _IDLE[device]
+    try:
+        stream = idle.pop()  # atomic, like `append`
+    except IndexError:
+        stream = torch.cuda.Stream(device)
+    try:
+        with torch.cuda.stream(stream):
+            yield
         stream.synchronize()
-    return found
+    finally:
+        idle.append(stream)
 
 
 def build(chain: Sequence[Link], wanted: Wanted, device: torch.device = CPU) -> Iterator[tuple[str, Tensor]]:
