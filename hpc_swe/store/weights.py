@@ -1,6 +1,6 @@
 """List the weight versions on disk, find the newest, and choose which ones retention removes.
 
-An engine that cannot load a version says so here, and the learner reads it.
+A supervisor whose engine cannot load a delta says so here, and the learner reads it.
 """
 
 from collections.abc import Collection
@@ -41,17 +41,20 @@ def superseded(
 
 
 def report_refused(run: RunDir, version: WeightVersion) -> None:
-    """Name a version that an engine could not load, unless a newer one is named."""
+    """Name a delta that an engine could not load, unless a newer one is named.
+
+    A full version is not named: the engine may be at fault, and the next version loads without this one.
+    """
     named = _refused(run)
-    if named is None or named < version:
+    if (named is None or named < version) and not _is_full(run, version):
         atomic.put(run.refused, version)
 
 
 def is_full_wanted(run: RunDir) -> bool:
-    """Return whether an engine could not load a version, and no full one was published after it."""
+    """Return whether an engine could not load a delta, and no full version was published after it."""
     named = _refused(run)
     return named is not None and not any(
-        version > named and _is_full(run, version) for version in published(run)
+        version >= named and _is_full(run, version) for version in published(run)
     )
 
 

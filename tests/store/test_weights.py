@@ -8,15 +8,16 @@ from hypothesis import strategies as st
 
 from hpc_swe.errors import LostRace
 from hpc_swe.records import WeightManifest, WeightVersion
-from hpc_swe.store import folders, weights
+from hpc_swe.store import atomic, folders, weights
 
 VERSIONS = st.builds(WeightVersion, incarnation=st.integers(0, 120), step=st.integers(0, 2_000_000))
 
 
-def publish(run, version) -> None:
+def publish(run, version, parent=None) -> None:
     def fill(stage):
         info = folders.write(stage, "model.safetensors", version.name.encode())
-        return WeightManifest(writer="l", files={"model.safetensors": info}, version=version, tensors={})
+        files = {"model.safetensors": info}
+        return WeightManifest(writer="l", files=files, version=version, tensors={}, parent=parent)
 
     with suppress(LostRace):
         folders.publish(run.weight(version), fill)
@@ -72,3 +73,30 @@ def test_foreign_and_unfinished_folders_are_no_versions(run):
     ):
         (run.weights / name).mkdir()
     assert [version.name for version in weights.published(run)] == ["v000003-i01"]
+
+
+@pytest.mark.parametrize(
+    ("parents", "refused", "is_wanted"),
+    [
+        ([None, None], [], False),
+        ([None, None], [1], False),  # one engine with a bad GPU must not make the learner publish twice
+        ([None, 0], [1], True),
+        ([None, 0, 1], [1, 2], True),
+        ([None, 0, None], [1], False),
+        ([None, 0, None], [1, 2], False),
+        ([None, 0, None, 2], [1, 3], True),
+        ([None, 0], [7], True),  # retention removed it
+    ],
+)
+def test_a_full_version_is_wanted_after_a_delta_was_refused(run, parents, refused, is_wanted):
+    for step, parent in enumerate(parents):
+        publish(run, WeightVersion(step=step), None if parent is None else WeightVersion(step=parent))
+    for step in refused:
+        weights.report_refused(run, WeightVersion(step=step))
+    assert weights.is_full_wanted(run) is is_wanted
+
+
+def test_a_full_version_that_an_older_engine_named_is_not_published_again(run):
+    publish(run, WeightVersion(step=3))
+    atomic.put(run.refused, WeightVersion(step=3))
+    assert not weights.is_full_wanted(run)

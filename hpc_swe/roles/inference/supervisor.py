@@ -7,9 +7,10 @@ weights change, the cell names both versions.
 
 A version is verified here, while the engine serves, and once for all workers of the engine. It is refused
 when the engine reports an error about it; an engine that does not answer is hung or dead, and is replaced.
+When that happens twice in a row while the same version is loaded, the version is refused, too.
 A delta is loaded with all versions that it builds on, from a full snapshot on; the engine takes what it does
 not have yet. When one of them is missing or was refused, the engine goes on with what it serves until the
-next full snapshot. The learner publishes one next, because the supervisor names the version that was not
+next full snapshot. The learner publishes one next, because the supervisor names the delta that was not
 loaded. An engine starts from a full snapshot, too.
 """
 
@@ -74,6 +75,10 @@ class Supervisor:
     _refused: set[WeightVersion] = field(default_factory=set, init=False)
     _refusals: int = field(default=0, init=False)
     """Refusals since the last version that was loaded."""
+    _loading: frozenset[WeightVersion] = field(default=frozenset(), init=False)
+    """Versions that the engine is loading now, a delta with those that it builds on."""
+    _lost: frozenset[WeightVersion] = field(default=frozenset(), init=False)
+    """Versions that an engine was loading when it was lost; empty when one was loaded since."""
     _stopping: Flag = field(default_factory=Flag, init=False)
 
     def __post_init__(self) -> None:
@@ -94,6 +99,7 @@ class Supervisor:
             try:
                 self._serve_once()
             except EngineError as error:
+                self._note_loss()
                 restarts = 1 if time.monotonic() - self._since > QUIET_S else restarts + 1
                 if restarts > self.config.max_restarts:
                     raise
@@ -229,8 +235,11 @@ class Supervisor:
                 monitor.reset()
             try:
                 newest = weights.newest(self.run)
-                if newest is not None and newest > self._serving.version and newest not in self._refused:
-                    self._update(served, newest, monitor)
+                if newest is not None and newest > self._serving.version:
+                    if newest not in self._refused:
+                        self._update(served, newest, monitor)
+                    if newest in self._refused:  # each time, because a write may fail
+                        weights.report_refused(self.run, newest)
             except StorageError as error:
                 log.warning("looking again: %s", error)
             self._pause(self.config.poll_s * random.uniform(0.5, 1.5))
@@ -276,6 +285,7 @@ class Supervisor:
             verified = time.monotonic()
             log.debug("verified %s", newest.name)
             self.lease.publish(state="updating", versions=[self._serving.version, newest])
+            self._loading = frozenset(v for v in (w.version for w in wanted.chain) if not self._served(v))
             self._run_watched(partial(served.update, wanted), served.require_starting)  # no answers meanwhile
             monitor.reset()
         except FileNotFoundError:
@@ -287,16 +297,15 @@ class Supervisor:
             serving = self._serving.version.name
             log.error("passed over %s, serving %s until a full snapshot: %s", newest.name, serving, error)
         except (NoAnswer, Overdue):
-            raise  # no fault of the version
+            raise  # the version is at fault only if this happens again
         except (EngineError, CorruptRecord) as error:
             self._refuse(served, newest, error)
         else:
             self._serving, self._refusals = wanted, 0
+            self._loading = self._lost = frozenset()
             verify_s, swap_s = verified - began, time.monotonic() - verified
             log.info("updated to %s: verified in %.2f s, swapped in %.2f s", newest.name, verify_s, swap_s)
         self.lease.publish(state="ready", reading="", versions=[self._serving.version])
-        if newest in self._refused:
-            weights.report_refused(self.run, newest)
 
     def _run_watched(self, work: Callable[[], T], *checks: Callable[[], None]) -> T:
         """Run `work` in a thread; meanwhile call `checks`, which raise when the engine dies or hangs."""
@@ -315,6 +324,7 @@ class Supervisor:
         """Keep serving the previous weights after an error about `version`, unless the engine is to blame."""
         if not self.engine.is_healthy(served.url):  # a death of the engine is no fault of the version
             raise EngineError(f"the engine died while {version.name} was loaded: {error}") from error
+        self._loading = frozenset()
         self._refused.add(version)
         self._refusals += 1
         log.error("refused %s, serving %s: %s", version.name, self._serving.version.name, error)
@@ -324,6 +334,14 @@ class Supervisor:
             raise EngineError(
                 f"{MAX_REFUSALS} versions in a row were refused, the last since {error}"
             ) from error
+
+    def _note_loss(self) -> None:
+        """Refuse a version if two engines in a row were lost while they loaded it, or what it builds on."""
+        if self._loading & self._lost:
+            version = max(self._loading)
+            self._refused.add(version)
+            log.error("refused %s: two engines in a row were lost while they loaded it", version.name)
+        self._lost, self._loading = self._loading or self._lost, frozenset()
 
     def _must_end(self) -> bool:
         self.lease.turn()  # every loop of this object asks

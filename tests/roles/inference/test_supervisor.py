@@ -268,6 +268,31 @@ def test_an_engine_that_dies_while_loading_does_not_condemn_the_version(
     await_node(run, is_serving(version(1)))
 
 
+def test_a_delta_that_two_engines_died_of_is_refused_and_reported(
+    start: Start, run: RunDir, model: Path, engine: Scripted, tmp_path: Path
+) -> None:
+    """vLLM ends when the digests of what it loaded differ; each new engine would meet the same delta."""
+    publish(run, model, version(1), probe=PROBE)
+    process = start(changed=msgspec.structs.replace(engine, update_s=3.0))
+    await_node(run, is_serving(version(1)))
+    publish(run, model, version(2), probe=PROBE, parent=version(1))
+    for step in (2, 3):  # the second one is lost in a version that builds on the first one's
+        await_node(run, lambda node: node.state == "updating")
+        assert not weights.is_full_wanted(run)
+        if step == 2:
+            publish(run, model, version(3), probe=PROBE, parent=version(2))
+        time.sleep(0.2)
+        end([pid for pid in processes(str(tmp_path)) if pid != process.pid])
+        await_node(run, lambda node: node.state == "starting")
+    until(lambda: weights.is_full_wanted(run), "the report")
+    await_node(run, is_serving(version(1)))
+    publish(run, model, version(4), probe=PROBE)
+    await_node(run, is_serving(version(4)))
+    run.stop.touch()
+    _, log = process.communicate(timeout=180)
+    assert "refused v000003-i00: two engines in a row were lost" in log
+
+
 def serving_process(mark: str) -> int:
     [pid] = [
         pid
