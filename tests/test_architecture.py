@@ -36,11 +36,11 @@ TEST_NAME = 70
 # - plugins/graders and plugins/sandboxes: what keeps a policy from faking a result or leaving its sandbox
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
 BUDGETS = {
-    "hpc_swe": 3_710,
+    "hpc_swe": 3_775,
     "hpc_swe/benchmarks": 2_560,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 380,
-    "hpc_swe/doctor": 1_240,
+    "hpc_swe/doctor": 1_215,
     "hpc_swe/evaluation": 520,
     "hpc_swe/plugins": 2_020,
     "hpc_swe/plugins/advantages": 150,
@@ -48,7 +48,7 @@ BUDGETS = {
     "hpc_swe/plugins/engines": 2_450,
     "hpc_swe/plugins/executors": 770,
     "hpc_swe/plugins/graders": 2_695,
-    "hpc_swe/plugins/policies": 4_905,
+    "hpc_swe/plugins/policies": 4_940,
     "hpc_swe/plugins/sandboxes": 2_190,
     "hpc_swe/plugins/tasksets": 1_110,
     "hpc_swe/plugins/tools": 1_670,

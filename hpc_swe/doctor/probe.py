@@ -21,11 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from hpc_swe import cgroups
 from hpc_swe.doctor import meeting
 from hpc_swe.doctor.meeting import Peer, reason
 from hpc_swe.errors import ConfigError
@@ -33,7 +33,6 @@ from hpc_swe.records import Record
 
 MARK = "hpc_swe-probe"
 CHUNK = 700  # characters; srun forwards up to 1024 at a time
-NO_LIMIT = 2**50  # bytes; cgroup v1 writes a number of this size where there is no limit
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 TOKEN = "token"
 
@@ -211,42 +210,15 @@ def container(sandbox: str) -> str:
 
 def memory_limit() -> int:
     """Return the lowest memory limit of this process's cgroups, in bytes; 0 when there is none."""
-    files = limit_files(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
-    values = [path.read_text().strip() for path in files if path.exists()]
-    limits = [int(value) for value in values if value.isdigit() and int(value) < NO_LIMIT]
+    limits = [limit for limit in map(cgroups.limit, cgroups.own_limit_files()) if limit < cgroups.NO_LIMIT]
     return min(limits, default=0)
-
-
-def limit_files(cgroup: str, mountinfo: str) -> Iterator[Path]:
-    """Yield the files of cgroup v1 and v2 that may hold memory limits, from this process's group upwards."""
-    for line in cgroup.splitlines():
-        number, controllers, path = line.split(":", 2)
-        is_v2 = number == "0" and not controllers
-        if not is_v2 and "memory" not in controllers.split(","):
-            continue
-        kind, file = ("cgroup2", "memory.max") if is_v2 else ("cgroup", "memory.limit_in_bytes")
-        for root, at, fstype, options in _mounts(mountinfo):
-            if fstype == kind and _holds(root, path) and (is_v2 or "memory" in options.split(",")):
-                group = Path(path).relative_to(root)
-                yield from (Path(at) / part / file for part in (group, *group.parents))
 
 
 def kind_of(path: str, mountinfo: str) -> str:
     """Return the type of the file system that holds a path."""
     place = os.path.realpath(path)
-    holding = [(at, fstype) for _, at, fstype, _ in _mounts(mountinfo) if _holds(at, place)]
+    holding = [(at, fstype) for _, at, fstype, _ in cgroups.mounts(mountinfo) if cgroups.holds(at, place)]
     return max(holding, key=lambda mount: len(mount[0]), default=("", "unknown"))[1]
-
-
-def _mounts(mountinfo: str) -> Iterator[tuple[str, str, str, str]]:
-    for line in mountinfo.splitlines():
-        left, _, right = line.partition(" - ")
-        fstype, _, options = right.split(" ")[:3]
-        yield left.split(" ")[3], left.split(" ")[4], fstype, options
-
-
-def _holds(at: str, place: str) -> bool:
-    return place == at or place.startswith(at.rstrip("/") + "/")
 
 
 def _opens(path: Path) -> bool:

@@ -10,6 +10,7 @@ import threading
 import msgspec
 import pytest
 
+from hpc_swe import cgroups
 from hpc_swe import config as configuration
 from hpc_swe.doctor import examine, meeting, nodes, probe, srun
 from hpc_swe.doctor.findings import PartitionNeeds
@@ -205,14 +206,39 @@ MOUNTS_2 = "30 24 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegat
 
 
 def test_memory_limits_are_read_from_the_own_group_up_to_the_mount():
-    first = list(map(str, probe.limit_files(CGROUP_1, MOUNTS_1)))
+    first = list(map(str, cgroups.limit_files(CGROUP_1, MOUNTS_1)))
     assert "/sys/fs/cgroup/memory/slurm_c1/job_1/step_0/memory.limit_in_bytes" in first
     assert "/sys/fs/cgroup/memory/slurm_c1/job_1/memory.limit_in_bytes" in first
     assert not any("/cpu/" in path for path in first)
-    second = list(map(str, probe.limit_files(CGROUP_2, MOUNTS_2)))
+    second = list(map(str, cgroups.limit_files(CGROUP_2, MOUNTS_2)))
     scope = "/sys/fs/cgroup/system.slice/slurmstepd.scope"
     assert second[0] == f"{scope}/job_1/step_0/user/task_0/memory.max"
     assert f"{scope}/job_1/memory.max" in second
+
+
+GROUPS = {
+    "memory.max": {"memory.max": "1000", "memory.current": "700"},
+    "memory.limit_in_bytes": {"memory.limit_in_bytes": "1000", "memory.usage_in_bytes": "700"},
+}
+
+
+@pytest.mark.parametrize(
+    ("limit", "changes", "left"),
+    [
+        ("memory.max", {}, 450),
+        ("memory.max", {"memory.max": "max"}, cgroups.NO_LIMIT),
+        ("memory.max", {"memory.current": "1300"}, 0),
+        ("memory.limit_in_bytes", {}, 450),
+        ("memory.limit_in_bytes", {"memory.limit_in_bytes": str(2**63 - 4096)}, cgroups.NO_LIMIT),
+    ],
+)
+def test_a_group_has_left_what_its_processes_do_not_use(tmp_path, limit, changes, left):
+    """Copies of files on disk are not used; in v1 a group's own are told beside those of the groups below."""
+    prefix, others = ("", "") if limit == "memory.max" else ("total_", "active_file 1\n")
+    stat = f"{others}{prefix}active_file 100\n{prefix}inactive_file 50\nanon 550\n"
+    for name, text in {**GROUPS[limit], "memory.stat": stat, **changes}.items():
+        (tmp_path / name).write_text(text)
+    assert cgroups.memory_left([tmp_path / limit]) == left
 
 
 def test_the_file_system_of_a_path_is_that_of_the_nearest_mount():

@@ -56,6 +56,12 @@ def test_chunks_have_every_element_once_and_cut_only_at_multiples():
     ("claims", "says"),
     [
         ([("a", 5, 11), ("a", 5, 10), ("b", 10, 10)], None),
+        ([("a", 5, 20, 3, 16), ("a", 5, 20, 3, 16)], None),
+        (
+            [("a", 5, 20, 3, 15), ("a", 5, 20, 3, 15)],
+            "policy.key: the 2 processes of a need 10.0 GiB of host memory, of which 9.0 are free; "
+            "choose less, or ask [executor] for more memory",
+        ),
         (
             [("a", 5, 10), ("b", 6, 10), ("b", 6, 10)],
             "policy.key: the 2 processes of b need 12.0 GiB of host memory, of which 10.0 are free; "
@@ -64,14 +70,12 @@ def test_chunks_have_every_element_once_and_cut_only_at_multiples():
     ],
 )
 def test_processes_of_one_node_are_refused_more_than_it_has(claims, says):
-    found = [MemoryClaim(node, needed * GIB, free * GIB) for node, needed, free in claims]
+    found = [MemoryClaim(node, *(size * GIB for size in sizes)) for node, *sizes in claims]
     assert pinned.refusal("policy.key", found, "choose less") == says
 
 
-@pytest.mark.parametrize(
-    ("environment", "gib"),
-    [({}, 8), ({"SLURM_MEM_PER_NODE": "2048"}, 2), ({"SLURM_MEM_PER_NODE": "0"}, 8)],
-)
-def test_job_can_have_what_is_free_and_no_more_than_slurm_gave(environment, gib):
-    meminfo = f"MemTotal: 99999999 kB\nMemAvailable:  {8 * 2**20} kB\n"
-    assert pinned.available(meminfo, environment) == gib * GIB
+def test_job_can_have_what_is_available_and_no_more_than_slurm_gave():
+    assert pinned.available("MemTotal: 99999999 kB\nMemAvailable:  8 kB\n") == 8 * 1024
+    assert pinned.slurm_limit({"SLURM_MEM_PER_NODE": "2048"}) == 2 * GIB
+    assert pinned.slurm_limit({"SLURM_MEM_PER_NODE": "0"}) == pinned.slurm_limit({}) > 1000 * GIB
+    assert pinned.claim(7).free > 0, "this node's files can be read"

@@ -16,7 +16,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.optim.adam import adam
 
-from hpc_swe.errors import NodeError
 from hpc_swe.plugins.policies._megatron import pinned
 from hpc_swe.plugins.policies._megatron.compat import new_stream, on_stream
 from hpc_swe.plugins.policies._megatron.parallel import TorchRanks, device
@@ -85,9 +84,7 @@ def host_states(optimizer: MegatronOptimizer, share: float, ranks: TorchRanks) -
     Raise NodeError on all ranks if the memory of a node is too small.
     """
     parts = [HostedStates(inner, share) for inner in optimizer.chained_optimizers]
-    claims = ranks.gather(pinned.claim(sum(part.bytes for part in parts)))
-    if refusal := pinned.refusal(KEY, claims, "choose a smaller share"):
-        raise NodeError(refusal)
+    pinned.require(KEY, sum(part.bytes for part in parts), ranks, "choose a smaller share")
     for part in parts:
         part.move()
 

@@ -103,7 +103,7 @@ class MegatronLearner:
         self._is_base_reference = bool(settings.lora_rank and reference and reference.samefile(model))
         if reference is not None and not self._is_base_reference:
             weights.load(self._model, shape, weights.Snapshot(reference), self.ranks.tensor_group)
-            self._reference = state.Reference(self._model)
+            self._reference = state.Reference(self._model, self.ranks)
         weights.load(self._model, shape, tensors or weights.Snapshot(model), self.ranks.tensor_group)
         self._adapters = lora.Adapters(self._model, shape, settings, self.ranks)
         self._ddp = state.wrap(self._model, settings)

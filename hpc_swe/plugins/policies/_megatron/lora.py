@@ -178,7 +178,11 @@ class Adapters:
             return
         model.requires_grad_(False)
         model.embedding.register_forward_hook(_require_gradient)
-        self._layers = list(_adapt(model, shape, settings))
+        chosen = list(_choose(model, shape, settings))
+        base = sum(module.weight.nbytes for module, _, _ in chosen)
+        pinned.require("policy.lora_rank", base, ranks, "adapt fewer layers (policy.lora_layers)")
+        scale = settings.lora_alpha / settings.lora_rank
+        self._layers = [AdaptedLinear(*each, scale, settings.lora_rank) for each in chosen]
         for adapter in self._adapters():
             adapter.start(ranks.tensor_group)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -292,8 +296,10 @@ class Adapters:
         return int(total)
 
 
-def _adapt(model: PolicyModel, shape: ModelShape, settings: MegatronSettings) -> Iterator[AdaptedLinear]:
-    """Adapt the linear layers that `lora_layers` names."""
+def _choose(
+    model: PolicyModel, shape: ModelShape, settings: MegatronSettings
+) -> Iterator[tuple[nn.Module, list[Rows], str]]:
+    """Yield the linear layers that `lora_layers` names, with their matrices and the prefix of those."""
     groups, size = shape.groups // settings.tensor_parallel, shape.head_dim
     queries, ffn = shape.heads // shape.groups * size, shape.ffn // settings.tensor_parallel
     fused = [
@@ -305,7 +311,6 @@ def _adapt(model: PolicyModel, shape: ModelShape, settings: MegatronSettings) ->
     output = [Rows("self_attn.o_proj", 1, shape.hidden, 0, shape.hidden)]
     gate_up = [Rows("mlp.gate_proj", 1, 2 * ffn, 0, ffn), Rows("mlp.up_proj", 1, 2 * ffn, ffn, ffn)]
     down = [Rows("mlp.down_proj", 1, shape.hidden, 0, shape.hidden)]
-    scale = settings.lora_alpha / settings.lora_rank
     for layer in model.decoder.layers:
         attention, mlp, chosen = layer.self_attention, layer.mlp, list[tuple[nn.Module, list[Rows]]]()
         if settings.lora_layers != "mlp":
@@ -313,8 +318,7 @@ def _adapt(model: PolicyModel, shape: ModelShape, settings: MegatronSettings) ->
         if settings.lora_layers != "attention":
             chosen += [(mlp.linear_fc1, gate_up), (mlp.linear_fc2, down)]
         for module, rows in chosen:
-            prefix = f"model.layers.{layer.layer_number - 1}."
-            yield AdaptedLinear(module, rows, prefix, scale, settings.lora_rank)
+            yield module, rows, f"model.layers.{layer.layer_number - 1}."
 
 
 def _require_gradient(_: nn.Module, __: object, output: Tensor) -> None:

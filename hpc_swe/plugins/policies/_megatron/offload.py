@@ -103,9 +103,7 @@ class Offload:
     def _make_room(self, needed: int) -> None:
         if not self._is_checked:
             self._is_checked = True
-            claims = self._ranks.gather(pinned.claim(needed))
-            if refusal := pinned.refusal("hybrid = true", claims, REMEDY):
-                raise NodeError(refusal)
+            pinned.require("hybrid = true", needed, self._ranks, REMEDY)
         if self._host.nbytes < needed:
             self._host = torch.empty(0, dtype=torch.uint8)  # free it first
             self._host = pinned.zeros(needed, torch.uint8)

@@ -11,12 +11,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from hpc_swe import cgroups
 from hpc_swe.errors import NodeError
 from hpc_swe.plugins.costs import GIB
+from hpc_swe.plugins.policies.base import Ranks
 
 
 @dataclass(frozen=True)
@@ -26,15 +29,21 @@ class MemoryClaim:
     node: str
     needed: int
     free: int
-    """Bytes, as `needed` is, that the node can give."""
+    """Bytes, as `needed` is, that the node and the control groups of the process can give now."""
+    pinned: int = 0
+    """Bytes that the process has pinned before."""
+    limit: int = cgroups.NO_LIMIT
+    """Bytes that the job may use on the node, by Slurm's word, whether or not a control group enforces it."""
 
 
 class _Pages(mmap.mmap):
-    """Unpin the pages before they are unmapped.
+    """Count the pages that this process has pinned, and unpin the pages before they are unmapped.
 
     CUDA would take the next memory at their address for pinned memory of their size, and refuse to copy it.
     """
 
+    pinned: ClassVar[int] = 0
+    """Bytes of all pages together."""
     address = 0
     """Where CUDA pinned them; 0 as long as it has not."""
 
@@ -42,6 +51,7 @@ class _Pages(mmap.mmap):
         if self.address and not sys.is_finalizing():
             torch.cuda.synchronize()  # no copy may be under way
             torch.cuda.cudart().cudaHostUnregister(self.address)
+            _Pages.pinned -= len(self)
 
 
 def zeros(count: int, dtype: torch.dtype) -> Tensor:
@@ -63,20 +73,34 @@ def zeros(count: int, dtype: torch.dtype) -> Tensor:
     if refusal:
         raise NodeError(f"CUDA refuses to pin {size / GIB:.1f} GiB of host memory: error {refusal}")
     pages.address = tensor.data_ptr()
+    _Pages.pinned += size
     return tensor
 
 
-def available(meminfo: str, environment: Mapping[str, str]) -> int:
-    """Return how many bytes of host memory this job can have: those that are free, or its limit in Slurm."""
-    free = next(line.split()[1] for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
-    limit = environment.get("SLURM_MEM_PER_NODE", "0")  # in MiB; 0 is the whole node
-    return min(1024 * int(free), int(limit) * 2**20 or 2**63)
+def require(key: str, needed: int, ranks: Ranks, remedy: str) -> None:
+    """Raise NodeError on all ranks if the bytes that they need are too many for a node; see `refusal`.
+
+    All ranks must call this together, before any of them takes the memory.
+    """
+    if found := refusal(key, ranks.gather(claim(needed)), remedy):
+        raise NodeError(found)
 
 
 def claim(needed: int) -> MemoryClaim:
     """Return the claim of this process for so many bytes."""
-    meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
-    return MemoryClaim(os.uname().nodename, needed, available(meminfo, os.environ))
+    free = min(available(Path("/proc/meminfo").read_text()), cgroups.memory_left(cgroups.own_limit_files()))
+    return MemoryClaim(os.uname().nodename, needed, free, _Pages.pinned, slurm_limit(os.environ))
+
+
+def available(meminfo: str) -> int:
+    """Return how many bytes the node can give without swapping."""
+    line = next(line for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
+    return 1024 * int(line.split()[1])
+
+
+def slurm_limit(environment: Mapping[str, str]) -> int:
+    """Return how many bytes Slurm lets this job use on a node; NO_LIMIT where it gave the whole node."""
+    return int(environment.get("SLURM_MEM_PER_NODE", "0")) * 2**20 or cgroups.NO_LIMIT
 
 
 def refusal(key: str, claims: Sequence[MemoryClaim], remedy: str) -> str | None:
@@ -86,7 +110,8 @@ def refusal(key: str, claims: Sequence[MemoryClaim], remedy: str) -> str | None:
     """
     for node in sorted({each.node for each in claims}):
         own = [each for each in claims if each.node == node]
-        needed, free = sum(each.needed for each in own), min(each.free for each in own)
+        needed, pinned = sum(each.needed for each in own), sum(each.pinned for each in own)
+        free = min(min(each.free for each in own), max(0, min(each.limit for each in own) - pinned))
         if needed > free:
             return (
                 f"{key}: the {len(own)} processes of {node} need {needed / GIB:.1f} GiB of host memory, of "

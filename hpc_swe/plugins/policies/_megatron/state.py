@@ -26,6 +26,7 @@ from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 from hpc_swe.plugins.policies.base import OptimizerConfig
 from hpc_swe.store import atomic, folders
 
+KL = "learner.loss.kl_coefficient"
 CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -115,8 +116,11 @@ class Reference:
     It takes twice their size in host memory, and nothing on the device.
     """
 
-    def __init__(self, model: PolicyModel) -> None:
+    def __init__(self, model: PolicyModel, ranks: TorchRanks) -> None:
+        """Copy the weights; raise NodeError on all ranks if the memory of a node is too small."""
         self._parameters = list(model.parameters())
+        needed = 2 * sum(parameter.nbytes for parameter in self._parameters)
+        pinned.require(KL, needed, ranks, "train without it (0)")
         self._reference = [_host_copy(parameter.data) for parameter in self._parameters]
         self._trained = [_host_copy(parameter.data) for parameter in self._parameters]
 
