@@ -26,6 +26,7 @@ KINDS: dict[str, Any] = {
     "history.msgpack": RunHistory,
 }
 FLOATS = ("logprobs", "advantages", "weights")
+BYTES = ("mask", "routing")
 MOST_ROWS, MOST_NAMES, MOST_TEXT, HEADER = 100, 20, 1 << 22, 1 << 24
 EPISODE = ("task_id", "outcome", "exit_status")
 """Columns that every table of episodes has; archives and evaluations have their records, too."""
@@ -36,7 +37,7 @@ def readable(value: object, key: str = "") -> object:
     if isinstance(value, msgspec.Struct):
         return {name: readable(getattr(value, name), name) for name in value.__struct_fields__}
     if isinstance(value, bytes):
-        if key == "mask":
+        if key in BYTES:
             return list(value)
         return (float_array(value) if key in FLOATS else id_array(value)).tolist()
     if isinstance(value, list | tuple):

@@ -26,7 +26,7 @@ from hpc_swe.records import (
     float_array,
     id_array,
 )
-from hpc_swe.roles.coordinator.samples import make_samples
+from hpc_swe.roles.coordinator.samples import add_routing, make_samples
 from hpc_swe.roles.rollout.endpoints import Endpoints
 from hpc_swe.roles.rollout.recorder import Recorder
 from hpc_swe.rundir import RunDir
@@ -76,7 +76,8 @@ def test_every_token_has_the_experts_that_computed_it(
     on.engine.faults.append(cut_at(2))
     talk(on.recorder, [tool("1: x")], [tool("ok")])
     turns = on.recorder.close("over")
-    for sample in make_samples(episode(turns), 1.0, "all", 0, 0).samples:
+    found = make_samples(episode(turns), 1.0, "all", 0, 0)
+    for sample in add_routing(found, episode(turns), "all").samples:
         ids = id_array(sample.token_ids)
         experts = np.frombuffer(sample.routing, np.uint8).reshape(-1, 2)
         np.testing.assert_array_equal(experts[:-1], np.stack((ids % 7, ids % 11), -1)[:-1])
