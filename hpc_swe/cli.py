@@ -12,7 +12,7 @@ from pathlib import Path
 from hpc_swe.errors import HpcSweError, StorageError
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # the exit codes that shells use
-REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}  # a person can mend these
+MENDABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}  # by the person who calls
 
 
 def command(main: Callable[[], int | None]) -> Callable[[], None]:
@@ -34,7 +34,7 @@ def command(main: Callable[[], int | None]) -> Callable[[], None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = BROKEN_PIPE
         except OSError as error:
-            if error.errno not in REFUSALS:
+            if error.errno not in MENDABLE:
                 raise
             where = error.filename or "a file that this command writes"
             print(

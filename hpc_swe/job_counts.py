@@ -51,9 +51,7 @@ def gpus(role: str, config: RunConfig) -> int | None:
         return engine
     if role == "learner" and isinstance(config.policy, EstimatedPolicy):
         own, engines = processes(role, config) * config.policy.gpus, engines_beside(role, config)
-        if (
-            engines and engine is None
-        ):  # they may need any number; a job for the CPU alone would hide them all
-            return own or None
+        if engines and engine is None:
+            return own or None  # not 0, which would hide all GPUs from engines that may need some
         return max(own, engines * (engine or 0))
     return None

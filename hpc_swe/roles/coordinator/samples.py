@@ -67,7 +67,7 @@ def find_flaw(episode: Episode, routing_bytes: int | None = None) -> str:
     if len(widths) > 1:
         return "the routings of its turns are of models with different numbers of layers or experts"
     if routing_bytes is not None and widths - {routing_bytes}:
-        return f"the engine returned {max(widths)} experts of each token; the model uses {routing_bytes}"
+        return f"the engine returned {max(widths)} experts of a token in all layers, not {routing_bytes}"
     return ""
 
 
