@@ -5,6 +5,7 @@ A supervisor whose engine cannot load a delta says so here, and the learner read
 
 from collections.abc import Collection
 from contextlib import suppress
+from typing import Literal
 
 from hpc_swe.errors import CorruptRecord
 from hpc_swe.records import WeightManifest, WeightVersion
@@ -43,10 +44,11 @@ def superseded(
 def report_refused(run: RunDir, version: WeightVersion) -> None:
     """Name a delta that an engine could not load, unless a newer one is named.
 
-    A full version is not named: the engine may be at fault, and the next version loads without this one.
+    A full version is not named: the engine may be at fault, and the next version loads without this one. Nor
+    is a version that is gone: there is a newer one, which the supervisor loads or names next.
     """
     named = _refused(run)
-    if (named is None or named < version) and not _is_full(run, version):
+    if (named is None or named < version) and _kind(run, version) == "delta":
         atomic.put(run.refused, version)
 
 
@@ -54,7 +56,7 @@ def is_full_wanted(run: RunDir) -> bool:
     """Return whether an engine could not load a delta, and no full version was published after it."""
     named = _refused(run)
     return named is not None and not any(
-        version >= named and _is_full(run, version) for version in published(run)
+        version >= named and _kind(run, version) == "full" for version in published(run)
     )
 
 
@@ -64,7 +66,12 @@ def _refused(run: RunDir) -> WeightVersion | None:
     return None
 
 
-def _is_full(run: RunDir, version: WeightVersion) -> bool:
-    with suppress(FileNotFoundError, CorruptRecord):  # retention may have removed it
-        return folders.manifest(run.weight(version), WeightManifest).parent is None
-    return False
+def _kind(run: RunDir, version: WeightVersion) -> Literal["full", "delta", "gone"]:
+    """Tell what a version is; one with a damaged manifest loads no better than a delta."""
+    try:
+        parent = folders.manifest(run.weight(version), WeightManifest).parent
+    except FileNotFoundError:  # retention has removed it
+        return "gone"
+    except CorruptRecord:
+        return "delta"
+    return "full" if parent is None else "delta"

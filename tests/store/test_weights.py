@@ -76,23 +76,26 @@ def test_foreign_and_unfinished_folders_are_no_versions(run):
 
 
 @pytest.mark.parametrize(
-    ("parents", "refused", "is_wanted"),
+    ("parents", "refused", "removed", "is_wanted"),
     [
-        ([None, None], [], False),
-        ([None, None], [1], False),  # one engine with a bad GPU must not make the learner publish twice
-        ([None, 0], [1], True),
-        ([None, 0, 1], [1, 2], True),
-        ([None, 0, None], [1], False),
-        ([None, 0, None], [1, 2], False),
-        ([None, 0, None, 2], [1, 3], True),
-        ([None, 0], [7], True),  # retention removed it
+        ([None, None], [], [], False),
+        ([None, None], [1], [], False),  # one engine with a bad GPU must not make the learner publish twice
+        ([None, 0], [1], [], True),
+        ([None, 0, 1], [1, 2], [], True),
+        ([None, 0, None], [1], [], False),
+        ([None, 0, None], [1, 2], [], False),
+        ([None, 0, None, 2], [1, 3], [], True),
+        ([None, 0, 1], [1], [1], True),
+        ([None, 0], [7], [], False),  # retention removed it before the report, and it may have been full
     ],
 )
-def test_a_full_version_is_wanted_after_a_delta_was_refused(run, parents, refused, is_wanted):
+def test_a_full_version_is_wanted_after_a_delta_was_refused(run, parents, refused, removed, is_wanted):
     for step, parent in enumerate(parents):
         publish(run, WeightVersion(step=step), None if parent is None else WeightVersion(step=parent))
     for step in refused:
         weights.report_refused(run, WeightVersion(step=step))
+    for step in removed:
+        folders.remove(run.weight(WeightVersion(step=step)))
     assert weights.is_full_wanted(run) is is_wanted
 
 

@@ -227,6 +227,7 @@ class Supervisor:
 
     def _follow(self, served: ServedEngine, monitor: LivenessMonitor) -> None:
         while not self._must_end():
+            self._loading = frozenset()  # the last look was no load, or one that the engine survived
             served.require_serving()
             monitor.require_alive()
             if self.turn and self.turn.is_requested():
@@ -301,8 +302,7 @@ class Supervisor:
         except (EngineError, CorruptRecord) as error:
             self._refuse(served, newest, error)
         else:
-            self._serving, self._refusals = wanted, 0
-            self._loading = self._lost = frozenset()
+            self._serving, self._refusals, self._lost = wanted, 0, frozenset()
             verify_s, swap_s = verified - began, time.monotonic() - verified
             log.info("updated to %s: verified in %.2f s, swapped in %.2f s", newest.name, verify_s, swap_s)
         self.lease.publish(state="ready", reading="", versions=[self._serving.version])
@@ -324,13 +324,12 @@ class Supervisor:
         """Keep serving the previous weights after an error about `version`, unless the engine is to blame."""
         if not self.engine.is_healthy(served.url):  # a death of the engine is no fault of the version
             raise EngineError(f"the engine died while {version.name} was loaded: {error}") from error
-        self._loading = frozenset()
         self._refused.add(version)
         self._refusals += 1
         log.error("refused %s, serving %s: %s", version.name, self._serving.version.name, error)
         if self._refusals >= MAX_REFUSALS:
             self._refused.clear()
-            self._refusals = 0
+            self._refusals, self._loading = 0, frozenset()  # this loss is not the version's
             raise EngineError(
                 f"{MAX_REFUSALS} versions in a row were refused, the last since {error}"
             ) from error
