@@ -54,7 +54,7 @@ BUDGETS = {
     "hpc_swe/plugins/tools": 1_670,
     "hpc_swe/report": 870,
     "hpc_swe/roles": 10,
-    "hpc_swe/roles/coordinator": 2_930,
+    "hpc_swe/roles/coordinator": 2_955,
     "hpc_swe/roles/inference": 640,
     "hpc_swe/roles/learner": 985,
     "hpc_swe/roles/reward": 340,

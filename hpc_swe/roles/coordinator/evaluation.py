@@ -7,6 +7,7 @@ are retried as in training; an attempt that fails to the end counts as not resol
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -60,6 +61,10 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self._list_done()
+        last = max(self._rates, default=0)
+        if self.label(last) in self._done:  # the coordinator before may have died before it logged the round
+            with suppress(CorruptRecord):
+                self._report(last, evals.read(self.run.eval_table(self.label(last))))
 
     def label(self, step: int) -> str:
         """Return the name of a round's table."""
@@ -179,9 +184,13 @@ class Evaluator:
         rows = [_attempt(m, *labels[m.request.index]) for group in groups for m in group.members]
         evals.write(self.run.eval_table(self.label(step)), rows)
         self._list_done()
+        self._report(step, rows)
+
+    def _report(self, step: int, rows: Sequence[Attempt]) -> None:
+        """Log the metrics of a finished round."""
         best = select(self._rates)
         values = {"solve/best": best.rate, "solve/best_step": float(best.step)} if best else {}
-        for label in self.config.decodings:
+        for label in self.config.decodings.keys() & {row.sampling for row in rows}:
             values |= summary(label, rows)
             values |= self._by_part(label, rows)
         log.info("evaluation %s: %s", self.label(step), values)

@@ -21,7 +21,17 @@ import numpy as np
 from hpc_swe.errors import ConfigError, LostRace
 from hpc_swe.metrics import Log
 from hpc_swe.plugins.agents.base import Preface
-from hpc_swe.records import Batch, CoordinatorState, IdArray, Message, Sample, ScoredEpisode, Split, id_array
+from hpc_swe.records import (
+    Batch,
+    BatchManifest,
+    CoordinatorState,
+    IdArray,
+    Message,
+    Sample,
+    ScoredEpisode,
+    Split,
+    id_array,
+)
 from hpc_swe.roles.coordinator import batch_metrics, batches
 from hpc_swe.roles.coordinator.batches import BatchPlan
 from hpc_swe.roles.coordinator.dispatch import stable_hash
@@ -30,7 +40,7 @@ from hpc_swe.roles.coordinator.packing import pack_minibatches, token_weights
 from hpc_swe.roles.coordinator.samples import Chains, build_sample, make_samples
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import checkpoints
+from hpc_swe.store import checkpoints, folders
 from hpc_swe.store.trajectories import Trajectory
 
 AHEAD = 32
@@ -78,6 +88,8 @@ class WarmStart:
     ) -> None:
         self._run, self._schedule, self._log, self._held_out = run, schedule, metrics_log, held_out
         self.step = max(batches.published_steps(run), default=-1) + 1
+        if self.step:  # the coordinator before may have died before it logged them
+            metrics_log.write(self.step - 1, folders.manifest(run.batch(self.step - 1), BatchManifest).stats)
         self._stream, self._trained = stream, self.step * schedule.samples_per_step
         self._taken: list[Sample] = []
 

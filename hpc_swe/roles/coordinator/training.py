@@ -5,9 +5,10 @@ produces      requests/, batches/step_n, archive/episodes/step_n.parquet
 waits for     results of open groups; the learner, when AHEAD batches are published beyond its step
 unblocked by  rollout and reward workers; a new weight version; the time limit of stragglers
 
-A batch is published in three steps: commit the batch, write its archive, remove its messages. A crash after
-the first leaves messages of consumed groups in scored/. The coordinator that starts next writes the archive
-from them if it is missing, and then removes them like any duplicate.
+A batch is published in four steps: commit the batch, write its archive, remove its messages, log its metrics.
+A crash after the first leaves messages of consumed groups in scored/. The coordinator that starts next writes
+the archive from them if it is missing, and then removes them like any duplicate. It logs what the manifest of
+the newest batch says: a line that is there twice is one point of a curve.
 """
 
 import logging
@@ -70,6 +71,8 @@ class Training:
             archive.write(
                 run.archive(last.step), _leftover_results(run, consumed), last.groups, known.weights
             )
+        if last is not None:
+            metrics_log.write(last.step, last.stats)
 
     def iterate(self, snapshot: RunSnapshot) -> Progress:
         """Do what can be done now, without waiting.

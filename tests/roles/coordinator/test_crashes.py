@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from hpc_swe.metrics import decode
 from hpc_swe.records import RolloutRequest, ScoredEpisode, WeightVersion
 from hpc_swe.roles.coordinator import archive, batches
 from hpc_swe.roles.coordinator.groups import parse_name
@@ -67,6 +68,12 @@ def leftovers(run, consumed):
     return [name for name in names if parse_name(name)[0] in groups]
 
 
+def curve(run, name):
+    """The steps at which a metric was logged."""
+    lines = [line for path in run.metrics.iterdir() for line in decode(path.read_bytes())[0]]
+    return {line.step for line in lines if name in line.values}
+
+
 def ready_to_publish(root):
     """All results of batch 0 lie in scored/, and no coordinator has seen them together yet."""
     run = rundir(root)
@@ -96,6 +103,7 @@ def test_a_death_anywhere_in_publishing_changes_no_batch_and_no_archive(tmp_path
         trained = [groups + closed for groups, closed, *_ in undisturbed.values()]
         assert archived(run) == [{f"train-{g:06d}-{i:02d}" for g in gs for i in (0, 1)} for gs in trained]
         assert leftovers(run, trained) == []
+        assert curve(run, "reward/mean") == {0, 1}
         shutil.rmtree(root)
     assert seen == {(False, False), (True, False), (True, True)}  # died before, between and after
 

@@ -14,7 +14,7 @@ import pytest
 
 from hpc_swe import records
 from hpc_swe.errors import ConfigError, DeadlineError, LostRace, StorageError
-from hpc_swe.metrics import Log
+from hpc_swe.metrics import Log, decode
 from hpc_swe.records import Batch, Message, Node, Role, RolloutRequest, Sampling, ScoredEpisode, StatusReport
 from hpc_swe.roles.coordinator import archive, batches, sft
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
@@ -111,6 +111,18 @@ def test_an_evaluation_goes_on_after_a_restart(run):
     work(run)
     assert evaluating(run).iterate(maintenance.snapshot()).waits_for == ""
     assert len(table(run)) == 8
+
+
+@pytest.mark.parametrize("decodings", [HELD_OUT.decodings, {"plain": Sampling(), "new": Sampling(top_k=5)}])
+def test_an_evaluation_is_logged_again_by_the_next_coordinator(run, decodings):
+    """The first one may have died between its table and its line."""
+    maintenance, mode = make_maintenance(run), evaluating(run)
+    mode.iterate(maintenance.snapshot())
+    work(run, judge=lambda name: 1.0)
+    mode.iterate(maintenance.snapshot())
+    run.metric_log("c").unlink()
+    evaluating(run, config=msgspec.structs.replace(HELD_OUT, decodings=decodings))
+    assert '"solve/eval/plain":1.0' in run.metric_log("c").read_text()
 
 
 def test_a_second_evaluator_leaves_when_the_first_is_done(run):
@@ -210,6 +222,15 @@ def test_a_warm_start_restarted_at_every_batch_publishes_the_same(tmp_path):
             mode.iterate(make_maintenance(made).snapshot())
             learn(made)
     assert published(whole) == published(broken)
+
+
+def test_a_batch_of_a_warm_start_is_logged_again_by_the_next_coordinator(run):
+    """The first one may have died between the batch and its line."""
+    warm_start(run).iterate(make_maintenance(run).snapshot())
+    run.metric_log("c").unlink()
+    step = warm_start(run).step - 1
+    [line] = decode(run.metric_log("c").read_bytes())[0]
+    assert (line.step, line.values["batch/samples"]) == (step, 4)
 
 
 def test_a_warm_start_of_long_samples_goes_on_in_the_next_iteration(tmp_path):
