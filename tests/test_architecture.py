@@ -45,7 +45,7 @@ BUDGETS = {
     "hpc_swe/plugins": 2_020,
     "hpc_swe/plugins/advantages": 150,
     "hpc_swe/plugins/agents": 420,
-    "hpc_swe/plugins/engines": 2_450,
+    "hpc_swe/plugins/engines": 2_500,
     "hpc_swe/plugins/executors": 770,
     "hpc_swe/plugins/graders": 2_695,
     "hpc_swe/plugins/policies": 4_940,

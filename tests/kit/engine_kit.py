@@ -168,6 +168,39 @@ def publish_delta(run: RunDir, models: tuple[Path, Path], version: WeightVersion
     return verified(run, version, parent)
 
 
+def publish_adapters(run: RunDir, model: Path, version: WeightVersion) -> None:
+    """Adapters of one matrix of a model, as a learner writes them."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from hpc_swe.plugins.low_rank import ADAPTER_CONFIG, ADAPTER_TENSORS, Factors
+    from hpc_swe.plugins.tensor_delta import Digests, text
+
+    name = "model.layers.0.mlp.down_proj"
+    tensors = load_file(model / "model.safetensors")
+    outputs, inputs = tensors[f"{name}.weight"].shape
+    a, b = torch.ones(1, inputs), torch.linspace(-1, 1, outputs).view(outputs, 1)
+    Factors(a, b, 0.5).merge(tensors[f"{name}.weight"], tensors[f"{name}.weight"])
+    computer = Digests(torch.device("cpu"))
+
+    def fill(stage: Path) -> WeightManifest:
+        stored = {f"base_model.model.{name}.lora_{each}.weight": part for each, part in (("A", a), ("B", b))}
+        save_file(stored, stage / ADAPTER_TENSORS)
+        (stage / ADAPTER_CONFIG).write_text('{"r": 2, "lora_alpha": 1}')
+        infos = {
+            each: TensorInfo(
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=list(tensor.shape),
+                digest=text(int(computer.tensor(tensor))),
+            )
+            for each, tensor in tensors.items()
+        }
+        files = {path.name: folders.describe(path) for path in stage.iterdir()}
+        return WeightManifest(writer="test", files=files, version=version, tensors=infos, parent=V0)
+
+    folders.publish(run.weight(version), fill)
+
+
 def verified(run: RunDir, version: WeightVersion, parent: Weights | None = None) -> Weights:
     """A published version, as a supervisor gives it to an engine."""
     folder = run.weight(version)

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hpc_swe.plugins.low_rank import ADAPTER_CONFIG, Factors
 from hpc_swe.plugins.tensor_delta import Changes, Digests, text
 
+MODEL_REMEDY = "restore the files of `model` as they were when the run started"
 CODES, OTHERS = ":codes", ":others"
 CPU = torch.device("cpu")
 THREADS = min(8, os.cpu_count() or 1)
@@ -33,7 +34,7 @@ class Link:
 
     folder: Path
     files: Mapping[str, Sequence[int]] | None
-    """Weight file -> size, time of change in ns and inode; None trusts the folder, as one that was served."""
+    """File that is loaded -> size, time of change in ns and inode; None: no manifest lists the files."""
 
     @property
     def has_adapters(self) -> bool:
@@ -41,14 +42,14 @@ class Link:
         return (self.folder / ADAPTER_CONFIG).exists()
 
     def check(self) -> None:
-        """Raise ValueError for a weight file that changed, is missing, or was not verified."""
+        """Raise ValueError for a file that changed, is missing, or was not verified."""
         if self.files is None:
             return
-        if names := {path.name for path in shards(self.folder)} ^ self.files.keys():
+        found = _identities(self.folder)
+        if names := found.keys() ^ self.files.keys():
             raise ValueError(f"{self.folder.name}: {min(names)}: it was not verified, or is missing")
         for name, seen in self.files.items():
-            found = (self.folder / name).stat()
-            if [found.st_size, found.st_mtime_ns, found.st_ino] != list(seen):
+            if found[name] != list(seen):
                 raise ValueError(f"{self.folder.name}: {name}: it is no longer the file that was verified")
 
 
@@ -78,6 +79,16 @@ class Wanted:
             raise ValueError(f"{file.name}: {name} is {list(tensor.shape)}, not {self.shapes.get(name)}")
         if self.dtypes is not None and dtype != self.dtypes.get(name):
             raise ValueError(f"{file.name}: {name} is {dtype}, not {self.dtypes.get(name)}")
+
+
+def _identities(folder: Path) -> dict[str, list[int]]:
+    """Return size, time of change in ns and inode of each file that is loaded."""
+    config = folder / ADAPTER_CONFIG
+    found = {}
+    for path in [*shards(folder), *([config] if config.exists() else [])]:
+        stat = path.stat()
+        found[path.name] = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+    return found
 
 
 def shards(folder: Path) -> list[Path]:
@@ -121,8 +132,27 @@ def read(folder: Path, wanted: Wanted) -> dict[str, Tensor]:
 
 def read_first(chain: Sequence[Link], wanted: Wanted) -> dict[str, Tensor]:
     """Read the full snapshot of a chain; below adapters it is the initial model, of any type of numbers."""
-    is_model = any(link.has_adapters for link in chain)
-    return read(chain[0].folder, replace(wanted, dtypes=None) if is_model else wanted)
+    with _naming_model(chain):
+        return read(chain[0].folder, replace(wanted, dtypes=None) if chain[-1].has_adapters else wanted)
+
+
+def check_files(chain: Sequence[Link]) -> None:
+    """Raise ValueError unless the files of a chain are those that were verified."""
+    with _naming_model(chain):
+        shards(chain[0].folder)
+    for link in chain:
+        link.check()
+
+
+@contextmanager
+def _naming_model(chain: Sequence[Link]) -> Iterator[None]:
+    """Name the folder and the remedy in errors about the model below adapters, whose files may change."""
+    try:
+        yield
+    except (ValueError, SafetensorError) as error:
+        if not chain[-1].has_adapters:
+            raise
+        raise ValueError(f"{chain[0].folder}: {error}; {MODEL_REMEDY}") from error
 
 
 @dataclass(frozen=True)
@@ -240,7 +270,31 @@ def check_chain(chain: Sequence[Link], wanted: Wanted, device: torch.device = CP
         return
     computer = Digests(device)
     found = {n: int(computer.tensor(tensor.to(device))) for n, tensor in build(chain, wanted, device)}
-    require_digests(found, wanted)
+    with _naming_model(chain):
+        require_digests(found, wanted)
+
+
+class KnownModel:
+    """Know the files of the model below adapters, which no manifest lists, as they were when digests held."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, list[int]] | None = None
+
+    def require(self, chain: Sequence[Link], wanted: Wanted, device: torch.device) -> None:
+        """Raise ValueError, with the remedy, unless the adapters of a chain change the learner's model.
+
+        Digests are computed only when the files are others than at the last call that raised nothing.
+        """
+        with _naming_model(chain):
+            files = _identities(chain[0].folder)
+        if files == self._files:
+            return
+        try:
+            check_chain(chain, wanted, device)
+        except torch.OutOfMemoryError:
+            check_chain(chain, wanted)
+        self._files = files
+        Link(chain[0].folder, files).check()
 
 
 def require_digests(found: Mapping[str, int], wanted: Wanted) -> None:

@@ -8,6 +8,7 @@ them into a table.
 import contextlib
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from hpc_swe.errors import EngineError, NoAnswer, Overdue
 from hpc_swe.plugins.engines import _answers, _http, _vllm_gate
 from hpc_swe.plugins.engines.base import Weights
 
+LOADED = re.compile(r"[^/]+\.safetensors|adapter_config\.json")
+"""Files of a version that an engine loads; those in a folder `adapter/` are for people."""
 CLEARINGS = 100
 """Attempts to clear the caches after an update."""
 
@@ -133,8 +136,8 @@ def describe(weights: Weights) -> dict[str, object]:
 def _link(weights: Weights) -> dict[str, object]:
     """Name a folder as the engine's worker, which has another working folder, reads it."""
     files = weights.files
-    own = {name: each for name, each in (files or {}).items() if "/" not in name}  # not those of adapters
-    seen = None if files is None else {n: each for n, each in own.items() if n.endswith(".safetensors")}
+    loaded = {name: each for name, each in (files or {}).items() if LOADED.fullmatch(name)}
+    seen = None if files is None else loaded
     return {"path": str(weights.folder.absolute()), "files": seen}
 
 

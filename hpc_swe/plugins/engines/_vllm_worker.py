@@ -35,14 +35,15 @@ from hpc_swe.plugins.engines._vllm_copies import LoaderCopies, Patch, require_pl
 from hpc_swe.plugins.engines._vllm_environment import BACKEND, TOKEN
 from hpc_swe.plugins.engines._vllm_files import (
     Delta,
+    KnownModel,
     Link,
     Wanted,
     build,
     check_chain,
+    check_files,
     read_first,
     require_digests,
     shapes,
-    shards,
 )
 from hpc_swe.plugins.engines._vllm_gate import AnswerGate
 from hpc_swe.processes import die_with_parent
@@ -70,7 +71,7 @@ class Folder(WeightTransferUpdateInfo):  # type: ignore[misc]
     path: str
     """Folder of the version; empty is the version before the served one."""
     files: dict[str, list[int]] | None = None
-    """Weight file -> size, time of change in ns and inode; None trusts the folder, as one that was served."""
+    """File that is loaded -> size, time of change in ns and inode; None: no manifest lists the files."""
     parents: list[dict[str, Any]] | None = None
     """`path` and `files` of the folders that a delta builds on, from the full snapshot on."""
     dtypes: dict[str, str] | None = None
@@ -156,6 +157,7 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         self._serving = self._previous = self._next = LoadedVersion((Link(folder, None),), wanted)
         self._pool = ThreadPoolExecutor(1, "staging")
         self._staging: Future[Staged] | None = None
+        self._model = KnownModel()
         self._copies: LoaderCopies | None = None
         self._is_covered: bool | None = None
         """Whether `LoaderCopies` covers the model; None until a version with digests was loaded."""
@@ -177,9 +179,7 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
     def receive_weights(self, update_info: Folder) -> None:
         """Begin to read a version; raise ValueError when a file is not the one that was verified."""
         self._next = update_info.version(self._serving.wanted) if update_info.path else self._previous
-        for link in self._next.chain:
-            shards(link.folder)
-            link.check()
+        check_files(self._next.chain)
         self._staging = self._pool.submit(self._stage, self._next)
 
     def is_staged(self) -> bool:
@@ -219,6 +219,7 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
             found = Staged(partial(self._reload, chain, wanted), "reloaded", chain)
         else:
             found = self._stage_copies(self._copies, version)
+        check_files(chain)  # they must not have changed while they were read
         self._synchronize()
         self.seconds = {"stage": time.monotonic() - began}
         return found
@@ -226,6 +227,8 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
     def _stage_copies(self, copies: LoaderCopies, version: LoadedVersion) -> Staged:
         """Find what changes in this worker's memory; leave it to the swap where that has no room."""
         chain, wanted, rest = version.chain, version.wanted, version.after(self._serving)
+        if rest is None and chain[-1].has_adapters:
+            self._model.require(chain, wanted, self._device)
         tensors = read_first(chain, wanted) if rest is None else None
         links = chain[1:] if rest is None else rest
         patches = None

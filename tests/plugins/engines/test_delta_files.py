@@ -7,8 +7,12 @@ import torch
 from safetensors.torch import save_file
 
 from hpc_swe.plugins.engines._vllm_copies import Copy, LoaderCopies
-from hpc_swe.plugins.engines._vllm_files import Delta, Wanted
-from hpc_swe.plugins.tensor_delta import Rectangle, encode
+from hpc_swe.plugins.engines._vllm_files import CPU, Delta, KnownModel, Link, Wanted
+from hpc_swe.plugins.engines._vllm_update import describe
+from hpc_swe.plugins.engines.base import Weights
+from hpc_swe.plugins.tensor_delta import Digests, Rectangle, encode, text
+from hpc_swe.records import Manifest, WeightVersion
+from hpc_swe.store import folders
 
 OLD = torch.linspace(-1, 1, 4000, dtype=torch.bfloat16).view(40, 100)
 WANTED = Wanted({"a": [40, 100]}, is_tied=False, dtypes={"a": "bfloat16"})
@@ -70,3 +74,52 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     adapters(tmp_path)
     with pytest.raises(ValueError, match=r"the adapters of a.weight do not fit the model"):
         Delta.read(tmp_path, Wanted({"a.weight": [40, 99]}, is_tied=False))
+
+
+def link(folder: Path) -> Link:
+    """A folder as a supervisor has verified it, and as an engine is told."""
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    listed = Manifest(writer="test", files={name: folders.describe(folder / name) for name in names})
+    files = folders.verify(folder, listed, lambda: False)
+    return Link(folder, describe(Weights(WeightVersion(), folder, files=files))["files"])
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_file_of_adapters_that_changed_after_its_check_is_named(tmp_path: Path, name: str) -> None:
+    adapters(tmp_path)
+    found = link(tmp_path)
+    found.check()
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes() + b" ")
+    with pytest.raises(ValueError, match=f"{name}: it is no longer the file"):
+        found.check()
+    (tmp_path / name).unlink()
+    with pytest.raises(ValueError, match=f"{name}: it was not verified, or is missing|no .*safetensors file"):
+        found.check()
+
+
+def save_model(folder: Path, tensor: torch.Tensor) -> None:
+    folder.mkdir(exist_ok=True)
+    save_file({"a.weight": tensor}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("change", ["values", "shape", "cut", "gone"])
+def test_a_model_that_is_not_the_learner_s_is_named_with_the_remedy(tmp_path: Path, change: str) -> None:
+    """No manifest lists the files of the model below adapters."""
+    model, folder = tmp_path / "model", tmp_path / "v000003-i01"
+    folder.mkdir()
+    digest = text(int(Digests(CPU).tensor(adapters(folder))))
+    save_model(model, OLD)
+    wanted = Wanted({"a.weight": [40, 100]}, False, {"a.weight": "bfloat16"}, {"a.weight": digest})
+    chain, known = [Link(model, None), link(folder)], KnownModel()
+    known.require(chain, wanted, CPU)
+    whole = (model / "model.safetensors").read_bytes()
+    if change in ("values", "shape"):
+        save_model(model, OLD * 2 if change == "values" else OLD[:39])
+    else:
+        (model / "model.safetensors").unlink()
+        if change == "cut":
+            (model / "model.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=rf"{model}.*; restore the files of `model` as they were"):
+        known.require(chain, wanted, CPU)
+    (model / "model.safetensors").write_bytes(whole)
+    known.require(chain, wanted, CPU)

@@ -23,10 +23,12 @@ from tests.kit.engine_kit import (
     CPU,
     EOS,
     TOKEN,
+    V0,
     VOCABULARY,
     make_model,
     make_run,
     publish,
+    publish_adapters,
     publish_delta,
     serving,
     verified,
@@ -281,6 +283,26 @@ def test_deltas_give_the_same_log_probabilities_as_the_full_weights(fresh: Serve
     assert scores(chain[3]) == expected[1]
     wrong = publish_delta(fresh.run, (models[1], models[2]), versions[4], chain[3])
     expect_refusal(fresh, lambda: scores(wrong), "its digest is not the manifest's")
+
+
+def test_adapters_of_another_model_leave_the_weights_before(fresh: Server) -> None:
+    """The model's files changed after the learner had read them, and then are what they were."""
+    model = fresh.models["a"] / "model.safetensors"
+    versions = [WeightVersion(step=next(fresh.steps)) for _ in range(2)]
+    publish_adapters(fresh.run, fresh.models["a"], versions[0])
+    publish_adapters(fresh.run, fresh.models["a"], versions[1])
+    base, whole = Weights(V0, fresh.models["a"]), model.read_bytes()
+    CPU.reload(fresh.url, TOKEN, verified(fresh.run, versions[0], base))
+    scores = CPU.score(fresh.url, TOKEN, TEXT)
+    model.write_bytes((fresh.models["b"] / "model.safetensors").read_bytes())
+    try:
+        with pytest.raises(EngineError, match="restore the files of `model` as they were"):
+            CPU.reload(fresh.url, TOKEN, verified(fresh.run, versions[1], base))
+    finally:
+        model.write_bytes(whole)
+    assert CPU.score(fresh.url, TOKEN, TEXT) == scores
+    CPU.reload(fresh.url, TOKEN, verified(fresh.run, versions[1], base))
+    assert CPU.score(fresh.url, TOKEN, TEXT) == scores
 
 
 def test_weights_that_fail_their_probe_never_stamp_a_token(fresh: Server) -> None:
