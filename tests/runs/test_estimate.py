@@ -201,8 +201,8 @@ def test_share_of_the_optimizer_moves_from_the_gpu_to_the_host(shape):
 
     (whole, none), (part, said) = found(0.0), found(0.25)
     assert part == 0.75 * whole
-    assert none == []
-    assert said == [f"optimizer: {whole / 4 / GIB:.2f} GiB of host memory for each learner process"]
+    assert said[:1] == [f"optimizer: {whole / 4 / GIB:.2f} GiB of host memory for each learner process"]
+    assert said[1:] == none
 
 
 def test_tensor_parallel_shares_weights_and_sequence_parallel_activations(shape):

@@ -102,6 +102,9 @@ def _export(learner, words: str, case: dict, found: dict) -> None:
     try:
         exported = learner.export(_fresh(learner, Path(case["out"]) / name), carrier or "full")
         found["tensors"] = found[name] = msgspec.to_builtins(exported)
+        kept, room = learner._exporter._kept.values(), learner._exporter._room
+        found["kept"] = sum(each.nbytes for each in kept)
+        found["room"] = 0 if room is None else room.nbytes
     except FloatingPointError as error:
         found["error"] = str(error)
 

@@ -13,7 +13,11 @@ import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from hpc_swe.plugins.costs import GIB  # noqa: E402
 from hpc_swe.plugins.engines._vllm_files import Link, Wanted, build, check_chain, shapes  # noqa: E402
+from hpc_swe.plugins.model_shape import ModelShape  # noqa: E402
+from hpc_swe.plugins.policies._megatron.memory import learner_memory  # noqa: E402
+from hpc_swe.plugins.policies.megatron import Megatron  # noqa: E402
 from tests.kit.ranks import gang, tiny  # noqa: E402
 
 BF16 = {"dtype": "bfloat16", "tensor_parallel": 2, "sequence_parallel": True}
@@ -87,6 +91,18 @@ def test_a_delta_holds_only_what_changed(runs):
 
     assert not any(whole(runs[0] / "bf16/v2-again"))
     assert sum(tensor.nbytes for tensor in whole(runs[0] / "bf16/v2").values()) < 0.1 * size("v2-full")
+
+
+def test_what_deltas_start_from_is_counted_before_it_is_taken(runs):
+    """In one piece of exactly its size, since torch pins powers of two; the estimate says how much it is."""
+    shape = ModelShape.read(runs[0].parent / "models/moe")
+    for rank in runs[1]["bf16"]:
+        assert rank["kept"] <= rank["room"] < rank["kept"] + 64 * len(rank["tensors"]) + 1
+    kept = sum(rank["kept"] for rank in runs[1]["bf16"])
+    [line] = [n for n in learner_memory(shape, Megatron(**BF16), 1, 64).notes if "snapshot_every" in n]
+    assert f"{kept / 2 / GIB:.2f} GiB of host memory" in line
+    assert kept == 2 * shape.parameters.total
+    assert [rank["room"] for rank in runs[1]["fp32"]] == [0, 0]
 
 
 def test_a_delta_on_a_wrong_parent_is_refused_by_its_digests(runs):

@@ -15,15 +15,19 @@ import torch
 from torch import Tensor
 
 from hpc_swe.plugins.model_shape import ModelShape
+from hpc_swe.plugins.policies._megatron import pinned
 from hpc_swe.plugins.policies._megatron.model import PolicyModel
 from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
 from hpc_swe.plugins.policies._megatron.tensor_file import TensorFiles
-from hpc_swe.plugins.policies._megatron.weights import INDEX, gather, layouts
+from hpc_swe.plugins.policies._megatron.weights import INDEX, Layout, gather, layouts
 from hpc_swe.plugins.policies.base import Carrier
 from hpc_swe.plugins.tensor_delta import Digests, changed, encode, text
 from hpc_swe.records import TensorInfo
 from hpc_swe.store import atomic
 
+KEY = "policy.delta_base"
+REMEDY = f'set {KEY} = "gpu" or learner.snapshot_every = 1, or spread the policy over more nodes'
+ALIGNED = 64  # bytes; what is kept of each tensor starts at a multiple of this
 FILE_BYTES = 1 << 27
 FILES = 16
 """Most files of one rank: threads write and verify them side by side."""
@@ -49,6 +53,10 @@ class Exporter:
         self._names = [name for source in sources for name in (f"{source}:codes", f"{source}:others")]
         self._kept: dict[str, Tensor] = {}
         """The last exported values of this rank's share; empty unless a delta may follow."""
+        self._room: Tensor | None = None
+        """Host memory of exactly the size of these values, uint8; pinned where there is a GPU."""
+        self._taken = 0
+        """Bytes of it that are in use."""
         self._digests: dict[str, Tensor] = {}
         self._computer = Digests(next(iter(model.parameters())).device)
 
@@ -57,7 +65,9 @@ class Exporter:
         self._require_finite()
         log.debug("checked")
         if carrier == "full":
-            self._kept = {}
+            self._kept, self._room, self._taken = {}, None, 0
+        if carrier == "base" and not self._keep_on_gpu and self._room is None:
+            self._room = self._make_room()
         files = self._open(folder, "delta" if carrier == "delta" else "model")
         infos = {}
         for name, tensor in self._owned():
@@ -124,9 +134,7 @@ class Exporter:
         self._digests[name] = self._computer.tensor(tensor)
         files.add(name, tensor)
         if keep and name not in self._kept:
-            is_pinned = tensor.is_cuda and not self._keep_on_gpu
-            place = tensor.device if self._keep_on_gpu else "cpu"
-            self._kept[name] = torch.empty_like(tensor, device=place, pin_memory=is_pinned)
+            self._kept[name] = self._place(tensor)
         if keep:
             self._kept[name].copy_(tensor, non_blocking=True)
 
@@ -143,10 +151,37 @@ class Exporter:
             files.add(f"{name}:others", changes.others)
         self._kept[name].copy_(tensor, non_blocking=True)
 
-    def _owned(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of this rank's share, by Hugging Face name; all ranks must run to the end.
+    def _make_room(self) -> Tensor:
+        """Take host memory for what is kept; raise NodeError on all ranks if a node has too little."""
+        group, size = self._ranks.tensor_group, 0
+        for parameter, layout, owner in self._shared():
+            if owner is None or owner == group.rank():
+                parts = 1 if owner is None or layout.dim is None else group.size()
+                size += parts * parameter.nbytes + ALIGNED * len(layout.sources)
+        pinned.require(KEY, size, self._ranks, REMEDY)
+        return pinned.zeros(size, torch.uint8)
 
-        Ranks that hold the same tensors take turns: those of a stage, and for divided experts fewer.
+    def _place(self, tensor: Tensor) -> Tensor:
+        """Return memory in which the values of a tensor are kept."""
+        if self._room is None:
+            return torch.empty_like(tensor)
+        first = self._taken
+        self._taken = -(-(first + tensor.nbytes) // ALIGNED) * ALIGNED
+        return self._room[first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    def _owned(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of this rank's share, by Hugging Face name; all ranks must run to the end."""
+        for parameter, layout, owner in self._shared():
+            if owner is None:
+                yield from layout.whole([parameter.data]).items()
+            else:
+                yield from gather(parameter.data, layout, owner, self._ranks.tensor_group).items()
+
+    def _shared(self) -> Iterator[tuple[Tensor, Layout, int | None]]:
+        """Yield the parameters that this rank writes, or has a part of that a tensor-parallel rank writes.
+
+        The last is that rank, or None where no part is needed. Ranks that hold the same tensors take turns:
+        those of a stage, and for divided experts fewer.
         """
         ranks = self._ranks
         turns = Turns(ranks.tensor_group.size() * ranks.replica_group.size())
@@ -157,11 +192,11 @@ class Exporter:
                 continue
             if layout.is_divided:
                 if turns_of_experts.take(parameter) == ranks.expert_replica_group.rank():
-                    yield from layout.whole([parameter.data]).items()
+                    yield parameter, layout, None
                 continue
-            replica, tensor_rank = divmod(turns.take(parameter), ranks.tensor_group.size())
+            replica, owner = divmod(turns.take(parameter), ranks.tensor_group.size())
             if replica == ranks.replica_group.rank():
-                yield from gather(parameter.data, layout, tensor_rank, ranks.tensor_group).items()
+                yield parameter, layout, owner
 
     def _write_index(self, folder: Path, shares: Sequence[tuple[dict[str, str], int]]) -> None:
         where = {name: file for files, _ in shares for name, file in files.items()}

@@ -79,8 +79,20 @@ def learner_memory(
             f"{what}: {size / GIB:.2f} GiB of host memory for each learner process"
             for what, size in pinned.items()
             if size
-        ],
+        ]
+        + _delta_base(shape, policy, data_parallel),
     )
+
+
+def _delta_base(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> list[str]:
+    """Return a line about the values that deltas start from; adapters start from the model's folder."""
+    if policy.lora_rank:
+        return []
+    share = _sizes_in_bytes(policy)[0] * _stepped(
+        shape, replace(policy, distributed_optimizer=True), data_parallel
+    )
+    where = "host memory" if policy.delta_base == "host" else "GPU memory"
+    return [f"base of deltas, if learner.snapshot_every > 1: {share / GIB:.2f} GiB of {where} a process"]
 
 
 def _sizes_in_bytes(policy: MegatronSettings) -> tuple[int, int]:
