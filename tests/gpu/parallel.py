@@ -77,6 +77,8 @@ LAYOUTS = {
     "PP=2": Layout(2, {"pipeline_parallel": 2}, FOUR),
     "EP=2 DP=2": Layout(2, EP, HALVES),
     "EP=2 TP=2": Layout(2, EP | TP),
+    "EP=2 elementwise": Layout(2, EP | {"recompute": "elementwise"}, HALVES),
+    "EP=2 products": Layout(2, EP | {"recompute": "products"}, HALVES),
     "TP=2 DP=2": Layout(4, TP, HALVES),
 }
 WAYS = list(LAYOUTS)
@@ -129,7 +131,7 @@ class Result:
     def __str__(self) -> str:
         family, dtype, layout = self.case
         numbers = "  ".join(f"{name} {value:.1e}" for name, value in self.found.items())
-        return f"{'ok  ' if self.passed else 'FAIL'} {family:8} {dtype:9} {layout:15} {numbers}"
+        return f"{'ok  ' if self.passed else 'FAIL'} {family:8} {dtype:9} {layout:16} {numbers}"
 
 
 class Comparison:

@@ -176,7 +176,8 @@ def test_data_parallel_ranks_share_the_optimizer_and_only_when_told(shape):
         ("4B", 65536, {"offload_optimizer": 1.0}, 79, "products"),
         ("8B", 28672, {"tensor_parallel": 2, "sequence_parallel": True}, 139, "elementwise"),
         ("8B", 28672, {"tensor_parallel": 4, "sequence_parallel": True}, 79, "elementwise"),
-        ("30B-A3B", 32768, {"tensor_parallel": 4, "sequence_parallel": True}, 139, "selective"),
+        ("30B-A3B", 32768, {"tensor_parallel": 4, "sequence_parallel": True}, 139, "elementwise"),
+        ("30B-A3B", 32768, {"expert_parallel": 8}, 139, "products"),
     ],
 )
 def test_fastest_recomputation_that_fits_is_chosen(shape, name, tokens, settings, gib, chosen):

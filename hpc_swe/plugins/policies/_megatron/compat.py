@@ -21,7 +21,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import layers, random
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -56,10 +56,6 @@ def apply() -> None:
         torch.cuda.synchronize = lambda *_args: None
         random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
         random._set_cuda_rng_state = lambda *_args, **_kwargs: None
-        # The dispatcher of tokens copies counts to the host on a stream of its own.
-        torch.cuda.current_stream = lambda *_args, **_kwargs: _STREAM
-        token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _STREAM
-        token_dispatcher.maybe_move_tensor_to_cpu = _as_if_copied
 
 
 def add_product(inputs: Tensor, output_grad: Tensor, gradient: Tensor) -> None:
@@ -200,10 +196,6 @@ def new_stream() -> Any:
 def on_stream(stream: Any) -> contextlib.AbstractContextManager[object]:
     """Give what is computed in the block to a stream of `new_stream`."""
     return torch.cuda.stream(stream) if torch.cuda.is_available() else contextlib.nullcontext()
-
-
-def _as_if_copied(tensor: object, as_numpy: bool = False, **_: object) -> object:
-    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 class _CpuAsCuda(TorchFunctionMode):  # type: ignore[misc]

@@ -1,119 +1,160 @@
-"""Bring tokens to their experts and back, without making the host wait for the GPU.
+"""Bring tokens to their experts and back, while the host runs ahead of the GPU.
 
-Megatron's dispatcher asks the GPU in every layer how many tokens each expert has, because it derives the
-order from a map of tokens and experts. Here the router's choice gives it: each token has k rows among the
-sorted ones, so all sizes are known, and both directions only read rows, which also adds in a fixed order.
+Ranks that share the experts of a layer exchange whole tokens: each gets those of all, copies rows of them
+for its experts, and returns one sum for each token. For up to as many ranks as a token has experts this moves
+fewer bytes than a copy for each expert, and all sizes are known but one: how many rows this rank computes.
+The host reads it while the GPU exchanges the tokens. All sums are in a fixed order.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
-from megatron.core.transformer.transformer_config import TransformerConfig
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-
-class ExpertLayer(MoELayer):  # type: ignore[misc]
-    """Compute experts as Megatron does, with our dispatcher where each process has a part of every expert."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: MoESubmodules,
-        layer_number: int | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-    ) -> None:
-        super().__init__(config, submodules, layer_number, pg_collection)
-        if config.expert_model_parallel_size == 1:
-            place = self.num_local_experts, self.local_expert_indices, config
-            groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-            self.token_dispatcher = Dispatcher(*place, groups)
-            self.token_dispatcher.router = self.router
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, None]:
-        """Return [tokens, 1, width] for [tokens, 1, width]."""
-        found: tuple[Tensor, None] = super().forward(tokens)
-        self.token_dispatcher.probs = None  # its history would keep the learner alive after its end
-        return found
+from hpc_swe.plugins.policies._megatron.kernels import add_rows
 
 
-class Dispatcher(MoEAllGatherTokenDispatcher):  # type: ignore[misc]
-    """Sort the tokens of all tensor-parallel ranks by expert; each expert is split among these ranks."""
+@dataclass(frozen=True)
+class Exchange:
+    """Exchange tokens between the ranks of a group, of which each has up to `tokens`."""
 
-    router: torch.nn.Module
+    group: dist.ProcessGroup
+    tokens: int
 
-    def dispatch_preprocess(self, tokens: Tensor, _map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return [tokens, width], and the weights of each token's experts, [tokens, k]."""
-        self.hidden_shape, self._dtype = tokens.shape, probs.dtype
-        self._chosen = self.router.router_replay.chosen
-        return tokens.flatten(0, -2), probs.gather(1, self._chosen)
+    def gather(self, own: Tensor, fill: int = 0) -> Tensor:
+        """Return the rows of all ranks, [ranks * tokens, ...], and `fill` where a rank has fewer."""
+        ranks = self.group.size()
+        if ranks == 1:
+            return own
+        padded = _padded(own, self.tokens, fill)
+        whole = own.new_empty(ranks * self.tokens, *own.shape[1:])
+        dist.all_gather_into_tensor(whole, padded, group=self.group)
+        return whole
 
-    def token_dispatch(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens of all tensor-parallel ranks, and their weights."""
-        if self.tp_size == 1:
-            return tokens, weights
-        with torch.no_grad():
-            self._chosen = gather_from_sequence_parallel_region(self._chosen, group=self.tp_ep_group)
-        tokens, weights = (
-            gather_from_sequence_parallel_region(each, group=self.tp_ep_group) for each in (tokens, weights)
-        )
-        return tokens, weights
+    def add_up(self, parts: Tensor, count: int) -> Tensor:
+        """Return the sums over all ranks of what they have for this rank's `count` tokens."""
+        ranks = self.group.size()
+        if ranks == 1:
+            return parts
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=self.group)
+        return received.unflatten(0, (ranks, -1))[:, :count].sum(0)
 
-    def dispatch_postprocess(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rows sorted by expert; how many each expert has, int32 [experts]; and the rows' weights."""
-        experts, order = self._chosen.flatten().sort(stable=True)
-        numbers = torch.arange(self.config.num_moe_experts + 1, device=order.device)
-        counts = torch.searchsorted(experts, numbers, out_int32=True).diff()
-        places = torch.empty_like(order)
-        places[order] = torch.arange(len(order), device=order.device)
-        self._rows, self._places = order // weights.shape[1], places.view_as(weights)
-        return Spread.apply(tokens, self._rows, self._places), counts, weights.flatten()[order]
 
-    def combine_preprocess(self, rows: Tensor) -> Tensor:
-        """Return the sum of each token's rows."""
-        found: Tensor = Collect.apply(rows, self._rows, self._places)
-        return found
+class Route:
+    """Say which rows the experts of this rank compute; they are sorted by expert."""
 
-    def token_combine(self, tokens: Tensor) -> Tensor:
-        """Add up the parts of all tensor-parallel ranks; return those of this rank's tokens."""
-        if self.tp_size == 1:
-            return tokens
-        parts = tokens.to(self._dtype)
-        return reduce_scatter_to_sequence_parallel_region(parts, group=self.tp_ep_group).to(tokens.dtype)
+    def __init__(self, chosen: Tensor, experts: range, exchange: Exchange, total: int) -> None:
+        """Take the experts of this rank's tokens, [tokens, k], of `total` experts in all."""
+        self._own, self._exchange = len(chosen), exchange
+        # A radix sort of bytes is several times as fast; no expert has the number that fills.
+        narrow, fill = (torch.uint8, 255) if total <= 255 else (torch.int32, total)
+        every = exchange.gather(chosen.to(narrow), fill)
+        mine = (every >= experts.start) & (every < experts.stop)
+        keys = torch.where(mine, every - experts.start, len(experts)).flatten()
+        keys, self._order = keys.sort(stable=True)
+        numbers = torch.arange(len(experts) + 1, device=keys.device, dtype=narrow)
+        starts = torch.searchsorted(keys, numbers, out_int32=True)
+        self.ends = starts[1:]
+        """int32 [experts of this rank], where the rows of each end."""
+        self._size = every.shape
+        self._count = _read_later(starts[-1]) if len(experts) < total else every.numel
+
+    @cached_property
+    def choices(self) -> Tensor:
+        """int64 [rows], each one's place among the choices of all ranks."""
+        return self._order[: self._count()]
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """int32 [rows], each one's token among those of all ranks."""
+        return (self.choices // self._size[1]).int()
+
+    @cached_property
+    def places(self) -> Tensor:
+        """int32 [tokens of all ranks, k], the row of each choice, or -1 if another rank computes it."""
+        numbers = torch.arange(len(self.choices), device=self._order.device, dtype=torch.int32)
+        found = torch.full((len(self._order),), -1, device=numbers.device, dtype=torch.int32)
+        return found.index_copy_(0, self.choices, numbers).view(self._size)
+
+    def spread(self, tokens: Tensor) -> Tensor:
+        """Return the rows, [rows, width], of this rank's tokens [tokens, width] and of the others'."""
+        whole = self._exchange.gather(tokens)  # first, for the host waits for the number of rows meanwhile
+        return whole.index_select(0, self.rows)
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """Return the sum of each token's rows on all ranks, for this rank's tokens."""
+        return self._exchange.add_up(add_rows(rows, self.places), self._own)
+
+    def spread_weights(self, weights: Tensor) -> Tensor:
+        """Return the weight of each row, [rows], of the weights of this rank's choices [tokens, k]."""
+        return self._exchange.gather(weights).flatten().index_select(0, self.choices)
+
+    def collect_weights(self, rows: Tensor) -> Tensor:
+        """Return for this rank's choices what the ranks that compute them have, [tokens, k]."""
+        found = rows.new_zeros(self._size.numel()).index_copy_(0, self.choices, rows)
+        return self._exchange.add_up(found.view(self._size), self._own)
 
 
 class Spread(torch.autograd.Function):  # type: ignore[misc]
-    """Copy each token into the rows of its experts. `places` [tokens, k] is where token t went."""
+    """Copy tokens to the rows of their experts."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return tokens.index_select(0, rows)
+    def forward(ctx: Any, tokens: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return route.spread(tokens)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _collected(grad, *ctx.saved_tensors), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.route.collect(grad), None
 
 
 class Collect(torch.autograd.Function):  # type: ignore[misc]
-    """Add up the rows of each token. `rows` is the token of each row."""
+    """Add up the rows of each token."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        return _collected(values, places)
+    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return route.collect(rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (rows,) = ctx.saved_tensors
-        return grad.index_select(0, rows), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.route.spread(grad), None
 
 
-def _collected(values: Tensor, places: Tensor) -> Tensor:
-    return values.index_select(0, places.flatten()).unflatten(0, places.shape).sum(1)
+class SpreadWeights(torch.autograd.Function):  # type: ignore[misc]
+    """Copy the weights of choices to their rows."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return route.spread_weights(weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.route.collect_weights(grad), None
+
+
+def _padded(own: Tensor, tokens: int, fill: int) -> Tensor:
+    missing = tokens - len(own)
+    return F.pad(own, (0, 0) * (own.dim() - 1) + (0, missing), value=fill) if missing else own.contiguous()
+
+
+def _read_later(value: Tensor) -> Callable[[], int]:
+    """Copy a number to the host; return what waits for it."""
+    if not value.is_cuda:
+        return lambda: int(value)
+    copied = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    copied.copy_(value, non_blocking=True)
+    (arrived := torch.cuda.Event()).record()
+
+    def wait() -> int:
+        arrived.synchronize()
+        return int(copied)
+
+    return wait

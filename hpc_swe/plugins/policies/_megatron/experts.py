@@ -1,14 +1,69 @@
 """Compute a mixture of experts on torch alone; Megatron's own experts need packages built for CUDA."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from hpc_swe.plugins.policies._megatron.dispatch import Collect, Exchange, Route, Spread, SpreadWeights
 from hpc_swe.plugins.policies._megatron.kernels import swiglu, weighted
+from hpc_swe.plugins.policies._megatron.recompute import Call, keep
+from hpc_swe.plugins.policies._megatron.routing import Replay
+
+
+class ExpertLayer(MoELayer):  # type: ignore[misc]
+    """Choose experts for each token, and add up what they return. Of Megatron's parts this has the router."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        super(MoELayer, self).__init__(config, layer_number, groups)  # MoELayer's own needs a GPU
+        self.router = submodules.router(config=config, pg_collection=groups)
+        self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=groups)
+        self._group, first = groups.tp_ep, self.local_expert_indices[0]
+        self._mine = range(first, first + self.num_local_experts)
+        self._recomputes = config.recompute_granularity == "selective"
+        self.replay = Replay(recomputes=self._recomputes)
+
+    def forward(self, tokens: Tensor, longest: int, cheap: Call = keep, costly: Call = keep) -> Tensor:
+        """Return [tokens, 1, width] for [tokens, 1, width].
+
+        No rank that shares experts with this one has more than `longest` tokens.
+        """
+        if self._recomputes:
+            found: Tensor = tensor_parallel.checkpoint(partial(self._compute, longest), False, tokens)
+            return found
+        return self._compute(longest, tokens, cheap, costly)
+
+    def _compute(self, longest: int, tokens: Tensor, cheap: Call = keep, costly: Call = keep) -> Tensor:
+        flat = tokens.flatten(0, -2)
+        chosen, weights = self._choose(flat)
+        route = Route(chosen, self._mine, Exchange(self._group, longest), self.config.num_moe_experts)
+        rows = cheap(lambda each: Spread.apply(each, route), flat)
+        found = self.experts(rows, route.ends, SpreadWeights.apply(weights, route), cheap, costly)
+        return Collect.apply(found, route).view_as(tokens)
+
+    def _choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts of each token, int64 [tokens, k], and their float32 weights."""
+        scores = self.router.gating(tokens)
+        if self.config.moe_router_pre_softmax:
+            weights, chosen = self.replay.choose(scores.softmax(-1), self.config.moe_router_topk)
+            return chosen, weights
+        best, chosen = self.replay.choose(scores, self.config.moe_router_topk)
+        return chosen, best.softmax(-1)
 
 
 class Experts(MegatronModule):  # type: ignore[misc]
@@ -35,19 +90,20 @@ class Experts(MegatronModule):  # type: ignore[misc]
         weight.allreduce = self.config.expert_model_parallel_size == 1
         return weight
 
-    def forward(self, tokens: Tensor, counts: Tensor, probabilities: Tensor) -> tuple[Tensor, None]:
-        """Return this rank's part of the sum of all ranks' outputs, [routed, width].
+    def forward(
+        self, rows: Tensor, ends: Tensor, weights: Tensor, cheap: Call = keep, costly: Call = keep
+    ) -> Tensor:
+        """Return this rank's part of the sum of all ranks' outputs, [rows, width].
 
-        `tokens` [routed, width] are sorted by expert, `counts` are integers [experts], and `probabilities`
-        [routed] are the router's.
+        `rows` [rows, width] are sorted by expert, `ends` say where each expert's end, int32 [experts], and
+        `weights` [rows] are the router's.
         """
-        routed, ends = len(tokens), counts.to(tokens.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-        if not routed:  # grouped products need a row; this one is cut off again, so its gradient is 0
-            tokens, probabilities = F.pad(tokens, (0, 0, 0, 1)), F.pad(probabilities, (0, 1))
-            ends = ends + 1
-        both = F.grouped_mm(tokens, self.gate_up.flatten(1, 2).transpose(1, 2), offs=ends)
-        inner = weighted(swiglu(both), probabilities)
-        return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends)[:routed], None
+        count = len(rows)
+        if not count:  # grouped products need a row; this one is cut off again, so its gradient is 0
+            rows, weights, ends = F.pad(rows, (0, 0, 0, 1)), F.pad(weights, (0, 1)), ends + 1
+        both = costly(lambda each: F.grouped_mm(each, self.gate_up.flatten(1, 2).mT, offs=ends), rows)
+        inner = cheap(weighted, cheap(swiglu, both), weights)
+        return F.grouped_mm(inner, self.down.mT, offs=ends)[:count]
 
     def sharded_state_dict(
         self,

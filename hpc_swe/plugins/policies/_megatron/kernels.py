@@ -44,6 +44,14 @@ def weighted(rows: Tensor, weights: Tensor) -> Tensor:
     return found
 
 
+def add_rows(rows: Tensor, places: Tensor) -> Tensor:
+    """Return the sum of some rows for each token; `places` int32 [tokens, k] has their numbers, or -1."""
+    if rows.is_cuda:
+        return _triton().add_rows(rows, places)
+    chosen = F.pad(rows, (0, 0, 0, 1)).index_select(0, places.flatten() % (len(rows) + 1))
+    return chosen.unflatten(0, places.shape).sum(1)
+
+
 def rotated_heads(
     mixed: Tensor, groups: int, norms: tuple[RMSNorm, RMSNorm] | None, cosines: Tensor, sines: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

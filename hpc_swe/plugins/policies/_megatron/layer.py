@@ -37,15 +37,15 @@ class Layer(TransformerLayer):  # type: ignore[misc]
             context = self.self_attention.context(normed, packed_seq_params, cheap, costly)
             hidden = costly(self._attended, hidden, context)
             hidden, normed = cheap(partial(residual_norm, self.pre_mlp_layernorm), hidden)
-            return hidden + self._mlp(normed, cheap, costly), None
+            return hidden + self._mlp(normed, packed_seq_params.longest, cheap, costly), None
 
     def _attended(self, hidden: Tensor, context: Tensor) -> Tensor:
         output, _ = self.self_attention.linear_proj(context)
         return hidden + output
 
-    def _mlp(self, normed: Tensor, cheap: Call, costly: Call) -> Tensor:
+    def _mlp(self, normed: Tensor, longest: int, cheap: Call, costly: Call) -> Tensor:
         if self.is_moe_layer:
-            output, _ = self.mlp(normed)
+            output = self.mlp(normed, longest or len(normed), cheap, costly)
         elif self.recompute_mlp:
             output = tensor_parallel.checkpoint(self._dense, False, normed)
         else:

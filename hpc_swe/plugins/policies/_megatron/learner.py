@@ -44,6 +44,8 @@ class PreparedMicroBatch:
     trained_positions: NDArray[np.integer]
     reference: Tensor | None = None
     proximal: Tensor | None = None
+    longest: int = 0
+    """Tokens of the longest microbatch of this index on all ranks; 0 where ranks need not know it."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class MegatronLearner:
             found = Statistics(*objective(_terms(each, outputs)))
             return found.loss, found
 
-        results = self._stages.infer(_trained(batch), Pass(self._predict, finish))
+        results = self._stages.infer(self._trained(batch), Pass(self._predict, finish))
         return self.ranks.broadcast_from_last_stage(self._totals(results, 1, objective))
 
     def logprobs(self, token_ids: list[int]) -> list[float]:
@@ -193,18 +195,27 @@ class MegatronLearner:
         micro = work.micro
         experts = micro.routing if self._replays else b""
         return self._forward(
-            id_array(micro.token_ids), micro.sequence_lengths, work.trained_positions, experts
+            id_array(micro.token_ids), micro.sequence_lengths, work.trained_positions, experts, work.longest
         )
 
     def _predict_freely(self, work: PreparedMicroBatch) -> Outputs:
         """Let the routers choose: the reference is a model of its own, and no engine sampled with it."""
         micro = work.micro
-        return self._forward(id_array(micro.token_ids), micro.sequence_lengths, work.trained_positions)
+        return self._forward(
+            id_array(micro.token_ids), micro.sequence_lengths, work.trained_positions, longest=work.longest
+        )
 
     def _forward(
-        self, ids: IdArray, lengths: Sequence[int], trained: NDArray[np.integer], experts: bytes = b""
+        self,
+        ids: IdArray,
+        lengths: Sequence[int],
+        trained: NDArray[np.integer],
+        experts: bytes = b"",
+        longest: int = 0,
     ) -> Outputs:
         tokens, packed = self._packer.pack(ids, lengths, trained)
+        if longest:
+            packed = replace(packed, longest=self._packer.part_of(longest) // self.tensor_parallel)
         if experts:
             group = self.ranks.context_group
             padding = tokens.shape[1] * group.size() - len(ids)
@@ -214,7 +225,7 @@ class MegatronLearner:
         return found
 
     def _prepare(self, batch: Batch, objective: Objective) -> list[PreparedMicroBatch]:
-        work = _trained(batch)
+        work = self._trained(batch)
         if objective.needs_reference:
             with self._reference_in_place():
                 found = self._fixed_logprobs(work, self._predict_freely)
@@ -222,6 +233,18 @@ class MegatronLearner:
         if objective.needs_proximal and (self._epochs > 1 or len(batch.minibatches) > 1):
             found = self._fixed_logprobs(work, self._predict)
             work = [replace(each, proximal=logs) for each, logs in found]
+        return work
+
+    def _trained(self, batch: Batch) -> list[PreparedMicroBatch]:
+        where = f"step {batch.step}, rank {batch.rank}, microbatch"
+        work = [
+            PreparedMicroBatch(index, micro, packing.trained_positions(micro, f"{where} {index}"))
+            for index, micro in enumerate(batch.microbatches)
+        ]
+        if self.ranks.shares_experts:
+            sizes = self.ranks.gather([sum(micro.sequence_lengths) for micro in batch.microbatches])
+            most = [max(each) for each in zip(*sizes, strict=True)]
+            work = [replace(each, longest=size) for each, size in zip(work, most, strict=True)]
         return work
 
     def _reference_in_place(self) -> AbstractContextManager[None]:
@@ -316,11 +339,3 @@ def _terms(work: PreparedMicroBatch, outputs: Outputs) -> TrainedTokens:
 
 def _keep_logprobs(_: object, outputs: Outputs) -> tuple[Tensor, Tensor]:
     return outputs[0], outputs[0]
-
-
-def _trained(batch: Batch) -> list[PreparedMicroBatch]:
-    where = f"step {batch.step}, rank {batch.rank}, microbatch"
-    return [
-        PreparedMicroBatch(index, micro, packing.trained_positions(micro, f"{where} {index}"))
-        for index, micro in enumerate(batch.microbatches)
-    ]

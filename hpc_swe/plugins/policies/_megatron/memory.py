@@ -164,7 +164,7 @@ def _computed_again(shape: ModelShape, level: str, tokens: int) -> float:
         "none": 0.0,
         "elementwise": 1.0,
         "selective": attention + 3 * inner,
-        "products": around + (0.0 if shape.experts else 2 * inner),
+        "products": around + 2 * inner,
         "full": attention + around + 3 * inner,
     }[level]
 
@@ -257,22 +257,23 @@ def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float
     sequence_parallel); attention's q, k, v as one, q, k and v rotated, its output twice, 4 H + 4 G; the
     MLP's 3 f, or with experts the routed tokens and four inner widths, k (h + 4 f). Of these, elementwise
     keeps the results of matrix products and of attention; products the layer's input and attention's output;
-    selective all but the MLP's; full the layer's input. Only the last two recompute experts. With
-    context parallelism, elementwise and products keep what ranks exchanged, too, 2 H + 2 G.
+    selective all but the MLP's; full the layer's input. With context parallelism, elementwise and products
+    keep what ranks exchanged, too, 2 H + 2 G.
     """
     tp, ranks = policy.tensor_parallel, policy.tensor_parallel if policy.sequence_parallel else 1
     residual = shape.hidden / ranks
     heads, groups = shape.heads * shape.head_dim / tp, shape.groups * shape.head_dim / tp
-    inner, experts = shape.ffn / tp, 0.0
+    whole, products = 3 * shape.ffn / tp, 2 * shape.ffn / tp
     if shape.experts:
-        apart = policy.expert_parallel > 1  # then a rank routes its own tokens to whole experts
-        width = 4 * shape.ffn / (ranks if apart else tp)
-        experts = shape.experts_per_token * (shape.hidden / (ranks if apart else 1) + width)
+        # Where ranks divide the experts, each computes as many rows as its own tokens have on all ranks.
+        k, apart = shape.experts_per_token, policy.expert_parallel > 1
+        products = 2 * k * shape.ffn / tp
+        whole = 2 * products + k * shape.hidden / (tp if apart else 1)
     exchanged = 2 * (heads + groups) if policy.context_parallel > 1 else 0.0
     return {
-        "none": 4 * residual + 4 * heads + 4 * groups + (experts or 3 * inner),
-        "elementwise": 2 * residual + 2 * heads + 2 * groups + (experts or 2 * inner) + exchanged,
-        "products": residual + heads + experts + exchanged,
+        "none": 4 * residual + 4 * heads + 4 * groups + whole,
+        "elementwise": 2 * residual + 2 * heads + 2 * groups + products + exchanged,
+        "products": residual + heads + exchanged,
         "selective": 4 * residual + 3 * heads + 4 * groups,
         "full": residual,
     }[recompute]
@@ -281,13 +282,16 @@ def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float
 def _backward(shape: ModelShape, policy: MegatronSettings) -> float:
     """Return how many numbers a token makes in one layer's backward: recomputed ones and MLP gradients.
 
-    Gradients of experts are also those of the routed tokens and of what the experts return for them.
+    With experts these are also the routed tokens, their gradients, what the experts return for them, and the
+    tokens of all ranks that share the experts.
     """
     inner = shape.ffn / policy.tensor_parallel * max(1, shape.experts_per_token)
     apart = policy.tensor_parallel if policy.expert_parallel > 1 else 1
-    routed = 2 * shape.experts_per_token * shape.hidden / apart
+    ranks = policy.expert_parallel if policy.expert_parallel > 1 else policy.tensor_parallel
+    routed = (2 * shape.experts_per_token + ranks) * shape.hidden / apart if shape.experts else 0.0
     if policy.recompute == "elementwise":
-        return 4 * inner + shape.hidden + routed
+        again = shape.experts_per_token * shape.hidden / apart
+        return 4 * inner + shape.hidden + routed + again
     if policy.recompute == "products":  # the MLP's are gone when attention's are made
         return 6 * inner + 2 * shape.hidden + routed
     return _saved(shape, policy, "none") - _saved(shape, policy, policy.recompute) + 3 * inner + routed

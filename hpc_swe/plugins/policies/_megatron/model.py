@@ -20,8 +20,7 @@ from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import compat, routing
 from hpc_swe.plugins.policies._megatron.attention import Attention, SequenceAttention
 from hpc_swe.plugins.policies._megatron.context import ContextAttention, join_trained
-from hpc_swe.plugins.policies._megatron.dispatch import ExpertLayer
-from hpc_swe.plugins.policies._megatron.experts import Experts
+from hpc_swe.plugins.policies._megatron.experts import ExpertLayer, Experts
 from hpc_swe.plugins.policies._megatron.kernels import RMSNorm
 from hpc_swe.plugins.policies._megatron.layer import DecoderConfig, Layer
 from hpc_swe.plugins.policies._megatron.logprobs import linear_logprobs
@@ -105,9 +104,8 @@ def _transformer_config(shape: ModelShape, settings: MegatronSettings) -> Transf
         context_parallel_size=settings.context_parallel,
         expert_model_parallel_size=settings.expert_parallel,
         expert_tensor_parallel_size=1 if settings.expert_parallel > 1 else settings.tensor_parallel,
-        # Microbatches differ in length between steps and ranks; only this dispatcher of tokens allows that.
         variable_seq_lengths=settings.pipeline_parallel > 1,
-        moe_token_dispatcher_type="alltoall" if _is_ragged(settings) else "allgather",
+        moe_token_dispatcher_type="alltoall",  # `ExpertLayer` has its own; Megatron refuses others in stages
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=settings.dtype == "bfloat16",
@@ -119,10 +117,6 @@ def _transformer_config(shape: ModelShape, settings: MegatronSettings) -> Transf
         **_recompute(settings.recompute, bool(shape.experts)),
         **(_expert_settings(shape) if shape.experts else {}),
     )
-
-
-def _is_ragged(settings: MegatronSettings) -> bool:
-    return settings.pipeline_parallel > 1 or settings.expert_parallel > 1
 
 
 def _expert_settings(shape: ModelShape) -> dict[str, Any]:

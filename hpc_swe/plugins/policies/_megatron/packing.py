@@ -57,6 +57,8 @@ class Packing:
     """int64 [n], those next tokens."""
     experts: Tensor | None = None
     """uint8 [tokens, layers, k], see `routing`; None leaves the choice to the routers."""
+    longest: int = 0
+    """Most tokens that a layer of any rank has in this pass; 0 if all have as many as this one."""
     trained: int = 0
     """Number of trained tokens of the microbatch; with context parallelism this rank has a part of them."""
     trained_before: int = 0
@@ -81,13 +83,13 @@ class Packer:
 
         `trained` are the positions of the tokens to predict, in order; none may be the first of its sequence.
         """
-        missing = max(-len(token_ids) % self._multiple, 0 if len(token_ids) else self._multiple)
+        part = self.part_of(len(token_ids))
+        missing = part * self._parts - len(token_ids)
         padded = [*lengths, missing] if missing else list(lengths)
         ids = np.pad(token_ids.astype(np.int64), (0, missing))
         positions = np.concatenate([np.arange(length, dtype=np.float32) for length in padded])
         angles = upload(positions)[:, None] * self._frequencies
         angles = torch.cat((angles, angles), dim=-1)[:, None]
-        part = len(ids) // self._parts
         angles = angles[self._rank * part : (self._rank + 1) * part]
         first, last = np.searchsorted(trained, np.array([self._rank, self._rank + 1]) * part + 1).tolist()
         own = trained[first:last]
@@ -102,6 +104,10 @@ class Packer:
             trained_before=first,
         )
         return upload(ids[self._rank * part : (self._rank + 1) * part])[None], packing
+
+    def part_of(self, tokens: int) -> int:
+        """Return how many tokens each rank has of a microbatch of so many, with padding."""
+        return max(1, -(-tokens // self._multiple)) * self._multiple // self._parts
 
     def _blocks(self, lengths: Sequence[int]) -> list[Block]:
         """Group sequences for attention; without a kernel for several short ones, each is a block."""

@@ -50,6 +50,9 @@ class TorchRanks(JoinedRanks):
         self.context_group = parallel_state.get_context_parallel_group()
         self.expert_replica_group = parallel_state.get_expert_data_parallel_group()
         """The ranks that hold the same experts."""
+        near = settings.tensor_parallel * settings.context_parallel
+        self.shares_experts = settings.expert_parallel > near
+        """Whether ranks with other data, of other lengths, have experts of the same layers."""
         self.pipeline_size = settings.pipeline_parallel
         self.is_last_stage: bool = parallel_state.is_pipeline_last_stage()
         self._first_of_last_stage = self.size - self.size // settings.pipeline_parallel

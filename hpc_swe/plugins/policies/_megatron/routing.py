@@ -6,7 +6,6 @@ tokens, and pi / mu compares two different networks.
 """
 
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -17,11 +16,9 @@ from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron.packing import Packing, upload
 from hpc_swe.records import FREE
 
-TopK = Callable[..., tuple[Tensor, Tensor]]
-
 
 class Replay:
-    """Replace the choice of one router; Megatron calls `get_replay_topk`.
+    """Replace the choice of one router.
 
     Megatron's own RouterReplay has one list for all models of a process, and cannot leave single tokens free.
     """
@@ -29,8 +26,6 @@ class Replay:
     def __init__(self, *, recomputes: bool) -> None:
         """Serve a layer whose backward `recomputes` the router and its experts alone, or does not."""
         self._recomputes = recomputes
-        self.chosen: Tensor | None = None
-        """int64 [tokens, k], the choice of the last pass."""
         self._experts: Tensor | None = None
         self._awaited: deque[Tensor | None] = deque()
         """Of the microbatches whose backward is still to come, which may be several in a pipeline."""
@@ -41,23 +36,15 @@ class Replay:
         if self._recomputes and torch.is_grad_enabled():
             self._awaited.append(experts)
 
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None,
-        group_topk: int | None,
-        default_compute_topk: TopK,
-    ) -> tuple[Tensor, Tensor]:
-        """Return scores and indices [tokens, k] of the chosen experts."""
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+    def choose(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return scores and indices [tokens, k] of the chosen experts, for `scores` [tokens, experts]."""
+        values, own = scores.topk(k)
         # Only what is computed a second time has gradients here: the first time, Megatron turns them off.
         is_second = self._recomputes and torch.is_grad_enabled()
         experts = self._awaited.popleft() if is_second else self._experts
         if experts is None:
-            self.chosen = own
             return values, own
-        self.chosen = chosen = torch.where(experts == FREE, own, experts.long())
+        chosen = torch.where(experts == FREE, own, experts.long())
         return scores.gather(1, chosen), chosen
 
 
@@ -67,7 +54,6 @@ def install(model: torch.nn.Module) -> None:
     A layer that backward computes a second time does so again.
     """
     for layer in model.decoder.layers:
-        layer.mlp.router.router_replay = Replay(recomputes=layer.mlp.moe_layer_recompute)
         layer.register_forward_pre_hook(_take_experts, with_kwargs=True)
 
 
@@ -87,9 +73,9 @@ def read(routing: bytes, shape: ModelShape, tokens: int, padding: int) -> Tensor
 
 
 def _take_experts(layer: torch.nn.Module, _: object, given: dict[str, Packing]) -> None:
-    experts, router = given["packed_seq_params"].experts, layer.mlp.router
+    experts, ranks = given["packed_seq_params"].experts, layer.mlp.attn_tp_group
     if experts is not None:
         experts = experts[:, layer.layer_number - 1]
         if layer.config.sequence_parallel:
-            experts = experts.chunk(router.tp_group.size())[router.tp_group.rank()]
-    router.router_replay.set(experts)
+            experts = experts.chunk(ranks.size())[ranks.rank()]
+    layer.mlp.replay.set(experts)

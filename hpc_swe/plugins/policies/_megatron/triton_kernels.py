@@ -75,9 +75,30 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
     return slope
 
 
+def add_rows(rows: Tensor, places: Tensor) -> Tensor:
+    """Return for each token the sum of the rows at `places` [tokens, k], -1 for none."""
+    (tokens, k), width = places.shape, rows.shape[1]
+    sums = rows.new_empty(tokens, width)
+    block = min(2048, triton.next_power_of_2(width))
+    _add_rows[tokens, triton.cdiv(width, block)](rows, places, sums, width, k, block, num_warps=8)
+    return sums
+
+
 def _swiglu_grid(product: Tensor) -> tuple[int, int]:
     width = product.shape[-1]
     return product.numel() // width, triton.cdiv(width, SWIGLU_BLOCK)
+
+
+@triton.jit
+def _add_rows(rows, places, sums, width, k: tl.constexpr, block: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    there = column < width
+    total = tl.zeros((block,), tl.float32)
+    for i in tl.static_range(k):
+        place = tl.load(places + token * k + i).to(tl.int64)
+        total += tl.load(rows + place * width + column, there & (place >= 0), 0.0).to(tl.float32)
+    tl.store(sums + token * width + column, total, there)
 
 
 @triton.jit
