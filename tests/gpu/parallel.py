@@ -1,6 +1,6 @@
 """Compare each way to divide the learner, and each level of recomputation, with transformers.
 
-    python -m tests.gpu.parallel [dense] [qwen2] [llama] [experts] [bfloat16] [float32] [1] [2] [4]
+    python -m tests.gpu.parallel [dense] [qwen2] [llama] [experts] [bfloat16] [float32] [1] [2] [4] [LAYOUT]
 
 prints a line for each model, precision and layout of 1, 2 or 4 processes with the differences from
 transformers in float32: of log-probabilities (the largest; in bfloat16 the mean, as a multiple of the error
@@ -9,13 +9,16 @@ changed. "again" trains twice with policy.deterministic and counts the tensors a
 bit; "hosted" does so with a share of the optimizer's state in host memory the second time. "lora TP=2"
 compares adapters on two tensor-parallel processes with those on one. "resumed" loads a checkpoint of two
 tensor-parallel processes into one, and compares the next step with the one that the two take. It exits with 1
-if a difference is above its limit. Words choose models, precisions and numbers of processes; without GPUs,
-models are tiny.
+if a difference is above its limit. Words choose models, precisions, numbers of processes, and layouts by how
+their names begin: again, hosted, EP=2, one. --limit-s ends each job of processes after so many seconds, and
+compares what it has done. Without GPUs, models are tiny.
 """
 
+import argparse
 import json
 import math
-import sys
+import os
+import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +39,7 @@ TEXT = [(7 * i + 3) % tiny.VOCAB for i in range(301)]
 LENGTHS = (2600, 600, 3100, 900) if CUDA else tiny.LENGTHS  # both sides of packing.SHORT
 SIZES = tiny.SIZES | {"tie_word_embeddings": False}
 if CUDA:  # of Qwen3-4B and Qwen3-30B-A3B, with fewer layers, experts and words
-    SIZES |= {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "vocab_size": 4096}
+    SIZES |= {"hidden_size": 2560, "intermediate_size": 3072, "num_attention_heads": 32, "vocab_size": 4096}
     SIZES |= {"num_key_value_heads": 8, "head_dim": 128, "initializer_range": 0.02}
     SIZES |= {"max_position_embeddings": 4096}
 EXPERTS = tiny.EXPERTS | ({"num_experts": 16, "num_experts_per_tok": 4} if CUDA else {})
@@ -137,8 +140,8 @@ class Result:
 class Comparison:
     """Tiny or middle-sized models, what transformers makes of them, and the cases to compare with it."""
 
-    def __init__(self, folder: Path, cases: Sequence[tuple[str, str, str]]) -> None:
-        self._folder, self._cases = folder, cases
+    def __init__(self, folder: Path, cases: Sequence[tuple[str, str, str]], limit_s: float = 900.0) -> None:
+        self._folder, self._cases, self._limit_s = folder, cases, limit_s
         self._wanted: dict[str, tiny.Steps] = {}
         self._scores: dict[str, torch.Tensor] = {}
         self._rounding: dict[str, float] = {}
@@ -146,24 +149,24 @@ class Comparison:
             self._prepare(family)
 
     def results(self) -> Iterator[Result]:
-        """Run all cases, and yield their differences; a job that fails is one of nothing but nan."""
-        is_plain = {case: not twins(case[2]) and case[2] != "resumed" for case in self._cases}
-        for chosen in (True, False):  # apart, so that a kernel which refuses to repeat spoils no other result
-            cases = [case for case in self._cases if is_plain[case] == chosen]
-            answers: dict[str, list[dict]] = {}
-            for size in (4, 2, 1):
-                runs = [run for case in cases for run in self._runs(case) if run["ranks"] == size]
-                answers |= self._answers(size, runs) if runs else {}
-            for case in cases:
-                done = all(run["name"] in answers for run in self._runs(case))
-                yield Result(case, self._differences(case, answers) if done else {"logprobs": math.nan})
+        """Run all cases, and yield their differences; nan stands for what a job that failed has not done."""
+        answers: dict[str, list[dict]] = {}
+        for size in (4, 2, 1):
+            runs = [run for case in self._cases for run in self._runs(case) if run["ranks"] == size]
+            # Cases that a kernel may refuse to repeat come last, so that they spoil no other result.
+            runs.sort(key=lambda run: bool(run["policy"].get("deterministic")))
+            answers |= self._answers(size, runs) if runs else {}
+        for case in self._cases:
+            done = all(run["name"] in answers for run in self._runs(case))
+            yield Result(case, self._differences(case, answers) if done else {"logprobs": math.nan})
 
     def _answers(self, size: int, runs: list[dict]) -> dict[str, list[dict]]:
+        folder = self._folder / "cases"
         try:
-            return gang.run_cases(size, runs, self._folder / "cases")
-        except AssertionError as error:  # what the processes wrote
+            return gang.run_cases(size, runs, folder, self._limit_s)
+        except (AssertionError, subprocess.TimeoutExpired) as error:  # what the processes wrote
             print(error, flush=True)
-            return {}
+            return gang.read_answers(size, runs, folder)
 
     def _runs(self, case: tuple[str, str, str]) -> list[dict]:
         """Return the runs of a case, each for tests.kit.ranks.worker."""
@@ -295,26 +298,44 @@ def _compare_metrics(metrics: list[dict], losses: list[float], norms: list[float
     return {"loss": relative(mine, losses), "norm": relative(of_mine, norms)}
 
 
-def main() -> int:
-    words = sys.argv[1:]
+def choose(words: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return the cases that words name, all of 1 and 2 processes by default; exit for a word of none."""
+    families = [word for word in words if word in FAMILIES] or list(FAMILIES)
+    dtypes = [word for word in words if word in LIMITS] or list(LIMITS)
     sizes = {int(word) for word in words if word.isdigit()} or {1, 2}
+    starts = [word for word in words if not word.isdigit() and word not in {*FAMILIES, *LIMITS}]
+    for word in starts:
+        if not any(layout.startswith(word) for _, _, layout in CASES):
+            raise SystemExit(f"{word!r} is no model, precision, number of processes, or layout")
+    return [
+        case
+        for case in CASES
+        if case[0] in families and case[1] in dtypes and ranks_of(case[2]) in sizes
+        if not starts or case[2].startswith(tuple(starts))
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.parallel")
+    parser.add_argument("words", nargs="*", help="models, precisions, numbers of processes, layouts")
+    parser.add_argument("--limit-s", type=float, default=900.0, help="limit of each job of processes")
+    arguments = parser.parse_args()
+    cases = choose(arguments.words)
+    sizes = {ranks_of(layout) for _, _, layout in cases}
     if CUDA and torch.cuda.device_count() < max(sizes):
         print(f"{max(sizes)} GPUs are needed, {torch.cuda.device_count()} found")
         return 2
     disable_progress_bar()
     print(torch.__version__, torch.cuda.get_device_name() if CUDA else "CPU", flush=True)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it before cases that repeat
     failed = 0
-    dtypes = [word for word in words if word in LIMITS] or list(LIMITS)
-    for family in [word for word in words if word in FAMILIES] or FAMILIES:
-        mine = [case for case in CASES if case[0] == family and case[1] in dtypes]
-        chosen = [case for case in mine if ranks_of(case[2]) in sizes]
-        with tempfile.TemporaryDirectory() as name:
-            for result in Comparison(Path(name), chosen).results():
-                print(result, flush=True)
-                failed += not result.passed
-    print(f"{failed} cases differ")
+    with tempfile.TemporaryDirectory() as name:
+        for result in Comparison(Path(name), cases, arguments.limit_s).results():
+            print(result, flush=True)
+            failed += not result.passed
+    print(f"{failed} of {len(cases)} cases differ")
     return min(failed, 1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

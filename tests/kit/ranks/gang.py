@@ -116,15 +116,23 @@ def _of_several_nodes() -> dict[str, str]:
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
 
 
-def run_cases(size: int, cases: Sequence[dict], folder: Path) -> dict[str, list[dict]]:
+def run_cases(
+    size: int, cases: Sequence[dict], folder: Path, timeout_s: float = 900.0
+) -> dict[str, list[dict]]:
     """Run cases one after another in one job; answers of all ranks by case name."""
     folder.mkdir(parents=True, exist_ok=True)
     spec = folder / f"spec{size}.json"
     spec.write_text(json.dumps([case | {"out": str(folder / case["name"])} for case in cases]))
-    launch(size, "worker", str(spec))
+    launch(size, "worker", str(spec), timeout_s=timeout_s)
+    return read_answers(size, cases, folder)
+
+
+def read_answers(size: int, cases: Sequence[dict], folder: Path) -> dict[str, list[dict]]:
+    """Answers of all ranks by case name, of cases that all ranks have ended."""
+    names, ranks = [case["name"] for case in cases], range(size)
+    files = {name: [folder / name / f"rank{rank}.json" for rank in ranks] for name in names}
     return {
-        case["name"]: [
-            json.loads((folder / case["name"] / f"rank{rank}.json").read_text()) for rank in range(size)
-        ]
-        for case in cases
+        name: [json.loads(each.read_text()) for each in every]
+        for name, every in files.items()
+        if all(each.exists() for each in every)
     }

@@ -56,6 +56,7 @@ def apply() -> None:
         torch.cuda.synchronize = lambda *_args: None
         random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
         random._set_cuda_rng_state = lambda *_args, **_kwargs: None
+        torch.cuda.current_stream = lambda *_args, **_kwargs: _STREAM
 
 
 def add_product(inputs: Tensor, output_grad: Tensor, gradient: Tensor) -> None:

@@ -78,7 +78,7 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
 def add_rows(rows: Tensor, places: Tensor) -> Tensor:
     """Return for each token the sum of the rows at `places` [tokens, k], -1 for none."""
     (tokens, k), width = places.shape, rows.shape[1]
-    sums = rows.new_empty(tokens, width)
+    rows, sums = rows.contiguous(), rows.new_empty(tokens, width)
     block = min(2048, triton.next_power_of_2(width))
     _add_rows[tokens, triton.cdiv(width, block)](rows, places, sums, width, k, block, num_warps=8)
     return sums
