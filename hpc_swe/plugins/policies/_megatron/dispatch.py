@@ -20,8 +20,8 @@ from hpc_swe.plugins.policies._megatron.kernels import add_rows
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Exchange tokens between the ranks of a group, of which each has up to `tokens`."""
+class TokenExchange:
+    """TokenExchange tokens between the ranks of a group, of which each has up to `tokens`."""
 
     group: dist.ProcessGroup
     tokens: int
@@ -49,7 +49,7 @@ class Exchange:
 class Route:
     """Say which rows the experts of this rank compute; they are sorted by expert."""
 
-    def __init__(self, chosen: Tensor, experts: range, exchange: Exchange, total: int) -> None:
+    def __init__(self, chosen: Tensor, experts: range, exchange: TokenExchange, total: int) -> None:
         """Take the experts of this rank's tokens, [tokens, k], of `total` experts in all."""
         self._own, self._exchange = len(chosen), exchange
         # A radix sort of bytes is several times as fast; no expert has the number that fills.

@@ -13,7 +13,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from hpc_swe.plugins.policies._megatron.dispatch import Collect, Exchange, Route, Spread, SpreadWeights
+from hpc_swe.plugins.policies._megatron.dispatch import Collect, Route, Spread, SpreadWeights, TokenExchange
 from hpc_swe.plugins.policies._megatron.kernels import swiglu, weighted
 from hpc_swe.plugins.policies._megatron.recompute import Call, keep
 from hpc_swe.plugins.policies._megatron.routing import Replay
@@ -51,7 +51,7 @@ class ExpertLayer(MoELayer):  # type: ignore[misc]
     def _compute(self, longest: int, tokens: Tensor, cheap: Call = keep, costly: Call = keep) -> Tensor:
         flat = tokens.flatten(0, -2)
         chosen, weights = self._choose(flat)
-        route = Route(chosen, self._mine, Exchange(self._group, longest), self.config.num_moe_experts)
+        route = Route(chosen, self._mine, TokenExchange(self._group, longest), self.config.num_moe_experts)
         rows = cheap(lambda each: Spread.apply(each, route), flat)
         found = self.experts(rows, route.ends, SpreadWeights.apply(weights, route), cheap, costly)
         return Collect.apply(found, route).view_as(tokens)
