@@ -6,6 +6,7 @@ tokens; the weights are random. The result is an ordinary Hugging Face model fol
 
 import argparse
 import itertools
+import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -147,9 +148,12 @@ def main() -> None:
     context = SIZES["max_position_embeddings"]
     parser.add_argument("--context", type=int, default=context, help="longest conversation in tokens")
     parser.add_argument("--shape", choices=SHAPES, default="tiny", help="sizes of the model")
+    parser.add_argument(
+        "--taskset", type=json.loads, default={"type": "bugs"}, help="table of whose words are tokens, as JSON"
+    )
     options = cli.parse(parser)
-    bugs = plugins.load("tasksets", {"type": "bugs"})
-    conversations = itertools.islice(bugs.demonstrations(seed=0), CONVERSATIONS)
+    taskset = plugins.load("tasksets", options.taskset)
+    conversations = itertools.islice(taskset.demonstrations(seed=0), CONVERSATIONS)
     sizes = SHAPES[options.shape] | {"max_position_embeddings": options.context}
     size = make(options.out, conversations, options.seed, **sizes)
     print(f"{options.out}: {size}")

@@ -1,28 +1,72 @@
 """Demonstrate a repair of a bug task by a scripted agent, which guesses the operator.
 
 The agent views the module, says what the docstring asks for, replaces the operator with one of the plausible
-ones, and submits. So a warm start teaches the tools, and the choice stays at chance.
+ones, and submits. So a warm start teaches the tools, and the choice stays at chance. With its work shown, the
+agent views the tests, too, and writes down each plausible module with what it computes in each test.
 """
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from hpc_swe.plugins.tasksets._bugs_grammar import Function
 from hpc_swe.records import Message, ToolCall
 
+LISTED = ["+", "*", "&", "<", "|", ">", "-", "^", "=="]
+"""Order in which plausible operators are listed: the right one is the first, second or third of them for three
+words each, so that its place says nothing."""
 
-def conversation(function: Function, wrong: str, path: str, rng: random.Random) -> Iterator[Message]:
-    """Yield the messages of the assistant and of the tools in one episode."""
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial is a test that the agent works out for each plausible operator."""
+
+    expectation: str
+    """The test's call and the value that it expects: ``tepu(53, 27) == 80``."""
+    left: Sequence[object]
+    """Values that the left side of the expression takes."""
+    right: object
+
+    def worked(self, operator: str) -> str:
+        """Return the expressions that the call evaluates with this operator, and what is expected."""
+        terms = ", ".join(f"{value} {operator} {self.right}" for value in self.left)
+        return f"{terms}: {self.expectation}"
+
+
+@dataclass(frozen=True)
+class Tests:
+    """A file of tests that the agent reads before it chooses."""
+
+    path: str
+    text: str
+    trials: Sequence[Trial]
+
+
+def conversation(
+    function: Function, wrong: str, path: str, rng: random.Random, tests: Tests | None = None
+) -> Iterator[Message]:
+    """Yield the messages of the assistant and of the tools in one episode; with `tests`, it shows its work."""
     guess = rng.choice(function.plausible)
     source = function.source(wrong)
     yield _call("", "view", path=path)
     yield Message(role="tool", content=numbered(source))
-    yield _call(
-        f"It should be {function.phrase}.", "replace", path=path, line=function.line, old=wrong, new=guess
-    )
+    said = f"It should be {function.phrase}."
+    if tests is not None:
+        yield _call("", "view", path=tests.path)
+        yield Message(role="tool", content=numbered(tests.text))
+        said = "\n".join([said, *_work(function, tests.trials), said])
+    yield _call(said, "replace", path=path, line=function.line, old=wrong, new=guess)
     yield Message(role="tool", content="ok")
     yield _call("", "submit")
+
+
+def _work(function: Function, trials: Sequence[Trial]) -> Iterator[str]:
+    """Yield each plausible module, and below it what it computes in each test."""
+    for operator in sorted(function.plausible, key=LISTED.index):
+        yield f"With {operator}:"
+        yield function.source(operator).removesuffix("\n")
+        yield from (trial.worked(operator) for trial in trials)
 
 
 def numbered(source: str) -> str:

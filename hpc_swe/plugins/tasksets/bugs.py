@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hpc_swe.plugins import Plugin, patch
-from hpc_swe.plugins.tasksets._bugs_demonstrator import conversation
+from hpc_swe.plugins.tasksets._bugs_demonstrator import Tests, Trial, conversation
 from hpc_swe.plugins.tasksets._bugs_grammar import OPERATORS, Function, draw
 from hpc_swe.records import Message, Split, Task, TestPlan
 
@@ -56,6 +56,9 @@ class Bugs(Plugin, frozen=True, kw_only=True):
     """Folder of the task's files in the sandbox."""
     timeout_s: float = 30.0
     """Seconds that a task's tests may take."""
+    worked: bool = False
+    """Whether demonstrations write down every plausible module, and what it computes in each visible test,
+    before they choose one. Then episodes have about 600 tokens in place of 100, and a loop is bound by GPUs."""
 
     def load(self, split: Split) -> Iterator[Task]:
         """Yield endless tasks."""
@@ -67,7 +70,8 @@ class Bugs(Plugin, frozen=True, kw_only=True):
         for number in itertools.count():
             rng = random.Random(f"demonstration {seed} {number}")
             bug = make(rng, "train")
-            yield [*opening(), *conversation(bug.function, bug.wrong, MODULE, rng)]
+            tests = _read_by_agent(bug) if self.worked else None
+            yield [*opening(), *conversation(bug.function, bug.wrong, MODULE, rng, tests)]
 
     def references(self, tasks: Iterable[Task]) -> dict[str, str]:
         """Return patches that put the right operator back: task id -> patch."""
@@ -152,11 +156,19 @@ def _case(rng: random.Random, function: Function, relation: int) -> Case:
 def _tests(function: Function, cases: list[Case]) -> str:
     lines = [f"from {MODULE.removesuffix('.py')} import {function.name}"]
     for number, case in enumerate(cases):
-        arguments = ", ".join(map(repr, case.arguments))
-        lines += [
-            "",
-            "",
-            f"def test_{number}():",
-            f"    assert {function.name}({arguments}) == {case.expected!r}",
-        ]
+        lines += ["", "", f"def test_{number}():", f"    assert {_expectation(function, case)}"]
     return "\n".join(lines) + "\n"
+
+
+def _expectation(function: Function, case: Case) -> str:
+    return f"{function.name}({', '.join(map(repr, case.arguments))}) == {case.expected!r}"
+
+
+def _read_by_agent(bug: Bug) -> Tests:
+    trials = []
+    for case in bug.visible:
+        first, *second = case.arguments
+        (right,) = second or [bug.function.constant]
+        left = first if isinstance(first, list) else [first]
+        trials.append(Trial(_expectation(bug.function, case), left, right))
+    return Tests(VISIBLE, _tests(bug.function, bug.visible), trials)
