@@ -127,7 +127,9 @@ class Evaluator:
             return f"evaluation {self.label(step)}: {waiting} of {len(keys)} tasks"
         self._write(step, groups)
         self._forget(collector)
-        return ""
+        return self.iterate(
+            collector, snapshot
+        )  # the learner may have ended meanwhile: then the last one is due
 
     def _list_done(self) -> None:
         self._done = {name.removesuffix(".parquet") for name in atomic.names(self.run.evals)}

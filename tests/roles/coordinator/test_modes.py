@@ -143,6 +143,19 @@ def test_training_evaluates_every_so_many_steps_and_at_the_end(run):
     assert newest == {"v000000-i00"}  # what the fake workers stamp
 
 
+def test_the_last_evaluation_is_made_though_the_learner_ended_in_another(run):
+    maintenance, mode = make_maintenance(run), training(run, every=1, eval_tasks=("x",))
+    for _ in range(30):
+        mode.iterate(maintenance.snapshot())
+        work(run, keep=lambda name: name.startswith("train"))
+        learn(run)
+    finish(run, every=1, eval_tasks=("x",))
+    assert [path.name for path in sorted(run.evals.iterdir())] == [
+        "step_000000.parquet",
+        "step_000003.parquet",
+    ]
+
+
 def test_evaluation_does_not_change_what_is_trained(tmp_path):
     plain, watched = rundir(tmp_path / "a"), rundir(tmp_path / "b")
     finish(plain)
