@@ -16,6 +16,7 @@ DEFECTS = [
     "no state before a step",
     "one step count for all",
     "step not loaded",
+    "many copies of the state",
     "last files fail on rank 0 alone",
 ]
 
