@@ -34,12 +34,13 @@ TEST_NAME = 70
 # - plugins/engines: vLLM's weights change in place, and every answer in doubt is held back
 # - roles/coordinator: every decision of a run (groups, batches, evaluations, supervision, retention)
 # - plugins/graders and plugins/sandboxes: what keeps a policy from faking a result or leaving its sandbox
+# - plugins/tasksets: demonstrations that show their work, so that a loop of the demo is bound by GPUs
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
 BUDGETS = {
     "hpc_swe": 3_775,
     "hpc_swe/benchmarks": 2_560,
     "hpc_swe/conversation": 1_150,
-    "hpc_swe/demo": 380,
+    "hpc_swe/demo": 390,
     "hpc_swe/doctor": 1_215,
     "hpc_swe/evaluation": 520,
     "hpc_swe/plugins": 2_020,
@@ -50,7 +51,7 @@ BUDGETS = {
     "hpc_swe/plugins/graders": 2_695,
     "hpc_swe/plugins/policies": 5_150,
     "hpc_swe/plugins/sandboxes": 2_190,
-    "hpc_swe/plugins/tasksets": 1_110,
+    "hpc_swe/plugins/tasksets": 1_160,
     "hpc_swe/plugins/tools": 1_670,
     "hpc_swe/report": 870,
     "hpc_swe/roles": 10,

@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from hpc_swe import cli, intervals, plugins, tables
+from hpc_swe import cli, intervals, tables
 from hpc_swe import config as configuration
 from hpc_swe.errors import HpcSweError
 from hpc_swe.evaluation.progress import episodes
@@ -61,7 +61,7 @@ class Demo:
         if not (folder / "config.json").exists():
             config = configuration.from_words(["configs/demo.toml", *self.overrides])
             words = ["hpc_swe.demo.model", f"--out={folder}", f"--seed={self.seed}", f"--shape={self.shape}"]
-            words += [f"--taskset={json.dumps(plugins.dump(config.taskset))}"]
+            words += [f"--taskset={json.dumps(configuration.dump(config)['taskset'])}"]
             words += [f"--context={config.rollout.context}"]
             if subprocess.run([sys.executable, "-m", *words], check=False).returncode:
                 raise HpcSweError(f"{folder}: the demo's model was not made, for the reason above; try again")

@@ -149,7 +149,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=context, help="longest conversation in tokens")
     parser.add_argument("--shape", choices=SHAPES, default="tiny", help="sizes of the model")
     parser.add_argument(
-        "--taskset", type=json.loads, default={"type": "bugs"}, help="table of whose words are tokens, as JSON"
+        "--taskset",
+        type=json.loads,
+        default={"type": "bugs"},
+        help="table of whose words are tokens, as JSON",
     )
     options = cli.parse(parser)
     taskset = plugins.load("tasksets", options.taskset)

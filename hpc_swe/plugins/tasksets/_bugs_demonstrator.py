@@ -14,13 +14,13 @@ from hpc_swe.plugins.tasksets._bugs_grammar import Function
 from hpc_swe.records import Message, ToolCall
 
 LISTED = ["+", "*", "&", "<", "|", ">", "-", "^", "=="]
-"""Order in which plausible operators are listed: the right one is the first, second or third of them for three
-words each, so that its place says nothing."""
+"""Order in which plausible operators are listed: for three words each the right one is the first, second or
+third of them, so that its place says nothing."""
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A trial is a test that the agent works out for each plausible operator."""
+class WorkedTest:
+    """The agent works out this test for each plausible operator."""
 
     expectation: str
     """The test's call and the value that it expects: ``tepu(53, 27) == 80``."""
@@ -35,18 +35,18 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Tests:
+class TestFile:
     """A file of tests that the agent reads before it chooses."""
 
     path: str
     text: str
-    trials: Sequence[Trial]
+    tests: Sequence[WorkedTest]
 
 
 def conversation(
-    function: Function, wrong: str, path: str, rng: random.Random, tests: Tests | None = None
+    function: Function, wrong: str, path: str, rng: random.Random, tests: TestFile | None = None
 ) -> Iterator[Message]:
-    """Yield the messages of the assistant and of the tools in one episode; with `tests`, it shows its work."""
+    """Yield the messages of the assistant and of the tools in one episode; given `tests`, also its work."""
     guess = rng.choice(function.plausible)
     source = function.source(wrong)
     yield _call("", "view", path=path)
@@ -55,18 +55,18 @@ def conversation(
     if tests is not None:
         yield _call("", "view", path=tests.path)
         yield Message(role="tool", content=numbered(tests.text))
-        said = "\n".join([said, *_work(function, tests.trials), said])
+        said = "\n".join([said, *_work(function, tests.tests), said])
     yield _call(said, "replace", path=path, line=function.line, old=wrong, new=guess)
     yield Message(role="tool", content="ok")
     yield _call("", "submit")
 
 
-def _work(function: Function, trials: Sequence[Trial]) -> Iterator[str]:
+def _work(function: Function, tests: Sequence[WorkedTest]) -> Iterator[str]:
     """Yield each plausible module, and below it what it computes in each test."""
     for operator in sorted(function.plausible, key=LISTED.index):
         yield f"With {operator}:"
         yield function.source(operator).removesuffix("\n")
-        yield from (trial.worked(operator) for trial in trials)
+        yield from (test.worked(operator) for test in tests)
 
 
 def numbered(source: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hpc_swe.plugins import Plugin, patch
-from hpc_swe.plugins.tasksets._bugs_demonstrator import Tests, Trial, conversation
+from hpc_swe.plugins.tasksets._bugs_demonstrator import TestFile, WorkedTest, conversation
 from hpc_swe.plugins.tasksets._bugs_grammar import OPERATORS, Function, draw
 from hpc_swe.records import Message, Split, Task, TestPlan
 
@@ -44,6 +44,11 @@ class Bug:
         """The module has this text when the agent begins."""
         return self.function.source(self.wrong)
 
+    @property
+    def visible_tests(self) -> str:
+        """The file of tests has this text when the agent begins."""
+        return _tests(self.function, self.visible)
+
 
 class Bugs(Plugin, frozen=True, kw_only=True):
     """A taskset that is generated: mutated functions, without end and without a data set."""
@@ -58,7 +63,7 @@ class Bugs(Plugin, frozen=True, kw_only=True):
     """Seconds that a task's tests may take."""
     worked: bool = False
     """Whether demonstrations write down every plausible module, and what it computes in each visible test,
-    before they choose one. Then episodes have about 600 tokens in place of 100, and a loop is bound by GPUs."""
+    before they choose one. So an episode has about 600 sampled tokens in place of 70."""
 
     def load(self, split: Split) -> Iterator[Task]:
         """Yield endless tasks."""
@@ -87,7 +92,7 @@ class Bugs(Plugin, frozen=True, kw_only=True):
 
     def _task(self, split: Split, number: int) -> Task:
         bug = self._bug(split, number)
-        files = {VISIBLE: _tests(bug.function, bug.visible), HIDDEN: _tests(bug.function, bug.hidden)}
+        files = {VISIBLE: bug.visible_tests, HIDDEN: _tests(bug.function, bug.hidden)}
         names = [f"{file}::test_{i}" for file in files for i in range(len(bug.visible))]
         broken = [not holds(bug.function, bug.wrong, case) for case in bug.visible + bug.hidden]
         return Task(
@@ -164,11 +169,11 @@ def _expectation(function: Function, case: Case) -> str:
     return f"{function.name}({', '.join(map(repr, case.arguments))}) == {case.expected!r}"
 
 
-def _read_by_agent(bug: Bug) -> Tests:
-    trials = []
+def _read_by_agent(bug: Bug) -> TestFile:
+    tests = []
     for case in bug.visible:
-        first, *second = case.arguments
-        (right,) = second or [bug.function.constant]
+        first = case.arguments[0]
+        right = bug.function.constant if len(case.arguments) == 1 else case.arguments[1]
         left = first if isinstance(first, list) else [first]
-        trials.append(Trial(_expectation(bug.function, case), left, right))
-    return Tests(VISIBLE, _tests(bug.function, bug.visible), trials)
+        tests.append(WorkedTest(_expectation(bug.function, case), left, right))
+    return TestFile(VISIBLE, bug.visible_tests, tests)

@@ -14,6 +14,7 @@ import pytest
 from hpc_swe.plugins import load
 from hpc_swe.plugins.agents.tool_agent import ToolAgent
 from hpc_swe.plugins.sandboxes.process import Process
+from hpc_swe.plugins.tasksets._bugs_demonstrator import LISTED
 from hpc_swe.plugins.tasksets._bugs_grammar import HOLE, OPERATORS, WORDS, Function, draw, pairings
 from hpc_swe.plugins.tasksets.base import Demonstrated, Taskset
 from hpc_swe.plugins.tasksets.bugs import HIDDEN, MODULE, VISIBLE, Bug, Bugs, Case, make
@@ -32,8 +33,8 @@ def tasks(count: int, split: Split = "train", seed: int = 0) -> list[Task]:
 
 
 @functools.cache
-def conversations(count: int, seed: int = 0) -> list[list[Message]]:
-    return list(itertools.islice(Bugs().demonstrations(seed), count))
+def conversations(count: int, seed: int = 0, *, worked: bool = False) -> list[list[Message]]:
+    return list(itertools.islice(Bugs(worked=worked).demonstrations(seed), count))
 
 
 def failing(task: Task, folder: Path, module: str) -> set[str]:
@@ -161,18 +162,43 @@ def test_a_demonstration_views_repairs_and_submits() -> None:
         assert [c.name for m in messages for c in m.tool_calls] == ["view", "replace", "submit"]
 
 
-def test_the_real_tools_answer_as_the_demonstrations_show() -> None:
+@pytest.mark.parametrize("worked", [False, True])
+def test_the_real_tools_answer_as_the_demonstrations_show(worked: bool) -> None:
     tools = {name: load("tools", {"type": name}) for name in ("view", "replace", "submit")}
-    for number, messages in enumerate(conversations(5)):
+    for number, messages in enumerate(conversations(5, worked=worked)):
         bug = make(random.Random(f"demonstration 0 {number}"), "train")
-        task = msgspec.structs.replace(tasks(1)[0], files={MODULE: bug.source})
+        files = {MODULE: bug.source, VISIBLE: bug.visible_tests}
+        task = msgspec.structs.replace(tasks(1)[0], files=files)
         with Process().open(task) as sandbox:
             answers = [
                 invoke(tools[call.name], call.arguments, sandbox, task)
                 for m in messages
                 for call in m.tool_calls
             ]
-        assert answers[:2] == [m.content for m in messages if m.role == "tool"]
+        assert answers[:-1] == [m.content for m in messages if m.role == "tool"]
+
+
+def test_a_worked_demonstration_evaluates_what_the_tests_do() -> None:
+    for number, messages in enumerate(conversations(60, worked=True)):
+        bug = make(random.Random(f"demonstration 0 {number}"), "train")
+        work = messages[6].content
+        candidates = [part.partition("\n") for part in work.split("\nWith ")[1:]]
+        assert {found.rstrip(":") for found, _, _ in candidates} == set(bug.function.plausible)
+        for found, _, rest in candidates:
+            assert bug.function.source(found.rstrip(":")).strip() in rest
+            terms = [line.partition(": ") for line in rest.splitlines() if ") == " in line]
+            for (values, _, expectation), case in zip(terms, bug.visible, strict=True):
+                assert expectation.endswith(f" == {case.expected!r}")
+                assert len(values.split(", ")) == (len(case.arguments[0]) if bug.function.loops else 1)
+
+
+def test_the_place_of_the_right_operator_says_nothing() -> None:
+    places = [[op for op in LISTED if op in draw_of(word).plausible].index(WORDS[word]) for word in WORDS]
+    assert sorted(places) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def draw_of(word: str) -> Function:
+    return next(f for f in (draw(random.Random(n), "train") for n in itertools.count()) if f.word == word)
 
 
 def test_a_demonstration_opens_as_the_agent_does() -> None:
