@@ -49,7 +49,7 @@ BUDGETS = {
     "hpc_swe/plugins/engines": 2_500,
     "hpc_swe/plugins/executors": 770,
     "hpc_swe/plugins/graders": 2_695,
-    "hpc_swe/plugins/policies": 5_150,
+    "hpc_swe/plugins/policies": 5_250,
     "hpc_swe/plugins/sandboxes": 2_190,
     "hpc_swe/plugins/tasksets": 1_160,
     "hpc_swe/plugins/tools": 1_670,

@@ -23,6 +23,9 @@ def main() -> None:
         )
         == 3,
     }
+    writer = filesystem_async.FileSystemWriterAsync
+    found["writers clone parts"] = "ten.clone()" in inspect.getsource(writer.prepare_write_data)
+    found["writers are forked"] = '"fork"' in inspect.getsource(writer.write_preloaded_data_multiproc)
     original = DistributedOptimizer._set_main_param_and_optimizer_states
 
     from hpc_swe.plugins.policies._megatron import compat

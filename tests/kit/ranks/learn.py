@@ -1,7 +1,8 @@
 """One rank of a learner on a run folder: python -m tests.kit.ranks.learn RUN MODEL STEPS COPIES [KEYS].
 
 KEYS are those of the optimizer, in JSON. With DIES_AT in its environment it is killed when it opens a file
-below a path that begins so. With SNAPSHOTS one of so many versions is a full snapshot.
+below a path that begins so. With SNAPSHOTS one of so many versions is a full snapshot. HOSTED is the share of
+the optimizer's state that is in host memory.
 """
 
 import json
@@ -38,7 +39,8 @@ def main() -> None:
         die_at(place)
     interrupted = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: interrupted.set())
-    policy = Megatron(tensor_parallel=2 // data_parallel, dtype="float32")
+    hosted = float(os.environ.get("HOSTED", "0"))
+    policy = Megatron(tensor_parallel=2 // data_parallel, dtype="float32", offload_optimizer=hosted)
     learner = policy.build(model, OptimizerConfig(**json.loads([*sys.argv, '{"lr": 1e-3}'][5])), None)
 
     def tell(taken: int, step: int, metrics: dict[str, float]) -> None:

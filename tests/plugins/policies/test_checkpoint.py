@@ -11,6 +11,7 @@ import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from tests.kit.random_model import save_random  # noqa: E402
 from tests.kit.ranks import gang, tiny  # noqa: E402
 
 TP1 = {"dtype": "float32"}
@@ -154,3 +155,23 @@ def test_bfloat16_trains_and_exports_what_it_loaded_from_shards(runs):
     assert found.keys() == names.keys()
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
     assert json.loads((folder / "first-bf16/after/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_checkpoint_of_state_in_host_memory_copies_none_of_it(tmp_path):
+    """Of the largest matrix only what is being written; Megatron collects and clones all of the state."""
+    sizes = tiny.SIZES | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
+    model = save_random(tmp_path / "model", "Qwen3", sizes | {"head_dim": 16}, dtype="bfloat16")
+    (model / "tokenizer.json").write_text("{}")
+    small = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    case = {
+        "name": "large",
+        "model": str(model),
+        "data": tiny.write_sequences(tmp_path / "data", tiny.make_sequences(small)),
+        "packing": [[[0, 1], [2, 3]]],
+        "policy": {"dtype": "bfloat16", "offload_optimizer": 1.0},
+        "do": [("train", 1), ("measure", str(tmp_path / "saved"))],
+    }
+    grown, state = gang.run_cases(1, [case], tmp_path / "out")["large"][0]["grown"]
+    print(f"grown by {grown / 1e6:.0f} MB; the state has {state / 1e6:.0f} MB")
+    assert state > 60e6
+    assert grown < state / 4

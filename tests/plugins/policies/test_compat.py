@@ -18,6 +18,8 @@ DEFECTS = [
     "step not loaded",
     "many copies of the state",
     "last files fail on rank 0 alone",
+    "writers clone parts",
+    "writers are forked",
 ]
 
 

@@ -9,6 +9,7 @@ import logging
 import os
 import queue
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -150,6 +151,55 @@ def collect_metadata_errors() -> Iterator[list[OSError]]:
         yield failures
     finally:
         writer.finish, serialization.save_config = finish, save_config
+
+
+@contextmanager
+def saving_without_copies() -> Iterator[None]:
+    """Let a checkpoint be written from the memory in which the host has its tensors.
+
+    filesystem_async.py:136 clones what is a part of a larger storage, and :266 forks writers, which do not
+    see pinned memory. Here threads of this process write, and a tensor is no part of another's storage.
+    """
+    writer = filesystem_async.FileSystemWriterAsync
+    prepare, write = writer.prepare_write_data, writer.write_preloaded_data_multiproc
+
+    def prepared(self: Any, plan: Any, planner: Any) -> None:
+        resolve = planner.resolve_data
+        planner.resolve_data = lambda item: _with_own_storage(resolve(item))
+        prepare(self, plan, planner)
+
+    writer.prepare_write_data = prepared
+    writer.write_preloaded_data_multiproc = staticmethod(_write_in_threads)
+    try:
+        yield
+    finally:
+        writer.prepare_write_data = prepare
+        writer.write_preloaded_data_multiproc = staticmethod(write)
+
+
+def _with_own_storage(data: Any) -> Any:
+    """Return a tensor of the host that has the memory of another one, and no storage beyond it."""
+    if not isinstance(data, Tensor) or data.is_cuda or not data.is_contiguous():
+        return data
+    flat = torch.from_numpy(data.detach().view(-1).view(torch.uint8).numpy())
+    return flat.view(data.dtype).view(data.shape)
+
+
+def _write_in_threads(transforms: Any, use_msc: bool, _rank: int, buckets: list[Any], results: Any) -> None:
+    """Write the files of a checkpoint side by side; put their results, or one error, as Megatron does."""
+
+    def write(index: int) -> Any:
+        own: queue.Queue[Any] = queue.Queue()
+        count: queue.Queue[Any] = queue.Queue()
+        count.put(index)
+        arguments = (transforms, index, buckets[index], own, count, True)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(*arguments, use_msc=use_msc)
+        return own.get()[1]
+
+    with ThreadPoolExecutor(len(buckets)) as pool:
+        found = list(pool.map(write, range(len(buckets))))
+    error = next((each for each in found if isinstance(each, Exception)), None)
+    results.put(error or dict(enumerate(found)))
 
 
 def _set_states(self: DistributedOptimizer, model_param: nn.Parameter, tensors: dict[str, Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ class Checkpointer:
             state = self._state(loading=False) | {"step": step, "random": torch.get_rng_state()}
             state |= {"adapters": self._adapters.identity}
             try:
-                with compat.collect_metadata_errors() as failures:
+                with compat.collect_metadata_errors() as failures, self._sparing_memory():
                     dist_checkpointing.save(state, str(folder), content_metadata=CONTENT)
             except CheckpointException as error:  # raised on all ranks, whichever failed to write
                 refusal = self._ranks.broadcast(_refusal(folder, error) if self._ranks.rank == 0 else None)
@@ -173,6 +173,11 @@ class Checkpointer:
         for failure in self._ranks.broadcast(failures):
             with atomic.storage(folder):
                 raise failure
+
+    def _sparing_memory(self) -> AbstractContextManager[None]:
+        """Copy no state when host memory holds much of it; forked writers, which Megatron uses, see none."""
+        is_hosted = any(map(hosted.is_hosted, self._optimizer.chained_optimizers))
+        return compat.saving_without_copies() if is_hosted else nullcontext()
 
     def load(self, folder: Path) -> int:
         with compat.cpu_as_cuda():
