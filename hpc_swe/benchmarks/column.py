@@ -20,12 +20,12 @@ from hpc_swe.benchmarks.workload import Workload
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies.base import (
+    DescribedLearner,
     LossConfig,
     Objective,
     OptimizerConfig,
     PolicyOfTensors,
     Ranks,
-    RecomputingLearner,
 )
 from hpc_swe.records import Batch, Record
 
@@ -58,6 +58,8 @@ class Measured(Record, frozen=True, kw_only=True):
     data_ranks: int
     recompute: str
     """What backward recomputes; "" where a trainer does not say."""
+    attention: str
+    """The kernels of attention; "" where a trainer does not say."""
     peak_bytes: int
     """Most bytes that tensors had on a GPU at one time, on the rank with most; 0 without a GPU."""
     loss: float
@@ -131,7 +133,8 @@ def measure(plan: Plan) -> Measured:
         step_s=fmean(seconds),
         seconds={part: fmean(each[f"step_seconds/{part}"] for each in timed) for part in PARTS},
         data_ranks=data_ranks,
-        recompute=trainer.recompute if isinstance(trainer, RecomputingLearner) else "",
+        recompute=trainer.recompute if isinstance(trainer, DescribedLearner) else "",
+        attention=trainer.attention if isinstance(trainer, DescribedLearner) else "",
         peak_bytes=max(peaks),
         loss=first["policy/loss"],
         grad_norm=first["policy/grad_norm"],

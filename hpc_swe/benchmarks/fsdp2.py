@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from hpc_swe.benchmarks.peer_attention import PackedAttention
 from hpc_swe.benchmarks.peers import PeerSettings
+from hpc_swe.plugins.model_shape import ModelShape
+from hpc_swe.plugins.policies._megatron.flash_attention import Facts, Kernels, choose
 from hpc_swe.plugins.policies._megatron.logprobs import linear_logprobs
 from hpc_swe.plugins.policies._megatron.meeting import JoinedRanks
 from hpc_swe.plugins.policies._megatron.stopwatch import Stopwatch
@@ -40,7 +42,8 @@ class Fsdp2Trainer:
         """Build the model with weights from `tensors`; `dtype` is that of products and activations."""
         self.ranks = JoinedRanks()
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._attention = PackedAttention(fast=settings.fast_attention)
+        self.recompute, self.attention = settings.recompute, _kernels(settings, model, dtype)
+        self._attention = PackedAttention(self.attention)
         AttentionInterface.register(ATTENTION, torch.compiler.disable(self._attention))
         self._settings = settings
         self._model = _shard(_build(model), settings, dtype, tensors, self._device)
@@ -137,6 +140,12 @@ class Recomputed(nn.Module):  # type: ignore[misc]
     def forward(self, hidden: Tensor) -> Tensor:
         output: Tensor = checkpoint(self.module, hidden, use_reentrant=False)
         return output
+
+
+def _kernels(settings: PeerSettings, folder: Path, dtype: torch.dtype) -> Kernels | Literal["flash"]:
+    """Return the kernels of our learner, or flash attention; a CPU has neither."""
+    kernels = choose(Facts.find(dtype, ModelShape.read(folder).head_dim))
+    return kernels if settings.fast_attention or not torch.cuda.is_available() else "flash"
 
 
 def _build(folder: Path) -> nn.Module:

@@ -119,8 +119,8 @@ def rows(benchmark: Benchmark, found: dict[str, Measured], best: Rates | str) ->
     """Return the table, with a row for each column that ran."""
     table = tables.table(("back end",), NUMBERS)
     for name, measured in found.items():
-        label = f"{name} ({measured.recompute})" if measured.recompute else name
-        table.add_row(label, *_figures(benchmark, name, measured, best))
+        chosen = ", ".join(filter(None, (measured.recompute, measured.attention)))
+        table.add_row(f"{name} ({chosen})" if chosen else name, *_figures(benchmark, name, measured, best))
     return table
 
 

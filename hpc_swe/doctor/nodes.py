@@ -4,6 +4,7 @@ A rule asks every node the same question, and a node answers with the reason why
 sizes or several nodes are functions.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -63,6 +64,15 @@ TENSORBOARD = Rule(
     "pip install tensorboard into the environment of jobs; without it the coordinator draws no curves",
     "is installed in the environment of jobs",
 )
+ATTENTION = Rule(
+    "flash-attn-4",
+    lambda probe: "" if probe.flash_attention else f"it is not installed, and faster on {probe.gpu_model}",
+    "pip install --no-deps -r containers/requirements-flash-attention.txt into the environment of jobs",
+    "is installed in the environment of jobs",
+    "warning",
+)
+NEWEST = re.compile(r"\b(G?H|G?B)(100|200|300|800)\b")
+"""GPUs for which flash-attn-4 has kernels: Hopper and Blackwell."""
 SHARED = Rule(
     "shared folder",
     lambda probe: probe.shared.error,
@@ -127,6 +137,8 @@ def _all(need: PartitionNeeds, probes: Sequence[Probe], images: str) -> Iterator
         yield memory(probes, need.memory_mb)
     if need.gpus:
         yield gpus(probes, need.gpus)
+        if helped := [probe for probe in probes if NEWEST.search(probe.gpu_model)]:
+            yield ATTENTION.judge(helped)
     yield TENSORBOARD.judge(probes)
     yield SHARED.judge(probes)
     reached = [probe for probe in probes if not probe.shared.error]

@@ -9,6 +9,7 @@ import argparse
 import ctypes
 import errno
 import fcntl
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -75,7 +76,11 @@ class Probe(Record, frozen=True, kw_only=True):
     """Number of GPUs in CUDA_VISIBLE_DEVICES."""
     gpu_files: int
     """Number of files /dev/nvidia<n> that can be opened."""
+    gpu_model: str
+    """Of the first GPU, as the driver names it; empty without one."""
     tensorboard: bool
+    flash_attention: bool
+    """Whether the package flash-attn-4 is installed."""
     shared: Shared
     peers: list[Peer]
 
@@ -99,6 +104,8 @@ def measure(folder: Path, token: str, wait_s: float, sandbox: str) -> Probe:
         memory_mb=memory_limit() / 2**20,
         gpus=len([name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]),
         gpu_files=sum(_opens(path) for path in Path("/dev").glob("nvidia[0-9]*")),
+        gpu_model=gpu_model(),
+        flash_attention=any(importlib.metadata.distributions(name="flash-attn-4")),
         tensorboard=importlib.util.find_spec("tensorboard") is not None,
         shared=shared,
         peers=peers,
@@ -219,6 +226,13 @@ def kind_of(path: str, mountinfo: str) -> str:
     place = os.path.realpath(path)
     holding = [(at, fstype) for _, at, fstype, _ in cgroups.mounts(mountinfo) if cgroups.holds(at, place)]
     return max(holding, key=lambda mount: len(mount[0]), default=("", "unknown"))[1]
+
+
+def gpu_model() -> str:
+    """Return the name of the first GPU, such as NVIDIA H200; empty without one."""
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    found = re.search(r"^Model:\s*(.*)$", files[0].read_text(), re.MULTILINE) if files else None
+    return found[1] if found else ""
 
 
 def _opens(path: Path) -> bool:

@@ -19,6 +19,6 @@ def test_attention_does_not_see_the_zeros_that_round_lengths_up(heads, groups):
         for part in (slice(0, 16), slice(16, 300))
     ]
     torch.testing.assert_close(found, torch.cat(alone, 1))
-    called = peer_attention.PackedAttention(fast=True)
+    called = peer_attention.PackedAttention("torch")
     called.lengths = [16, 284]
     torch.testing.assert_close(called(None, query, key, value)[0], found)

@@ -24,7 +24,7 @@ PRINTED = (
     'hpc_swe-probe 0 {"rank":0,"host":"c1","python":"3.11.2 at .venv/bin/python",'
     '"user_namespaces":"","apptainer":"apptainer version 1.4.5","container":"","tmp":"/tmp",'
     '"tmp_kind":"tmpfs","tmp_free_gb":2.147483648,"memory_mb":1024.0,"gpus":0,"gpu_files":0,'
-    '"tensorboard":true,"shared":{"kind":"ext4","error":"","crossing":"","flock":"","sockets":"",'
+    '"gpu_model":"","flash_attention":false,"tensorboard":true,"shared":{"kind":"ext4","error":"","crossing":"","flock":"","sockets":"",'
     '"rename_ms":0.008238000191340689},"peers":[{"host":"c2","unseen":"","port":"","lock":"",'
     '"visible_ms":1.1675229998218128,"clock_s":-0.0007226467132568359}]}'
 )
@@ -49,6 +49,8 @@ def not_well(*probes, images="images"):
 
 def test_what_a_good_node_measures_is_well():
     assert not_well(MEASURED) == {}
+    assert not_well(changed(gpu_model="NVIDIA A100-SXM4-80GB")) == {}
+    assert not_well(changed(gpu_model="NVIDIA H200", flash_attention=True)) == {}
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,8 @@ def test_what_a_good_node_measures_is_well():
         ("GPUs", "fault", {"gpus": 0}),
         ("GPUs", "warning", {"gpu_files": 0}),
         ("GPUs", "warning", {"gpu_files": 8}),
+        ("flash-attn-4", "warning", {"gpu_model": "NVIDIA H100 80GB HBM3"}),
+        ("flash-attn-4", "warning", {"gpu_model": "NVIDIA GH200 480GB"}),
         ("TensorBoard", "fault", {"tensorboard": False}),
         ("rename between folders", "fault", {"crossing": "Invalid cross-device link"}),
         ("hard link", "fault", {"linking": "Operation not permitted"}),

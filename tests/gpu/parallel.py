@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from hpc_swe.plugins.policies._megatron.flash_attention import Facts, describe
 from tests.kit.random_model import save_random
 from tests.kit.ranks import gang, tiny
 
@@ -326,7 +327,8 @@ def main() -> int:
         print(f"{max(sizes)} GPUs are needed, {torch.cuda.device_count()} found")
         return 2
     disable_progress_bar()
-    print(torch.__version__, torch.cuda.get_device_name() if CUDA else "CPU", flush=True)
+    device, facts = torch.cuda.get_device_name() if CUDA else "CPU", Facts.find(torch.bfloat16, 128)
+    print(f"torch {torch.__version__}, {device}, attention in bfloat16: {describe(facts)}", flush=True)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it before cases that repeat
     failed = 0
     with tempfile.TemporaryDirectory() as name:

@@ -260,11 +260,13 @@ class DeltaPolicy(Protocol):
 
 
 @runtime_checkable
-class RecomputingLearner(Protocol):
-    """Mark a learner that says what its backward recomputes."""
+class DescribedLearner(Protocol):
+    """Mark a learner that says what it has chosen for this model and these GPUs."""
 
     recompute: str
     """Its value of `policy.recompute`; what it chose, where that is "auto"."""
+    attention: str
+    """The kernels of attention."""
 
 
 class SteppingLearner(Learner, Protocol):

@@ -50,12 +50,14 @@ def test_recomputed_values_are_freed_until_backward_needs_them(inputs):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "groups"),
+    ("kernels", "lengths", "groups"),
     [
-        ([SHORT], [(SHORT,)]),
-        ([5, 7], [(5, 7)]),
-        ([5, SHORT, SHORT, 7, 3], [(5,), (SHORT,), (SHORT,), (7, 3)]),
+        ("cuDNN", [SHORT], [(SHORT,)]),
+        ("cuDNN", [5, 7], [(5, 7)]),
+        ("cuDNN", [5, SHORT, SHORT, 7, 3], [(5,), (SHORT,), (SHORT,), (7, 3)]),
+        ("flash-attn-4", [5, SHORT, SHORT, 7, 3], [(5, SHORT, SHORT, 7, 3)]),
+        ("torch", [5, SHORT, 7], [(5,), (SHORT,), (7,)]),
     ],
 )
-def test_short_neighbours_are_grouped_and_long_sequences_stand_alone(lengths, groups):
-    assert grouped(lengths) == groups
+def test_sequences_are_grouped_by_the_kernels_that_take_them(kernels, lengths, groups):
+    assert grouped(lengths, kernels) == groups

@@ -15,6 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from hpc_swe.plugins.policies._megatron.flash_attention import attend
 from hpc_swe.plugins.policies._megatron.kernels import rotated_heads
 from hpc_swe.plugins.policies._megatron.packing import Block, Packing
 from hpc_swe.plugins.policies._megatron.recompute import Call, keep
@@ -59,12 +60,15 @@ class Attention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Return [tokens, heads * d] for query [tokens, heads, d], and key and value [tokens, groups, d]."""
         blocks, states = packed_seq_params.blocks, (query, key, value)
+        if packed_seq_params.kernels == "flash-attn-4":
+            (block,) = blocks
+            return attend(*states, block.ends, block.longest).flatten(1)
         parts: Iterable[tuple[Tensor, ...]] = [states]
         if len(blocks) > 1:  # backward of a split copies
             sizes = [block.tokens for block in blocks]
             parts = zip(*(each.split(sizes) for each in states), strict=True)
-        attend = [_attend_varying if block.ends is not None else _attend_one for block in blocks]
-        outputs = [each(block, part, call) for each, block, part in zip(attend, blocks, parts, strict=True)]
+        kinds = [_attend_one if block.ends is None else _attend_varying for block in blocks]
+        outputs = [each(block, part, call) for each, block, part in zip(kinds, blocks, parts, strict=True)]
         joined: Tensor = call(_join, *outputs)
         return joined
 

@@ -23,6 +23,7 @@ from hpc_swe.errors import ConfigError, ProtocolError
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import export, fit, lora, packing, routing, state, weights
 from hpc_swe.plugins.policies._megatron.compat import cpu_as_cuda
+from hpc_swe.plugins.policies._megatron.flash_attention import describe
 from hpc_swe.plugins.policies._megatron.model import build_model
 from hpc_swe.plugins.policies._megatron.offload import Offload, used_gib
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
@@ -119,10 +120,12 @@ class MegatronLearner:
         self._checkpointer = state.Checkpointer(
             self.ranks, self._model, self._adapters, self._optimizer, self._schedule
         )
-        multiple = settings.tensor_parallel if settings.sequence_parallel else 1
-        rank, parts = self.ranks.context_group.rank(), settings.context_parallel
-        self._packer = packing.Packer(shape, DTYPES[settings.dtype], multiple, rank=rank, parts=parts)
+        self._packer = _packer(settings, shape, self.ranks)
         self._stages = Stages(self._ddp, settings.pipeline_parallel)
+
+    @property
+    def attention(self) -> str:
+        return self._packer.kernels
 
     def train(self, batch: Batch, objective: Objective) -> dict[str, float]:
         if (batch.step, batch.rank) != (self.step, self.ranks.data_rank):
@@ -331,6 +334,15 @@ class MegatronLearner:
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.ranks.data_group)
         loss, *rest = (totals / epochs).tolist()
         return {"policy/loss": loss} | objective.metrics(rest, highest.tolist())
+
+
+def _packer(settings: MegatronSettings, shape: ModelShape, ranks: TorchRanks) -> packing.Packer:
+    multiple = settings.tensor_parallel if settings.sequence_parallel else 1
+    rank, parts = ranks.context_group.rank(), settings.context_parallel
+    packer = packing.Packer(shape, DTYPES[settings.dtype], multiple, rank=rank, parts=parts)
+    if ranks.rank == 0:
+        log.info("attention: %s", describe(packer.facts))
+    return packer
 
 
 def _terms(work: PreparedMicroBatch, outputs: Outputs) -> TrainedTokens:

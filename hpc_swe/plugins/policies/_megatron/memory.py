@@ -280,11 +280,17 @@ def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float
 
 
 def _backward(shape: ModelShape, policy: MegatronSettings) -> float:
-    """Return how many numbers a token makes in one layer's backward: recomputed ones and MLP gradients.
+    """Return how many numbers a token makes in one layer's backward, of the MLP or of attention.
 
-    With experts these are also the routed tokens, their gradients, what the experts return for them, and the
-    tokens of all ranks that share the experts.
+    The MLP's are recomputed ones and gradients; with experts also the routed tokens, their gradients, what
+    the experts return for them, and the tokens of all ranks that share the experts. Attention's are q, k and
+    v, their gradients, the same in float32, and the gradient of its output: 5 H + 8 G, without the MLP's.
     """
+    heads, groups = (count * shape.head_dim / policy.tensor_parallel for count in (shape.heads, shape.groups))
+    return max(_backward_of_mlp(shape, policy), 5 * heads + 8 * groups + shape.hidden)
+
+
+def _backward_of_mlp(shape: ModelShape, policy: MegatronSettings) -> float:
     inner = shape.ffn / policy.tensor_parallel * max(1, shape.experts_per_token)
     apart = policy.tensor_parallel if policy.expert_parallel > 1 else 1
     ranks = policy.expert_parallel if policy.expert_parallel > 1 else policy.tensor_parallel

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from hpc_swe.errors import ProtocolError
 from hpc_swe.plugins.model_shape import ModelShape
+from hpc_swe.plugins.policies._megatron.flash_attention import Facts, Kernels, choose
 from hpc_swe.plugins.policies._megatron.frequencies import frequencies
 from hpc_swe.plugins.policies._megatron.parallel import device
 from hpc_swe.plugins.policies.base import TrainedTokens
 from hpc_swe.records import MicroBatch, float_array
 
 SHORT = 2048
-"""Number of tokens below which a sequence shares an attention kernel with its neighbours."""
+"""Number of tokens below which a sequence shares an attention kernel with its neighbours, beside cuDNN's."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Block:
 
     lengths: tuple[int, ...]
     ends: Tensor | None = None
-    """int32 [sequences + 1], where the sequences end, with a 0 before these; None for one sequence."""
+    """int32 [sequences + 1], where the sequences end, with a 0 before these; None for a kernel that takes one
+    sequence."""
 
     @property
     def tokens(self) -> int:
@@ -46,8 +48,10 @@ class Packing:
 
     lengths: list[int]
     """Length of each sequence, padding as one more; their sum is the number of tokens."""
+    kernels: Kernels
+    """What computes attention."""
     blocks: list[Block]
-    """The same sequences, grouped for attention."""
+    """The same sequences, grouped for these kernels."""
     cosines: Tensor
     """[tokens, 1, head_dim], of the angles of this rank's tokens, by their positions in their sequences."""
     sines: Tensor
@@ -72,6 +76,8 @@ class Packer:
     def __init__(
         self, shape: ModelShape, dtype: torch.dtype, multiple: int, *, rank: int = 0, parts: int = 1
     ) -> None:
+        self.facts = Facts.find(dtype, shape.head_dim)
+        self.kernels = choose(self.facts)
         self._dtype, self._multiple, self._scale = dtype, multiple * parts, shape.rope.attention_factor
         self._rank, self._parts = rank, parts
         self._frequencies = frequencies(shape.rope, shape.head_dim).to(device())
@@ -95,6 +101,7 @@ class Packer:
         own = trained[first:last]
         packing = Packing(
             lengths=padded,
+            kernels=self.kernels,
             blocks=self._blocks(padded),
             cosines=(angles.cos() * self._scale).to(self._dtype),
             sines=(angles.sin() * self._scale).to(self._dtype),
@@ -110,18 +117,24 @@ class Packer:
         return max(1, -(-tokens // self._multiple)) * self._multiple // self._parts
 
     def _blocks(self, lengths: Sequence[int]) -> list[Block]:
-        """Group sequences for attention; without a kernel for several short ones, each is a block."""
-        if not (torch.cuda.is_available() and self._dtype == torch.bfloat16):
-            return [Block((length,)) for length in lengths]
-        ends = [np.cumsum([0, *group], dtype=np.int32) for group in grouped(lengths)]
-        return [
-            Block(group, upload(each) if len(group) > 1 else None)
-            for group, each in zip(grouped(lengths), ends, strict=True)
-        ]
+        found = []
+        for group in grouped(lengths, self.kernels):
+            is_varlen = len(group) > 1 or self.kernels == "flash-attn-4"
+            ends = np.cumsum([0, *group], dtype=np.int32)
+            found.append(Block(group, upload(ends) if is_varlen else None))
+        return found
 
 
-def grouped(lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    """Group consecutive sequences of less than SHORT tokens; every longer one is a group by itself."""
+def grouped(lengths: Sequence[int], kernels: Kernels) -> list[tuple[int, ...]]:
+    """Group consecutive sequences for calls of attention.
+
+    flash-attn-4 takes all in one. cuDNN takes one of SHORT tokens or more, and shorter neighbours go together
+    to another kernel.
+    """
+    if kernels == "flash-attn-4":
+        return [tuple(lengths)]
+    if kernels == "torch":
+        return [(length,) for length in lengths]
     runs = [tuple(run) for _, run in groupby(lengths, lambda length: length < SHORT)]
     return [group for run in runs for group in ([run] if run[0] < SHORT else [(each,) for each in run])]
 
