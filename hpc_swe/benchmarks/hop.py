@@ -5,6 +5,7 @@ learner does. The engine's side is a run's inference supervisor.
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,9 +19,10 @@ from hpc_swe.benchmarks.limits import Rates, measure_limits
 from hpc_swe.errors import ConfigError, DeadlineError
 from hpc_swe.plugins.engines.base import Weights
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.policies.base import SteppedPolicy
+from hpc_swe.plugins.policies.base import SteppedPolicy, SteppingLearner
 from hpc_swe.records import Node, Record, WeightVersion
 from hpc_swe.roles.inference.supervisor import Supervisor
+from hpc_swe.roles.learner.collective import on_rank_zero
 from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import InferenceConfig, LeaseConfig
@@ -62,6 +64,8 @@ class HopPlan(Record, frozen=True, kw_only=True):
     """The table [policy]."""
     engine: dict[str, Any]
     """The table [engine]."""
+    ranks: int = 1
+    """Processes of the learner, one a GPU."""
     deltas: int
     """Versions after the first, before one that is full again."""
     lr: float
@@ -113,8 +117,8 @@ def learn(plan: HopPlan, out: Path) -> None:
 
     from hpc_swe.benchmarks.random_weights import RandomWeights
 
-    run = RunDir(Path(plan.run))
-    rates, disk = measure_limits(), _disk_rate(run.root)
+    run, is_first = RunDir(Path(plan.run)), os.environ["RANK"] == "0"
+    limits = (measure_limits(), _disk_rate(run.root)) if is_first else None
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # 8B needs nearly all of a GPU
     policy, model = plugins.load("policies", plan.policy), Path(plan.model)
@@ -124,20 +128,29 @@ def learn(plan: HopPlan, out: Path) -> None:
     random = RandomWeights(ModelShape.read(model), getattr(torch, plan.policy["dtype"]), device)
     learner = policy.build_stepped(model, plan.lr, random)
     last = plan.deltas + 1
-    publisher = Publisher(run, learner, take_incarnation(run), "benchmark", Snapshots(last + 1, last=last))
+    incarnation = on_rank_zero(learner.ranks, lambda: take_incarnation(run))
+    publisher = Publisher(run, learner, incarnation, "benchmark", Snapshots(last + 1, last=last))
+    versions = _publish(run, plan, learner, publisher)
+    if limits is not None:
+        figures = HopFigures(rates=limits[0], disk_bytes=limits[1], versions=versions)
+        atomic.write(out, msgspec.json.encode(figures))
+    learner.close()
+
+
+def _publish(run: RunDir, plan: HopPlan, learner: SteppingLearner, publisher: Publisher) -> list[Published]:
     publisher.publish_weights()
     versions = []
-    for step in range(1, last + 1):
+    for step in range(1, plan.deltas + 2):
         await_version(run, msgspec.structs.replace(FIRST, step=step - 1), plan.timeout_s)
         time.sleep(plan.settle_s)
+        learner.ranks.gather(None)
         learner.take_step()
         trained = time.time()
         publisher.publish_weights()
         version = msgspec.structs.replace(FIRST, step=step)
         versions.append(Published(version=version, trained=trained, published=time.time()))
     await_version(run, versions[-1].version, plan.timeout_s)
-    atomic.write(out, msgspec.json.encode(HopFigures(rates=rates, disk_bytes=disk, versions=versions)))
-    learner.close()
+    return versions
 
 
 def serve(plan: HopPlan) -> None:
@@ -167,7 +180,8 @@ def _disk_rate(folder: Path) -> float:
 def main() -> None:
     """Run the side that the first argument names."""
     plan = msgspec.convert(json.loads(Path(sys.argv[2]).read_text()), HopPlan)
-    stages.note(Path(sys.argv[2]).with_name(f"{sys.argv[1]}.moments"))
+    if os.environ.get("RANK", "0") == "0":
+        stages.note(Path(sys.argv[2]).with_name(f"{sys.argv[1]}.moments"))
     learn(plan, Path(sys.argv[3])) if sys.argv[1] == "learner" else serve(plan)
 
 

@@ -6,6 +6,7 @@ memory.
 """
 
 import argparse
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ from hpc_swe.plugins.policies.base import EstimatedPolicy
 OURS = "hpc_swe"
 NUMBERS = ("tokens/s", "MFU %", "of product %", "step ms", *(f"{part} ms" for part in PARTS), "other ms")
 NUMBERS += ("peak GiB", "estimate GiB", "loss", "grad norm")
+LEVELS = ("none", "elementwise", "products", "selective", "full")
+HOSTED = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,17 @@ def rows(benchmark: Benchmark, found: dict[str, Measured], best: Rates | str) ->
     return table
 
 
+def estimates(benchmark: Benchmark) -> Table:
+    """Return the estimated peaks of each GPU by what backward recomputes and by the share in host memory."""
+    table = tables.table(("peak GiB",), tuple(f"offload {share:g}" for share in HOSTED))
+    keys = ("tensor_parallel", "pipeline_parallel", "context_parallel")
+    copies = benchmark.ranks // math.prod(benchmark.plan.policy.get(key, 1) for key in keys)
+    for level in LEVELS:
+        tables_of = ({"recompute": level, "offload_optimizer": share} for share in HOSTED)
+        table.add_row(level, *(f"{_estimate(benchmark, each, copies) / GIB:.1f}" for each in tables_of))
+    return table
+
+
 def agreement(found: dict[str, Measured]) -> str:
     """Return a line that says how far the first steps of the columns are apart; all trained the same."""
     ours, *others = found.values()
@@ -141,25 +155,25 @@ def _figures(benchmark: Benchmark, name: str, found: Measured, best: Rates | str
     rate = needed / found.step_s / benchmark.ranks
     peak = flops.datasheet_rate(best.device) if isinstance(best, Rates) else None
     parts = [found.seconds[part] for part in PARTS]
+    chosen = {"recompute": found.recompute} if found.recompute else {}
     return [
         f"{_tokens(benchmark) / found.step_s:,.0f}",
         f"{100 * rate / peak:.1f}" if peak else "-",
         f"{100 * rate / best.product_flops:.1f}" if isinstance(best, Rates) else "-",
         *(f"{1e3 * each:,.0f}" for each in (found.step_s, *parts, max(0.0, found.step_s - sum(parts)))),
         f"{found.peak_bytes / GIB:.1f}" if found.peak_bytes else "-",
-        f"{_estimate(benchmark, found) / GIB:.1f}" if name == OURS else "-",
+        f"{_estimate(benchmark, chosen, found.data_ranks) / GIB:.1f}" if name == OURS else "-",
         f"{found.loss:.5f}",
         f"{found.grad_norm:.4g}",
     ]
 
 
-def _estimate(benchmark: Benchmark, found: Measured) -> float:
-    chosen = {"recompute": found.recompute} if found.recompute else {}
+def _estimate(benchmark: Benchmark, chosen: dict[str, Any], copies: int) -> float:
     policy = plugins.load("policies", benchmark.plan.policy | chosen)
     if not isinstance(policy, EstimatedPolicy):
         return 0.0
     tokens = sum(benchmark.plan.workload.lengths)
-    total = policy.memory(Path(benchmark.plan.model), found.data_ranks, tokens, reference=False).total
+    total = policy.memory(Path(benchmark.plan.model), copies, tokens, reference=False).total
     return total.bytes if total else 0.0
 
 
@@ -188,6 +202,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="the same as policy.tensor_parallel=N")
     parser.add_argument("--peer", default="none", help=f"none, or some of {','.join(PEERS)}")
     parser.add_argument("--profile", action="store_true", help="also print seconds by class of kernel")
+    parser.add_argument("--estimate", action="store_true", help="print estimates of memory, and run nothing")
     parser.add_argument("--warm", type=int, default=3, help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=5, help="steps that are timed")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="limit of each column")
@@ -199,7 +214,7 @@ def _benchmark(arguments: argparse.Namespace, folder: Path) -> Benchmark:
     model = Path(arguments.shape) if is_folder else shapes.write_config(arguments.shape, folder / "model")
     parallel = [f"policy.tensor_parallel={arguments.tensor_parallel}"] * (arguments.tensor_parallel > 1)
     policy = read_policy([*parallel, *arguments.overrides])
-    if policy["device"] == "gpu":
+    if policy["device"] == "gpu" and not arguments.estimate:
         gpus.require("benchmark", arguments.ranks, os.environ)
     if not 0 < arguments.mask_share <= 1 or min(arguments.steps, arguments.ranks) < 1 or arguments.warm < 1:
         raise ConfigError("--mask-share lies in (0, 1]; --steps, --warm and --ranks are at least 1")
@@ -229,6 +244,9 @@ def main() -> int:
         arguments = _arguments()
         peers, benchmark = parse_peers(arguments.peer), _benchmark(arguments, Path(name))
         tables.say(describe(benchmark))
+        if arguments.estimate:
+            tables.show(tables.console, estimates(benchmark))
+            return 0
         answer = benchmark.run("limits", 1)
         best = answer if isinstance(answer, str) else msgspec.json.decode(answer, type=Rates)
         tables.say(f"limits: {best}" if isinstance(best, str) else limits.describe(best))

@@ -38,6 +38,9 @@ PARTS = {"stage": "staged", "write": "swapped", "digests": "swapped"}
 """Part of a worker's seconds -> the stage that it belongs to."""
 
 
+BYTES = "bytes"
+
+
 class Moment(Record, frozen=True, kw_only=True):
     """A line was logged."""
 
@@ -94,12 +97,12 @@ def of_version(moments: Sequence[Moment], start: float, end: float) -> dict[str,
 
 
 def of_workers(moments: Sequence[Moment], start: float, end: float) -> dict[str, float]:
-    """Return the seconds of a swap's parts, the slowest worker's."""
+    """Return the seconds of a swap's parts, the slowest worker's, and the most bytes that one read."""
     found: dict[str, float] = {}
     for moment in moments:
         if start <= moment.at < end and moment.word == WORKERS:
             for worker in json.loads(moment.text.removeprefix(WORKERS)):
-                found |= {part: max(found.get(part, 0.0), worker.get(part, 0.0)) for part in PARTS}
+                found |= {part: max(found.get(part, 0.0), worker.get(part, 0.0)) for part in (*PARTS, BYTES)}
     return found
 
 
@@ -116,6 +119,8 @@ def table(
         for part in (part for part, stage in PARTS.items() if stage == word):
             seconds = [workers[name].get(part) for name in ends]
             found.add_row(f"  of it: {part}", *("" if s is None else f"{1000 * s:.0f}" for s in seconds))
+    read = (workers[name].get(BYTES) for name in ends)
+    found.add_row("GB that a worker read", *("" if size is None else f"{size / 1e9:.3f}" for size in read))
     return found
 
 

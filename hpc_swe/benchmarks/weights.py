@@ -1,10 +1,10 @@
 """Measure how new weights reach an engine: python -m hpc_swe.benchmarks.weights --shape 8B.
 
-A learner on one GPU publishes versions into a run's folder, and an engine on another GPU serves requests and
-loads them: deltas, a full version, and that one once more by vLLM's own `reload_weights`. Each row has the
-seconds from the end of the optimizer step to the first token of the new weights, the longest gap between two
-answers to requests of one token, four of which are always under way, and what long requests lost by it. A
-second table says where the time went. Random weights need no files.
+A learner on the first GPUs publishes versions into a run's folder, and an engine on the last ones serves
+requests and loads them: deltas, a full version, and that one once more by vLLM's own `reload_weights`. Each
+row has the seconds from the end of the optimizer step to the first token of the new weights, the longest gap
+between two answers to requests of one token, four of which are always under way, and what long requests lost
+by it. A second table says where the time went. Random weights need no files.
 """
 
 import argparse
@@ -121,7 +121,7 @@ def measure(plan: HopPlan, folder: Path, load: Load) -> MeasuredHops:
     ):
         learner = pool.submit(
             run_ranks,
-            1,
+            plan.ranks,
             "hpc_swe.benchmarks.hop",
             words,
             plan.timeout_s,
@@ -238,9 +238,9 @@ class _Engine:
         return self
 
     def start(self) -> None:
-        """Start it on the last GPU that this process sees; the learner's side has the first one."""
-        visible = gpus.usable(os.environ)
-        shown = {gpus.VISIBLE: visible[-1]} if self._plan.policy["device"] == "gpu" and visible else {}
+        """Start it on the last GPUs that this process sees; the learner's side has the first ones."""
+        last = gpus.usable(os.environ)[-self._plan.engine.get("tensor_parallel", 1) :]
+        shown = {gpus.VISIBLE: ",".join(last)} if self._plan.policy["device"] == "gpu" and last else {}
         command = [sys.executable, "-m", "hpc_swe.benchmarks.hop", "engine", str(self._path)]
         with self._log.open("wb") as out:
             self._process = subprocess.Popen(
@@ -320,6 +320,7 @@ def main() -> None:
     parser = cli.parser("benchmarks.weights", "Measure how new weights reach an engine.")
     parser.add_argument("overrides", nargs="*", metavar="TABLE.KEY=VALUE", help="keys of [policy], [engine]")
     parser.add_argument("--shape", default="tiny", help=f"{', '.join(shapes.SHAPES)} (default: tiny)")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of the learner, one a GPU")
     parser.add_argument("--deltas", type=int, default=4, help="versions that are deltas")
     parser.add_argument("--lr", type=float, default=1e-6, help="learning rate")
     parser.add_argument(
@@ -336,7 +337,7 @@ def main() -> None:
 def _print(arguments: argparse.Namespace) -> None:
     policy, engine = _tables(arguments.overrides)
     if policy["device"] == "gpu":
-        gpus.require("benchmark", 1, os.environ)
+        gpus.require("benchmark", arguments.ranks, os.environ)
     with _folder(arguments.folder) as folder:
         model = shapes.write_config(arguments.shape, folder / "model")
         run = RunDir(folder / "run")
@@ -347,6 +348,7 @@ def _print(arguments: argparse.Namespace) -> None:
             model=str(model),
             policy=policy,
             engine=engine,
+            ranks=arguments.ranks,
             deltas=arguments.deltas,
             lr=arguments.lr,
             settle_s=arguments.settle_s,
@@ -357,6 +359,8 @@ def _print(arguments: argparse.Namespace) -> None:
     tables.say(limits.describe(found.figures.rates))
     tables.say(f"one thread writes {found.figures.disk_bytes / GB:.1f} GB/s into {folder.parent}")
     tables.show(tables.console, table(found.rows, whole), _stages(found))
+    for text in (moment.text for moment in found.moments if moment.word == "compared"):
+        tables.say(text)
 
 
 if __name__ == "__main__":

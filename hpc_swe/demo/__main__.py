@@ -200,7 +200,7 @@ def main() -> None:
     add("--seed", type=int, default=0)
     add("--out", type=Path, help="folder (default: runs/demo-<seed>)")
     add("--control", choices=sorted(CONTROLS), default="", help="run a control instead of GRPO")
-    add("--shape", default="tiny", help="sizes of the model: tiny, or 0.6B for those of Qwen3-0.6B")
+    add("--shape", default="tiny", help="sizes of the model: tiny, or 0.6B or 4B for those of Qwen3")
     add("--name", default="", help="folder of the GRPO run (default: grpo); several share a warm start")
     add("--quick", action="store_true", help="evaluate only while GRPO trains, not before and after it")
     add("overrides", nargs="*", help="of every stage's configuration: TOML files, or words such as steps=10")

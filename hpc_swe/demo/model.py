@@ -44,7 +44,7 @@ def published(name: str) -> dict[str, Any]:
     return {key: sizes[key] for key in shared} | {"initializer_range": 0.02, "dtype": sizes["torch_dtype"]}
 
 
-SHAPES: dict[str, dict[str, Any]] = {"tiny": {}, "0.6B": published("0.6B")}
+SHAPES: dict[str, dict[str, Any]] = {"tiny": {}, "0.6B": published("0.6B"), "4B": published("4B")}
 """Name -> what differs from SIZES. The tokenizer uses the first 512 ids of any vocabulary."""
 # A run of JSON punctuation around a quote; indentation; words; digits; comparisons; line ends.
 # Operators stand apart from spaces, so that they are the same token in code and in a call's arguments.

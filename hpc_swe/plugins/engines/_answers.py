@@ -115,7 +115,7 @@ class Stagings(Struct):
 
 
 class UpdateSeconds(Struct):
-    """Hold the seconds of each part of an update, by worker."""
+    """Hold the seconds of each part of an update, and the bytes read, by worker."""
 
     results: list[dict[str, float]]
 

@@ -73,6 +73,11 @@ class LoaderCopies:
         work = [(copy.target, source) for copy, source in self._pairs(tensors)]
         _in_threads(work, _copy_in)
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of full tensors that this worker needs."""
+        return sum(copy.target.nbytes for copies in self._copies.values() for copy in copies)
+
     def compare(self, tensors: Mapping[str, Tensor]) -> "list[Patch] | None":
         """Return what differs between this worker's memory and full tensors, which are mapped files.
 
@@ -90,11 +95,10 @@ class LoaderCopies:
 
     def _spare(self) -> int:
         """Return how many bytes may be used beside the model; the engine needs some of what is free, too."""
-        targets = [copy.target for copies in self._copies.values() for copy in copies]
-        share = int(sum(target.nbytes for target in targets)) // SHARE
-        if targets[0].device.type == "cpu":
+        share, device = self.nbytes // SHARE, next(iter(self._copies.values()))[0].target.device
+        if device.type == "cpu":
             return share
-        free: int = torch.cuda.mem_get_info(targets[0].device)[0]
+        free: int = torch.cuda.mem_get_info(device)[0]
         return min(share, free // 2)
 
     def patches(self, delta: Delta) -> "list[Patch]":

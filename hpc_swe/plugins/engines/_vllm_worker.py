@@ -44,6 +44,7 @@ from hpc_swe.plugins.engines._vllm_files import (
     read_first,
     require_digests,
     shapes,
+    shards,
 )
 from hpc_swe.plugins.engines._vllm_gate import AnswerGate
 from hpc_swe.processes import die_with_parent
@@ -162,7 +163,7 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         self._is_covered: bool | None = None
         """Whether `LoaderCopies` covers the model; None until a version with digests was loaded."""
         self.seconds: dict[str, float] = {}
-        """Seconds of each part of the last update, by name."""
+        """Seconds of each part of the last update by name, and the `bytes` that were read."""
         self._examine_first()
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
@@ -221,8 +222,14 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
             found = self._stage_copies(self._copies, version)
         check_files(chain)  # they must not have changed while they were read
         self._synchronize()
-        self.seconds = {"stage": time.monotonic() - began}
+        self.seconds = {"stage": time.monotonic() - began, "bytes": self._count_bytes(found.read, chain[0])}
         return found
+
+    def _count_bytes(self, read: Sequence[Link], full: Link) -> int:
+        """Return the bytes that this worker reads: its part of the full version, and whole deltas."""
+        part = [self._copies.nbytes] if self._copies is not None and full in read else []
+        links = [link for link in read if not (part and link is full)]
+        return sum(part + [shard.stat().st_size for link in links for shard in shards(link.folder)])
 
     def _stage_copies(self, copies: LoaderCopies, version: LoadedVersion) -> Staged:
         """Find what changes in this worker's memory; leave it to the swap where that has no room."""
@@ -356,7 +363,7 @@ class WorkerExtension:
         return {"is_staged": self.weight_transfer_engine.is_staged()}
 
     def update_seconds(self) -> dict[str, float]:
-        """Return the seconds of each part of the last update."""
+        """Return the seconds of each part of the last update, and the `bytes` that it read."""
         return dict(self.weight_transfer_engine.seconds)
 
     def used_gpu_memory(self) -> dict[str, int]:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -308,6 +309,8 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         scores = self.score(url, token, probe.token_ids)
         with boundary(EngineError, f"{version.name}: its manifest's probe"):
             difference = probe_distance(scores, probe.logprobs)
+        mean = fmean(abs(mine - theirs) for mine, theirs in zip(scores, probe.logprobs, strict=True))
+        log.debug("compared %s: |difference| of the probe's log-probabilities %.3g, mean", version.name, mean)
         if not difference <= probe.tolerance:
             raise EngineError(
                 f"{version.name}: the probe's log-probabilities differ from the learner's by"

@@ -67,17 +67,17 @@ class Route:
 
     @cached_property
     def choices(self) -> Tensor:
-        """int64 [rows], each one's place among the choices of all ranks."""
+        """Return each row's place among the choices of all ranks, int64 [rows]."""
         return self._order[: self._count()]
 
     @cached_property
     def rows(self) -> Tensor:
-        """int32 [rows], each one's token among those of all ranks."""
+        """Return each row's token among those of all ranks, int32 [rows]."""
         return (self.choices // self._size[1]).int()
 
     @cached_property
     def places(self) -> Tensor:
-        """int32 [tokens of all ranks, k], the row of each choice, or -1 if another rank computes it."""
+        """Return the row of each choice, int32 [tokens of all ranks, k]; -1 if another rank computes it."""
         numbers = torch.arange(len(self.choices), device=self._order.device, dtype=torch.int32)
         found = torch.full((len(self._order),), -1, device=numbers.device, dtype=torch.int32)
         return found.index_copy_(0, self.choices, numbers).view(self._size)

@@ -1,4 +1,4 @@
-"""Move each value by the learning rate in a random direction: a learner of a large model on one GPU.
+"""Move each value by the learning rate in a random direction: a learner of a large model on few GPUs.
 
 A first step of Adam moves each value by the learning rate, and few later ones move it further. This needs
 no state of an optimizer, which with a buffer of gradients takes 18 bytes for each parameter, so that 8B fits
@@ -12,6 +12,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import export, packing, weights
 from hpc_swe.plugins.policies._megatron.learner import MegatronLearner
@@ -27,8 +28,12 @@ class SteppedLearner(MegatronLearner):
 
     def __init__(self, settings: MegatronSettings, model: Path, lr: float, tensors: Tensors) -> None:
         shape, dtype = ModelShape.read(model), DTYPES[settings.dtype]
+        if settings.pipeline_parallel * settings.context_parallel > 1:
+            raise ConfigError("[policy] these steps need pipeline_parallel = 1 and context_parallel = 1")
+        settings.check(shape)
         settings = replace(settings, recompute="none")  # there is no backward
-        self.ranks, self.tensor_parallel, self.deltas_of_model = TorchRanks(settings), 1, False
+        self.ranks, self.tensor_parallel = TorchRanks(settings), settings.tensor_parallel
+        self.deltas_of_model = False
         self.vocabulary, self.step = shape.vocab, 0
         self.tolerance = 1.0  # no token is likely to a random model, so that rounding changes all a lot
         self._shape, self._replays = shape, False
@@ -37,7 +42,8 @@ class SteppedLearner(MegatronLearner):
         self._exporter = export.Exporter(
             self.ranks, self._model, shape, model, keep_on_gpu=settings.delta_base == "gpu"
         )
-        self._packer = packing.Packer(shape, dtype, 1, rank=0, parts=1)
+        multiple = settings.tensor_parallel if settings.sequence_parallel else 1
+        self._packer = packing.Packer(shape, dtype, multiple, rank=0, parts=1)
         self._lr = lr
         with torch.no_grad():
             self._masters = [_spread(parameter) for parameter in self._model.parameters()]
