@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,6 +40,7 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.store import folders
 
 RELOADS = 2
+RELOADED = "reload_weights of vLLM"
 ENGINE = {
     "type": "vllm",
     "max_num_seqs": 32,
@@ -143,6 +145,9 @@ def measure(plan: HopPlan, folder: Path, load: Load) -> MeasuredHops:
             found.rows.update(_rows(run, traffic, found, plan.settle_s))
         finally:
             traffic.is_over.set()
+        if RELOADED not in found.rows:  # that engine answers no more
+            run.stop.touch()
+            return found
         for client in clients:
             client.result()
     return found
@@ -197,12 +202,16 @@ def _rows(run: RunDir, traffic: Traffic, found: MeasuredHops, settle_s: float) -
     last = found.figures.versions[-1]
     for _ in range(RELOADS):  # the first one also warms up what the engine has not used yet
         time.sleep(settle_s)
-        began, loaded, resumed = _reload(traffic, run.weight(last.version))
+        try:
+            began, loaded, resumed = _reload(traffic, run.weight(last.version))
+        except urllib.error.HTTPError as error:
+            tables.say(f"{RELOADED}: {error}; not compared, as with experts on a CPU")
+            break
         time.sleep(2 * settle_s)
         window = Window(began, began, loaded, resumed, time.time())
         written_s, size = last.published - last.trained, _size(run, last.version)
         row = _row(traffic, window, written_s, size, before_s=written_s, clears=True)
-        rows["reload_weights of vLLM"] = row
+        rows[RELOADED] = row
     return rows
 
 
