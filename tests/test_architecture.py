@@ -38,7 +38,7 @@ TEST_NAME = 70
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
 BUDGETS = {
     "hpc_swe": 3_775,
-    "hpc_swe/benchmarks": 2_595,
+    "hpc_swe/benchmarks": 2_680,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 390,
     "hpc_swe/doctor": 1_235,
@@ -46,7 +46,7 @@ BUDGETS = {
     "hpc_swe/plugins": 2_020,
     "hpc_swe/plugins/advantages": 150,
     "hpc_swe/plugins/agents": 420,
-    "hpc_swe/plugins/engines": 2_500,
+    "hpc_swe/plugins/engines": 2_530,
     "hpc_swe/plugins/executors": 770,
     "hpc_swe/plugins/graders": 2_695,
     "hpc_swe/plugins/policies": 5_420,
