@@ -9,23 +9,29 @@ from contextlib import nullcontext
 from pathlib import Path
 
 
-def main() -> None:
-    import torch
+def in_source() -> dict[str, bool]:
+    """The defects that the text of megatron-core shows, before anything is mended."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.transformer.moe import moe_utils
 
-    found = {
+    writer = filesystem_async.FileSystemWriterAsync
+    gather = DistributedOptimizer.get_parameter_state_dp_zero
+    return {
         "undefined name in the router": not hasattr(moe_utils, "te_general_gemm"),
         "helper process": "Manager()" in inspect.getsource(filesystem_async._get_write_results_queue),
-        "many copies of the state": inspect.getsource(DistributedOptimizer.get_parameter_state_dp_zero).count(
-            "torch.zeros("
-        )
-        == 3,
+        "many copies of the state": "torch.zeros(" in inspect.getsource(gather),
+        "writers clone parts": "ten.clone()" in inspect.getsource(writer.prepare_write_data),
+        "writers are forked": '"fork"' in inspect.getsource(writer.write_preloaded_data_multiproc),
     }
-    writer = filesystem_async.FileSystemWriterAsync
-    found["writers clone parts"] = "ten.clone()" in inspect.getsource(writer.prepare_write_data)
-    found["writers are forked"] = '"fork"' in inspect.getsource(writer.write_preloaded_data_multiproc)
+
+
+def main() -> None:
+    import torch
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    found = in_source()
     original = DistributedOptimizer._set_main_param_and_optimizer_states
 
     from hpc_swe.plugins.policies._megatron import compat

@@ -219,7 +219,8 @@ def _state_of_all_ranks(
     empty_data: bool = False,
     return_on_all_ranks: bool = False,
 ) -> Any:
-    # distrib_optimizer.py:977 copies the state seven times on the host, also where a rank has all of it
+    # distrib_optimizer.py:977 copies the state seven times on the host, also where a rank has all of it; here
+    # what is in host memory is not copied at all
     if empty_data or self.data_parallel_group.size() > 1:
         return _gather_state(self, use_gloo_comm, empty_data, return_on_all_ranks)
     state: dict[Any, Any] = {"buckets_coalesced": True}

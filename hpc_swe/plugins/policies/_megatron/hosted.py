@@ -7,14 +7,11 @@ treats every element alone, so the step gives the same bits as one whose state s
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
@@ -176,7 +173,6 @@ class HostedStates:
         self._adamw.step = self.step
         self._owner._copy_main_params_to_model_params = self._copy_resident
         self._owner._get_main_param_and_optimizer_states = self._states
-        self._owner.sharded_param_state_fully_reshardable = self._sharded_states
 
     def step(self) -> None:
         """Take a step of AdamW; the gradients are ready."""
@@ -262,30 +258,6 @@ class HostedStates:
         group, order = self._owner.model_param_group_index_map[weight]
         param = self._adamw.param_groups[group]["params"][order]
         return {"param": param, **self._adamw.state[param], **self._views.get(param, {})}
-
-    def _sharded_states(
-        self, model: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None
-    ) -> dict[int, dict[str, Any]] | None:
-        """Describe the state to a checkpoint where it is, in place of Megatron's method, which copies it.
-
-        Where data-parallel ranks share the state, Megatron must collect it.
-        """
-        owner = self._owner
-        if is_loading or owner.data_parallel_group.size() > 1:
-            method = DistributedOptimizer.sharded_param_state_fully_reshardable
-            return method(owner, model, is_loading, metadata)  # type: ignore[no-any-return]
-        described = nested_values(extract_sharded_tensors_and_factories(model)[0])
-        known = {each.data: each for each in described}
-        weights = [weight for buffer in owner.buffers for weight in buffer.param_index_map]
-        return {index: self._sharded(known[weight], weight) for index, weight in enumerate(weights)}
-
-    def _sharded(self, described: Any, weight: torch.nn.Parameter) -> dict[str, Any]:
-        states, found = self._states(weight), {}
-        for name in ("param", *MOMENTS):
-            dtype = {} if isinstance(described, ShardedTensorFactory) else {"dtype": torch.float32}
-            data, key = states[name].detach().view(weight.shape), f"optimizer.state.{name}.{described.key}"
-            found[name] = replace(described, key=key, data=data, **dtype)
-        return found
 
 
 def _without_bytes(tensor: Tensor) -> Tensor:

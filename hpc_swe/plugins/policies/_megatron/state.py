@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronConfig
@@ -26,6 +27,8 @@ from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 from hpc_swe.plugins.policies.base import OptimizerConfig
 from hpc_swe.store import atomic, folders
 
+WRITERS = 8
+"""Files of a checkpoint for each rank: processes write them, and threads verify them, side by side."""
 KL = "learner.loss.kl_coefficient"
 CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -164,7 +167,8 @@ class Checkpointer:
             state |= {"adapters": self._adapters.identity}
             try:
                 with compat.collect_metadata_errors() as failures, self._sparing_memory():
-                    dist_checkpointing.save(state, str(folder), content_metadata=CONTENT)
+                    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=WRITERS)
+                    dist_checkpointing.save(state, str(folder), strategy, content_metadata=CONTENT)
             except CheckpointException as error:  # raised on all ranks, whichever failed to write
                 refusal = self._ranks.broadcast(_refusal(folder, error) if self._ranks.rank == 0 else None)
                 if refusal is None:
