@@ -3,9 +3,8 @@
 All peers are transformers' model under PyTorch's FSDP2, which `fsdp2.py` runs, with float32 weights in the
 optimizer, bfloat16 products and float32 sums of gradients, as our learner has.
 
-`fsdp2` is as fast as we can make it. It has the kernels of our learner: cuDNN attention for long sequences
-and varlen attention for short ones, each layer compiled, our output layer that never holds all logits, and
-fused AdamW.
+`fsdp2` is as fast as we can make it. It has the kernels of attention that our learner chooses, each layer
+compiled, our output layer that never holds all logits, and fused AdamW.
 
 `published-a` and `published-b` are the settings of two published systems, slime's FSDP learner and verl's, as
 far as packages allow: flash attention is torch's own instead of that of the package flash-attn. Left out, in

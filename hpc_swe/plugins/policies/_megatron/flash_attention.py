@@ -51,7 +51,7 @@ class Facts:
 
     @property
     def is_helped(self) -> bool:
-        """Whether flash-attn-4 has kernels for this GPU and model."""
+        """Return whether flash-attn-4 has kernels for this GPU and model."""
         return self.capability in NEWEST and self.dtype == torch.bfloat16 and self.head_dim in HEAD_DIMS
 
 
