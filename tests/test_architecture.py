@@ -31,6 +31,7 @@ TEST_NAME = 70
 # - hpc_swe: all tables of a configuration with their documentation, rules between keys, and all records
 # - plugins/policies: Megatron's layers with our kernels; how weights are loaded, exported and resumed;
 #   low-rank adapters, and optimizer state in host memory
+# - plugins: kernels that find and write changed weights on a GPU, for which torch would wait at each tensor
 # - plugins/engines: vLLM's weights change in place, and every answer in doubt is held back
 # - roles/coordinator: every decision of a run (groups, batches, evaluations, supervision, retention)
 # - plugins/graders and plugins/sandboxes: what keeps a policy from faking a result or leaving its sandbox
@@ -43,10 +44,10 @@ BUDGETS = {
     "hpc_swe/demo": 390,
     "hpc_swe/doctor": 1_235,
     "hpc_swe/evaluation": 520,
-    "hpc_swe/plugins": 2_020,
+    "hpc_swe/plugins": 2_340,
     "hpc_swe/plugins/advantages": 150,
     "hpc_swe/plugins/agents": 420,
-    "hpc_swe/plugins/engines": 2_530,
+    "hpc_swe/plugins/engines": 2_625,
     "hpc_swe/plugins/executors": 770,
     "hpc_swe/plugins/graders": 2_695,
     "hpc_swe/plugins/policies": 5_420,

@@ -11,6 +11,7 @@ sum; several at random leave it unchanged with a probability below 2^-32. It fin
 does not stop somebody who wants a collision; for that each file has its sha256.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -139,18 +140,53 @@ class Digests:
         at = Rectangle.whole(tensor.shape)
         return self.part(tensor.reshape(at.rows, at.columns), at)
 
+    def weights(self, shape: "torch.Size | list[int]") -> tuple[Tensor, Tensor, int]:
+        """Return the weights of a whole tensor's rows and columns, and how many columns it has."""
+        at = Rectangle.whole(shape)
+        return self._rows.get(0, at.rows), self._columns.get(0, at.columns), at.columns
+
     def change(self, old: Tensor, new: Tensor, where: Tensor | None = None) -> Tensor:
         """Return how much the digest of a contiguous tensor grows when it changes from old to new.
 
         A caller that knows `changed(old, new)` passes it as `where`.
         """
-        at = Rectangle.whole(new.shape)
         before, after = integers(old).view(-1), integers(new).view(-1)
         where = changed(old, new) if where is None else where
         mask = (1 << (8 * new.element_size())) - 1
         grown = (after[where].to(torch.int64) & mask) - (before[where].to(torch.int64) & mask)
-        rows, columns = self._rows.get(0, at.rows), self._columns.get(0, at.columns)
-        return (grown * rows[where // at.columns] * columns[where % at.columns]).sum()
+        rows, columns, width = self.weights(new.shape)
+        return (grown * rows[where // width] * columns[where % width]).sum()
+
+
+def encode_all(
+    pairs: Sequence[tuple[Tensor, Tensor]], digests: Digests
+) -> list[tuple[Changes | None, Tensor]]:
+    """Return what `encode` finds in each pair of old and new, and by how much the digest grows.
+
+    All must be of one type and on one device, which a GPU makes wait for the host once.
+    """
+    if not pairs or not pairs[0][1].is_cuda:
+        found = [(old, new, changed(old, new)) for old, new in pairs]
+        return [(encode(*each), digests.change(*each)) for each in found]
+    from hpc_swe.plugins import delta_kernels  # needs triton, which a CPU may lack
+
+    bits = [(integers(old), integers(new)) for old, new in pairs]
+    coded = delta_kernels.encode_all(bits, [digests.weights(new.shape) for _, new in pairs])
+    return [
+        (None, digests.tensor(new) - digests.tensor(old))
+        if each is None
+        else (Changes(each[0], each[1]), each[2])
+        for (old, new), each in zip(pairs, coded, strict=True)
+    ]
+
+
+def all_finite(tensors: Sequence[Tensor]) -> list[bool]:
+    """Return whether each tensor holds finite numbers only; all must be on one device."""
+    if not tensors or not tensors[0].is_cuda:
+        return [bool(tensor.isfinite().all()) for tensor in tensors]
+    from hpc_swe.plugins import delta_kernels  # needs triton, which a CPU may lack
+
+    return [bool(flag) for flag in delta_kernels.all_finite(tensors).tolist()]
 
 
 def text(digest: int) -> str:

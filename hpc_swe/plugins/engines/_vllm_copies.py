@@ -13,26 +13,29 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpc_swe.plugins.engines._vllm_files import Delta, own_stream
+from hpc_swe.plugins.engines._vllm_files import BUFFER, Delta, Wanted, own_stream, shards
 from hpc_swe.plugins.low_rank import Factors
 from hpc_swe.plugins.tensor_delta import Digests, Rectangle, integers
+
+if TYPE_CHECKING:
+    from hpc_swe.plugins.delta_kernels import PlacedChanges
 
 PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Quantization methods that leave weights on a GPU as they were loaded."""
 PLAIN_LAYERS = {"Attention"}
 """Layers whose processing after loading touches no weights of an unquantized model."""
 THREADS = 8
-BUFFER = 1 << 25
 SHARE = 4
 """Changed values and their positions may take one part in so many of the memory of the weights."""
 VALUE_BYTES = 12
-"""Most bytes of one changed value and its position."""
+"""Most bytes of one changed value and its position; a GPU holds its code alone."""
 T = TypeVar("T")
 Work = tuple[Tensor, Tensor]
 """A view of this worker's memory, and what belongs there."""
@@ -47,13 +50,19 @@ class Copy:
     source: Rectangle
     target: Tensor
 
+    def is_same(self, other: "Copy") -> bool:
+        """Return whether another copy takes the same part to the same place."""
+        mine, its = self.target, other.target
+        return (self.source, mine.data_ptr(), mine.stride()) == (other.source, its.data_ptr(), its.stride())
+
 
 class LoaderCopies:
     """Hold where each checkpoint tensor lies in this worker's memory."""
 
     def __init__(self, shapes: Mapping[str, list[int]], copies: Mapping[str, Sequence[Copy]]) -> None:
         self._shapes, self._copies = shapes, copies
-        self._digests = Digests(next(iter(copies.values()))[0].target.device)
+        self._device = next(iter(copies.values()))[0].target.device
+        self._digests = Digests(self._device)
 
     @classmethod
     def record(
@@ -88,31 +97,50 @@ class LoaderCopies:
         found = _in_threads(work, lambda part: _differences(part, spare))
         return None if spare.is_full else [patch for part in found for patch in part]
 
-    def has_room(self, delta: Delta) -> bool:
-        """Return whether the values that a delta changes fit beside the model."""
+    def read(self, folder: Path, wanted: Wanted) -> "Sequence[Patch | CodedPatch] | None":
+        """Return what the delta in a folder changes; None if that is too much to hold beside the model."""
+        spare, is_cpu = self._spare(), self._device.type == "cpu"
+        if not is_cpu and sum(file.stat().st_size for file in shards(folder)) >= spare:
+            return None
+        delta = Delta.read(folder, wanted, self._device)
         codes = sum(len(changes.codes) for changes in delta.changes.values())
-        return codes * VALUE_BYTES < self._spare()
+        return None if is_cpu and codes * VALUE_BYTES >= spare else self.patches(delta)
 
     def _spare(self) -> int:
         """Return how many bytes may be used beside the model; the engine needs some of what is free, too."""
-        share, device = self.nbytes // SHARE, next(iter(self._copies.values()))[0].target.device
-        if device.type == "cpu":
+        share = self.nbytes // SHARE
+        if self._device.type == "cpu":
             return share
-        free: int = torch.cuda.mem_get_info(device)[0]
+        free: int = torch.cuda.mem_get_info(self._device)[0]
         return min(share, free // 2)
 
-    def patches(self, delta: Delta) -> "list[Patch]":
-        """Return the values that a delta changes in this worker's memory, which is not changed here."""
+    def patches(self, delta: Delta) -> "Sequence[Patch | CodedPatch]":
+        """Return what a delta changes in this worker's memory, which is not changed here.
+
+        Raise ValueError for changes that do not fit their tensor.
+        """
         found = [Patch(copy.target, None, source) for copy, source in self._pairs(delta.whole)]
+        if self._device.type == "cuda":
+            return [*found, *self._coded(delta)]
         for name, changes in delta.changes.items():
             whole, copies = Rectangle.whole(self._shapes[name]), self._copies[name]
-            changes = changes.to(copies[0].target.device)
             where, differences = changes.decode(whole.rows * whole.columns)
             for copy in copies:
                 positions, mine = _positions(copy, whole, where, differences)
                 values = _flat_memory(copy.target)[positions] + mine
                 found.append(Patch(copy.target, positions, values))
         return found
+
+    def _coded(self, delta: Delta) -> "Iterator[CodedPatch]":
+        from hpc_swe.plugins.delta_kernels import place_all  # needs triton, which a CPU may lack
+
+        wholes = {name: Rectangle.whole(self._shapes[name]) for name in delta.changes}
+        changes = [each.to(self._device) for each in delta.changes.values()]
+        counts = [whole.rows * whole.columns for whole in wholes.values()]
+        placed = place_all([(each.codes, each.others) for each in changes], counts)
+        for (name, whole), each in zip(wholes.items(), placed, strict=True):
+            for copy in self._copies[name]:
+                yield CodedPatch(copy, each, whole.columns)
 
     def merge(self, delta: Delta) -> None:
         """Merge adapters into this worker's memory, which holds the initial model."""
@@ -149,6 +177,20 @@ class Patch:
             self.target.copy_(self.values)
         else:
             _flat_memory(self.target)[self.where] = self.values
+
+
+@dataclass(frozen=True)
+class CodedPatch:
+    """Hold the changes of a tensor, of which a GPU decodes in the swap what this worker has."""
+
+    copy: Copy
+    changes: "PlacedChanges"
+    columns: int
+    """Of the whole tensor."""
+
+    def write(self) -> None:
+        at = self.copy.source
+        self.changes.add(integers(self.copy.target), (at.row, at.column), self.columns)
 
 
 class SpareMemory:
@@ -207,7 +249,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         if name is None or target.is_meta or (target.shape, target.dtype) != (part.shape, part.dtype):
             raise ValueError(f"its loader does not simply copy {name or 'a tensor that it computed'}")
         at = _locate(self._sources[name], part)
-        self.copies.setdefault(name, []).append(Copy(at, _flat(target.detach(), at)))
+        copy, known = Copy(at, _flat(target.detach(), at)), self.copies.setdefault(name, [])
+        if not any(copy.is_same(other) for other in known):  # a difference must be added once
+            known.append(copy)
         return target
 
 

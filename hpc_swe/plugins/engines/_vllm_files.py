@@ -25,6 +25,16 @@ MODEL_REMEDY = "restore the files of `model` as they were when the run started"
 CODES, OTHERS = ":codes", ":others"
 CPU = torch.device("cpu")
 THREADS = min(8, os.cpu_count() or 1)
+BUFFER = 1 << 25
+"""Bytes of pinned memory through which a thread reads; PyTorch uses one of the same size again."""
+DTYPES = {
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+}
 _IDLE: "defaultdict[torch.device, list[torch.cuda.Stream]]" = defaultdict(list)
 
 
@@ -107,8 +117,12 @@ def _entries(files: Iterable[Path], is_tied: bool) -> Iterator[tuple[Path, Any, 
     for file in files:
         with safe_open(file, framework="pt", device="cpu") as shard:
             for name in shard.keys():  # noqa: SIM118 (not a dict)
-                if not (is_tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq"):
+                if _is_taken(name, is_tied):
                     yield file, shard, name
+
+
+def _is_taken(name: str, is_tied: bool) -> bool:
+    return not (is_tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq")
 
 
 def shapes(folder: Path, is_tied: bool) -> dict[str, list[int]]:
@@ -215,8 +229,38 @@ def _factors(folder: Path, stored: Mapping[str, Tensor], wanted: Wanted) -> dict
 
 def _to_device(file: Path, is_tied: bool, device: torch.device) -> dict[str, Tensor]:
     """Read all tensors of one file, on a stream of its own where the device is a GPU."""
+    if device.type == "cpu":
+        return {name: shard.get_tensor(name) for _, shard, name in _entries([file], is_tied)}
     with own_stream(device):
-        return {name: shard.get_tensor(name).to(device) for _, shard, name in _entries([file], is_tied)}
+        return {name: tensor for name, tensor in parts_of(file, device) if _is_taken(name, is_tied)}
+
+
+def parts_of(file: Path, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file by name; its bytes come to the device as one piece, through pinned memory.
+
+    Raise ValueError if the file is shorter than its header says, or a tensor is of an unknown type.
+    """
+    with file.open("rb") as source:
+        header = json.loads(source.read(int.from_bytes(source.read(8), "little")))
+        size = file.stat().st_size - source.tell()
+        data = torch.empty(size, dtype=torch.uint8, device=device)
+        buffer = torch.empty(BUFFER, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        for part in data.split(BUFFER):
+            piece = buffer[: len(part)]
+            if source.readinto(memoryview(piece.numpy())) != len(part):
+                raise ValueError(f"{file.name}: it became shorter while it was read")
+            part.copy_(piece, non_blocking=True)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        (start, end), dtype = entry["data_offsets"], DTYPES.get(entry["dtype"])
+        if dtype is None or not 0 <= start <= end <= size:
+            raise ValueError(f"{file.name}: {name} is {entry}, and the file has {size} bytes")
+        part = data[start:end]
+        is_aligned = start % dtype.itemsize == 0
+        yield name, (part if is_aligned else part.clone()).view(dtype).view(entry["shape"])
 
 
 @contextmanager

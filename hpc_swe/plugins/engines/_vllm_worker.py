@@ -31,7 +31,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from hpc_swe.errors import CorruptRecord
-from hpc_swe.plugins.engines._vllm_copies import LoaderCopies, Patch, require_plain, sum_shares
+from hpc_swe.plugins.engines._vllm_copies import CodedPatch, LoaderCopies, Patch, require_plain, sum_shares
 from hpc_swe.plugins.engines._vllm_environment import BACKEND, TOKEN
 from hpc_swe.plugins.engines._vllm_files import (
     Delta,
@@ -238,13 +238,12 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
             self._model.require(chain, wanted, self._device)
         tensors = read_first(chain, wanted) if rest is None else None
         links = chain[1:] if rest is None else rest
-        patches = None
+        patches: Sequence[Patch | CodedPatch] | None = None
         try:
             if tensors is not None and not links:
                 patches = copies.compare(tensors)
             elif tensors is None and len(links) == 1 and not links[0].has_adapters:
-                delta = Delta.read(links[0].folder, wanted, self._device)
-                patches = copies.patches(delta) if copies.has_room(delta) else None
+                patches = copies.read(links[0].folder, wanted)
         except torch.OutOfMemoryError as error:
             log.warning("weights are read in the pause: %s", error)
         whole = tuple(chain if rest is None else rest)
@@ -325,7 +324,7 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         require_digests(sum_shares(wanted.shapes, shares), wanted)
 
 
-def _write(patches: Sequence[Patch]) -> None:
+def _write(patches: Sequence[Patch | CodedPatch]) -> None:
     for patch in patches:
         patch.write()
 

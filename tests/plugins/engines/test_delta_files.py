@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from hpc_swe.plugins.engines._vllm_copies import Copy, LoaderCopies
-from hpc_swe.plugins.engines._vllm_files import CPU, Delta, KnownModel, Link, Wanted
+from hpc_swe.plugins.engines._vllm_files import CPU, Delta, KnownModel, Link, Wanted, parts_of
 from hpc_swe.plugins.engines._vllm_update import describe
 from hpc_swe.plugins.engines.base import Weights
 from hpc_swe.plugins.tensor_delta import Digests, Rectangle, encode, text
@@ -39,6 +39,24 @@ def test_half_of_a_tensor_s_changes_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "delta-00002-of-00002.safetensors").unlink()
     with pytest.raises(ValueError, match="a:others is missing"):
         Delta.read(tmp_path, WANTED)
+
+
+def test_a_file_read_as_one_piece_has_the_same_tensors(tmp_path: Path) -> None:
+    tensors = {
+        "a:codes": torch.arange(7, dtype=torch.uint8),
+        "a:others": torch.arange(-3, 4, dtype=torch.int16),
+        "b": OLD,
+        "c": torch.ones(3, 0),
+        "d": torch.tensor(2.0),
+    }
+    file = tmp_path / "delta.safetensors"
+    save_file(tensors, file, metadata={"format": "pt"})
+    found = dict(parts_of(file, torch.device("cpu")))
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="and the file has"):
+        dict(parts_of(file, torch.device("cpu")))
 
 
 def adapters(folder: Path) -> torch.Tensor:

@@ -21,7 +21,7 @@ from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
 from hpc_swe.plugins.policies._megatron.tensor_file import TensorFiles
 from hpc_swe.plugins.policies._megatron.weights import INDEX, Layout, gather, layouts
 from hpc_swe.plugins.policies.base import Carrier
-from hpc_swe.plugins.tensor_delta import Digests, changed, encode, text
+from hpc_swe.plugins.tensor_delta import Digests, all_finite, encode_all, text
 from hpc_swe.records import TensorInfo
 from hpc_swe.store import atomic
 
@@ -31,6 +31,8 @@ ALIGNED = 64  # bytes; what is kept of each tensor starts at a multiple of this
 FILE_BYTES = 1 << 27
 FILES = 16
 """Most files of one rank: threads write and verify them side by side."""
+GROUP = 1 << 30
+"""Bytes of tensors that are compared at a time; a GPU holds what was gathered for them until then."""
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,8 @@ class Exporter:
         self._taken = 0
         """Bytes of it that are in use."""
         self._digests: dict[str, Tensor] = {}
-        self._computer = Digests(next(iter(model.parameters())).device)
+        self._device = next(iter(model.parameters())).device
+        self._computer = Digests(self._device)
 
     def write(self, folder: Path, carrier: Carrier = "full") -> dict[str, TensorInfo]:
         """Write this rank's files; no rank waits for the writing of another, which may have failed."""
@@ -69,13 +72,19 @@ class Exporter:
         if carrier == "base" and not self._keep_on_gpu and self._room is None:
             self._room = self._make_room()
         files = self._open(folder, "delta" if carrier == "delta" else "model")
-        infos = {}
-        for name, tensor in self._owned():
+        infos: dict[str, tuple[str, list[int]]] = {}
+        for group in _grouped(self._owned(), GROUP if carrier == "delta" else 0):
             if carrier == "delta":
-                self._add_changes(files, name, tensor)
+                self._add_changes(files, group)
             else:
-                self._add_whole(files, name, tensor, keep=carrier == "base")
-            infos[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+                for name, tensor in group.items():
+                    self._add_whole(files, name, tensor, keep=carrier == "base")
+            infos |= {
+                n: (str(each.dtype).removeprefix("torch."), list(each.shape)) for n, each in group.items()
+            }
+        if carrier == "base" and self._kept:  # the first delta need not wait for kernels to be compiled
+            least = min(self._kept.values(), key=Tensor.numel).to(self._device)
+            encode_all([(least, least)], self._computer)
         log.debug("encoded")
         shares = self._ranks.gather((files.where, files.size))
         with atomic.storage(folder):
@@ -113,7 +122,7 @@ class Exporter:
         Engines serve what is published, and nothing after this checks every number.
         """
         named = list(self._parameters.items())
-        flags = _numbers([parameter.data.isfinite().all() for _, parameter in named])
+        flags = all_finite([parameter.data for _, parameter in named])
         bad_here = [name for (name, _), is_finite in zip(named, flags, strict=True) if not is_finite]
         mine = {self._layouts[name].sources[0] for name in bad_here}
         if bad := sorted(set().union(*self._ranks.gather(mine))):
@@ -138,18 +147,18 @@ class Exporter:
         if keep:
             self._kept[name].copy_(tensor, non_blocking=True)
 
-    def _add_changes(self, files: TensorFiles, name: str, tensor: Tensor) -> None:
+    def _add_changes(self, files: TensorFiles, group: Mapping[str, Tensor]) -> None:
         """Add what changed since the last export, and keep the new values."""
-        old = self._kept[name].to(tensor.device, non_blocking=True)
-        where = changed(old, tensor)
-        self._digests[name] = self._digests[name] + self._computer.change(old, tensor, where)
-        changes = encode(old, tensor, where)
-        if changes is None:
-            files.add(name, tensor)
-        elif len(changes.codes):
-            files.add(f"{name}:codes", changes.codes)
-            files.add(f"{name}:others", changes.others)
-        self._kept[name].copy_(tensor, non_blocking=True)
+        old = [self._kept[name].to(tensor.device, non_blocking=True) for name, tensor in group.items()]
+        found = encode_all(list(zip(old, group.values(), strict=True)), self._computer)
+        for (name, tensor), (changes, growth) in zip(group.items(), found, strict=True):
+            self._digests[name] = self._digests[name] + growth
+            self._kept[name].copy_(tensor, non_blocking=True)
+            if changes is None:
+                files.add(name, tensor)
+            elif len(changes.codes):
+                files.add(f"{name}:codes", changes.codes)
+                files.add(f"{name}:others", changes.others)
 
     def _make_room(self) -> Tensor:
         """Take host memory for what is kept; raise NodeError on all ranks if a node has too little."""
@@ -225,6 +234,19 @@ class Turns:
         owner = self._assigned.index(min(self._assigned))
         self._assigned[owner] += parameter.numel()
         return owner
+
+
+def _grouped(tensors: Iterator[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
+    """Yield groups in the order of the tensors, each of at least `size` bytes, but for the last."""
+    group: dict[str, Tensor] = {}
+    held = 0
+    for name, tensor in tensors:
+        group[name], held = tensor, held + tensor.nbytes
+        if held >= size:
+            yield group
+            group, held = {}, 0
+    if group:
+        yield group
 
 
 def _numbers(scalars: Sequence[Tensor]) -> list[int]:

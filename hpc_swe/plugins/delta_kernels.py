@@ -1,0 +1,279 @@
+"""Find, and apply, what changed in tensors on CUDA; tensor_delta.py says what is stored.
+
+Each tensor is read in blocks, once to count what each block will write, and once to write it. Between the
+two, sums over the blocks of all tensors say where each block's part begins, so that the host waits once
+for many tensors. A block knows how far the last change before it lies; whole runs of SKIP are part of the
+memory that the codes are filled with.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+WARPS = 8
+REACH = tl.constexpr(85)
+SKIP = tl.constexpr(255)
+FAR = tl.constexpr(-(1 << 20))
+"""Stands for no change before this one in a block."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Say which blocks of one long list belong to which tensor."""
+
+    counts: list[int]
+    starts: list[int]
+    ends: Tensor
+    """Last block of each tensor, int64 [tensors]."""
+    own_starts: Tensor
+    """First block of the tensor that a block belongs to, int64 [blocks]."""
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], device: torch.device) -> "Blocks":
+        """Divide tensors of so many elements; each has a block at least."""
+        counts = [max(1, triton.cdiv(size, BLOCK)) for size in sizes]
+        starts = [0]
+        for count in counts:
+            starts.append(starts[-1] + count)
+        own, repeats, following = torch.tensor([starts[:-1], counts, starts[1:]], device=device)
+        own = torch.repeat_interleave(own, repeats, output_size=starts[-1])
+        return cls(counts, starts[:-1], following - 1, own)
+
+    @property
+    def size(self) -> int:
+        return len(self.own_starts)
+
+    def before(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of int64 values before each block within its tensor, and the sum of each tensor."""
+        starts = values.cumsum(0) - values
+        within = starts - starts[self.own_starts]
+        return within, (within + values)[self.ends]
+
+
+def encode_all(
+    pairs: Sequence[tuple[Tensor, Tensor]], weights: Sequence[tuple[Tensor, Tensor, int]]
+) -> list[tuple[Tensor, Tensor, Tensor] | None]:
+    """Return codes, others and the growth of the digest of each pair, integers of contiguous tensors.
+
+    None stands for a new tensor that takes less room than its changes. `weights` are those of a tensor's rows
+    and columns in its digest, and how many columns it has.
+    """
+    device = pairs[0][0].device
+    blocks = Blocks.of([new.numel() for _, new in pairs], device)
+    counts = torch.empty(4, blocks.size, dtype=torch.int32, device=device)
+    for (old, new), start, count in zip(pairs, blocks.starts, blocks.counts, strict=True):
+        _count[(count,)](old, new, counts, start, new.numel(), blocks.size, BLOCK, num_warps=WARPS)
+    first, last, inner, others = counts.to(torch.int64)
+    base = torch.arange(blocks.size, device=device) * BLOCK
+    ends = torch.where(last >= 0, base + last, -1).cummax(0).values
+    before = torch.cat([ends.new_full((1,), -1), ends[:-1]])
+    unchanged = base - torch.maximum(before, blocks.own_starts * BLOCK - 1) - 1  # up to the block's start
+    codes = inner + torch.where(last >= 0, (unchanged + first) // REACH.value + 1, 0)
+    code_starts, code_sizes = blocks.before(codes)
+    other_starts, other_sizes = blocks.before(others)
+    places = torch.stack([code_starts + unchanged // REACH.value, other_starts, unchanged % REACH.value])
+    sizes = torch.stack([code_sizes, other_sizes]).t().tolist()  # the one wait
+    grown = torch.empty(blocks.size, dtype=torch.int64, device=device)
+    found: list[tuple[Tensor, Tensor] | None] = []
+    for i, ((old, new), (size, other)) in enumerate(zip(pairs, sizes, strict=True)):
+        if size + other * new.element_size() >= new.nbytes:
+            found.append(None)
+            continue
+        written = torch.full((size,), SKIP.value, dtype=torch.uint8, device=device), new.new_empty(other)
+        rows, columns, width = weights[i]
+        inputs = old, new, *written, places, rows, columns, grown, blocks.starts[i], new.numel(), blocks.size
+        kinds = (1 << (8 * new.element_size())) - 1, width + BLOCK < 1 << 31
+        _encode[(blocks.counts[i],)](*inputs, width, *kinds, BLOCK, num_warps=WARPS)
+        found.append(written)
+    growths = blocks.before(grown)[1].unbind()
+    return [None if each is None else (*each, growth) for each, growth in zip(found, growths, strict=True)]
+
+
+@dataclass(frozen=True)
+class PlacedChanges:
+    """Hold the changes of one tensor on the device, and where those of each block of codes belong."""
+
+    codes: Tensor
+    others: Tensor
+    places: Tensor
+    """int64 [2, blocks]: how many positions and others come before a block of codes."""
+
+    def add(self, target: Tensor, at: tuple[int, int], width: int) -> None:
+        """Change the rectangle of the tensor that is held in `target`, integers [rows, columns].
+
+        Its first element is that of row and column `at` of the tensor, which has `width` columns.
+        """
+        sizes = len(self.codes), width, *at, *target.shape, *target.stride()
+        inputs = self.codes, self.others, self.places, self.places.stride(0), target, *sizes
+        _apply[(self.places.shape[1],)](*inputs, BLOCK, num_warps=WARPS)
+
+
+def place_all(changes: Sequence[tuple[Tensor, Tensor]], counts: Sequence[int]) -> list[PlacedChanges]:
+    """Find where codes and others of tensors of `counts` elements belong.
+
+    Raise ValueError if they do not fit.
+    """
+    if not changes:
+        return []
+    device = changes[0][0].device
+    blocks = Blocks.of([len(codes) for codes, _ in changes], device)
+    sums = torch.empty(2, blocks.size, dtype=torch.int64, device=device)
+    for (codes, _), start, count in zip(changes, blocks.starts, blocks.counts, strict=True):
+        _measure[(count,)](codes, sums, start, len(codes), blocks.size, BLOCK, num_warps=WARPS)
+    ends, ends_of_tensors = zip(*map(blocks.before, sums), strict=True)
+    places, found = torch.stack(ends), torch.stack(ends_of_tensors).t().tolist()
+    for (_, others), (reached, other), count in zip(changes, found, counts, strict=True):
+        if reached > count or other != len(others):
+            raise ValueError(f"changes that do not fit {count} elements")
+    parts = places.split(blocks.counts, 1)
+    placed = [PlacedChanges(*each, part) for each, part in zip(changes, parts, strict=True)]
+    placed[0].add(changes[0][1].new_zeros(1, 1), (0, 0), 1)  # a first call compiles, which takes long
+    return placed
+
+
+def all_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Return whether each contiguous tensor holds finite numbers only, bool [tensors]."""
+    flags = torch.ones(len(tensors), dtype=torch.int32, device=tensors[0].device)
+    for i, tensor in enumerate(tensors):
+        bits, tensor = {2: torch.int16, 4: torch.int32}[tensor.element_size()], tensor.contiguous()
+        infinity = int(torch.tensor(float("inf"), dtype=tensor.dtype).view(bits))
+        grid = (max(1, triton.cdiv(tensor.numel(), BLOCK)),)
+        _finite[grid](tensor.view(bits), flags, i, tensor.numel(), infinity, BLOCK, num_warps=WARPS)
+    return flags.bool()
+
+
+VARYING = ["start", "count", "blocks"]
+
+
+@triton.jit
+def _larger(left, right):
+    return tl.maximum(left, right)
+
+
+@triton.jit
+def _gaps(old, new, place, there, local, before):
+    """Return how many elements without a change precede each one; `before` is where the last one lies."""
+    inside = there & (local > 0)
+    left_old = tl.load(old + place - 1, mask=inside, other=0)
+    left_new = tl.load(new + place - 1, mask=inside, other=0)
+    last = tl.where(local == 0, before, tl.where(left_old != left_new, local - 1, FAR))
+    return local - tl.associative_scan(last, 0, _larger) - 1
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _count(old, new, counts, start, count, blocks, block: tl.constexpr):
+    """Note a block's first and last change, the codes of all but the first, and how many are others."""
+    index = tl.program_id(0)
+    local = tl.arange(0, block)
+    place = index.to(tl.int64) * block + local
+    there = place < count
+    before = tl.load(old + place, mask=there, other=0)
+    after = tl.load(new + place, mask=there, other=0)
+    gap = _gaps(old, new, place, there, local, FAR)
+    changed = before != after
+    step = after - before
+    is_other = changed & (step != 1) & (step != -1)
+    is_inner = changed & (gap < block)
+    at = counts + start + index
+    wide = tl.cast(blocks, tl.int64)
+    tl.store(at, tl.min(tl.where(changed, local, block), 0))
+    tl.store(at + wide, tl.max(tl.where(changed, local, -1), 0))
+    tl.store(at + 2 * wide, tl.sum(tl.where(is_inner, gap // REACH + 1, 0), 0))
+    tl.store(at + 3 * wide, tl.sum(is_other.to(tl.int32), 0))
+
+
+@triton.jit(do_not_specialize=[*VARYING, "columns"])
+def _encode(
+    old, new, codes, others, places, row_weights, column_weights, grown, start, count, blocks, columns,
+    mask: tl.constexpr, is_narrow: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Write a block's codes and others, and by how much it changes the digest."""
+    index = tl.program_id(0)
+    local = tl.arange(0, block)
+    begin = index.to(tl.int64) * block
+    place = begin + local
+    there = place < count
+    before = tl.load(old + place, mask=there, other=0)
+    after = tl.load(new + place, mask=there, other=0)
+    at = start + index.to(tl.int64)
+    code_start = tl.load(places + at)
+    other_start = tl.load(places + at + blocks)
+    unchanged = tl.load(places + at + 2 * tl.cast(blocks, tl.int64)).to(tl.int32)
+    gap = _gaps(old, new, place, there, local, -1 - unchanged)
+    changed = before != after
+    step = after - before
+    kind = tl.where(step == 1, 0, tl.where(step == -1, 1, 2))
+    is_other = changed & (kind == 2)
+    # both counts of a block are below 2^16, so that one sum holds them
+    both = tl.cumsum(tl.where(changed, gap // REACH + 1, 0) + (is_other.to(tl.int32) << 16), 0)
+    code = kind * REACH + gap % REACH
+    tl.store(codes + code_start + (both & 65535) - 1, code.to(tl.uint8), mask=changed)
+    tl.store(others + other_start + (both >> 16) - 1, step, mask=is_other)
+    row = begin // columns
+    column = begin - row * columns
+    if is_narrow:  # a division of 64 bits takes several times as long
+        column = column.to(tl.int32)
+    column += local
+    row += column // columns
+    column = column % columns
+    weight = tl.load(row_weights + row, mask=changed, other=0)
+    weight *= tl.load(column_weights + column, mask=changed, other=0)
+    difference = (after.to(tl.int64) & mask) - (before.to(tl.int64) & mask)
+    tl.store(grown + at, tl.sum(difference * weight, 0))
+
+
+@triton.jit(do_not_specialize=[*VARYING, "codes"])
+def _measure(codes, sums, start, count, blocks, block: tl.constexpr):
+    """Note how many positions a block of codes goes on by, and how many others it has."""
+    index = tl.program_id(0)
+    place = index.to(tl.int64) * block + tl.arange(0, block)
+    there = place < count
+    code = tl.load(codes + place, mask=there, other=0).to(tl.int32)
+    length = tl.where(code == SKIP, REACH, code % REACH + 1)
+    at = sums + start + index
+    tl.store(at, tl.sum(tl.where(there, length, 0), 0).to(tl.int64))
+    tl.store(at + blocks, tl.sum((there & (code // REACH == 2)).to(tl.int32), 0).to(tl.int64))
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("codes", "others", "places", "target"),  # one kernel for whatever they are aligned to
+        *("stride", "count", "width", "at_row", "at_column", "rows", "columns", "row_step"),
+        "column_step",
+    ]
+)
+def _apply(
+    codes, others, places, stride, target, count, width, at_row, at_column, rows, columns,
+    row_step, column_step, block: tl.constexpr,
+):  # fmt: skip
+    """Add the differences of one block of codes where the target holds their positions."""
+    index = tl.program_id(0).to(tl.int64)
+    place = index * block + tl.arange(0, block)
+    there = place < count
+    code = tl.load(codes + place, mask=there, other=255).to(tl.int32)
+    length = tl.where(code == SKIP, REACH, code % REACH + 1)
+    kind = code // REACH
+    is_other = kind == 2
+    position = tl.load(places + index) + tl.cumsum(length, 0) - 1
+    which = tl.load(places + stride + index) + tl.cumsum(is_other.to(tl.int32), 0) - 1
+    row = position // width
+    column = position - row * width - at_column
+    row -= at_row
+    inside = there & (kind < 3) & (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
+    other = tl.load(others + which, mask=is_other & inside, other=0)
+    step = tl.where(is_other, other, tl.where(kind == 0, 1, -1).to(other.dtype))
+    at = target + row * row_step + column * column_step
+    tl.store(at, tl.load(at, mask=inside, other=0) + step, mask=inside)
+
+
+@triton.jit(do_not_specialize=["which", "count"])
+def _finite(bits, flags, which, count, infinity: tl.constexpr, block: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    value = tl.load(bits + place, mask=place < count, other=0)
+    if tl.max(((value & infinity) == infinity).to(tl.int32), 0) == 1:
+        tl.store(flags + which, 0)
