@@ -22,13 +22,13 @@ from hpc_swe.rundir import SPOOLS, RunDir
 REPOSITORY = Path(__file__).parent.parent
 PACKAGES = ("hpc_swe", "jobs")
 FILE_LINES = 400
-LONGER = {"hpc_swe/records.py": 505}  # one page of records, with docstrings, reads better than two
+LONGER: dict[str, int] = {}
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 60, 28
 TEST_NAME = 70
 # Lines of each package, blank ones and docstrings too. A budget is what the package has, rounded up, so that
 # who adds much notices, and says why. The largest packages hold much for these reasons:
 # - tasks: four ways to make tasks (rows, images, seeded bugs, git history), each checked in sandboxes
-# - hpc_swe: all tables of a configuration with their documentation, rules between keys, and all records
+# - hpc_swe: all tables of a configuration with their documentation, and rules between keys
 # - plugins/policies: Megatron's layers with our kernels; how weights are loaded, exported and resumed;
 #   low-rank adapters, and optimizer state in host memory
 # - plugins: kernels that find and write changed weights on a GPU, for which torch would wait at each tensor
@@ -38,7 +38,7 @@ TEST_NAME = 70
 # - plugins/tasksets: demonstrations that show their work, so that a loop of the demo is bound by GPUs
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
 BUDGETS = {
-    "hpc_swe": 3_775,
+    "hpc_swe": 3_280,
     "hpc_swe/benchmarks": 2_680,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 390,
@@ -54,6 +54,7 @@ BUDGETS = {
     "hpc_swe/plugins/sandboxes": 2_190,
     "hpc_swe/plugins/tasksets": 1_160,
     "hpc_swe/plugins/tools": 1_670,
+    "hpc_swe/records": 555,
     "hpc_swe/report": 870,
     "hpc_swe/roles": 10,
     "hpc_swe/roles/coordinator": 2_955,
