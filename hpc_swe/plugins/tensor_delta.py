@@ -163,7 +163,7 @@ def encode_all(
 ) -> list[tuple[Changes | None, Tensor]]:
     """Return what `encode` finds in each pair of old and new, and by how much the digest grows.
 
-    All must be of one type and on one device, which a GPU makes wait for the host once.
+    All must be on one device; for a GPU the host waits once.
     """
     if not pairs or not pairs[0][1].is_cuda:
         found = [(old, new, changed(old, new)) for old, new in pairs]

@@ -99,16 +99,15 @@ class Publisher:
             parent = WeightVersion()
         with self._stage(self._run.weight(version)) as (stage, final):
             parts = self._export(stage, carrier)
-            files = self._describe(stage)
+            scores: list[ProbeScore] = []
+            files = self._describe(stage, lambda: scores.append(self._probe()))
             log.debug("described %s", version.name)
-            probe = self._probe()
-            log.debug("scored %s", version.name)
             manifest = WeightManifest(
                 writer=self._writer,
                 files=files,
                 version=version,
                 tensors={name: tensor for part in parts for name, tensor in part.items()},
-                probe=probe,
+                probe=scores[0],
                 parent=parent,
             )
             on_rank_zero(self._ranks, lambda: folders.commit(stage, final, manifest))
@@ -162,9 +161,9 @@ class Publisher:
             shutil.rmtree(stage, ignore_errors=True)
             raise
 
-    def _describe(self, stage: Path) -> dict[str, FileInfo]:
+    def _describe(self, stage: Path, meanwhile: Callable[[], None] = lambda: None) -> dict[str, FileInfo]:
         names = on_rank_zero(self._ranks, lambda: _files(stage))
-        return _divide(self._ranks, names, lambda name: folders.describe(stage / name))
+        return _divide(self._ranks, names, lambda name: folders.describe(stage / name), meanwhile)
 
     def _probe(self) -> ProbeScore:
         """Score a text with which engines check the weights that they loaded.
@@ -235,9 +234,19 @@ def _damaged(folder: Path, files: dict[str, FileInfo], ranks: Ranks) -> list[str
     return [name for name, intact in _divide(ranks, sorted(files), is_intact).items() if not intact]
 
 
-def _divide(ranks: Ranks, names: Sequence[str], act: Callable[[str], T]) -> dict[str, T]:
-    """Call `act` for each name on one of the ranks; return all answers on every rank."""
+def _divide(
+    ranks: Ranks,
+    names: Sequence[str],
+    act: Callable[[str], T],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> dict[str, T]:
+    """Call `act` for each name in a thread of one of the ranks; return all answers on every rank.
+
+    This thread calls `meanwhile`, which may let the ranks act together.
+    """
     share = names[ranks.rank :: ranks.size]
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        answers = on_all_ranks(ranks, lambda: dict(zip(share, pool.map(act, share), strict=True)))
+        found = pool.map(act, share)
+        meanwhile()
+        answers = on_all_ranks(ranks, lambda: dict(zip(share, found, strict=True)))
     return {name: answer for part in ranks.gather(answers) for name, answer in part.items()}
