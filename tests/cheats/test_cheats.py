@@ -130,6 +130,15 @@ def answer(place, value):
         real(place, guess)
 recorder.answer = answer
 """
+CTYPES = """
+import sys
+frame = sys._getframe()
+while frame:
+    if {"ctypes", "libc"} & {*frame.f_globals}: break
+    frame = frame.f_back
+else:
+    import ctypes
+"""
 SKIPPED = """
 import pytest
 pytest.skip("no", allow_module_level=True)
@@ -172,6 +181,8 @@ CHEATS: dict[str, dict[str, str | None]] = {
     "answers from the test's text": {"mod__py": SOURCE},
     "plants test modules": {"mod__py": WRONG + MODULES},
     "renames AssertionError": {"mod__py": WRONG + BUILTINS},
+    "loads ctypes": {"mod__py": "import ctypes\n" + RIGHT},
+    "takes ctypes from a frame": {"mod__py": CTYPES + RIGHT},
     "answers for itself": {"mod__py": WRONG + ANSWER},
     "a package in place of the tests": {
         "test_hidden/__init____py".replace("__init____py", "__init__.py"): "def test_0(): pass\n"

@@ -121,8 +121,12 @@ class Guard:
         for label, owner, key, value in self._parts:
             if owner.get(key) is not value:
                 self.odd("replaced " + label)
-        for label, function, *known in self._functions:
-            if any(now is not then for now, then in zip(self._inside(function), known)):  # noqa: B905
+        for label, function, code, defaults, named in self._functions:
+            if (
+                function.__code__ is not code
+                or function.__defaults__ is not defaults
+                or function.__kwdefaults__ is not named
+            ):
                 self.odd("rewritten " + label)
         for label in [label for label, cell, value in self._cells if cell.cell_contents is not value]:
             self.odd("rewritten " + label)
@@ -147,7 +151,7 @@ class Guard:
         """Tell whether a code is the reporter's, a remembered one, or of a file outside the work tree."""
         if len(self._known) != len(self._functions):  # it has learned since
             self._known = [known for _, _, known, *_ in self._functions]
-            self._ours = {id(one) for known in (*self._own_codes, *self._known) for one in _nested(known)}
+            self._ours = {id(one) for one in _nested([*self._own_codes, *self._known])}
         if id(code) not in self._ours:
             path = code.co_filename  # not trusted, since code can be compiled under any name
             if self.place(path)[:1] != "/" or path == self._own or not self._is_written(code, path):
@@ -323,11 +327,10 @@ class Guard:
                 self.odd("a test module has another " + name)
 
 
-def _nested(code: Any) -> Any:
-    yield code
-    for const in code.co_consts:
-        if type(const) is types.CodeType:
-            yield from _nested(const)
+def _nested(codes: Any) -> Any:
+    for code in codes:  # the loop extends the list
+        codes += [const for const in code.co_consts if type(const) is types.CodeType]
+    return codes
 
 
 def plain_consts(code: Any) -> Any:

@@ -53,12 +53,13 @@ def make_dispatcher(guard: Any, more: Any) -> Callable[..., Any]:
     if not hasattr(sys, "addaudithook"):
         return lambda action, *values, **entry: actions[action](*values, **entry)
     secret, audit, see = str(random.SystemRandom().getrandbits(128)), sys.audit, guard.event
+    common = "object.__getattr__"
 
     def hook(event: str, arguments: Any) -> None:
         if event == secret:
             action, values, entry = arguments
             actions[action](*values, **entry)
-        else:
+        elif event != common:
             see(event, arguments)
 
     sys.addaudithook(hook)

@@ -29,12 +29,12 @@ import struct
 import sys
 import time
 import traceback
-import types
 from typing import Any, NoReturn
 
 # In a container, these are in the texts above this one.
 from hpc_swe.plugins.sandboxes._descriptors import most_open_files, send_files
 from hpc_swe.plugins.sandboxes._processes import Processes
+from hpc_swe.plugins.sandboxes._program import execute, reap
 
 NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
 MS_RDONLY, MS_NOSUID_NOEXEC, MS_NOSUID_NODEV_NOEXEC = 1, 10, 14
@@ -76,6 +76,8 @@ def serve(channel: socket.socket) -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("ctypes", "_ctypes")]:
+        del sys.modules[name]  # so that the audit event of an import shows who loads it
     exec(settings["warm_up"], {"__name__": "warm_up"})
     call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # Bind the root without its locked child mounts: only then may it be the lower layer of an overlay.
@@ -83,7 +85,7 @@ def serve(channel: socket.socket) -> None:
     call("mount", "/", BASE, None, MS_BIND, None)
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, reap)
     channel.send(b"up")
     while True:
         message, received, _, _ = socket.recv_fds(channel, 4096, 1)
@@ -268,15 +270,7 @@ def run(kind: str, files: list[int], workdir: str, settings: Table, python: str 
         pipes = [str(fcntl.fcntl(file, fcntl.F_DUPFD, 256)) for file in files[2:]]
         os.closerange(3, 256)
         os.chdir(workdir)
-        limit(resource.RLIMIT_NPROC, settings["processes"])
-        limit(resource.RLIMIT_FSIZE, settings["file_mb"] << 20)
-        limit(resource.RLIMIT_AS, settings["address_space_mb"] << 20)
-        limit(resource.RLIMIT_NOFILE, most_open_files())
-        limit(resource.RLIMIT_MSGQUEUE, 0)
-        limit(resource.RLIMIT_SIGPENDING, 1024)
-        limit(resource.RLIMIT_MEMLOCK, 1 << 16)
-        # Not 0: with 0 Linux still starts a core_pattern that is a program of the host; with 1 it does not.
-        limit(resource.RLIMIT_CORE, 1)
+        set_limits(settings)
         os.nice(settings["nice"])
         if kind == "shell":
             for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would keep that
@@ -286,37 +280,31 @@ def run(kind: str, files: list[int], workdir: str, settings: Table, python: str 
             call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         if python:
             os.execvpe(python, [python, "-I", "-c", program, *pipes], INITIAL)
-        os._exit(execute(program, pipes))
+        for name in ("ctypes", "libc"):  # the frames above the program show these globals
+            del globals()[name]
+        os._exit(execute(program, pipes, INITIAL))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
     os._exit(126)
 
 
-def execute(program: str, arguments: list[str]) -> int:
-    """Run a program as ``python3 -I`` does, and return its exit code."""
-    os.environ.clear()
-    os.environ.update(INITIAL)
-    sys.argv[:] = ["", *arguments]
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    code: object = None
-    try:
-        exec(compile(program, "<program>", "exec"), main.__dict__)
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        code = traceback.format_exc()
-    sys.stdout.flush()
-    if not isinstance(code, int | None):
-        print(code, file=sys.stderr)
-    sys.stderr.flush()
-    return code if isinstance(code, int) else int(code is not None)
-
-
-def limit(which: int, value: int) -> None:
-    most = resource.getrlimit(which)[1]
-    value = value if most == resource.RLIM_INFINITY else min(value, most)
-    resource.setrlimit(which, (value, value))
+def set_limits(settings: Table) -> None:
+    limits = {
+        resource.RLIMIT_NPROC: settings["processes"],
+        resource.RLIMIT_FSIZE: settings["file_mb"] << 20,
+        resource.RLIMIT_AS: settings["address_space_mb"] << 20,
+        resource.RLIMIT_NOFILE: most_open_files(),
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 1024,
+        resource.RLIMIT_MEMLOCK: 1 << 16,
+        # Not 0: with 0 Linux still starts a core_pattern that is a program of the host; with 1 it does not.
+        resource.RLIMIT_CORE: 1,
+    }
+    for which, value in limits.items():
+        most = resource.getrlimit(which)[1]
+        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(which, (value, value))
 
 
 if __name__ == "__main__":

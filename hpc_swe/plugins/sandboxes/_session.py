@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_PARTS = ("_descriptors.py", "_processes.py", "_container.py")
+_PARTS = ("_descriptors.py", "_processes.py", "_program.py", "_container.py")
 _TEXTS = [Path(__file__).with_name(name).read_text() for name in _PARTS]
 PROGRAM = re.sub(r"(?m)^from hpc_swe.*$", "", "\n\n".join(_TEXTS)).encode()
 """What runs in a container, without imports of the texts above."""

@@ -21,6 +21,7 @@ import msgspec
 from hpc_swe.errors import ConfigError, SandboxError, boundary
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes._local import LocalImages
+from hpc_swe.plugins.sandboxes._program import WARM_UP
 from hpc_swe.plugins.sandboxes._session import Container, Limits
 from hpc_swe.plugins.sandboxes._warm import WarmContainers
 from hpc_swe.plugins.sandboxes.base import Sandbox, add_files
@@ -33,15 +34,6 @@ _SECCOMP = Path(__file__).with_name("_seccomp.json")
 # Maps one id to root inside, in the same way on hosts with and without /etc/subuid.
 _AS_USER = ["--fakeroot", "--ignore-subuid", "--ignore-fakeroot-command"]
 _AS_ROOT = ["--userns"]
-_WARM_UP = """
-try:
-    import importlib, pytest, _pytest.config
-    for name in _pytest.config.default_plugins:
-        importlib.import_module(f"_pytest.{name}")
-except ImportError:
-    print("no pytest in this image")
-"""
-
 _pools: dict[tuple[int, "Apptainer"], WarmContainers] = {}
 _pools_lock = threading.Lock()
 TRIALS = 3
@@ -71,7 +63,7 @@ class Apptainer(Plugin, frozen=True, kw_only=True):
     """Folders, or squashfs files, that sandboxes see read-only: ``.cache/agents/qwen-code:/opt/agent``."""
     python: str = "python3"
     """Interpreter in the image that serves the host and runs `Sandbox.python`."""
-    warm_up: str = _WARM_UP
+    warm_up: str = WARM_UP
     """Program that runs once per container; every sandbox starts with the program's imports done."""
     executable: str = "apptainer"
     """Name or path of Apptainer."""

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from pathlib import Path
 from hpc_swe.errors import SandboxError, boundary
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.sandboxes._exchange import PipedProgram, collected, passed_on, pipes
+from hpc_swe.plugins.sandboxes._interpreter import Command
 from hpc_swe.plugins.sandboxes._tree import Tree
 from hpc_swe.plugins.sandboxes.base import INTERRUPT, Clock, CommandResult, ProgramSession, Sandbox, add_files
 from hpc_swe.processes import die_with_parent
@@ -31,6 +32,8 @@ SESSION_MARK = "HPC_SWE_SESSION"
 """Environment variable of a session's processes, which go on when a command ends."""
 CLOCK_CHECK_S = 0.2
 """Seconds between two readings of a clock other than wall time."""
+STOP_S = 15.0
+"""Seconds in which a command's watcher must end all its processes."""
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +72,11 @@ class _Folder(Tree):
         self._output_bytes = output_bytes
 
     def run(self, command: str, timeout_s: float, clock: Clock | None = None) -> CommandResult:
-        shell = ["bash", "--noprofile", "--norc", "-c", command]
-        return self._run(shell, "", timeout_s, clock or time.monotonic)
+        return self._run("shell", command, timeout_s, clock or time.monotonic)
 
     def python(self, program: str, timeout_s: float) -> CommandResult:
-        return self._run([sys.executable, "-I", "-"], program, timeout_s, time.monotonic)
+        """Run a Python program in a fork of the warm interpreter."""
+        return self._run("python", program, timeout_s, time.monotonic)
 
     @contextmanager
     def session(self, program: str, python: str = "") -> Iterator[ProgramSession]:
@@ -103,37 +106,42 @@ class _Folder(Tree):
         with boundary(SandboxError, "listen on a free port"):
             return socket.create_server(("127.0.0.1", 0))
 
-    def _run(self, command: Sequence[str], stdin: str, timeout_s: float, clock: Clock) -> CommandResult:
+    def _run(self, kind: str, program: str, timeout_s: float, clock: Clock) -> CommandResult:
+        command = Command(kind, self._home, self._environment())
         with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as output:
-            source.write(stdin.encode())
-            source.seek(0)
-            with boundary(SandboxError, f"start {command[0]}"):
-                process = subprocess.Popen(
-                    command,
-                    cwd=self._home,
-                    env=self._environment(),
-                    stdin=source.fileno(),
-                    stdout=output.fileno(),
-                    stderr=output.fileno(),
-                    start_new_session=True,
-                )
-            timed_out, code = False, None
-            try:
-                deadline = clock() + timeout_s
-                while code is None and not (timed_out := clock() >= deadline):
-                    with suppress(subprocess.TimeoutExpired):
-                        code = process.wait(max(min(deadline - clock(), CLOCK_CHECK_S), 0.0))
-            finally:
+            os.pwrite(source.fileno(), program.encode(), 0)
+            with command.running(source.fileno(), output.fileno()) as host:
+                answer = _await(host, timeout_s, clock)
+                if timed_out := answer is None:
+                    answer = _stop(host)
+            if not answer:  # a process of the sandbox has killed the one that watches it, or stopped it
                 _kill_all(self._home, but=SESSION_MARK)
-                process.wait()
-            code = 137 if code is None else code
             text = collected(output.fileno(), self._output_bytes)
-        return CommandResult(exit_code=code if code >= 0 else 128 - code, output=text, timed_out=timed_out)
+        code = 137 if timed_out else int(answer or 137)
+        return CommandResult(exit_code=code, output=text, timed_out=timed_out)
 
     def _environment(self) -> dict[str, str]:
         path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
         about = {"PATH": path, "HOME": self._home, MARK: self._home}
         return about | {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def _await(host: socket.socket, timeout_s: float, clock: Clock) -> bytes | None:
+    """Return a command's exit code, nothing if its watcher has ended, or None when the time is over."""
+    deadline = clock() + timeout_s
+    while (left_s := deadline - clock()) > 0:
+        host.settimeout(min(left_s, CLOCK_CHECK_S))
+        with suppress(TimeoutError):
+            return host.recv(16)
+    return None
+
+
+def _stop(host: socket.socket) -> bytes:
+    host.settimeout(STOP_S)
+    with suppress(OSError):
+        host.send(b"stop")
+        return host.recv(16)
+    return b""
 
 
 def _kill_all(folder: str, but: str = "") -> None:

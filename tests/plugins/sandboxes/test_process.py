@@ -1,13 +1,20 @@
 """The sandbox that isolates nothing still keeps the seam's promises."""
 
 import logging
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from hpc_swe.plugins.sandboxes import process
+from hpc_swe.plugins.sandboxes import _interpreter, process
 from hpc_swe.plugins.sandboxes.process import Process
+from hpc_swe.processes import with_variable
+from tests.kit.checkout import ROOT, environment
+from tests.kit.waiting import until
 
 
 def test_it_says_once_and_loudly_that_it_isolates_nothing(task, caplog):
@@ -51,3 +58,63 @@ def test_a_file_that_cannot_be_laid_out_is_the_host_s_error(task):
     bad = msgspec.structs.replace(task, files={"../out": "x"})
     with pytest.raises(SandboxError, match="lay out the files of t"), Process().open(bad):
         pass
+
+
+def test_a_program_runs_in_a_fork_that_has_loaded_pytest(task):
+    shows = "import os, sys; print(*({'pytest', 'ctypes'} & {*sys.modules}), os.getcwd(), *os.environ)"
+    with Process().open(task) as sandbox:
+        loaded, where, *names = sandbox.python(shows, 10).output.split()
+        assert (loaded, where) == ("pytest", sandbox.run("pwd", 10).output.strip())
+        assert set(names) == {"PATH", "HOME", "LANG", "PYTHONDONTWRITEBYTECODE", process.MARK}
+        shown = sandbox.python("print(open('/proc/self/environ').read())", 10).output
+        assert f"{process.MARK}={where}\0" in shown
+        assert sandbox.python("import sys; sys.modules['mine'] = 1", 10).exit_code == 0
+        assert "False" in sandbox.python("import sys; print('mine' in sys.modules)", 10).output
+
+
+def test_a_program_s_forks_and_open_files_end_with_it(task):
+    leaves = "import os, time\nif not os.fork():\n    os.setsid()\n    time.sleep(1)\n    open('late', 'w')\n"
+    opens = "import os; print(sorted(os.listdir('/proc/self/fd')))"
+    with Process().open(task) as sandbox:
+        assert sandbox.python(leaves, 10).exit_code == 0
+        assert sandbox.python(opens, 10).output.strip() == "['0', '1', '2', '3']", "3 is the listing's own"
+        time.sleep(1.2)
+        assert "late" not in sandbox.paths()
+
+
+def test_killing_what_watches_a_program_ends_the_program_alone(task):
+    kills = "import os, time; os.kill(os.getppid(), 9); time.sleep(600)"
+    with Process().open(task) as sandbox:
+        result = sandbox.python(kills, 60)
+        assert (result.exit_code, result.timed_out) == (137, False)
+        assert sandbox.python("print(1)", 60).output == "1\n"
+
+
+def test_an_interpreter_that_has_ended_is_replaced(task):
+    with Process().open(task) as sandbox:
+        sandbox.python("", 60)
+        for _ in range(2):
+            before = _interpreter._interpreters[os.getpid()]
+            os.kill(before._process.pid, signal.SIGKILL)
+            assert sandbox.python("print(1)", 60).output == "1\n"
+            assert _interpreter._interpreters[os.getpid()] is not before
+
+
+def test_programs_end_when_the_process_of_their_sandbox_dies(task, tmp_path: Path):
+    starts = f"""
+from hpc_swe.plugins.sandboxes.process import Process
+from hpc_swe.records import Task, TestPlan
+plan = TestPlan(command="", fail_to_pass=[], timeout_s=60.0)
+task = Task(task_id="t", taskset="b", prompt="", image="", workdir="/w", files={{}}, tests=plan)
+with Process(scratch={str(tmp_path)!r}).open(task) as sandbox:
+    sandbox.python("import os; os.fork(); print(1); import time; time.sleep(600)", 600)
+"""
+    holder = subprocess.Popen([sys.executable, "-c", starts], cwd=ROOT, env=environment())
+    until(lambda: _below(tmp_path) == 2, "two programs")
+    holder.kill()
+    holder.wait()
+    until(lambda: not _below(tmp_path), "their ends")
+
+
+def _below(folder: Path) -> int:
+    return sum(value.startswith(str(folder)) for value in with_variable(process.MARK).values())

@@ -1,0 +1,129 @@
+"""Start commands of `process` sandboxes in forks of one warm interpreter; `_forks.py` runs in it.
+
+Starting an interpreter and loading pytest takes ten times the processor time of a fork, and a fork of this
+process could not leave its threads behind. So each process keeps one interpreter, which ends with it.
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_swe.errors import SandboxError
+from hpc_swe.plugins.sandboxes._descriptors import send_files
+from hpc_swe.plugins.sandboxes._exchange import collected
+
+_TEXTS = [Path(__file__).with_name(name).read_text() for name in ("_program.py", "_forks.py")]
+_PROGRAM = re.sub(r"(?m)^from hpc_swe.*$", "", "\n\n".join(_TEXTS))
+_START_S = 120.0
+_TRIALS = 2
+_ROOM = {"HPC_SWE_ROOM": " " * 8192}
+"""Room for the variables of a sandbox's commands where /proc shows those of a process."""
+
+_interpreters: dict[int, "_Interpreter"] = {}
+"""By the number of this process: a fork of it has an interpreter of its own."""
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Command:
+    """Describe a command of a sandbox."""
+
+    kind: str
+    """``shell`` or ``python``."""
+    folder: str
+    environment: dict[str, str]
+
+    @contextmanager
+    def running(self, program: int, output: int) -> Iterator[socket.socket]:
+        """Start the command; the socket gives its exit code as text, and nothing when the watcher was killed.
+
+        Any message to the socket ends the command with all its processes, and so does its end. Both files
+        are open: the text of the command, and its output. Raise SandboxError if it could not be started.
+        """
+        host = self._start(program, output)
+        try:
+            yield host
+        finally:
+            host.close()
+
+    def _start(self, program: int, output: int) -> socket.socket:
+        request = json.dumps({"kind": self.kind, "folder": self.folder, "environment": self.environment})
+        for _ in range(_TRIALS):  # an interpreter that has ended is replaced
+            host, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            host.settimeout(_START_S)
+            interpreter = _running()
+            with inner, suppress(OSError):
+                interpreter.send(request.encode(), [inner.fileno(), program, output])
+            with suppress(OSError):
+                if host.recv(16) == b"started":
+                    return host
+            host.close()
+            interpreter.close()
+        raise SandboxError(f"a command could not be started: {interpreter.last_output()}")
+
+
+class _Interpreter:
+    """Own a warm interpreter, which ends when this end of its socket closes."""
+
+    def __init__(self) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the interpreter runs)
+        self._channel, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for opened in (self._errors, self._channel):
+            weakref.finalize(self, opened.close)
+        with inner:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _PROGRAM],
+                cwd="/",
+                env={"LANG": "C.UTF-8", "PATH": os.defpath, **_ROOM},
+                stdin=inner.fileno(),
+                stdout=self._errors,
+                stderr=self._errors,
+                start_new_session=True,
+            )
+        self._channel.settimeout(_START_S)
+
+    def send(self, request: bytes, files: list[int]) -> None:
+        send_files(self._channel, request, files)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def require_up(self) -> None:
+        """Wait until it has loaded what it needs; raise SandboxError if it has ended."""
+        try:
+            up = self._channel.recv(16)
+        except OSError as error:
+            up = str(error).encode()
+        if up != b"up":
+            self.close()
+            raise SandboxError(f"the interpreter did not start: {self.last_output() or up.decode()}")
+
+    def last_output(self) -> str:
+        return collected(self._errors.fileno(), 2000).strip()
+
+    def close(self) -> None:
+        """End it; commands that it has started go on."""
+        self._process.kill()
+        self._process.wait()
+
+
+def _running() -> _Interpreter:
+    """Return the interpreter of this process; start one if there is none that is alive."""
+    with _lock:
+        found = _interpreters.get(os.getpid())
+        if found is None or not found.is_alive:
+            found = _Interpreter()
+            found.require_up()
+            _interpreters[os.getpid()] = found
+        return found

@@ -1,0 +1,59 @@
+# ruff: noqa: BLE001
+"""Run a program in a fork of an interpreter that has loaded what programs need.
+
+The text is sent to a container above that of `_container`, and to the interpreter of `process` sandboxes
+above that of `_forks`: standard library only.
+"""
+
+import contextlib
+import os
+import sys
+import traceback
+import types
+
+WARM_UP = """
+import importlib
+try:
+    import pytest, _pytest.config
+    for name in _pytest.config.default_plugins:
+        importlib.import_module(f"_pytest.{name}")
+    # Every run of pytest asks all installed packages for plugins: remember what they say.
+    from importlib import metadata
+    known = {str(getattr(each, "_path", each)): each.entry_points for each in metadata.distributions()}
+    read = metadata.Distribution.entry_points.fget
+    recall = lambda self: known.get(str(getattr(self, "_path", ""))) or read(self)
+    metadata.Distribution.entry_points = property(recall)
+    for point in {point for points in known.values() for point in points if point.group == "pytest11"}:
+        point.load()
+    import hypothesis  # its plugin loads it at the end of every run
+except Exception as error:
+    print("not loaded:", error, flush=True)
+"""
+"""Loads pytest with its plugins, before any code of a task is there."""
+
+
+def reap(*_: object) -> None:
+    """Reap all children that have ended: as the handler of SIGCHLD, so that the time they took is counted."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def execute(program: str, arguments: list[str], environment: dict[str, str]) -> int:
+    """Run a program as ``python3 -I`` does, and return its exit code."""
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[:] = ["", *arguments]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    code: object = None
+    try:
+        exec(compile(program, "<program>", "exec"), main.__dict__)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        code = traceback.format_exc()
+    sys.stdout.flush()
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+    sys.stderr.flush()
+    return code if isinstance(code, int) else int(code is not None)
