@@ -7,6 +7,7 @@ since a run of the base commit may do the same. The text runs under Python 3.6 a
 
 import builtins
 import hashlib
+import operator
 import os
 import sys
 import types
@@ -29,6 +30,7 @@ REACHES = frozenset({"gc.get_objects", "gc.get_referrers", "gc.get_referents", "
 REACHES |= {"sys.setprofile", "sys.addaudithook", "ctypes.cdata", "ctypes.PyObj_FromPtr"}
 REACHES |= {"sys.monitoring.register_callback"}
 WRITES = os.O_WRONLY | os.O_RDWR
+UNHELD = frozenset({"__doc__", "__dict__", "__weakref__"})
 MOST_STEPS = 60
 
 
@@ -48,9 +50,12 @@ class Guard:
         self._codes: Any = {}
         self._known: Any = []
         self._ours: Any = set()
+        self._inner: Any = set()
         self._kept: Any = []  # keeps codes alive, since the id of a deleted one could be given to another
         self._own_codes = [one.__code__ for one in globals().values() if type(one) is types.FunctionType]
         self._compile, self._open, self._frame = builtins.compile, builtins.open, sys._getframe  # noqa: SLF001
+        self._any, self._map, self._differs = any, map, operator.is_not
+        self._must_compare = not hasattr(sys, "addaudithook")
         self._is_file, self._real = os.path.isfile, os.path.realpath  # noqa: PTH113
         self._case, self._namespace = unittest.TestCase, unittest.TestCase.__mro__[0].__dict__
         self._run = unittest.TestCase.run.__code__
@@ -68,17 +73,19 @@ class Guard:
         self.hold_values(globals())
         self.hold_values(vars(builtins) if __builtins__ is builtins else __builtins__)
         for name, module in list(sys.modules.items()):
-            if (name.partition(".")[0] in JUDGES or name in LOADERS) and name not in self._seen:
+            is_judge = name.partition(".")[0] in JUDGES
+            if (is_judge or name in LOADERS) and name not in self._seen:
                 self._seen.add(name)
-                self._parts.append((name, sys.modules, name, module))
-                for key, value in list(vars(module).items()):
-                    is_class, label = issubclass(type(value), type), name + ":" + key
-                    if type(value) in FUNCTIONS or is_class:
-                        self._parts.append((label, vars(module), key, value))
+                self._hold("", sys.modules, {name: module})
+                kinds = {key: value for key, value in vars(module).items() if isinstance(value, type)}
+                others = {key: value for key, value in vars(module).items() if type(value) in FUNCTIONS}
+                self._hold(name + ":", vars(module), {**kinds, **others})
+                for key, value in others.items():
                     if type(value) is types.FunctionType:
-                        self._functions.append((label, value, *self._inside(value)))
-                    elif is_class and str(value.__module__).partition(".")[0] in JUDGES:
-                        self.hold_class(value)
+                        self._functions.append((name + ":" + key, value, *self._inside(value)))
+                for kind in kinds.values():
+                    if str(kind.__module__).partition(".")[0] in JUDGES:
+                        self.hold_class(kind)
 
     def learn_again(self) -> None:
         """Accept what installed plugins have changed in pytest, unless code of the work tree is loaded."""
@@ -95,44 +102,54 @@ class Guard:
             self._cells.append((function.__name__, cell, cell.cell_contents))
 
     def hold_values(self, namespace: Any) -> None:
-        self._parts += [(key, namespace, key, value) for key, value in list(namespace.items())]
+        self._hold("", namespace, dict(namespace))
 
     def hold_class(self, kind: Any) -> None:
         """Remember everything that a class defines itself."""
         if kind in self._seen:
             return
         self._seen.add(kind)
-        names = set(vars(kind)) - GROWS
-        self._names.append((kind, names, len(vars(kind))))
-        for key in names - {"__doc__", "__dict__", "__weakref__"}:
-            value = vars(kind)[key]
-            self._parts.append((kind.__qualname__ + "." + key, vars(kind), key, value))
+        space, prefix = vars(kind), kind.__qualname__ + "."
+        names = set(space) - GROWS
+        self._names.append((kind, names, len(space)))
+        held = {key: space[key] for key in names - UNHELD}
+        self._hold(prefix, space, held)
+        for key, value in held.items():
             value = value.__func__ if type(value) in WRAPPED else value
             for function in (value.fget, value.fset) if type(value) is property else (value,):
                 if type(function) is types.FunctionType:
-                    self._functions.append((kind.__qualname__ + "." + key, function, *self._inside(function)))
+                    self._functions.append((prefix + key, function, *self._inside(function)))
+
+    def _hold(self, prefix: str, namespace: Any, held: Any) -> None:
+        self._parts.append((prefix, namespace, tuple(held), tuple(held.values())))
 
     @staticmethod
     def _inside(function: Any) -> Any:
         return function.__code__, function.__defaults__, function.__kwdefaults__
 
     def check(self) -> None:
-        """Compare what is there with what was remembered, by identity: no `__eq__` is called."""
-        for label, owner, key, value in self._parts:
-            if owner.get(key) is not value:
-                self.odd("replaced " + label)
-        for label, function, code, defaults, named in self._functions:
-            if (
-                function.__code__ is not code
-                or function.__defaults__ is not defaults
-                or function.__kwdefaults__ is not named
-            ):
-                self.odd("rewritten " + label)
+        """Compare what is there with what was remembered, by identity: no `__eq__` is called.
+
+        Where an audit event tells that a function is rewritten, functions are compared only after one.
+        """
+        for prefix, owner, keys, values in self._parts:
+            if self._any(self._map(self._differs, self._map(owner.get, keys), values)):
+                for key in [key for key, value in zip(keys, values) if owner.get(key) is not value]:  # noqa: B905
+                    self.odd("replaced " + prefix + key)
+        if self._must_compare:
+            self.check_functions()
         for label in [label for label, cell, value in self._cells if cell.cell_contents is not value]:
             self.odd("rewritten " + label)
         for kind, names, size in self._names:
             for name in set(vars(kind)) - names - GROWS if len(vars(kind)) != size else ():
                 self.odd("added " + kind.__qualname__ + "." + name)
+
+    def check_functions(self) -> None:
+        """Compare the code and the defaults of all functions; without any event, this is due at the end."""
+        for label, function, code, defaults, named in self._functions:
+            is_same = function.__code__ is code and function.__defaults__ is defaults
+            if not is_same or function.__kwdefaults__ is not named:
+                self.odd("rewritten " + label)
 
     def stop_watching(self) -> None:
         """Ignore audit events from now on, since the reporter itself causes them."""
@@ -151,13 +168,17 @@ class Guard:
         """Tell whether a code is the reporter's, a remembered one, or of a file outside the work tree."""
         if len(self._known) != len(self._functions):  # it has learned since
             self._known = [known for _, _, known, *_ in self._functions]
-            self._ours = {id(one) for one in _nested([*self._own_codes, *self._known])}
-        if id(code) not in self._ours:
+            self._ours, self._inner = {id(one) for one in (*self._own_codes, *self._known)}, set()
+        if id(code) in self._ours:
+            return True
+        if not self._inner:  # also those of functions within functions, which are seldom on the stack
+            self._inner = {id(one) for one in _nested([*self._own_codes, *self._known])}
+        if id(code) not in self._inner:
             path = code.co_filename  # not trusted, since code can be compiled under any name
             if self.place(path)[:1] != "/" or path == self._own or not self._is_written(code, path):
                 return False
-            self._ours.add(id(code))
             self._kept.append(code)
+        self._ours.add(id(code))
         return True
 
     def odd(self, what: str, *places: str) -> None:
@@ -179,10 +200,15 @@ class Guard:
             self._opens(*arguments)
         elif event in ("os.rename", "os.link", "os.symlink"):
             self._opens(arguments[1], "", WRITES)
-        elif event == "object.__setattr__" and arguments[1] in ("__code__", "__class__", "__bases__"):
-            kind = type(arguments[0])
+        elif event in ("object.__setattr__", "object.__delattr__"):
+            self._must_compare = True
+            self._sets(arguments[0], arguments[1])
+
+    def _sets(self, owner: Any, name: str) -> None:
+        if name in ("__code__", "__class__", "__bases__"):
+            kind = type(owner)
             if kind is types.FunctionType or issubclass(kind, (type, self._case, types.ModuleType)):
-                self.odd("sets " + arguments[1], self._caller())
+                self.odd("sets " + name, self._caller())
 
     def _opens(self, path: Any, _: Any, flags: int) -> None:
         path = path if isinstance(path, str) else ""

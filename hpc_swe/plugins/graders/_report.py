@@ -53,13 +53,15 @@ def make_dispatcher(guard: Any, more: Any) -> Callable[..., Any]:
     if not hasattr(sys, "addaudithook"):
         return lambda action, *values, **entry: actions[action](*values, **entry)
     secret, audit, see = str(random.SystemRandom().getrandbits(128)), sys.audit, guard.event
-    common = "object.__getattr__"
+    frequent = "object.__getattr__"  # the guard causes it for each function that it compares
 
     def hook(event: str, arguments: Any) -> None:
+        if event == frequent:
+            return
         if event == secret:
             action, values, entry = arguments
             actions[action](*values, **entry)
-        elif event != common:
+        else:
             see(event, arguments)
 
     sys.addaudithook(hook)

@@ -63,6 +63,7 @@ def _teller(note: Any, guard: Guard, modules: str, root: str) -> Callable[..., A
 
     def close() -> None:
         guard.check()
+        guard.check_functions()
         guard.stop_watching()
         for module in modules.split():
             try:

@@ -128,6 +128,7 @@ def _actions(note: Any, guard: Any, mine: Any) -> dict[str, Any]:
     def end() -> None:
         if frame(2) is not mine and frame(3) is not mine:
             guard.odd("other code than the runner ends the run")
+        guard.check_functions()
         note(end=True)
 
     return {"begin": begin, "report": report, "answer": answer, "end": end}

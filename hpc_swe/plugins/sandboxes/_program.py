@@ -15,8 +15,8 @@ WARM_UP = """
 import importlib
 try:
     import pytest, _pytest.config
-    for name in _pytest.config.default_plugins:
-        importlib.import_module(f"_pytest.{name}")
+    for name in (*(f"_pytest.{name}" for name in _pytest.config.default_plugins), "hmac", "pdb", "readline"):
+        importlib.import_module(name)
     # Every run of pytest asks all installed packages for plugins: remember what they say.
     from importlib import metadata
     known = {str(getattr(each, "_path", each)): each.entry_points for each in metadata.distributions()}

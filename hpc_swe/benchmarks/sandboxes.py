@@ -1,0 +1,233 @@
+"""Say what rollouts and gradings take of the processors: python -m hpc_swe.benchmarks.sandboxes.
+
+It opens sandboxes for tasks of the demo, does in each what an agent of the demo does, and grades the repairs:
+in threads of this process, and then by a reward worker with messages in a run folder. The table has the time
+on a clock, and the processor time of this process and of all others that it has started. Other work on the
+machine lengthens the first much and the second less.
+"""
+
+import argparse
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+from hpc_swe import cli, tables
+from hpc_swe.errors import ConfigError
+from hpc_swe.plugins import load, patch
+from hpc_swe.plugins.graders.pytest import Pytest
+from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
+from hpc_swe.plugins.tasksets.bugs import MODULE, Bugs
+from hpc_swe.plugins.tools.bash import Bash
+from hpc_swe.plugins.tools.evaluate import Evaluate
+from hpc_swe.plugins.tools.rewrite import Rewrite
+from hpc_swe.plugins.tools.view import View
+from hpc_swe.processes import descendants
+from hpc_swe.records import Episode, ExitStatus, RolloutRequest, Sampling, Score, ScoredEpisode, Task, Timing
+from hpc_swe.roles.reward.worker import RewardResources, worker
+from hpc_swe.rundir import RunDir
+from hpc_swe.settings import RewardConfig
+from hpc_swe.store.lease import Lease
+from hpc_swe.store.spool import Spool
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Hold what one piece of work takes."""
+
+    wall_ms: float
+    """Median time on a clock."""
+    own_ms: float
+    """Processor time of this process."""
+    others_ms: float
+    """Processor time of the processes that it has started."""
+    per_s: float
+    """Pieces of work that were done in a second."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Hold a task with its repair, and a sandbox where an agent works on it."""
+
+    task: Task
+    patch: str
+    sandbox: Sandbox
+    life: ExitStack
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Measure the work on some tasks in one type of sandbox, in a number of threads."""
+
+    sandboxes: Sandboxes
+    patches: dict[str, str]
+    """Task id -> a patch that repairs the task."""
+    slots: int
+
+    def measured(self, act: Callable[[T], R], each: Sequence[T]) -> tuple[list[R], Cost]:
+        """Do a piece of work with each of these; return the results and what one takes."""
+
+        def timed(one: T) -> tuple[R, float]:
+            began = time.perf_counter()
+            return act(one), time.perf_counter() - began
+
+        begin = _Beginning()
+        with ThreadPoolExecutor(self.slots) as pool:
+            done = list(pool.map(timed, each))
+        return [result for result, _ in done], begin.cost(len(each), median(wall for _, wall in done))
+
+    def rollouts(self, tasks: Sequence[Task]) -> Iterator[tuple[str, Cost]]:
+        """Yield what each part of an episode takes; all sandboxes are open together."""
+        with ExitStack() as life:
+
+            def opened(task: Task) -> Attempt:
+                stack = life.enter_context(ExitStack())
+                sandbox = stack.enter_context(self.sandboxes.open(task))
+                return Attempt(task, self.patches[task.task_id], sandbox, stack)
+
+            attempts, cost = self.measured(opened, tasks)
+            yield "open a sandbox", cost
+            for name, act in (("view", _view), ("rewrite", _rewrite), ("bash, true", _bash)):
+                yield f"tool {name}", self.measured(act, attempts)[1]
+            yield "tool evaluate", self.measured(_evaluate, attempts)[1]
+            taken = lambda one: patch.take(one.task, one.sandbox, self.sandboxes)  # noqa: E731
+            yield "take the patch", self.measured(taken, attempts)[1]
+            yield "close a sandbox", self.measured(lambda one: one.life.close(), attempts)[1]
+
+    def gradings(self, tasks: Sequence[Task]) -> Cost:
+        """Return what a grading takes in threads of this process."""
+        grader = Pytest()
+        grade = lambda task: grader.grade(task, self.patches[task.task_id], self.sandboxes)  # noqa: E731
+        scores, cost = self.measured(grade, tasks)
+        _require_resolved(scores)
+        return cost
+
+    def worker(self, tasks: Sequence[Task]) -> Cost:
+        """Return what a grading takes when a reward worker makes it, from message to message."""
+        means = RewardResources(
+            tasks={task.task_id: task for task in tasks},
+            sandboxes=self.sandboxes,
+            grader=Pytest(),
+            config=RewardConfig(slots=self.slots, poll_s=0.1, sentinel_every=0),
+        )
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as beside:
+            run = RunDir(Path(folder))
+            run.make()
+            spool, scored = Spool(run.episodes, Episode), Spool(run.scored, ScoredEpisode)
+            for number, task in enumerate(tasks):
+                episode = _episode(number, task.task_id, self.patches[task.task_id])
+                spool.put(episode.request.name, episode)
+            with Lease(run, "reward", "benchmark", 1.0) as lease:
+                begin = _Beginning()
+                ended = beside.submit(worker(run, lease, means).work)
+                while not ended.done() and len(scored.addresses("ready")) < len(tasks):
+                    time.sleep(0.05)
+                cost = begin.cost(len(tasks))
+                run.drain.touch()
+                ended.result()
+            found = [scored.read(address) for address in scored.addresses("ready")]
+        _require_resolved([one.score for one in found if one is not None])
+        return cost
+
+
+class _Beginning:
+    """Remember when something begins, to say at its end what it took."""
+
+    def __init__(self) -> None:
+        self._at, self._used = time.perf_counter(), used_s()
+
+    def cost(self, count: int, wall_s: float = 0.0) -> Cost:
+        took_s, now = time.perf_counter() - self._at, used_s()
+        own, others = (1e3 * (after - before) / count for after, before in zip(now, self._used, strict=True))
+        return Cost(1e3 * wall_s, own, others, count / took_s)
+
+
+def used_s() -> tuple[float, float]:
+    """Return the processor time of this process, and that of all others below it, ended ones included."""
+    own, ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    ticks = 0
+    for pid in descendants(os.getpid()):
+        with suppress(OSError):  # it ended meanwhile
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            ticks += sum(map(int, fields[11:15]))
+    others = ended.ru_utime + ended.ru_stime + ticks / os.sysconf("SC_CLK_TCK")
+    return own.ru_utime + own.ru_stime, others
+
+
+def _view(one: Attempt) -> str:
+    return View()(one.sandbox, one.task, path=MODULE)
+
+
+def _rewrite(one: Attempt) -> str:
+    return Rewrite()(one.sandbox, one.task, path=MODULE, new_code=patch.apply(one.task, one.patch)[MODULE])
+
+
+def _evaluate(one: Attempt) -> str:
+    return Evaluate()(one.sandbox, one.task)
+
+
+def _bash(one: Attempt) -> str:
+    return Bash()(one.sandbox, one.task, command="true")
+
+
+def _episode(number: int, task_id: str, submission: str) -> Episode:
+    return Episode(
+        request=RolloutRequest(group_id=number, index=0, task_id=task_id, seed=0, sampling=Sampling()),
+        turns=[],
+        messages=[],
+        exit_status=ExitStatus.SUBMITTED,
+        submission=submission,
+        timing=Timing(),
+        worker="benchmark",
+    )
+
+
+def _require_resolved(scores: Sequence[Score]) -> None:
+    wrong = next((score for score in scores if score.outcome != "resolved"), None)
+    if wrong is not None:
+        raise ConfigError(f"[sandbox] a right repair is graded as {wrong.outcome}: {wrong.detail}")
+
+
+@cli.command
+def main() -> None:
+    """Print one table."""
+    parser = cli.parser("benchmarks.sandboxes", "Say what rollouts and gradings take of the processors.")
+    parser.add_argument("--type", choices=("process", "apptainer"), default="process", help="sandbox")
+    parser.add_argument("--images", default=".cache/images", help="folder of Apptainer's images")
+    parser.add_argument("--tasks", type=int, default=60, help="tasks, each of which is done once")
+    parser.add_argument("--slots", type=int, default=2, help="threads: tasks at a time")
+    _print(cli.parse(parser))
+
+
+def _print(arguments: argparse.Namespace) -> None:
+    more = {"images": arguments.images} if arguments.type == "apptainer" else {}
+    sandboxes: Sandboxes = load("sandboxes", {"type": arguments.type, **more})
+    sandboxes.check()
+    taskset = Bugs()
+    tasks = list(islice(taskset.load("train"), arguments.tasks))
+    trial = Trial(sandboxes, taskset.references(tasks), arguments.slots)
+    trial.gradings(tasks[:1])  # starts the container or the interpreter
+    table = tables.table(["work"], ["wall ms", "own ms", "others ms", "together ms", "per s"])
+    rows = [*trial.rollouts(tasks), ("a grading", trial.gradings(tasks))]
+    for name, cost in (*rows, ("a reward worker's grading", trial.worker(tasks))):
+        wall = f"{cost.wall_ms:.1f}" if cost.wall_ms else ""
+        times = (f"{ms:.1f}" for ms in (cost.own_ms, cost.others_ms, cost.own_ms + cost.others_ms))
+        table.add_row(name, wall, *times, f"{cost.per_s:.1f}")
+    load_now = os.getloadavg()[0]
+    tables.show(tables.console, table)
+    tables.say(f"{arguments.slots} at a time on {os.cpu_count()} cores; load of the machine {load_now:.1f}")
+
+
+if __name__ == "__main__":
+    main()
