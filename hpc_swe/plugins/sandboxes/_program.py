@@ -33,7 +33,7 @@ except Exception as error:
 
 
 def reap(*_: object) -> None:
-    """Reap all children that have ended: as the handler of SIGCHLD, so that the time they took is counted."""
+    """Collect all children that have ended, as the handler of SIGCHLD; their time then counts for us."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
