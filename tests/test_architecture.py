@@ -39,7 +39,7 @@ TEST_NAME = 70
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
 BUDGETS = {
     "hpc_swe": 3_280,
-    "hpc_swe/benchmarks": 2_680,
+    "hpc_swe/benchmarks": 2_885,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 390,
     "hpc_swe/doctor": 1_235,
@@ -49,9 +49,9 @@ BUDGETS = {
     "hpc_swe/plugins/agents": 420,
     "hpc_swe/plugins/engines": 2_625,
     "hpc_swe/plugins/executors": 770,
-    "hpc_swe/plugins/graders": 2_695,
+    "hpc_swe/plugins/graders": 2_730,
     "hpc_swe/plugins/policies": 5_420,
-    "hpc_swe/plugins/sandboxes": 2_190,
+    "hpc_swe/plugins/sandboxes": 2_515,
     "hpc_swe/plugins/tasksets": 1_160,
     "hpc_swe/plugins/tools": 1_670,
     "hpc_swe/records": 555,

@@ -7,6 +7,7 @@ machine lengthens the first much and the second less.
 """
 
 import argparse
+import json
 import os
 import resource
 import tempfile
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import islice
+from operator import methodcaller
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -23,13 +25,9 @@ from typing import TypeVar
 from hpc_swe import cli, tables
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import load, patch
-from hpc_swe.plugins.graders.pytest import Pytest
+from hpc_swe.plugins.graders.base import Grader
 from hpc_swe.plugins.sandboxes.base import Sandbox, Sandboxes
-from hpc_swe.plugins.tasksets.bugs import MODULE, Bugs
-from hpc_swe.plugins.tools.bash import Bash
-from hpc_swe.plugins.tools.evaluate import Evaluate
-from hpc_swe.plugins.tools.rewrite import Rewrite
-from hpc_swe.plugins.tools.view import View
+from hpc_swe.plugins.tools.base import invoke
 from hpc_swe.processes import descendants
 from hpc_swe.records import Episode, ExitStatus, RolloutRequest, Sampling, Score, ScoredEpisode, Task, Timing
 from hpc_swe.roles.reward.worker import RewardResources, worker
@@ -57,7 +55,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class OpenTask:
     """Hold a task with its repair, and a sandbox where an agent works on it."""
 
     task: Task
@@ -65,12 +63,25 @@ class Attempt:
     sandbox: Sandbox
     life: ExitStack
 
+    def call(self, tool: str) -> str:
+        """Call a tool as an agent of the demo does."""
+        files = patch.apply(self.task, self.patch)
+        (path,) = (path for path, text in files.items() if text != self.task.files.get(path))
+        arguments = {
+            "view": {"path": path},
+            "rewrite": {"path": path, "new_code": files[path]},
+            "evaluate": {},
+        }
+        given = (arguments | {"bash": {"command": "true"}})[tool]
+        return invoke(load("tools", {"type": tool}), json.dumps(given), self.sandbox, self.task)
+
 
 @dataclass(frozen=True)
-class Trial:
+class Bench:
     """Measure the work on some tasks in one type of sandbox, in a number of threads."""
 
     sandboxes: Sandboxes
+    grader: Grader
     patches: dict[str, str]
     """Task id -> a patch that repairs the task."""
     slots: int
@@ -91,24 +102,22 @@ class Trial:
         """Yield what each part of an episode takes; all sandboxes are open together."""
         with ExitStack() as life:
 
-            def opened(task: Task) -> Attempt:
+            def opened(task: Task) -> OpenTask:
                 stack = life.enter_context(ExitStack())
                 sandbox = stack.enter_context(self.sandboxes.open(task))
-                return Attempt(task, self.patches[task.task_id], sandbox, stack)
+                return OpenTask(task, self.patches[task.task_id], sandbox, stack)
 
             attempts, cost = self.measured(opened, tasks)
             yield "open a sandbox", cost
-            for name, act in (("view", _view), ("rewrite", _rewrite), ("bash, true", _bash)):
-                yield f"tool {name}", self.measured(act, attempts)[1]
-            yield "tool evaluate", self.measured(_evaluate, attempts)[1]
+            for tool in ("view", "rewrite", "bash", "evaluate"):
+                yield f"tool {tool}", self.measured(methodcaller("call", tool), attempts)[1]
             taken = lambda one: patch.take(one.task, one.sandbox, self.sandboxes)  # noqa: E731
             yield "take the patch", self.measured(taken, attempts)[1]
             yield "close a sandbox", self.measured(lambda one: one.life.close(), attempts)[1]
 
     def gradings(self, tasks: Sequence[Task]) -> Cost:
         """Return what a grading takes in threads of this process."""
-        grader = Pytest()
-        grade = lambda task: grader.grade(task, self.patches[task.task_id], self.sandboxes)  # noqa: E731
+        grade = lambda task: self.grader.grade(task, self.patches[task.task_id], self.sandboxes)  # noqa: E731
         scores, cost = self.measured(grade, tasks)
         _require_resolved(scores)
         return cost
@@ -118,7 +127,7 @@ class Trial:
         means = RewardResources(
             tasks={task.task_id: task for task in tasks},
             sandboxes=self.sandboxes,
-            grader=Pytest(),
+            grader=self.grader,
             config=RewardConfig(slots=self.slots, poll_s=0.1, sentinel_every=0),
         )
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as beside:
@@ -165,22 +174,6 @@ def used_s() -> tuple[float, float]:
     return own.ru_utime + own.ru_stime, others
 
 
-def _view(one: Attempt) -> str:
-    return View()(one.sandbox, one.task, path=MODULE)
-
-
-def _rewrite(one: Attempt) -> str:
-    return Rewrite()(one.sandbox, one.task, path=MODULE, new_code=patch.apply(one.task, one.patch)[MODULE])
-
-
-def _evaluate(one: Attempt) -> str:
-    return Evaluate()(one.sandbox, one.task)
-
-
-def _bash(one: Attempt) -> str:
-    return Bash()(one.sandbox, one.task, command="true")
-
-
 def _episode(number: int, task_id: str, submission: str) -> Episode:
     return Episode(
         request=RolloutRequest(group_id=number, index=0, task_id=task_id, seed=0, sampling=Sampling()),
@@ -214,13 +207,13 @@ def _print(arguments: argparse.Namespace) -> None:
     more = {"images": arguments.images} if arguments.type == "apptainer" else {}
     sandboxes: Sandboxes = load("sandboxes", {"type": arguments.type, **more})
     sandboxes.check()
-    taskset = Bugs()
+    taskset = load("tasksets", {"type": "bugs"})
     tasks = list(islice(taskset.load("train"), arguments.tasks))
-    trial = Trial(sandboxes, taskset.references(tasks), arguments.slots)
-    trial.gradings(tasks[:1])  # starts the container or the interpreter
+    bench = Bench(sandboxes, load("graders", {"type": "pytest"}), taskset.references(tasks), arguments.slots)
+    bench.gradings(tasks[:1])  # starts the container or the interpreter
     table = tables.table(["work"], ["wall ms", "own ms", "others ms", "together ms", "per s"])
-    rows = [*trial.rollouts(tasks), ("a grading", trial.gradings(tasks))]
-    for name, cost in (*rows, ("a reward worker's grading", trial.worker(tasks))):
+    rows = [*bench.rollouts(tasks), ("a grading", bench.gradings(tasks))]
+    for name, cost in (*rows, ("a reward worker's grading", bench.worker(tasks))):
         wall = f"{cost.wall_ms:.1f}" if cost.wall_ms else ""
         times = (f"{ms:.1f}" for ms in (cost.own_ms, cost.others_ms, cost.own_ms + cost.others_ms))
         table.add_row(name, wall, *times, f"{cost.per_s:.1f}")
