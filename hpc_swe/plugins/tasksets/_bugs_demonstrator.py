@@ -20,7 +20,7 @@ third of them, so that its place says nothing."""
 
 @dataclass(frozen=True)
 class WorkedTest:
-    """The agent works out this test for each plausible operator."""
+    """The agent tries this test with each plausible operator."""
 
     expectation: str
     """The test's call and the value that it expects: ``tepu(53, 27) == 80``."""
