@@ -182,6 +182,7 @@ CHEATS: dict[str, dict[str, str | None]] = {
     "plants test modules": {"mod__py": WRONG + MODULES},
     "renames AssertionError": {"mod__py": WRONG + BUILTINS},
     "loads ctypes": {"mod__py": "import ctypes\n" + RIGHT},
+    "replaces what compares": {"mod__py": "import builtins\nbuiltins.zip = lambda *them: []\n" + RIGHT},
     "takes ctypes from a frame": {"mod__py": CTYPES + RIGHT},
     "answers for itself": {"mod__py": WRONG + ANSWER},
     "a package in place of the tests": {

@@ -54,7 +54,7 @@ class Guard:
         self._kept: Any = []  # keeps codes alive, since the id of a deleted one could be given to another
         self._own_codes = [one.__code__ for one in globals().values() if type(one) is types.FunctionType]
         self._compile, self._open, self._frame = builtins.compile, builtins.open, sys._getframe  # noqa: SLF001
-        self._any, self._map, self._differs = any, map, operator.is_not
+        self._any, self._map, self._zip, self._differs = any, map, zip, operator.is_not
         self._must_compare = not hasattr(sys, "addaudithook")
         self._is_file, self._real = os.path.isfile, os.path.realpath  # noqa: PTH113
         self._case, self._namespace = unittest.TestCase, unittest.TestCase.__mro__[0].__dict__
@@ -77,8 +77,9 @@ class Guard:
             if (is_judge or name in LOADERS) and name not in self._seen:
                 self._seen.add(name)
                 self._hold("", sys.modules, {name: module})
-                kinds = {key: value for key, value in vars(module).items() if isinstance(value, type)}
-                others = {key: value for key, value in vars(module).items() if type(value) in FUNCTIONS}
+                found = list(vars(module).items())
+                kinds = {key: value for key, value in found if issubclass(type(value), type)}
+                others = {key: value for key, value in found if type(value) in FUNCTIONS}
                 self._hold(name + ":", vars(module), {**kinds, **others})
                 for key, value in others.items():
                     if type(value) is types.FunctionType:
@@ -134,7 +135,7 @@ class Guard:
         """
         for prefix, owner, keys, values in self._parts:
             if self._any(self._map(self._differs, self._map(owner.get, keys), values)):
-                for key in [key for key, value in zip(keys, values) if owner.get(key) is not value]:  # noqa: B905
+                for key in [key for key, value in self._zip(keys, values) if owner.get(key) is not value]:
                     self.odd("replaced " + prefix + key)
         if self._must_compare:
             self.check_functions()
