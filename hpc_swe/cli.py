@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import errno
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -84,6 +85,21 @@ def folder(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError("the name is empty; name a folder (is a shell variable unset?)")
     return Path(text).absolute()
+
+
+def number(kind: type[float], least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Return the function that reads a number within bounds, for `type=` of an argument."""
+
+    def read(text: str) -> float:
+        found = kind(text)
+        if not least <= found <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text} is not {f'{least:g} to {most:g}' if most < math.inf else f'at least {least:g}'}"
+            )
+        return found
+
+    read.__name__ = kind.__name__  # argparse names it where the text is no number
+    return read
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

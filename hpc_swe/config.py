@@ -241,7 +241,7 @@ def _faults_of(name: str, value: Any, kind: Any) -> Iterator[tuple[str, str]]:
                 yield key, f"unknown key {key}{suggestion(unknown[1], fields)}; known: {', '.join(fields)}"
                 path.append(unknown[1])
             else:
-                yield ".".join(path), f"{'.'.join(path)}: {text}"
+                yield ".".join(path), f"{'.'.join(path)}: {text}{plugins.choices(kind, path[1:])}"
             if not _remove(value, path[1:]):
                 return
         else:

@@ -13,6 +13,7 @@ from msgspec.structs import asdict
 from hpc_swe import plugins
 from hpc_swe.plugins.advantages.base import Bounded
 from hpc_swe.plugins.engines.base import Sleeping
+from hpc_swe.plugins.executors.base import SINGLETON_ROLES
 from hpc_swe.plugins.policies.base import DeltaPolicy, LossConfig
 from hpc_swe.settings import RunConfig
 
@@ -31,6 +32,10 @@ def of_keys(config: RunConfig) -> Iterator[str]:
 def of_new_runs(config: RunConfig) -> Iterator[str]:
     """Yield a message for each rule of new runs that the configuration breaks."""
     yield from _unread_bounds(config.learner.loss)
+    for role in SINGLETON_ROLES:
+        if config.counts.get(role, 1) > 1:
+            why = "; learner.data_parallel = 2 makes two copies of the model" if role == "learner" else ""
+            yield f"counts.{role} = {config.counts[role]}: a run has one{why}; leave the key out"
     policy, snapshot_every = config.policy, config.learner.snapshot_every
     if snapshot_every > 1 and isinstance(policy, DeltaPolicy) and policy.why_no_deltas:
         yield f"learner.snapshot_every = {snapshot_every} and {policy.why_no_deltas}, or snapshot_every = 1"

@@ -59,7 +59,9 @@ def main() -> None:
     parser = cli.parser("benchmarks.delta", "Say what a delta between two full versions takes.")
     parser.add_argument("old", type=Path, help="folder of the version before")
     parser.add_argument("new", type=Path, help="folder of the next version")
-    parser.add_argument("--share", type=float, default=1.0, help="share of each value's step to take")
+    parser.add_argument(
+        "--share", type=cli.number(float, 0, 1), default=1.0, help="of each value's step, to take"
+    )
     _print(cli.parse(parser))
 
 

@@ -29,7 +29,7 @@ from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import shapes
 from hpc_swe.plugins.costs import GIB
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.policies.base import EstimatedPolicy
+from hpc_swe.plugins.policies.base import EstimatedPolicy, Policy
 
 OURS = "hpc_swe"
 NUMBERS = ("tokens/s", "MFU %", "of product %", "step ms", *(f"{part} ms" for part in PARTS), "other ms")
@@ -173,7 +173,7 @@ def _estimate(benchmark: Benchmark, chosen: dict[str, Any], copies: int) -> floa
     if not isinstance(policy, EstimatedPolicy):
         return 0.0
     tokens = sum(benchmark.plan.workload.lengths)
-    total = policy.memory(Path(benchmark.plan.model), copies, tokens, reference=False).total
+    total = policy.memory(Path(benchmark.plan.model), copies, tokens).total
     return total.bytes if total else 0.0
 
 
@@ -192,20 +192,22 @@ def describe(benchmark: Benchmark) -> str:
 def _arguments() -> argparse.Namespace:
     parser = cli.parser("benchmarks.learner", "Measure steps of the learner with random weights.")
     parser.add_argument("overrides", nargs="*", metavar="policy.KEY=VALUE", help="keys of [policy]")
-    known = ", ".join(shapes.SHAPES)
+    known, count, share = ", ".join(shapes.SHAPES), cli.number(int, 1), cli.number(float, 0.001, 1)
     parser.add_argument("--shape", default="tiny", help=f"{known}; or a model's folder (default: tiny)")
     parser.add_argument("--lengths", default="64x2,32", help="of a pack's sequences, as in 8192x2,1024x8")
-    parser.add_argument("--mask-share", type=float, default=1.0, help="share of the tokens in the loss")
+    parser.add_argument("--mask-share", type=share, default=1.0, help="share of the tokens in the loss")
     parser.add_argument("--vary", action="store_true", help="other lengths around these in each pack")
-    parser.add_argument("--packs", type=int, default=0, help="packs of a step (default: one for each rank)")
-    parser.add_argument("--ranks", type=int, default=1, help="processes, one a GPU")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="the same as policy.tensor_parallel=N")
+    parser.add_argument("--packs", type=count, default=0, help="packs of a step (default: one for each rank)")
+    parser.add_argument("--ranks", type=count, default=1, help="processes, one a GPU")
+    parser.add_argument(
+        "--tensor-parallel", type=count, default=1, help="the same as policy.tensor_parallel=N"
+    )
     parser.add_argument("--peer", default="none", help=f"none, or some of {','.join(PEERS)}")
     parser.add_argument("--profile", action="store_true", help="also print seconds by class of kernel")
     parser.add_argument("--estimate", action="store_true", help="print estimates of memory, and run nothing")
-    parser.add_argument("--warm", type=int, default=3, help="steps before those that are timed")
-    parser.add_argument("--steps", type=int, default=5, help="steps that are timed")
-    parser.add_argument("--timeout-s", type=float, default=900.0, help="limit of each column")
+    parser.add_argument("--warm", type=count, default=3, help="steps before those that are timed")
+    parser.add_argument("--steps", type=count, default=5, help="steps that are timed")
+    parser.add_argument("--timeout-s", type=cli.number(float, 1), default=900.0, help="limit of each column")
     return cli.parse(parser)
 
 
@@ -216,8 +218,11 @@ def _benchmark(arguments: argparse.Namespace, folder: Path) -> Benchmark:
     policy = read_policy([*parallel, *arguments.overrides])
     if policy["device"] == "gpu" and not arguments.estimate:
         gpus.require("benchmark", arguments.ranks, os.environ)
-    if not 0 < arguments.mask_share <= 1 or min(arguments.steps, arguments.ranks) < 1 or arguments.warm < 1:
-        raise ConfigError("--mask-share lies in (0, 1]; --steps, --warm and --ranks are at least 1")
+    settings: Policy = plugins.load("policies", policy)
+    if arguments.ranks % settings.processes:
+        raise ConfigError(f"--ranks {arguments.ranks} is no multiple of the {settings.processes} of [policy]")
+    if isinstance(settings, EstimatedPolicy):
+        settings.check_model(model, arguments.ranks // settings.processes)
     workload = Workload(
         lengths=parse_lengths(arguments.lengths),
         vary=arguments.vary,

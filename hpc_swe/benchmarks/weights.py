@@ -329,13 +329,17 @@ def main() -> None:
     parser = cli.parser("benchmarks.weights", "Measure how new weights reach an engine.")
     parser.add_argument("overrides", nargs="*", metavar="TABLE.KEY=VALUE", help="keys of [policy], [engine]")
     parser.add_argument("--shape", default="tiny", help=f"{', '.join(shapes.SHAPES)} (default: tiny)")
-    parser.add_argument("--ranks", type=int, default=1, help="processes of the learner, one a GPU")
-    parser.add_argument("--deltas", type=int, default=4, help="versions that are deltas")
-    parser.add_argument("--lr", type=float, default=1e-6, help="learning rate")
     parser.add_argument(
-        "--settle-s", type=float, default=2.0, help="seconds between a swap and the next step"
+        "--ranks", type=cli.number(int, 1), default=1, help="processes of the learner, one a GPU"
     )
-    parser.add_argument("--timeout-s", type=float, default=280.0, help="limit of the whole benchmark")
+    parser.add_argument("--deltas", type=cli.number(int, 0), default=4, help="versions that are deltas")
+    parser.add_argument("--lr", type=cli.number(float, 0), default=1e-6, help="learning rate")
+    parser.add_argument(
+        "--settle-s", type=cli.number(float, 0), default=2.0, help="seconds between a swap and the next step"
+    )
+    parser.add_argument(
+        "--timeout-s", type=cli.number(float, 1), default=280.0, help="limit of the whole benchmark"
+    )
     parser.add_argument(
         "--folder", default="", help="a new folder for the run (default: in memory, and removed)"
     )

@@ -12,6 +12,7 @@ from hpc_swe.records import Batch, MicroBatch, Record, floats, ids
 TURN = 256
 """Number of tokens after which the mask repeats: an observation that is not trained, then a completion. A
 shorter sequence has one of each."""
+LONGEST = 10**7
 
 
 class Workload(Record, frozen=True, kw_only=True):
@@ -90,10 +91,10 @@ def parse_lengths(text: str) -> list[int]:
     for word in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:x(\d+))?\s*", word)
         length, count = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
-        if length < 2 or count < 1:
+        if not 2 <= length <= LONGEST or not 1 <= count <= LONGEST:
             raise ConfigError(
-                f"--lengths {text!r}: {word!r} is no length of at least 2; write lengths with commas between "
-                "them, and LENGTHxCOUNT for several of one length, as in 8192x2,1024x8"
+                f"--lengths {text!r}: {word!r} is no length of 2 to {LONGEST:,}; write lengths with commas "
+                "between them, and LENGTHxCOUNT for several of one length, as in 8192x2,1024x8"
             )
         found += [length] * count
     return found

@@ -5,9 +5,11 @@ it with GRPO, and evaluates it again on the same tasks. Every part is the real o
 again skips the stages that are done.
 """
 
+import argparse
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -21,10 +23,12 @@ from rich.table import Table
 
 from hpc_swe import cli, intervals, tables
 from hpc_swe import config as configuration
+from hpc_swe.demo.model import SHAPES, SIZES
 from hpc_swe.errors import HpcSweError
 from hpc_swe.evaluation.progress import episodes
 from hpc_swe.metrics import decode
 from hpc_swe.plugins.executors.base import RunsHere
+from hpc_swe.plugins.model_shape import read_config
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control as run_control
 from hpc_swe.runs import watch
@@ -36,6 +40,8 @@ from hpc_swe.tables import bars, console, say
 
 DEADLINE_S = 1800.0  # for each stage
 DECODINGS = ("greedy", "sampled")
+STAGES = ("model", "sft", "before", "rejection-sft")
+"""Folders beside that of the GRPO run, and beside its evaluation, whose name begins with after-."""
 CONTROLS = {
     "shuffled": ['advantage={type="shuffled"}'],
     "rejection": ["learner.optimizer.lr=0.0", "groups.resample=false"],
@@ -65,6 +71,9 @@ class Demo:
             words += [f"--context={config.rollout.context}"]
             if subprocess.run([sys.executable, "-m", *words], check=False).returncode:
                 raise HpcSweError(f"{folder}: the demo's model was not made, for the reason above; try again")
+        made, wanted = read_config(folder), SIZES | SHAPES[self.shape]
+        if any(made[key] != wanted[key] for key in ("hidden_size", "num_hidden_layers")):
+            raise HpcSweError(f"{folder} is not of --shape {self.shape}; name another folder by --out")
         return folder
 
     def stage(self, name: str, model: Path, *more: str) -> RunDir:
@@ -95,6 +104,15 @@ def of_stage(overrides: Sequence[str], files: Sequence[str]) -> Iterator[str]:
             beside = path.with_stem(f"{path.stem}_{name.removeprefix('demo_')}")
             if beside.exists():
                 yield str(beside)
+
+
+def run_name(text: str) -> str:
+    """Return the name of a GRPO run, for `type=` of an argument; refuse what names no folder of its own."""
+    if not re.fullmatch(r"\w[\w.-]*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} names no folder; use letters, digits, '.', '_' and '-'")
+    if text in STAGES or text.startswith("after-"):
+        raise argparse.ArgumentTypeError(f"{text!r} is the folder of another stage; choose another name")
+    return text
 
 
 def newest(run: RunDir) -> Path:
@@ -200,14 +218,15 @@ def main() -> None:
     add("--seed", type=int, default=0)
     add("--out", type=Path, help="folder (default: runs/demo-<seed>)")
     add("--control", choices=sorted(CONTROLS), default="", help="run a control instead of GRPO")
-    add("--shape", default="tiny", help="sizes of the model: tiny, or 0.6B or 4B for those of Qwen3")
-    add("--name", default="", help="folder of the GRPO run (default: grpo); several share a warm start")
+    add("--shape", choices=SHAPES, default="tiny", help="sizes of the model; other than tiny: those of Qwen3")
+    names = "folder of the GRPO run (default: grpo); several share a warm start"
+    add("--name", type=run_name, help=names)
     add("--quick", action="store_true", help="evaluate only while GRPO trains, not before and after it")
     add("overrides", nargs="*", help="of every stage's configuration: TOML files, or words such as steps=10")
     arguments = cli.parse(parser)
     root = arguments.out or Path(os.environ.get("HPC_SWE_RUNS", "runs")) / f"demo-{arguments.seed}"
     try:
-        given = arguments.overrides, arguments.shape, arguments.name, arguments.quick
+        given = arguments.overrides, arguments.shape, arguments.name or "", arguments.quick
         run(Demo(root, arguments.seed, *given), arguments.control)
     except KeyboardInterrupt:
         say("stopped; the same command continues from here")

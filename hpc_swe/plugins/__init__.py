@@ -13,8 +13,10 @@ file is cheap; heavy libraries are imported in the method that needs them.
 import importlib
 import pkgutil
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, get_args, get_origin
 
+import msgspec
 from msgspec import Struct, ValidationError, convert
 from msgspec.structs import asdict
 
@@ -55,10 +57,18 @@ def load(family: str, table: dict[str, Any]) -> Any:
     except ValidationError as error:
         names = plugin.__struct_fields__
         unknown = re.search(r"unknown field `(\w+)`", str(error))
-        raise ConfigError(
-            f"[{_table(family)}] type = {kind!r}: {error}{suggestion(unknown[1], names) if unknown else ''}; "
-            f"its fields: {', '.join(names) or 'none'}"
-        ) from None
+        rest = f"{suggestion(unknown[1], names)}; its fields: {', '.join(names) or 'none'}" if unknown else ""
+        wrong = re.search(r" - at `\$\.(\w+)`", str(error))
+        rest += choices(plugin, [wrong[1]]) if wrong else ""
+        raise ConfigError(f"[{_table(family)}] type = {kind!r}: {error}{rest}") from None
+
+
+def choices(kind: Any, path: Sequence[str]) -> str:
+    """Return how a message lists the values of a key below a struct, if it has but some."""
+    for name in path:
+        fields = msgspec.structs.fields(kind) if hasattr(kind, "__struct_fields__") else ()
+        kind = next((field.type for field in fields if field.name == name), None)
+    return f"; known: {', '.join(map(str, get_args(kind)))}" if get_origin(kind) is Literal else ""
 
 
 def dump(plugin: Plugin) -> dict[str, Any]:

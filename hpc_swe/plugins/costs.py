@@ -1,6 +1,6 @@
 """Describe what a run will cost as sums of parts, each with its formula, so that totals can be checked."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 GIB = 2**30
 
@@ -17,7 +17,7 @@ class Part:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Describe the memory of one GPU."""
+    """Describe the memory of one GPU, and what its process keeps in the memory of the node."""
 
     title: str
     parts: list[Part]
@@ -25,3 +25,5 @@ class MemoryEstimate:
     """None where the parts are not all in use at once, or grow to what is free."""
     notes: list[str]
     """Further lines for people."""
+    host: list[Part] = field(default_factory=list)
+    """What is in host memory as long as the process runs."""

@@ -72,11 +72,7 @@ class ModelShape:
 
         Raise ConfigError if the file is missing, or describes a model that is not supported.
         """
-        path = folder / "config.json"
-        try:
-            config = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model: cannot read {path}: {error}") from error
+        path, config = folder / "config.json", read_config(folder)
         _refuse_unknown(path, config)
         experts = _experts(config)
         return cls(
@@ -103,6 +99,34 @@ class ModelShape:
         return self.layers * self.experts_per_token if self.experts else 0
 
     @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return the sizes of the tensors in a Hugging Face folder, by name; a tied output has none."""
+        width, heads, groups = self.hidden, self.heads * self.head_dim, self.groups * self.head_dim
+        rows = {"q": heads, "k": groups, "v": groups}
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (width,),
+            "post_attention_layernorm.weight": (width,),
+            "self_attn.o_proj.weight": (width, heads),
+            **{f"self_attn.{name}_proj.weight": (count, width) for name, count in rows.items()},
+        }
+        if self.qkv_bias:
+            layer |= {f"self_attn.{name}_proj.bias": (count,) for name, count in rows.items()}
+        if self.qk_norm:
+            layer |= {f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
+        mlp = {"gate": (self.ffn, width), "up": (self.ffn, width), "down": (width, self.ffn)}
+        if self.experts:
+            layer["mlp.gate.weight"] = (self.experts, width)
+        for place in [f"experts.{number}." for number in range(self.experts)] or [""]:
+            layer |= {f"mlp.{place}{name}_proj.weight": size for name, size in mlp.items()}
+        table = (self.vocab, width)
+        return {
+            "model.embed_tokens.weight": table,
+            **{f"model.layers.{n}.{name}": size for n in range(self.layers) for name, size in layer.items()},
+            "model.norm.weight": (width,),
+            **({} if self.tied else {"lm_head.weight": table}),
+        }
+
+    @property
     def parameters(self) -> Parameters:
         """Count the parameters exactly, as the model is built.
 
@@ -119,6 +143,18 @@ class ModelShape:
         split, experts = (attention, mlp) if self.experts else (attention + mlp, 0)
         whole = self.layers * norms + self.hidden
         return Parameters(tables, self.layers * split, self.layers * experts, whole)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return what config.json of a model says; raise ConfigError if it cannot be read."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: cannot read {path}: {error}; copy it again") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"model: {path} is no object of keys; copy it again")
+    return config
 
 
 def _experts(config: dict[str, Any]) -> int:

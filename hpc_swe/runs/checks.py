@@ -6,19 +6,27 @@ person can correct them in one go.
 
 import inspect
 import ipaddress
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from hpc_swe import conflicts, job_counts
 from hpc_swe.errors import ConfigError, EngineError
+from hpc_swe.plugins.costs import GIB
 from hpc_swe.plugins.engines.base import EngineInfo, EstimatedEngine
-from hpc_swe.plugins.executors.base import GrantsGpus, RunsHere, Scheduled, own_environment
+from hpc_swe.plugins.executors.base import (
+    LEARNER_PROCESSES,
+    GrantsGpus,
+    GrantsMemory,
+    RunsHere,
+    Scheduled,
+    own_environment,
+)
 from hpc_swe.plugins.policies.base import EstimatedPolicy, Policy
+from hpc_swe.plugins.weight_files import read_header, read_index
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import create, existing, submit
+from hpc_swe.runs import create, estimate, existing, submit
 from hpc_swe.runs.create import Taken
 from hpc_swe.settings import RunConfig
 from hpc_swe.tokenization import token_builder
@@ -51,7 +59,9 @@ def _counts(_: RunDir, config: RunConfig) -> Iterator[str]:
         return
     for role in job_counts.ROLES[config.mode]:
         is_external = role == "inference" and config.inference.url
-        if config.counts.get(role, 1) == 0 and role not in config.by_hand and not is_external:
+        if role == "inference" and job_counts.is_hybrid(config) and not config.counts.get(role, 1):
+            yield "counts.inference = 0: hybrid = true needs an engine in the learner's job; ask for one"
+        elif config.counts.get(role, 1) == 0 and role not in config.by_hand and not is_external:
             yield (
                 f"counts.{role} = 0: a run of mode {config.mode} waits for ever without it; ask for one, or "
                 f"add {role!r} to by_hand if you start it yourself"
@@ -95,22 +105,20 @@ def _lacks(name: str, folder: Path) -> str:
 
 
 def _weights(key: str, folder: Path) -> Iterator[str]:
-    index = folder / "model.safetensors.index.json"
     if not (folder / "config.json").is_file():
         yield f"{key} = '{folder}': {_lacks('config.json', folder)}"
         return
-    names = {path.name for path in folder.glob("*.safetensors")}
+    files = {path.name: path for path in folder.glob("*.safetensors")}
     try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except FileNotFoundError:
-        shards = set()
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        yield f"{key} = '{folder}': {index.name} cannot be read: {error}; copy the model again"
+        missing = sorted(set(read_index(folder).values()) - files.keys())
+        for path in files.values() if not missing else ():
+            read_header(path)
+    except ConfigError as error:
+        yield str(error)
         return
-    missing = sorted(shards - names)
     if missing:
         yield f"{key} = '{folder}': {len(missing)} weight files are missing, {missing[0]} first; copy them"
-    elif not names:
+    elif not files:
         yield f"{key} = '{folder}': no weights (*.safetensors) there; copy the whole model"
 
 
@@ -153,14 +161,34 @@ def _gpus(_: RunDir, config: RunConfig) -> Iterator[str]:
         needed, grant = job_counts.gpus(role, config), config.executor.gpu_grant(role)
         if not needed or grant is None or grant.count >= needed:
             continue
-        sizes = (
-            "policy.tensor_parallel * policy.pipeline_parallel * policy.context_parallel * "
-            "learner.data_parallel"
-        )
-        why, device = (sizes, "policy") if role == "learner" else ("engine.tensor_parallel", "engine")
+        own = job_counts.processes(role, config)
+        why, device = ("engine.tensor_parallel", "engine")
+        if role == "learner" and needed > own:
+            why = "hybrid: counts.inference * engine.tensor_parallel"
+        elif role == "learner":
+            why, device = LEARNER_PROCESSES, "policy"
         yield (
             f"[executor] {grant.key} gives a job of {role} {grant.count} GPUs, but it needs {needed} "
             f"({why}); ask for {needed}, or set {device}.device = 'cpu'"
+        )
+
+
+def _host_memory(_: RunDir, config: RunConfig) -> Iterator[str]:
+    """Check that the learner's job gets the host memory that it surely keeps."""
+    executor = config.executor
+    grant = executor.memory_grant("learner") if isinstance(executor, GrantsMemory) else None
+    if grant is None or not (Path(config.model) / "config.json").is_file():
+        return
+    try:
+        parts = estimate.host(config)
+    except ConfigError:  # `_parallel` says it
+        return
+    needed = sum(part.bytes for part in parts) / GIB
+    if needed > grant.gib:
+        listed = ", ".join(f"{part.what} {part.bytes / GIB:.1f}" for part in parts)
+        yield (
+            f"[executor] {grant.key} is less than the {needed:.1f} GiB of host memory that the learner's job "
+            f"takes on each node ({listed}); ask for more, or keep less there"
         )
 
 
@@ -255,4 +283,7 @@ def _complaints(check: Callable[[], object]) -> Iterator[str]:
         yield from str(error).splitlines()
 
 
-CHECKS = (_folder, _counts, _rules, _model, _policy, _parallel, _jobs, _gpus, _nodes, _machine, _engine)
+CHECKS = (
+    *(_folder, _counts, _rules, _model, _policy, _parallel),
+    *(_jobs, _gpus, _host_memory, _nodes, _machine, _engine),
+)

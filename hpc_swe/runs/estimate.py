@@ -8,10 +8,12 @@ if every episode filled its context.
 import math
 from pathlib import Path
 
-from hpc_swe.job_counts import desired, processes
-from hpc_swe.plugins.costs import Part
-from hpc_swe.plugins.executors.base import ResourceRequest, Scheduled
-from hpc_swe.plugins.policies.base import EstimatedPolicy
+from hpc_swe.job_counts import desired, engines_beside, is_hybrid, processes
+from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part
+from hpc_swe.plugins.engines.base import EstimatedEngine, RoutingEngine
+from hpc_swe.plugins.executors.base import GrantsMemory, ResourceRequest, Scheduled
+from hpc_swe.plugins.model_shape import ModelShape
+from hpc_swe.plugins.policies.base import EstimatedPolicy, Kept
 from hpc_swe.roles.coordinator import evaluation, sft, training
 from hpc_swe.settings import RunConfig
 
@@ -28,6 +30,53 @@ def requests(config: RunConfig, executor: Scheduled) -> list[ResourceRequest]:
     """Return what the run asks of the scheduler at once, by role."""
     wanted = desired(config).items()
     return [executor.request(role, jobs, processes(role, config)) for role, jobs in wanted if jobs]
+
+
+def learner(config: RunConfig) -> MemoryEstimate | None:
+    """Estimate the memory of a learner's process; None without a learner, and for one that does not know."""
+    if not desired(config).get("learner") or not isinstance(config.policy, EstimatedPolicy):
+        return None
+    kept: list[Kept] = []
+    if config.learner.loss.kl_coefficient > 0:
+        kept.append("reference")
+    if config.learner.snapshot_every > 1:
+        kept.append("last version")
+    sizes = (config.learner.data_parallel, config.batches.microbatch_tokens)
+    return config.policy.memory(Path(config.model), *sizes, kept)
+
+
+def engine(config: RunConfig) -> MemoryEstimate | None:
+    """Estimate the memory of an engine's GPU; None where the run starts no engine, or its kind is unknown."""
+    starts = desired(config).get("inference") or is_hybrid(config)
+    if not starts or not isinstance(config.engine, EstimatedEngine):
+        return None
+    return config.engine.memory(Path(config.model), config.rollout.context)
+
+
+def host(config: RunConfig) -> list[Part]:
+    """Estimate what the learner's job surely keeps in the memory of each of its nodes, beside programs."""
+    found, served, executor = learner(config), engine(config), config.executor
+    if found is None:
+        return []
+    grant = executor.memory_grant("learner") if isinstance(executor, GrantsMemory) else None
+    count = processes("learner", config) // (grant.nodes if grant else 1)
+    parts = [Part(each.what, f"{count} x {each.formula}", count * each.bytes) for each in found.host]
+    if not is_hybrid(config):
+        return parts
+    parts.append(_moved("hybrid: the learner's state", count, found))
+    if served and isinstance(config.engine, EstimatedEngine):
+        workers = engines_beside("learner", config) * config.engine.gpus
+        parts.append(_moved("hybrid: engines asleep", workers, served, ", at most twice"))
+    return parts
+
+
+def _moved(what: str, count: int, found: MemoryEstimate, more: str = "") -> Part:
+    """Estimate what so many processes move to host memory while the other half of a hybrid run computes.
+
+    vLLM rounds the sizes of its tensors up to powers of two.
+    """
+    size = sum(part.bytes for part in found.parts if part.what in ("weights", "optimizer"))
+    return Part(what, f"{count} x {size / GIB:.2f} GiB{more}", count * size)
 
 
 def disk(config: RunConfig) -> list[Part]:
@@ -89,13 +138,19 @@ def _batches(config: RunConfig) -> Part:
     samples = config.groups.groups_per_step * config.groups.group_size
     samples = config.sft.samples_per_step if config.mode == "sft" else samples
     kept = min(config.steps, 2 * config.learner.checkpoint_every + AHEAD[config.mode] + 1)
-    tokens = samples * config.rollout.context
+    tokens, token = samples * config.rollout.context, BATCH_TOKEN + _routing(config)
     return Part(
         "batches/",
-        f"{kept} x {tokens:,} tokens x {BATCH_TOKEN} bytes",
-        float(kept * tokens * BATCH_TOKEN),
+        f"{kept} x {tokens:,} tokens x {token} bytes",
+        float(kept * tokens * token),
         kept * (config.learner.data_parallel + 2),
     )
+
+
+def _routing(config: RunConfig) -> int:
+    """Return the bytes by which the experts of a token enlarge messages and batches; the archive has none."""
+    asks = isinstance(config.engine, RoutingEngine) and config.engine.return_routing
+    return ModelShape.read(Path(config.model)).routing_bytes if asks and config.mode == "grpo" else 0
 
 
 def _episodes(config: RunConfig) -> list[Part]:
@@ -109,9 +164,10 @@ def _episodes(config: RunConfig) -> list[Part]:
             Part("spools, at most", f"{flying} messages", float(flying * size), flying),
             _tables(config, 1),
         ]
+    in_spool = float(config.rollout.context * (EPISODE_TOKEN + _routing(config)))
     return [
         Part("archive/", f"{steps} x {step} episodes, before zstd", float(steps * step * size), steps),
-        Part("spools, at most", f"{flying} messages, if all have signal", float(flying * size), flying),
+        Part("spools, at most", f"{flying} messages, if all have signal", flying * in_spool, flying),
         Part("logs/", f"{LOG_LINE} bytes an episode", float(steps * step * LOG_LINE)),
         _tables(config, steps // config.eval.every if config.eval.every else 0),
     ]

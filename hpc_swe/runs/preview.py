@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from rich.console import RenderableType
 
@@ -10,9 +9,7 @@ from hpc_swe import config as configuration
 from hpc_swe import job_counts, tables
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part
-from hpc_swe.plugins.engines.base import EstimatedEngine
 from hpc_swe.plugins.executors.base import ResourceRequest, Scheduled
-from hpc_swe.plugins.policies.base import EstimatedPolicy
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import checks, estimate, submit, trajectories
 from hpc_swe.runs.control import require_alike
@@ -61,30 +58,27 @@ def scripts(run: RunDir, config: RunConfig) -> list[str]:
 def cost_tables(config: RunConfig) -> list[RenderableType]:
     """Return tables of jobs, memory of the GPUs, and room on disk."""
     found: list[RenderableType] = [_jobs(config)]
-    wanted, model = job_counts.desired(config), Path(config.model)
-    policy, engine = config.policy, config.engine
-    if wanted.get("learner") and isinstance(policy, EstimatedPolicy):
-        tokens, reference = config.batches.microbatch_tokens, config.learner.loss.kl_coefficient > 0
-        learner = policy.memory(model, config.learner.data_parallel, tokens, reference=reference)
+    wanted, policy, engine = job_counts.desired(config), config.policy, config.engine
+    if learner := estimate.learner(config):
         found += _memory(learner)
-        if job_counts.is_hybrid(config):
-            found.append(_moved(learner, "each learner process"))
     elif wanted.get("learner"):
         found.append(f"learner: {type(policy).__name__} is no policy whose memory is known here")
-    if (wanted.get("inference") or job_counts.is_hybrid(config)) and isinstance(engine, EstimatedEngine):
-        served = engine.memory(model, config.rollout.context)
+    if served := estimate.engine(config):
         found += _memory(served)
-        if job_counts.is_hybrid(config):
-            found.append(_moved(served, "each engine GPU, and up to twice that, since vLLM rounds sizes up"))
     elif wanted.get("inference"):
         found.append(f"inference: {type(engine).__name__} is no engine whose memory is known here")
+    if kept := estimate.host(config):
+        found.append(_host(kept))
     return [*found, _disk(estimate.disk(config))]
 
 
-def _moved(found: MemoryEstimate, whose: str) -> str:
-    """Say how much host memory a half of a hybrid job needs while the other half has the GPUs."""
-    size = sum(part.bytes for part in found.parts if part.what in ("weights", "optimizer"))
-    return f"hybrid: {size / GIB:.2f} GiB of host memory for {whose}"
+def _host(parts: Sequence[Part]) -> RenderableType:
+    table = tables.table(["part", "formula"], ["GiB"], title="host memory of the learner's job on each node")
+    for part in parts:
+        table.add_row(part.what, part.formula, f"{part.bytes / GIB:.2f}")
+    table.add_row("at least", "", f"{sum(part.bytes for part in parts) / GIB:.2f}", style="bold")
+    table.caption = "beside this: the programs themselves, and files that are read and written"
+    return table
 
 
 def _jobs(config: RunConfig) -> RenderableType:

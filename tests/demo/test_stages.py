@@ -1,8 +1,13 @@
 """What the demo reads for each of its stages."""
 
+import argparse
+import json
+
 import pytest
 
-from hpc_swe.demo.__main__ import of_stage
+from hpc_swe.demo.__main__ import Demo, of_stage, run_name
+from hpc_swe.demo.model import SIZES
+from hpc_swe.errors import HpcSweError
 from tests.kit.checkout import ROOT
 
 GIVEN = str(ROOT / "configs/demo_two_gpus.toml")
@@ -19,3 +24,17 @@ def test_a_file_of_overrides_has_another_beside_it_for_one_stage():
 @pytest.mark.parametrize("files", [[], ["demo_eval"]])
 def test_a_stage_without_a_file_of_its_own_takes_the_overrides_as_they_are(files):
     assert list(of_stage([GIVEN, "seed=3"], files)) == [GIVEN, "seed=3"]
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", ".x", "sft", "model", "after-grpo"])
+def test_a_run_of_the_demo_cannot_take_the_folder_of_something_else(name):
+    with pytest.raises(argparse.ArgumentTypeError):
+        run_name(name)
+
+
+def test_a_model_of_other_sizes_is_not_taken_for_the_one_asked_for(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(SIZES))
+    assert Demo(tmp_path, 0, []).make_model() == tmp_path / "model"
+    with pytest.raises(HpcSweError, match="is not of --shape 0.6B"):
+        Demo(tmp_path, 0, [], shape="0.6B").make_model()

@@ -3,9 +3,14 @@
 
 import functools
 import json
+import math
+import os
+import struct
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from hpc_swe.plugins.model_shape import ModelShape
 
 CONTROL = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>",
@@ -98,3 +103,16 @@ def make_model(folder: Path, chat_template: str, **config: object) -> Path:
     (folder / "chat_template.jinja").write_text(chat_template)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"} | config))
     return folder
+
+
+def write_weights(folder: Path, but: str = "") -> None:
+    """Write a sparse file of zeros for the tensors that config.json asks for, but one."""
+    header, end = dict[str, object](), 0
+    for name, size in ModelShape.read(folder).tensors.items():
+        offsets = [end, end := end + 2 * math.prod(size)]
+        if name != but:
+            header[name] = {"dtype": "BF16", "shape": size, "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    path = folder / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(path, 8 + len(text) + end)

@@ -18,7 +18,7 @@ from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import estimate, preview
 from tests.kit.checkout import ROOT, environment
-from tests.kit.toy_model import HERMES, make_model
+from tests.kit.toy_model import HERMES, make_model, write_weights
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -89,7 +89,7 @@ def read(tmp_path):
     model = make_model(tmp_path / "model", HERMES)
     (model / "config.json").write_text(json.dumps(MODELS["8B"]))
     (model / "generation_config.json").write_text('{"eos_token_id": 322}')
-    (model / "model.safetensors").touch()
+    write_weights(model)
 
     def config(*overrides, executor=SLURM):
         (tmp_path / "executor.toml").write_text(executor)
@@ -198,12 +198,25 @@ def test_dry_run_of_auto_lists_the_peak_of_each_value(shape):
 def test_share_of_the_optimizer_moves_from_the_gpu_to_the_host(shape):
     def found(share):
         memory = learner_memory(shape("8B"), Megatron(offload_optimizer=share, tensor_parallel=2), 2, 4096)
-        return next(part.bytes for part in memory.parts if part.what == "optimizer"), memory.notes
+        parts = (memory.parts, memory.host)
+        return [sum(part.bytes for part in each if part.what == "optimizer") for each in parts]
 
-    (whole, none), (part, said) = found(0.0), found(0.25)
-    assert part == 0.75 * whole
-    assert said[:1] == [f"optimizer: {whole / 4 / GIB:.2f} GiB of host memory for each learner process"]
-    assert said[1:] == none
+    (whole, none), (part, rest) = found(0.0), found(0.25)
+    assert (none, part, rest) == (0, 0.75 * whole, 0.25 * whole)
+
+
+def test_host_memory_of_a_rank_lists_what_it_keeps_and_what_it_saves(shape):
+    def found(**settings):
+        memory = learner_memory(shape("8B"), Megatron(**settings), 2, 4096, ["reference", "last version"])
+        return {part.what: part.bytes for part in memory.host}
+
+    count = shape("8B").parameters.total
+    names = ("reference, and policy meanwhile", "last version, for deltas", "a checkpoint that is written")
+    assert found() == dict(zip(names, (4 * count, 2 * count / 2, 14 * count / 2), strict=True))
+    assert names[1] not in found(delta_base="gpu")
+    on_gpu = learner_memory(shape("8B"), Megatron(delta_base="gpu"), 2, 4096, ["last version"]).parts
+    assert [part.bytes for part in on_gpu if part.what == names[1]] == [count]
+    assert found(lora_rank=8).keys() == {"weights below adapters", names[2]}
 
 
 def test_tensor_parallel_shares_weights_and_sequence_parallel_activations(shape):
@@ -371,10 +384,13 @@ def test_there_is_one_script_an_array(read, tmp_path):
 
 
 def test_a_hybrid_run_says_what_host_memory_its_halves_need(read):
-    words = ["hybrid=true", "groups.max_staleness=0", "policy.dtype=bfloat16", "engine.dtype=bfloat16"]
-    found = [each for each in preview.cost_tables(read(*words)) if isinstance(each, str)]
-    assert "hybrid: 53.40 GiB of host memory for each learner process" in found, "14 bytes, over tp = 2"
-    assert [each for each in found if each.startswith("hybrid: 15.26 GiB of host memory for each engine GPU")]
+    words = ["hybrid=true", "policy.dtype=bfloat16", "engine.dtype=bfloat16", "counts.inference=2"]
+    words += ["engine.device=gpu", "policy.device=gpu"]
+    found = {part.what: part.formula for part in estimate.host(read(*words))}
+    assert found["hybrid: the learner's state"] == "1 x 53.40 GiB", (
+        "14 bytes, over tp = 2, on each of two nodes"
+    )
+    assert found["hybrid: engines asleep"] == "2 x 15.26 GiB, at most twice"
 
 
 def dry(tmp_path, *words, path=None):

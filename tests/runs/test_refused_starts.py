@@ -25,7 +25,7 @@ from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.runs import checks, control, create, existing
 from hpc_swe.store import atomic, submissions
 from tests.kit.checkout import ROOT
-from tests.kit.toy_model import HERMES, make_model
+from tests.kit.toy_model import HERMES, make_model, write_weights
 from tests.kit.waiting import DEADLINE_S, until
 
 SHAPE = {
@@ -51,7 +51,7 @@ def model(tmp_path):
     folder = make_model(tmp_path / "model", HERMES)
     (folder / "config.json").write_text(json.dumps(SHAPE))
     (folder / "generation_config.json").write_text('{"eos_token_id": 322}')
-    (folder / "model.safetensors").touch()
+    write_weights(folder)
     return folder
 
 
@@ -312,6 +312,19 @@ def test_an_empty_name_is_no_folder(tmp_path, words):
         ),
         ([SLURM, "engine.device='gpu'", "engine.tensor_parallel=2"], []),
         ([SLURM, "hybrid=true"], [r"hybrid = true needs one node, but \[executor\] roles.learner.nodes = 2"]),
+        (
+            ["hybrid=true", "counts.inference=3", "engine.device='gpu'", "executor.gpus={learner=2}"],
+            ["machine has 0", r"needs 3 \(hybrid: counts.inference \* engine.tensor", "gpus asks for 2 GPUs"],
+        ),
+        (["hybrid=true", "counts.inference=0"], ["counts.inference = 0: hybrid = true needs an engine"]),
+        (["counts.learner=2"], ["counts.learner = 2: a run has one; learner.data_parallel = 2 makes two"]),
+        (["policy.lora_rank=33"], [r"lora_rank = 33 is above 32, the least width of a layer"]),
+        (["policy.lora_alpha=64"], ["lora_alpha and lora_layers have no meaning with lora_rank = 0"]),
+        (
+            ['executor={type="slurm", roles={learner={mem_gb=0.0001}}}'],
+            ["learner.mem_gb = 0.0001 is less than the 0.0 GiB .*a checkpoint that is written 0.0"],
+        ),
+        (['executor={type="slurm", options={mem="1M"}}'], []),
         (["engine.tensor_parallel=4"], ["engine.tensor_parallel = 4 does not divide the model's 6"]),
         (["policy.tensor_parallel=4"], [r"\[policy\] tensor_parallel = 4 does not divide the model's heads"]),
         (["engine.max_model_len=2048"], ["engine.max_model_len = 2048 is over the model's"]),
@@ -345,6 +358,19 @@ def test_each_thing_that_cannot_work_is_a_line_before_there_is_a_folder(
             "1 weight files are missing, model-2.safetensors first",
         ),
         (lambda model: (model / "model.safetensors.index.json").write_text("{"), "index.json cannot be read"),
+        (
+            lambda model: os.truncate(model / "model.safetensors", 200_000),
+            "model.safetensors has 200,000 of its 2",
+        ),
+        (
+            lambda model: write_weights(model, but="model.norm.weight"),
+            "model.safetensors has no tensor model.norm.weight; copy the model again",
+        ),
+        (
+            lambda model: (model / "config.json").write_text(json.dumps(SHAPE | {"intermediate_size": 256})),
+            "has model.layers.0.mlp.gate_proj.weight of [128, 64], but config.json says [256, 64]",
+        ),
+        (lambda model: (model / "config.json").write_text("{"), "config.json: Expecting property name"),
         (lambda model: (model / "chat_template.jinja").unlink(), "neither chat_template.jinja nor"),
         (lambda model: (model / "config.json").write_text('{"model_type": "gemma3"}'), "model_type 'gemma3'"),
     ],

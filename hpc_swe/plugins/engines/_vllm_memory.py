@@ -1,18 +1,17 @@
 """Estimate from a model's config.json whether vLLM can serve it, and with how much memory."""
 
-import json
 import math
 from pathlib import Path
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part
-from hpc_swe.plugins.model_shape import ModelShape
+from hpc_swe.plugins.model_shape import ModelShape, read_config
 from hpc_swe.plugins.rope import longest_context
 
 
 def check(model: Path, tensor_parallel: int, max_model_len: int) -> None:
     """Check that the engine's ranks divide the model's heads, and that the model takes its contexts."""
-    known = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    known = read_config(model)
     heads, longest = known.get("num_attention_heads", 0), longest_context(known)
     ranks = (
         f"engine.tensor_parallel = {tensor_parallel} does not divide the model's {heads} attention heads; "

@@ -151,6 +151,13 @@ class Sleeping(Protocol):
 
 
 @runtime_checkable
+class RoutingEngine(Protocol):
+    """Mark an engine that can return which experts computed each token."""
+
+    return_routing: bool
+
+
+@runtime_checkable
 class EstimatedEngine(Protocol):
     """Mark an engine that knows from a model's config.json whether it fits, and what it costs."""
 

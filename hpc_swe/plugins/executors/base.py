@@ -13,6 +13,10 @@ from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
 
 SINGLETON_ROLES: tuple[Role, ...] = ("coordinator", "learner")  # roles of which a run has at most one job
+LEARNER_PROCESSES = (
+    "policy.tensor_parallel * policy.pipeline_parallel * policy.context_parallel * learner.data_parallel"
+)
+"""The product of keys that counts a learner's processes."""
 JOB_VARIABLES = (
     *("SLURM_", "SLURMD_", "SRUN_", "SBATCH_CPU_BIND", "SBATCH_MEM_BIND"),
     *("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
@@ -85,6 +89,16 @@ class GpuGrant:
     """Key of [executor] that gives them, and its value."""
 
 
+@dataclass(frozen=True)
+class MemoryGrant:
+    """Describe the memory that an executor gives a job of a role on each of its nodes."""
+
+    gib: float
+    nodes: int
+    key: str
+    """Key of [executor] that gives it, and its value."""
+
+
 @runtime_checkable
 class Executor(Protocol):
     """Run the jobs of a run on one machine or on a cluster."""
@@ -131,6 +145,14 @@ class GrantsGpus(Protocol):
 
     def gpu_grant(self, role: Role) -> GpuGrant | None:
         """Return the GPUs of one job; None where options of the scheduler give GPUs without a number."""
+
+
+@runtime_checkable
+class GrantsMemory(Protocol):
+    """Mark an executor that knows how much memory a job of each role gets."""
+
+    def memory_grant(self, role: Role) -> MemoryGrant | None:
+        """Return the memory of one job; None where options of the scheduler give it."""
 
 
 @runtime_checkable

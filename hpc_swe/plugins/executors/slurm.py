@@ -20,7 +20,14 @@ from hpc_swe.errors import ConfigError, SchedulerError
 from hpc_swe.gpus import in_gres
 from hpc_swe.plugins import Plugin
 from hpc_swe.plugins.executors import base
-from hpc_swe.plugins.executors.base import SINGLETON_ROLES, GpuGrant, Job, ResourceRequest, Submission
+from hpc_swe.plugins.executors.base import (
+    SINGLETON_ROLES,
+    GpuGrant,
+    Job,
+    MemoryGrant,
+    ResourceRequest,
+    Submission,
+)
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
@@ -106,8 +113,7 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         if submission.processes % resources.nodes:
             raise ConfigError(
                 f"[executor] roles.{role}.nodes = {resources.nodes} does not divide the "
-                f"{submission.processes} processes of policy.tensor_parallel * policy.pipeline_parallel * "
-                "policy.context_parallel * learner.data_parallel"
+                f"{submission.processes} processes of {base.LEARNER_PROCESSES}"
             )
 
     def gpus_per_node(self, role: Role) -> int:
@@ -125,6 +131,14 @@ class Slurm(Plugin, frozen=True, kw_only=True):
             return None
         nodes = f", on {resources.nodes} nodes," if resources.nodes > 1 else ""
         return GpuGrant(count * resources.nodes, f"roles.{role}.gpus_per_node = {count}{nodes}")
+
+    def memory_grant(self, role: Role) -> MemoryGrant | None:
+        """Return the memory of a job of a role on each node; None where an option of sbatch gives it."""
+        resources = self._resources(role)
+        if any(option.startswith("mem") for option in self.options | resources.options):
+            return None
+        key = f"roles.{role}.mem_gb = {resources.mem_gb:g}"
+        return MemoryGrant(resources.mem_gb, resources.nodes, key)
 
     def request(self, role: Role, jobs: int, processes: int) -> ResourceRequest:
         each = self._resources(role)

@@ -21,6 +21,8 @@ T = TypeVar("T")
 Carrier = Literal["full", "base", "delta"]
 """full: Hugging Face files. base: the same, and the values are kept, so that the next export may be a delta.
 delta: only what changed since the last export, or since the initial model."""
+Kept = Literal["reference", "last version"]
+"""What a learner keeps beside its state: the model of the KL term; what the next delta is to change."""
 
 
 class LossConfig(Record, frozen=True, kw_only=True):
@@ -295,11 +297,10 @@ class EstimatedPolicy(Protocol):
     def check_model(self, model: Path, data_parallel: int) -> None:
         """Raise ConfigError with the key unless so many copies of the model can be trained as configured."""
 
-    def memory(self, model: Path, data_parallel: int, tokens: int, *, reference: bool) -> MemoryEstimate:
-        """Estimate the memory of one rank for microbatches of `tokens` tokens.
-
-        With `reference` the reference model is kept, too.
-        """
+    def memory(
+        self, model: Path, data_parallel: int, tokens: int, kept: Sequence[Kept] = ()
+    ) -> MemoryEstimate:
+        """Estimate the memory of one rank for microbatches of `tokens` tokens, and of what is `kept`, too."""
 
     def files(self, model: Path) -> tuple[Part, Part]:
         """Return the size of one exported version of the weights and of one checkpoint."""

@@ -1,12 +1,14 @@
 """Train Qwen, Llama and Mistral models with megatron-core, on CUDA or on a CPU."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_swe.plugins.costs import MemoryEstimate, Part
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import memory, uncompiled
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
-from hpc_swe.plugins.policies.base import Learner, OptimizerConfig, SteppingLearner, Tensors
+from hpc_swe.plugins.policies.base import Kept, Learner, OptimizerConfig, SteppingLearner, Tensors
+from hpc_swe.plugins.weight_files import require_tensors
 
 
 class Megatron(MegatronSettings, frozen=True, kw_only=True):
@@ -38,16 +40,16 @@ class Megatron(MegatronSettings, frozen=True, kw_only=True):
 
         return SteppedLearner(self, model, lr, tensors)
 
-    @property
-    def gpus(self) -> int:
-        return int(self.device == "gpu")
-
     def check_model(self, model: Path, data_parallel: int) -> None:
-        self.check(ModelShape.read(model))
+        shape = ModelShape.read(model)
+        self.check(shape)
         self.check_processes(data_parallel)
+        require_tensors(model, shape)
 
-    def memory(self, model: Path, data_parallel: int, tokens: int, *, reference: bool) -> MemoryEstimate:
-        return memory.learner_memory(ModelShape.read(model), self, data_parallel, tokens, reference=reference)
+    def memory(
+        self, model: Path, data_parallel: int, tokens: int, kept: Sequence[Kept] = ()
+    ) -> MemoryEstimate:
+        return memory.learner_memory(ModelShape.read(model), self, data_parallel, tokens, kept)
 
     def files(self, model: Path) -> tuple[Part, Part]:
         return memory.files(ModelShape.read(model), self)

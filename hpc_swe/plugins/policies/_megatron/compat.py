@@ -11,7 +11,6 @@ import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +26,7 @@ from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hpc_swe.plugins.policies._megatron.gathered import gather_states
 from hpc_swe.processes import die_with_parent
 
 TESTED = "0.16.1"
@@ -48,7 +48,8 @@ def apply() -> None:
     # filesystem_async.py:266 forks a writer, which would wait for ever for a rank that was killed.
     os.register_at_fork(after_in_child=die_with_parent)
     DistributedOptimizer._set_main_param_and_optimizer_states = _set_states
-    DistributedOptimizer.get_parameter_state_dp_zero = _state_of_all_ranks
+    # distrib_optimizer.py:977 copies the state seven times on the host
+    DistributedOptimizer.get_parameter_state_dp_zero = gather_states
     if torch.cuda.is_available():
         # layers.py:30 wants Apex for the products that add to float32 gradients; torch has them, too.
         layers._grad_accum_fusion_available = True
@@ -208,41 +209,6 @@ def _set_states(self: DistributedOptimizer, model_param: nn.Parameter, tensors: 
         for key, value in self._get_main_param_and_optimizer_states(model_param).items():
             if key in tensors:
                 value.copy_(tensors[key])
-
-
-_gather_state = DistributedOptimizer.get_parameter_state_dp_zero
-
-
-def _state_of_all_ranks(
-    self: DistributedOptimizer,
-    use_gloo_comm: bool = True,
-    empty_data: bool = False,
-    return_on_all_ranks: bool = False,
-) -> Any:
-    # distrib_optimizer.py:977 copies the state seven times on the host, also where a rank has all of it; here
-    # what is in host memory is not copied at all
-    if empty_data or self.data_parallel_group.size() > 1:
-        return _gather_state(self, use_gloo_comm, empty_data, return_on_all_ranks)
-    state: dict[Any, Any] = {"buckets_coalesced": True}
-    for index, (buffer, ranges) in enumerate(zip(self.buffers, self.gbuf_ranges, strict=True)):
-        parts = {
-            start: self._get_main_param_and_optimizer_states(param)
-            for param, (start, _, _) in buffer.param_index_map.items()
-        }
-        keys = ("param", "exp_avg", "exp_avg_sq")
-        (dtype,) = ranges
-        state[index] = {dtype: {key: _Parameters({at: parts[at][key] for at in parts}) for key in keys}}
-    return state
-
-
-@dataclass(frozen=True)
-class _Parameters:
-    """Stand for a buffer of which only the slices of whole parameters are read."""
-
-    tensors: dict[int, Tensor]
-
-    def __getitem__(self, place: slice) -> Tensor:
-        return self.tensors[place.start].detach().reshape(-1).cpu()
 
 
 # Calls to CUDA, answered by the CPU.

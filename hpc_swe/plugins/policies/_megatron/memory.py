@@ -13,6 +13,7 @@ are those of a microbatch in all layers.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -20,6 +21,7 @@ from msgspec.structs import replace
 from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
+from hpc_swe.plugins.policies.base import Kept
 
 LEVELS = ("none", "elementwise", "selective", "products", "full")
 """Values of recompute between which "auto" chooses."""
@@ -28,9 +30,9 @@ SPARE = 0.15
 
 
 def learner_memory(
-    shape: ModelShape, policy: MegatronSettings, data_parallel: int, tokens: int, *, reference: bool = False
+    shape: ModelShape, policy: MegatronSettings, data_parallel: int, tokens: int, kept: Sequence[Kept] = ()
 ) -> MemoryEstimate:
-    """Estimate the memory of one rank for microbatches of `tokens` tokens.
+    """Estimate the memory of one rank for microbatches of `tokens` tokens, and of what is `kept` beside it.
 
     The total is the largest number of bytes in use; the allocator reserves up to 15 % more, and CUDA 1 GiB.
 
@@ -46,11 +48,12 @@ def learner_memory(
     recompute = "auto" the parts are those of "full", and a note has the peaks of all values.
     """
     if policy.recompute == "auto":
-        return _every_level(shape, policy, data_parallel, tokens, reference=reference)
-    size, states = _sizes_in_bytes(policy)
-    adapters = adapter_parameters(shape, policy)
+        return _every_level(shape, policy, data_parallel, tokens, kept)
+    size, _ = _sizes_in_bytes(policy)
     whole, tokens = tokens, -(-tokens // policy.context_parallel)
     held = _states(shape, policy, data_parallel)
+    if (base := _last_version(shape, policy, data_parallel, kept, "gpu")).bytes:
+        held.append(base)
     saved = tokens * size * shape.layers * _saved(shape, policy, policy.recompute)
     saved += tokens * size * 4 * shape.hidden
     if policy.replay_routing:  # a byte for each choice of the engine, on every context-parallel rank
@@ -62,37 +65,59 @@ def learner_memory(
         Part(f"at most: {moment[1]}", f"logprob_chunk = {policy.logprob_chunk}", moment[0]),
     ]
     peak = sum(part.bytes for part in held) + saved + moment[0]
-    pinned = {
-        "reference model": reference_memory(shape, policy) * (reference and not adapters),
-        f"weights below adapters (L = {adapters:,})": size * _adapted_parameters(shape, policy),
-        "optimizer": policy.offload_optimizer * states * _stepped(shape, policy, data_parallel),
-    }
+    adapters = adapter_parameters(shape, policy)
     return MemoryEstimate(
-        f"memory of each learner GPU: P = {shape.parameters.total:,}, "
+        f"memory of each learner {'GPU' if policy.gpus else 'rank'}: P = {shape.parameters.total:,}, "
         + ", ".join(
             f"{name} = {ranks}" for name, ranks in _sizes(policy).items() if ranks > 1 or name == "tp"
         )
         + f", dp = {data_parallel}",
         [*held, *computing],
         Part("peak", "leave 15 % for the allocator", peak),
-        [
-            f"{what}: {size / GIB:.2f} GiB of host memory for each learner process"
-            for what, size in pinned.items()
-            if size
-        ]
-        + _delta_base(shape, policy, data_parallel),
+        [f"L = {adapters:,} parameters of adapters"] * bool(adapters),
+        [part for part in _on_host(shape, policy, data_parallel, kept) if part.bytes],
     )
 
 
-def _delta_base(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> list[str]:
-    """Return a line about the values that deltas start from; adapters start from the model's folder."""
-    if policy.lora_rank:
-        return []
-    share = _sizes_in_bytes(policy)[0] * _stepped(
-        shape, replace(policy, distributed_optimizer=True), data_parallel
-    )
-    where = "host memory" if policy.delta_base == "host" else "GPU memory"
-    return [f"base of deltas, if learner.snapshot_every > 1: {share / GIB:.2f} GiB of {where} a process"]
+def _on_host(
+    shape: ModelShape, policy: MegatronSettings, data_parallel: int, kept: Sequence[Kept]
+) -> list[Part]:
+    """Return what a rank takes of the host: with adapters the weights below them are the reference.
+
+    One of the ranks that hold the same parameters writes them to a checkpoint; here each does a share. What
+    one rank has alone in host memory is written from there.
+    """
+    size, states = _sizes_in_bytes(policy)
+    adapters, stepped = adapter_parameters(shape, policy), _stepped(shape, policy, data_parallel)
+    weights, _, optimizer = _formulas(shape, policy, data_parallel)
+    replicas, share = policy.context_parallel * data_parallel, policy.offload_optimizer
+    reference = reference_memory(shape, policy) * ("reference" in kept and not adapters)
+    saved = _saved_bytes(policy) - share * states * (replicas == 1)
+    return [
+        Part("optimizer", f"{share:.4g} x {optimizer}", share * states * stepped),
+        Part(
+            "weights below adapters",
+            f"{size} P / tp, adapted layers",
+            size * _adapted_parameters(shape, policy),
+        ),
+        Part("reference, and policy meanwhile", f"2 x {weights}", reference),
+        _last_version(shape, policy, data_parallel, kept, "host"),
+        Part(
+            "a checkpoint that is written",
+            f"{saved:.4g} {'L / dp' if adapters else 'P / processes'}",
+            saved * (adapters or _held(shape, policy)) / replicas,
+        ),
+    ]
+
+
+def _last_version(
+    shape: ModelShape, policy: MegatronSettings, data_parallel: int, kept: Sequence[Kept], place: str
+) -> Part:
+    """Return the values that deltas start from, if they are there; adapters start from the model's folder."""
+    is_there = "last version" in kept and policy.delta_base == place and not policy.lora_rank
+    size, divided = _sizes_in_bytes(policy)[0], replace(policy, distributed_optimizer=True)
+    count = _stepped(shape, divided, data_parallel)
+    return Part("last version, for deltas", f"{size} P / processes", size * count * is_there)
 
 
 def _sizes_in_bytes(policy: MegatronSettings) -> tuple[int, int]:
@@ -100,39 +125,57 @@ def _sizes_in_bytes(policy: MegatronSettings) -> tuple[int, int]:
     return (2, 12) if policy.dtype == "bfloat16" else (4, 8)
 
 
+def _saved_bytes(policy: MegatronSettings) -> int:
+    """Return what a parameter takes in a checkpoint; a distributed optimizer saves float32 weights twice."""
+    return sum(_sizes_in_bytes(policy)) + 4 * (policy.dtype == "float32" and policy.distributed_optimizer)
+
+
 def _states(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> list[Part]:
     """Return what a rank holds all the time: weights, gradients and optimizer state."""
     count, adapters = _held(shape, policy), adapter_parameters(shape, policy)
     size, states = _sizes_in_bytes(policy)
-    stepped, kept = _stepped(shape, policy, data_parallel), 1 - policy.offload_optimizer
+    weights, gradients, optimizer = _formulas(shape, policy, data_parallel)
+    kept = 1 - policy.offload_optimizer
+    return [
+        Part("weights", weights, size * (count + adapters)),
+        Part("gradients", gradients, 4 * (adapters or count)),
+        Part(
+            "optimizer",
+            f"{f'{kept:.4g} x ' * (kept < 1)}{optimizer}",
+            kept * states * _stepped(shape, policy, data_parallel),
+        ),
+    ]
+
+
+def _formulas(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> tuple[str, str, str]:
+    """Return what a rank's weights, gradients and the whole optimizer's state take, as formulas."""
+    count, adapters = _held(shape, policy), adapter_parameters(shape, policy)
+    size, states = _sizes_in_bytes(policy)
     share = "P / tp" if policy.expert_parallel == 1 else "((P - E) / tp + E / ep)"
     share += " / pp" if policy.pipeline_parallel > 1 else ""
     trained = "L" if adapters else share
     copies = "dp" if policy.context_parallel == 1 else "(dp cp)"
-    shards = f" / {copies}" if stepped < (adapters or count) else ""
+    is_divided = _stepped(shape, policy, data_parallel) < (adapters or count)
     whole = f"({share} + L)" if adapters else share
-    of_states = f"{f'{kept:.4g} x ' * (kept < 1)}{states} {trained}{shards}"
-    return [
-        Part("weights", f"{size} {whole}", size * (count + adapters)),
-        Part("gradients", f"4 {trained}", 4 * (adapters or count)),
-        Part("optimizer", of_states, kept * states * stepped),
-    ]
+    return f"{size} {whole}", f"4 {trained}", f"{states} {trained}{f' / {copies}' * is_divided}"
 
 
 def _every_level(
-    shape: ModelShape, policy: MegatronSettings, data_parallel: int, tokens: int, *, reference: bool
+    shape: ModelShape, policy: MegatronSettings, data_parallel: int, tokens: int, kept: Sequence[Kept]
 ) -> MemoryEstimate:
     sizes = (data_parallel, tokens)
-    peaks = {level: peak_bytes(shape, replace(policy, recompute=level), *sizes) for level in LEVELS}
-    least = learner_memory(shape, replace(policy, recompute="full"), *sizes, reference=reference)
+    peaks = {level: peak_bytes(shape, replace(policy, recompute=level), *sizes, kept) for level in LEVELS}
+    least = learner_memory(shape, replace(policy, recompute="full"), *sizes, kept)
     listed = ", ".join(f"{level} {peak / GIB:.1f}" for level, peak in peaks.items())
     note = f"recompute = auto takes the fastest value that fits; peaks in GiB: {listed}"
     return dataclasses.replace(least, notes=[*least.notes, note])
 
 
-def peak_bytes(shape: ModelShape, policy: MegatronSettings, data_parallel: int, tokens: int) -> float:
+def peak_bytes(
+    shape: ModelShape, policy: MegatronSettings, data_parallel: int, tokens: int, kept: Sequence[Kept] = ()
+) -> float:
     """Return the total of `learner_memory`."""
-    return sum(part.bytes for part in learner_memory(shape, policy, data_parallel, tokens).parts)
+    return sum(part.bytes for part in learner_memory(shape, policy, data_parallel, tokens, kept).parts)
 
 
 def cheapest_recompute(
@@ -236,12 +279,8 @@ def _stepped(shape: ModelShape, policy: MegatronSettings, data_parallel: int) ->
 
 
 def files(shape: ModelShape, policy: MegatronSettings) -> tuple[Part, Part]:
-    """Return one exported version and one checkpoint.
-
-    A checkpoint has weights and optimizer state; a distributed optimizer saves float32 weights twice.
-    """
-    count = shape.parameters.total
-    size, state = (2, 14) if policy.dtype == "bfloat16" else (4, 16 if policy.distributed_optimizer else 12)
+    """Return one exported version and one checkpoint."""
+    count, (size, _), state = shape.parameters.total, _sizes_in_bytes(policy), _saved_bytes(policy)
     if policy.lora_rank:
         alone = msgspec.structs.replace(policy, tensor_parallel=1, sequence_parallel=False)
         adapters = adapter_parameters(shape, alone)

@@ -79,6 +79,11 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
             raise ConfigError(f"[policy] lora_rank = {self.lora_rank} needs pipeline_parallel = 1")
 
     @property
+    def gpus(self) -> int:
+        """Return how many GPUs each process computes on."""
+        return int(self.device == "gpu")
+
+    @property
     def processes(self) -> int:
         """Return how many processes hold one copy of the model."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
@@ -100,10 +105,7 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
             raise ConfigError(
                 f"[policy] expert_parallel = {self.expert_parallel}, but the model has no experts"
             )
-        if self.lora_rank and shape.experts:
-            raise ConfigError(
-                f"[policy] lora_rank = {self.lora_rank} needs a model without experts, which get no adapters"
-            )
+        self._check_adapters(shape)
         tensor, heads = self.tensor_parallel, self.tensor_parallel * self.context_parallel
         of_ffn = 1 if self.expert_parallel > 1 else tensor  # experts that are divided stay whole
         of_heads = "tensor_parallel * context_parallel" if self.context_parallel > 1 else "tensor_parallel"
@@ -118,6 +120,24 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
         for key, parts, name, size in rules:
             if size % parts:
                 raise ConfigError(f"[policy] {key} = {parts} does not divide the model's {name}, {size}")
+
+    def _check_adapters(self, shape: ModelShape) -> None:
+        rank, narrow = self.lora_rank, min(shape.hidden, shape.ffn)
+        if self.lora_layers != "mlp":
+            narrow = min(shape.hidden, shape.groups * shape.head_dim, shape.ffn)
+        if rank and shape.experts:
+            raise ConfigError(
+                f"[policy] lora_rank = {rank} needs a model without experts, which get no adapters"
+            )
+        if rank > narrow:
+            raise ConfigError(
+                f"[policy] lora_rank = {rank} is above {narrow}, the least width of a layer; lower it"
+            )
+        if not rank and (self.lora_alpha, self.lora_layers) != (32, "all"):
+            raise ConfigError(
+                "[policy] lora_alpha and lora_layers have no meaning with lora_rank = 0, which trains all "
+                "weights; set lora_rank, or leave them out"
+            )
 
     def check_processes(self, data_parallel: int) -> None:
         """Raise ConfigError unless the experts can be divided among the processes of a stage."""
