@@ -59,7 +59,7 @@ def publishing(out: Path) -> Iterator[ReportFolder]:
     if out.is_file() or (out.is_dir() and any(out.iterdir()) and not is_report(out)):
         raise ConfigError(f"{out}: exists and is no report; name another folder with --out")
     stage = atomic.temporary(out)
-    with atomic.storage(out), boundary(HpcSweError, f"write {out}"):
+    with boundary(HpcSweError, f"write {out}"), atomic.storage(out):
         stage.mkdir(parents=True)
         try:
             folder = ReportFolder(stage)

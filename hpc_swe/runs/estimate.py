@@ -23,6 +23,7 @@ COMPANIONS, COMPANION_FILES = 16e6, 8  # bytes and files of a tokenizer and of s
 CODE, CODE_FILES = 1.5e6, 240  # bytes and files of the packages that a run copies for its jobs
 CURVES = 12e3  # bytes of metrics a step, of coordinator and learner, with drawn curves
 LOG_LINE = 150  # bytes that an episode leaves in logs
+WRITERS = 8  # files that each rank writes into a checkpoint
 AHEAD = {"grpo": training.AHEAD, "sft": sft.AHEAD}
 
 
@@ -123,7 +124,7 @@ def _states(config: RunConfig) -> list[Part]:
             checkpoint.what,
             f"{_kept_words(2, saved)} x {checkpoint.formula}",
             saved * checkpoint.bytes,
-            saved * (2 * ranks + 5),
+            saved * (WRITERS * ranks + 5),
         ),
     ]
 
