@@ -65,7 +65,7 @@ def host(config: RunConfig) -> list[Part]:
     if not is_hybrid(config):
         return parts
     parts.append(_moved("hybrid: the learner's state", count, found))
-    if served and isinstance(config.engine, EstimatedEngine):
+    if served and isinstance(config.engine, EstimatedEngine) and config.engine.gpus:
         workers = engines_beside("learner", config) * config.engine.gpus
         parts.append(_moved("hybrid: engines asleep", workers, served, ", at most twice"))
     return parts

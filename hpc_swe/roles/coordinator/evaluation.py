@@ -127,9 +127,8 @@ class Evaluator:
             return f"evaluation {self.label(step)}: {waiting} of {len(keys)} tasks"
         self._write(step, groups)
         self._forget(collector)
-        return self.iterate(
-            collector, snapshot
-        )  # the learner may have ended meanwhile: then the last one is due
+        # The learner may have ended meanwhile: then the last round is due.
+        return self.iterate(collector, snapshot)
 
     def _list_done(self) -> None:
         self._done = {name.removesuffix(".parquet") for name in atomic.names(self.run.evals)}
