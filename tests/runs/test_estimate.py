@@ -50,6 +50,7 @@ MODELS = {
     | {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
     "8 layers of 8B": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 8},
     "30B-A3B": QWEN3 | EXPERTS | {"num_hidden_layers": 48},
+    "8 layers of 30B-A3B": QWEN3 | EXPERTS | {"num_hidden_layers": 8},
     "4 layers of 30B-A3B": QWEN3 | EXPERTS | {"num_hidden_layers": 4},
 }
 HALF_OF_14B = {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "elementwise"}
@@ -154,6 +155,12 @@ def test_learner_memory_is_what_an_h200_was_measured_to_use(shape, name, tokens,
     """torch.cuda.max_memory_allocated of two whole steps, torch 2.11, megatron-core 0.16.1."""
     peak = learner_memory(shape(name), Megatron(**settings), 1, tokens).total.bytes / GIB
     assert peak == pytest.approx(measured, rel=0.05)
+
+
+def test_estimate_of_experts_on_two_gpus_is_what_was_measured(shape):
+    policy = Megatron(recompute="elementwise", expert_parallel=2)
+    peak = learner_memory(shape("8 layers of 30B-A3B"), policy, 2, 65536).total.bytes / GIB
+    assert peak == pytest.approx(83.8, rel=0.05)
 
 
 def test_data_parallel_ranks_share_the_optimizer_and_only_when_told(shape):
