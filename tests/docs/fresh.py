@@ -126,6 +126,7 @@ RULES = (
     (r"python -m hpc_swe\.benchmarks\.delta .*", LOOKED_UP, "needs two versions of a run"),
     (r"python -m hpc_swe\.benchmarks\.loop RUN.*", LOOKED_UP, "needs runs that have trained"),
     (r"python -m hpc_swe\.benchmarks\.watch .*", LOOKED_UP, "does not end by itself"),
+    (r"python -m hpc_swe\.benchmarks\.sandboxes .*", LOOKED_UP, "takes minutes"),
     (r"python -m hpc_swe\.demo .*slurm_demo.*|sbatch/role.*", LOOKED_UP, CLUSTER),
     (
         r".*pip install.*|.*hpc_swe\.tasks\.build_images.*|.*hpc_swe\.tasks\.prepare.*|.*build_agents.*",
