@@ -58,7 +58,7 @@ BUDGETS = {
     "hpc_swe/report": 870,
     "hpc_swe/roles": 10,
     "hpc_swe/roles/coordinator": 2_955,
-    "hpc_swe/roles/inference": 640,
+    "hpc_swe/roles/inference": 645,
     "hpc_swe/roles/learner": 985,
     "hpc_swe/roles/reward": 340,
     "hpc_swe/roles/rollout": 1_230,

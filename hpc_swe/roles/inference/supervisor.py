@@ -37,7 +37,7 @@ from hpc_swe.roles.inference.liveness import LivenessMonitor
 from hpc_swe.roles.inference.served import ExternalEngine, OwnEngine, ServedEngine
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import InferenceConfig, LeaseConfig
-from hpc_swe.store import folders, weights
+from hpc_swe.store import atomic, folders, weights
 from hpc_swe.store.lease import Lease, Watcher
 
 QUIET_S = 300.0  # after so long without a failure, restarts are counted from 0 again
@@ -117,7 +117,7 @@ class Supervisor:
         try:
             if self._is_healthy_in_time(served):
                 self._load(served, wanted)
-                self.lease.publish(state="ready", url=served.url, versions=[wanted.version], reading="")
+                self._show(state="ready", url=served.url, versions=[wanted.version], reading="")
                 log.info("serving %s at %s", wanted.version.name, served.url)
                 self._since = time.monotonic()
                 with LivenessMonitor(is_alive, self.config.hang_s) as monitor:
@@ -126,7 +126,7 @@ class Supervisor:
             raise EngineError(f"{error}; {served.remedy}") from error
         finally:
             state = "draining" if self._stopping.is_set() else "starting"
-            self.lease.publish(state=state, url="", versions=[], reading="")
+            self._show(state=state, url="", versions=[], reading="")
             served.release()
             if self.turn:
                 self.turn.give()
@@ -256,7 +256,7 @@ class Supervisor:
         """Free the GPUs for the learner, and take them again when it has given them back."""
         began, engine = time.monotonic(), _sleeping(self.engine)
         where = served.url, self.run.token.read_text().strip()
-        self.lease.publish(state="sleeping")  # requests are kept, and no answers come
+        self._show(state="sleeping")  # requests are kept, and no answers come
         used = self._run_watched(partial(engine.sleep, *where), served.require_starting)
         turn.give()
         slept_s, left = time.monotonic() - began, "" if used is None else f"; {used:.2f} GiB are in use there"
@@ -265,7 +265,7 @@ class Supervisor:
             return
         taken = time.monotonic()
         self._run_watched(partial(engine.wake, *where), served.require_starting)
-        self.lease.publish(state="ready")
+        self._show(state="ready")
         log.info("took the GPUs again in %.2f s", time.monotonic() - taken)
 
     def _await_turn(self, check: Callable[[], None]) -> bool:
@@ -305,7 +305,7 @@ class Supervisor:
             self._serving, self._refusals, self._lost = wanted, 0, frozenset()
             verify_s, swap_s = verified - began, time.monotonic() - verified
             log.info("updated to %s: verified in %.2f s, swapped in %.2f s", newest.name, verify_s, swap_s)
-        self.lease.publish(state="ready", reading="", versions=[self._serving.version])
+        self._show(state="ready", reading="", versions=[self._serving.version])
 
     def _run_watched(self, work: Callable[[], T], *checks: Callable[[], None]) -> T:
         """Run `work` in a thread; meanwhile call `checks`, which raise when the engine dies or hangs."""
@@ -342,9 +342,24 @@ class Supervisor:
             log.error("refused %s: two engines in a row were lost while they loaded it", version.name)
         self._lost, self._loading = self._loading or self._lost, frozenset()
 
+    def _show(self, **changes: object) -> None:
+        """Publish what the engine does; where the file system refuses that, the next beat shows it."""
+        try:
+            self.lease.publish(**changes)
+        except StorageError as error:
+            log.warning("not shown yet: %s", error)
+
     def _must_end(self) -> bool:
         self.lease.turn()  # every loop of this object asks
-        if self._stopping.is_set() or self.run.stop.exists() or self.run.finished.exists():
+        try:
+            with atomic.storage(self.run.control):
+                return self._stopping.is_set() or self._is_ordered_to_end()
+        except StorageError as error:  # the engine serves on; a client that was evicted reconnects
+            log.warning("looking again: %s", error)
+            return False
+
+    def _is_ordered_to_end(self) -> bool:
+        if self.run.stop.exists() or self.run.finished.exists():
             return True
         if not self.run.drain.exists():
             return False

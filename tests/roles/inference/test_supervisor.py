@@ -18,10 +18,12 @@ from hpc_swe.errors import EngineError
 from hpc_swe.gpu_turns import LearnerTurn
 from hpc_swe.plugins.engines.scripted import SCORE, Scripted, ScriptedReply
 from hpc_swe.records import ProbeScore, Sampling, WeightManifest, WeightVersion
-from hpc_swe.roles.inference.supervisor import MAX_REFUSALS
+from hpc_swe.roles.inference.supervisor import MAX_REFUSALS, Supervisor
 from hpc_swe.rundir import RunDir
+from hpc_swe.settings import InferenceConfig, LeaseConfig
 from hpc_swe.store import atomic, folders, weights
 from hpc_swe.store.lease import Lease
+from tests.kit.crash import in_child
 from tests.kit.engine_kit import (
     TOKEN,
     await_node,
@@ -98,6 +100,64 @@ def test_it_frees_its_gpus_for_the_learner_and_keeps_requests(
         learner.give()
         assert asked.result(DEADLINE_S).token_ids == [3]
     assert await_node(run, is_serving(version(1))).url == url
+
+
+@pytest.fixture
+def full_nodes(run: RunDir) -> Iterator[Callable[[], None]]:
+    """Fills the file system of the run's cells; the next call makes room again."""
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", run.nodes], capture_output=True, text=True
+    )
+    if made.returncode:
+        pytest.skip(f"needs the right to mount a small tmpfs: {made.stderr.strip()}")
+    ballast = run.nodes / ".ballast"
+
+    def change() -> None:
+        if ballast.exists():
+            ballast.unlink()
+            return
+        with pytest.raises(OSError, match="No space left"):
+            ballast.write_bytes(b"x" * 1_000_000)
+
+    yield change
+    subprocess.run(["umount", "-l", run.nodes], check=True)
+
+
+def test_a_full_disk_ends_no_engine_that_goes_to_sleep_or_wakes(
+    full_nodes: Callable[[], None], start: Start, run: RunDir, tmp_path: Path
+) -> None:
+    """Its cell says so as soon as there is room."""
+    (turns := tmp_path / "turns").mkdir()
+    learner = LearnerTurn(turns, 0, DEADLINE_S)
+    process = start(turns=str(turns))
+    url = await_node(run, is_serving(version(0))).url
+    full_nodes()
+    learner.take()
+    full_nodes()
+    assert await_node(run, lambda node: node.state == "sleeping").url == url
+    full_nodes()
+    learner.give()
+    time.sleep(1.0)
+    full_nodes()
+    assert await_node(run, is_serving(version(0))).url == url
+    run.stop.touch()
+    _, log = process.communicate(timeout=180)
+    assert "not shown yet" in log
+
+
+def test_a_folder_that_cannot_be_read_for_a_while_ends_no_engine(
+    run: RunDir, engine: Scripted, model: Path
+) -> None:
+    def look() -> None:
+        lease = Lease(run, "inference", "test", 60.0)
+        found = Supervisor(run, lease, engine, InferenceConfig(), LeaseConfig(), model, "127.0.0.1")
+        if os.getuid() == 0:
+            os.seteuid(65534)  # whom the mode concerns
+        assert not found._must_end()
+
+    run.control.chmod(0)
+    assert in_child(look) == 0
+    run.control.chmod(0o700)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
