@@ -267,7 +267,7 @@ def supervise(gang: Gang, run: RunDir, max_restarts: int, refused_s: float = 60.
         began = time.monotonic()
         gang.start()
         code = gang.wait()
-        is_over = gang.stopping.is_set() or run.stop.exists() or run.finished.exists()
+        is_over = gang.stopping.is_set() or orders.is_over(run)
         if code == 0 or code in (*PERMANENT, NodeError.exit_code) or is_over:
             break
         if code == STUCK:

@@ -59,11 +59,11 @@ BUDGETS = {
     "hpc_swe/roles": 10,
     "hpc_swe/roles/coordinator": 2_955,
     "hpc_swe/roles/inference": 645,
-    "hpc_swe/roles/learner": 985,
+    "hpc_swe/roles/learner": 990,
     "hpc_swe/roles/reward": 340,
     "hpc_swe/roles/rollout": 1_230,
     "hpc_swe/runs": 2_090,
-    "hpc_swe/store": 1_910,
+    "hpc_swe/store": 1_920,
     "hpc_swe/tasks": 4_300,
     "jobs": 1_170,
 }

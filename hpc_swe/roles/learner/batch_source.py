@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 
-from hpc_swe.errors import DeadlineError, HpcSweError
+from hpc_swe.errors import DeadlineError, HpcSweError, StorageError
 from hpc_swe.records import Batch, BatchManifest, StatusReport
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, folders, orders, weights
@@ -68,7 +68,17 @@ class BatchSource:
         return decision
 
     def look(self, step: int) -> Decision:
-        """Return the order or the batch that is there already."""
+        """Return the order or the batch that is there; None, too, when the file system refuses to say.
+
+        All ranks would lose what they trained since the last checkpoint for a client that reconnects.
+        """
+        try:
+            return self._look(step)
+        except StorageError as error:
+            log.warning("looking again: %s", error)
+            return None
+
+    def _look(self, step: int) -> Decision:
         active = orders.active(self._run)
         if "STOP" in active:
             return Order.STOP

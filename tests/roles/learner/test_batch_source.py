@@ -1,5 +1,6 @@
 """What the learner's rank 0 decides from the run folder, and how ranks share a verdict."""
 
+import os
 import subprocess
 import time
 
@@ -18,7 +19,8 @@ from hpc_swe.roles.learner.batch_source import BatchSource, Order
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, folders, weights
+from hpc_swe.store import atomic, folders, orders
+from tests.kit.crash import in_child
 
 
 @pytest.fixture
@@ -54,8 +56,25 @@ def test_the_next_batch_is_trained_and_no_other(run):
     assert BatchSource(run, 60, 0.01).wait(3).step == 3
 
 
+def test_a_folder_that_cannot_be_read_for_a_while_ends_no_learner(run):
+    """Nor is anything taken for an order to end."""
+
+    def look() -> None:
+        source = BatchSource(run, 60, 0.01)
+        if os.getuid() == 0:
+            os.seteuid(65534)  # whom the mode concerns
+        assert source.look(0) is None
+        assert not orders.is_over(run)
+
+    run.stop.touch()
+    run.control.chmod(0)
+    assert in_child(look) == 0
+    run.control.chmod(0o700)
+    assert orders.is_over(run)
+
+
 def test_weights_that_no_engine_loads_are_published_once_more(run):
-    weights.report_refused(run, WeightVersion(step=3))
+    atomic.put(run.refused, WeightVersion(step=3))
     source = BatchSource(run, 60, 0.01, pulse_s=0.05)
     assert source.wait(3) is Order.REPUBLISH
     assert source.wait(3) is None
