@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Run every test in four parts side by side: tests on the cluster wait most of their time, those of engines and learners
+# Run every test in parts side by side: tests on the cluster wait most of their time, those of engines and learners
 # start large processes, those of sandboxes start many small ones, and the others compute. The output of the others is
-# shown as it comes, and that of the first three after it.
+# shown as it comes, and that of the rest after it.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -24,8 +24,9 @@ set -m # else what runs in the background, and all that it starts, ignores SIGIN
 begin engines -m "not cluster" "${engines[@]}"
 begin cluster -m cluster tests/cluster
 begin sandboxes -m "not cluster" "${sandboxes[@]}"
+PYTHONPATH=.cache/triton begin kernels tests/kernels # half a minute; elsewhere nothing may find Triton
 set +m
-elsewhere=("${engines[@]}" "${sandboxes[@]}")
+elsewhere=("${engines[@]}" "${sandboxes[@]}" tests/kernels)
 .venv/bin/python -m pytest -m "not cluster" "${elsewhere[@]/#/--ignore=}"
 failed=$?
 for part in "${parts[@]}"; do

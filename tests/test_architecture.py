@@ -327,7 +327,7 @@ def test_tests_import_one_another_as_one_package():
 
 def test_folders_of_tests_are_named_as_packages():
     """Or are rooms for what belongs to no package."""
-    rooms = {"bench", "cheats", "cluster", "docs", "golden", "gpu", "kit", "pipeline"}
+    rooms = {"bench", "cheats", "cluster", "docs", "golden", "gpu", "kernels", "kit", "pipeline"}
     found = {Path(path).relative_to("tests").parent for path in trees_of_tests()}
     mirrors = [folder for folder in found if folder.parts and folder.parts[0] not in rooms]
     homes = [Path(PACKAGES[0]), Path()]
