@@ -2,7 +2,8 @@
 
 The agent views the module, says what the docstring asks for, replaces the operator with one of the plausible
 ones, and submits. So a warm start teaches the tools, and the choice stays at chance. With its work shown, the
-agent views the tests, too, and writes down each plausible module with what it computes in each test.
+agent views the tests, too, and writes down each plausible module and the expression that each visible test
+would evaluate, beside the expected value.
 """
 
 import json
@@ -20,7 +21,7 @@ third of them, so that its place says nothing."""
 
 @dataclass(frozen=True)
 class WorkedTest:
-    """The agent tries this test with each plausible operator."""
+    """The agent writes down this test with each plausible operator."""
 
     expectation: str
     """The test's call and the value that it expects: ``tepu(53, 27) == 80``."""
@@ -62,7 +63,7 @@ def conversation(
 
 
 def _work(function: Function, tests: Sequence[WorkedTest]) -> Iterator[str]:
-    """Yield each plausible module, and below it what it computes in each test."""
+    """Yield each plausible module, and below it each test's expression beside the expected value."""
     for operator in sorted(function.plausible, key=LISTED.index):
         yield f"With {operator}:"
         yield function.source(operator).removesuffix("\n")
