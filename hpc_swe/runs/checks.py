@@ -110,9 +110,10 @@ def _weights(key: str, folder: Path) -> Iterator[str]:
         return
     files = {path.name: path for path in folder.glob("*.safetensors")}
     try:
-        missing = sorted(set(read_index(folder).values()) - files.keys())
-        for path in files.values() if not missing else ():
-            read_header(path)
+        needed = set(read_index(folder).values()) or files.keys()
+        missing = sorted(needed - files.keys())
+        for name in sorted(needed) if not missing else ():
+            read_header(files[name])
     except ConfigError as error:
         yield str(error)
         return

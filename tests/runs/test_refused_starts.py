@@ -20,6 +20,7 @@ from hpc_swe.errors import ConfigError, CorruptRecord, StorageError
 from hpc_swe.plugins.executors.base import Submission
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.plugins.policies.megatron import Megatron
+from hpc_swe.plugins.weight_files import read_header
 from hpc_swe.records import RunManifest
 from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.runs import checks, control, create, existing
@@ -380,6 +381,13 @@ def test_a_model_that_some_job_could_not_load_is_refused(tmp_path, read, model, 
     found = complaints(RunDir(tmp_path / "run"), read())
     assert len(found) == 1, found
     assert message in found[0]
+
+
+def test_a_partial_file_that_the_index_does_not_name_refuses_no_model(tmp_path, read, model):
+    tensors = dict.fromkeys(read_header(model / "model.safetensors"), "model.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": tensors}))
+    (model / "model-00001-of-00002.safetensors").write_bytes(b"partial")
+    assert complaints(RunDir(tmp_path / "run"), read()) == []
 
 
 @pytest.mark.slow
