@@ -64,8 +64,8 @@ class Demo:
     def make_model(self) -> Path:
         """Make the tokenizer, the chat template and random weights, unless they exist; return the folder."""
         folder = self.root / "model"
+        config = configuration.from_words(["configs/demo.toml", *self.overrides])
         if not (folder / "config.json").exists():
-            config = configuration.from_words(["configs/demo.toml", *self.overrides])
             words = ["hpc_swe.demo.model", f"--out={folder}", f"--seed={self.seed}", f"--shape={self.shape}"]
             words += [f"--taskset={json.dumps(configuration.dump(config)['taskset'])}"]
             words += [f"--context={config.rollout.context}"]
@@ -74,6 +74,11 @@ class Demo:
         made, wanted = read_config(folder), SIZES | SHAPES[self.shape]
         if any(made[key] != wanted[key] for key in ("hidden_size", "num_hidden_layers")):
             raise HpcSweError(f"{folder} is not of --shape {self.shape}; name another folder by --out")
+        if (longest := made["max_position_embeddings"]) < (context := config.rollout.context):
+            raise HpcSweError(
+                f"{folder} was made for {longest} tokens, but rollout.context = {context}; "
+                "name another folder by --out"
+            )
         return folder
 
     def stage(self, name: str, model: Path, *more: str) -> RunDir:

@@ -38,3 +38,11 @@ def test_a_model_of_other_sizes_is_not_taken_for_the_one_asked_for(tmp_path):
     assert Demo(tmp_path, 0, []).make_model() == tmp_path / "model"
     with pytest.raises(HpcSweError, match="is not of --shape 0.6B"):
         Demo(tmp_path, 0, [], shape="0.6B").make_model()
+
+
+def test_a_model_for_shorter_conversations_is_not_taken_either(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(SIZES | {"max_position_embeddings": 256}))
+    assert Demo(tmp_path, 0, ["rollout.context=256"]).make_model() == tmp_path / "model"
+    with pytest.raises(HpcSweError, match="256 tokens, but rollout.context = 512; .* by --out"):
+        Demo(tmp_path, 0, []).make_model()
