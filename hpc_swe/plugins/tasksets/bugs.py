@@ -62,8 +62,9 @@ class Bugs(Plugin, frozen=True, kw_only=True):
     timeout_s: float = 30.0
     """Seconds that a task's tests may take."""
     worked: bool = False
-    """Whether demonstrations write down every plausible module, and the expression that each visible test would
-    evaluate, beside the expected value, before they choose one. So an episode has about 600 sampled tokens in place of 70."""
+    """Whether demonstrations write down every plausible module, and the expression that each visible test
+    would evaluate, beside the expected value, before they choose one. So an episode has about 600 sampled
+    tokens in place of 70."""
 
     def load(self, split: Split) -> Iterator[Task]:
         """Yield endless tasks."""
