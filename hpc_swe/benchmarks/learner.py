@@ -6,7 +6,6 @@ memory.
 """
 
 import argparse
-import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -130,11 +129,10 @@ def rows(benchmark: Benchmark, found: dict[str, Measured], best: Rates | str) ->
 def estimates(benchmark: Benchmark) -> Table:
     """Return the estimated peaks of each GPU by what backward recomputes and by the share in host memory."""
     table = tables.table(("peak GiB",), tuple(f"offload {share:g}" for share in HOSTED))
-    keys = ("tensor_parallel", "pipeline_parallel", "context_parallel")
-    copies = benchmark.ranks // math.prod(benchmark.plan.policy.get(key, 1) for key in keys)
+    copies = benchmark.ranks // plugins.load("policies", benchmark.plan.policy).processes
     for level in LEVELS:
-        tables_of = ({"recompute": level, "offload_optimizer": share} for share in HOSTED)
-        table.add_row(level, *(f"{_estimate(benchmark, each, copies) / GIB:.1f}" for each in tables_of))
+        changes = ({"recompute": level, "offload_optimizer": share} for share in HOSTED)
+        table.add_row(level, *(f"{_estimate(benchmark, each, copies) / GIB:.1f}" for each in changes))
     return table
 
 

@@ -33,11 +33,10 @@ STAGES = {
 """First word of a line -> what has ended then, in the order of a version's way."""
 FAILURES = ("refused", "passed")
 WORKERS = "workers"
+BYTES = "bytes"
+"""Name of what a worker reads, beside its seconds."""
 PARTS = {"stage": "staged", "write": "swapped", "digests": "swapped"}
 """Part of a worker's seconds -> the stage that it belongs to."""
-
-
-BYTES = "bytes"
 
 
 class Moment(Record, frozen=True, kw_only=True):

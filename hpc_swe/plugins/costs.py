@@ -13,6 +13,13 @@ class Part:
     formula: str
     bytes: float
     inodes: int = 0
+    ranks: tuple[int, int] = (1, 1)
+    """Of how many neighbouring ranks the first so many have it: (the first, of these)."""
+
+    def most(self, neighbours: int) -> int:
+        """Return how many ranks have it on the node where most do, if so many ranks share each node."""
+        first, stride = self.ranks
+        return min(neighbours, first * max(1, neighbours // stride))
 
 
 @dataclass(frozen=True)
@@ -26,4 +33,4 @@ class MemoryEstimate:
     notes: list[str]
     """Further lines for people."""
     host: list[Part] = field(default_factory=list)
-    """What is in host memory as long as the process runs."""
+    """What a rank has in host memory as long as it runs, or while it writes a checkpoint."""

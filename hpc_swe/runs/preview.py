@@ -73,7 +73,9 @@ def cost_tables(config: RunConfig) -> list[RenderableType]:
 
 
 def _host(parts: Sequence[Part]) -> RenderableType:
-    table = tables.table(["part", "formula"], ["GiB"], title="host memory of the learner's job on each node")
+    table = tables.table(
+        ["part", "formula"], ["GiB"], title="host memory of the learner's job on its fullest node"
+    )
     for part in parts:
         table.add_row(part.what, part.formula, f"{part.bytes / GIB:.2f}")
     table.add_row("at least", "", f"{sum(part.bytes for part in parts) / GIB:.2f}", style="bold")

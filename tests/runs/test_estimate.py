@@ -192,6 +192,16 @@ def test_fastest_recomputation_that_fits_is_chosen(shape, name, tokens, settings
     assert cheapest_recompute(shape(name), policy, ranks, tokens, gib * GIB) == chosen
 
 
+def test_recomputation_that_is_chosen_leaves_room_for_the_last_version(shape):
+    """The last version takes 7.6 GiB of each of two GPUs."""
+    policy = Megatron(recompute="auto")
+    peak = learner_memory(shape("8B"), Megatron(recompute="elementwise"), 2, 16384).total.bytes
+    free = 1.15 * peak + 2 * GIB
+    assert cheapest_recompute(shape("8B"), policy, 2, 16384, free) == "elementwise"
+    on_gpu = Megatron(recompute="auto", delta_base="gpu")
+    assert cheapest_recompute(shape("8B"), on_gpu, 2, 16384, free) != "elementwise"
+
+
 def test_dry_run_of_auto_lists_the_peak_of_each_value(shape):
     found = learner_memory(shape("4B"), Megatron(recompute="auto"), 1, 16384)
     full = learner_memory(shape("4B"), Megatron(recompute="full"), 1, 16384)
@@ -219,11 +229,33 @@ def test_host_memory_of_a_rank_lists_what_it_keeps_and_what_it_saves(shape):
 
     count = shape("8B").parameters.total
     names = ("reference, and policy meanwhile", "last version, for deltas", "a checkpoint that is written")
-    assert found() == dict(zip(names, (4 * count, 2 * count / 2, 14 * count / 2), strict=True))
+    assert found() == dict(zip(names, (4 * count, 2 * count / 2, 14 * count), strict=True))
     assert names[1] not in found(delta_base="gpu")
     on_gpu = learner_memory(shape("8B"), Megatron(delta_base="gpu"), 2, 4096, ["last version"]).parts
     assert [part.bytes for part in on_gpu if part.what == names[1]] == [count]
     assert found(lora_rank=8).keys() == {"weights below adapters", names[2]}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "data_parallel", "gib"),
+    [
+        ("8B", {}, 8, 106.8),
+        ("8B", {}, 32, 106.8),
+        ("8B", {"tensor_parallel": 2}, 16, 106.8),
+        ("8B", {"tensor_parallel": 16, "pipeline_parallel": 2}, 1, 26.7),
+        ("30B-A3B", {"expert_parallel": 4}, 4, 398.1),
+        ("30B-A3B", {"expert_parallel": 4, "offload_optimizer": 0.75}, 4, 155.1),
+        ("30B-A3B", {"expert_parallel": 8}, 32, 398.1),
+        ("30B-A3B", {"expert_parallel": 32}, 32, 114.6),
+    ],
+)
+def test_fullest_node_has_the_ranks_that_write_a_checkpoint(shape, name, settings, data_parallel, gib):
+    """The first ranks write, not a share of all: with eight GPUs a node those are on the first one."""
+    memory = learner_memory(shape(name), Megatron(**settings), data_parallel, 4096)
+    written = [part for part in memory.host if part.what.startswith("a checkpoint")]
+    ranks = Megatron(**settings).processes * data_parallel
+    found = sum(part.bytes * part.most(min(8, ranks)) for part in written)
+    assert found / GIB == pytest.approx(gib, rel=0.005)
 
 
 def test_tensor_parallel_shares_weights_and_sequence_parallel_activations(shape):

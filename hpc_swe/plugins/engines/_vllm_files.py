@@ -5,6 +5,7 @@ its checksum was verified. Full tensors are mapped into memory: what nobody copi
 """
 
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ DTYPES = {
     "F16": torch.float16,
     "F32": torch.float32,
 }
+ENTRY = {"data_offsets", "dtype", "shape"}
 _IDLE: "defaultdict[torch.device, list[torch.cuda.Stream]]" = defaultdict(list)
 
 
@@ -150,6 +152,15 @@ def read_first(chain: Sequence[Link], wanted: Wanted) -> dict[str, Tensor]:
         return read(chain[0].folder, replace(wanted, dtypes=None) if chain[-1].has_adapters else wanted)
 
 
+def with_files(chain: Sequence[Link]) -> tuple[Link, ...]:
+    """Return the chain with the files of its first link as they are now, where no manifest lists them."""
+    first, *rest = chain
+    if first.files is not None:
+        return tuple(chain)
+    with _naming_model(chain):
+        return (Link(first.folder, _identities(first.folder)), *rest)
+
+
 def check_files(chain: Sequence[Link]) -> None:
     """Raise ValueError unless the files of a chain are those that were verified."""
     with _naming_model(chain):
@@ -238,7 +249,8 @@ def _to_device(file: Path, is_tied: bool, device: torch.device) -> dict[str, Ten
 def parts_of(file: Path, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a file by name; its bytes come to the device as one piece, through pinned memory.
 
-    Raise ValueError if the file is shorter than its header says, or a tensor is of an unknown type.
+    Raise ValueError if the file is shorter than its header says, or a tensor is of an unknown type, or its
+    bytes are not those of its shape.
     """
     with file.open("rb") as source:
         header = json.loads(source.read(int.from_bytes(source.read(8), "little")))
@@ -255,8 +267,11 @@ def parts_of(file: Path, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
+        if missing := sorted(ENTRY - entry.keys()):
+            raise ValueError(f"{file.name}: {name} has no {missing[0]}")
         (start, end), dtype = entry["data_offsets"], DTYPES.get(entry["dtype"])
-        if dtype is None or not 0 <= start <= end <= size:
+        count = math.prod(entry["shape"])
+        if dtype is None or not 0 <= start <= end <= size or end - start != count * dtype.itemsize:
             raise ValueError(f"{file.name}: {name} is {entry}, and the file has {size} bytes")
         part = data[start:end]
         is_aligned = start % dtype.itemsize == 0
@@ -337,8 +352,8 @@ class KnownModel:
             check_chain(chain, wanted, device)
         except torch.OutOfMemoryError:
             check_chain(chain, wanted)
-        self._files = files
         Link(chain[0].folder, files).check()
+        self._files = files
 
 
 def require_digests(found: Mapping[str, int], wanted: Wanted) -> None:

@@ -45,6 +45,7 @@ from hpc_swe.plugins.engines._vllm_files import (
     require_digests,
     shapes,
     shards,
+    with_files,
 )
 from hpc_swe.plugins.engines._vllm_gate import AnswerGate
 from hpc_swe.processes import die_with_parent
@@ -216,6 +217,7 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
     def _stage(self, version: LoadedVersion) -> Staged:
         began, chain, wanted = time.monotonic(), version.chain, version.wanted
         if self._copies is None or not wanted.has_digests:
+            chain = with_files(chain)  # the swap reads them again
             check_chain(chain, wanted, self._device)
             found = Staged(partial(self._reload, chain, wanted), "reloaded", chain)
         else:

@@ -1,5 +1,6 @@
 """Deltas as a learner spreads them over files."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from hpc_swe.plugins.engines._vllm_copies import Copy, LoaderCopies
-from hpc_swe.plugins.engines._vllm_files import CPU, Delta, KnownModel, Link, Wanted, parts_of
+from hpc_swe.plugins.engines._vllm_files import CPU, Delta, KnownModel, Link, Wanted, parts_of, with_files
 from hpc_swe.plugins.engines._vllm_update import describe
 from hpc_swe.plugins.engines.base import Weights
 from hpc_swe.plugins.tensor_delta import Digests, Rectangle, encode, text
@@ -57,6 +58,16 @@ def test_a_file_read_as_one_piece_has_the_same_tensors(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(ValueError, match="and the file has"):
         dict(parts_of(file, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("entry", [{"shape": [41, 100]}, {"dtype": "F32"}, {"dtype": None}])
+def test_bytes_that_are_not_those_of_the_shape_are_refused(tmp_path: Path, entry: dict[str, object]) -> None:
+    whole = {"dtype": "BF16", "shape": [40, 100], "data_offsets": [0, 8000]} | entry
+    words = json.dumps({"a": {key: value for key, value in whole.items() if value}}).encode()
+    file = tmp_path / "delta.safetensors"
+    file.write_bytes(len(words).to_bytes(8, "little") + words + bytes(8000))
+    with pytest.raises(ValueError, match="delta.safetensors: a (is|has no)"):
+        dict(parts_of(file, CPU))
 
 
 def adapters(folder: Path) -> torch.Tensor:
@@ -141,3 +152,18 @@ def test_a_model_that_is_not_the_learner_s_is_named_with_the_remedy(tmp_path: Pa
         known.require(chain, wanted, CPU)
     (model / "model.safetensors").write_bytes(whole)
     known.require(chain, wanted, CPU)
+
+
+def test_model_that_changes_between_two_reads_is_noticed(tmp_path: Path) -> None:
+    """An engine whose layers are reloaded reads the model while it serves, and again in the pause."""
+    model, folder = tmp_path / "model", tmp_path / "v000003-i01"
+    folder.mkdir()
+    adapters(folder)
+    save_model(model, OLD)
+    first, last = with_files([Link(model, None), link(folder)])
+    first.check()
+    assert with_files([first, last]) == (first, last)
+    (model / "model.safetensors").unlink()
+    save_model(model, OLD * 2)
+    with pytest.raises(ValueError, match="it is no longer the file that was verified"):
+        first.check()

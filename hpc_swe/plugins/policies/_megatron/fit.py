@@ -33,7 +33,7 @@ def choose_recompute(
     level = memory.cheapest_recompute(shape, settings, data_parallel, tokens, free)
     chosen = replace(settings, recompute=level)
     if ranks.rank == 0:
-        peak = memory.peak_bytes(shape, chosen, data_parallel, tokens) / GIB
+        peak = memory.peak_bytes(shape, chosen, data_parallel, tokens, ["last version"]) / GIB
         log.info(
             "policy.recompute = auto: %s; the estimate for %d tokens is %.1f GiB, and %.1f GiB are free",
             level,

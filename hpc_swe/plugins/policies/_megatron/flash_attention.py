@@ -1,7 +1,7 @@
 """Choose the kernels of attention, and call those of the package flash-attn-4; nothing else imports it.
 
-The package compiles a kernel when a process first calls it, in about 20 s, and keeps the result in a folder
-of this user on this node. Neither new lengths nor another number of sequences need a new kernel.
+The package compiles a kernel when a process first calls it, in about 8 s, and keeps the result in a folder of
+this user on this node. New lengths need no new kernel; a pack of more than 256 sequences does, once.
 """
 
 import contextlib

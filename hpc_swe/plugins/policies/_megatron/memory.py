@@ -82,17 +82,12 @@ def learner_memory(
 def _on_host(
     shape: ModelShape, policy: MegatronSettings, data_parallel: int, kept: Sequence[Kept]
 ) -> list[Part]:
-    """Return what a rank takes of the host: with adapters the weights below them are the reference.
-
-    One of the ranks that hold the same parameters writes them to a checkpoint; here each does a share. What
-    one rank has alone in host memory is written from there.
-    """
+    """Return what a rank takes of the host: with adapters the weights below them are the reference."""
     size, states = _sizes_in_bytes(policy)
     adapters, stepped = adapter_parameters(shape, policy), _stepped(shape, policy, data_parallel)
     weights, _, optimizer = _formulas(shape, policy, data_parallel)
-    replicas, share = policy.context_parallel * data_parallel, policy.offload_optimizer
+    share = policy.offload_optimizer
     reference = reference_memory(shape, policy) * ("reference" in kept and not adapters)
-    saved = _saved_bytes(policy) - share * states * (replicas == 1)
     return [
         Part("optimizer", f"{share:.4g} x {optimizer}", share * states * stepped),
         Part(
@@ -102,12 +97,29 @@ def _on_host(
         ),
         Part("reference, and policy meanwhile", f"2 x {weights}", reference),
         _last_version(shape, policy, data_parallel, kept, "host"),
-        Part(
-            "a checkpoint that is written",
-            f"{saved:.4g} {'L / dp' if adapters else 'P / processes'}",
-            saved * (adapters or _held(shape, policy)) / replicas,
-        ),
+        *_written(shape, policy, data_parallel),
     ]
+
+
+def _written(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -> list[Part]:
+    """Return what ranks collect for a checkpoint.
+
+    The first of those that hold the same parameters writes them. What it has alone in host memory is written
+    from there.
+    """
+    tp, ep = policy.tensor_parallel, policy.expert_parallel
+    stage = tp * policy.context_parallel * data_parallel
+    hosted = policy.offload_optimizer * _sizes_in_bytes(policy)[1]
+    (dense, experts), adapters = _parts(shape, policy), adapter_parameters(shape, policy)
+    what, pp = "a checkpoint that is written", " / pp" * (policy.pipeline_parallel > 1)
+    parts = [(what, "L" if adapters else f"P / tp{pp}", adapters or dense + experts, tp)]
+    if ep > 1:
+        parts = [(what, f"(P - E) / tp{pp}", dense, tp), (f"{what}: experts", f"E / ep{pp}", experts, ep)]
+    found = []
+    for name, formula, count, writers in parts:
+        saved = _saved_bytes(policy) - hosted * (writers == stage)
+        found.append(Part(name, f"{saved:.4g} {formula}", saved * count, ranks=(writers, stage)))
+    return found
 
 
 def _last_version(
@@ -183,11 +195,13 @@ def cheapest_recompute(
 ) -> str:
     """Return the value of recompute that takes least time of those that fit into `free` bytes of each GPU.
 
-    A peak fits with SPARE and 1 GiB for CUDA's libraries. Where none fits, this is "full".
+    A peak fits with SPARE and 1 GiB for CUDA's libraries, and beside the last version where `delta_base` puts
+    that on the GPU, whether or not the run makes deltas. Where none fits, this is "full".
     """
 
     def fits(level: str) -> bool:
-        peak = peak_bytes(shape, replace(policy, recompute=level), data_parallel, tokens)
+        chosen = replace(policy, recompute=level)
+        peak = peak_bytes(shape, chosen, data_parallel, tokens, ["last version"])
         return (1 + SPARE) * peak + GIB <= free
 
     by_time = sorted(LEVELS, key=lambda level: _computed_again(shape, level, tokens))

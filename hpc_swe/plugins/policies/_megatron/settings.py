@@ -51,9 +51,9 @@ class MegatronSettings(Plugin, frozen=True, kw_only=True):
     """Number of tokens whose logits exist at one time."""
     deterministic: bool = False
     """Repeat a step bit for bit on the same GPUs and in the same layout. It takes kernels that add in a fixed
-    order. flash-attn-4 has such ones that are as fast up to 16,384 tokens, and take 1.2 times as long at
-    65,536. Without that package attention of long sequences takes about 2.6 times as long. A CPU repeats its
-    steps in any case."""
+    order. flash-attn-4 has such ones that are as fast for one sequence of 16,384 tokens, and take up to 1.2
+    times as long for many short ones and at 65,536. Without that package attention of long sequences takes
+    about 2.6 times as long. A CPU repeats its steps in any case."""
     lora_rank: Annotated[int, Meta(ge=0)] = 0
     """Above 0 only low-rank adapters of this rank are trained, and the weights of `model` stay as they are.
     0 trains all weights."""
