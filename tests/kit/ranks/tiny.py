@@ -66,11 +66,12 @@ def make_models(folder: Path) -> dict[str, Path]:
 
 
 def make_sequences(
-    model: PreTrainedModel, seed: int = 7, lengths: Sequence[int] = LENGTHS, *, routed: bool = False
+    model: PreTrainedModel, seed: int = 7, lengths: Sequence[int] = LENGTHS, *, routed: int = 0
 ) -> list[MicroBatch]:
     """One sequence each; the sampler's log-probabilities are the model's and noise.
 
-    Those `routed` were sampled by experts drawn at random, and a tenth of their tokens leave them free.
+    They were sampled by experts drawn at random from the first `routed` ones; of all, a tenth of the tokens
+    leave them free.
     """
     rng = np.random.default_rng(seed)
     sequences = []
@@ -78,7 +79,7 @@ def make_sequences(
         tokens = rng.integers(0, VOCAB, length)
         mask = (rng.random(length) < 0.6).astype(np.uint8)
         mask[0] = 0
-        routing = _draw_routing(length) if routed else b""
+        routing = _draw_routing(length, routed) if routed else b""
         with torch.no_grad():
             known = score(model, torch.from_numpy(tokens), routing).cpu().numpy()
         noisy = (known + 0.3 * rng.standard_normal(length)) * mask
@@ -96,11 +97,12 @@ def make_sequences(
     return sequences
 
 
-def _draw_routing(length: int) -> bytes:
+def _draw_routing(length: int, first: int) -> bytes:
     rng = np.random.default_rng(length)
-    size = (length, SIZES["num_hidden_layers"], EXPERTS["num_experts"])
+    size = (length, SIZES["num_hidden_layers"], first)
     experts = rng.random(size).argsort(-1)[..., : EXPERTS["num_experts_per_tok"]].astype(np.uint8)
-    experts[rng.random(length) < 0.1] = FREE
+    if first == EXPERTS["num_experts"]:
+        experts[rng.random(length) < 0.1] = FREE
     return experts.tobytes()
 
 

@@ -26,6 +26,8 @@ TENSOR = FP32 | {"tensor_parallel": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
 CONTEXT = FP32 | {"context_parallel": 2}
 PIPELINE = FP32 | {"pipeline_parallel": 2}
+ROUTED = {"routed": tiny.EXPERTS["num_experts"], "crowded": tiny.EXPERTS["num_experts"] // 2}
+"""From how many of the experts the sampler drew; one of two ranks has the "crowded" ones."""
 PLAIN = {"distributed_optimizer": False}
 FOUR = [[[0], [1], [2], [3]]]
 OPTIMIZER = {"lr": 1e-3, "weight_decay": 1.0, "clip_grad": 0.05}
@@ -94,6 +96,8 @@ CASES = {
         ONE,
         {"clip_grad": 0},
     ),
+    "idle-ep2": (2, "crowded", FP32 | {"expert_parallel": 2, "recompute": "elementwise"}, HALVES, {}),
+    "idle-ep2-products": (2, "crowded", FP32 | {"expert_parallel": 2, "recompute": "products"}, HALVES, {}),
     "cp2": (2, "dense", CONTEXT | PLAIN, ONE, {"clip_grad": 0}),
     "moe-cp2-full": (2, "moe", CONTEXT | {"recompute": "full"}, [[[0, 1, 3], "filler", [2]]], {}),
     "tied-pp2": (2, "tied", PIPELINE, FOUR, {"clip_grad": 0}),
@@ -123,12 +127,13 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.models = tiny.make_models(folder / "models")
+        self.models["crowded"] = self.models["routed"]
         self._answers: dict[str, list[dict]] = {}
         self._started: set[int] = set()
         self._references: dict[tuple[str, float], tiny.Steps] = {}
         self.sequences = {
-            name: tiny.make_sequences(self._model(name), routed=name == "routed")
-            for name in ("dense", "tied", "qwen2", "llama", "mistral", "moe", "routed")
+            name: tiny.make_sequences(self._model(name), routed=ROUTED.get(name, 0))
+            for name in ("dense", "tied", "qwen2", "llama", "mistral", "moe", *ROUTED)
         }
 
     def answers(self, name: str) -> list[dict]:

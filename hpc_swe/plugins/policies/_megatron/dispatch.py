@@ -21,7 +21,7 @@ from hpc_swe.plugins.policies._megatron.kernels import add_rows
 
 @dataclass(frozen=True)
 class TokenExchange:
-    """TokenExchange tokens between the ranks of a group, of which each has up to `tokens`."""
+    """Exchange tokens between the ranks of a group, of which each has up to `tokens`."""
 
     group: dist.ProcessGroup
     tokens: int

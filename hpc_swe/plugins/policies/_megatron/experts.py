@@ -52,7 +52,7 @@ class ExpertLayer(MoELayer):  # type: ignore[misc]
         flat = tokens.flatten(0, -2)
         chosen, weights = self._choose(flat)
         route = Route(chosen, self._mine, TokenExchange(self._group, longest), self.config.num_moe_experts)
-        rows = cheap(lambda each: Spread.apply(each, route), flat)
+        rows = cheap(lambda each: _at_least_one(Spread.apply(each, route)), flat)
         found = self.experts(rows, route.ends, SpreadWeights.apply(weights, route), cheap, costly)
         return Collect.apply(found, route).view_as(tokens)
 
@@ -96,11 +96,11 @@ class Experts(MegatronModule):  # type: ignore[misc]
         """Return this rank's part of the sum of all ranks' outputs, [rows, width].
 
         `rows` [rows, width] are sorted by expert, `ends` say where each expert's end, int32 [experts], and
-        `weights` [rows] are the router's.
+        `weights` [rows] are the router's. Without weights there is one row of zeros, see `_at_least_one`.
         """
-        count = len(rows)
-        if not count:  # grouped products need a row; this one is cut off again, so its gradient is 0
-            rows, weights, ends = F.pad(rows, (0, 0, 0, 1)), F.pad(weights, (0, 1)), ends + 1
+        count = len(weights)
+        if not count:  # the row is cut off again, so its gradient is 0
+            weights, ends = F.pad(weights, (0, 1)), ends + 1
         both = costly(lambda each: F.grouped_mm(each, self.gate_up.flatten(1, 2).mT, offs=ends), rows)
         inner = cheap(weighted, cheap(swiglu, both), weights)
         return F.grouped_mm(inner, self.down.mT, offs=ends)[:count]
@@ -125,3 +125,11 @@ class Experts(MegatronModule):  # type: ignore[misc]
             )
             for name, weight in (("gate_up", self.gate_up), ("down", self.down))
         }
+
+
+def _at_least_one(rows: Tensor) -> Tensor:
+    """Return the rows, or one of zeros where there is none: grouped products need a row.
+
+    It belongs to what backward recomputes, which exchanges tokens: a rank without rows must do so, too.
+    """
+    return rows if len(rows) else F.pad(rows, (0, 0, 0, 1))
