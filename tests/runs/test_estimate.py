@@ -163,6 +163,16 @@ def test_estimate_of_experts_on_two_gpus_is_what_was_measured(shape):
     assert peak == pytest.approx(83.8, rel=0.05)
 
 
+@pytest.mark.parametrize(("recompute", "kept"), [("products", True), ("elementwise", True), ("full", False)])
+def test_each_rank_keeps_where_the_choices_of_all_ranks_are_computed(shape, recompute, kept):
+    def activations(ranks):
+        policy = Megatron(recompute=recompute, expert_parallel=ranks)
+        parts = learner_memory(shape("30B-A3B"), policy, ranks, 1000).parts
+        return next(part.bytes for part in parts if part.what == "activations")
+
+    assert activations(64) - activations(16) == kept * 1000 * 48 * 8 * 12 * (64 - 16)
+
+
 def test_data_parallel_ranks_share_the_optimizer_and_only_when_told(shape):
     def optimizer(ranks, **settings):
         memory = learner_memory(shape("8B"), Megatron(**settings), ranks, 4096)

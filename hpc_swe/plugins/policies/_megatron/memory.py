@@ -58,6 +58,8 @@ def learner_memory(
     saved += tokens * size * 4 * shape.hidden
     if policy.replay_routing:  # a byte for each choice of the engine, on every context-parallel rank
         saved += whole * shape.layers * shape.experts_per_token
+    if policy.recompute not in ("selective", "full"):  # which make the routes again in backward
+        saved += tokens * shape.layers * _route_bytes(shape, policy)
     layer = tokens * size * _backward(shape, policy)
     moment = max((_output(shape, policy, tokens), "the output layer"), (layer, "a layer's backward"))
     computing = [
@@ -330,6 +332,19 @@ def _saved(shape: ModelShape, policy: MegatronSettings, recompute: str) -> float
         "selective": 4 * residual + 3 * heads + 4 * groups,
         "full": residual,
     }[recompute]
+
+
+def _route_bytes(shape: ModelShape, policy: MegatronSettings) -> float:
+    """Return the bytes by which dispatch.Route keeps, for a token and layer, where its choices are computed.
+
+    They are 8 for the order and 4 for the place of each choice of all ranks that share experts, and 4 for
+    each row that this rank computes. With tensor parallelism each rank has a part of the tokens here.
+    """
+    ranks = policy.expert_parallel if policy.expert_parallel > 1 else policy.tensor_parallel
+    rows = 1 if policy.expert_parallel > 1 else ranks
+    return (
+        shape.experts_per_token * (12 * ranks + 4 * rows) / policy.tensor_parallel if shape.experts else 0.0
+    )
 
 
 def _backward(shape: ModelShape, policy: MegatronSettings) -> float:
