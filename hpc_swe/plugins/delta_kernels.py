@@ -2,8 +2,8 @@
 
 Each tensor is read in blocks, once to count what each block will write, and once to write it. Between the
 two, sums over the blocks of all tensors say where each block's part begins, so that the host waits once
-for many tensors. A block knows how far the last change before it lies; whole runs of SKIP are part of the
-memory that the codes are filled with.
+for all tensors of a call, and for the work that was given to the GPU before. A block knows how far the last
+change before it lies; whole runs of SKIP are part of the memory that the codes are filled with.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hpc_swe.plugins import tensor_delta
+
 BLOCK = 4096
 WARPS = 8
-REACH = tl.constexpr(85)
-SKIP = tl.constexpr(255)
+REACH = tl.constexpr(tensor_delta.REACH)
+SKIP = tl.constexpr(tensor_delta.SKIP)
 FAR = tl.constexpr(-(1 << 20))
 """Stands for no change before this one in a block."""
 
@@ -40,7 +42,10 @@ class Blocks:
         starts = [0]
         for count in counts:
             starts.append(starts[-1] + count)
-        own, repeats, following = torch.tensor([starts[:-1], counts, starts[1:]], device=device)
+        table = torch.tensor([starts[:-1], counts, starts[1:]])
+        if device.type == "cuda":  # a copy from memory that is not pinned would make the host wait
+            table = table.pin_memory().to(device, non_blocking=True)
+        own, repeats, following = table
         own = torch.repeat_interleave(own, repeats, output_size=starts[-1])
         return cls(counts, starts[:-1], following - 1, own)
 
@@ -87,8 +92,8 @@ def encode_all(
         written = torch.full((size,), SKIP.value, dtype=torch.uint8, device=device), new.new_empty(other)
         rows, columns, width = weights[i]
         inputs = old, new, *written, places, rows, columns, grown, blocks.starts[i], new.numel(), blocks.size
-        kinds = (1 << (8 * new.element_size())) - 1, width + BLOCK < 1 << 31
-        _encode[(blocks.counts[i],)](*inputs, width, *kinds, BLOCK, num_warps=WARPS)
+        mask, is_narrow = (1 << (8 * new.element_size())) - 1, width + BLOCK < 1 << 31
+        _encode[(blocks.counts[i],)](*inputs, width, mask, is_narrow, BLOCK, num_warps=WARPS)
         found.append(written)
     growths = blocks.before(grown)[1].unbind()
     return [None if each is None else (*each, growth) for each, growth in zip(found, growths, strict=True)]
