@@ -1,5 +1,7 @@
 """What of the optimizer's state goes to host memory, in which chunks, and when a node is too small for it."""
 
+import json
+
 import pytest
 
 pytest.importorskip("megatron.core")
@@ -9,9 +11,35 @@ import torch  # noqa: E402
 
 from hpc_swe.plugins.costs import GIB  # noqa: E402
 from hpc_swe.plugins.policies._megatron import pinned  # noqa: E402
+from hpc_swe.plugins.policies._megatron.gathered import ByParameter  # noqa: E402
 from hpc_swe.plugins.policies._megatron.hosted import Hosted, choose, divide  # noqa: E402
 from hpc_swe.plugins.policies._megatron.pinned import MemoryClaim  # noqa: E402
+from tests.kit.ranks import gang  # noqa: E402
 
+LIMITED = """
+import json, resource, sys
+from pathlib import Path
+import torch
+from hpc_swe.errors import NodeError
+from hpc_swe.plugins.policies._megatron import pinned
+from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
+from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
+
+ranks = TorchRanks(MegatronSettings(tensor_parallel=2))
+size = int(pinned.take("key", 1000, ranks, "choose less").count_nonzero())
+if ranks.rank == 1:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**29,) * 2)
+try:
+    pinned.take("key", 2**30, ranks, "choose less")
+    said = ""
+except NodeError as error:
+    said = str(error)
+both = ranks.gather([size, said])
+ranks.close()
+if ranks.rank == 0:
+    Path(sys.argv[1]).write_text(json.dumps(both))
+"""
 SIZES = [[3000, 10, 5000], [7, 2000]]
 
 
@@ -79,3 +107,23 @@ def test_job_can_have_what_is_available_and_no_more_than_slurm_gave():
     assert pinned.slurm_limit({"SLURM_MEM_PER_NODE": "2048"}) == 2 * GIB
     assert pinned.slurm_limit({"SLURM_MEM_PER_NODE": "0"}) == pinned.slurm_limit({}) > 1000 * GIB
     assert pinned.claim(7).free > 0, "this node's files can be read"
+
+
+def test_memory_that_one_rank_is_refused_ends_all_with_its_message(tmp_path):
+    script, out = tmp_path / "rank.py", tmp_path / "out.json"
+    script.write_text(LIMITED)
+    gang.launch(2, script, str(out), timeout_s=300)
+    (taken, said), other = json.loads(out.read_text())
+    assert [taken, said] == other
+    assert taken == 0
+    assert said.startswith("key: rank 1 of ")
+    assert "1.0 GiB of host memory are refused" in said
+    assert said.endswith("; choose less")
+
+
+def test_rank_that_writes_nothing_of_a_checkpoint_copies_nothing():
+    ByParameter([]).fill(0, torch.empty(7, device="meta"))  # whose values cannot be copied
+    written = ByParameter([(0, 3), (4, 6)])
+    written.fill(2, torch.arange(2.0, 5.0))
+    assert written[slice(0, 3)].tolist() == [0, 0, 2]
+    assert written[slice(4, 6)].tolist() == [4, 0]

@@ -74,14 +74,11 @@ class Exporter:
         files = self._open(folder, "delta" if carrier == "delta" else "model")
         infos: dict[str, tuple[str, list[int]]] = {}
         for group in _grouped(self._owned(), GROUP if carrier == "delta" else 0):
-            if carrier == "delta":
-                self._add_changes(files, group)
-            else:
-                for name, tensor in group.items():
-                    self._add_whole(files, name, tensor, keep=carrier == "base")
             infos |= {
                 n: (str(each.dtype).removeprefix("torch."), list(each.shape)) for n, each in group.items()
             }
+            self._add(files, group, carrier)
+            del group  # before the next one is gathered
         if carrier == "base" and self._kept:  # the first delta need not wait for kernels to be compiled
             least = min(self._kept.values(), key=Tensor.numel).to(self._device)
             encode_all([(least, least)], self._computer)
@@ -139,6 +136,13 @@ class Exporter:
         names = [f"{kind}-{first + i:05d}-of-{count:05d}.safetensors" for i in range(each)]
         return TensorFiles([folder / name for name in names], self._names)
 
+    def _add(self, files: TensorFiles, group: Mapping[str, Tensor], carrier: Carrier) -> None:
+        if carrier == "delta":
+            self._add_changes(files, group)
+            return
+        for name, tensor in group.items():
+            self._add_whole(files, name, tensor, keep=carrier == "base")
+
     def _add_whole(self, files: TensorFiles, name: str, tensor: Tensor, *, keep: bool) -> None:
         self._digests[name] = self._computer.tensor(tensor)
         files.add(name, tensor)
@@ -161,14 +165,13 @@ class Exporter:
                 files.add(f"{name}:others", changes.others)
 
     def _make_room(self) -> Tensor:
-        """Take host memory for what is kept; raise NodeError on all ranks if a node has too little."""
+        """Take host memory for what is kept; raise NodeError on all ranks if one of them gets none."""
         group, size = self._ranks.tensor_group, 0
         for parameter, layout, owner in self._shared():
             if owner is None or owner == group.rank():
                 parts = 1 if owner is None or layout.dim is None else group.size()
                 size += parts * parameter.nbytes + ALIGNED * len(layout.sources)
-        pinned.require(KEY, size, self._ranks, REMEDY)
-        return pinned.zeros(size, torch.uint8)
+        return pinned.take(KEY, size, self._ranks, REMEDY)
 
     def _place(self, tensor: Tensor) -> Tensor:
         """Return memory in which the values of a tensor are kept."""

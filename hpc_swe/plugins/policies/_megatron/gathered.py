@@ -16,7 +16,7 @@ from torch import Tensor
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 PIECE = 16 * 2**20
-"""Values of a rank that are gathered at one time."""
+"""Values of all ranks that are gathered at one time."""
 
 
 class OwnParameters:
@@ -44,6 +44,8 @@ class ByParameter:
 
     def fill(self, first: int, values: Tensor) -> None:
         """Copy values that begin at the index `first` of the buffer; between parameters there is padding."""
+        if not self._starts:  # this rank writes nothing, so it copies nothing to the host
+            return
         values = values.cpu()
         for start in self._starts[max(0, bisect_right(self._starts, first) - 1) :]:
             if start >= first + len(values):
@@ -90,9 +92,9 @@ def _gathered(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield pieces of a bucket, of which all ranks have equally long shares, and where they begin."""
     group = optimizer.data_parallel_group
-    share = length // group.size()
-    for start in range(0, share, PIECE):
-        end = min(share, start + PIECE)
+    share, most = length // group.size(), max(1, PIECE // group.size())
+    for start in range(0, share, most):
+        end = min(share, start + most)
         piece = torch.zeros(end - start, dtype=torch.float32, device=torch.cuda.current_device())
         for place, values in _values(optimizer, of_rank, key, (start, end)):
             piece[place] = values

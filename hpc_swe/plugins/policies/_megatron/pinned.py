@@ -60,9 +60,14 @@ def zeros(count: int, dtype: torch.dtype) -> Tensor:
     A process that is forked from this one does not see the memory, because the system would copy pinned pages
     for it.
     """
-    if not torch.cuda.is_available() or not count:
-        return torch.zeros(count, dtype=dtype)
     size = count * dtype.itemsize
+    try:
+        return _pin(size, dtype) if torch.cuda.is_available() and count else torch.zeros(count, dtype=dtype)
+    except (OSError, RuntimeError) as error:
+        raise NodeError(f"{size / GIB:.1f} GiB of host memory are refused: {error}") from error
+
+
+def _pin(size: int, dtype: torch.dtype) -> Tensor:
     pages = _Pages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)  # there are far fewer of them to pin
@@ -84,6 +89,20 @@ def require(key: str, needed: int, ranks: Ranks, remedy: str) -> None:
     """
     if found := refusal(key, ranks.gather(claim(needed)), remedy):
         raise NodeError(found)
+
+
+def take(key: str, needed: int, ranks: Ranks, remedy: str) -> Tensor:
+    """Return so many bytes of zeros, uint8; raise NodeError on all ranks if one of them cannot have them."""
+    require(key, needed, ranks, remedy)
+    taken, failure = None, ""
+    try:
+        taken = zeros(needed, torch.uint8)
+    except NodeError as error:  # the others must learn it before they go on
+        failure = f"rank {ranks.rank} of {os.uname().nodename}: {error}"
+    failures = [each for each in ranks.gather(failure) if each]
+    if taken is None or failures:
+        raise NodeError(f"{key}: {failures[0]}; {remedy}")
+    return taken
 
 
 def claim(needed: int) -> MemoryClaim:
