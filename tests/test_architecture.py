@@ -49,7 +49,7 @@ BUDGETS = {
     "hpc_swe/plugins/agents": 420,
     "hpc_swe/plugins/engines": 2_640,
     "hpc_swe/plugins/executors": 810,
-    "hpc_swe/plugins/graders": 2_730,
+    "hpc_swe/plugins/graders": 2_750,
     "hpc_swe/plugins/policies": 5_600,
     "hpc_swe/plugins/sandboxes": 2_515,
     "hpc_swe/plugins/tasksets": 1_160,

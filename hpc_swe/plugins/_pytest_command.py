@@ -12,6 +12,9 @@ FEWER_PLUGINS = [option for name in _UNUSED for option in ("-p", f"no:{name}")]
 Without the options of the plugin "debugging" every test of a unittest.TestCase would fail.
 """
 
+_NO_WARNING = ["-W", "ignore:Module already imported"]
+"""The warm interpreter loads plugins before pytest can rewrite their assertions, and pytest would say so."""
+
 
 def arguments(task: Task) -> list[str]:
     """Return what the task's test command passes to pytest; raise ConfigError if it is no call of pytest."""
@@ -30,5 +33,5 @@ def program(arguments: list[str]) -> str:
         "import sys, pytest\n"
         "sys.dont_write_bytecode = True\n"
         "sys.path.insert(0, '')\n"
-        f"raise SystemExit(pytest.main({[*FEWER_PLUGINS, *arguments]!r}))\n"
+        f"raise SystemExit(pytest.main({[*FEWER_PLUGINS, *_NO_WARNING, *arguments]!r}))\n"
     )

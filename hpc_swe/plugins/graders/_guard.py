@@ -28,7 +28,7 @@ TUNES |= {"__module__", "__doc__", "__str__", "__repr__"}
 ASKED = frozenset({"__getattribute__", "__getattr__", "__setattr__", "__new__"})
 REACHES = frozenset({"gc.get_objects", "gc.get_referrers", "gc.get_referents", "sys.settrace"})
 REACHES |= {"sys.setprofile", "sys.addaudithook", "ctypes.cdata", "ctypes.PyObj_FromPtr"}
-REACHES |= {"sys.monitoring.register_callback"}
+REACHES |= {"sys.monitoring.register_callback", "cpython.PyInterpreterState_New"}
 WRITES = os.O_WRONLY | os.O_RDWR
 UNHELD = frozenset({"__doc__", "__dict__", "__weakref__"})
 MOST_STEPS = 60
@@ -44,17 +44,19 @@ class Guard:
         self._found: Any = set()
         self._parts: Any = []
         self._functions: Any = []
+        self._bodies: Any = ([], [])  # the functions alone, and their codes
         self._cells: Any = []
         self._names: Any = []
         self._seen: Any = set()
         self._codes: Any = {}
-        self._known: Any = []
+        self._known = 0
         self._ours: Any = set()
         self._inner: Any = set()
         self._kept: Any = []  # keeps codes alive, since the id of a deleted one could be given to another
         self._own_codes = [one.__code__ for one in globals().values() if type(one) is types.FunctionType]
         self._compile, self._open, self._frame = builtins.compile, builtins.open, sys._getframe  # noqa: SLF001
         self._any, self._map, self._zip, self._differs = any, map, zip, operator.is_not
+        self._code = operator.attrgetter("__code__")
         self._must_compare = not hasattr(sys, "addaudithook")
         self._is_file, self._real = os.path.isfile, os.path.realpath  # noqa: PTH113
         self._case, self._namespace = unittest.TestCase, unittest.TestCase.__mro__[0].__dict__
@@ -83,7 +85,7 @@ class Guard:
                 self._hold(name + ":", vars(module), {**kinds, **others})
                 for key, value in others.items():
                     if type(value) is types.FunctionType:
-                        self._functions.append((name + ":" + key, value, *self._inside(value)))
+                        self._hold_body(name + ":" + key, value)
                 for kind in kinds.values():
                     if str(kind.__module__).partition(".")[0] in JUDGES:
                         self.hold_class(kind)
@@ -92,13 +94,13 @@ class Guard:
         """Accept what installed plugins have changed in pytest, unless code of the work tree is loaded."""
         files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
         if all(self.place(file)[:1] == "/" for file in files if file):
-            self._parts, self._functions, self._names = [], [], []
+            self._parts, self._functions, self._names, self._bodies = [], [], [], ([], [])
             self._seen = set()
             self.learn()
 
     def hold_function(self, function: Any) -> None:
         """Remember a function of the reporter, with the values that it closes over."""
-        self._functions.append((function.__name__, function, *self._inside(function)))
+        self._hold_body(function.__name__, function)
         for cell in function.__closure__ or ():
             self._cells.append((function.__name__, cell, cell.cell_contents))
 
@@ -119,25 +121,28 @@ class Guard:
             value = value.__func__ if type(value) in WRAPPED else value
             for function in (value.fget, value.fset) if type(value) is property else (value,):
                 if type(function) is types.FunctionType:
-                    self._functions.append((prefix + key, function, *self._inside(function)))
+                    self._hold_body(prefix + key, function)
 
     def _hold(self, prefix: str, namespace: Any, held: Any) -> None:
         self._parts.append((prefix, namespace, tuple(held), tuple(held.values())))
 
-    @staticmethod
-    def _inside(function: Any) -> Any:
-        return function.__code__, function.__defaults__, function.__kwdefaults__
+    def _hold_body(self, label: str, function: Any) -> None:
+        code = function.__code__
+        self._functions.append((label, function, code, function.__defaults__, function.__kwdefaults__))
+        for held, value in zip(self._bodies, (function, code)):  # noqa: B905
+            held.append(value)
 
     def check(self) -> None:
         """Compare what is there with what was remembered, by identity: no `__eq__` is called.
 
-        Where an audit event tells that a function is rewritten, functions are compared only after one.
+        Where an audit event tells that a function is rewritten, defaults are compared only after one.
         """
+        functions, codes = self._bodies
         for prefix, owner, keys, values in self._parts:
             if self._any(self._map(self._differs, self._map(owner.get, keys), values)):
                 for key in [key for key, value in self._zip(keys, values) if owner.get(key) is not value]:
                     self.odd("replaced " + prefix + key)
-        if self._must_compare:
+        if self._must_compare or self._any(self._map(self._differs, self._map(self._code, functions), codes)):
             self.check_functions()
         for label in [label for label, cell, value in self._cells if cell.cell_contents is not value]:
             self.odd("rewritten " + label)
@@ -167,13 +172,14 @@ class Guard:
 
     def _knows(self, code: Any) -> bool:
         """Tell whether a code is the reporter's, a remembered one, or of a file outside the work tree."""
-        if len(self._known) != len(self._functions):  # it has learned since
-            self._known = [known for _, _, known, *_ in self._functions]
-            self._ours, self._inner = {id(one) for one in (*self._own_codes, *self._known)}, set()
+        known = self._bodies[1]
+        if self._known != len(known):  # it has learned since
+            self._known, self._inner = len(known), set()
+            self._ours = {id(one) for one in (*self._own_codes, *known)}
         if id(code) in self._ours:
             return True
         if not self._inner:  # also those of functions within functions, which are seldom on the stack
-            self._inner = {id(one) for one in _nested([*self._own_codes, *self._known])}
+            self._inner = {id(one) for one in _nested([*self._own_codes, *known])}
         if id(code) not in self._inner:
             path = code.co_filename  # not trusted, since code can be compiled under any name
             if self.place(path)[:1] != "/" or path == self._own or not self._is_written(code, path):
@@ -195,11 +201,14 @@ class Guard:
             return
         if event in REACHES:
             self.odd("calls " + event)
-        elif event == "import" and arguments[0] in ("ctypes", "_ctypes"):
+        elif event[:7] == "ctypes.":
+            self.odd("calls " + event, self._caller("ctypes"))
+        elif event == "import" and str.rpartition(arguments[0], ".")[2] in ("ctypes", "_ctypes"):
             self.odd("imports ctypes", self._caller())
         elif event == "open":
             self._opens(*arguments)
         elif event in ("os.rename", "os.link", "os.symlink"):
+            self._opens(arguments[0], "", 0)
             self._opens(arguments[1], "", WRITES)
         elif event in ("object.__setattr__", "object.__delattr__"):
             self._must_compare = True
@@ -212,7 +221,9 @@ class Guard:
                 self.odd("sets " + name, self._caller())
 
     def _opens(self, path: Any, _: Any, flags: int) -> None:
-        path = path if isinstance(path, str) else ""
+        if issubclass(type(path), bytes):
+            path = bytes.decode(path, "utf-8", "replace")
+        path = str.__str__(path) if issubclass(type(path), str) else ""
         if path.endswith("/mem") or path == "mem":
             self.odd("opens the memory of a process")
         elif path.endswith(".py") and flags & WRITES:
@@ -220,10 +231,13 @@ class Guard:
             if place and place[0] != "/":
                 self.odd("writes " + place)
 
-    def _caller(self) -> str:
-        """Return the file of the code that caused the audit event."""
+    def _caller(self, *below: str) -> str:
+        """Return the file of the code that caused the audit event, outside of the modules `below`."""
         frame = self._frame(2)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(("<frozen", self._own)):
+        while frame.f_back is not None and (
+            frame.f_code.co_filename.startswith(("<frozen", self._own))
+            or frame.f_globals.get("__name__") in below
+        ):
             frame = frame.f_back
         return self.place(frame.f_code.co_filename)
 

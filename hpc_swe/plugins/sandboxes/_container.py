@@ -280,6 +280,7 @@ def run(kind: str, files: list[int], workdir: str, settings: Table, python: str 
             call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         if python:
             os.execvpe(python, [python, "-I", "-c", program, *pipes], INITIAL)
+        vars(ctypes).clear()  # which the methods of its classes show
         for name in ("ctypes", "libc"):  # the frames above the program show these globals
             del globals()[name]
         os._exit(execute(program, pipes, INITIAL))

@@ -92,6 +92,13 @@ def test_evaluate_runs_the_visible_tests_only(sandbox: Sandbox):
     assert "1 passed" in use(sandbox, "evaluate")
 
 
+def test_evaluate_names_the_failing_line_and_no_plugins(sandbox: Sandbox):
+    sandbox.write("pytest.ini", b"[pytest]\nfilterwarnings = error\n")
+    told = use(sandbox, "evaluate")
+    assert "test_mod.py:" in told, told
+    assert "Warning" not in told, told
+
+
 def test_evaluate_has_a_limit_and_tells_a_broken_sandbox(sandbox: Sandbox):
     sandbox.write("mod.py", b"while True: pass\n")
     slow = load("tools", {"type": "evaluate", "timeout_s": 0.5})
