@@ -51,7 +51,7 @@ BUDGETS = {
     "hpc_swe/plugins/executors": 810,
     "hpc_swe/plugins/graders": 2_750,
     "hpc_swe/plugins/policies": 5_600,
-    "hpc_swe/plugins/sandboxes": 2_515,
+    "hpc_swe/plugins/sandboxes": 2_535,
     "hpc_swe/plugins/tasksets": 1_160,
     "hpc_swe/plugins/tools": 1_670,
     "hpc_swe/records": 555,

@@ -1,13 +1,13 @@
 # ruff: noqa: BLE001, PTH101, PTH123
 """Fork the commands of `process` sandboxes from an interpreter that has loaded pytest.
 
-The program is sent to the interpreter as text, after that of `_program`: standard library only. It reads
-nothing but the host's requests, and no code of a task runs in it. For each request it forks a watcher, which
-forks the command. The watcher adopts all orphans of the command, so it can end every process that the command
-has started, and does so when the command has ended or the host says so or is gone.
+The program is sent to the interpreter as text, after those of `_descriptors` and `_program`: standard library
+only. It reads nothing but the host's requests, and no code of a task runs in it. For each request it forks a
+reaper, which forks the command. The reaper adopts all orphans of the command, so it can end every process
+that the command has started, and does so when the command has ended or the host says so or is gone.
 
     interpreter <- {"kind", "folder", "environment"} + socket, program, output
-    socket      -> b"started", exit code        <- anything, or the end: kill the command
+    socket      -> b"started" + pidfd of the reaper, exit code  <- anything, or the end: kill the command
 """
 
 import gc
@@ -20,14 +20,16 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
-# In the interpreter, this is in the text above this one.
+# In the interpreter, these are in the texts above this one.
+from hpc_swe.plugins.sandboxes._descriptors import send_files
 from hpc_swe.plugins.sandboxes._program import WARM_UP, execute, reap
 
 PR_SET_CHILD_SUBREAPER = 36
 
 
 def serve(channel: socket.socket) -> None:
-    """Fork one watcher for each request, until the host is gone."""
+    """Fork one reaper for each request, until the host is gone."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # reapers must not keep the socket open
     exec(WARM_UP, {"__name__": "warm_up"})
     gc.collect()
     gc.freeze()
@@ -36,17 +38,17 @@ def serve(channel: socket.socket) -> None:
     while True:
         message, files, _, _ = socket.recv_fds(channel, 1 << 16, 3)
         if not message:
-            return
+            return os.killpg(0, signal.SIGCONT)  # commands may have stopped their reapers
         if os.fork() == 0:
             channel.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            watch(json.loads(message), *files)
+            oversee(json.loads(message), *files)
         for file in files:
             os.close(file)
 
 
-def watch(request: dict[str, Any], host: int, program: int, output: int) -> NoReturn:
-    """Fork the command, and answer when it and all processes that it has started have ended."""
+def oversee(request: dict[str, Any], host: int, program: int, output: int) -> NoReturn:
+    """Become a reaper: fork the command, and answer when it and all that it has started have ended."""
     try:
         wait, go = os.pipe()
         command = os.fork()
@@ -56,7 +58,7 @@ def watch(request: dict[str, Any], host: int, program: int, output: int) -> NoRe
                 run(request, program, output)
             os._exit(126)
         adopt_orphans()
-        os.write(host, b"started")
+        send_files(socket.socket(fileno=os.dup(host)), b"started", [os.pidfd_open(os.getpid())])
         os.write(go, b"g")
         select.select([os.pidfd_open(command), host], [], [])
         code = os.waitstatus_to_exitcode(end(command))

@@ -7,6 +7,7 @@ process could not leave its threads behind. So each process keeps one interprete
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.sandboxes._descriptors import send_files
 from hpc_swe.plugins.sandboxes._exchange import collected
 
-_TEXTS = [Path(__file__).with_name(name).read_text() for name in ("_program.py", "_forks.py")]
+_NAMES = ("_descriptors.py", "_program.py", "_forks.py")
+_TEXTS = [Path(__file__).with_name(name).read_text() for name in _NAMES]
 _PROGRAM = re.sub(r"(?m)^from hpc_swe.*$", "", "\n\n".join(_TEXTS))
 _START_S = 120.0
 _TRIALS = 2
@@ -45,30 +47,35 @@ class Command:
 
     @contextmanager
     def running(self, program: int, output: int) -> Iterator[socket.socket]:
-        """Start the command; the socket gives its exit code as text, and nothing when the watcher was killed.
+        """Start the command; the socket gives its exit code as text, and nothing when its reaper was killed.
 
         Any message to the socket ends the command with all its processes, and so does its end. Both files
         are open: the text of the command, and its output. Raise SandboxError if it could not be started.
         """
-        host = self._start(program, output)
+        host, reaper = self._start(program, output)
         try:
             yield host
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(reaper, signal.SIGKILL)  # the command may have stopped it
         finally:
             host.close()
+            os.close(reaper)
 
-    def _start(self, program: int, output: int) -> socket.socket:
+    def _start(self, program: int, output: int) -> tuple[socket.socket, int]:
+        """Return the command's socket, and a pidfd of its reaper."""
         request = json.dumps({"kind": self.kind, "folder": self.folder, "environment": self.environment})
-        for _ in range(_TRIALS):  # an interpreter that has ended is replaced
+        trials = 0
+        while trials < _TRIALS:  # an interpreter that has ended is replaced
             host, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             host.settimeout(_START_S)
             interpreter = _running()
             with inner, suppress(OSError):
                 interpreter.send(request.encode(), [inner.fileno(), program, output])
             with suppress(OSError):
-                if host.recv(16) == b"started":
-                    return host
+                if files := socket.recv_fds(host, 16, 1)[1]:
+                    return host, files[0]
             host.close()
-            interpreter.close()
+            trials += _close(interpreter)
         raise SandboxError(f"a command could not be started: {interpreter.last_output()}")
 
 
@@ -116,6 +123,16 @@ class _Interpreter:
         """End it; commands that it has started go on."""
         self._process.kill()
         self._process.wait()
+
+
+def _close(interpreter: _Interpreter) -> bool:
+    """End an interpreter that could not start a command; return False if another thread had done so."""
+    with _lock:
+        if _interpreters.get(os.getpid()) is not interpreter:
+            return False
+        del _interpreters[os.getpid()]
+        interpreter.close()
+        return True
 
 
 def _running() -> _Interpreter:

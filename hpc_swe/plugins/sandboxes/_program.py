@@ -23,8 +23,11 @@ try:
     read = metadata.Distribution.entry_points.fget
     recall = lambda self: known.get(str(getattr(self, "_path", ""))) or read(self)
     metadata.Distribution.entry_points = property(recall)
-    for point in {point for points in known.values() for point in points if point.group == "pytest11"}:
-        point.load()
+    for point in sorted({each for points in known.values() for each in points if each.group == "pytest11"}):
+        try:
+            point.load()
+        except (Exception, pytest.skip.Exception) as error:
+            print("not loaded:", point, error, flush=True)
     import hypothesis  # its plugin loads it at the end of every run
 except Exception as error:
     print("not loaded:", error, flush=True)

@@ -33,7 +33,7 @@ SESSION_MARK = "HPC_SWE_SESSION"
 CLOCK_CHECK_S = 0.2
 """Seconds between two readings of a clock other than wall time."""
 STOP_S = 15.0
-"""Seconds in which a command's watcher must end all its processes."""
+"""Seconds in which a command's reaper must end all its processes."""
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class _Folder(Tree):
                 answer = _await(host, timeout_s, clock)
                 if timed_out := answer is None:
                     answer = _stop(host)
-            if not answer:  # a process of the sandbox has killed the one that watches it, or stopped it
+            if not answer:  # a process of the sandbox has killed the reaper, or stopped it
                 _kill_all(self._home, but=SESSION_MARK)
             text = collected(output.fileno(), self._output_bytes)
         code = 137 if timed_out else int(answer or 137)
@@ -127,7 +127,7 @@ class _Folder(Tree):
 
 
 def _await(host: socket.socket, timeout_s: float, clock: Clock) -> bytes | None:
-    """Return a command's exit code, nothing if its watcher has ended, or None when the time is over."""
+    """Return a command's exit code, nothing if its reaper has ended, or None when the time is over."""
     deadline = clock() + timeout_s
     while (left_s := deadline - clock()) > 0:
         host.settimeout(min(left_s, CLOCK_CHECK_S))

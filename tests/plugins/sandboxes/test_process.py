@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from hpc_swe.plugins.sandboxes import _interpreter, process
+from hpc_swe.plugins.sandboxes._program import WARM_UP
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.processes import with_variable
 from tests.kit.checkout import ROOT, environment
@@ -82,12 +84,54 @@ def test_a_program_s_forks_and_open_files_end_with_it(task):
         assert "late" not in sandbox.paths()
 
 
-def test_killing_what_watches_a_program_ends_the_program_alone(task):
+def test_killing_its_reaper_ends_a_program_alone(task):
     kills = "import os, time; os.kill(os.getppid(), 9); time.sleep(600)"
     with Process().open(task) as sandbox:
         result = sandbox.python(kills, 60)
         assert (result.exit_code, result.timed_out) == (137, False)
         assert sandbox.python("print(1)", 60).output == "1\n"
+
+
+@pytest.mark.slow
+def test_a_reaper_that_its_command_has_stopped_is_killed(task):
+    with Process().open(task) as sandbox:
+        result = sandbox.run("kill -STOP $PPID; echo $PPID; sleep 600", 1.0)
+        assert result.timed_out
+        until(lambda: not Path(f"/proc/{result.output.strip()}").exists(), "the reaper's end")
+
+
+def test_a_command_is_started_again_when_the_interpreter_dies(task, tmp_path: Path):
+    with Process(scratch=str(tmp_path)).open(task) as sandbox, ThreadPoolExecutor() as pool:
+        long = pool.submit(sandbox.run, "while [ ! -e done ]; do sleep 0.1; done", 600)
+        until(lambda: _below(tmp_path), "a command whose reaper goes on")
+        interpreter = _interpreter._interpreters[os.getpid()]._process
+        interpreter.send_signal(signal.SIGSTOP)
+        waiting = pool.submit(sandbox.run, "touch done; echo 1", 600)
+        time.sleep(0.5)  # so that its request lies in the interpreter's queue
+        interpreter.kill()
+        assert waiting.result(60).output == "1\n"
+        assert long.result(60).exit_code == 0
+
+
+def test_a_thread_leaves_the_interpreter_that_replaced_another_alone():
+    first = _interpreter._running()
+    assert _interpreter._close(first)
+    second = _interpreter._running()
+    assert not _interpreter._close(first)
+    assert _interpreter._running() is second
+
+
+def test_a_plugin_that_cannot_be_loaded_spares_those_after_it(tmp_path: Path):
+    for name, text in (("broken", "raise OSError('no such library')"), ("useful", "")):
+        (tmp_path / f"{name}_1.py").write_text(text)
+        (tmp_path / f"{name}-1.dist-info").mkdir()
+        (tmp_path / f"{name}-1.dist-info/entry_points.txt").write_text(f"[pytest11]\n{name} = {name}_1\n")
+        (tmp_path / f"{name}-1.dist-info/METADATA").write_text(f"Name: {name}\nVersion: 1\n")
+    program = f"{WARM_UP}\nimport sys\nprint({{'broken_1', 'useful_1', 'hypothesis'}} & {{*sys.modules}})"
+    line, environ = [sys.executable, "-c", program], environment() | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, check=True)
+    assert "no such library" in done.stdout
+    assert all(name in done.stdout.splitlines()[-1] for name in ("useful_1", "hypothesis"))
 
 
 def test_an_interpreter_that_has_ended_is_replaced(task):
@@ -100,14 +144,15 @@ def test_an_interpreter_that_has_ended_is_replaced(task):
             assert _interpreter._interpreters[os.getpid()] is not before
 
 
-def test_programs_end_when_the_process_of_their_sandbox_dies(task, tmp_path: Path):
+@pytest.mark.parametrize("does", ["pass", "os.kill(os.getppid(), 19)"], ids=["goes on", "stops its reaper"])
+def test_programs_end_when_the_process_of_their_sandbox_dies(task, tmp_path: Path, does: str):
     starts = f"""
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.records import Task, TestPlan
 plan = TestPlan(command="", fail_to_pass=[], timeout_s=60.0)
 task = Task(task_id="t", taskset="b", prompt="", image="", workdir="/w", files={{}}, tests=plan)
 with Process(scratch={str(tmp_path)!r}).open(task) as sandbox:
-    sandbox.python("import os; os.fork(); print(1); import time; time.sleep(600)", 600)
+    sandbox.python("import os; {does}; os.fork(); print(1); import time; time.sleep(600)", 600)
 """
     holder = subprocess.Popen([sys.executable, "-c", starts], cwd=ROOT, env=environment())
     until(lambda: _below(tmp_path) == 2, "two programs")
