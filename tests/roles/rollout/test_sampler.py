@@ -209,6 +209,8 @@ def test_a_stopped_engine_is_left_for_another(run: RunDir, tmp_path: Path) -> No
         asking = Sampler(Scripted(replies=""), Endpoints(run, max_lag=1, fresh_s=0.0), "secret", 5.0)
         assert asking.sample(PROMPT, Sampling(max_tokens=1), "a").token_ids == [1]
         os.kill(process.pid, signal.SIGSTOP)
+        stat = Path(f"/proc/{process.pid}/stat")
+        until(lambda: stat.read_text().rpartition(") ")[2][0] == "T", "the engine to stop")
         assert asking.sample(PROMPT, Sampling(max_tokens=1), "a").token_ids == [2]
 
 
