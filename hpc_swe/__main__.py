@@ -9,18 +9,30 @@ import sys
 from hpc_swe import __version__
 
 COMMANDS = {
-    "launch": ("hpc_swe.launch", "start, continue and stop a run"),
-    "status": ("hpc_swe.status", "show what a run is doing"),
-    "show": ("hpc_swe.show", "print any part of a run as text"),
-    "report": ("hpc_swe.report", "write a run as pages for a browser"),
-    "evaluate": ("hpc_swe.evaluate", "measure how many tasks a model solves"),
-    "doctor": ("hpc_swe.doctor", "check whether a cluster can run hpc_swe"),
-    "demo": ("hpc_swe.demo", "run the whole loop on this machine"),
-    "make-model": ("hpc_swe.demo.model", "write a tiny model and its tokenizer"),
-    "prepare-tasks": ("hpc_swe.tasks.prepare", "convert tasks of SWE-bench's format to rows"),
-    "build-images": ("hpc_swe.tasks.build_images", "build the sandbox images of tasks"),
-    "check-tasks": ("hpc_swe.tasks.check", "check which tasks can be graded"),
+    "launch": "start, continue and stop a run",
+    "status": "show what a run is doing",
+    "show": "print any part of a run as text",
+    "report": "write a run as pages for a browser",
+    "evaluate": "measure how many tasks a model solves",
+    "doctor": "check whether a cluster can run hpc_swe",
+    "engine": "print the command of an engine that a run can attach to",
+    "demo": "run the whole loop on this machine",
+    "demo.model": "write a tiny model and its tokenizer",
+    "tasks.prepare": "check rows of SWE-bench's form, and write them",
+    "tasks.build_images": "build the sandbox images of tasks",
+    "tasks.check": "check which tasks a run can train on",
+    "tasks.mine_history": "make tasks of the history of a git repository",
+    "tasks.make_bugs": "make buggy programs from code that works",
+    "tasks.export_episodes": "write rewarded episodes as rows to train on",
+    "benchmarks.learner": "measure steps of the learner",
+    "benchmarks.weights": "measure how soon an engine serves new weights",
+    "benchmarks.delta": "count what changes between two versions of weights",
+    "benchmarks.sandboxes": "measure what sandboxes and gradings take",
+    "benchmarks.limits": "measure the best rates of this machine's first device",
+    "benchmarks.watch": "watch engines and GPUs while runs work",
+    "benchmarks.loop": "compare runs over equally many samples",
 }
+"""Module below hpc_swe -> what it does."""
 
 
 def main() -> None:
@@ -32,14 +44,14 @@ def main() -> None:
         print(_usage())
     elif name in COMMANDS:
         del sys.argv[1]
-        runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
+        runpy.run_module(f"hpc_swe.{name}", run_name="__main__", alter_sys=True)
     else:
         print(f"error: {name}: unknown command\n{_usage()}", file=sys.stderr)
         sys.exit(2)
 
 
 def _usage() -> str:
-    lines = [f"  {name:14} {what}" for name, (_, what) in COMMANDS.items()]
+    lines = [f"  {name:22} {what}" for name, what in COMMANDS.items()]
     return "\n".join(["usage: hpc-swe COMMAND [ARGUMENTS...] (or --version); see COMMAND --help", *lines])
 
 

@@ -5,6 +5,7 @@ import difflib
 import errno
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
@@ -13,7 +14,18 @@ from pathlib import Path
 from hpc_swe.errors import HpcSweError, StorageError
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # the exit codes that shells use
-MENDABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}  # by the person who calls
+WIDEST = 100
+CONFIG = "TOML files, merged left to right, and overrides such as steps=10"
+FULL = "free space there, or name another folder"
+FOREIGN = "name a folder of your own; `ls -ld` shows whose it is"
+REMEDIES = {
+    errno.ENOSPC: FULL,
+    errno.EDQUOT: FULL,
+    errno.EROFS: "name a folder that can be written",
+    errno.EACCES: FOREIGN,
+    errno.EPERM: FOREIGN,
+}
+"""Errors of the file system that the person who calls can mend."""
 
 
 def command(main: Callable[[], int | None]) -> Callable[[], None]:
@@ -35,22 +47,57 @@ def command(main: Callable[[], int | None]) -> Callable[[], None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = BROKEN_PIPE
         except OSError as error:
-            if error.errno not in MENDABLE:
+            if error.errno not in REMEDIES:
                 raise
             where = error.filename or "a file that this command writes"
-            print(
-                f"error: {where}: {error.strerror}; free space there, or name a folder you own",
-                file=sys.stderr,
-            )
+            print(f"error: {where}: {error.strerror}; {REMEDIES[error.errno]}", file=sys.stderr)
             code = StorageError.exit_code
         sys.exit(code)
 
     return run
 
 
-def parser(command: str, description: str) -> argparse.ArgumentParser:
-    """Return the parser of a command, `python -m hpc_swe.<command>`, without arguments yet."""
-    return argparse.ArgumentParser(prog=f"python -m hpc_swe.{command}", description=description)
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Write values in capitals, name each default, and keep lines short enough to read."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size().columns, WIDEST) - 2
+        super().__init__(prog, max_help_position=26, width=width)
+
+    def _get_default_metavar_for_positional(self, action: argparse.Action) -> str:
+        return action.dest.upper()
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        kinds = {"int": "N", "float": "NUMBER", "Path": "PATH", "folder": "FOLDER"}
+        seconds = action.dest.endswith("_s")
+        return "SECONDS" if seconds else kinds.get(getattr(action.type, "__name__", ""), action.dest.upper())
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        is_known = action.default in (None, False, "", [], argparse.SUPPRESS) or "default:" in text
+        return text if is_known or not action.option_strings else f"{text} (default: %(default)s)"
+
+
+def parser(module: str, description: str, *examples: str) -> argparse.ArgumentParser:
+    """Return the parser of `python -m <module>`, without arguments yet; examples are what may follow it."""
+    made = argparse.ArgumentParser(f"python -m {module}", description=description, formatter_class=_Help)
+    return _with_examples(made, examples)
+
+
+def verb(
+    verbs: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, does: str, *examples: str
+) -> argparse.ArgumentParser:
+    """Add a verb to a command, and return its parser; `does` is its description, without capital and stop."""
+    description = f"{does[0].upper()}{does[1:]}."
+    return _with_examples(
+        verbs.add_parser(name, help=does, description=description, formatter_class=_Help), examples
+    )
+
+
+def _with_examples(made: argparse.ArgumentParser, examples: Sequence[str]) -> argparse.ArgumentParser:
+    lines = [f"  {made.prog} {example}".rstrip() for example in examples]
+    made.epilog = "\n".join(["examples:", *lines]) if lines else None
+    return made
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:

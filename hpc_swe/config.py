@@ -32,8 +32,8 @@ MAY_CHANGE = (
     *("eval.every", "eval.patience", "eval.select"),
     *("policy.recompute", "policy.logprob_chunk", "policy.delta_base", "policy.offload_optimizer"),
     *("sft.validate_every",),
-    *("learner.checkpoint_every", "learner.snapshot_every", "learner.max_skipped", "learner.batch_wait_s"),
-    *("learner.poll_s",),
+    *("learner.checkpoint_every", "learner.checkpoint_s", "learner.snapshot_every", "learner.max_skipped"),
+    *("learner.batch_wait_s", "learner.poll_s"),
     *("rollout.slots", "rollout.poll_s", "rollout.engine_wait_s", "rollout.episode_timeout_s"),
     *("engine.extra", "engine.environ", "engine.program", "engine.threads", "engine.enforce_eager"),
     *("engine.max_num_seqs", "engine.kv_cache_bytes", "engine.gpu_memory_share", "engine.update_timeout_s"),
@@ -42,27 +42,33 @@ MAY_CHANGE = (
 operated. Every other key would change what is trained."""
 
 
-def read(*paths: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Merge TOML files left to right, then one-line TOML overrides; the last wins.
+def read(
+    *paths: Path, overrides: Sequence[str] = (), base: RunConfig | None = None, base_source: str = ""
+) -> RunConfig:
+    """Merge TOML files left to right, over a `base` if there is one, then one-line TOML overrides.
+
+    Messages name the base as `base_source`, the file that it came from.
 
     Raise ConfigError, with the file and the key, if a file is missing or is not TOML, a key is unknown, a
     value is out of bounds, or two values contradict each other.
     """
     parts = [*((str(path), _parse(path)) for path in paths), *map(parse_override, overrides)]
-    tree: dict[str, Any] = {}
+    tree = dump(base) if base else {}
     for _, part in parts:
         _merge(tree, part)
     table = tree.get("inference")
     if isinstance(table, dict) and isinstance(table.get("url"), str):
         # OpenAI clients need a trailing /v1, which other routes of an engine lack
         tree["inference"] = table | {"url": re.sub(r"(/v1)?/*$", "", table["url"])}
-    return build(tree, " + ".join(map(str, paths)), parts)
+    sources = [*([base_source] if base else []), *map(str, paths)]
+    return build(tree, " + ".join(sources), parts)
 
 
-def from_words(words: Sequence[str]) -> RunConfig:
+def from_words(words: Sequence[str], base: RunConfig | None = None, base_source: str = "") -> RunConfig:
     """Read the configuration that a command line names: words with `=` override, others are files."""
     files = [Path(word) for word in words if "=" not in word]
-    return read(*files, overrides=[word for word in words if "=" in word])
+    overrides = [word for word in words if "=" in word]
+    return read(*files, overrides=overrides, base=base, base_source=base_source)
 
 
 def build(tree: dict[str, Any], source: str, parts: Sequence[tuple[str, dict[str, Any]]] = ()) -> RunConfig:
@@ -143,6 +149,30 @@ def keep_paths(old: RunConfig, new: RunConfig, folder: Path) -> RunConfig:
     return build(tree, "")
 
 
+def without_later_keys(new: Any, written: Any, known: Any, place: str = "") -> Any:
+    """Return the tree `new` without the keys that are later than the release which has `written` a run's.
+
+    A release writes all of its keys; `known` is what it wrote, with the defaults of later ones. Raise
+    ConfigError when such a key has another value.
+    """
+    tables = (new, written, known)
+    if (
+        not all(isinstance(table, dict) for table in tables)
+        or len({table.get("type") for table in tables}) > 1
+    ):
+        return new
+    kept = {}
+    for key, value in new.items():
+        if key in written or key not in known:
+            kept[key] = without_later_keys(value, written.get(key), known.get(key), f"{place}{key}.")
+        elif value != known[key]:
+            raise ConfigError(
+                f"{place}{key} is a key that the run's own code does not have; add --upgrade to continue "
+                "with this code, or leave the key out"
+            )
+    return kept
+
+
 def _is_same_file(old: Any, new: Any, folder: Path) -> bool:
     if not (isinstance(old, str) and isinstance(new, str) and old and new):
         return False
@@ -175,6 +205,8 @@ def _parse(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         where = "" if path.is_absolute() else f" in {Path.cwd()}; call the command in the folder that has it"
         raise ConfigError(f"{path}: there is no such file{where}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder, not a TOML file; name a run's folder by --run") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -228,21 +260,18 @@ def _faults_of(name: str, value: Any, kind: Any) -> Iterator[tuple[str, str]]:
         try:
             msgspec.convert(value, kind, dec_hook=_plugin)
         except ConfigError as error:
-            field = re.search(r"unknown field `(\w+)`| - at `\$\.(\w+)", str(error))
-            yield f"{name}.{field[1] or field[2] if field else 'type'}", str(error)
+            marks = (r"`\$\.(\w+)", r"unknown field `(\w+)`", rf"^\[{name}\.(\w+)\]")
+            field = next(filter(None, (re.search(mark, str(error)) for mark in marks)), None)
+            yield f"{name}.{field[1] if field else 'type'}", str(error)
             return
         except ValidationError as error:
             text, _, place = str(error).partition(" - at `$")
-            path = [name, *filter(None, place.rstrip("`").split("."))]
+            key, path = f"{name}{place.rstrip('`')}", re.findall(r"\.(\w+)", place.partition("[")[0])
             unknown = re.fullmatch(r"Object contains unknown field `(.+)`", text)
-            if unknown:
-                fields = _fields(kind, path[1:])
-                key = ".".join([*path, unknown[1]])
-                yield key, f"unknown key {key}{suggestion(unknown[1], fields)}; known: {', '.join(fields)}"
-                path.append(unknown[1])
-            else:
-                yield ".".join(path), f"{'.'.join(path)}: {text}{plugins.choices(kind, path[1:])}"
-            if not _remove(value, path[1:]):
+            fault = f"unknown key {key}.{unknown[1]}" if unknown else f"{key}: {text}"
+            path += [unknown[1]] if unknown and "[" not in place else []
+            yield ".".join([name, *path]), f"{fault}{plugins.hint(kind, error)}"
+            if "[" in place or not _remove(value, path):
                 return
         else:
             return
@@ -259,13 +288,6 @@ def _remove(table: Any, path: Sequence[str]) -> bool:
     """Remove a key from nested tables; tell whether it was there."""
     table = _at(table, path[:-1])
     return bool(path) and isinstance(table, dict) and table.pop(path[-1], None) is not None
-
-
-def _fields(kind: Any, path: Sequence[str]) -> list[str]:
-    """Return the keys of a table, which may be nested in another."""
-    for name in path:
-        kind = kind.__annotations__.get(name, kind)
-    return list(getattr(kind, "__struct_fields__", ()))
 
 
 def _source_of(key: str, parts: Sequence[tuple[str, dict[str, Any]]]) -> str:

@@ -63,7 +63,7 @@ class _EventFile:
         about = custom_scalar.create_summary_metadata()
         self._tensor(custom_scalar.CONFIG_SUMMARY_TAG, layout.SerializeToString(), about)
         if run.config.exists():
-            text = msgspec.json.format(run.config.read_bytes(), indent=2).decode()
+            text = msgspec.json.format(atomic.read(run.config), indent=2).decode()
             self.text("run/configuration", text, "run.json, with every default written out")
 
     def number(self, name: str, step: int, at: float, value: float) -> None:

@@ -31,8 +31,9 @@ def line(config: RunConfig) -> str:
 @cli.command
 def main() -> None:
     """Print the line for the configuration that the arguments name."""
-    parser = cli.parser("engine", "Print the command of an engine that a run can attach to.")
-    parser.add_argument("config", nargs="+", help="TOML files, and words such as engine.max_model_len=4096")
+    what = "Print the command of an engine that a run can attach to."
+    parser = cli.parser("hpc_swe.engine", what, "configs/demo.toml model=MODEL")
+    parser.add_argument("config", nargs="+", help=cli.CONFIG)
     print(line(configuration.from_words(cli.parse(parser).config)))
 
 

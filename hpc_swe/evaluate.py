@@ -33,16 +33,23 @@ BENCHMARKS = {"kodcode": KODCODE, "swebench": [*KODCODE, "configs/swepdb_evaluat
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.parser("evaluate", "Evaluate a model.")
+    examples = (
+        "configs/demo.toml --model MODEL --samples 4 --out evals/mine",
+        "configs/demo.toml --model OTHER --samples 4 --out evals/other --compare evals/mine",
+        "--out evals/mine",
+    )
+    what = "Measure how many held-out tasks a model solves; with --out alone, continue."
+    parser = cli.parser("hpc_swe.evaluate", what, *examples)
     add = parser.add_argument
-    words = f"TOML files, merged left to right, and overrides, or one of {', '.join(BENCHMARKS)}"
-    add("config", nargs="*", help=f"{words}; none to continue one")
-    add("--out", type=cli.folder, required=True, help="the evaluation's folder, a run folder")
+    add("config", nargs="*", help=f"{cli.CONFIG}; or {' or '.join(BENCHMARKS)}")
+    add("--out", type=cli.folder, required=True, help="folder of the evaluation")
     model = "Hugging Face folder, or a run's weights/v...; also with --url, for its tokenizer"
     add("--model", "--model-name", "--model_name", type=cli.folder, help=model)
     url = "engine that already serves the model, http://host:port; its key in VLLM_API_KEY"
     add("--url", "--base-url", "--base_url", help=url)
-    add("--parquet-path", "--parquet_path", type=cli.folder, help="file of the held-out tasks")
+    add(
+        "--parquet-path", "--parquet_path", type=cli.folder, metavar="FILE", help="file of the held-out tasks"
+    )
     add("--n-parallel", "--n_parallel", type=int, help="episodes that one rollout worker runs at once")
     add("--max-steps", "--max_steps", type=int, help="turns of an episode")
     add("--samples", type=int, help="episodes per task and decoding")

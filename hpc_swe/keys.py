@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import get_args, get_origin
 
 import msgspec
 
@@ -79,7 +80,7 @@ def _cell(text: str) -> str:
 
 
 def _of_table(kind: type, table: str, prefix: str) -> Iterator[Key]:
-    sources, inner = _sources(kind), []
+    sources, inner, tables = _sources(kind), [], list[tuple[str, type]]()
     for field in msgspec.structs.fields(kind):
         family = configuration.FAMILIES.get(field.type)
         if family or (isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)):
@@ -87,12 +88,19 @@ def _of_table(kind: type, table: str, prefix: str) -> Iterator[Key]:
             continue
         name, (annotation, default, meaning) = f"{prefix}{field.name}", sources[field.name]
         yield Key(table, name, annotation, default, meaning, configuration.may_change(name))
+        values = get_args(field.type)[1:] if get_origin(field.type) is dict else ()
+        tables += [(f"{name}.NAME", each) for each in values if hasattr(each, "__struct_fields__")]
+    for path, each in tables:
+        yield from _of_table(each, f"[{path}] of {table}" if "type =" in table else f"[{path}]", f"{path}.")
     for field, family in inner:
         path = f"{prefix}{field.name}"
         for type_name in plugins.known(family) if family else []:
             module = importlib.import_module(f"hpc_swe.plugins.{family}.{type_name}")
             plugin = getattr(module, type_name.title().replace("_", ""))
-            yield from _of_table(plugin, f'[{path}] type = "{type_name}"', f"{path}.")
+            title, name = f'[{path}] type = "{type_name}"', f"{path}.type"
+            does = str(module.__doc__).splitlines()[0]
+            yield Key(title, name, f"'{type_name}'", "required", does, configuration.may_change(name))
+            yield from _of_table(plugin, title, f"{path}.")
         if not family:
             yield from _of_table(field.type, f"[{path}]", f"{path}.")
 
@@ -108,10 +116,19 @@ def _sources(kind: type) -> dict[str, tuple[str, str, str]]:
         assert isinstance(tree, ast.ClassDef)
         for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                default = f"default {ast.unparse(node.value)}" if node.value else "required"
+                default = f"default {_default(base, node.value)}" if node.value else "required"
                 inherited = found.get(node.target.id, ("", "", ""))[2]
                 found[node.target.id] = (_kind(node.annotation), default, _docstring(after) or inherited)
     return found
+
+
+def _default(kind: type, value: ast.expr) -> str:
+    for word in value.keywords if isinstance(value, ast.Call) else ():
+        if isinstance(word.value, ast.Lambda):
+            return ast.unparse(word.value.body)
+    if isinstance(value, ast.Name) and isinstance(getattr(inspect.getmodule(kind), value.id), str):
+        return "a text, which start --dry-run shows"
+    return ast.unparse(value)
 
 
 def _docstring(node: ast.stmt | None) -> str:

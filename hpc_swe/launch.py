@@ -10,18 +10,30 @@ from hpc_swe import cli
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, DeadlineError
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import submit
+from hpc_swe.runs import existing, submit
 from hpc_swe.runs.control import print_result, start, stop
-from hpc_swe.runs.existing import load
 from hpc_swe.runs.preview import preview
 from hpc_swe.runs.watch import left, watch
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    parser = cli.parser("launch", "Start, continue and stop a run.")
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    add = verbs.add_parser("start", help="make the run folder and submit its jobs").add_argument
-    add("config", nargs="+", help="TOML files, merged left to right, and overrides such as steps=10")
+    parser = cli.parser("hpc_swe.launch", "Start, continue and stop a run.")
+    verbs = parser.add_subparsers(
+        dest="verb", required=True, metavar="VERB", help="each has a --help of its own"
+    )
+    words = "configs/demo.toml model=MODEL"
+    examples = (
+        f"{words} steps=100 --run runs/mine",
+        f"{words} --dry-run",
+        "--run runs/mine rollout.slots=16",
+    )
+    does = "make the run folder and submit its jobs; on a folder that exists, continue the run in it"
+    add = cli.verb(verbs, "start", does, *examples).add_argument
+    without = (
+        "without files, the run of --run continues with its own configuration and these overrides; relative "
+        "paths then start in the folder from which it was started"
+    )
+    add("config", nargs="*", help=f"{cli.CONFIG}; {without}")
     add(
         "--run", type=cli.folder, help="run folder (default: $HPC_SWE_RUNS or runs/, named by the first file)"
     )
@@ -30,24 +42,31 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add(
         "--upgrade", action="store_true", help="continue with this code, not with the code of the run's start"
     )
-    again = verbs.add_parser("tick", help="submit the jobs that are missing; cron calls this")
-    again.add_argument("run", type=cli.folder)
-    listed = verbs.add_parser("keys", help="list the keys of a configuration, with type, default and meaning")
+    again = cli.verb(verbs, "tick", "submit the jobs that are missing; cron calls this", "runs/mine")
+    again.add_argument("run", type=cli.folder, help="folder of the run")
+    does = "list the keys of a configuration, with type, default and meaning"
+    listed = cli.verb(verbs, "keys", does, "groups", "policy.lora")
     listed.add_argument("prefix", nargs="?", default="", help="start of the keys' names, for example groups")
     listed.add_argument("--markdown", action="store_true", help="in the form of docs/configuration.md")
-    end = verbs.add_parser("stop", help="let jobs finish their work and exit")
-    end.add_argument("run", type=cli.folder)
+    end = cli.verb(verbs, "stop", "let jobs finish their work and exit", "runs/mine", "runs/mine --now")
+    end.add_argument("run", type=cli.folder, help="folder of the run")
     end.add_argument("--now", action="store_true", help="let jobs exit at once, then cancel what is left")
     return parser, dict(verbs.choices)
 
 
 def _start(arguments: argparse.Namespace) -> None:
     files = [Path(word) for word in arguments.config if "=" not in word]
-    if not files:
-        raise ConfigError("no CONFIG.toml is given; name the run's configuration, such as configs/demo.toml")
-    config = configuration.from_words(arguments.config)
+    if not (files or arguments.run):
+        raise ConfigError(
+            "no CONFIG.toml is given; name the configuration of a new run, such as configs/demo.toml, or by "
+            "--run the folder of a run that exists"
+        )
     runs = Path(os.environ.get("HPC_SWE_RUNS") or "runs").absolute()
     run = RunDir(arguments.run or runs / files[0].stem)
+    base = None if files else existing.load(run)
+    if base:
+        existing.enter(run)
+    config = configuration.from_words(arguments.config, base, str(run.config))
     if arguments.dry_run:
         preview(run, config)
         return
@@ -55,7 +74,7 @@ def _start(arguments: argparse.Namespace) -> None:
     if arguments.wait is None:
         return
     try:
-        watch(run, load(run), arguments.wait)  # as it was made: epochs are steps there
+        watch(run, existing.load(run), arguments.wait)  # as it was made: epochs are steps there
     except (DeadlineError, KeyboardInterrupt):
         print(left(run, config), file=sys.stderr)
         raise
@@ -85,11 +104,11 @@ def main() -> None:
         _list_keys(arguments)
         return
     run = RunDir(arguments.run)
-    config = load(run)
+    config = existing.load(run)
     if verb == "tick":
         print_result(run, submit.tick(run, config))
     else:
-        stop(run, config, now=arguments.now)
+        print(f"{run.root}: {stop(run, config, now=arguments.now)}")
 
 
 if __name__ == "__main__":

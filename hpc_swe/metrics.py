@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from hpc_swe.records import MetricLine
+from hpc_swe.store import atomic
 
 RECENT = 20  # values of a curve that `status` shows
 METRICS = {
@@ -107,6 +108,7 @@ METRICS = {
     "ratio/sequence_spread": "gspo: mean of |log| of that ratio; clip wider than rounding makes it",
     "ratio/masked_share": "decoupled: share of tokens outside mask_low .. mask_high",
     "step_seconds/*": "seconds of the learner's step by part",
+    "step_seconds/checkpoint": "seconds for the checkpoint, if there was one, of the step before",
     "turn/offload_s": "hybrid: seconds in which the learner moved its state to host memory",
     "turn/engines_s": "hybrid: seconds for which the engines had the GPUs",
     "turn/sleep_s": "hybrid: seconds in which the learner waited until the engines slept",
@@ -195,7 +197,8 @@ class Log:
     def __init__(self, path: Path) -> None:
         self.recent: dict[str, list[float]] = {}
         """Last values by curve, oldest first."""
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        with atomic.storage(path):
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         size = os.fstat(self._file).st_size
         self._is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
         """Whether the file ends in the middle of a line, for example because the disk was full."""
@@ -212,5 +215,6 @@ class Log:
         self._is_torn = True
         try:
             self._is_torn = os.write(self._file, data) < len(data)
+            os.fsync(self._file)  # a node that is lost must not take the line of a step that it has saved
         except OSError as error:
             log.warning("not logged: step %d: %s", step, error)  # a lost metric must not end the process

@@ -171,6 +171,10 @@ class RunDir:
         """Return the cell that says that the scheduler has accepted the submission."""
         return self.submission(role, number) / "submitted.json"
 
+    def rest(self, role: Role) -> Path:
+        """Return the cell that says since when a role is known to fail, by the clock of each host."""
+        return self.launches / role / "rest.json"
+
     def started(self, role: Role, number: int, index: int) -> Path:
         """Return the cell in which one job of the submission describes itself."""
         return self.submission(role, number) / f"job_{index:04d}.json"

@@ -45,7 +45,8 @@ def note_memory(folder: Path, pids: Iterable[int]) -> None:
     lines = set()
     for pid in pids:
         with contextlib.suppress(OSError):  # the process has ended
-            words = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+            mapped = Path(f"/proc/{pid}/maps").read_text().splitlines()  # some thousand lines
+            words = [line.split() for line in mapped if f" {MEMORY}/" in line]
             lines |= {f"{w[4]} {w[5]}" for w in words if len(w) == 6 and Path(w[5]).parent == MEMORY}
     if new := sorted(lines.difference(_lines(folder / SHARED))):
         with (folder / SHARED).open("a") as file:

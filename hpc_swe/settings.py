@@ -4,6 +4,7 @@
 """
 
 from itertools import islice
+from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -14,7 +15,7 @@ from hpc_swe.plugins.agents.base import Agent
 from hpc_swe.plugins.engines.base import Engine
 from hpc_swe.plugins.executors.base import Executor
 from hpc_swe.plugins.graders.base import Grader
-from hpc_swe.plugins.policies.base import LossConfig, OptimizerConfig, Policy
+from hpc_swe.plugins.policies.base import Kept, LossConfig, OptimizerConfig, Policy
 from hpc_swe.plugins.sandboxes.base import Sandboxes
 from hpc_swe.plugins.tasksets.base import Taskset
 from hpc_swe.records import Record, Role, Sampling, Split, Task
@@ -195,6 +196,9 @@ class LearnerConfig(Record, frozen=True, kw_only=True):
     Versions of evaluated steps, multiples of `retention.keep_every` and the last step are always full."""
     checkpoint_every: Positive = 10
     """Steps between two checkpoints."""
+    checkpoint_s: Annotated[float, Meta(ge=0)] = 60.0
+    """Save a checkpoint, too, after a step at which a kill would cost so many seconds of work, waits for
+    batches not counted, and fifty times as many as the last checkpoint took; 0 is never."""
     max_skipped: Natural = 3
     """Batches in a row that are skipped, and kept in skipped/, because a gradient was not finite; one more is
     an error."""
@@ -348,3 +352,12 @@ class RunConfig(Record, frozen=True, kw_only=True):
     sft: SftConfig = SftConfig()
     lease: LeaseConfig = LeaseConfig()
     supervision: SupervisionConfig = SupervisionConfig()
+
+    @property
+    def kept(self) -> list[Kept]:
+        """Return what the learner keeps beside its state."""
+        kept: list[Kept] = ["last version"] if self.learner.snapshot_every > 1 else []
+        if not self.learner.loss.kl_coefficient:
+            return kept
+        is_other = Path(self.reference or self.model).resolve() != Path(self.model).resolve()
+        return ["other reference" if is_other else "initial model", *kept]

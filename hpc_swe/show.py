@@ -61,16 +61,26 @@ def _unconsumed(run: RunDir, wanted: dict[str, str]) -> Iterator[ScoredEpisode]:
                 yield scored
 
 
+EXAMPLES = (
+    "runs/demo-0/grpo",
+    "runs/demo-0/grpo/tasks.parquet",
+    "runs/demo-0/grpo --step 12 --outcome resolved --limit 2",
+)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.parser("show", "Print any part of a run.")
+    parser = cli.parser("hpc_swe.show", "Print any part of a run.", *EXAMPLES)
     add = parser.add_argument
     add("path", type=Path, help="a run, or any file or folder of one")
-    add("--task", help="only episodes of this task")
-    add("--outcome", choices=get_args(Outcome), help="only episodes with this outcome")
-    add("--exit", choices=[status.value for status in ExitStatus], help="only episodes that ended this way")
-    add("--step", default="", help="number of a batch, or label of an evaluation")
-    add("--limit", type=int, default=20, help="maximum number of episodes (default: 20); 0 is all")
-    add("--json", action="store_true", help="one JSON record per line, with all tokens")
+    add("--task", help="print only episodes of this task")
+    outcomes, exits = get_args(Outcome), [status.value for status in ExitStatus]
+    only = f"print only episodes with this outcome: {', '.join(outcomes)}"
+    add("--outcome", choices=outcomes, metavar="OUTCOME", help=only)
+    only = f"print only episodes that ended this way: {', '.join(exits)}"
+    add("--exit", choices=exits, metavar="STATUS", help=only)
+    add("--step", default="", help="print only episodes of this step, or of this label of an evaluation")
+    add("--limit", type=int, default=20, help="print at most N episodes; 0 is all")
+    add("--json", action="store_true", help="print one JSON record per line, with all tokens")
     return parser
 
 
@@ -78,6 +88,8 @@ def parts(arguments: argparse.Namespace) -> Iterator[str]:
     """Yield the texts to print, one per episode or file; raise HpcSweError if no episode fits the filters."""
     keys = {"task_id": arguments.task, "outcome": arguments.outcome, "exit_status": arguments.exit}
     wanted = {key: value for key, value in keys.items() if value}
+    if not arguments.path.exists():
+        raise HpcSweError(f"{arguments.path}: no such file or folder; name a run, or what is in one")
     if not wanted and not arguments.step and not (arguments.json and arguments.path.is_dir()):
         yield exhibits.exhibit(arguments.path)
         return
@@ -91,7 +103,7 @@ def parts(arguments: argparse.Namespace) -> Iterator[str]:
     if not count:
         raise HpcSweError(f"{arguments.path}: no episode fits the filters")
     if count == arguments.limit and not arguments.json:
-        yield f"only the first {count} are shown; --limit 0 shows all"
+        yield f"--limit {count} was reached; --limit 0 shows all episodes"
 
 
 @cli.command

@@ -4,7 +4,6 @@ Everything is read from the run folder, except for the jobs in the queue, which 
 tells. When the scheduler does not answer, the screen says so and shows the rest.
 """
 
-import argparse
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hpc_swe import cli
+from hpc_swe import cli, tables
 from hpc_swe.errors import StorageError, boundary
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.records import RoleStatus, StatusReport
@@ -25,7 +24,7 @@ from hpc_swe.runs.view import ASK_S, RunReader, RunView, duration
 BARS = " _.-=*#@"
 WIDE, BAR, NAME = 20, 16, 24
 REDRAW_S = 2.0
-LINES = 8  # of errors; everything else fits above them on a screen of 40
+LINES = 7  # of errors; everything else fits above them on a screen of 40
 HEADLINES = (
     *("reward/mean", "solve/train", "solve/eval", "infra/eval", "evaluation", "groups/signal_rate"),
     *("staleness/mean", "staleness/max", "rate/sampled_tokens", "episodes/turns", "episodes/infra_rate"),
@@ -42,15 +41,18 @@ MEANINGS = {
 def render(view: RunView, width: int = 80) -> RenderableType:
     """Render one screen of at most 40 lines, in plain ASCII."""
     report = view.report
-    parts: list[str | Table] = [*_head(view), "", _roles(view, width), *_engines(view)]
+    parts: list[str | Table] = [*_head(view, width), "", _roles(view, width), *_engines(view)]
     parts += ["", _spools(report)] if report else []
     parts += ["", _curves(report)] if report and report.recent else []
     errors = [view.stuck, view.queue.silence, *view.queue.failures]
     errors += report.errors[-LINES // 2 :] if report else []
-    # each takes at most two lines of the screen
-    rows = [f"error: {line}"[at : at + width] for line in errors if line for at in (0, width)]
-    parts += list(filter(None, rows))[:LINES]
+    parts += [row for line in errors if line for row in _rows(f"error: {line}", width)][:LINES]
     return Group(*(part if isinstance(part, Table) else Text(part[:width]) for part in parts))
+
+
+def _rows(line: str, width: int) -> list[str]:
+    """Cut a line into at most two lines of the screen."""
+    return [row for row in (line[:width], line[width : 2 * width]) if row]
 
 
 def spark(values: Sequence[float]) -> str:
@@ -62,11 +64,11 @@ def spark(values: Sequence[float]) -> str:
     return "".join(BARS[round((value - low) * scale)] for value in values)
 
 
-def _head(view: RunView) -> list[str]:
+def _head(view: RunView, width: int) -> list[str]:
     orders = [f"order {name}: {MEANINGS.get(name, 'unknown')}" for name in view.orders]
     if view.report is None:
         return [view.name, *orders, "waits for the first report of the coordinator"]
-    waits = [f"waits for {view.report.waits_for}"] if view.report.waits_for else []
+    waits = _rows(f"waits for {view.report.waits_for}", width) if view.report.waits_for else []
     return [_progress(view, view.report), *orders, *waits, *_age(view)]
 
 
@@ -187,19 +189,19 @@ def _screen(reader: RunReader, console: Console) -> RenderableType:
 @cli.command
 def main() -> None:
     """Show the screen once, or until the run has finished."""
-    parser = argparse.ArgumentParser(prog="python -m hpc_swe.status", description="Show what a run is doing.")
-    parser.add_argument("run", type=cli.folder)
-    parser.add_argument(
-        "--watch", action="store_true", help="redraw every two seconds until the run has finished"
-    )
+    examples = ("runs/demo-0/grpo", "runs/demo-0/grpo --watch")
+    parser = cli.parser("hpc_swe.status", "Show what a run is doing.", *examples)
+    parser.add_argument("run", type=cli.folder, help="folder of a run or of an evaluation")
+    watch = "redraw every two seconds until the run has finished"
+    parser.add_argument("--watch", action="store_true", help=watch)
     arguments = cli.parse(parser)
-    run, console = RunDir(arguments.run), Console(highlight=False)
+    run, console = RunDir(arguments.run), tables.screen()
     with boundary(StorageError, f"reading {run.root}"):
         reader = RunReader(run, existing.load(run))
         if arguments.watch:
             _watch(reader, run, console)
         else:
-            console.print(render(reader.look(), console.width))
+            console.print(render(reader.look_twice(), console.width))
 
 
 if __name__ == "__main__":

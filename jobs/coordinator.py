@@ -130,7 +130,8 @@ def work(run: RunDir, config: RunConfig) -> None:
     with entry.lease(run, config, "coordinator") as lease:
         lease.publish(state="ready")
         curves = Log(run.metric_log(lease.owner))
-        maintenance = Maintenance(run, config.retention, config.lease, config.groups.max_losses)
+        most = config.groups.max_losses
+        maintenance = Maintenance(run, config.retention, config.lease, most, own=lease.owner)
         make = partial(mode, run, config, curves)
         desired = job_counts.desired(config)
         limits, beat_s = _limits(run, config), config.lease.beat_s

@@ -26,12 +26,16 @@ def lease(run: RunDir, config: RunConfig, role: Role) -> Lease:
 
 def run_role(work: Callable[[RunDir, RunConfig], None]) -> None:
     """Run `work` on the run named on the command line; our errors become one line and an exit code."""
+    module = f"jobs.{Path(sys.argv[0]).stem}"
+    parser = cli.parser(module, "Run one process of a role; `jobs.run` restarts it when it dies.")
+    parser.add_argument("run", type=Path, help="folder of the run")
+    root: Path = parser.parse_known_args()[0].run
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("megatron").setLevel(logging.WARNING)  # it logs its whole configuration
     heartbeat.start()
     stacks.register()
-    run = RunDir(Path(sys.argv[1]).absolute())
+    run = RunDir(root.absolute())
     try:
         work(run, existing.load(run))
     except LostRace as error:

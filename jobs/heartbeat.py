@@ -17,9 +17,7 @@ from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
-from hpc_swe.errors import StorageError
 from hpc_swe.processes import MEETING, StoppedProcesses
-from hpc_swe.store import atomic
 
 BEAT_S = 2.0
 LOOK_S = 1.0
@@ -50,8 +48,10 @@ def start() -> None:
 def _run(path: Path, closed: threading.Event) -> None:
     for number in count():
         try:
-            atomic.write(path, str(number).encode(), durable=False)
-        except (StorageError, OSError) as error:
+            # In place: on a file system that has become full, a new file would be refused.
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+                file.write(f"{number:20d}".encode())
+        except OSError as error:
             log.debug("no beat: %s", error)  # the supervisor ended, or a later beat succeeds
         if closed.wait(BEAT_S):
             return
@@ -82,7 +82,7 @@ class HeartbeatMonitor:
         stopped = [f"process {pid} is stopped" for pid in self._stopped.find(children)]
         silent = [
             f"rank {name.removeprefix(BEATS)} gave no sign of life for {n * self._look_s:.0f} s"
-            for name, (_, n) in self._seen.items()
-            if n >= self._silent
+            for name, (data, n) in self._seen.items()
+            if data and n >= self._silent  # a full file system makes the file, and takes no content
         ]
         return "; ".join(stopped + silent)

@@ -39,12 +39,13 @@ def work(run: RunDir, config: RunConfig) -> None:
         return
     with _reporting(run, config) as (writer, on_step):
         tokens = config.batches.microbatch_tokens
-        learner = config.policy.build(Path(config.model), table.optimizer, reference, tokens)
+        learner = config.policy.build(Path(config.model), table.optimizer, reference, tokens, config.kept)
         kept = (config.eval.every, config.retention.keep_every)
         plan = LearnerPlan(
             config.steps,
             table.export_every,
             table.checkpoint_every,
+            table.checkpoint_s,
             table.max_skipped,
             writer,
             turn,

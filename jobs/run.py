@@ -28,7 +28,6 @@ from hpc_swe import cli, gpu_turns, gpus, job_counts, scratch
 from hpc_swe.errors import HpcSweError, NodeError, StorageError, StuckRun
 from hpc_swe.plugins.executors.base import own_address, own_job_id
 from hpc_swe.processes import MEETING, Flag, die_with_parent, free_port, start_time
-from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import existing
 from hpc_swe.settings import RunConfig
@@ -294,10 +293,11 @@ def main() -> int:
     run = RunDir(arguments.run.absolute())
     try:
         config = existing.load(run)
-        os.chdir(atomic.get(run.manifest, RunManifest).folder)
+        existing.enter(run)
         return _work(arguments, run, config)
     except HpcSweError as error:
         log.error("%s", error)
+        _report(arguments, run, 0.0, error.exit_code)  # or ticks without accounting submit it again for ever
         return error.exit_code
 
 
@@ -371,7 +371,7 @@ def _report(arguments: argparse.Namespace, run: RunDir, seconds: float, code: in
     index = int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))
     try:
         atomic.put(run.started(arguments.role, arguments.submission, index), started)
-    except StorageError as error:
+    except (StorageError, FileNotFoundError) as error:  # the folder may be no run any more
         log.warning("not reported: %s", error)  # only people and the next tick read it, so the job continues
 
 
@@ -384,12 +384,14 @@ def _srun(processes: int, command: Sequence[str]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jobs.run", description="Keep one job of a run alive.")
+    parser = cli.parser("jobs.run", "Keep the processes of one job of a run alive.", "rollout runs/mine")
     parser.add_argument("role", help="coordinator, inference, learner, rollout or reward")
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--submission", type=int, default=0, help="number in launch/<role>/; 0 is by hand")
-    parser.add_argument("--notice", type=float, default=NOTICE_S, help="seconds from warning to end")
-    parser.add_argument("--while", dest="bound_to", default="", help="pid:start of a process to end with")
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--submission", type=int, default=0, help="number in launch/ROLE/; 0 is by hand")
+    notice = "time between the scheduler's warning and the end"
+    parser.add_argument("--notice", metavar="SECONDS", type=float, default=NOTICE_S, help=notice)
+    bound = "end when this process has ended"
+    parser.add_argument("--while", dest="bound_to", metavar="PID:START", default="", help=bound)
     return parser
 
 

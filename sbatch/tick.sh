@@ -18,7 +18,7 @@ for config in "$folder"/run.json "$folder"/*/run.json; do
     PYTHONPATH=$run/code timeout --kill-after=10 300 "${HPC_SWE_PYTHON:-.venv/bin/python}" -P -m hpc_swe.launch tick "$run" > "$output" 2>&1
     code=$? said=$(sed -E 's/^[0-9]{4}-[0-9-]+ [0-9:,]+ //' "$output") failed=$run/logs/tick.failed
     [ "$code" != 0 ] || rm -f "$failed"
-    [ "$code $said" != "0 $run: submitted nothing" ] || continue
+    [[ "$code $said" != "0 $run: submitted nothing"?(: *) ]] || continue
     mkdir -p "$run/logs"
     printf '%(%FT%T)T exit code %d: %s\n' -1 "$code" "$said" >> "$run/logs/tick.log"
     [ "$code" != 0 ] || continue

@@ -73,8 +73,23 @@ def test_plugin_is_built_from_its_table(read):
         ('advantage.type="gropo"', r"\[advantage\] has no type 'gropo'; did you mean 'grpo'\?; known: grpo"),
         (
             "advantage.scale=true",
-            r"\[advantage\] type = 'grpo': .*unknown field `scale`.*its fields: scale_by_std",
+            r"\[advantage\] type = 'grpo': .*unknown field `scale`.*known: scale_by_std",
         ),
+        (
+            'executor={type="slurm", roles={rewrd={mem_gb=3}}}',
+            r"^override .*'rewrd' .*; did you mean 'reward'\?; known: coordinator",
+        ),
+        (
+            'executor={type="slurm", roles={reward={mem=3}}}',
+            r"field `mem`.*; did you mean 'mem_gb'\?; known: partition, nodes",
+        ),
+        (
+            "counts.rewrd=2",
+            r"counts.rewrd=2: counts: .*; did you mean 'reward'\?; known: coord",
+        ),
+        ('by_hand=["rewrd"]', r"by_hand\[0\]: .*'rewrd'; did you mean 'reward'\?"),
+        ("eval.decodings.a.temp=1", r"unknown key eval.decodings\[...\].temp; known: temperature"),
+        ('agent={type="tool_agent", tools=["vew"]}', r"^override agent.*no type 'vew'; did you mean 'view'"),
         ("sampling.top_p=0.9", r"\[sampling\] training must sample the unchanged distribution"),
         ("sampling.temperature=0.7", r"\[sampling\] training must sample the unchanged distribution"),
         ("learner.export_every=5", r"groups.max_staleness = 1 .* set it to export_every - 1"),

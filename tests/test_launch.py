@@ -47,11 +47,18 @@ def read(model):
     return config
 
 
-def command(*words, **env):
+def command(*words, folder=ROOT, **env):
     line = [sys.executable, "-m", "hpc_swe.launch", *map(str, words)]
     return subprocess.run(
-        line, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **env}, timeout=DEADLINE_S
+        line, capture_output=True, text=True, cwd=folder, env={**os.environ, **env}, timeout=DEADLINE_S
     )
+
+
+def test_a_refused_continuation_names_the_file_of_the_run(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read("learner.optimizer.decay=linear"))
+    with pytest.raises(ConfigError, match=f"^{run.config}: learner.optimizer.decay_steps = .* steps = 90000"):
+        configuration.from_words(["steps=90000"], existing.load(run), str(run.config))
 
 
 def test_start_makes_a_whole_run_that_is_private(tmp_path, read):
@@ -70,8 +77,63 @@ def test_start_again_goes_on_but_refuses_what_would_change_the_training(tmp_path
     control.start(run, read("steps=99"))
     assert existing.load(run).steps == 99
     assert run.token.read_bytes() == token
-    with pytest.raises(ConfigError, match=r"decide what it trains: groups.group_size: 8 -> 4.*tick.*--run"):
+    with pytest.raises(ConfigError, match=r"groups.group_size: 8 -> 4.*start --run.*with --run"):
         control.start(run, read("groups.group_size=4"))
+
+
+def test_start_without_a_file_continues_a_run_with_what_it_has(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read("seed=5"))
+    run.drain.touch()
+    ticked = command("tick", run.root)
+    assert "submitted nothing: control/DRAIN forbids it; `launch start` removes that" in ticked.stdout
+    done = command("start", "--run", run.root, "steps=99")
+    assert (done.returncode, run.drain.exists()) == (0, False), done.stderr
+    assert existing.load(run) == read("seed=5", "steps=99")
+    refused = command("start", "--run", run.root, "seed=6")
+    assert (refused.returncode, "seed: 5 -> 6" in refused.stderr) == (2, True)
+    assert f"{run.root} is a folder, not a TOML file" in command("start", run.root).stderr
+    assert "no run here" in command("start", "--run", tmp_path / "other").stderr
+
+
+def test_a_run_is_continued_from_any_folder_with_paths_as_it_was_started(tmp_path, model):
+    started, called, run = tmp_path / "started", tmp_path / "called", RunDir(tmp_path / "run")
+    started.mkdir()
+    called.mkdir()
+    model.rename(started / "model")
+    small = ["tasks.train=3", "tasks.eval=2", "learner.optimizer.decay=constant", *NOBODY]
+    first = [ROOT / "configs/demo.toml", "model=model", 'sandbox={type="process"}', *small]
+    here = {"PYTHONPATH": str(ROOT)}
+    done = command("start", *first, "--run", run.root, folder=started, **here)
+    assert done.returncode == 0, done.stderr
+    done = command("start", "--run", run.root, "steps=99", folder=called, **here)
+    assert done.returncode == 0, done.stderr
+    assert (existing.load(run).steps, existing.load(run).model) == (99, "model")
+    started.rename(tmp_path / "moved")
+    refused = command("start", "--run", run.root, folder=called, **here)
+    assert f"{started}: No such file or directory; the run was started in" in refused.stderr
+
+
+def test_a_run_keeps_the_keys_that_its_own_code_reads_until_it_is_upgraded(tmp_path, read):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    tree = json.loads(run.config.read_bytes())
+    del tree["learner"]["max_skipped"], tree["executor"]["environ"]  # as a release without them wrote it
+    run.config.write_text(json.dumps(tree))
+    control.start(run, read("steps=99", "executor.pause_s=0.1"))
+    tree["steps"], tree["executor"]["pause_s"] = 99, 0.1
+    assert json.loads(run.config.read_bytes()) == tree
+    with pytest.raises(ConfigError, match="learner.max_skipped is a key that the run's own code .*--upgrade"):
+        control.start(run, read("learner.max_skipped=7"))
+    control.start(run, read("learner.max_skipped=7"), upgrade=True)
+    assert json.loads(run.config.read_bytes())["learner"]["max_skipped"] == 7
+
+
+def test_more_steps_than_a_decay_has_are_refused_with_the_reason(tmp_path, read):
+    run, words = RunDir(tmp_path / "run"), ["learner.optimizer.decay=linear"]
+    control.start(run, read(*words, "steps=3"))
+    with pytest.raises(ConfigError, match="decay_steps: 3 -> 6.*start another run from its last weights"):
+        control.start(run, read(*words, "steps=6"))
 
 
 def test_a_run_goes_on_with_a_model_that_was_moved_but_not_with_another(tmp_path, read, model):
@@ -261,7 +323,8 @@ def test_tick_submits_the_difference_and_nothing_under_an_order(tmp_path, read):
     try:
         assert control.start(run, config).submit == {"reward": 1}
         assert submit.tick(run, config).submit == {}
-        control.stop(run, config, now=True)
+        said = control.stop(run, config, now=True)
+        assert said == "cancelled 0 jobs that had not begun; 1 were told to exit, and 0 of them were ended"
         assert control.alive(run, config) == []
         assert submit.tick(run, config).submit == {}
     finally:

@@ -1,11 +1,14 @@
 import resource
 import signal
+import subprocess
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpc_swe.drawing import FIRST, Drawing
+from hpc_swe.errors import StorageError
 from hpc_swe.metrics import METRICS, Log, meaning
+from hpc_swe.roles.inference.child import Child
 from hpc_swe.rundir import RunDir
 
 
@@ -128,3 +131,16 @@ def test_a_line_that_a_limit_cut_short_takes_no_other_along(run):
     log.write(2, {"reward/mean": 2.0})
     Drawing(run).update()
     assert curves(run) == {"reward/mean": [(0, 0), (2, 2)]}
+
+
+def test_a_log_that_a_full_file_system_refuses_is_one_error(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "nr_inodes=1", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    try:
+        with pytest.raises(StorageError, match=rf"^{tmp_path}/log.jsonl: no space is left; free some"):
+            Log(tmp_path / "log.jsonl")
+        with pytest.raises(StorageError, match=rf"^{tmp_path}/engine.log: no space is left; free some"):
+            Child(["false"], {}, tmp_path / "engine.log")
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)

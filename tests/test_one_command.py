@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -20,7 +21,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def said(*words: str) -> "subprocess.CompletedProcess[str]":
     line = [sys.executable, "-m", "hpc_swe", *words]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    environ = os.environ | {"COLUMNS": "200"}
+    return subprocess.run(line, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
 
 
 def test_the_version_is_told() -> None:
@@ -42,9 +44,25 @@ def test_commands_do_what_their_modules_do(tmp_path: Path) -> None:
     assert done.returncode == 2
 
 
-@pytest.mark.parametrize("module", [module for module, _ in COMMANDS.values()])
-def test_every_command_has_its_module(module: str) -> None:
-    assert importlib.util.find_spec(module) is not None
+def test_the_list_has_every_module_that_is_a_command() -> None:
+    sources = [path for path in (ROOT / "hpc_swe").rglob("*.py") if "\n@cli.command\n" in path.read_text()]
+    paths = [path.relative_to(ROOT / "hpc_swe").with_suffix("") for path in sources]
+    assert {".".join(path.parts).removesuffix(".__main__") for path in paths} == set(COMMANDS)
+
+
+VERBS = [("launch", verb) for verb in ("start", "tick", "keys", "stop")]
+
+
+@pytest.mark.slow  # it starts each command
+@pytest.mark.parametrize("words", [*((name,) for name in COMMANDS), *VERBS], ids=" ".join)
+def test_the_help_of_a_command_explains_every_argument(words: tuple[str, ...]) -> None:
+    done = said(*words, "--help")
+    text = re.sub(r"\n {15,}", "  ", done.stdout.partition("examples:")[0])  # wrapped lines
+    assert done.returncode == 0, done.stderr
+    assert f"usage: python -m hpc_swe.{words[0]}" in text
+    assert max(map(len, done.stdout.partition("examples:")[0].splitlines())) <= 100
+    entries = [line for line in text.splitlines() if re.match(r"  (?:-|[A-Za-z])", line)]
+    assert [line for line in entries if not re.search(r"\S  +\S", line)] == []
 
 
 def test_the_console_script_is_the_command() -> None:

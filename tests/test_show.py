@@ -113,7 +113,7 @@ def test_damage_is_one_error(run, tmp_path):
     for name, data in (("a.parquet", b"x"), ("a.json", b"{"), ("a.safetensors", b"\xff" * 20)):
         (tmp_path / name).write_bytes(data)
         assert show(tmp_path / name, code=CorruptRecord.exit_code).startswith(f"error: {tmp_path / name}")
-    assert show(tmp_path / "absent", code=1).startswith("error: ")
+    assert "no such file or folder; name a run" in show(tmp_path / "absent", code=1)
     assert "no run" in show(tmp_path, "--outcome", "resolved", code=1)
 
 

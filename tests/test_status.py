@@ -4,7 +4,9 @@ import io
 import os
 import subprocess
 import sys
+import threading
 import time
+from itertools import count
 
 import pytest
 from rich.console import Console
@@ -263,6 +265,11 @@ def test_silence_of_the_scheduler_is_said_and_the_rest_is_shown(run, read):
     assert "step 12/48" in text
 
 
+def test_why_a_run_waits_is_shown_to_its_end_on_a_narrow_screen():
+    waits = "results of train-000000-00, train-000000-01, train-000000-02 ..; no engine serves"
+    assert "no engine serves" in screen(view(report=report(waits_for=waits)), 80).replace("\n", "")
+
+
 def test_failed_submissions_say_what_their_jobs_and_logs_said(run, read):
     publish(run)
     for number in (1, 2, 3):
@@ -271,7 +278,7 @@ def test_failed_submissions_say_what_their_jobs_and_logs_said(run, read):
     (run.logs("reward") / "377_0_log.out").write_text("starting\nerror: [grader] no pytest\n\n")
     text = screen(RunReader(run, read()).look(), 120)
     assert "reward: exit code" in text
-    assert "3 submissions running, so tick rests 10 min" in text
+    assert "3 submissions running, so ticks rest 10 min after each" in text
     assert "error: logs/reward/377_0_log.out: error: [grader] no pytest" in text
 
 
@@ -314,6 +321,34 @@ def test_watching_asks_the_scheduler_no_more_than_every_fifteen_seconds(run, rea
     assert (first.report.step, second.report.step) == (12, 13)
     now[0] = 15.0
     assert reader.look().queue is not first.queue
+
+
+@pytest.mark.parametrize("skew_s", [-7200.0, 7200.0])
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_coordinator_is_silent_by_its_reports_and_not_by_clocks(run, read, skew_s, lives):
+    """A file's time comes from a server, or from the coordinator's node."""
+
+    def report_as(beat):
+        publish(run, beat=beat)
+        os.utime(run.status, times=(time.time() + skew_s,) * 2)
+
+    report_as(0)
+    status_s = 300.0 if lives else 0.5  # a living one is seen at its next report, however slow the machine
+    config = read(f"coordinator.status_s={status_s}", executor=f'executor={{type="{__name__}:Mute"}}')
+    is_over = threading.Event()
+
+    def live():
+        for beat in count(1):
+            if is_over.wait(0.05):
+                return
+            report_as(beat)
+
+    coordinator = threading.Thread(target=live)
+    if lives:
+        coordinator.start()
+    found = RunReader(run, config).look_twice()
+    is_over.set()
+    assert ("has not reported for 2 h" in screen(found)) == (not lives)
 
 
 def test_status_of_what_is_no_run_is_one_line(tmp_path):

@@ -1,8 +1,8 @@
 """Say what a delta between two full versions takes: python -m hpc_swe.benchmarks.delta OLD NEW.
 
 Both are folders of Hugging Face weights, for example two successive versions of a run. Values are rounded to
-bfloat16, as a learner exports them. `--share` takes a part of each value's step, which stands for a learning
-rate that is lower by as much: steps of Adam are proportional to it.
+bfloat16. `--share` takes a part of each value's step, as a lower learning rate would with Adam; that needs
+float32, because a step between two rounded values is none, or at least one last place.
 """
 
 import argparse
@@ -41,9 +41,14 @@ def pairs(old: Path, new: Path) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def measure(old: Path, new: Path, share: float) -> DeltaSize:
-    """Return how much changes when each value takes `share` of its step."""
+    """Return how much changes when each value takes `share` of its step; below 1 only for float32."""
     values = different = whole = written = 0
     for before, after in pairs(old, new):
+        if share < 1 and {before.dtype, after.dtype} != {torch.float32}:
+            raise ConfigError(
+                f"{old} and {new}: --share needs float32 weights, since steps between rounded ones cannot be "
+                "scaled; leave it out, or compare versions of a run with policy.dtype = 'float32'"
+            )
         first, second = before.float(), after.float()
         rounded, stepped = first.bfloat16(), (first + (second - first) * share).bfloat16()
         changes = encode(rounded, stepped)
@@ -56,11 +61,13 @@ def measure(old: Path, new: Path, share: float) -> DeltaSize:
 @cli.command
 def main() -> None:
     """Print one line."""
-    parser = cli.parser("benchmarks.delta", "Say what a delta between two full versions takes.")
+    example = "RUN/weights/v000046-i01 RUN/weights/v000047-i01 --share 0.04"
+    what = "Count what changes between two full versions of the weights, and the bytes of their delta."
+    parser = cli.parser("hpc_swe.benchmarks.delta", what, example)
     parser.add_argument("old", type=Path, help="folder of the version before")
     parser.add_argument("new", type=Path, help="folder of the next version")
     parser.add_argument(
-        "--share", type=cli.number(float, 0, 1), default=1.0, help="of each value's step, to take"
+        "--share", type=cli.number(float, 0, 1), default=1.0, help="take this share of each step (float32)"
     )
     _print(cli.parse(parser))
 

@@ -137,7 +137,9 @@ def learn(plan: HopPlan, out: Path) -> None:
     learner.close()
 
 
-def _publish(run: RunDir, plan: HopPlan, learner: SteppingLearner, publisher: Publisher) -> list[Published]:
+def _publish(
+    run: RunDir, plan: HopPlan, learner: SteppingLearner, publisher: Publisher[SteppingLearner]
+) -> list[Published]:
     publisher.publish_weights()
     versions = []
     for step in range(1, plan.deltas + 2):

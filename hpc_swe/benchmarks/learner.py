@@ -182,30 +182,49 @@ def describe(benchmark: Benchmark) -> str:
     trained = sum(trained for _, trained in work.packs_of(0))
     varied = ", drawn anew around these" if work.vary else ""
     return (
-        f"{benchmark.ranks} x {device}; a step trains {work.packs} packs of {tokens:,} tokens, lengths "
+        f"{benchmark.ranks} x {device}; packs of a step: {work.packs}, of {tokens:,} tokens; lengths "
         f"{spell_lengths(work.lengths)}{varied}, {100 * trained / work.packs / tokens:.1f} % in the loss"
     )
 
 
 def _arguments() -> argparse.Namespace:
-    parser = cli.parser("benchmarks.learner", "Measure steps of the learner with random weights.")
-    parser.add_argument("overrides", nargs="*", metavar="policy.KEY=VALUE", help="keys of [policy]")
+    examples = (
+        "--shape tiny --lengths 64x2,32 --peer fsdp2 --profile",
+        "--shape 4B --lengths 16384 --mask-share 0.5 policy.recompute=elementwise",
+        "--shape 30B-A3B --lengths 65536 --ranks 4 policy.expert_parallel=4 --estimate",
+    )
+    what = "Measure steps of the learner with random weights."
+    parser = cli.parser("hpc_swe.benchmarks.learner", what, *examples)
+    parser.add_argument("overrides", nargs="*", metavar="policy.KEY=VALUE", help="key of [policy]")
     known, count, share = ", ".join(shapes.SHAPES), cli.number(int, 1), cli.number(float, 0.001, 1)
-    parser.add_argument("--shape", default="tiny", help=f"{known}; or a model's folder (default: tiny)")
-    parser.add_argument("--lengths", default="64x2,32", help="of a pack's sequences, as in 8192x2,1024x8")
+    parser.add_argument("--shape", default="tiny", help=f"sizes of the model: {known}; or a model's folder")
+    parser.add_argument(
+        "--lengths", default="64x2,32", help="lengths of the sequences of a pack, as in 8192x2,1024x8"
+    )
     parser.add_argument("--mask-share", type=share, default=1.0, help="share of the tokens in the loss")
-    parser.add_argument("--vary", action="store_true", help="other lengths around these in each pack")
+    parser.add_argument("--vary", action="store_true", help="give each pack other lengths around these")
     parser.add_argument("--packs", type=count, default=0, help="packs of a step (default: one for each rank)")
-    parser.add_argument("--ranks", type=count, default=1, help="processes, one a GPU")
+    parser.add_argument("--ranks", type=count, default=1, help="processes, one for each GPU")
     parser.add_argument(
         "--tensor-parallel", type=count, default=1, help="the same as policy.tensor_parallel=N"
     )
-    parser.add_argument("--peer", default="none", help=f"none, or some of {','.join(PEERS)}")
-    parser.add_argument("--profile", action="store_true", help="also print seconds by class of kernel")
-    parser.add_argument("--estimate", action="store_true", help="print estimates of memory, and run nothing")
-    parser.add_argument("--warm", type=count, default=3, help="steps before those that are timed")
-    parser.add_argument("--steps", type=count, default=5, help="steps that are timed")
-    parser.add_argument("--timeout-s", type=cli.number(float, 1), default=900.0, help="limit of each column")
+    parser.add_argument("--peer", default="none", help=f"measure these, too: some of {','.join(PEERS)}")
+    parser.add_argument("--profile", action="store_true", help="print milliseconds by class of kernel, too")
+    parser.add_argument(
+        "--estimate",
+        action="store_true",
+        help="print the memory that each setting would need, and run nothing",
+    )
+    parser.add_argument(
+        "--warm", type=count, default=3, help="take so many steps before those that are timed"
+    )
+    parser.add_argument("--steps", type=count, default=5, help="time so many steps")
+    parser.add_argument(
+        "--timeout-s",
+        type=cli.number(float, 1),
+        default=900.0,
+        help="end each row of the table after so long",
+    )
     return cli.parse(parser)
 
 

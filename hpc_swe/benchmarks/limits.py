@@ -81,7 +81,9 @@ def describe(limits: Rates) -> str:
 @cli.command
 def main() -> None:
     """Print the limits of this machine."""
-    cli.parse(cli.parser("benchmarks.limits", "Measure the best rates of this machine's first device."))
+    cli.parse(
+        cli.parser("hpc_swe.benchmarks.limits", "Measure the best rates of this machine's first device.")
+    )
     tables.say(describe(measure_limits()))
 
 

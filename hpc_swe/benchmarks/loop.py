@@ -140,7 +140,7 @@ def figures(loop: Loop) -> dict[str, str]:
         "sampled tokens/s": f"{sampled / loop.seconds:,.0f}",
         "learner waits %": f"{loop.share('wait'):.1f}",
         "learner trains %": f"{loop.share(*TRAINS):.1f}",
-        "learner publishes %": f"{loop.share('publish'):.1f}",
+        "learner publishes %": f"{loop.share('publish', 'checkpoint'):.1f}",
         "in engines": f"{sum(s.weighted('seconds/engine') for s in loop.steps) / loop.seconds / engines:.1f}",
         "stale mean": f"{fmean(ages):.2f}",
         "stale max": f"{oldest:.0f}",
@@ -228,9 +228,12 @@ def compare(loops: Mapping[str, Loop], looks: Sequence[Look] = ()) -> list[Table
 @cli.command
 def main() -> None:
     """Print the tables."""
-    parser = cli.parser("benchmarks.loop", "Compare runs over equally many samples.")
+    example = "runs/demo-0/async runs/demo-0/sync --watched watched.jsonl"
+    parser = cli.parser("hpc_swe.benchmarks.loop", "Compare runs over equally many samples.", example)
     parser.add_argument("runs", nargs="+", type=cli.folder, metavar="RUN", help="folder of a run")
-    parser.add_argument("--watched", type=Path, help="file of benchmarks.watch, for idle engines and GPUs")
+    parser.add_argument(
+        "--watched", type=Path, help="file of benchmarks.watch, which shows idle engines and GPUs"
+    )
     arguments = cli.parse(parser)
     names = {folder: folder.name for folder in arguments.runs}
     if len(set(names.values())) < len(names):

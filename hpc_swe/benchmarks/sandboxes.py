@@ -195,11 +195,13 @@ def _require_resolved(scores: Sequence[Score]) -> None:
 @cli.command
 def main() -> None:
     """Print one table."""
-    parser = cli.parser("benchmarks.sandboxes", "Say what rollouts and gradings take of the processors.")
-    parser.add_argument("--type", choices=("process", "apptainer"), default="process", help="sandbox")
+    what = "Measure what sandboxes, tools and gradings take of the processors."
+    examples = ("--tasks 60 --slots 2", "--tasks 60 --slots 2 --type apptainer")
+    parser = cli.parser("hpc_swe.benchmarks.sandboxes", what, *examples)
+    parser.add_argument("--type", choices=("process", "apptainer"), default="process", help="kind of sandbox")
     parser.add_argument("--images", default=".cache/images", help="folder of Apptainer's images")
-    parser.add_argument("--tasks", type=int, default=60, help="tasks, each of which is done once")
-    parser.add_argument("--slots", type=int, default=2, help="threads: tasks at a time")
+    parser.add_argument("--tasks", type=int, default=60, help="do so many tasks once each")
+    parser.add_argument("--slots", type=int, default=2, help="do so many tasks at a time, in threads")
     _print(cli.parse(parser))
 
 

@@ -2,7 +2,7 @@
 
 It asks the engines of every run below the folder how many requests they have, ten times a second, and
 nvidia-smi how busy each GPU is, until it is ended. `benchmarks.loop --watched FILE` then tells how long each
-was idle. Engines count their requests only with `engine.extra = ["--enable-server-load-tracking"]`.
+was idle. Engines that runs only attach to may not count their requests.
 """
 
 import shutil
@@ -19,6 +19,7 @@ import msgspec
 
 from hpc_swe import cli
 from hpc_swe.errors import CorruptRecord, StorageError
+from hpc_swe.plugins.engines.base import LOAD
 from hpc_swe.records import EndpointTable
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
@@ -54,10 +55,6 @@ class GpuLook(msgspec.Struct, frozen=True, kw_only=True):
 Look = EngineLook | GpuLook
 
 
-class _Load(msgspec.Struct):
-    server_load: int
-
-
 def read(path: Path) -> list[Look]:
     """Return the looks of a file; a line that is torn is left out."""
     found: list[Look] = []
@@ -86,9 +83,9 @@ def engines(run: RunDir) -> Iterator[EngineLook]:
 
 
 def _requests(url: str, token: str) -> int:
-    request = Request(f"{url}/load", headers={"Authorization": f"Bearer {token}"})
+    request = Request(f"{url}{LOAD}", headers={"Authorization": f"Bearer {token}"})
     with build_opener(ProxyHandler({})).open(request, timeout=2.0) as answer:
-        return msgspec.json.decode(answer.read(), type=_Load).server_load
+        return msgspec.json.decode(answer.read(), type=int)
 
 
 def gpu(line: str) -> GpuLook:
@@ -119,8 +116,9 @@ def _follow_gpus(program: str, file: _File) -> None:
 @cli.command
 def main() -> None:
     """Watch until a signal ends this process."""
-    parser = cli.parser("benchmarks.watch", "Watch engines and GPUs while runs go, until it is ended.")
-    parser.add_argument("folder", type=Path, help="the runs are in it; they may be created later")
+    what = "Watch engines and GPUs while runs work, until Ctrl-C."
+    parser = cli.parser("hpc_swe.benchmarks.watch", what, "runs/demo-0 --out watched.jsonl")
+    parser.add_argument("folder", type=Path, help="folder of the runs, which may begin later")
     parser.add_argument("--out", type=Path, required=True, help="file to append to")
     arguments = cli.parse(parser)
     with arguments.out.open("a", encoding="utf-8") as out:

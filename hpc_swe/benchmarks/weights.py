@@ -326,19 +326,28 @@ def _folder(given: str) -> Iterator[Path]:
 @cli.command
 def main() -> None:
     """Print the table."""
-    parser = cli.parser("benchmarks.weights", "Measure how new weights reach an engine.")
-    parser.add_argument("overrides", nargs="*", metavar="TABLE.KEY=VALUE", help="keys of [policy], [engine]")
-    parser.add_argument("--shape", default="tiny", help=f"{', '.join(shapes.SHAPES)} (default: tiny)")
+    examples = ("--shape tiny --deltas 2", "--shape 8B engine.gpu_memory_share=0.8")
+    what = "Measure how soon an engine serves new weights."
+    parser = cli.parser("hpc_swe.benchmarks.weights", what, *examples)
+    parser.add_argument("overrides", nargs="*", metavar="TABLE.KEY=VALUE", help="key of [policy] or [engine]")
+    parser.add_argument("--shape", default="tiny", help=f"sizes of the model: {', '.join(shapes.SHAPES)}")
     parser.add_argument(
-        "--ranks", type=cli.number(int, 1), default=1, help="processes of the learner, one a GPU"
-    )
-    parser.add_argument("--deltas", type=cli.number(int, 0), default=4, help="versions that are deltas")
-    parser.add_argument("--lr", type=cli.number(float, 0), default=1e-6, help="learning rate")
-    parser.add_argument(
-        "--settle-s", type=cli.number(float, 0), default=2.0, help="seconds between a swap and the next step"
+        "--ranks", type=cli.number(int, 1), default=1, help="processes of the learner, one for each GPU"
     )
     parser.add_argument(
-        "--timeout-s", type=cli.number(float, 1), default=280.0, help="limit of the whole benchmark"
+        "--deltas", type=cli.number(int, 0), default=4, help="publish so many versions as deltas"
+    )
+    parser.add_argument(
+        "--lr", type=cli.number(float, 0), default=1e-6, help="move every value by this learning rate"
+    )
+    parser.add_argument(
+        "--settle-s",
+        type=cli.number(float, 0),
+        default=2.0,
+        help="wait so long between a swap and the next step",
+    )
+    parser.add_argument(
+        "--timeout-s", type=cli.number(float, 1), default=280.0, help="end the benchmark after so long"
     )
     parser.add_argument(
         "--folder", default="", help="a new folder for the run (default: in memory, and removed)"

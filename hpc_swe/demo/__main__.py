@@ -213,21 +213,25 @@ def run(demo: Demo, control: str) -> None:
     console.print(f"{time.monotonic() - began:.0f} s in all")
 
 
+EXAMPLES = ("", "--seed 1 --control shuffled", "configs/slurm_demo.toml --out /shared/me/demo")
+
+
 @cli.command
 def main() -> None:
     """Run the demo that the command line describes."""
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
-    parser = cli.parser("demo", "Run the whole loop on this machine.")
+    what = "Run the whole loop: on this machine, and without arguments, in about 7 minutes."
+    parser = cli.parser("hpc_swe.demo", what, *EXAMPLES)
     add = parser.add_argument
-    add("--seed", type=int, default=0)
-    add("--out", type=Path, help="folder (default: runs/demo-<seed>)")
+    add("--seed", type=int, default=0, help="decides the weights at the start and the order of the tasks")
+    add("--out", type=Path, help="folder of the stages (default: runs/demo-SEED)")
     add("--control", choices=sorted(CONTROLS), default="", help="run a control instead of GRPO")
-    add("--shape", choices=SHAPES, default="tiny", help="sizes of the model; other than tiny: those of Qwen3")
-    names = "folder of the GRPO run (default: grpo); several share a warm start"
+    add("--shape", choices=SHAPES, default="tiny", help="sizes of the model, tiny or those of Qwen3")
+    names = "folder of the GRPO run in --out (default: grpo); several share a warm start"
     add("--name", type=run_name, help=names)
     add("--quick", action="store_true", help="evaluate only while GRPO trains, not before and after it")
-    add("overrides", nargs="*", help="of every stage's configuration: TOML files, or words such as steps=10")
+    add("overrides", nargs="*", metavar="CONFIG", help=f"{cli.CONFIG}, for every stage")
     arguments = cli.parse(parser)
     root = arguments.out or Path(os.environ.get("HPC_SWE_RUNS", "runs")) / f"demo-{arguments.seed}"
     try:

@@ -4,7 +4,6 @@ The tokenizer is trained on the demonstrations of the bug tasks, so that their J
 tokens; the weights are random. The result is an ordinary Hugging Face model folder.
 """
 
-import argparse
 import itertools
 import json
 import re
@@ -141,10 +140,12 @@ def save_model(tokenizer: Tokenizer, folder: Path, seed: int, **sizes: object) -
 @cli.command
 def main() -> None:
     """Make the folder that the command line names."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m hpc_swe.demo.model", description=__doc__, formatter_class=raw)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
+    what = (
+        "Make a Qwen3 for the demo, with random weights and a tokenizer of its own, as a Hugging Face folder."
+    )
+    parser = cli.parser("hpc_swe.demo.model", what, "--out models/tiny", "--out own/model --context 4096")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--seed", type=int, default=0, help="decides the weights")
     context = SIZES["max_position_embeddings"]
     parser.add_argument("--context", type=int, default=context, help="longest conversation in tokens")
     parser.add_argument("--shape", choices=SHAPES, default="tiny", help="sizes of the model")
@@ -152,7 +153,7 @@ def main() -> None:
         "--taskset",
         type=json.loads,
         default={"type": "bugs"},
-        help="table of whose words are tokens, as JSON",
+        help="table [taskset], as JSON, of whose words the tokenizer makes tokens",
     )
     options = cli.parse(parser)
     taskset = plugins.load("tasksets", options.taskset)

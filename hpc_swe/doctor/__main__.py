@@ -52,16 +52,26 @@ def diagnose(arguments: argparse.Namespace) -> list[Finding]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+EXAMPLES = ("--shared /shared/me", "configs/demo.toml configs/slurm.toml --shared /shared/me")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.parser("doctor", "Check a cluster; print each fault with its remedy.")
+    parser = cli.parser("hpc_swe.doctor", "Check a cluster; print each fault with its remedy.", *EXAMPLES)
     add = parser.add_argument
     add("config", nargs="*", help="as for `launch start`: its partitions, GPUs and images are checked")
-    add("--shared", type=Path, help="the shared folder (default: $HPC_SWE_RUNS or runs/)")
-    add("--partition", action="append", default=[], help="repeatable (default: the configuration's)")
+    add("--shared", type=Path, help="shared folder of the runs (default: $HPC_SWE_RUNS or runs/)")
+    add(
+        "--partition",
+        action="append",
+        default=[],
+        help="check this partition; repeatable (default: the configuration's)",
+    )
     add("--gpus", type=int, default=0, help="GPUs per node to request from each --partition")
-    add("--nodes", type=int, default=2, help="nodes to probe in each partition (default: 2)")
-    add("--timeout", type=float, default=120.0, help="seconds to wait for a partition's nodes (default: 120)")
-    add("--python", default=sys.executable, help="the interpreter of jobs (default: this one)")
+    add("--nodes", type=int, default=2, help="nodes to probe in each partition")
+    add(
+        "--timeout", metavar="SECONDS", type=float, default=120.0, help="wait so long for a partition's nodes"
+    )
+    add("--python", default=sys.executable, help="interpreter of jobs (default: this one)")
     add("--json", action="store_true", help="print the findings as JSON, for programs")
     return parser
 

@@ -191,7 +191,7 @@ def ancestry(model: Path) -> Iterator[RunDir]:
         run = RunDir(model.parents[1])
         yield run
         with boundary(ConfigError, f"{run.config}, which says what {model} was trained from"):
-            initial = msgspec.json.decode(run.config.read_bytes(), type=_InitialModel).model
+            initial = msgspec.json.decode(atomic.read(run.config), type=_InitialModel).model
             model = Path(atomic.get(run.manifest, RunManifest).folder, initial)
 
 
@@ -213,7 +213,7 @@ def read(run: RunDir) -> Finished:
     """Read an evaluation; raise HpcSweError when the folder is none, or when it has not finished."""
     attempts = evals.read(run.eval_table("eval"))
     with boundary(ConfigError, f"{run.root}: not the folder of an evaluation"):
-        decodings = msgspec.json.decode(run.config.read_bytes(), type=_EvalConfig).eval.decodings
+        decodings = msgspec.json.decode(atomic.read(run.config), type=_EvalConfig).eval.decodings
         return Finished(attempts, {task.task_id: task for task in tasks.read(run.tasks)["eval"]}, decodings)
 
 

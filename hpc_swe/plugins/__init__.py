@@ -13,8 +13,7 @@ file is cheap; heavy libraries are imported in the method that needs them.
 import importlib
 import pkgutil
 import re
-from collections.abc import Sequence
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import msgspec
 from msgspec import Struct, ValidationError, convert
@@ -55,20 +54,23 @@ def load(family: str, table: dict[str, Any]) -> Any:
     try:
         return convert(fields, plugin)
     except ValidationError as error:
-        names = plugin.__struct_fields__
-        unknown = re.search(r"unknown field `(\w+)`", str(error))
-        rest = f"{suggestion(unknown[1], names)}; its fields: {', '.join(names) or 'none'}" if unknown else ""
-        wrong = re.search(r" - at `\$\.(\w+)`", str(error))
-        rest += choices(plugin, [wrong[1]]) if wrong else ""
-        raise ConfigError(f"[{_table(family)}] type = {kind!r}: {error}{rest}") from None
+        raise ConfigError(f"[{_table(family)}] type = {kind!r}: {error}{hint(plugin, error)}") from None
 
 
-def choices(kind: Any, path: Sequence[str]) -> str:
-    """Return how a message lists the values of a key below a struct, if it has but some."""
-    for name in path:
-        fields = msgspec.structs.fields(kind) if hasattr(kind, "__struct_fields__") else ()
-        kind = next((field.type for field in fields if field.name == name), None)
-    return f"; known: {', '.join(map(str, get_args(kind)))}" if get_origin(kind) is Literal else ""
+def hint(kind: Any, error: ValidationError) -> str:
+    """Return the end of a message: what a wrong key or value of a type may be, where there are but some."""
+    wrong = re.search(r"unknown field `(.+?)`|Invalid enum value '(.+?)'", str(error))
+    place = re.search(r"`\$(.*)`", str(error))
+    if not wrong:
+        return ""
+    for name in re.findall(r"\.(\w+)|\[.+?\]", place[1] if place else ""):
+        fields = msgspec.structs.fields(kind) if name else ()
+        items = get_args(kind)[:1] if get_origin(kind) is tuple else get_args(kind)[-1:]
+        [kind] = [field.type for field in fields if field.name == name] or items
+    if "at `key` in" in str(error):
+        kind = get_args(kind)[0]
+    known = kind.__struct_fields__ if wrong[1] else [str(value) for value in get_args(kind)]
+    return f"{suggestion(wrong[1] or wrong[2], known)}; known: {', '.join(known) or 'none'}"
 
 
 def dump(plugin: Plugin) -> dict[str, Any]:

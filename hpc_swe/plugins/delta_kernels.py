@@ -73,8 +73,7 @@ def encode_all(
         _count[(count,)](old, new, counts, start, new.numel(), blocks.size, BLOCK, num_warps=WARPS)
     first, last, inner, others = counts.to(torch.int64)
     base = torch.arange(blocks.size, device=device) * BLOCK
-    ends = torch.where(last >= 0, base + last, -1).cummax(0).values
-    before = torch.cat([ends.new_full((1,), -1), ends[:-1]])
+    before = _last_before(last >= 0, base + last)
     unchanged = base - torch.maximum(before, blocks.own_starts * BLOCK - 1) - 1  # up to the block's start
     codes = inner + torch.where(last >= 0, (unchanged + first) // REACH.value + 1, 0)
     code_starts, code_sizes = blocks.before(codes)
@@ -95,6 +94,17 @@ def encode_all(
         found.append(written)
     growths = blocks.before(grown)[1].unbind()
     return [None if each is None else (*each, growth) for each, growth in zip(found, growths, strict=True)]
+
+
+def _last_before(is_any: Tensor, last: Tensor) -> Tensor:
+    """Return `last` of the nearest block before each block that has any change; -1 where there is none.
+
+    A single thread block of the GPU would compute torch.cummax of so long a vector.
+    """
+    rank = is_any.cumsum(0)
+    known = last.new_full((len(last) + 1,), -1)
+    known.scatter_(0, rank * is_any, torch.where(is_any, last, -1))
+    return known[rank - is_any.long()]
 
 
 @dataclass(frozen=True)

@@ -134,3 +134,5 @@ class CheckpointManifest(Manifest, frozen=True, kw_only=True):
     step: int
     incarnation: int
     tensor_parallel: int
+    saving_s: float = 0.0
+    """Seconds that the learner took to write and to read the files."""

@@ -252,8 +252,15 @@ def _count(text: str) -> int | None:
     return None if text == "all" else int(text)
 
 
+EXAMPLES = (
+    "runs/demo-0/grpo",
+    "runs/demo-0/grpo --episodes all",
+    "runs/demo-0/grpo --steps 12,20-25 --out pages",
+)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.parser("report", "Write a run as pages that a browser shows from files.")
+    parser = cli.parser("hpc_swe.report", "Write a run as pages that a browser shows from files.", *EXAMPLES)
     add = parser.add_argument
     add("run", type=cli.folder, help="folder of a run or of an evaluation, also while it works")
     add("--out", type=cli.folder, help="folder of the report (default: report/ in the run)")
@@ -262,7 +269,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_count,
         default=EPISODES,
         metavar="N",
-        help=f"episodes that are written whole, the newest first; or all (default: {EPISODES})",
+        help="write so many episodes whole, the newest first; or all",
     )
     add("--steps", type=spans, default=(), help="write all episodes of these steps, too: 12,20-25")
     add("--task", default="", help="write only episodes of this task")

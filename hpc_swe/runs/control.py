@@ -3,7 +3,9 @@
 import logging
 import time
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
+
+import msgspec
 
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, HpcSweError
@@ -29,9 +31,10 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> TickResul
     taken = checks.require(run, config)
     config = trajectories.resolved(run, config, taken.trajectories)
     if run.config.exists() or not create.create(run, config, taken):
-        _update_config(run, config)
+        require_alike(run, config)
         if upgrade and (jobs := alive(run, config)):
             raise ConfigError(f"{run.root}: {len(jobs)} jobs still run the old code; `launch stop` it first")
+        _update_config(run, config, upgrade=upgrade)
         if upgrade:
             upgrades.prepare(run, config)
             create.renew_code(run)
@@ -42,30 +45,47 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> TickResul
 
 
 def _submit(run: RunDir, config: RunConfig) -> TickResult:
-    """Submit missing jobs; cancel all when one role cannot be submitted and nothing ran before."""
+    """Submit missing jobs; cancel all when one role cannot be submitted and nothing ran before.
+
+    Then an order stands, so that no tick submits before the next start what was cancelled. Processes that
+    people have started by hand would end by it.
+    """
     before = {role: submissions.newest(run, role).number for role in get_args(Role)}
-    plan = submit.tick(run, config)
+    leases = atomic.names(run.nodes)
+    plan = submit.tick(run, config, rests=False)  # a person may have mended what failed
     if not plan.lost:
         return plan
     queue = config.executor.queue(run)
-    if any(job.submission <= before[job.role] for job in queue if job.state != "broken"):
+    ran_before = any(job.submission <= before[job.role] for job in queue if job.state != "broken")
+    if ran_before or leases:
         return plan
+    with atomic.storage(run.control):
+        run.stop.touch()
     config.executor.cancel([job.job for job in queue])
-    reasons = "; ".join(f"{role}: {plan.stuck[role]}" for role in plan.lost)
-    raise ConfigError(f"{run.root}: {reasons}; nothing was left in the queue. Correct this and start again")
+    raise ConfigError(
+        f"{run.root}: {plan.reasons(plan.lost)}; nothing was left in the queue. Correct this and start again"
+    )
 
 
-def stop(run: RunDir, config: RunConfig, *, now: bool) -> None:
-    """Cancel waiting jobs and order the others to drain; with `now` to exit, and end them after a grace."""
+def stop(run: RunDir, config: RunConfig, *, now: bool) -> str:
+    """Cancel waiting jobs and order the others to drain; with `now` to exit, and end them after a grace.
+
+    Return what was done, for people.
+    """
     with atomic.storage(run.control):
         (run.stop if now else run.drain).touch()
-    config.executor.cancel([job.job for job in config.executor.queue(run) if job.state != "running"])
+    queue = config.executor.queue(run)
+    waiting = [job.job for job in queue if job.state != "running"]
+    config.executor.cancel(waiting)
+    done, running = f"cancelled {len(waiting)} jobs that had not begun", len(queue) - len(waiting)
     if not now:
-        return
+        return f"{done}; {running} finish their work, and then exit"
     deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline and config.executor.queue(run):
         time.sleep(min(config.executor.pause_s, 2.0))
-    config.executor.cancel([job.job for job in config.executor.queue(run)])
+    late = [job.job for job in config.executor.queue(run)]
+    config.executor.cancel(late)
+    return f"{done}; {running} were told to exit, and {len(late)} of them were ended"
 
 
 def alive(run: RunDir, config: RunConfig) -> list[str]:
@@ -85,32 +105,45 @@ def differences(run: RunDir, config: RunConfig) -> list[str]:
 
 def require_alike(run: RunDir, config: RunConfig) -> None:
     """Raise ConfigError with the keys that differ, of those that decide what the run trains."""
-    refused = differences(run, config)
+    follows = "it follows steps; for more of them, start another run from its last weights"
+    refused = [
+        f"{change} ({follows})" if change.startswith("learner.optimizer.decay_steps") else change
+        for change in differences(run, config)
+    ]
     if refused:
         raise ConfigError(
             f"{run.root} exists with another configuration, and these keys decide what it trains: "
-            f"{'; '.join(refused)}. Continue with the old values (`launch tick`), or name another folder "
-            f"with {create.option(config)}"
+            f"{'; '.join(refused)}. Continue with the old values (`launch start --run {run.root}`), or "
+            f"name another folder with {create.option(config)}"
         )
 
 
-def _update_config(run: RunDir, config: RunConfig) -> None:
-    """Store the keys that may change, for jobs that start from now on."""
-    require_alike(run, config)
+def _update_config(run: RunDir, config: RunConfig, *, upgrade: bool) -> None:
+    """Store the keys that may change, for jobs that start from now on.
+
+    Without an upgrade no key is later than the run's own code, which would refuse to start with it.
+    """
     old, folder = load(run), Path(atomic.get(run.manifest, RunManifest).folder)
     config = configuration.keep_paths(old, config, folder)
+    tree = configuration.dump(config)
+    if not upgrade:
+        written = msgspec.json.decode(atomic.read(run.config), type=dict[str, Any])
+        tree = configuration.without_later_keys(tree, written, configuration.dump(old))
     for change in configuration.changes(old, config, folder).values():
         log.info("changed %s, for jobs that start from now on", change)
     if config.steps > old.steps or config.eval.patience != old.eval.patience:
         run.finished.unlink(missing_ok=True)
     atomic.write(run.token, create.key(run, config).encode())
-    atomic.write(run.config, create.encoded(config))
+    atomic.write(run.config, create.encoded(tree))
 
 
 def print_result(run: RunDir, plan: TickResult) -> None:
-    """Print what was submitted; raise HpcSweError when a role is stuck."""
+    """Print what was submitted, or why nothing was; raise HpcSweError when a role is stuck."""
     submitted = ", ".join(f"{count} {role}" for role, count in plan.submit.items())
     cancelled = f", cancelled {len(plan.cancel)}" if plan.cancel else ""
-    print(f"{run.root}: submitted {submitted or 'nothing'}{cancelled}", flush=True)  # before `--wait` waits
+    ended = f": control/{plan.orders[0]} forbids it; `launch start` removes that" if plan.orders else ""
+    if run.finished.name in plan.orders:
+        ended = ": the run has finished"
+    print(f"{run.root}: submitted {submitted or 'nothing'}{cancelled}{ended}", flush=True)  # before a wait
     if plan.stuck:
-        raise HpcSweError("; ".join(f"{role}: {why}" for role, why in plan.stuck.items()))
+        raise HpcSweError(plan.reasons(plan.stuck))

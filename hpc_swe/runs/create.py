@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -143,7 +144,7 @@ def publish(run: RunDir, place: RunDir, config: RunConfig, taken: Taken, model_s
         tasks.write_hidden(place.changed_tests, config.taskset.changed_tests(all_tasks))
     if isinstance(config.taskset, Referenced):
         tasks.write_hidden(place.references, config.taskset.references(all_tasks))
-    data = encoded(config)
+    data = encoded(configuration.dump(config))
     atomic.put(
         place.manifest,
         RunManifest(
@@ -205,12 +206,17 @@ def _copy_file(source: str, target: str) -> None:
 
 
 def replace(new: Path, final: Path) -> None:
-    """Rename `new` to `final`, also where a folder is there, which rename(2) alone would refuse."""
-    moved = atomic.temporary(final)
-    new.rename(moved)  # fails, before anything else is moved, where another start has removed it
+    """Rename `new` to `final`, also where a folder is there, which rename(2) alone would refuse.
+
+    A file takes one step, so a start that was frozen replaces no file of the one that took its place.
+    """
     if final.is_dir():
-        final.rename(atomic.temporary(final))
-    moved.rename(final)
+        moved = atomic.temporary(final)
+        new.rename(moved)  # fails, before anything else is moved, where another start has removed it
+        if final.is_dir():  # unless both are the same folder
+            final.rename(atomic.temporary(final))
+        new = moved
+    new.rename(final)
 
 
 def take(config: RunConfig) -> Taken:
@@ -287,9 +293,9 @@ def _check_held_out(config: RunConfig, taken: Mapping[Split, Sequence[Task]]) ->
     log.warning("[taskset] %s", message)
 
 
-def encoded(config: RunConfig) -> bytes:
-    """Encode a configuration for run.json."""
-    return msgspec.json.format(msgspec.json.encode(configuration.dump(config)), indent=2)
+def encoded(tree: Mapping[str, Any]) -> bytes:
+    """Encode the tree of a configuration for run.json."""
+    return msgspec.json.format(msgspec.json.encode(tree), indent=2)
 
 
 def _commit() -> str:

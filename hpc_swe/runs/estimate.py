@@ -13,7 +13,7 @@ from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part
 from hpc_swe.plugins.engines.base import EstimatedEngine, RoutingEngine
 from hpc_swe.plugins.executors.base import GrantsMemory, ResourceRequest, Scheduled
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.policies.base import EstimatedPolicy, Kept
+from hpc_swe.plugins.policies.base import EstimatedPolicy
 from hpc_swe.roles.coordinator import evaluation, sft, training
 from hpc_swe.settings import RunConfig
 
@@ -24,6 +24,7 @@ CODE, CODE_FILES = 1.5e6, 240  # bytes and files of the packages that a run copi
 CURVES = 12e3  # bytes of metrics a step, of coordinator and learner, with drawn curves
 LOG_LINE = 150  # bytes that an episode leaves in logs
 WRITERS = 8  # files that each rank writes into a checkpoint
+MOVED = ("weights", "optimizer", "last version, for deltas")  # parts of a GPU that outlast a step
 AHEAD = {"grpo": training.AHEAD, "sft": sft.AHEAD}
 
 
@@ -37,13 +38,8 @@ def learner(config: RunConfig) -> MemoryEstimate | None:
     """Estimate the memory of a learner's process; None without a learner, and for one that does not know."""
     if not desired(config).get("learner") or not isinstance(config.policy, EstimatedPolicy):
         return None
-    kept: list[Kept] = []
-    if config.learner.loss.kl_coefficient > 0:
-        kept.append("reference")
-    if config.learner.snapshot_every > 1:
-        kept.append("last version")
     sizes = (config.learner.data_parallel, config.batches.microbatch_tokens)
-    return config.policy.memory(Path(config.model), *sizes, kept)
+    return config.policy.memory(Path(config.model), *sizes, config.kept)
 
 
 def engine(config: RunConfig) -> MemoryEstimate | None:
@@ -77,7 +73,7 @@ def _moved(what: str, count: int, found: MemoryEstimate, more: str = "") -> Part
 
     vLLM rounds the sizes of its tensors up to powers of two.
     """
-    size = sum(part.bytes for part in found.parts if part.what in ("weights", "optimizer"))
+    size = sum(part.bytes for part in found.parts if part.what in MOVED)
     return Part(what, f"{count} x {size / GIB:.2f} GiB{more}", count * size)
 
 
@@ -113,7 +109,8 @@ def _states(config: RunConfig) -> list[Part]:
         return min(2, config.steps // math.lcm(config.eval.every, made_every))
 
     versions = kept.keep_last + 1 + milestones(learner.export_every) + evaluated(learner.export_every)
-    saved = 2 + 1 + milestones(learner.checkpoint_every) + evaluated(learner.checkpoint_every)
+    saved_every = 1 if learner.checkpoint_s else learner.checkpoint_every
+    saved = 2 + 1 + milestones(saved_every) + evaluated(saved_every)
     return [
         Part(
             weights.what,

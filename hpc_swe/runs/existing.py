@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -13,6 +13,8 @@ from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic
 
+T = TypeVar("T")
+
 
 def load(run: RunDir) -> RunConfig:
     """Return the configuration of a run that exists.
@@ -22,15 +24,11 @@ def load(run: RunDir) -> RunConfig:
     """
     try:
         owner = run.config.stat().st_uid
-        manifest = atomic.get(run.manifest, RunManifest)
-        tree = msgspec.json.decode(run.config.read_bytes(), type=dict[str, Any])
+        manifest = _read(run.manifest, RunManifest)
+        tree = _read(run.config, dict[str, Any])
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
             f"{run.root}: no run here ({error.filename} is missing); {_remedy(run.root)}"
-        ) from None
-    except (IsADirectoryError, ValueError) as error:
-        raise CorruptRecord(
-            f"{run.config}: not the configuration of a run: {error}; restore the file, or start another run"
         ) from None
     if owner != os.getuid():
         raise ConfigError(f"{run.root}: belongs to user {owner}; a run is acted on by its owner only")
@@ -43,6 +41,27 @@ def load(run: RunDir) -> RunConfig:
     if not run.nodes.is_dir():  # the run was copied without its empty folders
         run.make()
     return configuration.build(tree, str(run.config))
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(atomic.read(path), type=kind)
+    except ValueError as error:
+        raise CorruptRecord(
+            f"{path}: not what `launch start` wrote: {error}; restore the file, or start another run"
+        ) from None
+
+
+def enter(run: RunDir) -> None:
+    """Go to the folder in which relative paths of the run start; raise ConfigError if it is gone."""
+    folder = atomic.get(run.manifest, RunManifest).folder
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: {error.strerror}; the run was started in this folder, and its relative paths start "
+            "there; put it back"
+        ) from None
 
 
 def _remedy(folder: Path) -> str:

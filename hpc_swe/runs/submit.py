@@ -9,10 +9,10 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpc_swe.errors import ConfigError
+from hpc_swe.errors import ConfigError, SchedulerError
 from hpc_swe.job_counts import desired, processes
 from hpc_swe.plugins.executors.base import Job, Submission, own_environment
 from hpc_swe.records import Role, RunManifest
@@ -28,6 +28,7 @@ FAILED = ("FAILED", "OUT_OF_MEMORY", "BOOT_FAIL")
 OPEN = ("PENDING", "RUNNING", "REQUEUED", "COMPLETING")
 """States that accounting may still have for jobs that have left the queue."""
 REST_S = 600.0  # seconds for which nothing is submitted for a role that is stuck
+FRESH_S = 300.0  # longest life of what a tick knows of the queue; one question to Slurm may take a minute
 
 History = tuple[int, Submitted, list[Started]]  # number of a submission, its note, and the notes of its jobs
 
@@ -58,6 +59,15 @@ class TickResult:
     """Role -> the reason why nothing is submitted, or why its jobs wait for a person."""
     lost: list[Role] = field(default_factory=list)
     """Stuck roles without a live job."""
+    orders: list[str] = field(default_factory=list)
+    """Those that stand, so that nothing is submitted."""
+
+    def reasons(self, roles: Iterable[Role]) -> str:
+        """Say why some of the stuck roles are stuck, each reason once, after its roles."""
+        found: dict[str, list[Role]] = {}
+        for role in roles:
+            found.setdefault(self.stuck[role], []).append(role)
+        return "; ".join(f"{', '.join(roles)}: {why}" for why, roles in found.items())
 
 
 def decide(wanted: int, jobs: Sequence[Job], newest: LatestSubmission) -> Decision:
@@ -122,23 +132,27 @@ def submission(run: RunDir, config: RunConfig, role: Role, number: int, count: i
     )
 
 
-def tick(run: RunDir, config: RunConfig) -> TickResult:
+def tick(run: RunDir, config: RunConfig, *, rests: bool = True, fresh_s: float = FRESH_S) -> TickResult:
     """Submit missing jobs, unless an order stands or the run has finished.
 
-    Raise SchedulerError, and submit nothing, when the scheduler does not answer.
+    A role whose submissions fail pauses if this tick `rests`. Raise SchedulerError, and submit nothing, when
+    the scheduler does not answer, or its answer is older than `fresh_s` because this process was frozen.
     """
-    if orders.active(run):
-        return TickResult()
+    began = time.monotonic()
+    if found := orders.active(run):
+        return TickResult(orders=found)
     wanted, refusal = _wanted(run, config)
     newest, queue, decided = _decide_all(run, config, wanted)
-    if orders.active(run):  # an order that emptied the queue was written before
-        return TickResult()
+    if found := orders.active(run):  # an order that emptied the queue was written before
+        return TickResult(orders=found)
+    if (age_s := time.monotonic() - began) > fresh_s:  # others have submitted, and waiting jobs run by now
+        raise SchedulerError(f"the queue was read {age_s:.0f} s ago; the next tick looks again")
     for role, decision in decided.items():
         _settle(run, role, newest[role].number, decision)
     cancel = [job for decision in decided.values() for job in decision.cancel]
     config.executor.cancel(cancel)
     missing = {role: decision.missing for role, decision in decided.items() if decision.missing}
-    stuck = _stuck(run, config, list(missing), queue)
+    stuck = _stuck(run, config, list(missing), queue) if rests else {}
     submit: dict[Role, int] = {}
     for role in (role for role in missing if role not in stuck):
         try:
@@ -147,8 +161,6 @@ def tick(run: RunDir, config: RunConfig) -> TickResult:
             stuck[role] = str(error)
     stuck |= {"learner": refusal} if refusal else {}
     stuck |= {job.role: f"job {job.job} is held: {job.reason}" for job in queue if job.state == "held"}
-    for role, why in stuck.items():
-        log.error("stuck %s: %s", role, why)
     lost = [role for role in stuck if all(job.role != role for job in queue)]
     submitted = {role: submit[role] for role in decided if submit.get(role)}
     return TickResult(submitted, cancel, stuck, lost)
@@ -188,10 +200,8 @@ def _has_failed(
 
 
 def _stuck(run: RunDir, config: RunConfig, roles: Sequence[Role], queue: Sequence[Job]) -> dict[Role, str]:
-    histories = {role: submissions.history(run, role, 2 * GENERATIONS) for role in roles}
-    rested = [r for r, h in histories.items() if len(h) < GENERATIONS or time.time() - _last(h[-1]) > REST_S]
-    for role in rested:
-        del histories[role]
+    known = {role: submissions.history(run, role, 2 * GENERATIONS) for role in roles}
+    histories = {role: history for role, history in known.items() if len(history) >= GENERATIONS}
     silent = [
         submitted.job
         for history in histories.values()
@@ -202,18 +212,13 @@ def _stuck(run: RunDir, config: RunConfig, roles: Sequence[Role], queue: Sequenc
     stuck: dict[Role, str] = {}
     for role, history in histories.items():
         failed = failures(history, endings, {job.submission for job in queue if job.role == role})
-        if len(failed) >= GENERATIONS:
+        newest = history[-1][0]  # also when accounting does not know yet what has become of it
+        if len(failed) >= GENERATIONS and submissions.rested_s(run, role, newest) < REST_S:
             _, submitted, started = failed[0]
             codes = ", ".join(f"exit code {job.code} on {job.host}" for job in started[:3])
             why = (endings or {}).get(submitted.job) or codes
             stuck[role] = f"its last {GENERATIONS} submissions failed ({why}); see {run.logs(role)}"
     return stuck
-
-
-def _last(entry: History) -> float:
-    """Return the time of a submission's last note."""
-    _, submitted, started = entry
-    return max([submitted.at, *(job.at for job in started)])
 
 
 def _settle(run: RunDir, role: Role, number: int, decision: Decision) -> None:
@@ -233,7 +238,8 @@ def _submit(run: RunDir, config: RunConfig, role: Role, last: int, missing: int)
         if not submissions.take(run, role, last):
             break
         try:
-            job = config.executor.submit(run, submission(run, config, role, last, count))
+            with atomic.storage(run.logs(role)):  # the next ticks find out what has become of it
+                job = config.executor.submit(run, submission(run, config, role, last, count))
         except ConfigError:
             submissions.release(run, role, last)
             raise

@@ -223,7 +223,8 @@ def _require_use(config: RunConfig, found: Iterable[Trajectory]) -> None:
             names[each.split].setdefault(each.token_ids, each.name)
     for split, key in (("train", "trajectories"), ("eval", "validation")):
         if not names[split] and (split == "train" or config.sft.validate_every):  # type: ignore[index]
-            raise ConfigError(f"sft.{key}: no conversation is left that fits rollout.context; see its files")
+            why = "all are in the other split, too long for rollout.context, or dropped by sft.bad_rows"
+            raise ConfigError(f"sft.{key}: no conversation is left: {why}")
     for tokens in names["train"].keys() & names["eval"].keys():
         raise ConfigError(
             f"{names['eval'][tokens]}: sft.validation: the same conversation as {names['train'][tokens]}, "

@@ -56,6 +56,8 @@ class RunReader:
     def __init__(self, run: RunDir, config: RunConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._run, self._config, self._clock = run, config, clock
         self._queue, self._asked_at = Queue(), float("-inf")
+        self._seen: tuple[int, float] | None = None
+        """Number of the last report, and when it was new on this process's clock."""
 
     def look(self) -> RunView:
         run, config = self._run, self._config
@@ -63,7 +65,7 @@ class RunReader:
             self._queue, self._asked_at = _ask(run, config), self._clock()
         try:
             report = atomic.get(run.status, StatusReport)
-            silent_s = time.time() - run.status.stat().st_mtime
+            silent_s = self._silent_s(report.beat, run.status.stat().st_mtime)
             engines = atomic.get(run.endpoints, EndpointTable).endpoints
         except FileNotFoundError:
             report, silent_s, engines = None, 0.0, []
@@ -82,6 +84,28 @@ class RunReader:
             engines=engines,
             stuck="" if run.finished.exists() else supervision.read(run).message(config.supervision.tries),
         )
+
+    def look_twice(self) -> RunView:
+        """Return the present state; if a report seems old, wait for the next one, since clocks may differ."""
+        view, until = self.look(), self._clock() + 2 * self._config.coordinator.status_s
+        jobs, unknown = [job.role for job in view.queue.jobs if job.state == "running"], view.queue.silence
+        may_live = not view.orders and (unknown or "coordinator" in jobs)
+        while may_live and view.silent_s > ASK_S and self._clock() < until:
+            time.sleep(0.25)
+            view = self.look()
+        return view
+
+    def _silent_s(self, number: int, written_at: float) -> float:
+        """Return for how long a report has been the last: as this process saw, and at first as clocks say.
+
+        The file's time is that of a server or of the coordinator's node, which may be ahead, too.
+        """
+        now = self._clock()
+        if self._seen is None:
+            self._seen = number, now - abs(time.time() - written_at)
+        elif self._seen[0] != number:
+            self._seen = number, now
+        return now - self._seen[1]
 
     def read(self) -> RunView | str:
         """Return the present state, or why it cannot be read now, such as a file that is being replaced."""
@@ -134,7 +158,9 @@ def _failure(run: RunDir, role: Role, failed: Sequence[submit.History]) -> list[
         return []
     number, submitted, started = failed[0]
     last = max(started, key=lambda job: job.seconds)
-    rests = f", so tick rests {duration(submit.REST_S)}" if len(failed) >= submit.GENERATIONS else ""
+    rests = (
+        f", so ticks rest {duration(submit.REST_S)} after each" if len(failed) >= submit.GENERATIONS else ""
+    )
     again = f"; {len(failed)} submissions running{rests}" if len(failed) > 1 else ""
     message = f"{role}: exit code {last.code} on {last.host} after {duration(last.seconds)}{again}"
     # logs of a cluster are named by the job, logs of this machine by the submission

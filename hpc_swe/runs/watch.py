@@ -55,8 +55,10 @@ def _watch(
         except (SchedulerError, StorageError) as error:
             log.warning("waiting for the scheduler or the file system: %s", error)
             plan = TickResult()
+        if plan.stuck and not plan.lost:
+            log.error("stuck %s", plan.reasons(plan.stuck))
         if plan.lost or time.monotonic() > deadline:
-            why = "; ".join(f"{role}: {plan.stuck[role]}" for role in plan.lost)
+            why = plan.reasons(plan.lost)
             raise DeadlineError(f"{run.root}: {why or f'not finished after {timeout_s:g} s; see its logs/'}")
         if show:
             show(reader.read())

@@ -5,7 +5,7 @@ import errno
 import io
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound=Record)
 REFUSALS = {
-    errno.ENOSPC: "no space is left; free some, or raise [retention] limits",
+    errno.ENOSPC: "no space is left; free some, or lower the limits of [retention]",
     errno.EDQUOT: "the quota is used up; see `lfs quota` or `quota`",
     errno.EIO: "an I/O error; the file system may be failing over",
     errno.ESHUTDOWN: "this client was evicted; the file system reconnects by itself",
@@ -31,6 +31,8 @@ REFUSALS = {
     errno.EACCES: "permission is denied; is the run yours? see `ls -ld`",
     errno.EPERM: "permission is denied; is the run yours? see `ls -ld`",
 }
+
+STALE_TRIES = 5
 
 
 @lru_cache(maxsize=1)
@@ -125,19 +127,45 @@ def put(path: Path, record: Record, *, durable: bool = True) -> None:
     write(path, encode(path, record), durable=durable)
 
 
-def put_table(path: Path, table: "pa.Table") -> None:
-    """Publish a table as a parquet file, which any tool can open."""
+def put_table(path: Path, table: "pa.Table", publish: Callable[[Path, bytes], None] = write) -> None:
+    """Publish a table as a parquet file with checksums, which any tool can open."""
     import pyarrow.parquet as pq  # slow to load, and most processes write no table
 
     sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd")
-    write(path, sink.getvalue())
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    publish(path, sink.getvalue())
+
+
+def get_table(path: Path, columns: Sequence[str]) -> "pa.Table":
+    """Read columns of a table; raise CorruptRecord if it is damaged, FileNotFoundError if there is none."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with storage(path):
+            return pq.read_table(path, columns=list(columns), page_checksum_verification=True).select(columns)
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise CorruptRecord(f"{path}: not the table that was published: {error}; put it back") from error
 
 
 def get(path: Path, kind: type[R]) -> R:
     """Read a cell; raise FileNotFoundError if there is none, and CorruptRecord if it is of another kind."""
-    with storage(path), opened(path) as file:
-        return decode(path, file.read(), kind)
+    return decode(path, read(path), kind)
+
+
+def read(path: Path) -> bytes:
+    """Read a file; open it again when another client has replaced it meanwhile, which NFS calls stale."""
+    with storage(path):
+        for tries_left in reversed(range(STALE_TRIES)):
+            try:
+                with opened(path) as file:
+                    return file.read()
+            except OSError as error:
+                if error.errno != errno.ESTALE or not tries_left:
+                    raise
+    raise AssertionError("unreachable")
 
 
 def opened(path: Path) -> io.BufferedReader:

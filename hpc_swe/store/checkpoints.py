@@ -17,5 +17,10 @@ def published(run: RunDir) -> list[Checkpoint]:
 
 
 def is_trained(run: RunDir, newest: WeightVersion | None, steps: int) -> bool:
-    """Tell whether the learner has published its last weights and the checkpoint that follows them."""
-    return newest is not None and newest.step >= steps and any(step >= steps for step, _ in published(run))
+    """Tell whether the learner has published its last weights and the checkpoint that follows them.
+
+    The checkpoint of another incarnation may be that of a learner which was frozen, and has a successor.
+    """
+    if newest is None or newest.step < steps:
+        return False
+    return any(step >= steps and start == newest.incarnation for step, start in published(run))

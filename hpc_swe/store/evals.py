@@ -3,7 +3,7 @@
 It has columns for people and, beside them, the whole record, as in the archive of training's episodes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import get_type_hints
@@ -73,10 +73,16 @@ _KINDS: dict[type | UnionType, pa.DataType] = {
 SCHEMA = pa.schema([(name, _KINDS.get(kind, pa.string())) for name, kind in get_type_hints(Attempt).items()])
 
 
-def write(path: Path, attempts: Sequence[Attempt], *, without: Sequence[str] = ()) -> None:
+def write(
+    path: Path,
+    attempts: Sequence[Attempt],
+    *,
+    without: Sequence[str] = (),
+    publish: Callable[[Path, bytes], None] = atomic.write,
+) -> None:
     """Publish the table, leaving out the columns `without`."""
     rows = [msgspec.to_builtins(attempt, builtin_types=(bytes,)) for attempt in attempts]
-    atomic.put_table(path, pa.Table.from_pylist(rows, schema=SCHEMA).drop_columns(list(without)))
+    atomic.put_table(path, pa.Table.from_pylist(rows, schema=SCHEMA).drop_columns(list(without)), publish)
 
 
 def read(path: Path, *, without: Sequence[str] = LONGEST_COLUMNS) -> list[Attempt]:
@@ -87,7 +93,7 @@ def read(path: Path, *, without: Sequence[str] = LONGEST_COLUMNS) -> list[Attemp
     try:
         wanted = [name for name in SCHEMA.names if name not in without]
         columns = [name for name in pq.read_schema(path).names if name in wanted]
-        return msgspec.convert(pq.read_table(path, columns=columns).to_pylist(), list[Attempt])
+        return msgspec.convert(atomic.get_table(path, columns).to_pylist(), list[Attempt])
     except FileNotFoundError:
         raise CorruptRecord(f"{path}: no such table; an evaluation writes it when it has finished") from None
     except (pa.ArrowException, OSError, msgspec.ValidationError) as error:

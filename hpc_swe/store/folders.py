@@ -56,10 +56,11 @@ def require_room(stage: Path) -> None:
     probe.unlink()
 
 
-def commit(stage: Path, final: Path, manifest: Manifest) -> None:
+def commit(stage: Path, final: Path, manifest: Manifest, check: Callable[[], None] = lambda: None) -> None:
     """Make the files durable, write the manifest and rename; raise LostRace if `final` was published first.
 
-    After an error the caller removes the stage.
+    `check` is called just before the rename, and prevents it by an error. After an error the caller removes
+    the stage.
     """
     try:
         with atomic.storage(final):
@@ -67,6 +68,7 @@ def commit(stage: Path, final: Path, manifest: Manifest) -> None:
                 with (stage / name).open("rb") as file:
                     os.fsync(file.fileno())
             atomic.put(stage / NAME, manifest)
+            check()
             try:
                 os.rename(stage, final)
             except OSError as error:
@@ -142,9 +144,9 @@ def read(folder: Path, name: str, listed: Manifest) -> bytes:
     with _listed(path) as file:
         data = file.read()
     if len(data) != info.size or hashlib.sha256(data).hexdigest() != info.sha256:
-        raise CorruptRecord(
-            f"{path}: {len(data)} bytes, not the {info.size} that were published; remove the folder"
-        )
+        size = f"{len(data)} bytes, not the {info.size} that were published"
+        what = size if len(data) != info.size else "its sha256 is not the manifest's"
+        raise CorruptRecord(f"{path}: {what}; put it back, or remove the folder")
     return data
 
 

@@ -111,8 +111,11 @@ class Watcher:
         ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
         memory: Memory | None = None,
+        own: str = "",
     ) -> None:
-        self._run, self._beat_s, self._clock = run, beat_s, clock
+        """Count no look at which the beat of the owner `own`, this process, did not grow, if it is given."""
+        self._run, self._beat_s, self._clock, self._own = run, beat_s, clock, own
+        self._own_beat = -1
         self._limit = max(2, round(ttl_s / beat_s))
         self._seen: dict[str, _Sighting] = {}
         self._last = float("-inf")
@@ -127,6 +130,8 @@ class Watcher:
         is_first = self._last == float("-inf")
         self._last = now - (min(self._remembered.since_look_s, self._beat_s) if is_first else 0.0)
         cells, unreadable = self._read()
+        if self._is_refused(cells.get(self._own)):
+            return
         alive = {owner for owner in self._seen if not self.is_dead(owner)}
         for owner in {*cells, *self._seen, *owners} - unreadable:
             self._count(owner, cells.get(owner))
@@ -186,6 +191,17 @@ class Watcher:
             del self._seen[owner]
             _remove(self._run.node(owner))
         return gone
+
+    def _is_refused(self, own: Node | None) -> bool:
+        """Tell whether this process could not beat since the last look: others could not either.
+
+        So nobody dies of a file system that is full, however long, while claims and renames still succeed.
+        """
+        before, self._own_beat = self._own_beat, own.beat if own else self._own_beat
+        is_refused = bool(self._own) and self._own_beat == before
+        if is_refused:
+            log.warning("not judged: the beat of %s, this process, does not grow either", self._own)
+        return is_refused
 
     def _read(self) -> tuple[dict[str, Node], set[str]]:
         found: dict[str, Node] = {}

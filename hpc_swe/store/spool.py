@@ -13,12 +13,13 @@ import logging
 import os
 import random
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from hpc_swe.errors import CorruptRecord
+from hpc_swe.errors import CorruptRecord, StorageError
 from hpc_swe.records import Record
 from hpc_swe.store import atomic
 
@@ -29,6 +30,7 @@ NAME = re.compile(r"([^~]+)~(0|[1-9][0-9]{0,3})(?:~([^~]+))?")
 MAX_NAME_BYTES = 205  # of a name in ready/; the rest of 255 is for the owner's name or a temporary suffix
 WINDOW = 32  # a claim starts anywhere among so many oldest, so that two workers seldom try the same message
 TRIES = 3
+PATIENCE_S = 300.0  # a message that alone cannot be read for so long counts as lost
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +103,10 @@ class Spool(Generic[R]):
         self._record = record
         self.misses = 0
         """Claims that another worker took first, so far."""
+        self._reads = 0
+        """Messages that this process has claimed and read, so far."""
+        self._refused: dict[str, tuple[float, int]] = {}
+        """Identity -> when the message could not be read first, and the reads by then."""
 
     def put(self, name: str, message: R) -> None:
         """Publish a result under its identity, unless there is one: then the first stays.
@@ -123,19 +129,23 @@ class Spool(Generic[R]):
         return [address for address in found if address and bool(address.owner) == (state == "claimed")]
 
     def claims(self, owner: str) -> Iterator[Claim[R]]:
-        """Claim messages from one listing, as many as the caller takes from the iterator."""
-        until = self.misses + TRIES
+        """Claim messages from one listing, as many as the caller takes from the iterator.
+
+        Raise StorageError when the file system refuses some of them, and no other one was read.
+        """
+        until, reads, errors = self.misses + TRIES, self._reads, list[StorageError]()
         for address in rotated(self.addresses("ready")):
-            mine = Address(address.identity, address.losses, owner)
-            if not _move(self.root / "ready" / address.ready, self.root / "claimed" / mine.claimed):
-                self.misses += 1
-                if self.misses == until:
-                    return
+            if self.misses == until or len(errors) == TRIES:
+                break
+            try:
+                claim = self._claim(address, Address(address.identity, address.losses, owner))
+            except StorageError as error:
+                errors.append(error)
                 continue
-            # None when it was recovered between the rename and the read: another worker has it.
-            message = self._read(self.root / "claimed" / mine.claimed, mine)
-            if message is not None:
-                yield Claim(self.root, mine, message)
+            if claim is not None:
+                yield claim
+        if errors and self._reads == reads:
+            raise errors[0]
 
     def read(self, address: Address) -> R | None:
         """Read a ready message of a spool with a single reader; None when it is gone or corrupt."""
@@ -159,6 +169,34 @@ class Spool(Generic[R]):
                 log.warning("recovered %s from %s to %s", address.ready, address.owner, state)
                 moved.append(address)
         return moved
+
+    def _claim(self, address: Address, mine: Address) -> Claim[R] | None:
+        """Claim and read one message; None when another worker has it, or it is corrupt or lost."""
+        ready, claimed = self.root / "ready" / address.ready, self.root / "claimed" / mine.claimed
+        if not _move(ready, claimed):
+            self.misses += 1
+            return None
+        try:
+            message = self._read(claimed, mine)  # None, too, when it was recovered before it was read
+        except StorageError as error:
+            if not self._counts_as_lost(mine.identity):
+                _move(claimed, ready)  # nobody would know of the claim, and it would count as a loss
+                raise
+            log.error("left %s to be counted as lost: %s", mine.identity, error)
+            return None
+        if message is None:
+            return None
+        self._reads += 1
+        self._refused.pop(mine.identity, None)
+        return Claim(self.root, mine, message)
+
+    def _counts_as_lost(self, identity: str) -> bool:
+        """Note that a message cannot be read; tell whether others could, and it could not for PATIENCE_S."""
+        since, reads = self._refused.setdefault(identity, (time.monotonic(), self._reads))
+        if self._reads == reads or time.monotonic() - since < PATIENCE_S:
+            return False
+        del self._refused[identity]
+        return True
 
     def _read(self, path: Path, address: Address) -> R | None:
         try:

@@ -8,6 +8,8 @@ reads that and ends. Only the newest submission of a role can be open: it is clo
 
 import logging
 import re
+import socket
+import time
 from dataclasses import dataclass
 
 from hpc_swe.errors import CorruptRecord
@@ -54,6 +56,15 @@ class Started(Record, frozen=True, kw_only=True):
     def process(self) -> str:
         """The job's process, as the executor `local` names it."""
         return f"{self.pid}:{self.start_time}"
+
+
+class Rest(Record, frozen=True, kw_only=True):
+    """Say since when hosts have known that a role fails. No host uses the clock of another one."""
+
+    number: int = 0
+    """The newest submission; it has left the queue."""
+    since: dict[str, float] = {}
+    """Host -> its monotonic clock when a tick there found it gone; a smaller value follows a reboot."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +132,20 @@ def history(run: RunDir, role: Role, last: int) -> list[tuple[int, Submitted, li
     """Return the confirmed ones of a role's `last` submissions with the reports of their jobs, by number."""
     numbers = _numbers(set(atomic.names(run.launches / role)))[-last:]
     return [(n, found, _reports(run, role, n)) for n in numbers if (found := _confirmed(run, role, n))]
+
+
+def rested_s(run: RunDir, role: Role, number: int) -> float:
+    """Return for how long this host has known that submission `number`, the newest, is gone, and note it."""
+    host, now = socket.gethostname(), time.monotonic()
+    try:
+        rest = atomic.get(run.rest(role), Rest)
+    except (FileNotFoundError, CorruptRecord):
+        rest = Rest()
+    since = rest.since if rest.number == number else {}
+    if since.get(host, now + 1) > now:
+        since = {**since, host: now}
+        atomic.put(run.rest(role), Rest(number=number, since=since))
+    return now - since[host]
 
 
 def _numbers(names: set[str]) -> list[int]:

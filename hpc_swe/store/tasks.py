@@ -51,8 +51,7 @@ def read_hidden(path: Path) -> dict[str, str]:
     Raise CorruptRecord if the file cannot be decoded, and StorageError if the file system refused.
     """
     try:
-        with atomic.storage(path):
-            return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        return msgspec.json.decode(atomic.read(path), type=dict[str, str])
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -61,14 +60,11 @@ def read_hidden(path: Path) -> dict[str, str]:
 
 def read(path: Path) -> dict[Split, list[Task]]:
     """Read what `write` published, by split; raise CorruptRecord if it is not the tasks of a run."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     found: dict[Split, list[Task]] = {"train": [], "eval": []}
+    table = atomic.get_table(path, ["split", "record"])
     try:
-        table = pq.read_table(path, columns=["split", "record"])
         for split, data in zip(table["split"].to_pylist(), table["record"].to_pylist(), strict=True):
             found[split].append(msgspec.msgpack.decode(data, type=Task))
-    except (pa.ArrowException, KeyError, msgspec.DecodeError) as error:
+    except (KeyError, msgspec.DecodeError) as error:
         raise CorruptRecord(f"{path}: not the tasks of a run: {error}") from error
     return found

@@ -57,11 +57,8 @@ def write(path: Path, trajectories: Iterable[Trajectory]) -> None:
 
 def read(path: Path) -> list[Trajectory]:
     """Read what `write` published; raise CorruptRecord if the file is missing, or is something else."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
-        column = pq.read_table(path, columns=["record"])["record"].to_pylist()
+        column = atomic.get_table(path, ["record"])["record"].to_pylist()
         return [msgspec.msgpack.decode(data, type=Trajectory) for data in column]
-    except (pa.ArrowException, OSError, KeyError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError) as error:
         raise CorruptRecord(f"{path}: not the trajectories of a run: {error}") from error

@@ -29,6 +29,7 @@ R = TypeVar("R", bound=Record)
 FIRST_PAUSE_S = 0.05
 MAX_SLOWDOWN = 10.0  # times poll_s; by default orders are seen within 7.5 s, before `launch stop --now` kills
 MAX_STORAGE_PAUSE_S = 300.0
+FIRST_REFUSAL_PAUSE_S, MAX_REFUSAL_PAUSE_S = 1.0, 60.0  # between two tries to publish a result
 MAX_ITERATION_S = 60.0  # the most that one iteration adds to a claim's clock: a frozen process did no work
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,8 @@ class _Slot(Generic[M, R]):
     work: Work[R]
     thread: threading.Thread = field(init=False)
     crash: BaseException | None = None
+    has_result: bool = False
+    """The work has ended; its result is published, or waits until the file system takes it."""
     is_published: bool = False
     """The result is published, or the message given back; only `after` may still run."""
     is_over: bool = False
@@ -108,6 +111,10 @@ class _Slot(Generic[M, R]):
     def settle(self) -> bool:
         """Return True to the first caller only."""
         return self._unsettled.acquire(blocking=False)
+
+    def unsettle(self) -> None:
+        """Let others decide, after a publication that the file system refused."""
+        self._unsettled.release()
 
 
 @dataclass
@@ -130,7 +137,7 @@ class Worker(Generic[M, R]):
     _must_stop: bool = field(default=False, init=False)
     _is_warned: bool = field(default=False, init=False)
     """The scheduler will end this process before long; SIGTERM follows."""
-    _is_draining: bool = field(default=False, init=False)
+    _draining: Flag = field(default_factory=Flag, init=False)
     _storage_error: StorageError | None = field(default=None, init=False)
     _storage_pause_s: float = field(default=1.0, init=False)
     _clocked_at: float = field(default_factory=time.monotonic, init=False)
@@ -165,32 +172,35 @@ class Worker(Generic[M, R]):
         self.lease.turn()
         try:
             active = orders.active(self.run)
-            self._is_draining = self._is_warned or "DRAIN" in active
-            has_drained = self._is_draining and all(slot.is_published for slot in self._active)
+            if self._is_warned or "DRAIN" in active:
+                self._draining.set()
+            else:
+                self._draining.clear()
+            has_drained = self._draining.is_set() and all(slot.is_published for slot in self._active)
             if self._must_stop or {"STOP", "FINISHED"} & {*active} or has_drained:
                 return False
             can_work = self._advance_clocks()
-            if self._is_draining:
+            if self._draining.is_set():
                 self._backoff.after(0, 0, 0)
             elif self._storage_error is None:
                 self._claim() if can_work else self._backoff.after(self.slots, 0, 0)
-            self.lease.update(
-                claims=[slot.claim.name for slot in self._active],
-                worked_s=[slot.worked_s for slot in self._active],
-                state="draining" if self._is_draining else "ready",
-                steps=[slot.work.steps(slot.thread) for slot in self._active],
-            )
         except StorageError as error:
             self._storage_error = error
+        self.lease.update(  # after a refusal, too: what the cell does not name counts as forgotten
+            claims=[slot.claim.name for slot in self._active],
+            worked_s=[slot.worked_s for slot in self._active],
+            state="draining" if self._draining.is_set() else "ready",
+            steps=[slot.work.steps(slot.thread) for slot in self._active],
+        )
         self._pause_after_refusal()
         return True
 
     def _reap(self) -> None:
         """Forget work that has ended, raise its errors, and publish for work that hangs."""
         for slot in list(self._active):
-            if not slot.is_over and (result := slot.work.overdue()) is not None:
-                self._publish(slot, result)
-                slot.is_over = True
+            works_on = not (slot.is_over or slot.has_result)
+            if works_on and (result := slot.work.overdue()) is not None:
+                slot.is_over = self._publish(slot, result)
             if slot.is_over:
                 self._active.remove(slot)
             if slot.crash is not None:
@@ -200,7 +210,7 @@ class Worker(Generic[M, R]):
         """Add the time since the last iteration to the claims' clocks, if what they need is there."""
         can_work, now = self.can_work(), time.monotonic()
         if can_work:
-            for slot in self._active:
+            for slot in (each for each in self._active if not each.has_result):
                 slot.worked_s += min(now - self._clocked_at, MAX_ITERATION_S)
         self._clocked_at = now
         return can_work
@@ -218,9 +228,15 @@ class Worker(Generic[M, R]):
 
     def _run(self, slot: _Slot[M, R]) -> None:
         try:
-            self._publish(slot, slot.work.run())
+            result, pause_s = slot.work.run(), FIRST_REFUSAL_PAUSE_S
+            slot.has_result = True
+            while not self._publish(slot, result):  # work of hours is kept until there is room for it
+                if self._draining.is_set():  # a stop gives the message back
+                    time.sleep(FIRST_REFUSAL_PAUSE_S)
+                elif not self._draining.wait(pause_s):
+                    pause_s = min(2 * pause_s, MAX_REFUSAL_PAUSE_S)
             slot.is_published = True
-            if not self._is_draining:
+            if not self._draining.is_set():
                 slot.work.after()
         except GiveBack as reason:
             if slot.settle():
@@ -232,15 +248,21 @@ class Worker(Generic[M, R]):
         slot.is_over = True
         self._wake.set()
 
-    def _publish(self, slot: _Slot[M, R], result: R) -> None:
-        """Publish the result, then remove the message: dying in between duplicates it but never loses it."""
-        if slot.settle():
-            try:
-                self.results.put(slot.claim.name, result)
-                slot.claim.finish()
-            except StorageError as error:
-                self._storage_error = error
-                self._give_back(slot.claim)
+    def _publish(self, slot: _Slot[M, R], result: R) -> bool:
+        """Publish the result, then remove the message: dying in between duplicates it but never loses it.
+
+        Return False if the file system refuses; then the claim is still held, and a stop gives it back.
+        """
+        if not slot.settle():
+            return True
+        try:
+            self.results.put(slot.claim.name, result)
+            slot.claim.finish()
+        except StorageError as error:
+            self._storage_error = error
+            slot.unsettle()
+            return False
+        return True
 
     def _give_back(self, claim: Claim[M]) -> None:
         try:

@@ -99,10 +99,17 @@ def _source(arguments: argparse.Namespace, sandbox: ImageSandboxes) -> ImageSour
 def main() -> int:
     """Build the images that the command line names."""
     os.umask(0o022)
-    parser = cli.parser("tasks.build_images", "Build sandbox images of SWE-bench.")
-    parser.add_argument("words", nargs="+", help="TOML files, then overrides such as tasks.train=5")
-    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="images at a time")
-    parser.add_argument("--keep-leaks", action="store_true", help="also build images that show the solution")
+    examples = (
+        "configs/swebench.toml --jobs 4 --from 'docker://HOST/swebench/{image}:latest'",
+        "configs/swebench.toml --repository clones/django --requirements requirements.txt",
+    )
+    what = "Build the sandbox images of the tasks that a configuration names, and search them for solutions."
+    parser = cli.parser("hpc_swe.tasks.build_images", what, *examples)
+    parser.add_argument("config", nargs="+", help=cli.CONFIG)
+    parser.add_argument(
+        "--jobs", type=int, default=min(4, os.cpu_count() or 1), help="build so many images at a time"
+    )
+    parser.add_argument("--keep-leaks", action="store_true", help="build images that show the solution, too")
     pulled = parser.add_argument_group("images from existing ones")
     pulled.add_argument(
         "--from",
@@ -114,7 +121,7 @@ def main() -> int:
     parser.add_argument("--repository", type=Path, help="git repository with the base commits, for a recipe")
     add_recipe(parser)
     arguments = cli.parse(parser)
-    sandbox, problems = wanted(configuration.from_words(arguments.words))
+    sandbox, problems = wanted(configuration.from_words(arguments.config))
     store = ImageStore(Path(sandbox.images), arguments.keep_leaks)
     source = _source(arguments, sandbox)
     with store.locked():

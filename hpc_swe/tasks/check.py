@@ -261,13 +261,16 @@ def main() -> int:
     """Check the tasks that the command line names."""
     os.umask(0o077)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    parser = cli.parser("tasks.check", "Check whether a run can train on its tasks.")
-    parser.add_argument("words", nargs="+", help="TOML files, then overrides such as tasks.train=5")
-    parser.add_argument("--out", type=Path, default=Path("tasks/checked.jsonl"), help="file of verdicts")
-    parser.add_argument("--runs", type=int, default=3, help="gradings of the reference, and of nothing")
-    parser.add_argument("--jobs", type=int, default=1, help="tasks at a time")
+    examples = ("configs/swebench.toml", "configs/demo.toml mine.toml model=MODEL --out tasks/checked.jsonl")
+    parser = cli.parser("hpc_swe.tasks.check", "Check whether a run can train on its tasks.", *examples)
+    parser.add_argument("config", nargs="+", help=cli.CONFIG)
+    parser.add_argument("--out", type=Path, default=Path("tasks/checked.jsonl"), help="file of the verdicts")
+    parser.add_argument(
+        "--runs", type=int, default=3, help="grade the reference, and an empty change, so many times each"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="check so many tasks at a time")
     arguments = cli.parse(parser)
-    config = configuration.from_words(arguments.words)
+    config = configuration.from_words(arguments.config)
     tasks, references = wanted(config)
     config.sandbox.check()
     images = Path(config.sandbox.images) if isinstance(config.sandbox, ImageSandboxes) else None

@@ -183,18 +183,19 @@ def _write(path: Path, rows: list[Row]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     what = "Write the rewarded episodes of runs as rows to train on, with their token ids."
-    parser = cli.parser("tasks.export_episodes", what)
+    example = "runs/mine --out rows.parquet --per-task 4 --split 0.05"
+    parser = cli.parser("hpc_swe.tasks.export_episodes", what, example)
     add = parser.add_argument
     add("runs", nargs="+", type=cli.folder, metavar="RUN", help="training run, or folder of an evaluation")
     add("--out", type=Path, required=True, help="parquet file to write")
-    add("--min-reward", type=float, default=1.0, help="least reward of an episode (default: 1)")
-    add("--per-task", type=int, default=0, help="most episodes of a task, drawn by a hash (default: 0, all)")
+    add("--min-reward", type=float, default=1.0, help="least reward of an episode")
+    add("--per-task", type=int, default=0, help="most episodes of a task, drawn by a hash; 0 is all")
     add(
         "--split",
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="write this share of the tasks to a second file, NAME.validation.parquet (default: 0)",
+        help="write this share of the tasks to a second file, NAME.validation.parquet",
     )
     return parser
 

@@ -268,7 +268,11 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, Examiner]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.parser("tasks.make_bugs", "Make buggy programs from code that works.")
+    examples = (
+        "src/mypackage --out tasks/bugs",
+        "stdlib --library /usr/lib/python3.11 --out tasks/stdlib --limit 500",
+    )
+    parser = cli.parser("hpc_swe.tasks.make_bugs", "Make buggy programs from code that works.", *examples)
     add = parser.add_argument
     add(
         "sources",
@@ -277,17 +281,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--out", type=cli.folder, required=True, help="folder of the tasks, and of what was tried")
     add(
-        "--config", nargs="+", default=["configs/swepdb.toml"], help="files and overrides: sandbox and grader"
+        "--config",
+        nargs="+",
+        default=["configs/swepdb.toml"],
+        help=f"{cli.CONFIG}, for sandbox and grader (default: configs/swepdb.toml)",
     )
     add("--image", default="python-pytest", help="image of the sandbox")
     add("--workdir", default="/work", help="folder of the files in the sandbox")
     add("--library", type=Path, help="standard library with its tests (default: this interpreter's)")
-    add("--per-function", type=int, default=6, help="mutants to try of each function (default: 6)")
+    add("--per-function", type=int, default=6, help="try so many mutants of each function")
     add("--hidden", type=float, default=0.5, help="share of a task's tests that the agent does not see")
-    add("--split-by", choices=("function", "module"), default="function", help="what is in one split only")
-    add("--limit", type=int, default=0, help="stop after so many valid tasks (default: try all)")
-    add("--seed", type=int, default=0, help="chooses mutants, their order and their split")
-    add("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="sandboxes at a time (default: cores)")
+    add(
+        "--split-by",
+        choices=("function", "module"),
+        default="function",
+        help="what is kept whole in one split",
+    )
+    add("--limit", type=int, default=0, help="stop after so many valid tasks; 0 is no limit")
+    add("--seed", type=int, default=0, help="decides the mutants, their order and their split")
+    add(
+        "--jobs",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="open so many sandboxes at a time (default: cores)",
+    )
     return parser
 
 

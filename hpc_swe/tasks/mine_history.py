@@ -186,22 +186,22 @@ def _require_own(folder: Path) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     what = "Make tasks of the commits of a git history that change code and tests."
-    parser = cli.parser("tasks.mine_history", what)
+    examples = (
+        "REPOSITORY --out own/tasks --dry-run",
+        "REPOSITORY --out own/tasks --requirements requirements.txt",
+    )
+    parser = cli.parser("hpc_swe.tasks.mine_history", what, *examples)
     add = parser.add_argument
     add("repository", type=Path, help="git repository, of which HEAD's history is read")
-    add(
-        "words",
-        nargs="*",
-        help="TOML files and overrides with sandbox and grader (default: configs/swebench.toml)",
-    )
+    add("config", nargs="*", help=f"{cli.CONFIG}, for sandbox and grader (default: configs/swebench.toml)")
     add("--out", type=cli.folder, required=True, help="folder for rows, verdicts and a configuration")
-    add("--since", default="", metavar="DATE", help="only younger commits, as git log understands it")
-    add("--limit", type=int, metavar="N", help="only the N youngest candidates")
+    add("--since", default="", metavar="DATE", help="take only younger commits, as git log understands it")
+    add("--limit", type=int, metavar="N", help="take only the N youngest candidates")
     add(
         "--tests",
         action="append",
         metavar="PATTERN",
-        help="paths of tests, where a star also matches slashes",
+        help="paths of tests, where a star also matches slashes; repeatable",
     )
     add(
         "--issues", type=Path, metavar="FILE", help='a line {"commit": ID, "text": TEXT} for each description'
@@ -209,16 +209,16 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--command",
         default=COMMAND,
-        help="runs pytest on the modules of tests that follow (default: %(default)s)",
+        help="run pytest in this way on the modules of tests that follow",
     )
     add(
         "--timeout-s",
         type=float,
         default=300.0,
-        help="seconds for the tests of a task (default: %(default)g)",
+        help="end the tests of a task after so long (default: %(default)g)",
     )
-    add("--runs", type=int, default=3, help="runs without and with the change (default: %(default)s)")
-    add("--jobs", type=int, default=1, help="candidates at a time (default: %(default)s)")
+    add("--runs", type=int, default=3, help="run the tests so many times without the change, and with it")
+    add("--jobs", type=int, default=1, help="try so many candidates at a time")
     add("--dry-run", action="store_true", help="list the commits and run nothing")
     add_recipe(parser)
     return parser
@@ -246,7 +246,7 @@ def main() -> int:
         say(f"{looked}: there is no candidate; nothing was run or written")
         return 1
     _require_own(arguments.out)
-    config = configuration.from_words(arguments.words or ["configs/swebench.toml"])
+    config = configuration.from_words(arguments.config or ["configs/swebench.toml"])
     trial, folder = _trial(arguments, config), arguments.out
     with trial.images.store.locked() if trial.images else nullcontext():
         tried = run(trial, candidates, folder / TRIALS, max(1, arguments.jobs))

@@ -174,14 +174,18 @@ def _as_numbers(version: str) -> list[tuple[int, str]]:
 @cli.command
 def main() -> None:
     """Check the rows that the command line names, and write them."""
-    parser = cli.parser("tasks.prepare", "Check and write rows of SWE-bench.")
+    examples = (
+        "princeton-nlp/SWE-bench_Verified --out tasks/verified.parquet",
+        "rows.jsonl --out tasks/mine.parquet",
+    )
+    parser = cli.parser("hpc_swe.tasks.prepare", "Check rows of SWE-bench's form, and write them.", *examples)
     add = parser.add_argument
     add("source", help="name on a hub, .jsonl, .parquet, or folder saved by datasets")
     add("--out", type=Path, required=True, help="parquet file to write")
-    add("--split", default="test", help="of a dataset (default: test)")
-    add("--revision", help="of a dataset on a hub")
+    add("--split", default="test", help="part of a dataset")
+    add("--revision", help="revision of a dataset on a hub")
     add("--ids", type=Path, help="file of instance ids, one a line: take these, in this order")
-    add("--skip-bad", action="store_true", help="leave out bad rows")
+    add("--skip-bad", action="store_true", help="leave out rows that cannot be used")
     arguments = cli.parse(parser)
     if arguments.out.suffix != ".parquet":
         raise ConfigError(f"--out {arguments.out}: the file's name must end in .parquet")

@@ -29,3 +29,13 @@ def test_versions_with_other_files_are_refused(tmp_path):
     save_file({"a": torch.zeros(1)}, tmp_path / "old" / "model.safetensors")
     with pytest.raises(ConfigError, match="give two full versions"):
         measure(tmp_path / "old", tmp_path / "new", 1.0)
+
+
+def test_a_share_of_steps_between_rounded_values_is_refused(tmp_path):
+    """Such a step is none or at least one last place, so a tenth of it would change nothing."""
+    for name, value in (("old", 1.0), ("new", 1.0 + 2**-7)):
+        (tmp_path / name).mkdir()
+        save_file({"a": torch.full((4,), value).bfloat16()}, tmp_path / name / "model.safetensors")
+    assert measure(tmp_path / "old", tmp_path / "new", 1.0).changed == 4
+    with pytest.raises(ConfigError, match="--share needs float32"):
+        measure(tmp_path / "old", tmp_path / "new", 0.1)

@@ -79,8 +79,9 @@ def test_refusal_of_sbatch_names_the_role_and_the_keys(bench):
         "start", "configs/demo.toml", f"model={run.model}", *run.words, "--run", str(run.run), check=False
     )
     assert done.returncode != 0
+    assert f"{run.run}: reward: sbatch refuses it: " in done.stderr
     assert "invalid partition" in done.stderr
-    assert "roles.reward" in done.stderr
+    assert "see [executor] partition, account, options and roles" in done.stderr
 
 
 def test_python_that_jobs_cannot_run_is_left_alone_after_three_submissions(bench):

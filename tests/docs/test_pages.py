@@ -1,12 +1,17 @@
-"""Pages begin with what to type and what it shows, and hold no traces of a merge."""
+"""Pages begin with what to type and what it shows, link to what exists, and hold no traces of a merge."""
 
 import re
 
 import pytest
 
 from tests.docs.commands import PAGES, commands
+from tests.kit.checkout import ROOT
 
 FIRST_LINES = 40
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
+WIDTH = 120
+BLOCK = re.compile(r"(?<=\n\n)(?: {4}.*\n+)+")
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 MERGED = re.compile(r"^(?:<{7}|>{7}|={7}$)", re.MULTILINE)
 
 
@@ -20,3 +25,24 @@ def test_a_page_begins_with_a_command_and_what_it_shows(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_holds_no_marks_of_a_merge(page):
     assert MERGED.findall(page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("page", [ROOT / "AGENTS.md", *PAGES], ids=lambda page: page.name)
+def test_no_line_of_text_is_wider_than_an_editor_shows(page):
+    text = BLOCK.sub("", FENCED.sub("", page.read_text(encoding="utf-8")))
+    assert [line for line in text.splitlines() if len(line) > WIDTH and not line.startswith("|")] == []
+
+
+@pytest.mark.parametrize("page", [ROOT / "AGENTS.md", *PAGES], ids=lambda page: page.name)
+def test_every_link_of_a_page_names_a_file_and_a_heading_that_exist(page):
+    found = LINK.findall(page.read_text(encoding="utf-8"))
+    targets = [(page.parent / file if file else page, heading) for file, heading in found]
+    missing = [f"{file.name}#{heading}" for file, heading in targets if not file.exists()]
+    missing += [f"{file.name}#{word}" for file, word in targets if word and word not in anchors(file)]
+    assert missing == []
+
+
+def anchors(page):
+    """Return what GitHub makes of the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -26,6 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from hpc_swe import cli
 from hpc_swe.plugins.engines.base import Weights
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.plugins.policies.base import LossConfig, OptimizerConfig
@@ -277,12 +278,20 @@ def _learn(learner: object, texts: list[np.ndarray], routings: list[bytes]) -> l
     with torch.no_grad():
         for text, routing in zip(texts, routings, strict=True):
             every = np.arange(1, len(text))
-            found.append(learner._forward(text, [len(text)], every, routing)[0].cpu().numpy())
+            found.append(learner._scorer.forward(text, [len(text)], every, routing)[0].cpu().numpy())
     return found
 
 
 def main() -> int:
-    names = sys.argv[1:] or [name for name in CASES if CUDA or name != "dense"]
+    what = (
+        "Compare what vLLM samples with the learner and with transformers, before and after swaps of weights."
+    )
+    parser = cli.parser("tests.gpu.engines", what, "", "qwen2-2 experts")
+    default = [name for name in CASES if CUDA or name != "dense"]
+    parser.add_argument("case", nargs="*", default=default, help=f"some of {', '.join(CASES)} (default: all)")
+    names = cli.parse(parser).case
+    if unknown := [name for name in names if name not in CASES]:
+        parser.error(f"{unknown[0]!r} is no case{cli.suggestion(unknown[0], CASES)}")
     most = max(CASES[name] for name in names)
     if CUDA and torch.cuda.device_count() < most:
         print(f"{most} GPUs are needed, {torch.cuda.device_count()} found")

@@ -14,7 +14,6 @@ their names begin: again, hosted, EP=2, one. --limit-s ends each job of processe
 compares what it has done. Without GPUs, models are tiny.
 """
 
-import argparse
 import json
 import math
 import os
@@ -29,6 +28,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from hpc_swe import cli
 from hpc_swe.plugins.policies._megatron.flash_attention import Facts, describe
 from tests.kit.random_model import save_random
 from tests.kit.ranks import gang, tiny
@@ -321,10 +321,14 @@ def choose(words: Sequence[str]) -> list[tuple[str, str, str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.parallel")
-    parser.add_argument("words", nargs="*", help="models, precisions, numbers of processes, layouts")
-    parser.add_argument("--limit-s", type=float, default=900.0, help="limit of each job of processes")
-    arguments = parser.parse_args()
+    what = "Compare each way to divide the learner, and each level of recomputation, with transformers."
+    parser = cli.parser("tests.gpu.parallel", what, "", "qwen2 1", "EP=2 again resumed")
+    words = "models, precisions, numbers of processes, and beginnings of layouts' names (default: all)"
+    parser.add_argument("words", nargs="*", help=words)
+    parser.add_argument(
+        "--limit-s", type=float, default=900.0, help="end each job of processes after so long"
+    )
+    arguments = cli.parse(parser)
     cases = choose(arguments.words)
     sizes = {ranks_of(layout) for _, _, layout in cases}
     if CUDA and torch.cuda.device_count() < max(sizes):

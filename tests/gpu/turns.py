@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
+from hpc_swe import cli, metrics, plugins
 from hpc_swe import config as configuration
-from hpc_swe import metrics, plugins
 from hpc_swe.benchmarks import limits
 from hpc_swe.demo import model as demo_model
 from hpc_swe.errors import HpcSweError
@@ -98,9 +98,16 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a limit of time: stop the run, and show it
     logging.basicConfig(level=logging.WARNING)
     os.umask(0o077)
-    failed, (folder, *names) = 0, sys.argv[1:]
-    for name in names or ["tiny"]:
-        is_done, root = False, Path(folder).absolute()
+    what = "Run a hybrid training of random models, and print what each turn on the GPU cost."
+    parser = cli.parser("tests.gpu.turns", what, "runs/turns", "runs/turns tiny 0.6B")
+    parser.add_argument("folder", type=cli.folder, help="folder of the runs")
+    parser.add_argument(
+        "shape", nargs="*", default=["tiny"], help=f"sizes: {', '.join(SHAPES)} (default: tiny)"
+    )
+    arguments, failed = cli.parse(parser), 0
+    root = arguments.folder
+    for name in arguments.shape:
+        is_done = False
         try:
             is_done = train(root, name)
         finally:

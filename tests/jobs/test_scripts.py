@@ -212,6 +212,7 @@ def test_ticks_are_silent_unless_something_is_to_be_done(runs: Path) -> None:
         command = [ROOT / "sbatch/tick.sh", folder]
         return subprocess.run(command, env=bare, cwd="/", capture_output=True, text=True, timeout=300)
 
+    RunDir(runs / "b").drain.touch()
     for folder in (runs, runs / "a"):
         done = tick(folder)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,5 +1,10 @@
 """An engine for runs whose learner is real: it plays written replies, and takes any weights for right."""
 
+import dataclasses
+
+from msgspec.structs import replace
+
+from hpc_swe.plugins.engines.base import Weights
 from hpc_swe.plugins.engines.scripted import Scripted
 from hpc_swe.records import ProbeScore, WeightVersion
 
@@ -9,3 +14,7 @@ class ByHeart(Scripted, frozen=True, kw_only=True):
 
     def adopt(self, url: str, token: str, version: WeightVersion, probe: ProbeScore | None) -> None:
         super().adopt(url, token, version, None)
+
+    def reload(self, url: str, token: str, weights: Weights) -> None:
+        manifest = weights.manifest and replace(weights.manifest, probe=None)
+        super().reload(url, token, dataclasses.replace(weights, manifest=manifest))

@@ -157,15 +157,13 @@ def learn(run, steps=STEPS) -> None:
     if newest.step < steps and run.batch(newest.step).exists():
         export(run, WeightVersion(incarnation=newest.incarnation, step=newest.step + 1))
         if newest.step + 1 == steps:
-            save(run, steps)
+            save(run, steps, newest.incarnation)
 
 
-def save(run, step) -> None:
+def save(run, step, incarnation=0) -> None:
     """An empty checkpoint."""
-    folders.publish(
-        run.checkpoint(step, 0),
-        lambda _: CheckpointManifest(writer="l", files={}, step=step, incarnation=0, tensor_parallel=1),
-    )
+    manifest = CheckpointManifest(writer="l", files={}, step=step, incarnation=incarnation, tensor_parallel=1)
+    folders.publish(run.checkpoint(step, incarnation), lambda _: manifest)
 
 
 def export(run, version, parent=None) -> None:
@@ -178,8 +176,10 @@ def export(run, version, parent=None) -> None:
 
 def finish(run, rounds=60, steps=STEPS, **options):
     """Everyone by turns until the coordinator says that all is done."""
-    maintenance, mode = make_maintenance(run), training(run, steps=steps, **options)
+    clock = Clock()
+    maintenance, mode = make_maintenance(run, clock), training(run, steps=steps, **options)
     for _ in range(rounds):
+        clock.now += 2.0
         if not mode.iterate(maintenance.snapshot()).waits_for:
             return mode
         work(run)

@@ -1,4 +1,4 @@
-"""Kill a process before each of its file system calls in turn, and count those calls.
+"""Kill a process before each of its file system calls in turn, refuse them, and count them.
 
 The interpreter itself reports the calls (`sys.addaudithook`), whoever makes them; only fsync has no such
 report and is wrapped. Death is `os._exit`: no clean-up runs, as with SIGKILL.
@@ -53,7 +53,7 @@ def in_child(target: Callable[..., object], *args: Any) -> int:
 def _dying(root: Path, action: Callable[[Path], object], fatal: int) -> None:
     ticket = count()
 
-    def die(_: str) -> None:
+    def die(*_: str) -> None:
         if next(ticket) == fatal:
             os._exit(DIED)
 
@@ -65,7 +65,7 @@ def _dying(root: Path, action: Callable[[Path], object], fatal: int) -> None:
 def _counting(root: Path, action: Callable[[Path], object], sender: Any) -> None:
     tally: Counter[str] = Counter()
 
-    def add(call: str) -> None:
+    def add(call: str, _: str) -> None:
         tally[call] += 1
 
     _report(root, add)
@@ -73,7 +73,20 @@ def _counting(root: Path, action: Callable[[Path], object], sender: Any) -> None
     sender.send(tally.copy())
 
 
-def _report(root: Path, on_call: Callable[[str], None]) -> None:
+def refuse(root: Path, code: Callable[[str, str], int]) -> None:
+    """Let calls below `root` fail from now on, in this process, which cannot take that back.
+
+    `code` gets the call and its path, and returns the number of the error, or 0.
+    """
+
+    def fail(call: str, path: str) -> None:
+        if number := code(call, path):
+            raise OSError(number, os.strerror(number), path)
+
+    _report(root, fail)
+
+
+def _report(root: Path, on_call: Callable[[str, str], None]) -> None:
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event not in EVENTS:
             return
@@ -82,12 +95,12 @@ def _report(root: Path, on_call: Callable[[str], None]) -> None:
         if event == "open":
             writes = args[2] & (os.O_WRONLY | os.O_RDWR)
             event = "create" if writes else "open"
-        on_call(event)
+        on_call(event, str(args[0]))
 
     fsync = os.fsync
 
     def reported_fsync(fd: int) -> None:
-        on_call("fsync")
+        on_call("fsync", str(Path(f"/proc/self/fd/{fd}").readlink()))
         fsync(fd)
 
     sys.addaudithook(hook)

@@ -2,12 +2,12 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from hpc_swe.plugins.engines.scripted import Scripted
-from hpc_swe.plugins.policies.base import Learner, Objective, OptimizerConfig
+from hpc_swe.plugins.policies.base import Kept, Learner, Objective, OptimizerConfig
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.plugins.sandboxes.base import Sandbox
 from hpc_swe.records import Batch, Task
@@ -59,9 +59,14 @@ class HangingMegatron(Megatron, frozen=True, kw_only=True):
     fifos: str
 
     def build(
-        self, model: Path, optimizer: OptimizerConfig, reference: Path | None, tokens: int = 0
+        self,
+        model: Path,
+        optimizer: OptimizerConfig,
+        reference: Path | None,
+        tokens: int = 0,
+        kept: Sequence[Kept] = (),
     ) -> Learner:
-        learner = super().build(model, optimizer, reference, tokens)
+        learner = super().build(model, optimizer, reference, tokens, kept)
         train = learner.train
 
         def hanging(batch: Batch, objective: Objective) -> dict[str, float]:

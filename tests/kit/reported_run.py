@@ -75,7 +75,7 @@ class RunMaker:
             "steps=40",
         ]
         self.config = configuration.read(ROOT / "configs/demo.toml", overrides=words)
-        atomic.write(self.run.config, encoded(self.config))
+        atomic.write(self.run.config, encoded(configuration.dump(self.config)))
         manifest = RunManifest(
             protocol=PROTOCOL,
             run_id="r",

@@ -1,7 +1,8 @@
 """Four episodes at a time, whose agents leave what they can: sandbox_client IMAGES MARK NUMBER[:FATE] ...
 
 Each says when it begins and how it ended. A fate befalls an episode in the midst of its command, out of the
-agent's reach: `worker` kills this process, and whoever else is at work in it.
+agent's reach: `worker` kills this process, and whoever else is at work in it, but not while another fate has
+killed Apptainer: that one case is left to the scheduler, as docs/scale.md says.
 """
 
 import gc
@@ -10,15 +11,16 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.sandboxes._session import end_namespace, namespace_pids
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
-from hpc_swe.processes import descendants
+from hpc_swe.processes import descendants, start_time
 from hpc_swe.records import Task, TestPlan
 
 AGENT = """
@@ -54,6 +56,10 @@ IMAGES = sorted({path.name.removesuffix(".sif") for path in Path(sys.argv[1]).it
 FATED_S = 5.0
 PATIENCE_S = 180.0
 FATED: set[int] = set()
+ENDING: dict[int, str | None] = {}
+"""FUSE daemons of Apptainers that were killed, with their start times."""
+NOT_AT_ONCE = ("worker", "apptainer", "daemon")
+ONE = threading.Lock()
 
 
 def play(number: int, fate: str) -> str:
@@ -89,6 +95,7 @@ def befall(fate: str, sandbox) -> None:
     depth = {pid: numbers for pid in descendants(apptainer) if (numbers := namespace_pids(pid))}
     inside = [pid for pid, numbers in depth.items() if len(numbers) == 3]
     outside = [pid for pid, numbers in depth.items() if len(numbers) == 1]
+    before = {pid: start_time(pid) for pid in outside}
     first = [pid for pid in inside if depth[pid][-1] == "1"]
     match fate:
         case "worker":
@@ -97,8 +104,10 @@ def befall(fate: str, sandbox) -> None:
             end_namespace(apptainer)
         case "apptainer":
             end([apptainer])
+            ENDING.update(before)
         case "daemon":
             end(outside or [apptainer])
+            ENDING.update(before)
         case "first":
             end(first)
         case "process":
@@ -117,9 +126,14 @@ def end(processes: list[int]) -> None:
 def work(word: str) -> None:
     number, _, fate = word.partition(":")
     say(f"begun {number}")
-    outcome = play(int(number), fate)
-    while fate and int(number) not in FATED:  # another one's fate was faster
+    with ONE if fate in NOT_AT_ONCE else nullcontext():
         outcome = play(int(number), fate)
+        while fate and int(number) not in FATED:  # another one's fate was faster
+            outcome = play(int(number), fate)
+        deadline = time.monotonic() + 4 * FATED_S
+        while time.monotonic() < deadline and any(start_time(pid) == at for pid, at in ENDING.items()):
+            time.sleep(0.01)
+        ENDING.clear()
     say(f"ended {number} {outcome}")
 
 

@@ -1,8 +1,12 @@
-"""A whole run on trajectories: Megatron on the CPU, both roles killed once, and the learner hangs once."""
+"""Whole runs on trajectories: Megatron on the CPU, both roles killed once, and the learner hangs once.
+
+Another run's learner saves by time and is ended in three ways: it must end at the same bits.
+"""
 
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +15,11 @@ pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.slow
 
 from hpc_swe import config as configuration  # noqa: E402
+from hpc_swe.records import WeightManifest  # noqa: E402
 from hpc_swe.rundir import RunDir  # noqa: E402
 from hpc_swe.runs import control, existing  # noqa: E402
-from hpc_swe.store import atomic  # noqa: E402
+from hpc_swe.settings import RunConfig  # noqa: E402
+from hpc_swe.store import atomic, folders, weights  # noqa: E402
 from tests.kit import hanging  # noqa: E402
 from tests.kit.checkout import ROOT  # noqa: E402
 from tests.kit.conversations import VIEW, calls, said, write  # noqa: E402
@@ -22,6 +28,7 @@ from tests.kit.run_processes import role_pids  # noqa: E402
 from tests.kit.toy_model import HERMES, make_model  # noqa: E402
 from tests.kit.waiting import until  # noqa: E402
 
+FILES = {"trajectories": "train", "validation": "held_out"}
 ROWS, HELD_OUT, EPOCHS, SIZE, EVERY = 36, 8, 4, 3, 16
 STEPS = EPOCHS * ROWS // SIZE
 SIZES = {
@@ -50,30 +57,44 @@ def row(number: int) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The finished run."""
-    folder = tmp_path_factory.mktemp("sft")
+def folder(tmp_path_factory):
+    """The model and the conversations of both runs."""
     os.chdir(ROOT)
+    folder = tmp_path_factory.mktemp("sft")
     save_random(make_model(folder / "model", HERMES), "Qwen3", SIZES)
-    train = write(folder / "train.jsonl", [row(n) for n in range(ROWS)])
-    held_out = write(folder / "held_out.jsonl", [row(n) for n in range(ROWS, ROWS + HELD_OUT)])
+    write(folder / "train.jsonl", [row(n) for n in range(ROWS)])
+    write(folder / "held_out.jsonl", [row(n) for n in range(ROWS, ROWS + HELD_OUT)])
+    return folder
+
+
+def configured(folder: Path, *more: str) -> RunConfig:
+    files = [f'{key}=["{folder / name}.jsonl"]' for key, name in FILES.items()]
     words = [
         f"model={folder / 'model'}",
-        f'sft={{source="trajectories", trajectories=["{train}"], validation=["{held_out}"]}}',
+        f'sft={{source="trajectories", {", ".join(files)}}}',
         f"sft.epochs={EPOCHS}",
         f"sft.samples_per_step={SIZE}",
         f"sft.validate_every={EVERY}",
-        f'policy={{type="tests.kit.hanging:HangingMegatron", fifos="{folder}", device="cpu"}}',
-        'policy={tensor_parallel=1, dtype="float32"}',
-        "supervision={stuck_s=20, tries=9}",
-        "learner.checkpoint_every=1000",  # so that a killed learner repeats every step
-        "learner.export_every=1000",
+        'policy={device="cpu", tensor_parallel=1, dtype="float32"}',
+        "learner={checkpoint_every=1000, export_every=1000}",
         "learner.optimizer={lr=3e-3}",
         "lease={beat_s=0.5, ttl_s=20.0}",
         "coordinator={poll_s=0.2, status_s=0.3}",
     ]
-    files = [ROOT / "configs/demo.toml", ROOT / "configs/demo_sft.toml"]
-    run, config = RunDir(folder / "run"), configuration.read(*files, overrides=words)
+    demo = [ROOT / "configs/demo.toml", ROOT / "configs/demo_sft.toml"]
+    return configuration.read(*demo, overrides=[*more, *words])
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """The finished run, whose last learner has trained every step."""
+    config = configured(
+        folder,
+        f'policy={{type="tests.kit.hanging:HangingMegatron", fifos="{folder}"}}',
+        "supervision={stuck_s=20, tries=9}",
+        "learner.checkpoint_s=0",
+    )
+    run = RunDir(folder / "run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))  # jobs find the policy there
         control.start(run, config)
@@ -109,6 +130,46 @@ def points(run: RunDir, curve: str) -> list[tuple[int, float]]:
         for x in sorted(lines, key=lambda x: x["time"])
         if curve in x["values"]
     ]
+
+
+def learners(run: RunDir) -> list[list[int]]:
+    """The steps that each learner has trained, in order of their starts."""
+    found = []
+    for path in run.metrics.glob("learner-*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]
+        found.append([(x["time"], x["step"]) for x in lines if "policy/nll" in x["values"]])
+    return [[step for _, step in each] for each in sorted(filter(None, found))]
+
+
+def trained_by(run: RunDir, number: int, steps: int) -> bool:
+    return len(found := learners(run)) > number and len(found[number]) >= steps
+
+
+def last_tensors(run: RunDir) -> dict[str, str]:
+    tensors = folders.manifest(run.weight(weights.newest(run)), WeightManifest).tensors
+    return {name: tensor.digest for name, tensor in tensors.items()}
+
+
+def test_a_learner_that_saves_by_time_loses_little_and_ends_alike(folder, trained):
+    config, run = configured(folder, "learner.checkpoint_s=0.001"), RunDir(folder / "ended")
+    ends = (signal.SIGKILL, signal.SIGUSR2, signal.SIGTERM)  # a fault, the walltime, a person
+    try:
+        for number, end in enumerate(ends):
+            control.start(run, config)
+            until(partial(trained_by, run, number, 6), "six steps of a learner", 600)
+            (pid,) = role_pids(run, "learner")
+            os.kill(pid, end)
+            if end != signal.SIGKILL:  # after which the job starts another itself
+                until(lambda: len(control.alive(run, config)) == 1, "the end of its job", 600)
+        control.start(run, config)
+        until(run.finished.exists, "the end of the run", 600)
+    finally:
+        control.stop(run, config, now=True)
+    killed, warned, asked, last = learners(run)
+    assert 0 < warned[0] <= killed[-1], "a kill costs all, or nothing was repeated"
+    assert (asked[0], last[0]) == (warned[-1] + 1, asked[-1] + 1), "a signal costs steps"
+    assert last[-1] == STEPS - 1
+    assert last_tensors(run) == last_tensors(trained)
 
 
 def test_the_loss_and_the_validation_loss_fall(trained):

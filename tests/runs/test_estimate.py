@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -13,7 +14,12 @@ from hpc_swe.plugins.engines._vllm_memory import cached_token
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.plugins.executors.slurm import Resources, Slurm
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.policies._megatron.memory import cheapest_recompute, learner_memory, reference_memory
+from hpc_swe.plugins.policies._megatron.memory import (
+    MemoryNeeds,
+    cheapest_recompute,
+    learner_memory,
+    reference_memory,
+)
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import estimate, preview
@@ -199,17 +205,27 @@ def test_data_parallel_ranks_share_the_optimizer_and_only_when_told(shape):
 )
 def test_fastest_recomputation_that_fits_is_chosen(shape, name, tokens, settings, gib, chosen):
     policy, ranks = Megatron(recompute="auto", **settings), 8 if name == "30B-A3B" else 1
-    assert cheapest_recompute(shape(name), policy, ranks, tokens, gib * GIB) == chosen
+    assert cheapest_recompute(shape(name), policy, ranks, MemoryNeeds(tokens), gib * GIB) == chosen
 
 
 def test_recomputation_that_is_chosen_leaves_room_for_the_last_version(shape):
     """The last version takes 7.6 GiB of each of two GPUs."""
-    policy = Megatron(recompute="auto")
+    policy, deltas = Megatron(recompute="auto"), MemoryNeeds(16384, ["last version"])
     peak = learner_memory(shape("8B"), Megatron(recompute="elementwise"), 2, 16384).total.bytes
     free = 1.15 * peak + 2 * GIB
-    assert cheapest_recompute(shape("8B"), policy, 2, 16384, free) == "elementwise"
+    assert cheapest_recompute(shape("8B"), policy, 2, deltas, free) == "elementwise"
     on_gpu = Megatron(recompute="auto", delta_base="gpu")
-    assert cheapest_recompute(shape("8B"), on_gpu, 2, 16384, free) != "elementwise"
+    assert cheapest_recompute(shape("8B"), on_gpu, 2, deltas, free) != "elementwise"
+    assert cheapest_recompute(shape("8B"), on_gpu, 2, MemoryNeeds(16384), free) == "elementwise"
+
+
+def test_a_learner_makes_room_for_what_the_dry_run_lists(read):
+    """Where versions are never deltas, the last one is not kept."""
+    for every, what in ((1, []), (4, ["last version, for deltas"])):
+        config = read("policy={dtype='bfloat16', delta_base='gpu'}", f"learner.snapshot_every={every}")
+        listed = [part.what for part in estimate.learner(config).parts]
+        assert [name for name in listed if name.startswith("last version")] == what
+        assert config.kept == ["last version"][: len(what)]
 
 
 def test_dry_run_of_auto_lists_the_peak_of_each_value(shape):
@@ -233,8 +249,8 @@ def test_share_of_the_optimizer_moves_from_the_gpu_to_the_host(shape):
 
 
 def test_host_memory_of_a_rank_lists_what_it_keeps_and_what_it_saves(shape):
-    def found(**settings):
-        memory = learner_memory(shape("8B"), Megatron(**settings), 2, 4096, ["reference", "last version"])
+    def found(reference="initial model", **settings):
+        memory = learner_memory(shape("8B"), Megatron(**settings), 2, 4096, [reference, "last version"])
         return {part.what: part.bytes for part in memory.host}
 
     count = shape("8B").parameters.total
@@ -244,6 +260,22 @@ def test_host_memory_of_a_rank_lists_what_it_keeps_and_what_it_saves(shape):
     on_gpu = learner_memory(shape("8B"), Megatron(delta_base="gpu"), 2, 4096, ["last version"]).parts
     assert [part.bytes for part in on_gpu if part.what == names[1]] == [count]
     assert found(lora_rank=8).keys() == {"weights below adapters", names[2]}
+    with_other = found("other reference", lora_rank=8)
+    assert with_other.keys() == {"weights below adapters", names[0], names[2]}
+    assert with_other[names[0]] == found("other reference")[names[0]] == 4 * count
+
+
+def test_adapters_copy_the_reference_only_where_it_is_another_folder(read, tmp_path):
+    def copied(*words):
+        words = ("policy.lora_rank=16", "policy.dtype=bfloat16", "learner.loss.kl_coefficient=0.1", *words)
+        parts = estimate.host(read(*words))
+        return sum(part.bytes for part in parts if part.what == "reference, and policy meanwhile")
+
+    (tmp_path / "link").symlink_to(read().model)
+    shutil.copytree(read().model, tmp_path / "other")
+    assert copied() == copied(f"reference={tmp_path / 'link'}") == 0
+    half = 8_190_735_360 / 2  # tp = 2, one rank on each of two nodes; norms are on both
+    assert copied(f"reference={tmp_path / 'other'}") == pytest.approx(2 * 2 * half, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -348,17 +380,20 @@ def test_folder_holds_the_newest_versions_and_every_milestone(read):
     few = parts(read("policy.dtype=bfloat16", "steps=100", "eval.every=0"))
     assert few["weights/"].bytes == 4 * weights
     assert few["checkpoints/"].bytes == 3 * 14 * 8_190_735_360
-    many = parts(read("policy.dtype=bfloat16", "steps=100", "eval.every=0", "retention.keep_every=15"))
-    assert many["weights/"].bytes == (4 + 6) * weights
-    assert many["checkpoints/"].bytes == (3 + 3) * 14 * 8_190_735_360
+    for checkpoint_s, kept in ((60, 6), (0, 3)):  # by time any step may have one
+        words = ["retention.keep_every=15", f"learner.checkpoint_s={checkpoint_s}"]
+        many = parts(read("policy.dtype=bfloat16", "steps=100", "eval.every=0", *words))
+        assert many["weights/"].bytes == (4 + 6) * weights
+        assert many["checkpoints/"].bytes == (3 + kept) * 14 * 8_190_735_360
 
 
 @pytest.mark.parametrize(
     ("words", "versions", "checkpoints"),
     [
         (["eval.every=5"], 2, 2),
-        (["eval.every=30"], 2, 2),  # checkpoints of steps 30, 60 and 90
-        (["eval.every=33"], 2, 0),
+        (["eval.every=30", "learner.checkpoint_s=0"], 2, 2),  # checkpoints of steps 30, 60 and 90
+        (["eval.every=33", "learner.checkpoint_s=0"], 2, 0),
+        (["eval.every=33"], 2, 2),
         (["eval.every=5", "retention.keep_best=false"], 0, 0),
     ],
 )
@@ -440,6 +475,9 @@ def test_a_hybrid_run_says_what_host_memory_its_halves_need(read):
         "14 bytes, over tp = 2, on each of two nodes"
     )
     assert found["hybrid: engines asleep"] == "2 x 15.26 GiB, at most twice"
+    words += ["learner.snapshot_every=10", "policy.delta_base=gpu"]
+    found = {part.what: part.formula for part in estimate.host(read(*words))}
+    assert found["hybrid: the learner's state"] == "1 x 61.03 GiB", "16 bytes, with the last version"
 
 
 def dry(tmp_path, *words, path=None):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from itertools import count
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,11 +22,12 @@ from hpc_swe.plugins.executors.base import Submission
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.plugins.weight_files import read_header
-from hpc_swe.records import RunManifest
-from hpc_swe.rundir import PROTOCOL, RunDir
+from hpc_swe.records import Role
+from hpc_swe.rundir import RunDir
 from hpc_swe.runs import checks, control, create, existing
-from hpc_swe.store import atomic, submissions
+from hpc_swe.store import submissions
 from tests.kit.checkout import ROOT
+from tests.kit.crash import in_child, refuse
 from tests.kit.toy_model import HERMES, make_model, write_weights
 from tests.kit.waiting import DEADLINE_S, until
 
@@ -166,21 +168,21 @@ def complaints(run: RunDir, config) -> list[str]:
 
 
 class OldPolicy(Megatron, frozen=True, kw_only=True):
-    """Written before the learner said how long its microbatches are."""
+    """Written before the learner said what it keeps."""
 
-    def build(self, model, optimizer, reference):
-        return super().build(model, optimizer, reference)
+    def build(self, model, optimizer, reference, tokens):
+        return super().build(model, optimizer, reference, tokens)
 
 
 class NamedPolicy(Megatron, frozen=True, kw_only=True):
-    def build(self, model, optimizer, *, reference, tokens):
-        return super().build(model, optimizer, reference, tokens)
+    def build(self, model, optimizer, *, reference, tokens, kept):
+        return super().build(model, optimizer, reference, tokens, kept)
 
 
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        (OldPolicy, r"lacks the parameter tokens; the learner passes model, .* in docs/architecture\.md"),
+        (OldPolicy, r"lacks the parameter kept; the learner passes model, .* in docs/architecture\.md"),
         (NamedPolicy, r"build\(model, .*\) cannot be called: too many positional arguments; the learner"),
     ],
 )
@@ -217,12 +219,15 @@ def test_a_run_json_of_somebody_else_makes_no_run(tmp_path, read):
 
 
 @pytest.mark.parametrize("content", [b"", b'{"steps": 1', b"\xff", b"[1]", None])
-def test_a_damaged_configuration_is_one_error_that_names_it(tmp_path, read, content):
+@pytest.mark.parametrize("name", ["run.json", "MANIFEST.json"])
+def test_a_damaged_file_of_a_run_is_one_error_that_names_it(tmp_path, read, name, content):
     run = RunDir(tmp_path / "run")
     control.start(run, read(*nobody()))
-    run.config.unlink()
-    run.config.mkdir() if content is None else run.config.write_bytes(content)
-    with pytest.raises(CorruptRecord, match=r"run/run\.json: not the configuration of a run: .*restore"):
+    file = run.root / name
+    file.unlink()
+    file.mkdir() if content is None else file.write_bytes(content)
+    expected = rf"run/{name}: not (what `launch start` wrote: .*restore|a regular file)"
+    with pytest.raises(CorruptRecord, match=expected):
         existing.load(run)
 
 
@@ -243,6 +248,42 @@ def test_a_start_on_a_full_disk_is_one_error_and_can_be_repeated(tmp_path, read)
         control.start(RunDir(small / "run"), read(*nobody()))
     finally:
         subprocess.run(["umount", "-l", small], check=True)
+
+
+def start_frozen_at(run, number, config, taken) -> None:
+    """Before this start's rename of that number another one takes it for dead, and makes the run."""
+    renames = count()
+
+    def freeze(call, path):
+        if call == "os.rename" and next(renames) == number:
+            with create.making(run, timeout_s=0.0) as place:
+                if place:  # the run is not complete yet
+                    create.publish(run, place, config, taken, "the other start")
+                    (run.root / "made.json").write_bytes(run.manifest.read_bytes())
+        return 0
+
+    refuse(run.root, freeze)
+    try:
+        with create.making(run) as place:
+            create.publish(run, place, config, taken, "this start")
+    except StorageError as error:
+        assert "another start took this one for dead" in str(error)  # noqa: PT017
+
+
+@pytest.mark.slow
+def test_a_start_that_was_frozen_changes_no_run_of_another(tmp_path, read):
+    config = read(*nobody())
+    taken = create.take(config)
+    for number in count():
+        run = RunDir(tmp_path / f"{number}")
+        run.root.mkdir(mode=0o700)
+        assert in_child(start_frozen_at, run, number, config, taken) == 0
+        existing.load(run)
+        if not (run.root / "made.json").exists():
+            assert number > 8
+            return
+        assert run.manifest.read_bytes() == (run.root / "made.json").read_bytes()
+        assert not (run.root / create.MAKING).exists()
 
 
 def test_a_run_that_was_copied_without_its_empty_folders_is_opened(tmp_path, read):
@@ -420,11 +461,13 @@ def test_a_dry_run_in_the_folder_of_a_run_refuses_what_a_start_refuses(tmp_path,
 
 
 class Picky(Local, frozen=True, kw_only=True):
-    """An executor that takes no reward workers, as a scheduler without their partition does."""
+    """An executor that takes no jobs of some roles, as a scheduler without their partition does."""
+
+    refused: tuple[Role, ...] = ("reward",)
 
     def submit(self, run: RunDir, submission: Submission) -> str:
-        """Refuse one role."""
-        if submission.role == "reward":
+        """Refuse some roles."""
+        if submission.role in self.refused:
             raise ConfigError("sbatch: error: invalid partition specified: cpu")
         return super().submit(run, submission)
 
@@ -437,6 +480,29 @@ def test_one_refused_role_leaves_no_other_job_behind(tmp_path, read):
         control.start(run, config)
     assert config.executor.queue(run) == []
     assert submissions.jobs(run, "coordinator")
+    ticked = command("hpc_swe.launch", "tick", run.root)
+    assert (ticked.returncode, config.executor.queue(run)) == (0, []), "what was cancelled stays so"
+    assert "submitted nothing: control/STOP forbids it; `launch start` removes that" in ticked.stdout
+
+
+def test_a_refused_start_ends_no_process_that_runs_by_hand(tmp_path, read):
+    run, words = RunDir(tmp_path / "run"), ["counts.inference=0", "counts.rollout=0", "counts.learner=0"]
+    words += ['by_hand=["inference", "rollout", "learner"]']
+    words += [f"executor={{type='{__name__}:Picky', refused=['coordinator', 'reward']}}"]
+    with pytest.raises(ConfigError, match="nothing was left in the queue"):
+        control.start(run, read(*words))
+    (run.nodes / "inference-node-1.json").write_text("{}")  # as its process writes it
+    assert control.start(run, read(*words)).lost == ["coordinator", "reward"]
+    assert not run.stop.exists()
+
+
+def test_a_reason_that_refuses_several_roles_is_told_once(tmp_path, read):
+    words = ["counts.inference=0", "counts.rollout=0", "counts.learner=0"]
+    words += ['by_hand=["inference", "rollout", "learner"]']
+    words += [f"executor={{type='{__name__}:Picky', refused=['coordinator', 'reward']}}"]
+    reason = r"coordinator, reward: sbatch: error: invalid partition specified: cpu; nothing was left"
+    with pytest.raises(ConfigError, match=reason):
+        control.start(RunDir(tmp_path / "run"), read(*words))
 
 
 def test_a_merged_configuration_is_shown_as_toml_that_reads_as_the_same(read):
@@ -471,39 +537,51 @@ def test_a_start_that_waits_lets_go_on_timeout_and_on_interrupt(tmp_path, model)
         control.stop(run, config, now=True)
 
 
-COMMANDS = ["hpc_swe.launch tick", "hpc_swe.status", "jobs.coordinator", "jobs.run reward"]
 READERS = [
     *("hpc_swe.launch start", "hpc_swe.evaluate --out=x", "hpc_swe.doctor"),
     *("hpc_swe.engine", "hpc_swe.demo", "hpc_swe.tasks.check", "hpc_swe.tasks.build_images"),
 ]
-IMPORTS = ["hpc_swe.launch start", "jobs.coordinator"]
+IMPORTERS = ["hpc_swe.launch start", "hpc_swe.launch tick", "hpc_swe.status"]
+IMPORTERS += ["jobs.coordinator", "jobs.run reward"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", [*COMMANDS, *READERS])
+@pytest.mark.parametrize("line", READERS)
 def test_no_command_answers_an_interrupt_with_a_traceback(tmp_path, line):
-    """Each reads a pipe into which nobody writes, and some are interrupted while they import."""
-    pipe = tmp_path / "run.json" if line in COMMANDS else tmp_path / "pipe.toml"
+    """Each reads a pipe into which nobody writes."""
+    pipe = tmp_path / "pipe.toml"
     os.mkfifo(pipe)
-    texts = dict.fromkeys(("run_id", "commit", "model_sha256", "config_sha256", "folder"), "")
-    manifest = RunManifest(protocol=PROTOCOL, environment={}, **texts)
-    atomic.put(tmp_path / "MANIFEST.json", manifest)
-    path = pipe if line in READERS else tmp_path
-    words = [sys.executable, "-m", *line.split(), str(path)]
-    for moment in [is_reading, *([is_importing] if line in IMPORTS else [])]:
-        process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        until(lambda moment=moment, pid=process.pid: moment(pid))
-        until(lambda process=process: interrupt(process) is not None)
-        said = process.communicate()[1].decode()
+    code, said = interrupted([*line.split(), str(pipe)], is_reading)
+    assert "Traceback" not in said, said
+    assert code in (130, -signal.SIGINT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", IMPORTERS)
+def test_no_command_answers_an_interrupt_of_its_imports_with_a_traceback(tmp_path, line):
+    """They take a moment, after which a command that finds no run ends by itself, so some tries miss it."""
+    codes = []
+    while not {130, -signal.SIGINT} & {*codes}:
+        code, said = interrupted([*line.split(), str(tmp_path / "none")], is_importing)
         assert "Traceback" not in said, said
-        assert process.returncode in (130, -signal.SIGINT)
+        codes.append(code)
+        assert len(codes) < 20, codes
+
+
+def interrupted(words: list[str], moment) -> tuple[int, str]:
+    """Return the exit code of a command that was interrupted at a moment, and what it said."""
+    line = [sys.executable, "-m", *words]
+    process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    until(lambda: process.poll() is not None or moment(process.pid))
+    until(lambda: interrupt(process) is not None)
+    return process.returncode, process.communicate()[1].decode()
 
 
 def interrupt(process: subprocess.Popen) -> int | None:
     """Once more if need be: an extension that is being loaded may lose an interrupt."""
+    process.send_signal(signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(0.5)
-    process.send_signal(signal.SIGINT)
     return None
 
 

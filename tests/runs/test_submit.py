@@ -1,13 +1,17 @@
 """What a tick decides, by tables; what it does, with a scheduler that is played."""
 
+import errno
+import os
+import socket
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from hpc_swe.errors import ConfigError, SchedulerError
+from hpc_swe.errors import ConfigError, SchedulerError, StorageError
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.plugins.executors.slurm import parse_queue
 from hpc_swe.plugins.policies.megatron import Megatron
@@ -17,7 +21,7 @@ from hpc_swe.runs import submit as run_submit
 from hpc_swe.runs.submit import Decision, decide, failures
 from hpc_swe.settings import InferenceConfig, LearnerConfig
 from hpc_swe.store import atomic, folders, skipped, submissions
-from hpc_swe.store.submissions import LatestSubmission, Started, Submitted
+from hpc_swe.store.submissions import LatestSubmission, Rest, Started, Submitted
 
 
 def job(number: int, state: str = "running", submission: int = 1) -> Job:
@@ -173,7 +177,6 @@ class Config:
     policy: Megatron | None = None
     learner: LearnerConfig | None = None
     inference: InferenceConfig = InferenceConfig()
-    hybrid: bool = False
 
 
 @pytest.fixture
@@ -368,9 +371,74 @@ def test_role_that_keeps_failing_is_left_alone_until_it_has_rested(run, config):
         atomic.put(run.started("rollout", number, 0), started())
         config.executor.running.clear()
     assert "failed (exit code 1 on c1)" in run_submit.tick(run, config).stuck["rollout"]
-    noted = Submitted(job="3", count=200, host="login", at=time.time() - run_submit.REST_S)
-    atomic.put(run.submitted("rollout", 3), noted)
-    atomic.put(run.started("rollout", 3, 0), started(at=time.time()))
-    assert run_submit.tick(run, config).lost == ["rollout"], "it took long to fail, and rests from then on"
-    atomic.put(run.started("rollout", 3, 0), started())
+    known = time.monotonic() - run_submit.REST_S
+    rest = Rest(number=3, since={"another-login-node": known, socket.gethostname(): known + 30.0})
+    atomic.put(run.rest("rollout"), rest)
+    assert run_submit.tick(run, config).lost == ["rollout"], "the clock of another host says nothing"
+    atomic.put(run.rest("rollout"), Rest(number=3, since={socket.gethostname(): known}))
+    assert run_submit.tick(run, config).submit == {"rollout": 200}
+    atomic.put(run.started("rollout", 4, 0), started())
+    config.executor.running.clear()
+    assert run_submit.tick(run, config).lost == ["rollout"], "the next failure rests as long"
+
+
+def test_after_a_rest_one_submission_is_tried_and_not_one_per_tick(run, config):
+    """Accounting lags behind the queue: it does not know for minutes what has become of the last one."""
+    config.executor.endings = lambda jobs: {}
+    for number in (1, 2, 3):
+        assert run_submit.tick(run, config).submit == {"rollout": 200}
+        atomic.put(run.started("rollout", number, 0), started())
+        config.executor.running.clear()
+    assert run_submit.tick(run, config).lost == ["rollout"]
+    for number in (3, 4):
+        known = time.monotonic() - run_submit.REST_S
+        atomic.put(run.rest("rollout"), Rest(number=number, since={socket.gethostname(): known}))
+        assert run_submit.tick(run, config).submit == {"rollout": 200}
+        config.executor.running.clear()
+        for _ in range(3):
+            assert run_submit.tick(run, config).lost == ["rollout"]
+
+
+@pytest.mark.parametrize("skew_s", [-86_400.0, -3600.0, 0.0, 3600.0])
+def test_a_node_whose_clock_is_wrong_changes_no_rest(run, config, skew_s):
+    for number in (1, 2, 3):
+        assert run_submit.tick(run, config).submit == {"rollout": 200}
+        atomic.put(run.started("rollout", number, 0), started(at=time.time() + skew_s))
+        note = atomic.get(run.submitted("rollout", number), Submitted)  # by a login node with such a clock
+        atomic.put(run.submitted("rollout", number), replace(note, at=time.time() + skew_s))
+        config.executor.running.clear()
+    for _ in range(3):
+        assert run_submit.tick(run, config).lost == ["rollout"]
+    atomic.put(run.rest("rollout"), Rest(number=3, since={socket.gethostname(): time.monotonic() - 601.0}))
+    assert run_submit.tick(run, config).submit == {"rollout": 200}
+
+
+def test_a_person_s_start_does_not_rest(run, config):
+    for number in (1, 2, 3):
+        run_submit.tick(run, config)
+        atomic.put(run.started("rollout", number, 0), started(at=time.time()))
+        config.executor.running.clear()
+    assert run_submit.tick(run, config).lost == ["rollout"]
+    assert run_submit.tick(run, config, rests=False).submit == {"rollout": 200}
+
+
+def test_a_tick_that_was_frozen_cancels_and_submits_nothing(run, config):
+    """What waited when it asked may run by now, and another tick has replaced what was missing."""
+    config.counts["rollout"] = 0
+    config.executor.running.append(Job("rollout", "7", 7, "waiting"))
+    with pytest.raises(SchedulerError, match="the next tick looks again"):
+        run_submit.tick(run, config, fresh_s=0.0)
+    assert len(config.executor.running) == 1
+    assert atomic.names(run.launches / "rollout") == []
+
+
+def test_a_full_disk_at_a_submission_is_one_error_and_is_made_good(run, config):
+    def submit(run, submission):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "batch.sh")
+
+    submits, config.executor.submit = config.executor.submit, submit
+    with pytest.raises(StorageError, match=f"{run.logs('rollout')}: the quota is used up"):
+        run_submit.tick(run, config)
+    config.executor.submit = submits
+    assert run_submit.tick(run, config).submit == {}
     assert run_submit.tick(run, config).submit == {"rollout": 200}

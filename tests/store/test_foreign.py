@@ -3,8 +3,8 @@
 import pytest
 
 from hpc_swe.errors import CorruptRecord
-from hpc_swe.records import Manifest, Node
-from hpc_swe.store import atomic, folders
+from hpc_swe.records import Manifest, Node, Task, TestPlan
+from hpc_swe.store import atomic, folders, tasks
 from hpc_swe.store.spool import STATES, Address
 from tests.kit.store_samples import FILES, publish, request, shown, spool
 
@@ -113,7 +113,7 @@ def test_a_cell_of_another_record_names_the_field(tmp_path):
     ("damage", "message"),
     [
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "399 bytes, not the 400"),
-        (lambda path: path.write_bytes(b"x" + path.read_bytes()[1:]), "400 bytes, not the 400"),
+        (lambda path: path.write_bytes(b"x" + path.read_bytes()[1:]), "its sha256 is not the manifest"),
         (lambda path: path.unlink(), "listed in the manifest, but missing"),
     ],
     ids=["cut off", "a byte changed", "missing"],
@@ -141,6 +141,29 @@ def test_a_corrupt_manifest_names_itself(tmp_path):
     (tmp_path / "v1" / folders.NAME).write_text('{"writer": ')
     with pytest.raises(CorruptRecord, match=r"v1/MANIFEST\.json: not a Manifest"):
         folders.manifest(tmp_path / "v1", Manifest)
+
+
+def test_no_flipped_bit_changes_the_tasks_of_a_run(tmp_path):
+    made, plan = tmp_path / "tasks.parquet", TestPlan(command="true", fail_to_pass=[], timeout_s=1)
+    words = [" ".join(str(number * seed % 97) for seed in range(40)) for number in range(20)]
+    known = {
+        "train": [
+            Task(task_id=f"t{i}", taskset="toy", prompt=text, image="", workdir="/", tests=plan)
+            for i, text in enumerate(words)
+        ],
+        "eval": [],
+    }
+    tasks.write(made, known)
+    data, refused = made.read_bytes(), 0
+    for place in range(4, len(data), 7):
+        made.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        try:
+            found = tasks.read(made)
+        except CorruptRecord:
+            refused += 1
+        else:
+            assert found == known, place
+    assert refused
 
 
 def test_a_folder_that_retention_removed_is_gone_and_not_corrupt(tmp_path):

@@ -303,3 +303,16 @@ def test_a_killed_process_is_dead_by_the_clock_on_the_wall(run):
     died = time.monotonic()
     until(lambda: watcher.look() or watcher.is_dead(node.owner), "its death")
     assert time.monotonic() - died > 0.3, "it had its grace"
+
+
+def test_nobody_dies_while_the_watcher_itself_cannot_beat(run):
+    """On a full file system no beat succeeds, but renames do: all claims would be lost, again and again."""
+    watch = Watch(run)
+    watch.watcher = Watcher(run, BEAT, TTL, clock=lambda: watch.now, own="me")
+    watch.look(["me", *CREW])
+    for _ in range(100):
+        watch.look()
+    assert watch.dead() == set()
+    for _ in range(LIMIT + MAX_STALLS):
+        watch.look(["me", CREW[0]])
+    assert watch.dead() == {*CREW[1:]}, "those that do not come back are dead as ever"

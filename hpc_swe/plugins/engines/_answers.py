@@ -1,14 +1,14 @@
-"""Read the answers of vLLM's routes, which differ between releases, into one shape: `Answer`."""
+"""Read the answers of engines: completions of our own route or of vLLM's into one shape, `Answer`."""
 
 import base64
 import io
 import math
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from hpc_swe.errors import EngineError, boundary
@@ -20,22 +20,6 @@ Span = tuple[int, int, WeightVersion]
 _T = TypeVar("_T")
 
 
-class Logprob(Struct):
-    """Hold one token's log-probability; vLLM 0.32 gives its id, 0.26 the text "token_id:493"."""
-
-    logprob: float
-    token_id: int = -1
-    token: str = ""
-
-    @property
-    def id(self) -> int:
-        return self.token_id if not self.token else int(self.token.removeprefix("token_id:"))
-
-
-class Logprobs(Struct):
-    content: list[Logprob]
-
-
 class Stamp(Struct):
     """Name the weights that sampled tokens start .. end - 1."""
 
@@ -44,20 +28,63 @@ class Stamp(Struct):
     end: int
 
 
-class Choice(Struct):
+class TokenScores(Struct):
+    """Hold token ids, int32 [n], and their log-probabilities, float64 [n], as bytes."""
+
+    ids: bytes = b""
+    logprobs: bytes = b""
+
+    @classmethod
+    def of(cls, ids: Sequence[int], logprobs: Sequence[float]) -> "TokenScores":
+        return cls(np.asarray(ids, np.int32).tobytes(), np.asarray(logprobs, np.float64).tobytes())
+
+    def of_tokens(self, wanted: Sequence[int]) -> list[float]:
+        """Return the log-probabilities; raise EngineError unless they are those of the wanted tokens."""
+        with boundary(EngineError, "read log-probabilities"):
+            ids: list[int] = np.frombuffer(self.ids, np.int32).tolist()
+            logprobs: list[float] = np.frombuffer(self.logprobs, np.float64).tolist()
+        if ids != list(wanted) or len(logprobs) != len(ids):
+            raise EngineError(f"{len(logprobs)} log-probabilities do not match {len(wanted)} token ids")
+        return logprobs
+
+
+class SampleRequest(Struct):
+    """Ask our own route for one completion; the settings are those of vLLM's SamplingParams."""
+
+    token_ids: list[Annotated[int, Meta(ge=0)]]
+    sampling_params: dict[str, Any]
+    priority: int = 0
+
+
+class SampleAnswer(Struct):
+    """Hold an answer of our own route."""
+
     token_ids: list[int]
+    sampled: TokenScores
     finish_reason: str
-    logprobs: Logprobs
+    prompt: TokenScores | None = None
+    """Scores of all tokens of the prompt but the first, if they were asked for."""
     stop_reason: int | str | None = None
     weight_versions: list[Stamp] | None = None
-    routed_experts: str | None = None
+    routed_experts: bytes | None = None
+    """A numpy file, uint8 [tokens, layers, k]."""
 
 
 class Answer(Struct):
-    """Hold an answer of /inference/v1/generate."""
+    """Hold a completion, whichever route it came from."""
 
-    choices: list[Choice]
-    prompt_logprobs: list[dict[str, Logprob] | None] | None = None
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    prompt_logprobs: list[float] | None = None
+    """Of all tokens of the prompt but the first, if they were asked for."""
+    stop_reason: int | str | None = None
+    weight_versions: list[Stamp] | None = None
+    routed_experts: bytes | None = None
+
+
+class _Logprob(Struct):
+    logprob: float
 
 
 class _TokenLogprobs(Struct):
@@ -70,11 +97,11 @@ class _TextChoice(Struct):
     logprobs: _TokenLogprobs
     stop_reason: int | str | None = None
     routed_experts: str | None = None
-    prompt_logprobs: list[dict[str, Logprob] | None] | None = None
+    prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
 
 
 class _TextAnswer(Struct):
-    choices: list[_TextChoice]
+    choices: Annotated[list[_TextChoice], Meta(min_length=1)]
 
 
 class WeightInfo(Struct):
@@ -133,32 +160,56 @@ class ServerInfo(Struct):
 
 
 def decode(kind: type[_T], url: str, data: bytes) -> _T:
-    """Decode an answer of `url`; raise EngineError with its beginning if it is none."""
+    """Decode a JSON answer of `url`; raise EngineError with its beginning if it is none."""
+    return _decode(msgspec.json.decode, kind, url, data)
+
+
+def _decode(read: Callable[..., _T], kind: type[_T], url: str, data: bytes) -> _T:
     try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+        return read(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise EngineError(f"{url}: unreadable answer: {error}: {data[:300]!r}") from None
 
 
-def from_completions(url: str, data: bytes) -> Answer:
-    """Read an answer of /v1/completions."""
-    text = decode(_TextAnswer, url, data).choices[0]
-    pairs = zip(text.token_ids, text.logprobs.token_logprobs, strict=False)
-    sampled = Logprobs([Logprob(logprob, token_id) for token_id, logprob in pairs])
-    choice = Choice(
-        text.token_ids, text.finish_reason, sampled, text.stop_reason, routed_experts=text.routed_experts
+def from_samples(url: str, data: bytes, prompt: Sequence[int]) -> Answer:
+    """Read an answer of our own route; raise EngineError if log-probabilities are of other tokens."""
+    found = _decode(msgspec.msgpack.decode, SampleAnswer, url, data)
+    return Answer(
+        token_ids=found.token_ids,
+        logprobs=found.sampled.of_tokens(found.token_ids),
+        finish_reason=found.finish_reason,
+        prompt_logprobs=None if found.prompt is None else found.prompt.of_tokens(prompt[1:]),
+        stop_reason=found.stop_reason,
+        weight_versions=found.weight_versions,
+        routed_experts=found.routed_experts,
     )
-    return Answer([choice], text.prompt_logprobs)
 
 
-def sampled_logprobs(choice: Choice) -> list[float]:
-    """Return the log-probability of each token id; raise EngineError for a wrong id, or one not finite."""
-    entries = choice.logprobs.content
-    if [entry.id for entry in entries] != choice.token_ids:
-        raise EngineError(f"{len(entries)} log-probabilities do not match {len(choice.token_ids)} token ids")
-    values = [entry.logprob for entry in entries]
-    require_finite(values)
-    return values
+def from_completions(url: str, data: bytes, prompt: Sequence[int]) -> Answer:
+    """Read an answer of /v1/completions, which every vLLM serves; raise EngineError if it lacks a number."""
+    text = decode(_TextAnswer, url, data).choices[0]
+    if len(text.logprobs.token_logprobs) != len(text.token_ids):
+        count = len(text.logprobs.token_logprobs)
+        raise EngineError(f"{count} log-probabilities do not match {len(text.token_ids)} token ids")
+    packed, rows = text.routed_experts, text.prompt_logprobs
+    with boundary(EngineError, f"{url}: read the routing"):
+        experts = None if packed is None else base64.b64decode(packed, validate=True)
+    return Answer(
+        token_ids=text.token_ids,
+        logprobs=text.logprobs.token_logprobs,
+        finish_reason=text.finish_reason,
+        prompt_logprobs=None if rows is None else _prompt_scores(rows, prompt),
+        stop_reason=text.stop_reason,
+        routed_experts=experts,
+    )
+
+
+def _prompt_scores(rows: Sequence[dict[str, _Logprob] | None], prompt: Sequence[int]) -> list[float]:
+    found = [(row or {}).get(str(i)) for row, i in zip(rows[1:], prompt[1:], strict=False)]
+    scores = [each.logprob for each in found if each]
+    if len(rows) != len(prompt) or len(scores) != len(prompt) - 1:
+        raise EngineError(f"log-probabilities of a prompt do not match its {len(prompt)} token ids")
+    return scores
 
 
 def require_finite(values: Sequence[float]) -> None:
@@ -168,25 +219,24 @@ def require_finite(values: Sequence[float]) -> None:
             raise EngineError(f"log-probability {place} of {len(values)} is {value}")
 
 
-def to_routing(choice: Choice, wanted: int) -> NDArray[np.uint8]:
+def to_routing(answer: Answer, wanted: int) -> NDArray[np.uint8]:
     """Return the experts of `wanted` tokens, uint8 [wanted, layers * k]; fewer where the engine aborted.
 
-    vLLM writes a numpy file [tokens, layers, k] as base64. Raise EngineError for any other answer.
+    vLLM writes a numpy file [tokens, layers, k]. Raise EngineError for any other answer.
     """
-    if choice.routed_experts is None:
-        if choice.finish_reason == "abort":
+    if answer.routed_experts is None:
+        if answer.finish_reason == "abort":
             return np.zeros((0, 0), np.uint8)
         raise EngineError("the engine returned no routing: start it with --enable-return-routed-experts")
     with boundary(EngineError, "read the routing"):
-        data = io.BytesIO(base64.b64decode(choice.routed_experts, validate=True))
-        array: NDArray[np.uint8] = np.load(data, allow_pickle=False)
-    rows = len(array)
-    if array.dtype != np.uint8 or array.ndim != 3 or rows > wanted:
+        array: NDArray[np.uint8] = np.load(io.BytesIO(answer.routed_experts), allow_pickle=False)
+    rows = len(array) if array.ndim == 3 else wanted + 1
+    if array.dtype != np.uint8 or rows > wanted:
         raise EngineError(f"a routing of {wanted} tokens has type {array.dtype} and shape {array.shape}")
     ordered = np.sort(array, axis=-1)
     if (ordered[..., 1:] == ordered[..., :-1]).any():  # vLLM 0.26 gives zeros for a kernel that captures none
         raise EngineError("a routing names an expert twice for one token: this engine captures no experts")
-    if rows < wanted and choice.finish_reason != "abort":
+    if rows < wanted and answer.finish_reason != "abort":
         raise EngineError(f"a routing of {wanted} tokens has {rows}")
     return array.reshape(rows, -1)
 

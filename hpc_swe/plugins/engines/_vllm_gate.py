@@ -12,8 +12,12 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpc_swe.plugins.engines.base import LOAD
+
 HOLD, RELEASE = "/hpc_swe/hold", "/hpc_swe/release"
-HELD = ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions")
+SAMPLE = "/hpc_swe/sample"
+"""Our own route for samples, see `_vllm_samples`."""
+HELD = (SAMPLE, "/inference/v1/generate", "/v1/completions", "/v1/chat/completions")
 PROBE = b"probe"
 """Query of the requests that compute the probe: nothing keeps their answers back."""
 LONGEST_S = 900.0
@@ -60,7 +64,9 @@ class AnswerGate:
                 self._hold(float(scope["query_string"] or LONGEST_S))
             else:
                 self._end(has_passed=True)
-            await _answer(send, 200, b"{}")
+            await answer(send, 200, b"{}")
+        elif path == LOAD:
+            await answer(send, 200, str(len(self._pending)).encode())
         elif path in HELD and scope["query_string"] != PROBE:
             await self._pass_on(scope, receive, send)
         else:
@@ -76,7 +82,7 @@ class AnswerGate:
                 swaps = tuple(pending.swaps)  # later ones have no part in a finished answer
                 is_trusted = all([await swap.passed_probe() for swap in swaps])
                 if not is_trusted:
-                    await _answer(send, 503, REFUSAL)
+                    await answer(send, 503, REFUSAL)
             if is_trusted:
                 await send(message)
 
@@ -101,7 +107,8 @@ class AnswerGate:
             self._unchecked = None
 
 
-async def _answer(send: Send, status: int, body: bytes) -> None:
+async def answer(send: Send, status: int, body: bytes) -> None:
+    """Send a whole answer."""
     headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

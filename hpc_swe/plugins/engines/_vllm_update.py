@@ -10,8 +10,9 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -27,6 +28,7 @@ CLEARINGS = 100
 HELD_CALLS = 3
 """Slow calls while answers are kept back: the swap, the clearing of caches, and the probe."""
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -44,10 +46,11 @@ class UpdateRoutes:
         """Send a POST, and return the answer's body."""
         return _http.call(self.url, self.token, path, msgspec.json.encode(body or {}), self.timeout_s)
 
-    def swap(self, update: dict[str, object], stamp: str | None) -> None:
+    def swap(self, update: dict[str, object], stamp: str | None, when_paused: Callable[[], T]) -> T:
         """Load what `update` names, and let tokens carry `stamp` from then on.
 
         Answers are kept back until `release`. The next swap refuses them, which loads other weights instead.
+        Return what `when_paused` returned: what it asked the engine for is computed with the new weights.
         Raise EngineError if the engine goes on with the weights before, and NoAnswer if that is not certain.
         """
         self._start()
@@ -59,6 +62,7 @@ class UpdateRoutes:
             self.call(f"/pause?mode=keep&clear_cache={str(self.clears).lower()}")
             log.debug("paused")
             self._hold()
+            asked = when_paused()
             self.call("/finish_weight_update", {"weight_version": stamp} if stamp else {})
             log.debug("swapped")
         except NoAnswer:
@@ -72,6 +76,7 @@ class UpdateRoutes:
                 self._clear_caches()
             self.call("/resume")
         log.debug("resumed")
+        return asked
 
     def release(self) -> None:
         """Let the engine send the answers that it has kept back since the swap."""

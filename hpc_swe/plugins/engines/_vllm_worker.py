@@ -48,6 +48,7 @@ from hpc_swe.plugins.engines._vllm_files import (
     with_files,
 )
 from hpc_swe.plugins.engines._vllm_gate import AnswerGate
+from hpc_swe.plugins.engines._vllm_samples import SampleRoute
 from hpc_swe.processes import die_with_parent
 from hpc_swe.records import WeightManifest
 from hpc_swe.store import folders
@@ -376,11 +377,12 @@ class WorkerExtension:
 class BearerToken:
     """Guard all routes but /health, as ASGI middleware: vLLM's --api-key leaves the control routes open.
 
-    Behind it an `AnswerGate` keeps back answers of weights that were not compared with their probe yet.
+    Behind it an `AnswerGate` keeps back answers of weights that were not compared with their probe yet, and
+    a `SampleRoute` answers requests for samples.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self._app, self._expected = AnswerGate(app), f"Bearer {os.environ[TOKEN]}".encode()
+        self._app, self._expected = AnswerGate(SampleRoute(app)), f"Bearer {os.environ[TOKEN]}".encode()
 
     async def __call__(self, scope: Scope, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
         """Pass the request on, or answer 401."""

@@ -14,6 +14,8 @@ from hpc_swe.store.folders import Identity
 
 ByteArray = NDArray[np.uint8]
 Files = dict[str, Identity]  # name of a file -> what tells whether it changed since it was verified
+LOAD = "/hpc_swe/load"
+"""Route of an engine that we start: how many requests it has taken and not answered, as a JSON number."""
 
 
 @dataclass(frozen=True)

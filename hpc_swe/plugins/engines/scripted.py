@@ -1,10 +1,9 @@
-"""Serve prepared replies over vLLM's routes, for tests.
+"""Serve prepared replies over the routes of our vLLM, for tests.
 
 Everything but the sampling is real: the client, the token on every route, the pause around an update, the
 stamps. `python -m hpc_swe.plugins.engines.scripted HOST PORT REPLIES MODEL MAX_MODEL_LEN` is the server.
 """
 
-import base64
 import io
 import os
 import sys
@@ -16,15 +15,23 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import cycle
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins.engines._answers import INITIAL, ModelCard
+from hpc_swe.plugins.engines._answers import (
+    INITIAL,
+    ModelCard,
+    SampleAnswer,
+    SampleRequest,
+    Stamp,
+    TokenScores,
+)
 from hpc_swe.plugins.engines._vllm_environment import BACKEND, TOKEN
+from hpc_swe.plugins.engines._vllm_gate import SAMPLE
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.records import Record
 from hpc_swe.store import folders
@@ -68,17 +75,6 @@ class Scripted(Vllm, frozen=True, kw_only=True):
         words += ["plain"] * self.plain + ["one_way"] * self.one_way
         words += [f"{self.update_s:g}"] * bool(self.update_s)
         return [sys.executable, "-m", "hpc_swe.plugins.engines.scripted", *words]
-
-
-class _SamplingParams(Struct, frozen=True):
-    max_tokens: int
-    routed_experts_prompt_start: int | None = None
-    prompt_logprobs: int | None = None
-
-
-class _GenerateRequest(Struct, frozen=True):
-    token_ids: list[int]
-    sampling_params: _SamplingParams
 
 
 class _Update(Struct, frozen=True):
@@ -152,10 +148,15 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if not self._has_token():
             self._send(401, {})
-        elif path == "/inference/v1/generate":
-            self._generate(msgspec.json.decode(body, type=_GenerateRequest))
+        elif self._state.is_plain and path == "/v1/completions":
+            settings = msgspec.json.decode(body, type=dict[str, Any])
+            status, found = self._sample(SampleRequest(settings["prompt"], settings))
+            self._send(status, _as_text(found, settings["prompt"]))
         elif self._state.is_plain:
             self._send(404, {})
+        elif path == SAMPLE:
+            status, found = self._sample(msgspec.json.decode(body, type=SampleRequest))
+            self._send(status, msgspec.msgpack.encode(found))
         else:
             self._control(path, msgspec.json.decode(body, type=_ControlRequest))
 
@@ -171,45 +172,55 @@ class _Handler(BaseHTTPRequestHandler):
             answer: dict[str, object] = {"results": [{"is_staged": True, "bytes": 0}]}
             self._send(200, answer if path == "/collective_rpc" else {})
 
-    def _generate(self, request: _GenerateRequest) -> None:
-        is_score = request.sampling_params.prompt_logprobs is not None
-        prompt = request.token_ids
+    def _sample(self, request: SampleRequest) -> tuple[int, SampleAnswer]:
+        settings, prompt = request.sampling_params, request.token_ids
+        is_score = "prompt_logprobs" in settings
         score = ScriptedReply(token_ids=[0], logprobs=[SCORE])
         # `next` of a cycle is one call in C, so threads share it without a lock
         reply = score if is_score else next(self._state.replies, ScriptedReply(status=404))
         time.sleep(reply.delay_s)
         self._state.running.wait()
-        ids = reply.token_ids[: request.sampling_params.max_tokens]
-        content = [{"token_id": i, "logprob": p} for i, p in zip(ids, reply.logprobs, strict=False)]
-        choice = {
-            "token_ids": ids,
-            "finish_reason": reply.finish_reason if ids == reply.token_ids else "length",
-            "logprobs": {"content": content},
-            "weight_versions": [{"version": self._state.version, "start": 0, "end": len(ids)}] if ids else [],
-        }
-        start = request.sampling_params.routed_experts_prompt_start
-        if start is not None:
-            choice["routed_experts"] = _routing((prompt + ids)[start:-1])
-        rows = [None, *({str(i): {"logprob": SCORE}} for i in prompt[1:])] if is_score else None
-        self._send(reply.status, {"choices": [choice], "prompt_logprobs": rows})
+        ids = reply.token_ids[: settings["max_tokens"]]
+        start = settings.get("routed_experts_prompt_start")
+        return reply.status, SampleAnswer(
+            token_ids=ids,
+            sampled=TokenScores.of(ids, reply.logprobs[: len(ids)]),
+            finish_reason=reply.finish_reason if ids == reply.token_ids else "length",
+            prompt=TokenScores.of(prompt[1:], [SCORE] * (len(prompt) - 1)) if is_score else None,
+            weight_versions=[Stamp(self._state.version, 0, len(ids))] if ids else [],
+            routed_experts=None if start is None else _routing((prompt + ids)[start:-1]),
+        )
 
     def _has_token(self) -> bool:
         return self.headers.get("Authorization") == f"Bearer {self._state.token}"
 
-    def _send(self, status: int, answer: dict[str, object]) -> None:
-        data = msgspec.json.encode(answer)
+    def _send(self, status: int, answer: dict[str, object] | bytes) -> None:
+        data = answer if isinstance(answer, bytes) else msgspec.json.encode(answer)
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
 
-def _routing(ids: Sequence[int]) -> str:
-    """Return a numpy file in base64 with the experts of two layers: each token's id and its half, mod 8."""
+def _as_text(answer: SampleAnswer, prompt: Sequence[int]) -> dict[str, object]:
+    """Return what /v1/completions of an engine without stamps answers."""
+    choice: dict[str, object] = {
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "logprobs": {"token_logprobs": answer.sampled.of_tokens(answer.token_ids)},
+        "routed_experts": answer.routed_experts,  # bytes are base64 in JSON
+    }
+    if answer.prompt is not None:
+        choice["prompt_logprobs"] = [None, *({str(i): {"logprob": SCORE}} for i in prompt[1:])]
+    return {"choices": [choice]}
+
+
+def _routing(ids: Sequence[int]) -> bytes:
+    """Return a numpy file with the experts of two layers: each token's id and its half, mod 8."""
     array = np.asarray([[[i % 8], [i // 2 % 8]] for i in ids], np.uint8).reshape(len(ids), 2, 1)
     file = io.BytesIO()
     np.save(file, array)
-    return base64.b64encode(file.getvalue()).decode()
+    return file.getvalue()
 
 
 def main(host: str, port: str, replies: str, model: str, *rest: str) -> None:

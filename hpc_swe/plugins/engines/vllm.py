@@ -1,17 +1,16 @@
 """Run vLLM: token ids go in and come out, and weights are updated through its weight-transfer API.
 
-Requests use /inference/v1/generate, so that nothing is ever tokenized again and vLLM needs no tokenizer
-(--tokens-only). An engine that somebody else runs may serve /v1/completions alone. Releases differ in their
-answers (0.26 stamps no versions and writes ids as "token_id:7"); `_answers` reads each difference from the
-answer itself.
+Requests use a route of our own (`_vllm_samples`), so that nothing is ever tokenized again and vLLM needs no
+tokenizer (--tokens-only). An engine that somebody else runs has vLLM's /v1/completions instead. vLLM 0.26
+stamps no versions.
 """
 
 import logging
-import math
 import shutil
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, ClassVar, Literal
@@ -33,6 +32,7 @@ from hpc_swe.plugins.engines import (
 )
 from hpc_swe.plugins.engines._answers import Answer, decode
 from hpc_swe.plugins.engines._vllm_environment import BACKEND
+from hpc_swe.plugins.engines._vllm_gate import SAMPLE
 from hpc_swe.plugins.engines._vllm_update import UpdateRoutes
 from hpc_swe.plugins.engines.base import Completion, EngineInfo, Weights
 from hpc_swe.plugins.model_shape import ModelShape
@@ -45,6 +45,8 @@ NEAR = 0.9
 """Share of the probe's tokens that must agree with the learner, up to the tolerance."""
 FARTHEST = 10.0
 """Largest difference of any token of the probe, as a multiple of the tolerance."""
+FIRST = {"priority": -1}
+"""vLLM schedules this request before all others, whose priority is 0; they keep their order."""
 GREEDY = Sampling(temperature=0.0, max_tokens=1)
 
 log = logging.getLogger(__name__)
@@ -102,6 +104,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             "max-num-seqs": self.max_num_seqs,
             "tensor-parallel-size": self.tensor_parallel,
             "generation-config": "vllm",
+            "scheduling-policy": "priority",
             "worker-extension-cls": "hpc_swe.plugins.engines._vllm_worker.WorkerExtension",
             "weight-transfer-config": f'{{"backend":"{BACKEND}"}}',
             "middleware": "hpc_swe.plugins.engines._vllm_worker.BearerToken",
@@ -199,30 +202,34 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     def adopt(self, url: str, token: str, version: WeightVersion, probe: ProbeScore | None) -> None:
         """Compare the probe, then set the stamp where the release has stamps."""
         if probe is not None:
-            self._check_probe(url, token, version, probe)
+            _require_probe(self.score(url, token, probe.token_ids), version, probe)
         if self.stamp(url, token) is not None:
             self._routes(url, token).call("/update_weight_version", {"new_version": version.name})
 
     def reload(self, url: str, token: str, weights: Weights) -> None:
-        """Pause, swap, resume, then probe; a version that fails its probe is swapped out again.
+        """Pause, swap, resume, then compare the probe; a version that fails it is swapped out again.
 
-        Until the probe has passed, the engine keeps all answers back; if it fails, it refuses them.
+        Until the probe has passed, the engine keeps all answers back; if it fails, it refuses them. The
+        probe is asked for while the engine pauses, so that it is in the first forward pass of all requests
+        that were kept: after it, prompts that must be computed again would let it wait.
         """
         before, routes = self.stamp(url, token), self._routes(url, token)
         version, probe = weights.version, weights.manifest.probe if weights.manifest else None
+        update, stamp = _vllm_update.describe(weights), before and version.name
         try:
-            routes.swap(_vllm_update.describe(weights), before and version.name)
+            scores = routes.swap(update, stamp, lambda: probe and self._ask(url, token, probe))
         except (NoAnswer, Overdue):
             raise
         except EngineError as error:
             raise EngineError(f"{weights.folder}: not loaded: {error}") from error
         try:
-            self.adopt(url, token, version, probe)
+            if probe and scores:
+                _require_probe(scores.result(), version, probe)
         except (NoAnswer, Overdue):
             raise
         except EngineError:
             with _vllm_update.ends_engine(f"{url}: the weights before {version.name} are not back"):
-                routes.swap({"path": ""}, before)
+                routes.swap({"path": ""}, before, lambda: None)
                 routes.release()
             raise
         routes.release()
@@ -243,33 +250,31 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         """Sample one completion; the request names every setting that shapes the distribution."""
         wait = (timeout_s, timeout_s + sampling.max_tokens / SLOWEST_TOKENS_PER_S)
         more = {"routed_experts_prompt_start": routed} if self.return_routing else {}
-        choice = self._request(url, token, prompt.tolist(), sampling, wait, **more).choices[0]
-        ids = choice.token_ids
-        logprobs = _answers.sampled_logprobs(choice)
-        if choice.finish_reason not in ("stop", "length", "abort"):
-            raise EngineError(f"{url}: finish reason {choice.finish_reason!r}")
-        if choice.finish_reason == "stop" and not (ids and choice.stop_reason in (None, ids[-1])):
-            raise EngineError(f"{url}: stopped by {choice.stop_reason!r}, which is not the last token id")
-        stamps = choice.weight_versions
+        answer = self._request(url, token, prompt.tolist(), sampling, wait, **more)
+        ids, logprobs = answer.token_ids, answer.logprobs
+        _answers.require_finite(logprobs)
+        if answer.finish_reason not in ("stop", "length", "abort"):
+            raise EngineError(f"{url}: finish reason {answer.finish_reason!r}")
+        if answer.finish_reason == "stop" and not (ids and answer.stop_reason in (None, ids[-1])):
+            raise EngineError(f"{url}: stopped by {answer.stop_reason!r}, which is not the last token id")
+        stamps = answer.weight_versions
         spans = None if stamps is None else _answers.to_spans(stamps, len(ids))
         rows = len(prompt) + len(ids) - 1 - routed
-        routing = _answers.to_routing(choice, rows) if self.return_routing else None
-        return Completion(ids, logprobs, choice.finish_reason, spans, routing)
+        routing = _answers.to_routing(answer, rows) if self.return_routing else None
+        return Completion(ids, logprobs, answer.finish_reason, spans, routing)
 
-    def score(self, url: str, token: str, token_ids: Sequence[int]) -> list[float]:
+    def score(self, url: str, token: str, token_ids: Sequence[int], *, swap_s: float = 0.0) -> list[float]:
         """Return the log-probabilities of all tokens but the first; vLLM does not use its prefix cache here.
 
+        The engine computes them before other requests, and for `swap_s` seconds it may compute nothing.
         Raise EngineError when their number is wrong, or one is missing or not finite.
         """
-        wait = (min(ANSWER_TIMEOUT_S, self.update_timeout_s), self.update_timeout_s)
+        wait = (swap_s + min(ANSWER_TIMEOUT_S, self.update_timeout_s), swap_s + self.update_timeout_s)
         answer = self._request(url, token, list(token_ids), GREEDY, wait, prompt_logprobs=0)
-        rows = answer.prompt_logprobs or []
-        if len(rows) != len(token_ids):
-            raise EngineError(f"{url}: {len(rows)} prompt log-probabilities of {len(token_ids)} tokens")
-        found = [(row or {}).get(str(i)) for row, i in zip(rows[1:], token_ids[1:], strict=True)]
-        values = [math.nan if entry is None else entry.logprob for entry in found]
-        _answers.require_finite(values)
-        return values
+        if answer.prompt_logprobs is None:
+            raise EngineError(f"{url}: no log-probabilities of the prompt")
+        _answers.require_finite(answer.prompt_logprobs)
+        return answer.prompt_logprobs
 
     def _request(
         self, url: str, token: str, ids: list[int], sampling: Sampling, wait: tuple[float, float], **more: int
@@ -285,9 +290,10 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             "detokenize": False,
             **more,
         }
-        body = msgspec.json.encode({"token_ids": ids, "sampling_params": settings})
+        is_probe = "prompt_logprobs" in more
+        query, order = ("?probe", FIRST) if is_probe else ("", {})  # an answer that is never kept back
+        body = msgspec.json.encode({"token_ids": ids, "sampling_params": settings, **order})
         check_s, deadline = wait[0], time.monotonic() + wait[1]
-        query = "?probe" if "prompt_logprobs" in more else ""  # an answer that is never kept back
 
         def keep_waiting() -> bool:
             if time.monotonic() > deadline:
@@ -295,27 +301,23 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             return self.is_alive(url, token, check_s)
 
         try:
-            path = f"/inference/v1/generate{query}"
-            return decode(Answer, url, _http.call(url, token, path, body, check_s, keep_waiting))
+            data = _http.call(url, token, f"{SAMPLE}{query}", body, check_s, keep_waiting)
+            return _answers.from_samples(url, data, ids)
         except _http.Refused as error:
             if error.status not in (403, 404):
                 raise
-        del settings["detokenize"]  # /v1/completions, which every vLLM serves, does not know it
-        body = msgspec.json.encode({"prompt": ids, "return_token_ids": True, **settings})
+        del settings["detokenize"]  # an engine that somebody else runs has only vLLM's routes
+        flags = {"return_token_ids": True, "return_tokens_as_token_ids": True}  # without a tokenizer, too
+        body = msgspec.json.encode({"prompt": ids, **flags, **settings, **order})
         data = _http.call(url, token, f"/v1/completions{query}", body, check_s, keep_waiting)
-        return _answers.from_completions(url, data)
+        return _answers.from_completions(url, data, ids)
 
-    def _check_probe(self, url: str, token: str, version: WeightVersion, probe: ProbeScore) -> None:
-        scores = self.score(url, token, probe.token_ids)
-        with boundary(EngineError, f"{version.name}: its manifest's probe"):
-            difference = probe_distance(scores, probe.logprobs)
-        mean = fmean(abs(mine - theirs) for mine, theirs in zip(scores, probe.logprobs, strict=True))
-        log.debug("compared %s: |difference| of the probe's log-probabilities %.3g, mean", version.name, mean)
-        if not difference <= probe.tolerance:
-            raise EngineError(
-                f"{version.name}: the probe's log-probabilities differ from the learner's by"
-                f" {difference:.4g}, more than {probe.tolerance:g}"
-            )
+    def _ask(self, url: str, token: str, probe: ProbeScore) -> "Future[list[float]]":
+        """Ask an engine that pauses for the scores of a probe, which it computes when it goes on."""
+        pool = ThreadPoolExecutor(1, "probe")
+        scores = pool.submit(self.score, url, token, probe.token_ids, swap_s=self.update_timeout_s)
+        pool.shutdown(wait=False)  # an engine that hangs is replaced before it answers
+        return scores
 
     def _routes(self, url: str, token: str) -> UpdateRoutes:
         return UpdateRoutes(url, token, self.update_timeout_s, clears=self.kv_on_update == "recompute")
@@ -329,6 +331,19 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             if error.status in (401, 403):
                 raise EngineError(f"{url} refuses the key (HTTP {error.status})") from None
             raise
+
+
+def _require_probe(scores: Sequence[float], version: WeightVersion, probe: ProbeScore) -> None:
+    """Raise EngineError unless an engine's scores of a version's probe are those of its learner."""
+    with boundary(EngineError, f"{version.name}: its manifest's probe"):
+        difference = probe_distance(scores, probe.logprobs)
+    mean = fmean(abs(mine - theirs) for mine, theirs in zip(scores, probe.logprobs, strict=True))
+    log.debug("compared %s: |difference| of the probe's log-probabilities %.3g, mean", version.name, mean)
+    if not difference <= probe.tolerance:
+        raise EngineError(
+            f"{version.name}: the probe's log-probabilities differ from the learner's by"
+            f" {difference:.4g}, more than {probe.tolerance:g}"
+        )
 
 
 def probe_distance(scores: Sequence[float], wanted: Sequence[float]) -> float:

@@ -5,6 +5,8 @@ of a run without their ids, which a controller that loses its state assigns agai
 requeued; those that are warned of their end requeue themselves.
 """
 
+import contextlib
+import io
 import logging
 import os
 import signal
@@ -65,7 +67,9 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     mem_gb: Annotated[float, Meta(gt=0)] = 4.0
     """Memory of the job on each node."""
     gpus_per_node: Annotated[int, Meta(ge=0)] = 0
+    """GPUs of the job on each node."""
     timeout_min: Annotated[int, Meta(gt=0)] = 24 * 60
+    """Walltime in minutes."""
     options: Options = {}
     """Further options of sbatch, for example gres = "gpu:h100:4"; they override the executor's."""
 
@@ -177,7 +181,8 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         executor.update_parameters(**self._parameters(run, submission))
         started = time.monotonic()
         try:
-            job = executor._submit_command(self._command(submission))
+            with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what the error says again
+                job = executor._submit_command(self._command(submission))
         except FailedJobError as error:
             cause = error.__cause__
             code = cause.returncode if isinstance(cause, subprocess.CalledProcessError) else 1
@@ -185,7 +190,7 @@ class Slurm(Plugin, frozen=True, kw_only=True):
                 raise self._timed_out("sbatch") from None
             if code < 0:  # Slurm may have accepted the job all the same
                 raise SchedulerError(f"sbatch: killed by signal {-code}") from None
-            raise _refusal(submission.role, str(error)) from None
+            raise _refusal(str(error)) from None
         return str(job.job_id)
 
     def queue(self, run: RunDir) -> list[Job]:
@@ -313,9 +318,9 @@ def _state(state: str, reason: str) -> Any:
     return "waiting" if state == "PENDING" else "running"
 
 
-def _refusal(role: Role, output: str) -> ConfigError | SchedulerError:
+def _refusal(output: str) -> ConfigError | SchedulerError:
     lines = [line for line in output.splitlines() if "error" in line] or output.splitlines()[-1:]
-    message = f"sbatch refuses a job of {role}: {'; '.join(lines)}"
+    message = f"sbatch refuses it: {'; '.join(lines)}"
     if "Unable to contact" in output or "timed out" in output:
         return SchedulerError(message)
-    return ConfigError(f"{message}; see [executor] partition, account, options and roles.{role}")
+    return ConfigError(f"{message}; see [executor] partition, account, options and roles")

@@ -1,11 +1,10 @@
 """Report how tests ended, from inside the process that runs them and independent of what it prints.
 
-The sandbox gets this text after those of `_guard`, `_report` and `_always_equal`, with a call of `watch` at
+The sandbox gets this text after those of `_apart`, `_always_equal` and `_hooks`, with a call of `watch` at
 its end, as the ``sitecustomize`` of a folder that stands first on PYTHONPATH. The first Python process of the
-command loads it before any code of the work tree. It loads the real unittest and pytest, keeps its secrets in
-memory alone, and reports the first test run of that process. Images bring their own interpreter, so the text
-runs under Python 3.6 and later. It shares the process with untrusted code: it looks up nothing later that
-such code can replace by name, and from Python 3.8 on an audit hook holds its secrets.
+command loads it before any code of the work tree. It loads the real unittest and pytest, sets up the guard,
+which holds all secrets (`_guard`), and reports the first test run of that process. Images bring their own
+interpreter, so the text runs under Python 3.6 and later. It shares the process with untrusted code.
 """
 
 import os
@@ -14,24 +13,26 @@ import shutil
 import sys
 import types
 import unittest
+from functools import partial
 from typing import Any, Callable  # noqa: UP035
 
+# In a sandbox, these are in the texts above this one.
 from hpc_swe.plugins.graders._always_equal import always_equal_classes
-from hpc_swe.plugins.graders._guard import Guard
-from hpc_swe.plugins.graders._report import make_dispatcher, open_report  # in a sandbox, text above this one
+from hpc_swe.plugins.graders._hooks import implementations
 
 
-def watch(folder: str, kind: str, modules: str, files: Any, key: str, *canaries: str) -> None:
+def watch(set_up: Any, folder: str, kind: str, modules: str, files: Any, *canaries: str) -> None:
     """Report the tests of this process if it is the first; its children find nothing of the reporter.
 
-    The classes of `modules`, one a line, are examined at the end. The first two canaries are put around the
-    tests: one must pass and one must fail. The others must fail too and are put between the tests.
+    `set_up` makes the guard. The classes of `modules`, one a line, are examined at the end. The first two
+    canaries are put around the tests: one must pass and one must fail. The others must fail too and are put
+    between the tests.
     """
+    root = os.path.realpath(os.path.join(folder, "..", ".."))  # noqa: PTH118
     try:
-        note = open_report(folder + ".report", key)
+        tell = set_up(folder + ".report", root, files)
     except FileExistsError:
         return
-    root = os.path.realpath(os.path.join(folder, "..", ".."))  # noqa: PTH118
     shutil.rmtree(folder)
     sys.modules["sitecustomize"] = types.ModuleType("sitecustomize")
     sys.path[:] = [entry for entry in sys.path if entry != folder]
@@ -40,10 +41,9 @@ def watch(folder: str, kind: str, modules: str, files: Any, key: str, *canaries:
         _load_pytest(root)
     # A test that raises unittest's exception of this name would pass; an empty tuple catches no exception.
     unittest.case._ShouldStop = ()  # type: ignore[attr-defined]  # noqa: SLF001
-    guard = Guard(lambda what, places: note(odd=what, places=places), root, watch.__code__.co_filename, files)
-    guard.learn()
-    tell = _teller(note, guard, modules, root)
-    (watch_unittest if kind == "unittest" else watch_pytest)(tell, canaries)
+    tell("learn")
+    close = partial(_close, tell, modules, root)
+    (watch_unittest if kind == "unittest" else watch_pytest)(tell, canaries, close)
 
 
 def _load_pytest(root: str) -> None:
@@ -58,27 +58,18 @@ def _load_pytest(root: str) -> None:
         sys.path[:] = paths
 
 
-def _teller(note: Any, guard: Guard, modules: str, root: str) -> Callable[..., Any]:
-    """Return the function by which both watchers call the guard and write the report."""
-
-    def close() -> None:
-        guard.check()
-        guard.check_functions()
-        guard.stop_watching()
-        for module in modules.split():
-            try:
-                __import__(module)
-            except Exception:  # noqa: BLE001, S112  (a module that cannot be imported has no classes)
-                continue
-        for name, places in always_equal_classes(root):
-            note(always_equal=name, places="\n".join(places))
-        note(end=True)
-
-    def outcome(**entry: Any) -> None:
-        guard.check()
-        note(**entry)
-
-    return make_dispatcher(guard, {"outcome": outcome, "note": note, "close": close})
+def _close(tell: Any, modules: str, root: str) -> None:
+    """End the report with the classes whose values equal nearly anything."""
+    tell("check")
+    tell("finish")
+    for module in modules.split():
+        try:
+            __import__(module)
+        except Exception:  # noqa: BLE001, S112  (a module that cannot be imported has no classes)
+            continue
+    for name, places in always_equal_classes(root):
+        tell("always equal", name, "\n".join(places))
+    tell("end")
 
 
 def _restore_variable(name: str) -> None:
@@ -88,7 +79,7 @@ def _restore_variable(name: str) -> None:
         os.environ[name] = before
 
 
-def watch_unittest(tell: Any, canaries: Any) -> None:
+def watch_unittest(tell: Any, canaries: Any, close: Any) -> None:
     """Record the first run of a `unittest.TextTestRunner`, Django's included."""
     original = unittest.TextTestRunner.run
 
@@ -96,19 +87,19 @@ def watch_unittest(tell: Any, canaries: Any) -> None:
         unittest.TextTestRunner.run = original  # type: ignore[method-assign]
         tell("check")
         self.resultclass = recording(self.resultclass, tell, canaries)
-        tell("hold_class", self.resultclass)
+        tell("hold class", self.resultclass)
         places = list(_leaves(test))
         like = type(places[0][2]) if places else unittest.TestCase
         suite = unittest.TestSuite([_plain(like, canaries[0], 1), test, _plain(like, canaries[1], 2)])
         for kind in {type(place[2]) for place in places}:
-            tell("look_at_names", sys.modules.get(kind.__module__, unittest), {"unittest": unittest})
+            tell("look at names", sys.modules.get(kind.__module__, unittest), {"unittest": unittest})
         for place in places:
             _look(tell, place[2])
         bodies = [*FAILS[:2], *random.SystemRandom().sample(FAILS[2:], len(FAILS) - 2)]
         for name, body in zip(() if self.failfast else canaries[2:], bodies):  # noqa: B905
             _hide(name, body, places, tell)
         result = original(self, suite)
-        tell("close")
+        close()
         return result
 
     unittest.TextTestRunner.run = run  # type: ignore[method-assign]
@@ -171,7 +162,7 @@ def _hide(name: str, body: str, places: Any, tell: Any) -> None:
         test = kind("test_" + name)
     except Exception:  # noqa: BLE001  (this class takes no more tests)
         return
-    tell("note", canary=name, owner=kind.__module__ + "." + kind.__qualname__ + ".")
+    tell("canary", name, kind.__module__ + "." + kind.__qualname__ + ".")
     suite._tests.insert(next(n for n, one in enumerate(suite._tests) if one is like), test)  # noqa: SLF001
 
 
@@ -185,16 +176,17 @@ def recording(base: Any, tell: Any, canaries: Any) -> Any:
             label = name_of(test) if isinstance(test, case) else test.id()
             if isinstance(test, case) and not label.endswith(canaries):
                 if outcome == "passed":
-                    tell("look_at_pass", test, self, frame(1).f_code)
+                    tell("look at pass", test, self, frame(1).f_code)
                 look(tell, test)
-            tell("outcome", test=label, doc=test.shortDescription() or "", outcome=outcome)
+            tell("check")
+            tell("outcome", label, test.shortDescription() or "", outcome)
             text(base, method)(self, test, *rest)
 
         return record
 
     def add_sub_test(self: Any, test: Any, subtest: Any, error: Any) -> None:
         if error is not None:
-            tell("outcome", test=name_of(test), doc=test.shortDescription() or "", outcome="failed")
+            tell("outcome", name_of(test), test.shortDescription() or "", "failed")
         base.addSubTest(self, test, subtest, error)
 
     methods = {
@@ -208,7 +200,7 @@ def recording(base: Any, tell: Any, canaries: Any) -> Any:
     members: Any = {name: recorder(name, outcome) for name, outcome in methods.items()}
     members["addSubTest"] = add_sub_test
     for function in members.values():
-        tell("hold_function", function)
+        tell("hold function", function)
     return type("Recorded", (base,), members)
 
 
@@ -223,11 +215,11 @@ def _look(tell: Any, test: Any) -> None:
         return
     name = vars(test).get("_testMethodName", "")
     spaces = [vars(test)] + [vars(kind) for kind in type(test).__mro__]
-    tell("look_at_case", test)
-    tell("look_at_test", str(name), name, next((space[name] for space in spaces if name in space), None))
+    tell("look at case", test)
+    tell("look at test", str(name), name, next((space[name] for space in spaces if name in space), None))
 
 
-def watch_pytest(tell: Any, canaries: Any) -> None:
+def watch_pytest(tell: Any, canaries: Any, close: Any) -> None:
     """Record the first session, as the plugin that PYTEST_PLUGINS names."""
     name = os.environ.get("PYTEST_PLUGINS", "").partition(",")[0]
     plugin: Any = types.ModuleType(name, "PYTEST_DONT_REWRITE")
@@ -239,7 +231,7 @@ def watch_pytest(tell: Any, canaries: Any) -> None:
         Listener.pytest_sessionstart = first(Listener.pytest_sessionstart)  # type: ignore[method-assign]
         Listener.pytest_runtest_makereport = first(Listener.pytest_runtest_makereport)  # type: ignore[method-assign]
         Listener.pytest_collection_modifyitems = last(Listener.pytest_collection_modifyitems)  # type: ignore[method-assign]
-        config.pluginmanager.register(Listener(tell, canaries, config))
+        config.pluginmanager.register(Listener(tell, canaries, close, config))
 
     # This hook is called before any conftest is loaded.
     plugin.pytest_addoption = lambda parser: _restore_variable("PYTEST_PLUGINS")
@@ -250,17 +242,17 @@ def watch_pytest(tell: Any, canaries: Any) -> None:
 class Listener:
     """A pytest plugin that reports every outcome, including failures of setup, teardown and collection."""
 
-    def __init__(self, tell: Any, canaries: Any, config: Any) -> None:
+    def __init__(self, tell: Any, canaries: Any, close: Any, config: Any) -> None:
         self._tell = tell
         self._canaries = canaries
+        self._close = close
         self._config = config
-        self._hooks: Any = []
 
     def pytest_sessionstart(self) -> None:
         """Learn pytest's parts again: all plugins are loaded now, and no test is."""
-        self._tell("learn_again")
-        self._tell("hold_class", Listener)
-        self._tell("hold_values", vars(self))
+        self._tell("learn again")
+        self._tell("hold class", Listener)
+        self._tell("hold values", vars(self))
 
     def pytest_collection_modifyitems(self, items: Any) -> None:
         """Check the collected tests and the plugins, and insert the canaries."""
@@ -268,24 +260,23 @@ class Listener:
 
         names = {"pytest": pytest, "raises": pytest.raises, "approx": pytest.approx, "unittest": unittest}
         for module in {getattr(item, "module", None) for item in items} - {None}:
-            self._tell("look_at_names", module, names)
+            self._tell("look at names", module, names)
         for item in items:
-            self._tell("look_at_test", item.nodeid, *_function(item))
-        self._hooks += self._implementations()
-        for name, _, function in self._hooks:
-            self._tell("look_at_function", "a plugin has " + name, function)
+            self._tell("look at test", item.nodeid, *_function(item))
+        self._tell("hold hooks", implementations(self._config))
         self._tell("check")
         _surround(items, self._canaries, self._tell, self._config)
 
     def pytest_collectreport(self, report: Any) -> None:
         """Report a file that cannot be imported as an error under its name."""
         if report.failed:
-            self._tell("outcome", test=self._name(report.nodeid), doc="", outcome="error")
+            self._tell("check")
+            self._tell("outcome", self._name(report.nodeid), "", "error")
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
         """Check that the function that was called is the one that was collected."""
         if call.when == "call" and not item.name.endswith(self._canaries):
-            self._tell("look_at_test", item.nodeid, *_function(item))
+            self._tell("look at test", item.nodeid, *_function(item))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Report an outcome; check at teardown that everything that the test replaced is back."""
@@ -298,29 +289,15 @@ class Listener:
             outcome = "xfailed" if report.skipped else "xpassed"
         elif report.failed and report.when != "call":
             outcome = "error"
-        now = self._implementations()
-        if len(now) != len(self._hooks) or any(
-            a[1] is not b[1] or a[2] is not b[2]
-            for a, b in zip(now, self._hooks)  # noqa: B905
-        ):
-            self._tell("odd", "plugins change while tests run")
+        self._tell("look at hooks", implementations(self._config))
         # The grader keeps the worst outcome of a test, so a later report cannot undo an earlier one.
-        self._tell("note", test=self._name(report.nodeid), doc="", outcome=outcome)
+        self._tell("outcome", self._name(report.nodeid), "", outcome)
 
     def pytest_sessionfinish(self) -> None:
-        self._tell("close")
+        self._close()
 
     def _name(self, nodeid: str) -> str:
         return str(getattr(self._config, "cwd_relative_nodeid", str)(nodeid))
-
-    def _implementations(self) -> Any:
-        """Return name, implementation and function of each hook that takes part in making a report."""
-        prefixes = ("pytest_runtest", "pytest_pyfunc", "pytest_collection_m", "pytest_make")
-        relay = (
-            self._config.pluginmanager.hook
-        )  # pytest 7 and 8 keep only hooks that were called in config.hook
-        hooks = sorted(item for item in vars(relay).items() if item[0].startswith(prefixes))
-        return [(name, one, one.function) for name, hook in hooks for one in hook.get_hookimpls()]
 
 
 def _function(item: Any) -> Any:
@@ -358,7 +335,7 @@ def _surround(items: Any, canaries: Any, tell: Any, config: Any) -> None:
     for name in () if config.getvalue("maxfail") else canaries[2:]:
         place = chance.randrange(len(items) + 1)
         parent = chance.choice(modules)
-        tell("note", canary=name, owner=parent.nodeid)
+        tell("canary", name, parent.nodeid)
         items.insert(place, canary(parent, name, chance.choice(RAISES)))
     items.insert(0, canary(modules[0], canaries[0], "assert %d != %d"))
     items.append(canary(modules[0], canaries[1], RAISES[0]))

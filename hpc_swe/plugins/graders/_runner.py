@@ -1,7 +1,8 @@
 """Run tests in a sandbox and record how they ended and what they computed.
 
-The program is sent to the sandbox as text, after the texts of `_guard` and `_report`, with a call of `main`
-at its end. It shares a process with untrusted code, so its report alone proves little; see `_sealed`.
+The program is sent to the sandbox as text, after those of `_apart` and `_hooks`, with calls of
+`make_recorder` and `main` at its end. It shares a process with untrusted code, so its report alone proves
+little; see `_sealed`.
 """
 
 import os
@@ -9,8 +10,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from hpc_swe.plugins.graders._guard import Guard
-from hpc_swe.plugins.graders._report import make_dispatcher, open_report  # in a sandbox, text above this one
+from hpc_swe.plugins.graders._hooks import implementations  # in a sandbox, text above this one
 
 
 def canonical(value: Any) -> str:  # noqa: C901, PLR0911  (one line for each kind of literal)
@@ -56,27 +56,36 @@ class Recorder:
 
     def __init__(self, tell: Any, files: frozenset[str]) -> None:
         self._tell, self._files = tell, files
+        self._config: Any = None
 
-    def pytest_sessionstart(self) -> None:
+    def pytest_collection(self, session: Any) -> None:
         """Learn pytest's parts now that it is complete, and only then let the work directory be imported."""
-        self._tell("learn")
-        self._tell("hold_class", Recorder)
-        self._tell("hold_values", vars(self))
+        from _pytest.runner import CallInfo
+
+        self._config = session.config
+        plugins = self._config.pluginmanager.get_plugins()
+        names = {getattr(one, "__name__", None) or type(one).__module__ for one in plugins}
+        packages = {name.partition(".")[0] for name in names} - {__name__}
+        self._tell("learn", "\n".join(packages), vars(CallInfo)["from_call"].__func__.__code__)
+        self._tell("hold class", Recorder)
+        self._tell("hold values", vars(self))
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
 
     def pytest_collection_modifyitems(self, items: Any) -> None:
-        """Check that the collected tests are those of their files."""
+        """Check where the plugins are from, and that the collected tests are those of their files."""
+        self._tell("hold hooks", implementations(self._config))
         for item in items:
             self._look(item)
 
     def pytest_runtest_makereport(self, item: Any) -> None:
-        """Check a test again when it has run."""
+        """Check a test and the plugins again when it has run."""
         self._look(item)
+        self._tell("look at hooks", implementations(self._config))
 
     def _look(self, item: Any) -> None:
         if item.nodeid.partition("::")[0] in self._files:
             name = getattr(item, "originalname", None) or item.name.partition("[")[0]
-            self._tell("look_at_test", item.nodeid, name, getattr(item, "obj", None))
+            self._tell("look at test", item.nodeid, name, getattr(item, "obj", None))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Note which test the next answers belong to."""
@@ -94,44 +103,23 @@ class Recorder:
         self._tell("answer", place, canonical(value))
 
 
-def main(result: str, key: str, files: list[str], arguments: list[str]) -> None:
-    """Run pytest on the tests of these files; the report has an end only if pytest comes to its end."""
+def make_recorder(set_up: Any, report: str, files: list[str]) -> Recorder:
+    """Set up the guard while no code of the patch is there."""
+    import pytest  # noqa: F401
+
+    sys.dont_write_bytecode = True
+    return Recorder(set_up(report, os.getcwd(), files), frozenset(files))  # noqa: PTH109
+
+
+def main(arguments: list[str]) -> None:
+    """Run pytest on the recorder's tests; the report has an end only if pytest comes to its end."""
     import pytest
 
-    global RECORDER  # noqa: PLW0603 - tests find it there
-    sys.dont_write_bytecode = True
-    note, mine = open_report(result, key), sys._getframe()  # noqa: SLF001
-    root, own = os.getcwd(), main.__code__.co_filename  # noqa: PTH109
-    guard = Guard(lambda what, places: note(odd=what, places=places), root, own, files)
-    RECORDER = Recorder(make_dispatcher(guard, _actions(note, guard, mine)), frozenset(files))
+    RECORDER._tell("start")  # noqa: SLF001
     pytest.main(arguments, plugins=[RECORDER])
     RECORDER._tell("end")  # noqa: SLF001
     sys.stdout.flush()
     os._exit(0)  # no code of the patch runs from here on
 
 
-def _actions(note: Any, guard: Any, mine: Any) -> dict[str, Any]:
-    """Return the recorder's actions, which code that finds the recorder cannot reach."""
-    now, frame = [""], sys._getframe  # noqa: SLF001
-
-    def begin(test: str) -> None:
-        guard.require_judges(mine)
-        now[0] = test
-
-    def report(test: str, outcome: str) -> None:
-        guard.require_judges(mine)
-        note(test=test, outcome=outcome)
-
-    def answer(number: int, value: str) -> None:
-        note(test=now[0], place=number, answer=value)
-
-    def end() -> None:
-        if frame(2) is not mine and frame(3) is not mine:
-            guard.odd("other code than the runner ends the run")
-        guard.check_functions()
-        note(end=True)
-
-    return {"begin": begin, "report": report, "answer": answer, "end": end}
-
-
-RECORDER: Any = None
+RECORDER: Any = None  # where tests find it

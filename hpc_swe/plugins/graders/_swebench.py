@@ -15,8 +15,8 @@ from typing import Literal
 
 import msgspec
 
-from hpc_swe.plugins.graders._report import verified_lines
-from hpc_swe.plugins.graders.base import sandbox_texts
+from hpc_swe.plugins.graders._report import KEY, verified_lines
+from hpc_swe.plugins.graders.base import guard_text, sandbox_texts
 from hpc_swe.plugins.swebench_rows import END, START, find_marks
 from hpc_swe.records import Task
 
@@ -117,7 +117,8 @@ class Run:
         script = {f"{self.folder}/eval.sh": self._script()}
         if self.kind == "log":
             return script
-        return script | {f"{self.folder}/sitecustomize.py": self._reporter()}
+        files = {f"{self.folder}/sitecustomize.py": self._reporter(), f"{self.folder}.report{KEY}": self.key}
+        return script | files
 
     def parse(self, report: bytes, log: str) -> ParsedRun:
         """Parse the run's report, or its log where no reporter runs."""
@@ -152,12 +153,11 @@ class Run:
 
     def _reporter(self) -> str:
         files = json.loads(self.task.tests.extra["test_files"])
-        arguments = ", ".join(map(repr, (self.kind, self.modules, files, self.key, *self.canaries)))
-        texts = sandbox_texts("_guard", "_report", "_always_equal", "_reporter")
-        call = f"watch(os.path.dirname(os.path.abspath(__file__)), {arguments})\n"
-        # A copy, so that code under test cannot replace the built-in functions that these texts call.
-        builtins = "import builtins\n__builtins__ = dict(vars(builtins))"
-        return "\n\n".join([builtins, *texts, call])
+        arguments = ", ".join(map(repr, (self.kind, self.modules, files, *self.canaries)))
+        texts = sandbox_texts("_apart", "_always_equal", "_hooks", "_reporter")
+        guard = f"load_apart({guard_text()!r})"
+        call = f"watch({guard}, os.path.dirname(os.path.abspath(__file__)), {arguments})\n"
+        return "\n\n".join([*texts, call])
 
     def _from_log(self, log: str) -> ParsedRun:
         """Cut the output between the two marks, and put swebench's marks around it."""

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
@@ -111,7 +112,13 @@ class Official(Protocol):
 def sandbox_texts(*modules: str) -> list[str]:
     """Read modules of this package that run in a sandbox, without their imports of each other."""
     paths = [Path(__file__).with_name(f"{name}.py") for name in modules]
-    return [re.sub(r"(?m)^from hpc_swe.*$", "", path.read_text()) for path in paths]
+    return [re.sub(r"(?m)^from hpc_swe[^(\n]*(\([^)]*\))?.*$", "", path.read_text()) for path in paths]
+
+
+@cache
+def guard_text() -> str:
+    """Return what `load_apart` of `_apart` loads in a sandbox."""
+    return "\n\n".join(sandbox_texts("_report", "_code", "_held", "_look", "_guard"))
 
 
 def ending(result: CommandResult) -> str:

@@ -21,8 +21,9 @@ T = TypeVar("T")
 Carrier = Literal["full", "base", "delta"]
 """full: Hugging Face files. base: the same, and the values are kept, so that the next export may be a delta.
 delta: only what changed since the last export, or since the initial model."""
-Kept = Literal["reference", "last version"]
-"""What a learner keeps beside its state: the model of the KL term; what the next delta is to change."""
+Kept = Literal["initial model", "other reference", "last version"]
+"""What a learner keeps beside its state: the model of the KL term, one of the first two; what the next delta
+is to change."""
 
 
 class LossConfig(Record, frozen=True, kw_only=True):
@@ -51,7 +52,7 @@ class LossConfig(Record, frozen=True, kw_only=True):
     mask_high: Annotated[float, Meta(ge=0)] = 0.0
     """decoupled: tokens with pi_prox / mu above this are not trained; 0 is off."""
     kl_coefficient: Annotated[float, Meta(ge=0)] = 0.0
-    """Weight of the KL divergence from the reference, which is the initial weights."""
+    """Weight of the KL divergence from the model of the key `reference`, by default the initial one."""
     entropy_coefficient: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the entropy bonus."""
 
@@ -99,7 +100,7 @@ class TrainedTokens:
     advantages: "Tensor"
     weights: "Tensor"
     reference: "Tensor | None"
-    """Log-probabilities under the initial weights; None when the objective does not need them."""
+    """Log-probabilities under the reference model; None when the objective does not need them."""
     proximal: "Tensor | None" = None
     """Log-probabilities under the weights before the batch; None where the weights are still the same."""
     sequence: "Tensor | None" = None
@@ -141,10 +142,9 @@ class Ranks(Protocol):
         """Return the values of all ranks, in order of ranks, on every rank."""
 
 
-class Learner(Protocol):
-    """Train the part of the policy that this rank holds. All ranks must call every method together."""
+class ExportingLearner(Protocol):
+    """Score with a rank's part of the policy, and export it. All ranks must call every method together."""
 
-    tensor_parallel: int
     vocabulary: int
     tolerance: float
     """Difference of log-probabilities that rounding explains. At most one of ten tokens of a probe may
@@ -155,6 +155,27 @@ class Learner(Protocol):
     @property
     def ranks(self) -> Ranks:
         """Return the processes that train together."""
+
+    def logprobs(self, token_ids: list[int]) -> list[float]:
+        """Return the log-probabilities of one sequence's tokens, without its first token."""
+
+    def export(self, folder: Path, carrier: Carrier = "full") -> dict[str, TensorInfo]:
+        """Write this rank's share of the weights into an empty folder; describe the tensors of its share.
+
+        A delta needs that the last export of this process was a base or a delta, which is its parent, unless
+        deltas change the initial model.
+        Raise StorageError on this rank alone, for which the others do not wait in this method; and on every
+        rank FloatingPointError, which names a tensor of any rank that is not finite.
+        """
+
+    def close(self) -> None:
+        """Leave the process group."""
+
+
+class Learner(ExportingLearner, Protocol):
+    """Train the part of the policy that this rank holds. All ranks must call every method together."""
+
+    tensor_parallel: int
 
     def train(self, batch: Batch, objective: Objective) -> dict[str, float]:
         """Train on a batch, and return its metrics, which are the same on every rank.
@@ -168,18 +189,6 @@ class Learner(Protocol):
 
         They are the same on every rank. The objective may need no reference. Raise ProtocolError if the
         batch trains the first token of a sequence.
-        """
-
-    def logprobs(self, token_ids: list[int]) -> list[float]:
-        """Return the log-probabilities of one sequence's tokens, without its first token."""
-
-    def export(self, folder: Path, carrier: Carrier = "full") -> dict[str, TensorInfo]:
-        """Write this rank's share of the weights into an empty folder; describe the tensors of its share.
-
-        A delta needs that the last export of this process was a base or a delta, which is its parent, unless
-        deltas change the initial model.
-        Raise StorageError on this rank alone, for which the others do not wait in this method; and on every
-        rank FloatingPointError, which names a tensor of any rank that is not finite.
         """
 
     def save(self, folder: Path) -> None:
@@ -201,9 +210,6 @@ class Learner(Protocol):
         Raise NodeError, perhaps on this rank alone, where they leave too little.
         """
 
-    def close(self) -> None:
-        """Leave the process group."""
-
 
 @runtime_checkable
 class Policy(Protocol):
@@ -214,13 +220,18 @@ class Policy(Protocol):
         """Return how many processes hold one copy of the model."""
 
     def build(
-        self, model: Path, optimizer: OptimizerConfig, reference: Path | None, tokens: int = 0
+        self,
+        model: Path,
+        optimizer: OptimizerConfig,
+        reference: Path | None,
+        tokens: int = 0,
+        kept: Sequence[Kept] = (),
     ) -> Learner:
         """Join the process group of this job and load the weights in `model`, a Hugging Face folder.
 
         The weights in `reference`, a folder of the same architecture, are kept for the KL divergence. No
-        microbatch has more than `tokens` tokens; 0 is unknown. Raise ConfigError when the model cannot be
-        trained as configured.
+        microbatch has more than `tokens` tokens; 0 is unknown. `kept` is what the learner must have room for
+        beside its state. Raise ConfigError when the model cannot be trained as configured.
         """
 
 
@@ -271,7 +282,7 @@ class DescribedLearner(Protocol):
     """The kernels of attention."""
 
 
-class SteppingLearner(Learner, Protocol):
+class SteppingLearner(ExportingLearner, Protocol):
     """Take steps without batches, for the benchmark of weight versions."""
 
     def take_step(self) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from hpc_swe.plugins.costs import MemoryEstimate, Part
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import memory, uncompiled
+from hpc_swe.plugins.policies._megatron.memory import MemoryNeeds
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 from hpc_swe.plugins.policies.base import Kept, Learner, OptimizerConfig, SteppingLearner, Tensors
 from hpc_swe.plugins.weight_files import require_tensors
@@ -18,12 +19,17 @@ class Megatron(MegatronSettings, frozen=True, kw_only=True):
     """
 
     def build(
-        self, model: Path, optimizer: OptimizerConfig, reference: Path | None, tokens: int = 0
+        self,
+        model: Path,
+        optimizer: OptimizerConfig,
+        reference: Path | None,
+        tokens: int = 0,
+        kept: Sequence[Kept] = (),
     ) -> Learner:
         with uncompiled(self.device == "cpu"):
             from hpc_swe.plugins.policies._megatron.learner import MegatronLearner
 
-        return MegatronLearner(self, model, optimizer, reference, tokens=tokens)
+        return MegatronLearner(self, model, optimizer, reference, needs=MemoryNeeds(tokens, kept))
 
     def build_from(
         self, model: Path, optimizer: OptimizerConfig, tensors: Tensors, tokens: int = 0
@@ -31,7 +37,7 @@ class Megatron(MegatronSettings, frozen=True, kw_only=True):
         with uncompiled(self.device == "cpu"):
             from hpc_swe.plugins.policies._megatron.learner import MegatronLearner
 
-        return MegatronLearner(self, model, optimizer, None, tensors, tokens=tokens)
+        return MegatronLearner(self, model, optimizer, None, tensors, needs=MemoryNeeds(tokens))
 
     def build_stepped(self, model: Path, lr: float, tensors: Tensors) -> SteppingLearner:
         """Build a learner for benchmarks, whose steps have random directions and need less memory."""

@@ -2,8 +2,8 @@
 
 The agent views the module, says what the docstring asks for, replaces the operator with one of the plausible
 ones, and submits. So a warm start teaches the tools, and the choice stays at chance. With its work shown, the
-agent views the tests, too, and writes down each plausible module and the expression that each visible test
-would evaluate, beside the expected value.
+agent says this before it views the tests, too. Then it writes down each plausible module and the expression
+that each visible test would evaluate, beside the expected value, and rewrites the line as in one of these.
 """
 
 import json
@@ -53,11 +53,15 @@ def conversation(
     yield _call("", "view", path=path)
     yield Message(role="tool", content=numbered(source))
     said = f"It should be {function.phrase}."
-    if tests is not None:
-        yield _call("", "view", path=tests.path)
+    if tests is None:
+        yield _call(said, "replace", path=path, line=function.line, old=wrong, new=guess)
+    else:
+        yield _call(said, "view", path=tests.path)  # the word is copied where it is near
         yield Message(role="tool", content=numbered(tests.text))
-        said = "\n".join([said, *_work(function, tests.tests), said])
-    yield _call(said, "replace", path=path, line=function.line, old=wrong, new=guess)
+        work = "\n".join([said, *_work(function, tests.tests), said])
+        # A model learns to copy a line, as it does in its work, long before it learns to copy one operator.
+        line = function.source(guess).splitlines()[function.line - 1]
+        yield _call(work, "rewrite", path=path, start=function.line, new_code=line)
     yield Message(role="tool", content="ok")
     yield _call("", "submit")
 

@@ -7,12 +7,12 @@ crash prevents the table.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from msgspec.structs import replace
 
 from hpc_swe.errors import CorruptRecord
@@ -31,8 +31,10 @@ def write(
     trained: Iterable[int],
     weights: Mapping[int, float] | None = None,
 ) -> None:
-    """Publish the table; `trained` are the ids of the groups with a loss.
+    """Publish the table, unless there is one; `trained` are the ids of the groups with a loss.
 
+    The first table is complete, since messages are removed after it: a second coordinator that read them
+    meanwhile, or that was frozen, may know fewer.
     The advantages of a group were multiplied by its weight, which is 1 where `weights` has none.
     """
     groups, factors = set(trained), weights or {}
@@ -57,15 +59,16 @@ def write(
     }
     schema = pa.schema([(name, kind) for name, (kind, _) in columns.items()])
     rows = [{name: value(scored) for name, (_, value) in columns.items()} for scored in episodes]
-    atomic.put_table(path, pa.Table.from_pylist(rows, schema=schema))
+    with suppress(FileExistsError):
+        atomic.put_table(path, pa.Table.from_pylist(rows, schema=schema), atomic.write_new)
 
 
 def read(path: Path) -> list[ScoredEpisode]:
     """Read back the records that `write` wrote; raise CorruptRecord if the file is not such a table."""
     try:
-        column = pq.read_table(path, columns=["record"])["record"].to_pylist()
+        column = atomic.get_table(path, ["record"])["record"].to_pylist()
         return [msgspec.msgpack.decode(data, type=ScoredEpisode) for data in column]
-    except (pa.ArrowException, KeyError, msgspec.DecodeError) as error:
+    except msgspec.DecodeError as error:
         raise CorruptRecord(f"{path}: not an archive of episodes: {error}") from error
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hpc_swe.errors import CorruptRecord, LostRace
 from hpc_swe.plugins.advantages.base import Advantage, PerGroup
 from hpc_swe.records import Batch, BatchManifest, CoordinatorState, ScoredEpisode
 from hpc_swe.roles.coordinator.groups import Group
@@ -18,7 +19,7 @@ from hpc_swe.roles.coordinator.samples import EpisodeSamples, make_samples
 from hpc_swe.roles.coordinator.shaping import shaped
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import BatchesConfig, GroupsConfig, ShapingConfig
-from hpc_swe.store import atomic, folders
+from hpc_swe.store import atomic, folders, weights
 from hpc_swe.store.task_history import RunHistory
 
 NO_SIGNAL = 1e-9  # smaller advantages are rounding errors
@@ -166,6 +167,31 @@ def commit(
 def published_steps(run: RunDir) -> list[int]:
     """Return the steps of the published batches, oldest first."""
     return sorted(folders.published(run.batches, BatchManifest, lambda manifest: manifest.step, run.batch))
+
+
+def require_newest(run: RunDir, step: int) -> None:
+    """Raise LostRace if another coordinator has published batch `step`, or one after it.
+
+    A batch that was published while this process was frozen may have been deleted since; the newest never is.
+    """
+    if published := [other for other in published_steps(run) if other >= step]:
+        raise LostRace(f"{run.batch(published[0])} was published by another coordinator")
+
+
+def newest(run: RunDir) -> BatchManifest | None:
+    """Return the manifest of the newest batch, which holds the state after it; None before the first one.
+
+    Raise CorruptRecord when none can be read although some were trained: their groups would be sampled again.
+    """
+    if steps := published_steps(run):
+        return folders.manifest(run.batch(steps[-1]), BatchManifest)
+    trained = max((version.step for version in weights.published(run)), default=0)
+    if trained:
+        raise CorruptRecord(
+            f"{run.batches}: no batch is intact, but {run.weights} has step {trained}; put a batch back, or "
+            "start another run from the newest weights"
+        )
+    return None
 
 
 def _advantages(group: Group, baseline: list[ScoredEpisode], settings: BatchSettings) -> list[float]:

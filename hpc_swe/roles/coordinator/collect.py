@@ -64,7 +64,7 @@ class ResultCollector:
             if address not in self._held and parse_name(address.identity):
                 self._record(address, snapshot.now)
         self.ledger.close_dead({a.identity for spool in snapshot.scan.values() for a in spool["dead"]})
-        for request in self.ledger.find_lost(snapshot.identities):
+        for request in self.ledger.find_lost(snapshot.identities, snapshot.now, snapshot.absent_s):
             log.warning("lost %s, requested again", request.name)
             self._requests.overwrite(request.name, request)
 

@@ -183,7 +183,11 @@ class Evaluator:
     def _write(self, step: int, groups: Sequence[Group]) -> None:
         labels = [(label, n) for label in self.config.decodings for n in range(self.config.samples)]
         rows = [_attempt(m, *labels[m.request.index]) for group in groups for m in group.members]
-        evals.write(self.run.eval_table(self.label(step)), rows)
+        table = self.run.eval_table(self.label(step))
+        try:
+            evals.write(table, rows, publish=atomic.write_new)
+        except FileExistsError:  # another coordinator's, which decides alike for all readers
+            rows = evals.read(table)
         self._list_done()
         self._report(step, rows)
 

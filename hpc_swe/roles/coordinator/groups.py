@@ -20,7 +20,6 @@ from hpc_swe.store.spool import Address
 Key = tuple[Split, int]
 """Identifies a group by its split and number."""
 NAME = re.compile(r"(eval|train)-([0-9]{6}|[1-9][0-9]{6,8})-([0-9]{2}|[1-9][0-9]{2,3})")
-SCANS = 2  # a message that a worker gives back can be missing in one listing, but not in two
 
 
 def parse_name(identity: str) -> tuple[Key, int] | None:
@@ -55,8 +54,8 @@ class Member:
     state: Literal["open", "done", "failed"] = "open"
     queue_s: float = 0.0
     """Seconds between request and result in which no worker had it."""
-    missed_scans: int = 0
-    """Number of consecutive scans that did not find the message."""
+    absent_since: float | None = None
+    """Time of the first of the last scans that all did not find the message."""
     is_routed: bool = False
     """Whether the message of `scored` has a routing."""
 
@@ -126,14 +125,18 @@ class Ledger:
                 member.state = "failed"
                 self.counts["episodes/infra"] += 1
 
-    def find_lost(self, found: Collection[str]) -> list[RolloutRequest]:
-        """Return the requests to repeat: those of open members that SCANS consecutive scans did not find."""
+    def find_lost(self, found: Collection[str], now: float, absent_s: float) -> list[RolloutRequest]:
+        """Return the requests to repeat: those of open members that no scan has found for `absent_s`.
+
+        One scan misses a message that a worker gives back; NFS shows what others rename up to a minute late.
+        """
         lost = []
         groups = [group for group in self.groups.values() if group.is_open]
         for member in [m for group in groups for m in group.members if m.state == "open"]:
-            member.missed_scans = 0 if member.request.name in found else member.missed_scans + 1
-            if member.missed_scans == SCANS:
-                member.missed_scans = 0
+            since = now if member.absent_since is None else member.absent_since
+            member.absent_since = None if member.request.name in found else since
+            if member.absent_since is not None and now - since >= absent_s:
+                member.absent_since = None
                 self.counts["episodes/absent"] += 1
                 lost.append(member.request)
         return lost

@@ -5,8 +5,9 @@ produces      state/endpoints.json, state/status.json, what the mode produces, a
 waits for     the mode's work to be done
 unblocked by  time: it never blocks on anything
 
-It has no state that is not in the run folder. When the file system refuses a write, the mode is built again
-from the folder, exactly as after a restart, so there is only one way to recover. Two coordinators do no harm:
+It has no state that is not in the run folder. When the file system refuses a write, or this process may have
+been frozen, the mode is built again from the folder, exactly as after a restart, so there is only one way to
+recover. Two coordinators do no harm:
 they write the same requests, and the one that loses the race for a batch exits.
 """
 
@@ -43,8 +44,8 @@ class Mode(Protocol):
 class Coordinator:
     """Iterate until the mode has finished or an order ends the run.
 
-    `mode` builds the mode from the run folder; it is called again after a refused write. `supervision`
-    looks for parts of the run that make no progress; without it nobody does.
+    `mode` builds the mode from the run folder; it is called again after a refused write and after a
+    freeze. `supervision` looks for parts of the run that make no progress; without it nobody does.
     """
 
     def __init__(
@@ -62,6 +63,10 @@ class Coordinator:
         self._drawing = _drawing(run)
         self._draw_at = float("-inf")
         self._progress: tuple[object, float] = (None, 0.0)
+        self._ended_at = float("inf")
+        """When the last iteration ended, on the maintenance's clock."""
+        self._is_late = False
+        """The last iteration took longer than a lease lives."""
 
     def work(self) -> None:
         """Iterate until the work is done or an order says to end.
@@ -88,18 +93,22 @@ class Coordinator:
     def iterate(self) -> bool:
         """Run one iteration; return True when all work is done."""
         snapshot = self._maintenance.snapshot()
-        if self._mode is None:
+        if self._mode is None or self._maintenance.is_outdated(self._ended_at):
             self._mode = self._build_mode()
         self._maintenance.list_new_weights(snapshot)
         progress = self._mode.iterate(snapshot)
+        self._ended_at = self._maintenance.now
+        may_have_frozen = self._may_have_frozen(snapshot)
+        if self._is_late:
+            snapshot = self._maintenance.snapshot()
         status_s = self._config.status_s if progress.waits_for else 0.0
         self._maintenance.publish(snapshot, progress, self._desired, status_s)
-        self._maintenance.clean_up(snapshot, progress.kept_steps)
-        if not progress.waits_for or snapshot.now >= self._draw_at:
-            if self._drawing:
-                self._drawing.update()
+        if not may_have_frozen:
+            self._maintenance.clean_up(snapshot, progress.kept_steps)
+        if self._drawing and (not progress.waits_for or snapshot.now >= self._draw_at):
+            self._drawing.update()
             self._draw_at = snapshot.now + self._config.status_s
-        if not progress.waits_for:
+        if not progress.waits_for and not may_have_frozen:
             atomic.write(self._run.finished, b"")
             log.info("finished")
             return True
@@ -107,6 +116,13 @@ class Coordinator:
             self._supervision.look(snapshot, progress)
         self._check_progress(snapshot, progress)
         return False
+
+    def _may_have_frozen(self, snapshot: RunSnapshot) -> bool:
+        """Tell whether this iteration was late; a second late one in a row shows that it is slow."""
+        was_late, self._is_late = self._is_late, self._maintenance.is_outdated(snapshot.now)
+        if is_suspect := self._is_late and not was_late:
+            self._mode = None
+        return is_suspect
 
     def _check_progress(self, snapshot: RunSnapshot, progress: Progress) -> None:
         """Fail when nothing changed for `wait_s` although others are alive; wait when nobody else is.

@@ -21,6 +21,7 @@ from hpc_swe.store import atomic, folders, weights
 from hpc_swe.store.lease import Memory, Watcher
 from hpc_swe.store.spool import STATES, Address, Spool
 
+ABSENT_BEATS = 3  # a message that no listing shows for so long is lost: 90 s by default
 ORPHAN_S = 3600.0  # a temporary file whose process shows no lease is kept this long
 
 log = logging.getLogger(__name__)
@@ -58,10 +59,12 @@ class Maintenance:
         lease: LeaseConfig,
         max_losses: int,
         clock: Callable[[], float] = time.monotonic,
+        own: str = "",
     ) -> None:
+        """Make the maintenance of the coordinator that holds the lease `own`, if it holds one."""
         self._run, self._kept, self._lease, self._clock = run, kept, lease, clock
         self._max_losses = max_losses
-        self._watcher = Watcher(run, lease.beat_s, lease.ttl_s, clock, _remembered(run))
+        self._watcher = Watcher(run, lease.beat_s, lease.ttl_s, clock, _remembered(run), own)
         self._spools = {name: Spool(run.spool(name), Record) for name in SPOOLS}
         self._done: dict[str, float] = {}
         self._orphans: dict[Path, float] = {}
@@ -93,11 +96,27 @@ class Maintenance:
         with atomic.storage(self._run.root):
             free = shutil.disk_usage(self._run.root).free
         has_room = free >= self._kept.free_space_floor_gb * 1e9
-        snapshot = RunSnapshot(now, scan, newest, self._watcher.live(), has_room)
+        absent_s = ABSENT_BEATS * self._lease.beat_s
+        snapshot = RunSnapshot(now, scan, newest, self._watcher.live(), has_room, absent_s)
         held = ((name, a.identity) for name in SPOOLS for s in ("ready", "claimed") for a in scan[name][s])
         self._since = {place: self._since.get(place, now) for place in held}
         self._timer.note(snapshot.learner_step, now)
         return snapshot
+
+    @property
+    def now(self) -> float:
+        """Return the time on this process's monotonic clock, in seconds."""
+        return self._clock()
+
+    def is_outdated(self, known_at: float) -> bool:
+        """Tell whether what was known at this time is older than a lease: this process may have been frozen.
+
+        Another coordinator may have taken its place, so nothing may be deleted by what was known.
+        """
+        age_s = self.now - known_at
+        if is_outdated := age_s > self._lease.ttl_s:
+            log.warning("looking again: what is known of the run is %.0f s old", age_s)
+        return is_outdated
 
     def list_new_weights(self, snapshot: RunSnapshot) -> None:
         """Publish the endpoints if there are newer weights than were listed, before requests for them.
@@ -133,6 +152,8 @@ class Maintenance:
         kept = kept_steps if self._kept.keep_best else frozenset()
         if self._is_due("retain", self._lease.beat_s, snapshot.now):
             for folder in retention.superseded(self._run, self._kept, snapshot.nodes, kept):
+                if self.is_outdated(snapshot.now):  # removing the one before has taken long
+                    return
                 log.info("removed %s", folder.name)
                 folders.remove(folder)
         if self._is_due("sweep", ORPHAN_S / 6, snapshot.now):

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from hpc_swe.errors import ConfigError, LostRace
+from hpc_swe.errors import ConfigError
 from hpc_swe.metrics import Log
 from hpc_swe.plugins.agents.base import Preface
 from hpc_swe.records import (
@@ -98,8 +98,7 @@ class WarmStart:
 
         Raise LostRace if another coordinator published the batch that this one would publish next.
         """
-        if self.step in batches.published_steps(self._run):
-            raise LostRace(f"{self._run.batch(self.step)} was published by another coordinator")
+        batches.require_newest(self._run, self.step)
         steps = self._schedule.steps
         until = time.monotonic() + self._schedule.iteration_s
         while self.step < min(steps, snapshot.learner_step + AHEAD) and snapshot.has_room:

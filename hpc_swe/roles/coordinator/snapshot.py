@@ -24,6 +24,8 @@ class RunSnapshot:
     """Leases of the processes that are alive."""
     has_room: bool
     """True when the file system has more free space than the configured floor."""
+    absent_s: float = 90.0
+    """Seconds after which a message that no listing shows is lost."""
 
     @cached_property
     def identities(self) -> set[str]:

@@ -16,9 +16,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
 
-from hpc_swe.errors import LostRace
 from hpc_swe.metrics import Log
-from hpc_swe.records import BatchManifest, CoordinatorState, RolloutRequest, ScoredEpisode
+from hpc_swe.records import CoordinatorState, RolloutRequest, ScoredEpisode
 from hpc_swe.roles.coordinator import archive, batch_metrics, batches
 from hpc_swe.roles.coordinator.batches import BatchPlan, BatchSettings, GroupDecision
 from hpc_swe.roles.coordinator.collect import ResultCollector
@@ -29,7 +28,7 @@ from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, parse_name
 from hpc_swe.roles.coordinator.samples import add_routing, sampled_tokens
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import checkpoints, folders, task_history
+from hpc_swe.store import checkpoints, task_history
 from hpc_swe.store.spool import Spool
 from hpc_swe.store.task_history import RunHistory
 
@@ -58,8 +57,7 @@ class Training:
         limits = settings.groups
         self._farthest = ceil((limits.max_staleness + AHEAD + 1) * limits.groups_per_step / RATE_FLOOR)
         """Groups are dispatched in order of their numbers; a message of one this far ahead is foreign."""
-        steps_done = batches.published_steps(run)
-        last = folders.manifest(run.batch(steps_done[-1]), BatchManifest) if steps_done else None
+        last = batches.newest(run)
         self.step = last.step + 1 if last else 0
         self.state = last.after if last else CoordinatorState()
         known = task_history.read(run, last.step, self.state.next_group) if last else RunHistory()
@@ -80,8 +78,7 @@ class Training:
         Raise LostRace if another coordinator published the batch that this one would publish next, and
         StorageError if the file system refuses a write; the caller then builds a new object.
         """
-        if self.step in batches.published_steps(self._run):
-            raise LostRace(f"{self._run.batch(self.step)} was published by another coordinator")
+        batches.require_newest(self._run, self.step)
         self._collector.collect(snapshot)
         self._ledger.close_stragglers(snapshot.worked_s, self._settings.groups.straggler_s)
         self._advance(snapshot)

@@ -12,6 +12,7 @@ from pathlib import Path
 from hpc_swe import scratch
 from hpc_swe.errors import EngineError, NoAnswer
 from hpc_swe.processes import StoppedProcesses, descendants
+from hpc_swe.store import atomic
 
 STOP_S = 15.0
 """Longest wait for the guard's end, which takes less."""
@@ -30,8 +31,10 @@ class Child:
         self._stopped, self._due = StoppedProcesses(), 0.0
         self._folder = scratch.make()  # also removes folders of engines killed together with their guard
         guard = [sys.executable, "-m", "hpc_swe.roles.inference.guard", str(self._folder), *command]
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with output.open("ab") as out:
+        with atomic.storage(output):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            log = output.open("ab")
+        with log as out:
             self._guard = subprocess.Popen(
                 guard,
                 env=environment | {"TMPDIR": str(self._folder)},

@@ -110,7 +110,7 @@ class Supervisor:
     def _serve_once(self) -> None:
         if not self._await_turn(lambda: None):
             return
-        token = self.run.token.read_text().strip()
+        token = atomic.read(self.run.token).decode().strip()
         self._serving = wanted = self._choose()
         served = self._start(token, wanted.folder)
         is_alive = partial(self.engine.is_alive, served.url, token)
@@ -255,7 +255,7 @@ class Supervisor:
     def _sleep(self, served: ServedEngine, turn: EngineTurn) -> None:
         """Free the GPUs for the learner, and take them again when it has given them back."""
         began, engine = time.monotonic(), _sleeping(self.engine)
-        where = served.url, self.run.token.read_text().strip()
+        where = served.url, atomic.read(self.run.token).decode().strip()
         self._show(state="sleeping")  # requests are kept, and no answers come
         used = self._run_watched(partial(engine.sleep, *where), served.require_starting)
         turn.give()

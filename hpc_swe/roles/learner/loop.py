@@ -27,6 +27,8 @@ from hpc_swe.roles.learner.resting import rest
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import skipped
 
+WORTH = 50
+"""A checkpoint that comes by time saves at least so many times the seconds that the last one took."""
 OnStep = Callable[[int, int, dict[str, float]], None]
 """Receives the steps taken so far, the step that metrics belong to, and these metrics."""
 
@@ -40,6 +42,7 @@ class LearnerPlan:
     steps: int
     export_every: int
     checkpoint_every: int
+    checkpoint_s: float
     max_skipped: int
     """Batches in a row that may be skipped because a gradient was not finite."""
     writer: str
@@ -48,6 +51,25 @@ class LearnerPlan:
     """This rank's turn on its GPU, which the caller has taken. Engines get it while no batch is there."""
     snapshots: Snapshots = Snapshots()
     """Which versions of the weights are full."""
+
+
+@dataclass
+class SaveClock:
+    """Decide after which steps a checkpoint is saved: by their number, and by what a kill would cost."""
+
+    every: int
+    """Steps between two checkpoints."""
+    every_s: float
+    """Seconds of work after which one is saved at any step; 0 is never."""
+    unsaved_s: float = 0.0
+    """Seconds of work that a kill would cost now."""
+    saving_s: float = 0.0
+    """Seconds that the last checkpoint took."""
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether a checkpoint follows this step; by time it must cost at most 1 / WORTH of the work."""
+        is_worth_it = self.unsaved_s >= max(self.every_s, WORTH * self.saving_s)
+        return self.unsaved_s > 0 and (step % self.every == 0 or (self.every_s > 0 and is_worth_it))
 
 
 def learn(
@@ -66,7 +88,7 @@ def learn(
     Raises:
         DeadlineError: No batch came, although the coordinator is alive.
         StorageError: The file system refused a write; what was published before stays valid.
-        LostRace: Another learner published the same version.
+        LostRace: Another learner has started since, or has published the same version.
         ConfigError: More batches in a row were skipped, by this start or a former one, than the plan allows;
             or the weights are not finite.
     """
@@ -76,31 +98,42 @@ def learn(
     publisher.restore()
     publisher.publish_weights()
     on_step(learner.step, learner.step, {})
+    clock, saved_s = SaveClock(plan.checkpoint_every, plan.checkpoint_s, saving_s=publisher.saving_s), 0.0
     while learner.step < plan.steps:
         began = time.monotonic()
+        saved_s += _save_if_due(learner, publisher, clock)
+        waiting = time.monotonic()
         decision, turn_metrics = _next(learner, source, plan.turn)
         if isinstance(decision, Order):
             if _obey(decision, publisher):
                 return
             continue
-        waited = time.monotonic() - began
-        metrics = turn_metrics | _validate(run, learner, objective, decision)
-        read = partial(read_batch, run, decision, run.rank_file(learner.ranks.data_rank))
-        metrics |= learner.train(on_all_ranks(learner.ranks, read), objective)
-        _enter_skip(run, learner, bool(metrics["policy/skipped"]), plan.max_skipped)
+        waited = time.monotonic() - waiting
+        metrics = {"step_seconds/checkpoint": saved_s, "step_seconds/wait": waited}
+        saved_s = 0.0
+        metrics |= turn_metrics | _train(run, learner, objective, decision, plan.max_skipped)
         if learner.step == plan.steps and (found := _validate(run, learner, objective, decision)):
             on_step(learner.step, learner.step, found)  # before anything says that the run is done
         published = time.monotonic()
-        _publish_due(learner.step, plan, publisher)
-        metrics["step_seconds/wait"] = waited
+        if learner.step % plan.export_every == 0:
+            publisher.publish_weights()
         metrics["step_seconds/publish"] = time.monotonic() - published
         metrics["rate/trained_tokens"] = metrics["policy/tokens"] / (time.monotonic() - began)
-        on_step(learner.step, learner.step - 1, metrics)
-    publisher.publish_weights()
-    publisher.publish_checkpoint()
+        on_step(learner.step, learner.step - 1, metrics)  # first: a step that is saved is not trained again
+        clock.unsaved_s += time.monotonic() - waiting - waited
+    publisher.publish_last()
 
 
-def _obey(order: Order, publisher: Publisher) -> bool:
+def _save_if_due(learner: Learner, publisher: Publisher[Learner], clock: SaveClock) -> float:
+    """Return the seconds that it took."""
+    began = time.monotonic()
+    if on_rank_zero(learner.ranks, partial(clock.is_due, learner.step)):
+        publisher.publish_checkpoint()
+        clock.unsaved_s, clock.saving_s = 0.0, publisher.saving_s
+    return time.monotonic() - began
+
+
+def _obey(order: Order, publisher: Publisher[Learner]) -> bool:
     """Carry out an order, and return whether it ends the learner."""
     log.info("order %s", order.name)
     if order is Order.DRAIN:
@@ -114,6 +147,17 @@ def _require_finite(run: RunDir, learner: Learner, limit: int) -> None:
     refusal = on_rank_zero(learner.ranks, lambda: skipped.refusal(run, limit))
     if refusal:
         raise ConfigError(refusal)
+
+
+def _train(
+    run: RunDir, learner: Learner, objective: Objective, manifest: BatchManifest, max_skipped: int
+) -> dict[str, float]:
+    """Take the step of a batch, and return its metrics with those of its held-out samples before the step."""
+    metrics = _validate(run, learner, objective, manifest)
+    read = partial(read_batch, run, manifest, run.rank_file(learner.ranks.data_rank))
+    metrics |= learner.train(on_all_ranks(learner.ranks, read), objective)
+    _enter_skip(run, learner, bool(metrics["policy/skipped"]), max_skipped)
+    return metrics
 
 
 def _enter_skip(run: RunDir, learner: Learner, is_skipped: bool, limit: int) -> None:
@@ -136,13 +180,6 @@ def _keep(run: RunDir, step: int) -> None:
                 os.link(path, kept / path.name)
     except OSError as error:
         log.warning("not kept: %s", error)  # only people look at it, so training goes on
-
-
-def _publish_due(step: int, plan: LearnerPlan, publisher: Publisher) -> None:
-    if step % plan.export_every == 0:
-        publisher.publish_weights()
-    if step % plan.checkpoint_every == 0:
-        publisher.publish_checkpoint()
 
 
 def _next(

@@ -7,18 +7,21 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-from hpc_swe.errors import CorruptRecord
-from hpc_swe.plugins.policies.base import AdaptingLearner, Carrier, Learner, Ranks
+from hpc_swe.errors import CorruptRecord, LostRace
+from hpc_swe.plugins.policies.base import AdaptingLearner, Carrier, ExportingLearner, Learner, Ranks
 from hpc_swe.records import (
     CheckpointManifest,
     FileInfo,
+    Manifest,
     ProbeScore,
     TensorInfo,
     WeightManifest,
@@ -30,6 +33,7 @@ from hpc_swe.store import atomic, folders, skipped, weights
 
 INCARNATION = re.compile("[0-9]{2}|[1-9][0-9]{2,3}")
 
+L = TypeVar("L", bound=ExportingLearner)
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -54,12 +58,10 @@ class Snapshots:
         return "base" if deltas is None or deltas + 1 >= self.every or is_kept else "delta"
 
 
-class Publisher:
+class Publisher(Generic[L]):
     """Publish the weights and checkpoints of one incarnation, each step at most once."""
 
-    def __init__(
-        self, run: RunDir, learner: Learner, incarnation: int, writer: str, snapshots: Snapshots
-    ) -> None:
+    def __init__(self, run: RunDir, learner: L, incarnation: int, writer: str, snapshots: Snapshots) -> None:
         self._run, self._learner, self._ranks = run, learner, learner.ranks
         self._incarnation, self._writer, self._snapshots = incarnation, writer, snapshots
         self._parent: WeightVersion | None = None
@@ -67,8 +69,10 @@ class Publisher:
         self._deltas = 0
         self._exported: int | None = None
         self._saved: int | None = None
+        self.saving_s = 0.0
+        """Seconds that the last checkpoint took, even one of an earlier start; 0 before any."""
 
-    def restore(self) -> None:
+    def restore(self: "Publisher[Learner]") -> None:
         """Load the newest undamaged checkpoint; keep the initial weights when there is none.
 
         Raise CorruptRecord if no checkpoint is intact and the batches to repeat are deleted.
@@ -79,7 +83,7 @@ class Publisher:
                 log.error("skipped checkpoint %s: damaged %s", folder, ", ".join(damaged))
                 continue
             self._learner.load(folder)
-            self._saved = self._learner.step
+            self._saved, self.saving_s = self._learner.step, manifest.saving_s
             log.info("resumed %s at step %d", folder, self._learner.step)
             return
         on_rank_zero(self._ranks, lambda: _require_first_batch(self._run))
@@ -110,7 +114,7 @@ class Publisher:
                 probe=scores[0],
                 parent=parent,
             )
-            on_rank_zero(self._ranks, lambda: folders.commit(stage, final, manifest))
+            self._commit(stage, final, manifest)
         self._exported = self._learner.step
         self._parent, self._deltas = version, 0 if parent is None else self._deltas + 1
         size = sum(info.size for info in manifest.files.values())
@@ -118,7 +122,12 @@ class Publisher:
 
     def republish_weights(self) -> None:
         """Publish the current weights as a full version, under the next incarnation: no folder changes."""
-        self._incarnation = on_rank_zero(self._ranks, lambda: take_incarnation(self._run))
+
+        def take() -> int:
+            require_newest(self._run, self._incarnation)
+            return take_incarnation(self._run)
+
+        self._incarnation = on_rank_zero(self._ranks, take)
         self._exported = None
         self.publish_weights()
 
@@ -132,26 +141,35 @@ class Publisher:
             on_rank_zero(self._ranks, lambda: skipped.refuse_weights(self._run, step, why))
             raise
 
-    def publish_checkpoint(self) -> None:
+    def publish_checkpoint(self: "Publisher[Learner]") -> None:
         """Publish the current training state."""
         step = self._learner.step
         if self._saved == step:
             return
+        began = time.monotonic()
         with self._stage(self._run.checkpoint(step, self._incarnation)) as (stage, final):
             self._learner.save(stage)
             manifest = CheckpointManifest(
                 writer=self._writer,
                 files=self._describe(stage),
+                saving_s=time.monotonic() - began,
                 step=step,
                 incarnation=self._incarnation,
                 tensor_parallel=self._learner.tensor_parallel,
             )
-            on_rank_zero(self._ranks, lambda: folders.commit(stage, final, manifest))
-        self._saved = step
+            self._commit(stage, final, manifest)
+        self._saved, self.saving_s = step, time.monotonic() - began
         log.info("saved step %d", step)
+
+    def publish_last(self: "Publisher[Learner]") -> None:
+        """Publish the last weights, and a checkpoint of the same incarnation; both together end training."""
+        self.publish_weights()
+        self._saved = None  # one that an earlier start saved does not count
+        self.publish_checkpoint()
 
     @contextmanager
     def _stage(self, final: Path) -> Iterator[tuple[Path, Path]]:
+        on_rank_zero(self._ranks, lambda: require_newest(self._run, self._incarnation))
         stage = on_rank_zero(self._ranks, lambda: folders.staging(final))
         try:
             # One rank writes the first, small files while the others wait: it must not fail for lack of room.
@@ -160,6 +178,11 @@ class Publisher:
         except BaseException:
             shutil.rmtree(stage, ignore_errors=True)
             raise
+
+    def _commit(self, stage: Path, final: Path, manifest: Manifest) -> None:
+        """Publish a stage, unless another learner has started while it was filled."""
+        check = partial(require_newest, self._run, self._incarnation)
+        on_rank_zero(self._ranks, lambda: folders.commit(stage, final, manifest, check))
 
     def _describe(self, stage: Path, meanwhile: Callable[[], None] = lambda: None) -> dict[str, FileInfo]:
         names = on_rank_zero(self._ranks, lambda: _files(stage))
@@ -178,8 +201,7 @@ class Publisher:
 
 def take_incarnation(run: RunDir) -> int:
     """Reserve a number that no earlier start of this run's learner had."""
-    taken = (name for name in atomic.names(run.incarnations) if INCARNATION.fullmatch(name))
-    number = max(map(int, taken), default=0) + 1
+    number = _newest_incarnation(run) + 1
     while True:
         try:
             with atomic.storage(run.incarnations):
@@ -187,6 +209,19 @@ def take_incarnation(run: RunDir) -> int:
             return number
         except FileExistsError:
             number += 1
+
+
+def require_newest(run: RunDir, incarnation: int) -> None:
+    """Raise LostRace when another learner has started since, as beside one whose node was taken for dead."""
+    if (newest := _newest_incarnation(run)) > incarnation:
+        raise LostRace(
+            f"{run.incarnations}: a learner has started as {newest:02d}, and this one is {incarnation:02d}"
+        )
+
+
+def _newest_incarnation(run: RunDir) -> int:
+    taken = (name for name in atomic.names(run.incarnations) if INCARNATION.fullmatch(name))
+    return max(map(int, taken), default=0)
 
 
 def _files(stage: Path) -> list[str]:
@@ -229,7 +264,8 @@ def _require_first_batch(run: RunDir) -> None:
 def _damaged(folder: Path, files: dict[str, FileInfo], ranks: Ranks) -> list[str]:
     def is_intact(name: str) -> bool:
         path, info = folder / name, files[name]
-        return path.exists() and path.stat().st_size == info.size and folders.describe(path) == info
+        with atomic.storage(path):
+            return path.exists() and path.stat().st_size == info.size and folders.describe(path) == info
 
     return [name for name, intact in _divide(ranks, sorted(files), is_intact).items() if not intact]
 

@@ -1,8 +1,9 @@
 """One rank of a learner on a run folder: python -m tests.kit.ranks.learn RUN MODEL STEPS COPIES [KEYS].
 
 KEYS are those of the optimizer, in JSON. With DIES_AT in its environment it is killed when it opens a file
-below a path that begins so. With SNAPSHOTS one of so many versions is a full snapshot. HOSTED is the share of
-the optimizer's state that is in host memory.
+below a path that begins so, and with DIES_AFTER when it opens any file once that path exists. With SNAPSHOTS
+one of so many versions is a full snapshot. HOSTED is the share of the optimizer's state that is in host
+memory.
 """
 
 import json
@@ -14,11 +15,13 @@ import traceback
 from pathlib import Path
 
 
-def die_at(place: str) -> None:
+def die_in_time() -> None:
+    """Let this rank die instead of opening a file, when the environment says so."""
+    place, there = os.environ.get("DIES_AT"), Path(os.environ.get("DIES_AFTER", "/never"))
     rank = os.getpid()  # files may be written by a child of it
 
     def look(event: str, arguments: tuple[object, ...]) -> None:
-        if event == "open" and str(arguments[0]).startswith(place):
+        if event == "open" and (str(arguments[0]).startswith(place) if place else there.exists()):
             os.kill(rank, signal.SIGKILL)
 
     sys.addaudithook(look)
@@ -35,8 +38,8 @@ def main() -> None:
     from hpc_swe.rundir import RunDir
 
     run, model, steps, data_parallel = RunDir(Path(sys.argv[1])), Path(sys.argv[2]), *map(int, sys.argv[3:5])
-    if place := os.environ.get("DIES_AT"):
-        die_at(place)
+    if {"DIES_AT", "DIES_AFTER"} & set(os.environ):
+        die_in_time()
     interrupted = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: interrupted.set())
     hosted = float(os.environ.get("HOSTED", "0"))
@@ -50,7 +53,13 @@ def main() -> None:
 
     snapshots = Snapshots(int(os.environ.get("SNAPSHOTS", "1")), last=steps)
     plan = LearnerPlan(
-        steps, 1, checkpoint_every=2, max_skipped=1, writer="learner-test", snapshots=snapshots
+        steps,
+        1,
+        checkpoint_every=2,
+        checkpoint_s=0,
+        max_skipped=1,
+        writer="learner-test",
+        snapshots=snapshots,
     )
     feed = BatchSource(run, wait_s=600.0, poll_s=0.05, interrupted=interrupted.is_set)
     try:

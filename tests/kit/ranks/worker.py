@@ -6,6 +6,7 @@ A case builds a policy, takes steps on packed sequences, and leaves behind what 
 import gc
 import json
 import sys
+import time
 import weakref
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def _run(case: dict):
     learner = convert(case.get("policy", {}), Megatron).build(
         Path(case["model"]),
         convert(case.get("optimizer", {}), OptimizerConfig),
-        Path(case["model"]) if case["objective"].needs_reference else None,
+        Path(case.get("reference", case["model"])) if case["objective"].needs_reference else None,
     )
     out, found = Path(case["out"]), {"metrics": []}
     out.mkdir(parents=True, exist_ok=True)
@@ -84,7 +85,9 @@ def _publish(learner, root: str, case: dict, found: dict) -> None:
     from hpc_swe.roles.learner.publish import Publisher, Snapshots
     from hpc_swe.rundir import RunDir
 
-    publisher = Publisher(RunDir(Path(root)), learner, 1, "learner-test", Snapshots(every=9))
+    run = RunDir(Path(root))
+    run.make()
+    publisher = Publisher(run, learner, 1, "learner-test", Snapshots(every=9))
     publisher.publish_weights()
     _train(learner, 1, case, found)
     publisher.publish_weights()
@@ -135,10 +138,11 @@ def _save(learner, folder: str, case: dict, found: dict) -> None:
 
 
 def _measure(learner, folder: str, case: dict, found: dict) -> None:
-    """Save, and tell by how many bytes this process grew meanwhile, beside its optimizer's state."""
+    """Save, and tell the seconds, and by how many bytes this process grew, beside its optimizer's state."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that of the save
-    before = _status("VmRSS")
+    before, began = _status("VmRSS"), time.monotonic()
     learner.save(_fresh(learner, Path(folder)))
+    found["saved_s"] = time.monotonic() - began
     state = [each for inner in learner._optimizer.chained_optimizers for each in inner.optimizer.state]
     found["grown"] = (_status("VmHWM") - before, 12 * sum(each.numel() for each in state))
 
@@ -150,6 +154,16 @@ def _status(name: str) -> int:
 
 def _load(learner, folder: str, case: dict, found: dict) -> None:
     learner.load(Path(folder))
+
+
+def _resume(learner, folder: str, case: dict, found: dict) -> None:
+    """Load a checkpoint that is refused."""
+    from hpc_swe.errors import ConfigError
+
+    try:
+        learner.load(Path(folder))
+    except ConfigError as error:
+        found["refused"] = str(error)
 
 
 def _grads(learner, name: str, case: dict, found: dict) -> None:
@@ -182,6 +196,7 @@ VERBS = {
     "save": _save,
     "measure": _measure,
     "load": _load,
+    "resume": _resume,
     "rest": _rest,
     "grads": _grads,
 }
@@ -227,7 +242,7 @@ def _logits(learner, token_ids: list[int]) -> list[list[float]]:
     model, group, kept = learner._model, learner.ranks.tensor_group, []
     hook = model.decoder.final_layernorm.register_forward_hook(lambda _m, _i, output: kept.append(output))
     with torch.no_grad():
-        learner._forward(np.asarray(token_ids), [len(token_ids)], np.arange(1, len(token_ids)))
+        learner._scorer.forward(np.asarray(token_ids), [len(token_ids)], np.arange(1, len(token_ids)))
         hook.remove()
         hidden = kept[0]
         if model.config.sequence_parallel:

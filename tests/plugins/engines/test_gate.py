@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from hpc_swe.plugins.engines._vllm_gate import HELD, HOLD, RELEASE, AnswerGate
+from hpc_swe.plugins.engines.base import LOAD
 from tests.kit.waiting import DEADLINE_S
 
 
@@ -21,13 +22,19 @@ class Client:
         await send({"type": "http.response.body", "body": b"text"})
 
     async def ask(self, path: str, query: bytes = b"") -> int:
+        return int((await self._sent(path, query))[0]["status"])
+
+    async def body(self, path: str) -> bytes:
+        return bytes((await self._sent(path, b""))[1]["body"])
+
+    async def _sent(self, path: str, query: bytes) -> list[dict[str, Any]]:
         sent: list[dict[str, Any]] = []
 
         async def send(message: dict[str, Any]) -> None:
             sent.append(message)
 
         await self.gate({"type": "http", "path": path, "query_string": query}, None, send)
-        return int(sent[0]["status"])
+        return sent
 
 
 async def statuses_around(*orders: str) -> tuple[list[int], list[int], list[int]]:
@@ -47,11 +54,11 @@ async def statuses_around(*orders: str) -> tuple[list[int], list[int], list[int]
 
 
 def test_answers_wait_until_the_weights_have_passed_their_probe() -> None:
-    assert asyncio.run(statuses_around(HOLD, RELEASE)) == ([200] * 3, [200] * 3, [200])
+    assert asyncio.run(statuses_around(HOLD, RELEASE)) == ([200] * 4, [200] * 4, [200])
 
 
 def test_answers_of_weights_that_another_update_replaced_are_refused() -> None:
-    assert asyncio.run(statuses_around(HOLD, HOLD, RELEASE)) == ([503] * 3, [503] * 3, [200])
+    assert asyncio.run(statuses_around(HOLD, HOLD, RELEASE)) == ([503] * 4, [503] * 4, [200])
 
 
 def test_nothing_is_answered_while_weights_are_in_doubt() -> None:
@@ -66,6 +73,19 @@ def test_nothing_is_answered_while_weights_are_in_doubt() -> None:
         return was_held and await held == 200
 
     assert asyncio.run(wait())
+
+
+def test_requests_that_were_not_answered_are_counted() -> None:
+    async def count() -> list[bytes]:
+        client = Client()
+        asking = [asyncio.create_task(client.ask(HELD[0])) for _ in range(3)]
+        await asyncio.sleep(0)
+        during = await client.body(LOAD)
+        client.may_answer.set()
+        await asyncio.gather(*asking)
+        return [during, await client.body(LOAD)]
+
+    assert asyncio.run(count()) == [b"3", b"0"]
 
 
 def test_a_finished_answer_does_not_wait_for_a_later_update() -> None:

@@ -1,5 +1,6 @@
 """The real vLLM, against transformers."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from hpc_swe.errors import ConfigError, EngineError
-from hpc_swe.plugins.engines.base import Completion, Weights
+from hpc_swe.plugins.engines._vllm_gate import HOLD, RELEASE, SAMPLE
+from hpc_swe.plugins.engines.base import LOAD, Completion, Weights
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.records import ProbeScore, Sampling, WeightManifest, WeightVersion
 from hpc_swe.rundir import RunDir
@@ -33,6 +35,7 @@ from tests.kit.engine_kit import (
     serving,
     verified,
 )
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.slow
 TEXT = list(range(40, 90))
@@ -338,11 +341,40 @@ def test_weights_that_fail_their_probe_never_stamp_a_token(fresh: Server) -> Non
     fresh.reload("a", probe=probe)
 
 
+def test_a_probe_does_not_wait_for_prompts_to_be_computed_again(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sixteen long prompts wait at the swap, and a forward pass takes one or two of them."""
+    server.reload("b")
+    probe = ProbeScore(token_ids=TEXT, logprobs=CPU.score(server.url, TOKEN, TEXT), tolerance=1e-3)
+    server.reload("a")
+    answers: list[Completion] = []
+    began, is_over = time.time(), threading.Event()
+
+    def ask(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        while not is_over.is_set():
+            prompt = rng.integers(10, VOCABULARY, 1500).tolist()
+            answers.append(sample(server, prompt, Sampling(max_tokens=1)))
+
+    with ThreadPoolExecutor(16) as pool, caplog.at_level(logging.DEBUG, "hpc_swe.plugins.engines"):
+        asking = [pool.submit(ask, seed) for seed in range(16)]
+        until(lambda: len(answers) > 16, "the engine has answered each thread")
+        server.reload("b", probe=probe)
+        until(lambda: len(answers) > 64, "the requests that were kept are answered")
+        is_over.set()
+    ended = [record.created for record in caplog.records if record.msg == "resumed"]
+    compared = [record.created for record in caplog.records if record.msg.startswith("compared")]
+    assert not [future.exception() for future in asking if future.exception()]
+    assert (compared[0] - ended[0]) * len(answers) / (time.time() - began) < 8, "answers meanwhile"
+
+
 def test_every_route_but_health_needs_the_token(server: Server) -> None:
     own = {"Authorization": f"Bearer {TOKEN}"}
     schema = httpx.get(f"{server.url}/openapi.json", headers=own, timeout=120).json()
     routes = [(path, method) for path, methods in schema["paths"].items() for method in methods]
     routes += [("/openapi.json", "get"), ("/docs", "get"), ("/metrics", "get"), ("/nowhere", "get")]
+    routes += [(path, "post") for path in (SAMPLE, HOLD, RELEASE)] + [(LOAD, "get")]
     assert ("/collective_rpc", "post") in routes
     assert ("/update_weights", "post") in routes
     for path, method in routes:

@@ -1,6 +1,5 @@
 """What goes over the wire to vLLM: what shapes a token is ours to say, whatever the model folder says."""
 
-import base64
 import io
 import json
 import ssl
@@ -10,11 +9,14 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from hpc_swe.errors import ConfigError, EngineError
-from hpc_swe.plugins.engines._answers import Choice, Logprobs, to_routing
+from hpc_swe.plugins.engines import _answers
+from hpc_swe.plugins.engines._answers import Answer, SampleAnswer, TokenScores, to_routing
+from hpc_swe.plugins.engines._vllm_gate import SAMPLE
 from hpc_swe.plugins.engines.vllm import Vllm, probe_distance
 from hpc_swe.records import Sampling
 
@@ -54,36 +56,67 @@ def test_a_probe_bounds_most_differences_and_the_largest(differences: list[float
     assert (probe_distance(differences, [0.0] * 30) <= 1.0) is passes
 
 
-def routing(experts: object, dtype: type = np.uint8) -> str:
+def routing(experts: object, dtype: type = np.uint8) -> bytes:
     file = io.BytesIO()
     np.save(file, np.asarray(experts, dtype))
-    return base64.b64encode(file.getvalue()).decode()
+    return file.getvalue()
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         (None, "start it with --enable-return-routed-experts"),
-        ("AAAA", "read the routing"),
+        (b"AAAA", "read the routing"),
         (routing([[[1, 2]], [[3, 4]]], np.uint16), "type uint16"),
         (routing([[1, 2]]), r"shape \(1, 2\)"),
+        (routing(1), r"shape \(\)"),
         (routing([[[1, 2]]] * 3), r"of 2 tokens has type uint8 and shape \(3, 1, 2\)"),
         (routing([[[1, 2]]]), "of 2 tokens has 1"),
         (routing([[[0, 0]], [[0, 0]]]), "captures no experts"),
     ],
 )
-def test_a_routing_that_cannot_be_trusted_is_refused(answer: str | None, message: str) -> None:
-    choice = Choice([3], "length", Logprobs([]), routed_experts=answer)
+def test_a_routing_that_cannot_be_trusted_is_refused(answer: bytes | None, message: str) -> None:
     with pytest.raises(EngineError, match=message):
-        to_routing(choice, 2)
-    good = Choice([3], "length", Logprobs([]), routed_experts=routing([[[1, 2]], [[3, 4]]]))
+        to_routing(Answer([3], [-0.5], "length", routed_experts=answer), 2)
+    good = Answer([3], [-0.5], "length", routed_experts=routing([[[1, 2]], [[3, 4]]]))
     assert to_routing(good, 2).tolist() == [[1, 2], [3, 4]]
-    aborted = Choice([3], "abort", Logprobs([]), routed_experts=routing([[[1, 2]]]))
+    aborted = Answer([3], [-0.5], "abort", routed_experts=routing([[[1, 2]]]))
     assert to_routing(aborted, 2).tolist() == [[1, 2]]
 
 
+@pytest.mark.parametrize(
+    ("sampled", "prompt"),
+    [
+        (TokenScores.of([3], [-0.5]), TokenScores.of([6], [-1.0])),
+        (TokenScores.of([3, 5], [-0.5, -0.25]), TokenScores.of([6], [-1.0])),
+        (TokenScores.of([3, 4], [-0.5]), TokenScores.of([6], [-1.0])),
+        (TokenScores.of([3, 4], [-0.5, -0.25]), TokenScores.of([7], [-1.0])),
+        (TokenScores.of([3, 4], [-0.5, -0.25]), TokenScores.of([], [])),
+        (TokenScores(b"three", b""), None),
+    ],
+)
+def test_log_probabilities_of_other_tokens_are_refused(
+    sampled: TokenScores, prompt: TokenScores | None
+) -> None:
+    def read(sampled: TokenScores, prompt: TokenScores | None) -> Answer:
+        answer = SampleAnswer([3, 4], sampled, "stop", prompt)
+        return _answers.from_samples("url", msgspec.msgpack.encode(answer), [5, 6])
+
+    with pytest.raises(EngineError, match="log-probabilities"):
+        read(sampled, prompt)
+    good = read(TokenScores.of([3, 4], [-0.5, -0.1]), TokenScores.of([6], [-1.0]))
+    assert (good.logprobs, good.prompt_logprobs) == ([-0.5, -0.1], [-1.0])
+
+
+@pytest.mark.parametrize("data", [b"{}", b'{"choices": []}', b'{"choices": "\xff"}', b"\xc1", b""])
+def test_an_unreadable_answer_is_an_engine_error(data: bytes) -> None:
+    for read in (_answers.from_samples, _answers.from_completions):
+        with pytest.raises(EngineError, match="url: unreadable answer: "):
+            read("url", data, [5, 6])
+
+
 class Listener(BaseHTTPRequestHandler):
-    """Keeps what it was asked, and answers with one token."""
+    """Keeps what it was asked, and answers with one token; below /foreign as a vLLM of somebody else."""
 
     asked: list[dict] = []
     paths: list[str] = []
@@ -91,10 +124,12 @@ class Listener(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.paths.append(self.path)
         self.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        logprobs = {"content": [{"token_id": 3, "logprob": -0.5}]}
-        choice = {"token_ids": [3], "finish_reason": "length", "logprobs": logprobs}
-        data = json.dumps({"choices": [choice]}).encode()
-        self.send_response(200)
+        data = msgspec.msgpack.encode(SampleAnswer([3], TokenScores.of([3], [-0.5]), "length"))
+        if self.path.startswith("/foreign"):
+            choice = {"token_ids": [3], "finish_reason": "length", "logprobs": {"token_logprobs": [-0.5]}}
+            rows = [None, {"6": {"logprob": -1.0}, "9": {"logprob": -0.25}}]
+            data = json.dumps({"choices": [choice | {"prompt_logprobs": rows}]}).encode()
+        self.send_response(404 if self.path.startswith(f"/foreign{SAMPLE}") else 200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -123,6 +158,19 @@ def test_every_setting_that_shapes_a_token_is_sent_and_no_other(url: str, sampli
     assert {name: settings[name] for name in SHAPING} == {name: getattr(sampling, name) for name in SHAPING}
     assert {name: settings[name] for name in OFF} == OFF
     assert settings.keys() == SHAPING | OFF.keys() | HARMLESS
+
+
+def test_an_engine_of_somebody_else_is_asked_by_vllm_s_route(url: str) -> None:
+    completion = Vllm().generate(f"{url}/foreign", "t", np.asarray([5, 6]), Sampling(), 60.0)
+    assert (completion.token_ids, completion.logprobs, completion.spans) == ([3], [-0.5], None)
+    assert Vllm().score(f"{url}/foreign", "t", [5, 6]) == [-1.0]
+    assert Listener.paths[-1] == "/foreign/v1/completions?probe"
+    assert Listener.asked[-1]["return_token_ids"]
+    assert Listener.asked[-1]["return_tokens_as_token_ids"], "or it would need a tokenizer"
+    assert "detokenize" not in Listener.asked[-1]
+    for prompt in ([5, 7], [5, 6, 7]):
+        with pytest.raises(EngineError, match=f"do not match its {len(prompt)} token ids"):
+            Vllm().score(f"{url}/foreign", "t", prompt)
 
 
 def test_the_model_s_own_generation_settings_are_not_taken(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ pytestmark = pytest.mark.slow
 
 import torch  # noqa: E402
 
+from hpc_swe.errors import ProtocolError  # noqa: E402
 from hpc_swe.plugins.costs import GIB  # noqa: E402
 from hpc_swe.plugins.policies._megatron import pinned  # noqa: E402
 from hpc_swe.plugins.policies._megatron.gathered import ByParameter  # noqa: E402
 from hpc_swe.plugins.policies._megatron.hosted import Hosted, choose, divide  # noqa: E402
-from hpc_swe.plugins.policies._megatron.pinned import MemoryClaim  # noqa: E402
+from hpc_swe.plugins.policies._megatron.pinned import HostRoom, MemoryClaim  # noqa: E402
 from tests.kit.ranks import gang  # noqa: E402
 
 LIMITED = """
@@ -24,17 +25,20 @@ from hpc_swe.errors import NodeError
 from hpc_swe.plugins.policies._megatron import pinned
 from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
+from hpc_swe.plugins.policies._megatron.state import Reference
 
 ranks = TorchRanks(MegatronSettings(tensor_parallel=2))
-size = int(pinned.take("key", 1000, ranks, "choose less").count_nonzero())
+model = torch.nn.Linear(2**13, 2**13)  # twice 256 MiB to keep
+size = int(pinned.take("key", 1024, ranks, "choose less").place([1024], torch.uint8).count_nonzero())
 if ranks.rank == 1:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**29,) * 2)
-try:
-    pinned.take("key", 2**30, ranks, "choose less")
-    said = ""
-except NodeError as error:
-    said = str(error)
+said = []
+for take in (lambda: pinned.take("key", 2**30, ranks, "choose less"), lambda: Reference(model, ranks)):
+    try:
+        take()
+    except NodeError as error:
+        said.append(str(error))
 both = ranks.gather([size, said])
 ranks.close()
 if ranks.rank == 0:
@@ -109,6 +113,26 @@ def test_job_can_have_what_is_available_and_no_more_than_slurm_gave():
     assert pinned.claim(7).free > 0, "this node's files can be read"
 
 
+def test_memory_is_measured_when_all_ranks_have_freed_theirs(monkeypatch):
+    class WithOneThatIsSlow:
+        rank = 0
+
+        def gather(self, value):
+            monkeypatch.setenv("SLURM_MEM_PER_NODE", "2048")  # the other rank has freed its room by now
+            return [value]
+
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "1")
+    assert pinned.take("key", 2**21, WithOneThatIsSlow(), "choose less").nbytes == 2**21
+
+
+def test_a_room_gives_no_more_than_it_has():
+    room = HostRoom("policy.key", torch.zeros(192, dtype=torch.uint8))
+    assert room.place([], torch.float32).shape == torch.Size([])
+    assert room.place([2, 8], torch.float32).shape == (2, 8)
+    with pytest.raises(ProtocolError, match="policy.key: a tensor of 68 bytes .* 192 bytes .* 128 are taken"):
+        room.place([17], torch.float32)
+
+
 def test_memory_that_one_rank_is_refused_ends_all_with_its_message(tmp_path):
     script, out = tmp_path / "rank.py", tmp_path / "out.json"
     script.write_text(LIMITED)
@@ -116,9 +140,12 @@ def test_memory_that_one_rank_is_refused_ends_all_with_its_message(tmp_path):
     (taken, said), other = json.loads(out.read_text())
     assert [taken, said] == other
     assert taken == 0
-    assert said.startswith("key: rank 1 of ")
-    assert "1.0 GiB of host memory are refused" in said
-    assert said.endswith("; choose less")
+    asked, reference = said
+    assert asked.startswith("key: rank 1 of ")
+    assert "1.0 GiB of host memory are refused" in asked
+    assert asked.endswith("; choose less")
+    assert reference.startswith("learner.loss.kl_coefficient: rank 1 of ")
+    assert reference.endswith("; train without it (0)")
 
 
 def test_rank_that_writes_nothing_of_a_checkpoint_copies_nothing():

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import msgspec
 import numpy as np
@@ -11,6 +12,7 @@ pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.slow
 
 import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from torch.distributed.checkpoint import CheckpointException  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -18,11 +20,15 @@ from hpc_swe import plugins  # noqa: E402
 from hpc_swe.errors import ConfigError, ProtocolError  # noqa: E402
 from hpc_swe.plugins.model_shape import ModelShape  # noqa: E402
 from hpc_swe.plugins.policies._megatron import state  # noqa: E402
+from hpc_swe.plugins.policies._megatron.origins import Origin  # noqa: E402
 from hpc_swe.plugins.policies._megatron.packing import trained_positions  # noqa: E402
-from hpc_swe.plugins.policies._megatron.weights import Snapshot  # noqa: E402
+from hpc_swe.plugins.policies._megatron.weights import INDEX, Snapshot  # noqa: E402
 from hpc_swe.plugins.policies.megatron import Megatron  # noqa: E402
 from hpc_swe.records import MicroBatch, floats, ids  # noqa: E402
 from tests.kit.ranks import gang, tiny  # noqa: E402
+
+KL = {"loss": {"kl_coefficient": 0.1}}
+LORA = {"dtype": "float32", "tensor_parallel": 2, "lora_rank": 4}
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +154,49 @@ def test_a_refusal_is_one_even_when_there_is_room_again(tmp_path):
     assert "no space is left" in str(refusal)
     cause = RuntimeError("Worker failure: [Errno 22] Invalid argument")
     assert state._refusal(tmp_path, CheckpointException("write", {1: (cause, None)})) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [(KL, "model"), (KL, "reference"), ({"policy": LORA}, "model"), (KL | {"policy": LORA}, "reference")],
+)
+def test_a_resume_with_other_files_below_is_refused_on_every_rank(models, tmp_path, more, key):
+    """The reference, and the model below adapters; of that also weights that no adapter changes.
+
+    A reference was the model at first, as a link can be that leads elsewhere now.
+    """
+    for name in ("model", "changed"):
+        shutil.copytree(models["sharded"], tmp_path / name)
+    shard = json.loads((tmp_path / "model" / INDEX).read_text())["weight_map"]["model.norm.weight"]
+    file = tmp_path / "changed" / shard
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] += 1
+    save_file(tensors, file)
+    sequences = tiny.make_sequences(AutoModelForCausalLM.from_pretrained(models["tied"], dtype=torch.float32))
+    base = {
+        "policy": {"dtype": "float32", "tensor_parallel": 2},
+        "data": tiny.write_sequences(tmp_path / "data", sequences),
+        "packing": [[[0, 1], [2, 3]]],
+        "model": str(tmp_path / "model"),
+    } | more
+    saved = str(tmp_path / "saved")
+    first = {"name": "first", "do": [("train", 1), ("save", saved)]}
+    again = {"name": "again", "do": [("load", saved), ("train", 1)]}
+    other = {"name": "other", key: str(tmp_path / "changed"), "do": [("resume", saved)]}
+    found = gang.run_cases(2, [base | each for each in (first, again, other)], tmp_path / "out")
+    assert [rank["step"] for rank in found["again"]] == [2, 2]
+    (said,) = {rank["refused"] for rank in found["other"]}
+    assert said == (
+        f"{file}: model.norm.weight (1 tensors in all) is not what it was when {saved} was saved; "
+        f"restore the files of `{key}` as they were when the run started, or start another run"
+    )
+
+
+def test_a_checkpoint_of_a_run_without_a_reference_is_refused(tmp_path):
+    origin = Origin("reference", "model", tmp_path / "model", {"a": "1"})
+    origin.require({"reference": {"a": "1"}}, tmp_path / "saved")
+    with pytest.raises(ConfigError, match="saved: the run had no weights as reference .* those of `model`"):
+        origin.require({"model": {"a": "1"}}, tmp_path / "saved")
 
 
 def test_a_step_that_is_not_finite_is_left_out_on_every_rank(models, tmp_path):

@@ -164,7 +164,7 @@ def test_a_demonstration_views_repairs_and_submits() -> None:
 
 @pytest.mark.parametrize("worked", [False, True])
 def test_the_real_tools_answer_as_the_demonstrations_show(worked: bool) -> None:
-    tools = {name: load("tools", {"type": name}) for name in ("view", "replace", "submit")}
+    tools = {name: load("tools", {"type": name}) for name in ("view", "replace", "rewrite", "submit")}
     for number, messages in enumerate(conversations(5, worked=worked)):
         bug = make(random.Random(f"demonstration 0 {number}"), "train")
         files = {MODULE: bug.source, VISIBLE: bug.visible_tests}
@@ -182,6 +182,10 @@ def test_a_worked_demonstration_evaluates_what_the_tests_do() -> None:
     for number, messages in enumerate(conversations(60, worked=True)):
         bug = make(random.Random(f"demonstration 0 {number}"), "train")
         work = messages[6].content
+        assert work.startswith(messages[4].content)
+        assert work.endswith(messages[4].content)
+        repair = json.loads(messages[6].tool_calls[0].arguments)
+        assert f"\n{repair['new_code']}\n" in work
         candidates = [part.partition("\n") for part in work.split("\nWith ")[1:]]
         assert {found.rstrip(":") for found, _, _ in candidates} == set(bug.function.plausible)
         for found, _, rest in candidates:

@@ -155,11 +155,14 @@ def test_an_infrastructure_failure_is_asked_for_again(run):
 
 
 def test_a_request_lost_without_trace_is_asked_for_again(run):
-    maintenance, mode = make_maintenance(run), training(run)
+    clock = Clock()
+    maintenance, mode = make_maintenance(run, clock), training(run)
     mode.iterate(maintenance.snapshot())
     (run.requests / "ready" / "train-000001-00~0").unlink()
-    mode.iterate(maintenance.snapshot())
-    assert "train-000001-00" not in names(run)
+    for _ in range(3):
+        mode.iterate(maintenance.snapshot())
+        assert "train-000001-00" not in names(run)
+        clock.now += 1.0
     mode.iterate(maintenance.snapshot())
     assert "train-000001-00" in names(run)
 
@@ -319,9 +322,13 @@ def test_two_coordinators_that_hold_the_same_results_publish_one_batch(run):
     assert not [path for path in run.batches.iterdir() if path.name.startswith(".")]
 
 
-def test_a_coordinator_that_fell_behind_leaves(run):
+@pytest.mark.parametrize("deleted", [0, STEPS - 1])
+def test_a_coordinator_that_fell_behind_leaves(run, deleted):
+    """Also when the batch that it would publish next has been deleted: else it publishes it again."""
     behind = training(run, owner="a")
     finish(run)
+    for step in range(deleted):
+        folders.remove(run.batch(step))
     with pytest.raises(LostRace):
         behind.iterate(make_maintenance(run).snapshot())
 

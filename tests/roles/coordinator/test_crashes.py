@@ -1,16 +1,22 @@
 """The coordinator killed before every file system call: what comes of it is as if it had not been."""
 
+import errno
+import re
 import shutil
+from itertools import count
+from pathlib import Path
 
 import pytest
 
+from hpc_swe.errors import CorruptRecord, StorageError
 from hpc_swe.metrics import decode
 from hpc_swe.records import RolloutRequest, ScoredEpisode, WeightVersion
 from hpc_swe.roles.coordinator import archive, batches
 from hpc_swe.roles.coordinator.groups import parse_name
+from hpc_swe.roles.coordinator.loop import Coordinator
 from hpc_swe.rundir import RunDir
-from hpc_swe.settings import RetentionConfig
-from hpc_swe.store import folders
+from hpc_swe.settings import CoordinatorConfig, RetentionConfig
+from hpc_swe.store import atomic, folders
 from hpc_swe.store.spool import Spool
 from tests.kit.coordinator_kit import (
     Clock,
@@ -27,7 +33,7 @@ from tests.kit.coordinator_kit import (
     training,
     work,
 )
-from tests.kit.crash import at_every_call
+from tests.kit.crash import FORK, at_every_call, in_child, refuse
 
 DEEP = 2  # batches that a killed coordinator's successor still publishes
 
@@ -106,6 +112,81 @@ def test_a_death_anywhere_in_publishing_changes_no_batch_and_no_archive(tmp_path
         assert curve(run, "reward/mean") == {0, 1}
         shutil.rmtree(root)
     assert seen == {(False, False), (True, False), (True, True)}  # died before, between and after
+
+
+def start_beside_another(root):
+    """Find no archive; before the first result is read, another coordinator starts and goes on."""
+    run, reads = at(root), count()
+
+    def go_on(call, path):
+        if call == "open" and "/scored/ready/" in path and not next(reads):
+            training(run, owner="other").iterate(make_maintenance(run).snapshot())
+        return 0
+
+    refuse(root, go_on)
+    training(run)
+
+
+def test_of_two_coordinators_that_start_the_slow_one_spoils_no_archive(tmp_path):
+    """The first of them to write the archive removes the messages that the other one is about to read."""
+    ready_to_publish(tmp_path)
+    run = at(tmp_path)
+    messages = {path: path.read_bytes() for path in (run.scored / "ready").iterdir()}
+    training(run).iterate(make_maintenance(run).snapshot())
+    (whole,) = archived(run)
+    run.archive(0).unlink()  # as if it had died before it wrote this one and removed those
+    for path, data in messages.items():
+        path.write_bytes(data)
+    assert in_child(start_beside_another, tmp_path) == 0
+    assert archived(run) == [whole]
+
+
+def iterate_on_a_disk_full_at(root, number, sender):
+    """Refuse this write of one iteration and the next four; then there is room again, and the run goes on."""
+    run, writes, seen = at(root), count(), []
+
+    def code(call, path):
+        is_write = call in ("create", "fsync", "os.mkdir", "os.link", "os.rename")
+        if is_write and number <= next(writes) < number + 5:
+            seen.append(path)
+            return errno.EDQUOT
+        return 0
+
+    refuse(root, code)
+    made = Coordinator(run, make_maintenance(run), lambda: training(run, steps=DEEP), CoordinatorConfig(), {})
+    error = ""
+    try:
+        with atomic.storage(run.root):
+            made.iterate()
+    except StorageError as refusal:
+        error = str(refusal)
+    refused = len(seen)
+    while next(writes) < number + 5:
+        pass
+    finish(run, steps=DEEP)
+    sender.send((refused, error))
+
+
+@pytest.mark.slow
+def test_a_disk_full_anywhere_in_an_iteration_loses_nothing(tmp_path, template, undisturbed):
+    ready_to_publish(template)
+    for number in count():
+        root = tmp_path / f"{number}"
+        shutil.copytree(template, root)
+        receiver, sender = FORK.Pipe(duplex=False)
+        assert in_child(iterate_on_a_disk_full_at, root, number, sender) == 0
+        refused, error = receiver.recv()
+        if not refused:
+            break
+        run = at(root)
+        assert not error or re.match(rf"{run.root}/.*: the quota is used up; see", error)
+        assert published(run) == undisturbed
+        trained = [groups + closed for groups, closed, *_ in undisturbed.values()]
+        assert archived(run) == [{f"train-{g:06d}-{i:02d}" for g in gs for i in (0, 1)} for gs in trained]
+        assert leftovers(run, trained) == []
+        assert not [path for path in run.root.rglob(".*") if path.is_dir()]
+        shutil.rmtree(root)
+    assert number > 20
 
 
 def test_a_coordinator_restarted_at_every_round_gives_the_same_batches(tmp_path, undisturbed):
@@ -203,6 +284,18 @@ def test_late_results_of_abandoned_processes_are_in_no_batch_or_archive(tmp_path
     assert published(run) == undisturbed
     for step in batches.published_steps(run):
         assert all(s.score.reward == reward(s.episode.request.name) for s in archive.read(run.archive(step)))
+
+
+@pytest.mark.parametrize("spoil", [lambda path: path.write_bytes(b"{"), Path.unlink])
+def test_a_trained_run_without_its_batches_does_not_begin_again(tmp_path, spoil):
+    made = rundir(tmp_path / "made")
+    finish(made, steps=2)
+    shutil.copytree(made.root, tmp_path / "run")  # a process reads each manifest once
+    run = at(tmp_path)
+    for step in batches.published_steps(made):
+        spoil(run.batch(step) / folders.NAME)
+    with pytest.raises(CorruptRecord, match="no batch is intact, but .* has step 2; put a batch back"):
+        training(run, steps=3)
 
 
 def test_a_late_duplicate_of_a_result_changes_no_published_batch(tmp_path, undisturbed):

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -203,7 +204,7 @@ def test_a_result_under_another_member_s_name_is_dropped_and_redone(tmp_path):
     (run.requests / "ready" / f"{one.name}~0").unlink()
     Spool(run.scored, ScoredEpisode).put(one.name, result(other))
     for _ in range(4):
-        mode.iterate(maintenance.snapshot())
+        mode.iterate(replace(maintenance.snapshot(), absent_s=0.0))
     assert atomic.names(run.scored / "ready") == []
     assert f"{one.name}~0" in atomic.names(run.requests / "ready")
 

@@ -1,6 +1,7 @@
 """Recovery, retention, sweeping and the cells that others read."""
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -180,6 +181,80 @@ def test_the_newest_batch_holds_the_state_and_is_always_kept(run):
         "step_000001",
         "step_000002",
     ]
+
+
+class Frozen:
+    """A mode that is frozen in its first iteration, while `meanwhile` happens to the run."""
+
+    def __init__(self, meanwhile):
+        self._meanwhile = [meanwhile]
+
+    def iterate(self, snapshot):
+        for happen in self._meanwhile[:1]:
+            happen()
+            self._meanwhile.clear()
+            return Progress("", 3, {}, [])  # as far as it knows all is done
+        return PROGRESS
+
+
+def test_a_coordinator_that_was_frozen_deletes_and_ends_nothing(run, clock):
+    """Another one has gone on meanwhile: engines read versions, and evaluations chose some, since then."""
+
+    def go_on():
+        clock.now += 3600.0
+        for step in range(6):
+            export(run, WeightVersion(step=step))
+        show(run, "inference-1-00000001", role="inference", reading="v000002-i00")
+
+    mode = Frozen(go_on)
+    coordinator = Coordinator(
+        run, make_maintenance(run, clock, retention=KEPT), lambda: mode, CoordinatorConfig(), {}
+    )
+    assert not coordinator.iterate()
+    assert len(atomic.names(run.weights)) == 6
+    assert not run.finished.exists()
+    clock.now += 1.0
+    assert not coordinator.iterate()
+    assert atomic.names(run.weights) == ["v000002-i00", "v000004-i00", "v000005-i00"]
+
+
+@pytest.mark.parametrize(("asleep_s", "built"), [(2.0, 1), (3600.0, 2)])
+def test_a_coordinator_that_was_frozen_reads_the_run_again(run, clock, asleep_s, built):
+    """A round of an evaluation may have ended meanwhile, and its messages may be gone."""
+    modes = []
+
+    def build():
+        modes.append(Frozen(lambda: None))
+        modes[-1].iterate(None)
+        return modes[-1]
+
+    coordinator = Coordinator(run, make_maintenance(run, clock), build, CoordinatorConfig(), {})
+    for _ in range(2):
+        assert not coordinator.iterate()
+        clock.now += asleep_s
+    assert len(modes) == built
+
+
+def test_a_coordinator_whose_iterations_are_slow_reports_and_finishes(run, clock):
+    """A large run on a slow file system looks frozen at each iteration, and is not."""
+
+    class Slow:
+        rounds = 0
+
+        def iterate(self, snapshot):
+            Slow.rounds += 1
+            clock.now += 121.0
+            return replace(PROGRESS, waits_for="" if Slow.rounds > 3 else "results")
+
+    coordinator = Coordinator(run, make_maintenance(run, clock), Slow, CoordinatorConfig(wait_s=3600.0), {})
+    for step in range(6):
+        export(run, WeightVersion(step=step))
+    assert not coordinator.iterate()
+    assert run.status.exists()
+    assert len(atomic.names(run.weights)) == 6
+    assert [coordinator.iterate() for _ in range(3)] == [False, False, True]
+    assert run.finished.exists()
+    assert len(atomic.names(run.weights)) < 6
 
 
 # sweeping

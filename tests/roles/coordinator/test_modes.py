@@ -23,7 +23,7 @@ from hpc_swe.roles.coordinator.loop import Coordinator
 from hpc_swe.roles.coordinator.snapshot import Progress
 from hpc_swe.roles.coordinator.supervision import Supervision
 from hpc_swe.settings import CoordinatorConfig, GroupsConfig, SupervisionConfig
-from hpc_swe.store import atomic
+from hpc_swe.store import atomic, evals
 from hpc_swe.store.evals import Attempt
 from hpc_swe.store.lease import Lease
 from hpc_swe.store.spool import Spool
@@ -80,6 +80,20 @@ def test_an_evaluation_makes_one_table_of_all_samples_and_ends(run):
     whole = msgspec.msgpack.decode(rows[0]["record"], type=ScoredEpisode)
     assert whole == result(whole.episode.request, 1.0)
     assert not Spool(run.scored, RolloutRequest).addresses("ready")
+
+
+def test_a_slower_coordinator_keeps_the_table_that_stands(run):
+    """People and later rounds have read it."""
+    maintenance, mode = make_maintenance(run), evaluating(run)
+    mode.iterate(maintenance.snapshot())
+    work(run, judge=lambda name: float("000000" in name))
+    evaluating(run).iterate(maintenance.snapshot())
+    evals.write(run.eval_table("eval"), evals.read(run.eval_table("eval"))[:4])
+    before = run.eval_table("eval").read_bytes()
+    log = Log(run.metric_log("slower"))
+    Evaluator(run, ("x", "y"), HELD_OUT, 5, log)._write(0, [])  # it looked before the other had written
+    assert run.eval_table("eval").read_bytes() == before
+    assert log.recent["solve/eval/plain"][-1:] == [1.0]
 
 
 def test_every_decoding_is_sampled_as_it_says(run):

@@ -137,7 +137,7 @@ def test_a_plain_one_serves_the_model_it_came_up_with(attach, run, somebody) -> 
     somebody.start(plain=True)
     attach()
     assert await_node(run, is_serving(V0)).url == somebody.url
-    assert somebody.stamps() == [V0]
+    assert somebody.stamps() == [], "its route has none, so the cell in nodes/ names its version"
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hpc_swe.errors import CorruptRecord, DeadlineError, StorageError
+from hpc_swe.errors import CorruptRecord, DeadlineError, LostRace, StorageError
 from hpc_swe.records import (
     BatchManifest,
     CheckpointManifest,
@@ -19,7 +19,7 @@ from hpc_swe.roles.learner.batch_source import BatchSource, Order
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
 from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic, folders, orders
+from hpc_swe.store import atomic, checkpoints, folders, orders, weights
 from tests.kit.crash import in_child
 
 
@@ -188,6 +188,65 @@ def test_a_learner_without_checkpoint_starts_only_from_the_first_batch(run):
 
 def test_an_incarnation_is_never_taken_twice(run):
     assert [take_incarnation(run) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_learner_that_has_a_successor_publishes_nothing_more(run):
+    """Under a number of its own it would outdo its successor's weights."""
+    for number in (1, 2):
+        assert take_incarnation(run) == number
+    old = Publisher(run, OnlyRank(0), 1, "writer", Snapshots())
+    for publication in (old.republish_weights, old.publish_checkpoint, old.publish_weights):
+        with pytest.raises(LostRace, match="a learner has started as 02, and this one is 01"):
+            publication()
+    assert atomic.names(run.incarnations) == ["01", "02"]
+
+
+class Writing(OnlyRank):
+    """A learner during whose writing something happens."""
+
+    tensor_parallel, vocabulary, tolerance, deltas_of_model = 1, 2, 1.0, False
+
+    def __init__(self, meanwhile):
+        super().__init__(0)
+        self.meanwhile = meanwhile
+
+    def save(self, folder):
+        (folder / "state").write_text("x")
+        self.meanwhile()
+
+    def export(self, folder, carrier):
+        self.save(folder)
+        return {}
+
+    def load(self, folder):
+        self.step = int((folder / "state").read_text() == "x")
+
+    def logprobs(self, token_ids):
+        return [0.0]
+
+
+@pytest.mark.parametrize("kind", ["weights", "checkpoint"])
+def test_a_learner_whose_successor_starts_as_it_writes_publishes_nothing(run, kind):
+    old = Publisher(run, Writing(lambda: take_incarnation(run)), take_incarnation(run), "w", Snapshots())
+    with pytest.raises(LostRace, match="a learner has started as 02, and this one is 01"):
+        old.publish_weights() if kind == "weights" else old.publish_checkpoint()
+    assert [*run.weights.iterdir(), *run.checkpoints.iterdir()] == []
+
+
+def test_the_checkpoint_of_a_frozen_learner_does_not_end_its_successor(run):
+    def start(step):
+        learner = Writing(lambda: None)
+        learner.step = step
+        return Publisher(run, learner, take_incarnation(run), "w", Snapshots())
+
+    start(1).publish_last()
+    assert checkpoints.is_trained(run, weights.newest(run), 1)
+    start(1).publish_weights()
+    assert not checkpoints.is_trained(run, weights.newest(run), 1), "its own checkpoint is yet to come"
+    resumed = start(0)
+    resumed.restore()
+    resumed.publish_last()
+    assert checkpoints.is_trained(run, weights.newest(run), 1)
 
 
 def test_a_learner_that_starts_on_a_full_disk_is_refused_in_words(run):

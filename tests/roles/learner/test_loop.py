@@ -20,7 +20,7 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from hpc_swe import records  # noqa: E402
-from hpc_swe.errors import ConfigError, NodeError, StorageError  # noqa: E402
+from hpc_swe.errors import ConfigError, LostRace, NodeError, StorageError  # noqa: E402
 from hpc_swe.plugins.engines._vllm_files import Link, Wanted, build  # noqa: E402
 from hpc_swe.records import (  # noqa: E402
     Batch,
@@ -31,6 +31,7 @@ from hpc_swe.records import (  # noqa: E402
     WeightManifest,
     WeightVersion,
 )
+from hpc_swe.roles.learner.publish import take_incarnation  # noqa: E402
 from hpc_swe.rundir import RunDir  # noqa: E402
 from hpc_swe.store import atomic, folders, skipped  # noqa: E402
 from tests.kit.ranks import gang, tiny  # noqa: E402
@@ -152,6 +153,20 @@ def test_a_killed_learner_resumes_and_ends_at_the_same_bits(whole, model, sequen
     assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
 
 
+def test_death_after_a_checkpoint_keeps_the_metrics_of_its_step(
+    whole, model, sequences, tmp_path, monkeypatch
+):
+    run = make_run(tmp_path / "run", sequences, STEPS)
+    monkeypatch.setenv("DIES_AFTER", str(run.checkpoint(2, 1)))
+    children = start(run, model)
+    until(lambda: any(child.poll() == -signal.SIGKILL for child in children), "a death")
+    end(children, signal.SIGKILL)
+    monkeypatch.delenv("DIES_AFTER")
+    gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
+    assert [line["of"] for line in reported(run) if "policy/loss" in line] == list(range(STEPS))
+    assert_same(weights(run, STEPS, 2), weights(whole, STEPS, 1))
+
+
 def test_death_while_saving_leaves_the_last_checkpoint_and_no_half_one(
     whole, model, sequences, tmp_path, monkeypatch
 ):
@@ -185,6 +200,22 @@ def test_death_while_saving_leaves_the_last_checkpoint_and_no_half_one(
 
 def manifest_of(run: RunDir, step: int, incarnation: int) -> WeightManifest:
     return folders.manifest(run.weight(WeightVersion(step=step, incarnation=incarnation)), WeightManifest)
+
+
+def test_a_learner_that_was_frozen_gives_way_to_its_successor(model, sequences, tmp_path):
+    """Its checkpoints would let the batches be deleted that the other one, which is behind, must repeat."""
+    run = make_run(tmp_path / "run", sequences, 1)
+    children = start(run, model)
+    until(lambda: reported(run) and reported(run)[-1]["step"] == 1, "step 1")
+    for child in children:
+        child.send_signal(signal.SIGSTOP)
+    assert take_incarnation(run) == 2  # its node counts as dead, and another job has started
+    publish(run, 1, sequences)
+    for code, output in end(children, signal.SIGCONT):
+        assert code == LostRace.exit_code, output
+        assert "a learner has started as 02, and this one is 01" in output
+    assert atomic.names(run.weights) == ["v000000-i01", "v000001-i01"]
+    assert not [path for path in run.weights.iterdir() if path.name.startswith(".")]
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(whole, model, sequences, tmp_path):

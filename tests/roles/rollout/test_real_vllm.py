@@ -32,9 +32,7 @@ from tests.kit.waiting import until
 pytestmark = pytest.mark.slow
 
 
-ENGINE = msgspec.structs.replace(
-    CPU, max_model_len=1024, max_num_seqs=8, extra=["--enable-server-load-tracking"]
-)
+ENGINE = msgspec.structs.replace(CPU, max_model_len=1024, max_num_seqs=8)
 
 
 @pytest.fixture(scope="module")

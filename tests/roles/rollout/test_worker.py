@@ -379,20 +379,42 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", mount], check=True)
 
 
-def test_a_full_disk_gives_the_request_back_and_later_it_is_done(small: Path, tmp_path: Path) -> None:
-    go = threading.Event()
-    made = company(small / "run", tmp_path / "model", waiting(go))
+@pytest.mark.parametrize("order", ["", "DRAIN", "STOP"])
+def test_a_full_disk_costs_no_episode_and_a_worker_that_ends_no_loss(
+    small: Path, tmp_path: Path, order: str
+) -> None:
+    go, begun = threading.Event(), []
+
+    def act(sandbox: Sandbox, chat: Chat) -> ExitStatus:
+        begun.append(go.wait(DEADLINE_S))
+        chat(ASK)
+        return ExitStatus.SUBMITTED
+
+    made = company(small / "run", tmp_path / "model", Doing(act))
     made.ask()
-    with made.working():
+    with made.lease() as lease:
+        worker = made.worker(lease)
+        thread = threading.Thread(target=worker.work)
+        thread.start()
         until(lambda: made.shown()["claimed"])
         ballast = small / "ballast"
         with pytest.raises(OSError, match="No space left"):
             ballast.write_bytes(b"x" * 300_000)
         go.set()
-        until(lambda: made.shown()["ready"] == [f"{NAME}~0"])
+        until(lambda: worker._active and worker._active[0].has_result, "the result")
         assert made.episodes == {}
+        if order:
+            (made.run.control / order).touch()
+        if order == "STOP":
+            thread.join(DEADLINE_S)
+            assert made.shown() == {"ready": [f"{NAME}~0"], "claimed": [], "dead": []}
+            return
+        until(lambda: not order or lease.node.state == "draining")
         ballast.unlink()
         until(lambda: made.episodes)
+        made.run.drain.touch()
+        thread.join(DEADLINE_S)
+    assert begun == [True], "an episode of hours was played again"
     assert made.shown() == {"ready": [], "claimed": [], "dead": []}
 
 

@@ -155,6 +155,20 @@ def collect_metadata_errors() -> Iterator[list[OSError]]:
 
 
 @contextmanager
+def hiding_pinned_memory() -> Iterator[None]:
+    """Let no tensor say that its memory is pinned.
+
+    sharded_tensor/api.py:1044 of torch refuses a tensor of which some shards are pinned and others are not.
+    The layers' shards of one tensor are, where the host has a part of the optimizer's state.
+    """
+    Tensor.is_pinned = lambda _tensor, _device=None: False
+    try:
+        yield
+    finally:
+        del Tensor.is_pinned  # of the base class, which has the true one
+
+
+@contextmanager
 def saving_without_copies() -> Iterator[None]:
     """Let a checkpoint be written from the memory in which the host has its tensors.
 

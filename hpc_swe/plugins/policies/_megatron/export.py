@@ -27,7 +27,6 @@ from hpc_swe.store import atomic
 
 KEY = "policy.delta_base"
 REMEDY = f'set {KEY} = "gpu" or learner.snapshot_every = 1, or spread the policy over more nodes'
-ALIGNED = 64  # bytes; what is kept of each tensor starts at a multiple of this
 FILE_BYTES = 1 << 27
 FILES = 16
 """Most files of one rank: threads write and verify them side by side."""
@@ -55,10 +54,8 @@ class Exporter:
         self._names = [name for source in sources for name in (f"{source}:codes", f"{source}:others")]
         self._kept: dict[str, Tensor] = {}
         """The last exported values of this rank's share; empty unless a delta may follow."""
-        self._room: Tensor | None = None
-        """Host memory of exactly the size of these values, uint8; pinned where there is a GPU."""
-        self._taken = 0
-        """Bytes of it that are in use."""
+        self._room: pinned.HostRoom | None = None
+        """Host memory of exactly the size of these values; pinned where there is a GPU."""
         self._digests: dict[str, Tensor] = {}
         self._device = next(iter(model.parameters())).device
         self._computer = Digests(self._device)
@@ -68,7 +65,7 @@ class Exporter:
         self._require_finite()
         log.debug("checked")
         if carrier == "full":
-            self._kept, self._room, self._taken = {}, None, 0
+            self._kept, self._room = {}, None
         if carrier == "base" and not self._keep_on_gpu and self._room is None:
             self._room = self._make_room()
         files = self._open(folder, "delta" if carrier == "delta" else "model")
@@ -101,6 +98,12 @@ class Exporter:
             self._digests[name] = self._computer.tensor(tensor)
             infos[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         return self._describe(infos)
+
+    def digests(self) -> dict[str, str]:
+        """Return the digest of every tensor of the model, by name, on all ranks."""
+        mine = {name: self._computer.tensor(tensor) for name, tensor in self._owned()}
+        texts = dict(zip(mine, map(text, _numbers(list(mine.values()))), strict=True))
+        return {name: each for part in self._ranks.gather(texts) for name, each in part.items()}
 
     def _describe(self, infos: Mapping[str, tuple[str, list[int]]]) -> dict[str, TensorInfo]:
         digests = _numbers([self._digests[name] for name in infos])
@@ -145,7 +148,7 @@ class Exporter:
 
     def _add_whole(self, files: TensorFiles, name: str, tensor: Tensor, *, keep: bool) -> None:
         self._digests[name] = self._computer.tensor(tensor)
-        files.add(name, tensor)
+        files.add({name: tensor})
         if keep and name not in self._kept:
             self._kept[name] = self._place(tensor)
         if keep:
@@ -155,31 +158,30 @@ class Exporter:
         """Add what changed since the last export, and keep the new values."""
         old = [self._kept[name].to(tensor.device, non_blocking=True) for name, tensor in group.items()]
         found = encode_all(list(zip(old, group.values(), strict=True)), self._computer)
+        written: dict[str, Tensor] = {}
         for (name, tensor), (changes, growth) in zip(group.items(), found, strict=True):
             self._digests[name] = self._digests[name] + growth
             self._kept[name].copy_(tensor, non_blocking=True)
             if changes is None:
-                files.add(name, tensor)
+                written[name] = tensor
             elif len(changes.codes):
-                files.add(f"{name}:codes", changes.codes)
-                files.add(f"{name}:others", changes.others)
+                written |= {f"{name}:codes": changes.codes, f"{name}:others": changes.others}
+        files.add(written)
 
-    def _make_room(self) -> Tensor:
+    def _make_room(self) -> pinned.HostRoom:
         """Take host memory for what is kept; raise NodeError on all ranks if one of them gets none."""
         group, size = self._ranks.tensor_group, 0
         for parameter, layout, owner in self._shared():
             if owner is None or owner == group.rank():
                 parts = 1 if owner is None or layout.dim is None else group.size()
-                size += parts * parameter.nbytes + ALIGNED * len(layout.sources)
+                size += parts * parameter.nbytes + pinned.ALIGNED * len(layout.sources)
         return pinned.take(KEY, size, self._ranks, REMEDY)
 
     def _place(self, tensor: Tensor) -> Tensor:
         """Return memory in which the values of a tensor are kept."""
         if self._room is None:
             return torch.empty_like(tensor)
-        first = self._taken
-        self._taken = -(-(first + tensor.nbytes) // ALIGNED) * ALIGNED
-        return self._room[first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return self._room.place(tensor.shape, tensor.dtype)
 
     def _owned(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of this rank's share, by Hugging Face name; all ranks must run to the end."""

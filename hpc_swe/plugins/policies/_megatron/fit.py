@@ -10,6 +10,7 @@ from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.costs import GIB
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import memory
+from hpc_swe.plugins.policies._megatron.memory import MemoryNeeds
 from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 
@@ -17,27 +18,27 @@ log = logging.getLogger(__name__)
 
 
 def choose_recompute(
-    settings: MegatronSettings, shape: ModelShape, ranks: TorchRanks, tokens: int
+    settings: MegatronSettings, shape: ModelShape, ranks: TorchRanks, needs: MemoryNeeds
 ) -> MegatronSettings:
     """Return the settings with a value in place of recompute = "auto", the same on all ranks.
 
     The GPU with the least free memory decides. Call it before anything is on the GPUs; a CPU recomputes
-    nothing. Microbatches have at most `tokens` tokens; raise ConfigError if that is not known.
+    nothing. Raise ConfigError if the length of microbatches is not known.
     """
     if settings.recompute != "auto":
         return settings
-    if not tokens:
+    if not needs.tokens:
         raise ConfigError("[policy] recompute = 'auto' needs to know the length of microbatches")
     free = min(ranks.gather(_free_bytes()))
     data_parallel = ranks.size // settings.processes
-    level = memory.cheapest_recompute(shape, settings, data_parallel, tokens, free)
+    level = memory.cheapest_recompute(shape, settings, data_parallel, needs, free)
     chosen = replace(settings, recompute=level)
     if ranks.rank == 0:
-        peak = memory.peak_bytes(shape, chosen, data_parallel, tokens, ["last version"]) / GIB
+        peak = memory.peak_bytes(shape, chosen, data_parallel, needs) / GIB
         log.info(
             "policy.recompute = auto: %s; the estimate for %d tokens is %.1f GiB, and %.1f GiB are free",
             level,
-            tokens,
+            needs.tokens,
             peak,
             free / GIB,
         )

@@ -85,9 +85,9 @@ def host_states(optimizer: MegatronOptimizer, share: float, ranks: TorchRanks) -
     Raise NodeError on all ranks if the memory of a node is too small.
     """
     parts = [HostedStates(inner, share) for inner in optimizer.chained_optimizers]
-    pinned.require(KEY, sum(part.bytes for part in parts), ranks, "choose a smaller share")
+    room = pinned.take(KEY, sum(part.bytes for part in parts), ranks, "choose a smaller share")
     for part in parts:
-        part.move()
+        part.move(room)
 
 
 def is_hosted(optimizer: DistributedOptimizer) -> bool:
@@ -157,11 +157,11 @@ class HostedStates:
     @property
     def bytes(self) -> int:
         """Return the size of the host memory."""
-        return 4 * self._total * len(self._names)
+        return pinned.room_for([4 * self._total]) * len(self._names)
 
-    def move(self) -> None:
+    def move(self, room: pinned.HostRoom) -> None:
         """Move master weights, begin with moments of 0, and take over what steps and checkpoints call."""
-        self._host = {name: pinned.zeros(self._total, torch.float32) for name in self._names}
+        self._host = {name: room.place([self._total], torch.float32) for name in self._names}
         for each in self._hosted:
             param, end = each.param, each.first + each.param.numel()
             self._views[param] = {name: host[each.first : end] for name, host in self._host.items()}

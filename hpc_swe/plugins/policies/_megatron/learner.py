@@ -21,17 +21,19 @@ from torch import Tensor
 
 from hpc_swe.errors import ConfigError, ProtocolError
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.policies._megatron import export, fit, lora, packing, routing, state, weights
+from hpc_swe.plugins.policies._megatron import export, fit, lora, packing, state, weights
 from hpc_swe.plugins.policies._megatron.compat import cpu_as_cuda
-from hpc_swe.plugins.policies._megatron.flash_attention import describe
+from hpc_swe.plugins.policies._megatron.memory import MemoryNeeds
 from hpc_swe.plugins.policies._megatron.model import build_model
 from hpc_swe.plugins.policies._megatron.offload import Offload, used_gib
-from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
-from hpc_swe.plugins.policies._megatron.pipeline import Outputs, Pass, Stages
+from hpc_swe.plugins.policies._megatron.origins import Origin, Role
+from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
+from hpc_swe.plugins.policies._megatron.pipeline import Outputs, Pass
+from hpc_swe.plugins.policies._megatron.scorer import Scorer, keep_logprobs
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 from hpc_swe.plugins.policies._megatron.stopwatch import Stopwatch
 from hpc_swe.plugins.policies.base import Carrier, Objective, OptimizerConfig, Tensors, TrainedTokens
-from hpc_swe.records import Batch, IdArray, MicroBatch, TensorInfo, id_array
+from hpc_swe.records import Batch, MicroBatch, TensorInfo, id_array
 
 log = logging.getLogger(__name__)
 
@@ -88,26 +90,21 @@ class MegatronLearner:
         reference: Path | None,
         tensors: Tensors | None = None,
         *,
-        tokens: int = 0,
+        needs: MemoryNeeds,
     ) -> None:
         """Load `tensors` into the model, or without them the files of the folder `model`."""
         shape = ModelShape.read(model)
         settings.check(shape)
         self.ranks = TorchRanks(settings)
-        settings = fit.choose_recompute(settings, shape, self.ranks, tokens)
+        settings = fit.choose_recompute(settings, shape, self.ranks, needs)
         self.recompute = settings.recompute
         self.tensor_parallel, self.deltas_of_model = settings.tensor_parallel, settings.lora_rank > 0
         self.vocabulary = shape.vocab
         self.tolerance = 1e-3 if settings.dtype == "float32" else 0.25
         self.step = 0
-        self._shape, self._folder, self._replays = shape, model, settings.replay_routing
+        self._folder, self._replays = model, settings.replay_routing
         self._model = build_model(shape, settings)
-        self._reference: state.Reference | None = None
-        self._is_base_reference = bool(settings.lora_rank and reference and reference.samefile(model))
-        if reference is not None and not self._is_base_reference:
-            weights.load(self._model, shape, weights.Snapshot(reference), self.ranks.tensor_group)
-            self._reference = state.Reference(self._model, self.ranks)
-        weights.load(self._model, shape, tensors or weights.Snapshot(model), self.ranks.tensor_group)
+        origins = self._load_weights(settings, shape, reference, tensors)
         self._adapters = lora.Adapters(self._model, shape, settings, self.ranks)
         self._ddp = state.wrap(self._model, settings)
         self._optimizer = state.build_optimizer(self._ddp, settings, optimizer, self.ranks)
@@ -118,14 +115,32 @@ class MegatronLearner:
         )
         self._offload = Offload(self._ddp, self._optimizer, self._exporter.on_device, self.ranks)
         self._checkpointer = state.Checkpointer(
-            self.ranks, self._model, self._adapters, self._optimizer, self._schedule
+            self.ranks, self._model, self._adapters, self._optimizer, self._schedule, origins
         )
-        self._packer = _packer(settings, shape, self.ranks)
-        self._stages = Stages(self._ddp, settings.pipeline_parallel)
+        self._scorer = Scorer(self._ddp, shape, settings, self.ranks)
+
+    def _load_weights(
+        self, settings: MegatronSettings, shape: ModelShape, reference: Path | None, tensors: Tensors | None
+    ) -> list[Origin]:
+        """Load the model and its reference; return what checkpoints will not hold of them."""
+        group, model, found = self.ranks.tensor_group, self._folder, list[Origin]()
+        self._reference: state.Reference | None = None
+        self._is_base_reference = bool(settings.lora_rank and reference and reference.samefile(model))
+        if reference is not None and not self._is_base_reference:
+            weights.load(self._model, shape, weights.Snapshot(reference), group)
+            self._reference = state.Reference(self._model, self.ranks)
+            key: Role = "model" if reference.samefile(model) else "reference"
+            found.append(Origin.of("reference", key, reference, self._model, self.ranks))
+        weights.load(self._model, shape, tensors or weights.Snapshot(model), group)
+        if settings.lora_rank:
+            found.append(Origin.of("model", "model", model, self._model, self.ranks))
+        if self._is_base_reference:
+            found.append(replace(found[-1], role="reference"))
+        return found
 
     @property
     def attention(self) -> str:
-        return self._packer.kernels
+        return self._scorer.kernels
 
     def train(self, batch: Batch, objective: Objective) -> dict[str, float]:
         if (batch.step, batch.rank) != (self.step, self.ranks.data_rank):
@@ -154,16 +169,11 @@ class MegatronLearner:
             found = Statistics(*objective(_terms(each, outputs)))
             return found.loss, found
 
-        results = self._stages.infer(self._trained(batch), Pass(self._predict, finish))
+        results = self._scorer.stages.infer(self._trained(batch), Pass(self._predict, finish))
         return self.ranks.broadcast_from_last_stage(self._totals(results, 1, objective))
 
     def logprobs(self, token_ids: list[int]) -> list[float]:
-        ids, count = np.asarray(token_ids), len(token_ids)
-        forward = Pass(lambda each: self._forward(each, [count], np.arange(1, count)), _keep_logprobs)
-        found = self._stages.infer([ids], forward)
-        return self.ranks.broadcast_from_last_stage(
-            [float(value) for each in found for value in each.tolist()]
-        )
+        return self._scorer.logprobs(token_ids)
 
     def export(self, folder: Path, carrier: Carrier = "full") -> dict[str, TensorInfo]:
         if not self._adapters:
@@ -197,35 +207,16 @@ class MegatronLearner:
     def _predict(self, work: PreparedMicroBatch) -> Outputs:
         micro = work.micro
         experts = micro.routing if self._replays else b""
-        return self._forward(
+        return self._scorer.forward(
             id_array(micro.token_ids), micro.sequence_lengths, work.trained_positions, experts, work.longest
         )
 
     def _predict_freely(self, work: PreparedMicroBatch) -> Outputs:
         """Let the routers choose: the reference is a model of its own, and no engine sampled with it."""
         micro = work.micro
-        return self._forward(
+        return self._scorer.forward(
             id_array(micro.token_ids), micro.sequence_lengths, work.trained_positions, longest=work.longest
         )
-
-    def _forward(
-        self,
-        ids: IdArray,
-        lengths: Sequence[int],
-        trained: NDArray[np.integer],
-        experts: bytes = b"",
-        longest: int = 0,
-    ) -> Outputs:
-        tokens, packed = self._packer.pack(ids, lengths, trained)
-        if longest:
-            packed = replace(packed, longest=self._packer.part_of(longest) // self.tensor_parallel)
-        if experts:
-            group = self.ranks.context_group
-            padding = tokens.shape[1] * group.size() - len(ids)
-            chosen = routing.read(experts, self._shape, len(ids), padding)
-            packed = replace(packed, experts=chosen.chunk(group.size())[group.rank()])
-        found: Outputs = self._ddp(tokens, None, None, packed_seq_params=packed)
-        return found
 
     def _prepare(self, batch: Batch, objective: Objective) -> list[PreparedMicroBatch]:
         work = self._trained(batch)
@@ -261,7 +252,7 @@ class MegatronLearner:
         self, work: Sequence[PreparedMicroBatch], predict: Callable[[PreparedMicroBatch], Outputs]
     ) -> Iterator[tuple[PreparedMicroBatch, Tensor | None]]:
         """Yield microbatches with their log-probabilities, which only the last stage has and needs."""
-        found = self._stages.infer(work, Pass(predict, _keep_logprobs))
+        found = self._scorer.stages.infer(work, Pass(predict, keep_logprobs))
         return zip(work, found or [None] * len(work), strict=True)
 
     def _parts(
@@ -288,7 +279,7 @@ class MegatronLearner:
             loss, sums, maxima = objective(_terms(each, outputs))
             return loss, Statistics(loss.detach(), sums, maxima)
 
-        return self._stages.train(work, Pass(self._predict, finish, watch.lap))
+        return self._scorer.stages.train(work, Pass(self._predict, finish, watch.lap))
 
     def _name_bad(self, work: Sequence[PreparedMicroBatch], results: Sequence[Statistics]) -> None:
         pairs = zip(work, results, strict=False)  # the last stage alone has results
@@ -336,18 +327,5 @@ class MegatronLearner:
         return {"policy/loss": loss} | objective.metrics(rest, highest.tolist())
 
 
-def _packer(settings: MegatronSettings, shape: ModelShape, ranks: TorchRanks) -> packing.Packer:
-    multiple = settings.tensor_parallel if settings.sequence_parallel else 1
-    rank, parts = ranks.context_group.rank(), settings.context_parallel
-    packer = packing.Packer(shape, DTYPES[settings.dtype], multiple, rank=rank, parts=parts)
-    if ranks.rank == 0:
-        log.info("attention: %s", describe(packer.facts))
-    return packer
-
-
 def _terms(work: PreparedMicroBatch, outputs: Outputs) -> TrainedTokens:
     return packing.terms(work.micro, work.trained_positions, outputs, work.reference, work.proximal)
-
-
-def _keep_logprobs(_: object, outputs: Outputs) -> tuple[Tensor, Tensor]:
-    return outputs[0], outputs[0]

@@ -33,12 +33,13 @@ from hpc_swe.plugins.low_rank import ADAPTER_CONFIG, ADAPTER_TENSORS, Factors
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import pinned
 from hpc_swe.plugins.policies._megatron.model import PolicyModel
-from hpc_swe.plugins.policies._megatron.parallel import TorchRanks, device
+from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 from hpc_swe.plugins.policies._megatron.weights import ADAPTERS
-from hpc_swe.plugins.tensor_delta import integers
 from hpc_swe.store import atomic
 
+IDENTITY = ("lora_rank", "lora_alpha", "lora_layers")
+"""Keys of the policy to which a checkpoint of adapters belongs."""
 FOLDER = "adapter"
 """Folder of the adapters within a version, in the format of PEFT."""
 
@@ -67,12 +68,14 @@ class Rows:
 class Adapter(nn.Module):  # type: ignore[misc]
     """Hold the factors a [rank, inputs] and b [outputs, rank] of one matrix, one of them a rank's part."""
 
-    def __init__(self, rows: Rows, source: str, base: Tensor, rank: int, split: int) -> None:
+    def __init__(
+        self, rows: Rows, source: str, base: Tensor, rank: int, split: int, room: pinned.HostRoom
+    ) -> None:
         """Copy `base` [groups, size, inputs], of which ranks divide the outputs (split 0) or inputs (1)."""
         super().__init__()
         self.rows, self.source, self.split = rows, source, split
         outputs, inputs = base.shape[0] * base.shape[1], base.shape[2]
-        self.base = pinned.zeros(base.numel(), base.dtype).view(outputs, inputs)
+        self.base = room.place([outputs, inputs], base.dtype)
         self.base.view(base.shape).copy_(base)
         self.a = nn.Parameter(base.new_empty(rank, inputs))
         self.b = nn.Parameter(base.new_zeros(outputs, rank))
@@ -101,15 +104,24 @@ class Adapter(nn.Module):  # type: ignore[misc]
 class AdaptedLinear:
     """Give a linear layer of Megatron adapters; `split` is the dimension of its weight that ranks divide."""
 
-    def __init__(self, module: nn.Module, rows: Sequence[Rows], prefix: str, scale: float, rank: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        rows: Sequence[Rows],
+        prefix: str,
+        settings: MegatronSettings,
+        room: pinned.HostRoom,
+    ) -> None:
+        rank = settings.lora_rank
         self.split = 1 if isinstance(module, layers.RowParallelLinear) else 0
         weight: Tensor = module.weight.data
         self.adapters = [
-            Adapter(each, f"{prefix}{each.name}", each.of_weight(weight), rank, self.split) for each in rows
+            Adapter(each, f"{prefix}{each.name}", each.of_weight(weight), rank, self.split, room)
+            for each in rows
         ]
         module.add_module(ADAPTERS, nn.ModuleList(self.adapters))
         module.register_forward_hook(self._adapt)
-        self._weight, self._scale, self._group = weight, scale, module.tp_group
+        self._weight, self._scale, self._group = weight, settings.lora_alpha / rank, module.tp_group
         self._gathers = bool(module.sequence_parallel) and self._group.size() > 1
 
     def merge(self) -> None:
@@ -179,19 +191,14 @@ class Adapters:
         model.requires_grad_(False)
         model.embedding.register_forward_hook(_require_gradient)
         chosen = list(_choose(model, shape, settings))
-        base = sum(module.weight.nbytes for module, _, _ in chosen)
-        pinned.require("policy.lora_rank", base, ranks, "adapt fewer layers (policy.lora_layers)")
-        scale = settings.lora_alpha / settings.lora_rank
-        self._layers = [AdaptedLinear(*each, scale, settings.lora_rank) for each in chosen]
+        base = sum(module.weight.nbytes + pinned.ALIGNED * len(rows) for module, rows, _ in chosen)
+        room = pinned.take("policy.lora_rank", base, ranks, "adapt fewer layers (policy.lora_layers)")
+        self._layers = [AdaptedLinear(*each, settings, room) for each in chosen]
         for adapter in self._adapters():
             adapter.start(ranks.tensor_group)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._identity: dict[str, object] = {
-            "lora_rank": settings.lora_rank,
-            "lora_alpha": settings.lora_alpha,
-            "lora_layers": settings.lora_layers,
-            "model": self._sum_of_base(),
-        }
+        values = (settings.lora_rank, settings.lora_alpha, settings.lora_layers)
+        self._identity: dict[str, object] = dict(zip(IDENTITY, values, strict=True))
 
     def __bool__(self) -> bool:
         return bool(self._layers)
@@ -241,13 +248,13 @@ class Adapters:
         return self._identity if self else {}
 
     def require(self, identity: dict[str, object], folder: Path) -> None:
-        """Raise ConfigError unless a checkpoint belongs to these adapters, and to the weights below them."""
+        """Raise ConfigError unless a checkpoint holds adapters like these, or none where there are none."""
         mine = self.identity
-        for key in sorted(mine.keys() | identity.keys()):
+        for key in IDENTITY:
             if mine.get(key) != identity.get(key):
-                what = "weights" if key == "model" else f"[policy] {key}"
                 raise ConfigError(
-                    f"{folder}: saved with other {what}: {identity.get(key)}, not {mine.get(key)}"
+                    f"{folder}: saved with [policy] {key} = {identity.get(key)}, not {mine.get(key)}; set it "
+                    "as it was when the run started, or start another run"
                 )
 
     def collect(self) -> dict[str, Tensor]:
@@ -287,13 +294,6 @@ class Adapters:
     def _adapters(self) -> Iterator[Adapter]:
         for layer in self._layers:
             yield from layer.adapters
-
-    def _sum_of_base(self) -> int:
-        """Return the sum of the bits of all weights below adapters, which no layout changes."""
-        sums = [integers(each.base).sum(dtype=torch.int64) for each in self._adapters()]
-        total = torch.stack(sums).sum().to(device())
-        dist.all_reduce(total, group=self._ranks.tensor_group)
-        return int(total)
 
 
 def _choose(

@@ -29,6 +29,15 @@ SPARE = 0.15
 """Share of the peak that the allocator may need more, because packs differ in length."""
 
 
+@dataclasses.dataclass(frozen=True)
+class MemoryNeeds:
+    """Say what a learner must have room for beside its state."""
+
+    tokens: int = 0
+    """Tokens of the longest microbatch; 0 is unknown."""
+    kept: Sequence[Kept] = ()
+
+
 def learner_memory(
     shape: ModelShape, policy: MegatronSettings, data_parallel: int, tokens: int, kept: Sequence[Kept] = ()
 ) -> MemoryEstimate:
@@ -42,7 +51,8 @@ def learner_memory(
     offload_optimizer moves to host memory passes through 1.2 GB at a time when there are no activations.
     With context parallelism dp is dp times cp here, and experts have fewer copies than the rest.
     The reference model is in host memory and takes none here. With adapters these alone have gradients and
-    optimizer state, and the weights below them are in host memory, which serve as the reference model, too.
+    optimizer state, and the weights below them are in host memory, which serve as the reference model, too,
+    unless that is another one.
 
     The estimate leaves out float32 attention on CUDA, which has no kernel without score matrices. For
     recompute = "auto" the parts are those of "full", and a note has the peaks of all values.
@@ -84,12 +94,12 @@ def learner_memory(
 def _on_host(
     shape: ModelShape, policy: MegatronSettings, data_parallel: int, kept: Sequence[Kept]
 ) -> list[Part]:
-    """Return what a rank takes of the host: with adapters the weights below them are the reference."""
+    """Return what a rank takes of the host; of the initial model adapters leave a copy anyway."""
     size, states = _sizes_in_bytes(policy)
     adapters, stepped = adapter_parameters(shape, policy), _stepped(shape, policy, data_parallel)
     weights, _, optimizer = _formulas(shape, policy, data_parallel)
     share = policy.offload_optimizer
-    reference = reference_memory(shape, policy) * ("reference" in kept and not adapters)
+    is_copied = "other reference" in kept or ("initial model" in kept and not adapters)
     return [
         Part("optimizer", f"{share:.4g} x {optimizer}", share * states * stepped),
         Part(
@@ -97,7 +107,9 @@ def _on_host(
             f"{size} P / tp, adapted layers",
             size * _adapted_parameters(shape, policy),
         ),
-        Part("reference, and policy meanwhile", f"2 x {weights}", reference),
+        Part(
+            "reference, and policy meanwhile", f"2 x {weights}", reference_memory(shape, policy) * is_copied
+        ),
         _last_version(shape, policy, data_parallel, kept, "host"),
         *_written(shape, policy, data_parallel),
     ]
@@ -177,36 +189,34 @@ def _formulas(shape: ModelShape, policy: MegatronSettings, data_parallel: int) -
 def _every_level(
     shape: ModelShape, policy: MegatronSettings, data_parallel: int, tokens: int, kept: Sequence[Kept]
 ) -> MemoryEstimate:
-    sizes = (data_parallel, tokens)
-    peaks = {level: peak_bytes(shape, replace(policy, recompute=level), *sizes, kept) for level in LEVELS}
-    least = learner_memory(shape, replace(policy, recompute="full"), *sizes, kept)
+    levels = {level: replace(policy, recompute=level) for level in LEVELS}
+    needs = MemoryNeeds(tokens, kept)
+    peaks = {level: peak_bytes(shape, each, data_parallel, needs) for level, each in levels.items()}
+    least = learner_memory(shape, levels["full"], data_parallel, tokens, kept)
     listed = ", ".join(f"{level} {peak / GIB:.1f}" for level, peak in peaks.items())
     note = f"recompute = auto takes the fastest value that fits; peaks in GiB: {listed}"
     return dataclasses.replace(least, notes=[*least.notes, note])
 
 
-def peak_bytes(
-    shape: ModelShape, policy: MegatronSettings, data_parallel: int, tokens: int, kept: Sequence[Kept] = ()
-) -> float:
+def peak_bytes(shape: ModelShape, policy: MegatronSettings, data_parallel: int, needs: MemoryNeeds) -> float:
     """Return the total of `learner_memory`."""
-    return sum(part.bytes for part in learner_memory(shape, policy, data_parallel, tokens, kept).parts)
+    found = learner_memory(shape, policy, data_parallel, needs.tokens, needs.kept)
+    return sum(part.bytes for part in found.parts)
 
 
 def cheapest_recompute(
-    shape: ModelShape, policy: MegatronSettings, data_parallel: int, tokens: int, free: float
+    shape: ModelShape, policy: MegatronSettings, data_parallel: int, needs: MemoryNeeds, free: float
 ) -> str:
     """Return the value of recompute that takes least time of those that fit into `free` bytes of each GPU.
 
-    A peak fits with SPARE and 1 GiB for CUDA's libraries, and beside the last version where `delta_base` puts
-    that on the GPU, whether or not the run makes deltas. Where none fits, this is "full".
+    A peak fits with SPARE and 1 GiB for CUDA's libraries. Where none fits, this is "full".
     """
 
     def fits(level: str) -> bool:
         chosen = replace(policy, recompute=level)
-        peak = peak_bytes(shape, chosen, data_parallel, tokens, ["last version"])
-        return (1 + SPARE) * peak + GIB <= free
+        return (1 + SPARE) * peak_bytes(shape, chosen, data_parallel, needs) + GIB <= free
 
-    by_time = sorted(LEVELS, key=lambda level: _computed_again(shape, level, tokens))
+    by_time = sorted(LEVELS, key=lambda level: _computed_again(shape, level, needs.tokens))
     return next(filter(fits, by_time), "full")
 
 

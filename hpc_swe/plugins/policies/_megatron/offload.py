@@ -3,7 +3,7 @@
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
 
 log = logging.getLogger(__name__)
 
-ALIGNED = 512  # bytes; the copy of each storage starts at a multiple of this
 REMEDY = "set hybrid = false, or spread the policy over more nodes"
 WORKSPACES = 2**29
 """Bytes that PyTorch may well keep when all is released, for libraries that compute."""
@@ -32,7 +31,7 @@ class _Emptied:
     storage: torch.UntypedStorage
     size: int
     host: Tensor | None
-    """Its bytes, uint8 [size]; None for gradients, which become zeros."""
+    """Its bytes, uint8; None for gradients, which become zeros."""
 
 
 class Offload:
@@ -51,26 +50,22 @@ class Offload:
         ranks: TorchRanks,
     ) -> None:
         self._ddp, self._optimizer, self._others, self._ranks = ddp, optimizer, others, ranks
-        self._is_checked = False
-        """Whether all ranks have found room in host memory."""
-        self._host = torch.empty(0, dtype=torch.uint8)
+        self._host: list[Tensor] = []
+        """The place of each storage of the state, uint8."""
         self._emptied: list[_Emptied] = []
 
     def release(self) -> None:
         """Free the GPU's memory; until `restore` nothing may be computed. All ranks must call this together.
 
-        Raise NodeError where the host refuses the memory.
+        Raise NodeError on all ranks where a host refuses the memory.
         """
         states = _storages(self._states())
         gradients = _storages(self._gradients())
         gradients = {key: storage for key, storage in gradients.items() if key not in states}
-        self._make_room(sum(_aligned(storage.nbytes()) for storage in states.values()))
-        start = 0
-        for storage in states.values():
-            host = self._host[start : start + storage.nbytes()]
+        self._make_room([storage.nbytes() for storage in states.values()])
+        for storage, host in zip(states.values(), self._host, strict=True):
             host.copy_(_bytes(storage), non_blocking=True)
             self._emptied.append(_Emptied(storage, storage.nbytes(), host))
-            start += _aligned(storage.nbytes())
         self._emptied += [_Emptied(each, each.nbytes(), None) for each in gradients.values()]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -100,13 +95,12 @@ class Offload:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    def _make_room(self, needed: int) -> None:
-        if not self._is_checked:
-            self._is_checked = True
-            pinned.require("hybrid = true", needed, self._ranks, REMEDY)
-        if self._host.nbytes < needed:
-            self._host = torch.empty(0, dtype=torch.uint8)  # free it first
-            self._host = pinned.zeros(needed, torch.uint8)
+    def _make_room(self, sizes: Sequence[int]) -> None:
+        """Have places of these sizes; the state of any rank may have grown since the last time."""
+        if any(self._ranks.gather([host.nbytes for host in self._host] != sizes)):
+            self._host.clear()  # free it first
+            room = pinned.take("hybrid = true", pinned.room_for(sizes), self._ranks, REMEDY)
+            self._host = [room.place([size], torch.uint8) for size in sizes]
 
     def _states(self) -> Iterator[Tensor]:
         yield from self._others()
@@ -145,10 +139,6 @@ def _await_room(needed: int) -> None:
                 "the engine fewer sequences (engine.max_num_seqs) or no CUDA graphs (engine.enforce_eager)"
             )
         time.sleep(0.1)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
 
 
 def _storages(tensors: Iterator[Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -5,10 +5,11 @@ optimizer is tens of GiB.
 """
 
 import contextlib
+import math
 import mmap
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor
 
 from hpc_swe import cgroups
-from hpc_swe.errors import NodeError
+from hpc_swe.errors import NodeError, ProtocolError
 from hpc_swe.plugins.costs import GIB
 from hpc_swe.plugins.policies.base import Ranks
+
+ALIGNED = 64  # bytes; each place of a room starts at a multiple of this
 
 
 @dataclass(frozen=True)
@@ -54,26 +57,25 @@ class _Pages(mmap.mmap):
             _Pages.pinned -= len(self)
 
 
-def zeros(count: int, dtype: torch.dtype) -> Tensor:
-    """Return a host tensor [count] of zeros, pinned where there is CUDA; raise NodeError if that is refused.
+def _zeros(size: int) -> Tensor:
+    """Return `size` bytes of zeros, pinned where there is CUDA; raise NodeError if that is refused.
 
     A process that is forked from this one does not see the memory, because the system would copy pinned pages
     for it.
     """
-    size = count * dtype.itemsize
     try:
-        return _pin(size, dtype) if torch.cuda.is_available() and count else torch.zeros(count, dtype=dtype)
+        return _pin(size) if torch.cuda.is_available() and size else torch.zeros(size, dtype=torch.uint8)
     except (OSError, RuntimeError) as error:
         raise NodeError(f"{size / GIB:.1f} GiB of host memory are refused: {error}") from error
 
 
-def _pin(size: int, dtype: torch.dtype) -> Tensor:
+def _pin(size: int) -> Tensor:
     pages = _Pages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)  # there are far fewer of them to pin
     pages.madvise(mmap.MADV_DONTFORK)
     # Several threads touch the pages here; the driver would do so with one.
-    tensor = torch.frombuffer(pages, dtype=dtype).zero_()
+    tensor = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     refusal = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
     if refusal:
         raise NodeError(f"CUDA refuses to pin {size / GIB:.1f} GiB of host memory: error {refusal}")
@@ -82,27 +84,51 @@ def _pin(size: int, dtype: torch.dtype) -> Tensor:
     return tensor
 
 
-def require(key: str, needed: int, ranks: Ranks, remedy: str) -> None:
-    """Raise NodeError on all ranks if the bytes that they need are too many for a node; see `refusal`.
+class HostRoom:
+    """Give tensors places in one piece of host memory, one after another."""
 
-    All ranks must call this together, before any of them takes the memory.
+    def __init__(self, key: str, memory: Tensor) -> None:
+        """Divide `memory`, uint8 [bytes], which is zero and was taken for `key` of the configuration."""
+        self._key, self._memory, self._taken, self.nbytes = key, memory, 0, memory.numel()
+
+    def place(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the next place, a tensor of zeros of this size; `room_for` says what it takes.
+
+        Raise ProtocolError if the room has less than that left.
+        """
+        first, count = self._taken, math.prod(size) * dtype.itemsize
+        self._taken += room_for([count])
+        if self._taken > self.nbytes:
+            raise ProtocolError(
+                f"{self._key}: a tensor of {count} bytes does not fit into its {self.nbytes} bytes of host "
+                f"memory, of which {first} are taken; take `room_for` all tensors"
+            )
+        return self._memory[first : first + count].view(dtype).view(tuple(size))
+
+
+def room_for(sizes: Iterable[int]) -> int:
+    """Return how many bytes tensors of so many bytes take."""
+    return sum(-(-size // ALIGNED) * ALIGNED for size in sizes)
+
+
+def take(key: str, needed: int, ranks: Ranks, remedy: str) -> HostRoom:
+    """Take so many bytes; raise NodeError on all ranks if one of them cannot have them.
+
+    All ranks must call this together: of a rank that is refused memory that it takes alone, the others would
+    not learn, and wait for it. Memory is measured when all have come here, with what they freed before.
     """
+    ranks.gather(None)
     if found := refusal(key, ranks.gather(claim(needed)), remedy):
         raise NodeError(found)
-
-
-def take(key: str, needed: int, ranks: Ranks, remedy: str) -> Tensor:
-    """Return so many bytes of zeros, uint8; raise NodeError on all ranks if one of them cannot have them."""
-    require(key, needed, ranks, remedy)
     taken, failure = None, ""
     try:
-        taken = zeros(needed, torch.uint8)
+        taken = _zeros(needed)
     except NodeError as error:  # the others must learn it before they go on
         failure = f"rank {ranks.rank} of {os.uname().nodename}: {error}"
     failures = [each for each in ranks.gather(failure) if each]
     if taken is None or failures:
         raise NodeError(f"{key}: {failures[0]}; {remedy}")
-    return taken
+    return HostRoom(key, taken)
 
 
 def claim(needed: int) -> MemoryClaim:

@@ -1,7 +1,7 @@
 """Manage what training changes: gradients, optimizer and schedule, checkpoints, and the reference weights."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +15,13 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from hpc_swe.errors import StorageError
 from hpc_swe.plugins.policies._megatron import compat, hosted, pinned
 from hpc_swe.plugins.policies._megatron.lora import Adapters
 from hpc_swe.plugins.policies._megatron.model import PolicyModel
+from hpc_swe.plugins.policies._megatron.origins import Origin
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 from hpc_swe.plugins.policies.base import OptimizerConfig
@@ -122,10 +122,12 @@ class Reference:
     def __init__(self, model: PolicyModel, ranks: TorchRanks) -> None:
         """Copy the weights; raise NodeError on all ranks if the memory of a node is too small."""
         self._parameters = list(model.parameters())
-        needed = 2 * sum(parameter.nbytes for parameter in self._parameters)
-        pinned.require(KL, needed, ranks, "train without it (0)")
-        self._reference = [_host_copy(parameter.data) for parameter in self._parameters]
-        self._trained = [_host_copy(parameter.data) for parameter in self._parameters]
+        needed = 2 * pinned.room_for(parameter.nbytes for parameter in self._parameters)
+        room = pinned.take(KL, needed, ranks, "train without it (0)")
+        places = [[room.place(each.shape, each.dtype) for each in self._parameters] for _ in range(2)]
+        self._reference, self._trained = places
+        for parameter, place in zip(self._parameters, self._reference, strict=True):
+            place.copy_(parameter.data)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -141,10 +143,6 @@ class Reference:
                 parameter.data.copy_(trained)
 
 
-def _host_copy(data: Tensor) -> Tensor:
-    return pinned.zeros(data.numel(), data.dtype).view(data.shape).copy_(data)
-
-
 @dataclass(frozen=True)
 class Checkpointer:
     """Save and load weights, optimizer, schedule, step and random state.
@@ -158,13 +156,16 @@ class Checkpointer:
     """Where the model has any, a checkpoint holds them and not the weights below them."""
     _optimizer: MegatronOptimizer
     _schedule: OptimizerParamScheduler
+    _origins: Sequence[Origin]
+    """Weights that no checkpoint holds, which must be the same when one is loaded."""
 
     def save(self, folder: Path, step: int) -> None:
         """Write a checkpoint into an empty folder; return, or raise StorageError, on all ranks together."""
-        with compat.cpu_as_cuda():
+        with compat.cpu_as_cuda(), compat.hiding_pinned_memory():
             compat.prepare_state(self._optimizer)
             state = self._state(loading=False) | {"step": step, "random": torch.get_rng_state()}
             state |= {"adapters": self._adapters.identity}
+            state |= {"origins": {each.role: dict(each.digests) for each in self._origins}}
             try:
                 with compat.collect_metadata_errors() as failures, self._sparing_memory():
                     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=WRITERS)
@@ -184,10 +185,13 @@ class Checkpointer:
         return compat.saving_without_copies() if is_hosted else nullcontext()
 
     def load(self, folder: Path) -> int:
-        with compat.cpu_as_cuda():
+        """Load a checkpoint, and return its step; raise ConfigError if it belongs to others."""
+        with compat.cpu_as_cuda(), compat.hiding_pinned_memory():
             compat.prepare_state(self._optimizer)
             saved = dist_checkpointing.load_common_state_dict(str(folder))
             self._adapters.require(saved.get("adapters", {}), folder)
+            for origin in self._origins if "origins" in saved else ():  # older releases saved none
+                origin.require(saved["origins"], folder)
             state = dist_checkpointing.load(self._state(loading=True), str(folder))
             self._model.load_state_dict(state["model"], strict=not self._adapters)
             self._adapters.merge()

@@ -7,43 +7,39 @@ beside what deltas keep.
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.policies._megatron import export, packing, weights
-from hpc_swe.plugins.policies._megatron.learner import MegatronLearner
+from hpc_swe.plugins.policies._megatron import export, weights
 from hpc_swe.plugins.policies._megatron.model import build_model
-from hpc_swe.plugins.policies._megatron.parallel import DTYPES, TorchRanks
+from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
+from hpc_swe.plugins.policies._megatron.scorer import Scorer
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 from hpc_swe.plugins.policies.base import Carrier, Tensors
 from hpc_swe.records import TensorInfo
 
 
-class SteppedLearner(MegatronLearner):
-    """Export and score as `MegatronLearner` does; the steps are its own."""
+class SteppedLearner:
+    """Export and score as `MegatronLearner` does, on the same parts; `SteppingLearner` is its contract."""
 
     def __init__(self, settings: MegatronSettings, model: Path, lr: float, tensors: Tensors) -> None:
-        shape, dtype = ModelShape.read(model), DTYPES[settings.dtype]
+        shape = ModelShape.read(model)
         if settings.pipeline_parallel * settings.context_parallel > 1:
             raise ConfigError("[policy] these steps need pipeline_parallel = 1 and context_parallel = 1")
         settings.check(shape)
         settings = replace(settings, recompute="none")  # there is no backward
-        self.ranks, self.tensor_parallel = TorchRanks(settings), settings.tensor_parallel
-        self.deltas_of_model = False
+        self.ranks = TorchRanks(settings)
         self.vocabulary, self.step = shape.vocab, 0
         self.tolerance = 1.0  # no token is likely to a random model, so that rounding changes all a lot
-        self._shape, self._replays = shape, False
-        self._model = self._ddp = build_model(shape, settings)
+        self._model = build_model(shape, settings)
         weights.load(self._model, shape, tensors, self.ranks.tensor_group)
         self._exporter = export.Exporter(
             self.ranks, self._model, shape, model, keep_on_gpu=settings.delta_base == "gpu"
         )
-        multiple = settings.tensor_parallel if settings.sequence_parallel else 1
-        self._packer = packing.Packer(shape, dtype, multiple, rank=0, parts=1)
+        self._scorer = Scorer(self._model, shape, settings, self.ranks)
         self._lr = lr
         with torch.no_grad():
             self._masters = [_spread(parameter) for parameter in self._model.parameters()]
@@ -53,10 +49,10 @@ class SteppedLearner(MegatronLearner):
         return self._exporter.write(folder, carrier)
 
     def logprobs(self, token_ids: list[int]) -> list[float]:
-        with torch.no_grad():
-            count = len(token_ids)
-            found = self._forward(np.asarray(token_ids), [count], np.arange(1, count))
-        return [float(value) for value in found[0].tolist()]
+        return self._scorer.logprobs(token_ids)
+
+    def close(self) -> None:
+        self.ranks.close()
 
     def take_step(self) -> None:
         """Take one optimizer step, and wait until the device has done it."""

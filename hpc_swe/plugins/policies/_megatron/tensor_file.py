@@ -8,7 +8,7 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from torch import Tensor
 
 THREADS = min(8, os.cpu_count() or 1)
 BUFFER = 1 << 26
+TOGETHER = 1 << 21
+"""Bytes of tensors that one write of a thread takes at least, if there are as many."""
 AHEAD = 1 << 31
 """Bytes of tensors that may wait to be written; a GPU holds a copy of each until then."""
 NAMES = {
@@ -89,20 +91,35 @@ class TensorFiles:
         except OSError as error:
             self._failure = error  # told by `finish`: other ranks still wait for this one's tensors
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Take a contiguous tensor, which must not change before `finish` has returned."""
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take contiguous tensors, which must not change before `finish` has returned.
+
+        Small ones share a write: the caller and the threads take turns in Python, which costs more than they.
+        """
         if self._failure:
             return
-        self.size += tensor.nbytes
-        path = min(self._files, key=lambda path: self._files[path].size)
-        self.where[name] = path.name
-        offset = self._files[path].add(name, tensor)
-        ready = torch.cuda.Event() if tensor.is_cuda else None
+        ready = torch.cuda.Event() if any(tensor.is_cuda for tensor in tensors.values()) else None
         if ready is not None:
             ready.record()
-        future = self._pool.submit(self._write, path, tensor, offset, ready)
-        self._waiting.append((future, tensor.nbytes))
-        self._ahead += tensor.nbytes
+        batch: dict[str, Tensor] = {}
+        held = 0
+        for name, tensor in tensors.items():
+            batch[name], held = tensor, held + tensor.nbytes
+            if held >= TOGETHER:
+                self._submit(batch, ready)
+                batch, held = {}, 0
+        if batch:
+            self._submit(batch, ready)
+
+    def _submit(self, batch: Mapping[str, Tensor], ready: "torch.cuda.Event | None") -> None:
+        path = min(self._files, key=lambda path: self._files[path].size)
+        first, *_ = [self._files[path].add(name, tensor) for name, tensor in batch.items()]
+        self.where |= dict.fromkeys(batch, path.name)
+        size = sum(tensor.nbytes for tensor in batch.values())
+        self.size += size
+        future = self._pool.submit(self._write, path, list(batch.values()), first, ready)
+        self._waiting.append((future, size))
+        self._ahead += size
         while self._ahead > AHEAD:
             self._await_first()
 
@@ -127,23 +144,46 @@ class TensorFiles:
         except OSError as error:
             self._failure = error
 
-    def _write(self, path: Path, tensor: Tensor, offset: int, ready: "torch.cuda.Event | None") -> None:
-        data = tensor.detach().reshape(-1).view(torch.uint8)
+    def _write(
+        self, path: Path, tensors: Sequence[Tensor], offset: int, ready: "torch.cuda.Event | None"
+    ) -> None:
         if ready is None:
-            self._files[path].write(memoryview(data.numpy()), offset)
+            self._write_all(path, map(_bytes, tensors), offset)
             return
-        stream, buffer = self._resources(tensor.device)
+        stream, buffer = self._resources(tensors[0].device)
         with torch.cuda.stream(stream):
             stream.wait_event(ready)
-            for piece in data.split(BUFFER):
-                part = buffer[: len(piece)]
-                part.copy_(piece, non_blocking=True)
-                stream.synchronize()
-                self._files[path].write(memoryview(part.numpy()), offset)
-                offset += len(piece)
+            self._write_all(path, joined(tensors, buffer, stream.synchronize), offset)
+
+    def _write_all(self, path: Path, parts: Iterable[Tensor], offset: int) -> None:
+        for part in parts:
+            self._files[path].write(memoryview(part.numpy()), offset)
+            offset += len(part)
 
     def _resources(self, device: torch.device) -> tuple["torch.cuda.Stream", Tensor]:
         if not hasattr(self._local, "stream"):
             self._local.stream = torch.cuda.Stream(device)
             self._local.buffer = torch.empty(BUFFER, dtype=torch.uint8, pin_memory=True)
         return self._local.stream, self._local.buffer
+
+
+def joined(tensors: Sequence[Tensor], buffer: Tensor, wait: Callable[[], object]) -> Iterator[Tensor]:
+    """Yield the bytes of tensors in their order, in as few parts of a buffer, uint8, as hold them.
+
+    `wait` ends when copies into the buffer have ended. A part is valid until the next one is asked for.
+    """
+    filled = 0
+    for tensor in tensors:
+        for piece in _bytes(tensor).split(len(buffer)):
+            if filled + len(piece) > len(buffer):
+                wait()
+                yield buffer[:filled]
+                filled = 0
+            buffer[filled : filled + len(piece)].copy_(piece, non_blocking=True)
+            filled += len(piece)
+    wait()
+    yield buffer[:filled]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)

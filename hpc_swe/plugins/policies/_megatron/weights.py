@@ -31,19 +31,23 @@ class Snapshot:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[str, Any] = {}
+        self._files: dict[Path, Any] = {}
         index = folder / INDEX
         self._where: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.exists() else {}
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a tensor on the CPU, with the dtype it is stored in; raise ConfigError if there is none."""
-        file = self._where.get(name, "model.safetensors")
+        file = self.path(name)
         try:
             if file not in self._files:
-                self._files[file] = safe_open(self._folder / file, "pt")
+                self._files[file] = safe_open(file, "pt")
             return self._files[file].get_tensor(name)
         except Exception as error:  # noqa: BLE001  safetensors raises its own class for a missing name
-            raise ConfigError(f"model: no tensor {name} in {self._folder / file}: {error}") from error
+            raise ConfigError(f"model: no tensor {name} in {file}: {error}") from error
+
+    def path(self, name: str) -> Path:
+        """Return the file in which a tensor is."""
+        return self._folder / self._where.get(name, "model.safetensors")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,143 @@
+"""Tell which file a code is from, in a process that also runs hostile code.
+
+A text of the guard, see `_guard`. Code can be compiled under the name of any file, so a name is believed only
+if that file has this very code. A file outside of the work tree is an installed one if it is older than the
+guard: nothing in a sandbox can set the time at which the kernel last changed an inode.
+"""
+
+import builtins
+from functools import partial, partialmethod
+from os import O_CLOEXEC, O_PATH, close, fstat, readlink
+from os import open as open_path
+from stat import S_ISREG
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+MOST_STEPS = 60
+PLAIN = (int, str, float, bytes)
+names_of_function = vars(FunctionType)["__dict__"].__get__
+names_of_class, get_title = vars(type)["__dict__"].__get__, vars(type)["__qualname__"].__get__
+compile_text, open_file = builtins.compile, builtins.open
+
+
+def exact(value: Any) -> str:
+    """Return the text of a string, whatever its class overrides; an empty one for anything else."""
+    return str.__str__(value) if issubclass(type(value), str) else ""
+
+
+def plain_names(names: Any) -> Any:
+    """Copy what a dictionary has under strings: a key of another class would be called by each look-up."""
+    return {name: value for name, value in list(names.items()) if type(name) is str}
+
+
+def place(guard: Any, path: Any) -> str:
+    """Return a path relative to the work tree, or the absolute path of an installed file, else nothing."""
+    try:
+        handle = open_path(exact(path), O_PATH | O_CLOEXEC)
+    except (OSError, ValueError):
+        return ""
+    about, real = fstat(handle), readlink(f"/proc/self/fd/{handle}")  # noqa: PTH115
+    close(handle)
+    if real.startswith(guard.root + "/"):
+        return real[len(guard.root) + 1 :] if S_ISREG(about.st_mode) else ""
+    return real if S_ISREG(about.st_mode) and about.st_ctime_ns < guard.began_ns else ""
+
+
+def origin(guard: Any, code: Any) -> str:
+    """Return the place of the file that a code is from; nothing if the file that it names has not got it."""
+    if code is None:
+        return ""
+    found = place(guard, code.co_filename)
+    return found if knows(guard, code) or is_written(guard, code) else ""
+
+
+def knows(guard: Any, code: Any) -> bool:
+    """Tell whether a code is ours, or was part of pytest, unittest or a plugin when these were learned."""
+    if id(code) not in guard.known and not guard.has_inner:  # those within functions are seldom asked for
+        guard.has_inner = True
+        guard.known.update((id(one), one) for one in nested(list(guard.known.values())))
+    return id(code) in guard.known
+
+
+def is_written(guard: Any, code: Any) -> bool:
+    """Tell whether a code is in the text of its file; pytest may have added to that of a test."""
+    found = place(guard, code.co_filename)
+    plain = read_codes(guard, found).get((exact(code.co_name), code.co_firstlineno)) if found else None
+    if plain is None:
+        return False
+    if found[0] == "/":  # the comparison calls no hostile code if all that it compares are strings
+        return all(type(one.co_name) is str for one in nested([code])) and code == plain
+    return (
+        set(plain.co_names) <= set(code.co_names)
+        and set(plain.co_varnames) <= set(code.co_varnames)
+        and set(map(repr, plain_constants(plain))) <= set(map(repr, plain_constants(code)))
+        and len(code.co_code) >= len(plain.co_code)
+    )
+
+
+def read_codes(guard: Any, found: str) -> Any:
+    """Compile a file when it is first asked for: name and line -> code; no file has no codes."""
+    if found and found not in guard.files:
+        path = found if found[0] == "/" else guard.root + "/" + found
+        try:
+            with open_file(path, "rb") as file:
+                codes = nested([compile_text(file.read(), path, "exec", 0, True)])
+        except (OSError, SyntaxError, ValueError):
+            codes = []
+        guard.files[found] = {(one.co_name, one.co_firstlineno): one for one in codes}
+    return guard.files.get(found, {})
+
+
+def names_ctypes(guard: Any, found: str) -> bool:
+    """Tell whether a file mentions ctypes, so that it is more than a way to call something else."""
+    return any("ctypes" in name for one in read_codes(guard, found).values() for name in one.co_names)
+
+
+def nested(codes: Any) -> Any:
+    """Extend a list of codes by those within them."""
+    for code in codes:  # the loop extends the list
+        codes += [const for const in code.co_consts if type(const) is CodeType]
+    return codes
+
+
+def reachable(function: Any) -> Any:
+    """Return the functions that a function consists of: what it wraps, binds or closes over."""
+    found: Any = []
+    queue = [function]
+    while queue and len(found) < MOST_STEPS:
+        one = queue.pop(0)
+        kind = type(one)
+        if kind is FunctionType and not any(one is other for other in found):
+            found.append(one)
+            queue += [
+                value for name, value in plain_names(names_of_function(one)).items() if name == "__wrapped__"
+            ]
+            queue += [value for _, value in cells(one)]
+        elif kind is MethodType or kind is classmethod or kind is staticmethod:
+            queue.append(one.__func__)
+        elif kind is partial:
+            queue.append(one.func)
+        elif kind is partialmethod and vars(kind).get("__getattribute__") is None:
+            queue.append(plain_names(vars(one)).get("func"))
+    return found
+
+
+def cells(function: Any) -> Any:
+    """Return the cells that a function closes over, with their values."""
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append((cell, cell.cell_contents))
+        except ValueError:  # empty
+            continue
+    return found
+
+
+def plain_constants(code: Any) -> Any:
+    """Return the constants of a code whose texts are equal in every process."""
+    return [const for const in code.co_consts if any(type(const) is kind for kind in PLAIN)]
+
+
+def text_of(code: Any) -> bytes:
+    """Return a text of a code's instructions, names and plain constants, equal in every process."""
+    return bytes(code.co_code + repr((code.co_names, plain_constants(code))).encode())

@@ -1,0 +1,125 @@
+"""A file system that refuses single calls, as one does that fails over or that caches what others replace."""
+
+import errno
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+
+from hpc_swe.errors import StorageError
+from hpc_swe.records import Node, RolloutRequest
+from hpc_swe.rundir import RunDir
+from hpc_swe.store import atomic, tasks
+from hpc_swe.store.lease import Lease
+from hpc_swe.store.spool import PATIENCE_S, Spool
+from hpc_swe.store.worker import Work, Worker
+from tests.kit.coordinator_kit import Clock, make_maintenance, rundir, training
+from tests.kit.crash import in_child, refuse
+from tests.kit.store_samples import request, shown, spool
+from tests.kit.waiting import until
+
+
+def read_while_it_is_replaced(cell, times) -> None:
+    looks = count()
+    refuse(cell.parent, lambda call, path: errno.ESTALE if call == "open" and next(looks) < times else 0)
+    assert atomic.get(cell, RolloutRequest) == request(7)
+
+
+def read_hidden_texts_while_they_are_replaced(path) -> None:
+    looks = count()
+    refuse(path.parent, lambda call, _: errno.ESTALE if call == "open" and next(looks) < 3 else 0)
+    assert tasks.read_hidden(path) == {"a": "text"}
+
+
+def test_hidden_texts_that_are_replaced_while_they_are_read_are_read_again(tmp_path):
+    tasks.write_hidden(tmp_path / "hidden.json", {"a": "text"})
+    assert in_child(read_hidden_texts_while_they_are_replaced, tmp_path / "hidden.json") == 0
+
+
+def test_a_cell_that_another_node_replaces_while_it_is_read_is_read_again(tmp_path):
+    atomic.put(tmp_path / "cell.json", request(7))
+    assert in_child(read_while_it_is_replaced, tmp_path / "cell.json", 3) == 0
+    assert in_child(read_while_it_is_replaced, tmp_path / "cell.json", 100) == 1, "for ever"
+
+
+def claim_what_cannot_be_read(root) -> None:
+    refuse(root, lambda call, path: errno.EIO if call == "open" and "/claimed/" in path else 0)
+    with pytest.raises(StorageError, match="an I/O error"):
+        next(Spool(root, RolloutRequest).claims("w"))
+
+
+def test_a_claim_whose_message_cannot_be_read_goes_back_without_a_loss(tmp_path):
+    """Else a server that is away for some minutes would bury all that waits, as lost too often."""
+    spool(tmp_path, messages=1)
+    for _ in range(3):
+        assert in_child(claim_what_cannot_be_read, tmp_path) == 0
+    assert shown(tmp_path) == [f"ready/{request().name}~0"]
+
+
+def meet_one_that_is_damaged(root, are_others_there, patient) -> None:
+    run, clock = rundir(root), Clock()
+    maintenance, mode = make_maintenance(run, clock), training(run)
+    mode.iterate(maintenance.snapshot())
+    bad = "train-000000-00"
+    refuse(root, lambda call, path: errno.EIO if call == "open" and bad in path else 0)
+    worker, owner = Spool(run.requests, RolloutRequest), "rollout-1-00000000"
+    if not are_others_there:
+        for address in worker.addresses("ready"):
+            worker.remove(address) if address.identity != bad else None
+    for beat in range(100):
+        clock.now += 1.0
+        atomic.put(run.node(owner), Node(owner=owner, role="rollout", beat=beat, host="h", pid=1))
+        with suppress(StorageError):
+            for claim in worker.claims(owner):
+                claim.give_back()
+        if not patient:  # as if the message had been refused first so long ago
+            worker._refused = {name: (since - PATIENCE_S, n) for name, (since, n) in worker._refused.items()}
+        maintenance.snapshot()
+    is_dead = are_others_there and not patient
+    assert [name.split("~")[0] for name in atomic.names(run.requests / "dead")] == [bad] * is_dead
+
+
+@pytest.mark.parametrize(("are_others_there", "patient"), [(True, False), (True, True), (False, False)])
+def test_a_message_that_alone_can_never_be_read_is_lost_and_buried(tmp_path, are_others_there, patient):
+    """Else its group would wait for ever, and with it all batches. A server that is away buries nothing."""
+    assert in_child(meet_one_that_is_damaged, tmp_path, are_others_there, patient) == 0
+
+
+@dataclass
+class Waiting(Work[RolloutRequest]):
+    message: RolloutRequest
+    go: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> RolloutRequest:
+        self.go.wait()
+        return self.message
+
+
+def work_while_one_message_cannot_be_read(root) -> None:
+    run = RunDir(root)
+    refuse(root, lambda call, path: errno.EIO if call == "open" and "train-000000-01" in path else 0)
+    with Lease(run, "rollout", "1", 0.05) as lease:
+        work = Worker(
+            run,
+            lease,
+            Spool(run.requests, RolloutRequest),
+            Spool(run.episodes, RolloutRequest),
+            lambda claim: Waiting(claim.message),
+            slots=2,
+            poll_s=0.05,
+        )
+        thread = threading.Thread(target=work.work, daemon=True)
+        thread.start()
+        until(lambda: any("00~0~rollout" in name for name in atomic.names(run.requests / "claimed")))
+        until(lambda: atomic.get(run.node(lease.owner), Node).claims == ["train-000000-00"], "its cell")
+        seen = atomic.get(run.node(lease.owner), Node).worked_s
+        until(lambda: atomic.get(run.node(lease.owner), Node).worked_s > seen, "its clock")
+
+
+def test_a_worker_that_is_refused_one_message_shows_what_it_works_on(tmp_path):
+    """What a cell does not name counts as forgotten, and is given to somebody else."""
+    RunDir(tmp_path).make()
+    spool(tmp_path / "requests", messages=2)
+    assert in_child(work_while_one_message_cannot_be_read, tmp_path) == 0
