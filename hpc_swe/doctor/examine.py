@@ -32,7 +32,9 @@ def wanted(executor: dict[str, Any]) -> list[PartitionNeeds]:
         options = {**executor, **executor.get("options", {}), **role.get("options", {})}
         gpus = role.get("gpus_per_node", 0) or in_gres(str(options.get("gres", "")))
         given = tuple(f"--{option}={options[option]}" for option in OPTIONS if options.get(option))
-        needs[name] = PartitionNeeds(name, given, max(gpus, needs.get(name, PartitionNeeds()).gpus))
+        other = needs.get(name, PartitionNeeds())
+        nodes = max(role.get("nodes", 1), other.job_nodes)
+        needs[name] = PartitionNeeds(name, given, max(gpus, other.gpus), nodes)
     return list(needs.values())
 
 

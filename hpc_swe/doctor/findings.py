@@ -34,6 +34,8 @@ class PartitionNeeds:
     """More options of srun, such as the account."""
     gpus: int = 0
     """GPUs per node."""
+    job_nodes: int = 1
+    """Nodes of the largest job."""
     nodes: int = 2
     """Nodes to probe."""
     memory_mb: int = 1024

@@ -150,13 +150,18 @@ def constraints(cluster: Cluster) -> Finding:
 
 
 def partition(cluster: Cluster, need: PartitionNeeds) -> Finding:
-    """Check that a partition exists, accepts jobs and has usable nodes."""
+    """Check that a partition exists, accepts jobs and has as many usable nodes as the largest job needs."""
     found, known = cluster.partitions.get(need.partition), ", ".join(cluster.partitions)
     if found is None:
         says = f"there is no partition {need.partition!r}"
         return Finding("partition", "fault", says, f"name one of {known}")
-    if found.state == "UP" and found.nodes:
+    if found.state == "UP" and found.nodes >= need.job_nodes:
         return Finding("partition", "ok", f"{found.nodes} usable nodes")
+    if found.state == "UP" and found.nodes:
+        says = (
+            f"a job needs {need.job_nodes} nodes at once, and {found.nodes} are usable: it would never start"
+        )
+        return Finding("partition", "fault", says, "fewer nodes in executor.roles, or another partition")
     remedy = f"see why its nodes are down (sinfo -R), or use another of {known}"
     return Finding("partition", "fault", f"it is {found.state} with {found.nodes} usable nodes", remedy)
 

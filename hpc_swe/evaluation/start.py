@@ -23,6 +23,8 @@ OWN = ["mode=eval", "tasks.train=0", "eval.tasks=0"]
 def configured(run: RunDir, words: Sequence[str]) -> RunConfig:
     """Return the configuration that the command line describes, or without words that of the existing run.
 
+    In the latter case relative paths start where the run was started: the process goes to that folder.
+
     Raise ConfigError when the evaluation exists with another one, or when its model may be deleted.
     """
     if not words:
@@ -31,6 +33,7 @@ def configured(run: RunDir, words: Sequence[str]) -> RunConfig:
             raise ConfigError(
                 f"{run.root} is a run of mode {config.mode}, not an evaluation; choose another --out"
             )
+        existing.enter(run)
         return config
     if all("=" in word for word in words):
         raise ConfigError("no CONFIG.toml is given; name the files that configure tasks, agent and jobs")

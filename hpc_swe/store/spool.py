@@ -151,6 +151,10 @@ class Spool(Generic[R]):
         """Read a ready message of a spool with a single reader; None when it is gone or corrupt."""
         return self._read(self.root / "ready" / address.ready, address)
 
+    def bury(self, address: Address) -> None:
+        """Move a ready message to dead/, for a person to look at; only the single reader calls this."""
+        _move(self.root / "ready" / address.ready, self.root / "dead" / address.ready)
+
     def remove(self, address: Address) -> None:
         """Remove a ready message that the single reader has finished."""
         path = self.root / "ready" / address.ready

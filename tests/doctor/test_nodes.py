@@ -252,14 +252,14 @@ def test_the_file_system_of_a_path_is_that_of_the_nearest_mount():
 
 def test_a_configuration_s_partitions_and_gpus_are_asked_for():
     roles = {
-        "learner": {"partition": "gpu", "gpus_per_node": 8, "options": {"qos": "long"}},
+        "learner": {"partition": "gpu", "nodes": 2, "gpus_per_node": 8, "options": {"qos": "long"}},
         "inference": {"partition": "gpu", "options": {"gres": "gpu:h100:2"}},
         "rollout": {"partition": "", "gpus_per_node": 0},
     }
     asks = {
         ask.partition: ask for ask in examine.wanted({"account": "lab", "partition": "cpu", "roles": roles})
     }
-    assert {name: ask.gpus for name, ask in asks.items()} == {"gpu": 8, "cpu": 0}
+    assert {name: (ask.gpus, ask.job_nodes) for name, ask in asks.items()} == {"gpu": (8, 2), "cpu": (0, 1)}
     assert asks["cpu"].options == ("--account=lab",)
     assert examine.wanted({}) == [PartitionNeeds("")]
 

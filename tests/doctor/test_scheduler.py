@@ -119,6 +119,12 @@ def test_a_partition_must_be_there_and_up(name, verdict):
     assert scheduler.partition(GOOD, PartitionNeeds(name)).verdict == verdict
 
 
+def test_a_job_of_more_nodes_than_a_partition_has_is_a_fault():
+    found = scheduler.partition(GOOD, PartitionNeeds("cpu", job_nodes=2))
+    assert found.verdict == "fault"
+    assert found.says.startswith("a job needs 2 nodes at once, and 1 are usable")
+
+
 def test_nodes_that_are_down_are_not_counted():
     assert GOOD.partitions["cpu"].nodes == 1
     assert (

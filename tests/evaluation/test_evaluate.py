@@ -274,6 +274,12 @@ def test_a_dry_run_of_an_existing_evaluation_changes_nothing_of_it(begun):
     assert listing(begun.out.root) == before
 
 
+def test_out_alone_continues_in_the_folder_of_the_start(begun, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert start.configured(begun.out, []) == existing.load(begun.out)
+    assert Path.cwd() == ROOT, "relative paths of the evaluation start there"
+
+
 def test_a_comparison_with_what_has_not_finished_is_refused_at_once(begun, tmp_path):
     done = begun.evaluate("--compare", begun.out.root, out=tmp_path / "new")
     assert done.returncode == 3

@@ -15,7 +15,7 @@ from hpc_swe.store import atomic, tasks
 from hpc_swe.store.lease import Lease
 from hpc_swe.store.spool import PATIENCE_S, Spool
 from hpc_swe.store.worker import Work, Worker
-from tests.kit.coordinator_kit import Clock, make_maintenance, rundir, training
+from tests.kit.coordinator_kit import Clock, make_maintenance, rundir, training, work
 from tests.kit.crash import in_child, refuse
 from tests.kit.store_samples import request, shown, spool
 from tests.kit.waiting import until
@@ -85,6 +85,32 @@ def meet_one_that_is_damaged(root, are_others_there, patient) -> None:
 def test_a_message_that_alone_can_never_be_read_is_lost_and_buried(tmp_path, are_others_there, patient):
     """Else its group would wait for ever, and with it all batches. A server that is away buries nothing."""
     assert in_child(meet_one_that_is_damaged, tmp_path, are_others_there, patient) == 0
+
+
+def collect_what_cannot_be_read(root, bad) -> None:
+    run, clock = rundir(root), Clock()
+    maintenance, mode = make_maintenance(run, clock), training(run)
+    mode.iterate(maintenance.snapshot())
+    work(run)
+    refuse(root, lambda call, path: errno.EIO if call == "open" and f"/scored/ready/{bad}" in path else 0)
+    for now in (1.0, PATIENCE_S):
+        clock.now = now
+        progress = mode.iterate(maintenance.snapshot())
+        assert "train-000000" in progress.waits_for, "for a result that may be readable again"
+        assert any("an I/O error" in error for error in progress.errors)
+        assert atomic.names(run.scored / "dead") == []
+    clock.now = 2 * PATIENCE_S
+    mode.iterate(maintenance.snapshot())
+    progress = mode.iterate(maintenance.snapshot())
+    is_alone = bad == "train-000000-00"
+    assert atomic.names(run.scored / "dead") == [f"{bad}~0"] * is_alone
+    assert ("train-000000" in progress.waits_for) is not is_alone
+
+
+@pytest.mark.parametrize("bad", ["train-000000-00", "train-"])
+def test_a_result_that_alone_can_never_be_read_is_buried_and_its_group_closed(tmp_path, bad):
+    """Else all batches would wait for it. A server that is away, so that none can be read, buries nothing."""
+    assert in_child(collect_what_cannot_be_read, tmp_path, bad) == 0
 
 
 @dataclass

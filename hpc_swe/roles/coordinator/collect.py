@@ -13,13 +13,14 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable
 
+from hpc_swe.errors import StorageError
 from hpc_swe.plugins.graders.base import DISAGREES, GRADER_BROKE, SILENT
 from hpc_swe.records import RolloutRequest, ScoredEpisode
 from hpc_swe.roles.coordinator import batch_metrics
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, failure_cause, parse_name
 from hpc_swe.roles.coordinator.snapshot import RunSnapshot
 from hpc_swe.rundir import RunDir
-from hpc_swe.store.spool import Address, Spool
+from hpc_swe.store.spool import PATIENCE_S, Address, Spool
 
 WORST_TASKS = 5  # how many tasks with infrastructure failures the status names
 
@@ -40,6 +41,8 @@ class ResultCollector:
         self._requests = Spool(run.requests, RolloutRequest)
         self._scored = Spool(run.scored, ScoredEpisode)
         self._held: set[Address] = set()
+        self._refused: dict[Address, tuple[float, int]] = {}
+        """Result that the file system does not let us read -> since when, and the results read by then."""
         self._errors: deque[str] = deque(maxlen=5)
         self._wrong: deque[str] = deque(maxlen=1)
         """The last sentinel that was graded wrongly; the status keeps it, since the grader is in doubt."""
@@ -60,9 +63,17 @@ class ResultCollector:
     def collect(self, snapshot: RunSnapshot) -> None:
         """Enter new results, close what is dead, and request again what was lost."""
         self._adopt(snapshot)
+        read = self._read.total()
         for address in snapshot.scan["scored"]["ready"]:
             if address not in self._held and parse_name(address.identity):
-                self._record(address, snapshot.now)
+                try:
+                    scored = self._scored.read(address)
+                except StorageError as error:
+                    self._refuse(address, error, snapshot.now, read)
+                    continue
+                self._refused.pop(address, None)
+                if scored is not None:
+                    self._record(address, scored, snapshot.now)
         self.ledger.close_dead({a.identity for spool in snapshot.scan.values() for a in spool["dead"]})
         for request in self.ledger.find_lost(snapshot.identities, snapshot.now, snapshot.absent_s):
             log.warning("lost %s, requested again", request.name)
@@ -102,10 +113,19 @@ class ResultCollector:
         self.ledger.open(key, requests, now)
         return requests
 
-    def _record(self, address: Address, now: float) -> None:
-        scored = self._scored.read(address)
-        if scored is None:
-            return
+    def _refuse(self, address: Address, error: StorageError, now: float, read: int) -> None:
+        """Leave a result for later, or bury it when it could not be read for long although others could."""
+        if address not in self._refused:
+            self._refused[address] = (now, read)
+            self._errors.append(f"{address.identity}: {error}")
+            log.warning("left %s for later: %s", address.identity, error)
+        since, read_before = self._refused[address]
+        if now - since > PATIENCE_S and self._read.total() > read_before:
+            log.error("buried %s: %s", address.identity, error)
+            self._scored.bury(address)
+            del self._refused[address]
+
+    def _record(self, address: Address, scored: ScoredEpisode, now: float) -> None:
         request, member = scored.episode.request, self.ledger.member(address.identity)
         if request.name != address.identity or (member and member.request.task_id != request.task_id):
             log.error("dropped %s: a result of %s, %s", address.identity, request.name, request.task_id)
