@@ -15,7 +15,7 @@ main() {
     local failed=0
     mkdir -p "$agents"
     exec 9>"$agents/lock"
-    flock 9
+    flock 9 || say "this file system has no locks: do not run this twice at once"
     work=$(mktemp -d "$agents/work.XXXXXX")
     trap 'rm -rf "$work"' EXIT
     kit mini-swe-agent "$python_version" containers/mini_swe_agent.py containers/requirements-mini-swe-agent.txt || failed=1

@@ -12,7 +12,7 @@ lock=containers/requirements-cpu.txt
 main() {
     mkdir -p .cache
     exec 9>.cache/setup.lock
-    flock 9
+    flock 9 || say "this file system has no locks: do not run this twice at once"
     install_packages
     make_venv
     install_apptainer

@@ -65,6 +65,17 @@ def in_gres(gres: str) -> int:
     return sum(int(count or 1) for count in _IN_GRES.findall(gres))
 
 
+def in_options(options: Mapping[str, object]) -> int:
+    """Count the GPUs of each node that options of sbatch give with their number.
+
+    Example:
+        >>> in_options({"gpus-per-node": "h100:4", "qos": "long"})
+        4
+    """
+    texts = [str(options.get("gres", "")), f"gpu:{options.get('gpus-per-node', 0)}"]
+    return max(map(in_gres, texts))
+
+
 def _exists(word: str, machine: Sequence[tuple[str, str]]) -> bool:
     if word.startswith("MIG-"):  # a part of a GPU, which the listing does not show
         return bool(machine)

@@ -380,6 +380,7 @@ def _srun(processes: int, command: Sequence[str]) -> list[str]:
     cores = os.environ.get("SLURM_CPUS_PER_TASK", "1")  # srun does not read the variable
     options = ["-K1", f"--wait={WAIT_S}", "--unbuffered", f"--ntasks={processes}", f"--cpus-per-task={cores}"]
     options += ["--overlap"]  # a step whose node was reset keeps its resources until the job's end
+    options += ["--export=ALL"]  # else ranks would miss our variables where sites set SBATCH_EXPORT=NONE
     return ["srun", *options, *command]
 
 

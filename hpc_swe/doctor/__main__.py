@@ -38,6 +38,9 @@ def diagnose(arguments: argparse.Namespace) -> list[Finding]:
     token = secrets.token_hex(4)
     shared = arguments.shared or Path(os.environ.get("HPC_SWE_RUNS", "runs"))
     folder = shared.absolute() / f".doctor-{token}"
+    os.environ.pop("SLURM_CLUSTERS", None)
+    if named := executor.get("cluster", ""):
+        os.environ["SLURM_CLUSTERS"] = named  # for scontrol and srun
     setup = ProbeSetup(folder, token, arguments.python, sandbox, arguments.timeout)
     try:
         cluster = ask_slurm()

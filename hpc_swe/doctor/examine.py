@@ -15,7 +15,7 @@ from hpc_swe.doctor.findings import Finding, PartitionNeeds
 from hpc_swe.doctor.scheduler import Cluster
 from hpc_swe.doctor.srun import ANSWER_S, ProbeSetup
 from hpc_swe.errors import HpcSweError
-from hpc_swe.gpus import in_gres
+from hpc_swe.gpus import in_options
 from hpc_swe.records import Role
 from hpc_swe.settings import RunConfig
 
@@ -30,7 +30,7 @@ def wanted(executor: dict[str, Any]) -> list[PartitionNeeds]:
     for role in (roles.get(name, {}) for name in get_args(Role)):
         name = role.get("partition") or executor.get("partition", "")
         options = {**executor, **executor.get("options", {}), **role.get("options", {})}
-        gpus = role.get("gpus_per_node", 0) or in_gres(str(options.get("gres", "")))
+        gpus = in_options(options) or role.get("gpus_per_node", 0)
         given = tuple(f"--{option}={options[option]}" for option in OPTIONS if options.get(option))
         other = needs.get(name, PartitionNeeds())
         nodes = max(role.get("nodes", 1), other.job_nodes)

@@ -10,7 +10,8 @@ from hpc_swe.gpus import in_gres
 OLDEST = (22, 5)
 CHECKPOINT_S = 30  # time for a learner's checkpoint, unless the model is large
 MANY_JOBS = 64  # of one role, when no configuration says how many
-UNUSABLE = re.compile(r"DOWN|DRAIN|FAIL|MAINT|NOT_RESPONDING|POWERING_DOWN|REBOOT|UNKNOWN|\*")
+UNUSABLE = re.compile(r"(?<!POWERED_)DOWN|DRAIN|FAIL|MAINT|NOT_RESPONDING|POWERING_DOWN|REBOOT|UNKNOWN|\*")
+"""A node that is powered down starts when a job needs it."""
 
 
 @dataclass(frozen=True)

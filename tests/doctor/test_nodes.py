@@ -253,7 +253,7 @@ def test_the_file_system_of_a_path_is_that_of_the_nearest_mount():
 def test_a_configuration_s_partitions_and_gpus_are_asked_for():
     roles = {
         "learner": {"partition": "gpu", "nodes": 2, "gpus_per_node": 8, "options": {"qos": "long"}},
-        "inference": {"partition": "gpu", "options": {"gres": "gpu:h100:2"}},
+        "inference": {"partition": "gpu", "gpus_per_node": 16, "options": {"gres": "gpu:h100:2"}},
         "rollout": {"partition": "", "gpus_per_node": 0},
     }
     asks = {

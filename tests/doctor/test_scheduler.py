@@ -119,6 +119,11 @@ def test_a_partition_must_be_there_and_up(name, verdict):
     assert scheduler.partition(GOOD, PartitionNeeds(name)).verdict == verdict
 
 
+def test_a_node_that_is_powered_down_until_a_job_needs_it_is_usable():
+    asleep = cluster(members=NODES.replace("IDLE", "IDLE+CLOUD+POWERED_DOWN"))
+    assert scheduler.partition(asleep, PartitionNeeds("cpu")).verdict == "ok"
+
+
 def test_a_job_of_more_nodes_than_a_partition_has_is_a_fault():
     found = scheduler.partition(GOOD, PartitionNeeds("cpu", job_nodes=2))
     assert found.verdict == "fault"

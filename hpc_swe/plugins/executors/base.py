@@ -205,15 +205,19 @@ def job_script(
 ) -> list[str]:
     """Return the lines of bash that run a job.
 
-    They export the variables of the start and those of [executor] environ, run the lines of setup, then the
-    command with the arguments `more`. A line of setup that fails ends the job with exit code 2. A TMPDIR that
-    the node's scheduler has set is kept.
+    They export the variables of the start and those of [executor] environ, define `module` where there are
+    modules, run the lines of setup, then the command with the arguments `more`. A line of setup that fails
+    ends the job with exit code 2. A TMPDIR that the node's scheduler has set is kept.
     """
     given = submission.environment.items()
     known = {name: text for name, text in given if not name.startswith(JOB_VARIABLES)}
     lines = [f"export {name}={shlex.quote(text)}" for name, text in (known | dict(environ)).items()]
     if "TMPDIR" in known and "TMPDIR" not in environ:
         lines[list(known).index("TMPDIR")] = f"export TMPDIR=${{TMPDIR:-{shlex.quote(known['TMPDIR'])}}}"
+    if setup:  # `module` is a function of a login shell, which neither cron nor a batch script has
+        lines.append(
+            'type module >/dev/null 2>&1 || [ ! -r "$MODULESHOME/init/bash" ] || . "$MODULESHOME/init/bash"'
+        )
     for line in setup:
         message = shlex.quote(f"error: [executor] setup: {line!r} fails with exit code")
         lines += ["{", line, f"}} || {{ echo {message} $? >&2; exit 2; }}"]

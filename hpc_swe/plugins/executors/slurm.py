@@ -18,10 +18,12 @@ from typing import Annotated, Any, ClassVar, get_args
 import msgspec
 from msgspec import Meta
 
+from hpc_swe import gpus
 from hpc_swe.errors import ConfigError, SchedulerError
-from hpc_swe.gpus import in_gres
 from hpc_swe.plugins import Plugin
+from hpc_swe.plugins.executors import _sbatch_options as sbatch_options
 from hpc_swe.plugins.executors import base
+from hpc_swe.plugins.executors._sbatch_options import Options
 from hpc_swe.plugins.executors.base import (
     SINGLETON_ROLES,
     GpuGrant,
@@ -43,14 +45,8 @@ NOT_IN_PATHS = ("%", "\\", "\n")
 # Reasons of jobs that wait for a person.
 HELD = ("JobHeldUser", "JobHeldAdmin", "PartitionConfig", "BadConstraints", "InvalidAccount", "InvalidQOS")
 BROKEN = ("launch failed requeued held", "DependencyNeverSatisfied")
-UNCOUNTED = (
-    *("gpus", "gpus-per-task", "gpus_per_task", "constraint", "exclusive"),
-    *("tres-per-node", "tres-per-task"),
-)
-"""Options of sbatch that may give GPUs without their number per node."""
-FILTERS = ("SQUEUE_", "SACCT_", "SCANCEL_")
+FILTERS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SLURM_CLUSTERS")
 QUEUE_FORMAT = "%i|%k|%T|%r|%j"
-Options = dict[str, str | int | bool]
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +67,8 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     timeout_min: Annotated[int, Meta(gt=0)] = 24 * 60
     """Walltime in minutes."""
     options: Options = {}
-    """Further options of sbatch, for example gres = "gpu:h100:4"; they override the executor's."""
+    """Further options of sbatch, for example gres = "gpu:h100:4" in place of gpus_per_node. They override the
+    executor's; false or "" leaves an option out."""
 
 
 class Slurm(Plugin, frozen=True, kw_only=True):
@@ -82,6 +79,8 @@ class Slurm(Plugin, frozen=True, kw_only=True):
     """Slurm partition of all roles that name none; empty is the cluster's default."""
     account: str = ""
     """Slurm account; empty is the cluster's default."""
+    cluster: str = ""
+    """Cluster of a Slurm with several; empty is that of the host, whatever $SLURM_CLUSTERS says."""
     options: Options = {}
     """Further options of sbatch for all jobs, for example qos = "long"."""
     notice_s: Annotated[int, Meta(ge=0)] = 120
@@ -101,6 +100,9 @@ class Slurm(Plugin, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         base.check_environ(self.environ)
+        sbatch_options.check(self.options, "options")
+        for role, resources in self.roles.items():
+            sbatch_options.check(resources.options, f"roles.{role}.options")
 
     def check(self, submission: Submission) -> None:
         """Check that the walltime leaves room for the notice, and that processes divide among nodes."""
@@ -121,17 +123,13 @@ class Slurm(Plugin, frozen=True, kw_only=True):
             )
 
     def gpus_per_node(self, role: Role) -> int:
-        """Return the GPUs that a job of a role gets on each node, in any of Slurm's spellings."""
-        resources = self._resources(role)
-        options = self.options | resources.options
-        counts = [options.get(key) for key in ("gpus-per-node", "gpus_per_node")]
-        texts = [f"gpu:{count}" for count in counts if count is not None] + [str(options.get("gres", ""))]
-        return max(resources.gpus_per_node, *map(in_gres, texts))
+        """Return the GPUs that a job of a role gets on each node: options replace the role's number."""
+        return gpus.in_options(self._given(role)) or self._resources(role).gpus_per_node
 
     def gpu_grant(self, role: Role) -> GpuGrant | None:
         """Return the GPUs that a job of a role gets on all its nodes; None where options hide the number."""
         resources, count = self._resources(role), self.gpus_per_node(role)
-        if not count and any(option in self.options | resources.options for option in UNCOUNTED):
+        if not count and any(option in sbatch_options.UNCOUNTED for option in self._given(role)):
             return None
         nodes = f", on {resources.nodes} nodes," if resources.nodes > 1 else ""
         return GpuGrant(count * resources.nodes, f"roles.{role}.gpus_per_node = {count}{nodes}")
@@ -139,7 +137,7 @@ class Slurm(Plugin, frozen=True, kw_only=True):
     def memory_grant(self, role: Role) -> MemoryGrant | None:
         """Return the memory of a job of a role on each node; None where an option of sbatch gives it."""
         resources = self._resources(role)
-        if any(option.startswith("mem") for option in self.options | resources.options):
+        if sbatch_options.gives_memory(self._given(role)):
             return None
         key = f"roles.{role}.mem_gb = {resources.mem_gb:g}"
         return MemoryGrant(resources.mem_gb, resources.nodes, key)
@@ -175,7 +173,8 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         sbatch = executor._make_submission_command
         # A job that is submitted from a job would take that one's variables for its own. SBATCH_ACCOUNT and
         # the like stay: with them a person sets options for all jobs.
-        inside = [name for name in os.environ if name.startswith(base.JOB_VARIABLES) and name != "SLURM_CONF"]
+        foreign = (*base.JOB_VARIABLES, "SBATCH_CLUSTERS")
+        inside = [name for name in os.environ if name.startswith(foreign) and name != "SLURM_CONF"]
         prefix = ["env", *(f"--unset={name}" for name in inside), *TIMEOUT, f"{self.answer_s:g}"]
         executor._make_submission_command = lambda script: [*prefix, *sbatch(script)]
         executor.update_parameters(**self._parameters(run, submission))
@@ -196,7 +195,8 @@ class Slurm(Plugin, frozen=True, kw_only=True):
     def queue(self, run: RunDir) -> list[Job]:
         """List the run's jobs with one squeue for all jobs of the user."""
         # --all: partitions may be hidden, and jobs that are not listed would be submitted again
-        listing = self._call("squeue", "--me", "--all", "--array", "--noheader", f"--format={QUEUE_FORMAT}")
+        words = ("--me", "--all", "--array", "--noheader", f"--format={QUEUE_FORMAT}")
+        listing = self._call("squeue", *self._of_cluster(), *words)
         return parse_queue(listing, atomic.get(run.manifest, RunManifest).run_id)
 
     def endings(self, jobs: Sequence[str]) -> Mapping[str, str] | None:
@@ -205,7 +205,7 @@ class Slurm(Plugin, frozen=True, kw_only=True):
             return {}
         words = ("--allocations", "--noheader", "--parsable2", "--format=JobID,State,ExitCode,NodeList")
         try:
-            listing = self._call("sacct", *words, f"--jobs={','.join(jobs)}")
+            listing = self._call("sacct", *self._of_cluster(), *words, f"--jobs={','.join(jobs)}")
         except SchedulerError as error:
             log.warning("no endings: %s", error)
             return None
@@ -214,7 +214,7 @@ class Slurm(Plugin, frozen=True, kw_only=True):
 
     def cancel(self, jobs: Sequence[str]) -> None:
         if jobs:
-            self._call("scancel", *jobs)
+            self._call("scancel", *self._of_cluster(), *jobs)
 
     def requeue(self) -> None:
         """Ask Slurm to requeue this job.
@@ -230,7 +230,7 @@ class Slurm(Plugin, frozen=True, kw_only=True):
     def _call(self, *command: str) -> str:
         """Run one of Slurm's commands and return its output; raise SchedulerError if none comes in time."""
         try:
-            # without SQUEUE_STATES and the like, with which a person filters what is shown
+            # without SQUEUE_STATES, SLURM_CLUSTERS and the like, with which a person filters what is shown
             env = {name: value for name, value in os.environ.items() if not name.startswith(FILTERS)}
             options: Any = {"capture_output": True, "text": True, "errors": "replace", "env": env}
             done = subprocess.run(command, timeout=self.answer_s, check=False, **options)
@@ -250,6 +250,13 @@ class Slurm(Plugin, frozen=True, kw_only=True):
     def _resources(self, role: Role) -> Resources:
         return self.roles.get(role, Resources())
 
+    def _given(self, role: Role) -> Options:
+        """Return the options that people gave for a role's jobs."""
+        return sbatch_options.named(self.options) | sbatch_options.named(self._resources(role).options)
+
+    def _of_cluster(self) -> list[str]:
+        return [f"--clusters={self.cluster}"] if self.cluster else []
+
     def _command(self, submission: Submission) -> str:
         # The script ends in exec: Slurm signals the batch shell, so jobs.run must take its place.
         # Until Python has installed its handler, the warning is ignored: it must not kill the job.
@@ -265,7 +272,6 @@ class Slurm(Plugin, frozen=True, kw_only=True):
             "nodes": resources.nodes,
             "ntasks_per_node": submission.processes // resources.nodes,
             "cpus_per_task": resources.cpus_per_task,
-            "mem": f"{round(resources.mem_gb * 1024)}M",
             "stderr_to_stdout": True,
             "use_srun": False,
             "wckey": None,
@@ -275,21 +281,20 @@ class Slurm(Plugin, frozen=True, kw_only=True):
     def _options(self, run: RunDir, submission: Submission) -> Options:
         role, resources = submission.role, self._resources(submission.role)
         output = "%j.log" if role in SINGLETON_ROLES else "%A_%a.log"
-        options: Options = {
+        is_single = role in SINGLETON_ROLES
+        own: Options = {
             "signal": f"B:USR2@{self.notice_s}",
             "requeue": True,
             "output": str(run.logs(role) / output),
             "partition": resources.partition or self.partition,
             "account": self.account,
+            "clusters": self.cluster,
+            "mem": f"{round(resources.mem_gb * 1024)}M",
+            "gpus-per-node": resources.gpus_per_node or "",
+            "dependency": "singleton" if is_single else "",
+            "array": "" if is_single else f"0-{submission.count - 1}",
         }
-        if resources.gpus_per_node:
-            options["gpus-per-node"] = resources.gpus_per_node
-        if role in SINGLETON_ROLES:
-            options["dependency"] = "singleton"
-        else:
-            options["array"] = f"0-{submission.count - 1}"
-        given = {key: value for key, value in options.items() if value != ""}
-        return given | self.options | resources.options
+        return sbatch_options.merged(own, self._given(role))
 
 
 def parse_queue(listing: str, run_id: str) -> list[Job]:

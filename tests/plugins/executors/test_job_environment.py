@@ -73,6 +73,17 @@ def test_the_nodes_own_tmpdir_wins(tmp_path):
     assert "TMPDIR=/job/tmp\n" in subprocess.run(line, capture_output=True, text=True).stdout
 
 
+@pytest.mark.parametrize("kind", [Local, Slurm])
+def test_setup_can_load_modules_in_a_job_that_cron_submits(tmp_path, kind):
+    """`module` is a function of login shells: a job submitted by hand inherits it, one of cron's does not."""
+    (tmp_path / "init").mkdir()
+    (tmp_path / "init/bash").write_text('module() { echo "module $*"; }\n')
+    executor = kind(setup=["module load cuda"])
+    done = job(executor, tmp_path, "true", environment={"MODULESHOME": str(tmp_path)})
+    assert (done.returncode, done.stdout) == (0, "module load cuda\n")
+    assert job(executor, tmp_path, "true").returncode == 2, "without modules the line fails as before"
+
+
 def test_a_line_of_setup_that_fails_ends_the_job_and_is_named(tmp_path):
     done = job(Local(setup=["true", "test -e /no/such/module"]), tmp_path, "echo", "begun")
     assert (done.returncode, done.stdout) == (2, "")

@@ -1,5 +1,6 @@
 """What is asked of Slurm, without one."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ import pytest
 from hpc_swe.errors import ConfigError, SchedulerError
 from hpc_swe.plugins.executors.base import Submission
 from hpc_swe.plugins.executors.slurm import Resources, Slurm
-from hpc_swe.rundir import RunDir
+from hpc_swe.records import RunManifest
+from hpc_swe.rundir import PROTOCOL, RunDir
+from hpc_swe.store import atomic
 
 RUN = RunDir(Path("/shared/run"))
 
@@ -58,6 +61,51 @@ def test_options_of_a_role_win_over_those_of_all():
     assert "#SBATCH --nice=5" in lines
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, ["gpus-per-node=4", "mem=4096M"]),
+        ({"gres": "gpu:h100:2"}, ["gres=gpu:h100:2", "mem=4096M"]),
+        ({"gres": "lustre:1"}, ["gpus-per-node=4", "gres=lustre:1", "mem=4096M"]),
+        ({"gpus_per_node": "h100:2"}, ["gpus-per-node=h100:2", "mem=4096M"]),
+        ({"gpus-per-task": 1}, ["gpus-per-task=1", "mem=4096M"]),
+        ({"mem_per_cpu": "4G"}, ["gpus-per-node=4", "mem-per-cpu=4G"]),
+        ({"mem": ""}, ["gpus-per-node=4"]),
+        ({"mem-bind": "local"}, ["gpus-per-node=4", "mem-bind=local", "mem=4096M"]),
+    ],
+)
+def test_options_replace_the_gpus_and_the_memory_of_a_role(options, wanted):
+    """Slurm refuses GPUs with and without a kind, and two options for the memory."""
+    lines = script(Slurm(roles={"inference": Resources(gpus_per_node=4, options=options)}), role="inference")
+    words = [
+        line.removeprefix("#SBATCH --") for line in lines if re.match("#SBATCH --(gpus|gres|mem|tres)", line)
+    ]
+    assert sorted(words) == wanted
+
+
+def test_false_leaves_an_option_out_and_zero_does_not():
+    lines = script(Slurm(options={"requeue": False, "nice": 0, "exclusive": True}))
+    assert not any("requeue" in line for line in lines)
+    assert {"#SBATCH --nice=0", "#SBATCH --exclusive"} <= {*lines}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("clusters", r"options.clusters: set cluster of \[executor\] in its place"),
+        ("cpus_per_task", "set roles.NAME.cpus_per_task"),
+        ("job_name", "options.job-name: hpc_swe sets this option itself"),
+        ("array", "hpc_swe sets this option itself"),
+    ],
+)
+def test_options_that_would_hide_jobs_or_change_another_key_are_refused(name, says):
+    """With another name or cluster no tick would find the jobs, and each would submit them again."""
+    with pytest.raises(ConfigError, match=says):
+        Slurm(options={name: "x"})
+    with pytest.raises(ConfigError, match=r"roles.reward.options"):
+        Slurm(roles={"reward": Resources(options={name: "x"})})
+
+
 def test_walltime_too_short_for_the_notice_is_refused_with_both_keys():
     executor = Slurm(notice_s=90, roles={"reward": Resources(timeout_min=2)})
     with pytest.raises(ConfigError, match=r"roles.reward.timeout_min = 2 is too short for notice_s = 90"):
@@ -97,6 +145,31 @@ def test_a_killed_sbatch_is_not_called_late_and_its_submission_stays_open(tmp_pa
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(SchedulerError, match="sbatch: killed by signal 9"):  # a refusal would give it back
         Slurm().submit(RunDir(tmp_path / "run"), submission())
+
+
+def test_all_commands_ask_the_same_cluster_whatever_the_shell_says(tmp_path, monkeypatch):
+    """Else a tick would not find the jobs, and each would submit them again."""
+    for name in ("srun", "sbatch", "squeue", "sacct", "scancel"):
+        also = "${SBATCH_CLUSTERS-}" if name == "sbatch" else ""
+        told = f'echo "{name} $* of ${{SLURM_CLUSTERS-}}{also}" >> {tmp_path}/told'
+        (tmp_path / name).write_text(f"#!/bin/sh\n{told}\necho Submitted batch job 7 on cluster gpu\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for variable in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
+        monkeypatch.setenv(variable, "other")
+    run, slurm = RunDir(tmp_path / "run"), Slurm(cluster="gpu")
+    run.make()
+    words = {"commit": "", "model_sha256": "", "config_sha256": "", "folder": "/", "environment": {}}
+    atomic.put(run.manifest, RunManifest(protocol=PROTOCOL, run_id="demo-a1b2c3", **words))
+    assert slurm.submit(run, submission()) == "7"
+    assert slurm.queue(run) == []
+    slurm.endings(["7"])
+    slurm.cancel(["7"])
+    told = (tmp_path / "told").read_text().splitlines()
+    assert [line.split()[0] for line in told] == ["sbatch", "squeue", "sacct", "scancel"]
+    assert all(line.endswith(" of ") for line in told)
+    assert all("--clusters=gpu" in line for line in told[1:])
+    assert "#SBATCH --clusters=gpu" in script(slurm)
 
 
 def test_machine_without_slurm_is_one_error_and_nothing_is_written(tmp_path, monkeypatch):
