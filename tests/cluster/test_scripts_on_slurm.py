@@ -9,6 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hpc_swe.plugins.executors.base import Submission
+from hpc_swe.plugins.executors.slurm import Resources, Slurm
 from hpc_swe.rundir import RunDir
 from tests.kit.checkout import ROOT
 
@@ -63,6 +65,32 @@ def test_a_launcher_job_submits_jobs_that_take_nothing_for_their_own(healthy_clu
         assert found.get("SLURM_NTASKS", "1") == "1"
     stop = [ROOT / ".venv/bin/python", "-m", "hpc_swe.launch", "stop", str(run.root), "--now"]
     cluster.run(*map(str, stop), cwd=ROOT)
+
+
+OPTIONS = [
+    {},
+    {"gres": "gpu:h100:2"},
+    {"gpus_per_node": "h100:2"},
+    {"gpus": 2},
+    {"gpus-per-task": 1},
+    {"mem-per-cpu": "500M"},
+    {"mem_per_gpu": "1G"},
+    {"mem": False},
+    {"requeue": False, "exclusive": True},
+]
+
+
+def test_slurm_takes_the_options_by_which_people_replace_ours(healthy_cluster, folder):
+    refused = {}
+    for number, options in enumerate(OPTIONS):
+        roles = {"inference": Resources(gpus_per_node=2, mem_gb=1, cpus_per_task=1, options=options)}
+        asked = Submission("demo-a1b2c3", "inference", 1, 1, 1, ["true"])
+        text = Slurm(partition="gpu", cluster="hpc", roles=roles).script(RunDir(folder / "run"), asked)
+        (folder / f"{number}.sh").write_text(text)
+        done = healthy_cluster.run("sbatch", "--test-only", folder / f"{number}.sh", check=False)
+        if done.returncode:
+            refused[str(options)] = done.stderr
+    assert refused == {}
 
 
 def test_the_example_is_a_table_that_cron_takes(healthy_cluster):
