@@ -86,7 +86,7 @@ class NoAnswer(EngineError):
 
 
 class Overdue(EngineError):
-    """The engine works, but did not answer one request in the time that its tokens may take."""
+    """The engine works, but did not answer one request in the time that its queue and its tokens may take."""
 
 
 class AgentError(EpisodeError):

@@ -122,7 +122,7 @@ class Engine(Protocol):
 
         `routed` is the number of first tokens whose routing the caller has; an engine that returns routings
         leaves them out. Raise NoAnswer when it is dead or hangs, Overdue when it works, but the completion
-        takes far longer than its tokens may, and EngineError when the answer cannot be trusted.
+        takes far longer than its queue and its tokens may, and EngineError when the answer cannot be trusted.
         """
 
 

@@ -41,6 +41,8 @@ from hpc_swe.records import FREE, IdArray, ProbeScore, Sampling, WeightVersion
 ANSWER_TIMEOUT_S = 60.0
 SLOWEST_TOKENS_PER_S = 0.5
 """Slowest rate of one completion, queueing included; an engine that is slower has lost the request."""
+FEWEST_TIMED_TOKENS = 2048
+"""A request for fewer tokens may take as long as one for so many: both queue for the same time."""
 NEAR = 0.9
 """Share of the probe's tokens that must agree with the learner, up to the tolerance."""
 FARTHEST = 10.0
@@ -248,7 +250,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         routed: int = 0,
     ) -> Completion:
         """Sample one completion; the request names every setting that shapes the distribution."""
-        wait = (timeout_s, timeout_s + sampling.max_tokens / SLOWEST_TOKENS_PER_S)
+        wait = (timeout_s, timeout_s + max(sampling.max_tokens, FEWEST_TIMED_TOKENS) / SLOWEST_TOKENS_PER_S)
         more = {"routed_experts_prompt_start": routed} if self.return_routing else {}
         answer = self._request(url, token, prompt.tolist(), sampling, wait, **more)
         ids, logprobs = answer.token_ids, answer.logprobs

@@ -171,6 +171,16 @@ def test_a_completion_longer_than_the_wait_for_engines_rests_no_engine(run: RunD
             assert endpoint.owner == "a"
 
 
+@pytest.mark.slow
+def test_a_context_s_last_token_may_queue_for_longer_than_it_computes(run: RunDir, tmp_path: Path) -> None:
+    """An engine that is busy lets all requests wait, whether they ask for one token or for thousands."""
+    busy = ScriptedReply(token_ids=[7], logprobs=[-0.5], delay_s=4.5)
+    with serving(tmp_path, busy) as (url, _):
+        list_engines(run, a=url)
+        asking = Sampler(Scripted(replies=""), Endpoints(run, max_lag=1, fresh_s=0.0), "secret", 1.0)
+        assert asking.sample(PROMPT, Sampling(max_tokens=1), "").token_ids == [7]
+
+
 def test_a_request_that_an_engine_lost_fails_alone(run: RunDir) -> None:
     list_engines(run, a="http://a")
     endpoints = Endpoints(run, max_lag=1, fresh_s=0.0)
