@@ -5,8 +5,9 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from hpc_swe.errors import CorruptRecord, EngineError, Overdue, StorageError
 from hpc_swe.records import Endpoint, EndpointTable, Node, WeightVersion
@@ -19,12 +20,34 @@ SUSPENSION_S = (1.0, 30.0)
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Suspension:
+    """Tell until when a failing engine is not asked. One outage, which many requests meet, counts once."""
+
+    seconds: float = 0.0
+    failed_at: float = float("-inf")
+    """Time of the failure that set `seconds`; requests that began earlier fail in the same outage."""
+    until: float = float("-inf")
+
+    def after_failure(self, began: float, now: float) -> "_Suspension":
+        """Return the suspension that follows when a request fails which began at `began`."""
+        if began > self.failed_at:
+            seconds = min(max(SUSPENSION_S[0], 2 * self.seconds), SUSPENSION_S[1])
+            return _Suspension(seconds, now, now + seconds)
+        return self if now < self.until else replace(self, until=now + self.seconds)
+
+
+NOT_SUSPENDED = _Suspension()
+
+
 class Endpoints:
     """Share the engines among the episode threads of a process."""
 
-    def __init__(self, run: RunDir, max_lag: int, fresh_s: float = 1.0) -> None:
+    def __init__(
+        self, run: RunDir, max_lag: int, fresh_s: float = 1.0, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
         """Exclude engines more than `max_lag` steps behind the newest weights; reread after `fresh_s`."""
-        self._run, self._max_lag, self._fresh_s = run, max_lag, fresh_s
+        self._run, self._max_lag, self._fresh_s, self._monotonic = run, max_lag, fresh_s, monotonic
         self._lock = threading.Lock()
         self._table = EndpointTable(beat=0, endpoints=[], newest=WeightVersion())
         """The last table read; its beat is 0 until the coordinator has written one."""
@@ -32,7 +55,7 @@ class Endpoints:
         self._busy: Counter[str] = Counter()
         self._asleep_s = 0.0
         """Seconds in which all listed engines slept."""
-        self._failures: dict[str, tuple[int, float]] = {}
+        self._suspensions: dict[str, _Suspension] = {}
         self._last_error = "none"
 
     @contextmanager
@@ -47,7 +70,7 @@ class Endpoints:
         if not prefer:
             with self._lock:
                 self._read(again=True)
-        endpoint, asleep_s = self._wait(prefer, wait_s), self._asleep_s
+        (endpoint, began), asleep_s = self._wait(prefer, wait_s), self._asleep_s
         try:
             yield endpoint
         except Overdue as error:
@@ -55,10 +78,10 @@ class Endpoints:
                 raise EngineError(f"the engine slept: {error}") from error
             raise
         except EngineError as error:
-            self._suspend(endpoint.owner, error)
+            self._suspend(endpoint.owner, began, error)
             raise
         else:
-            self._failures.pop(endpoint.owner, None)
+            self._suspensions.pop(endpoint.owner, None)
         finally:
             with self._lock:
                 self._busy[endpoint.owner] -= 1
@@ -72,7 +95,7 @@ class Endpoints:
         """Return a time in seconds that passes as a monotonic clock's, but not while all engines sleep."""
         with self._lock:
             self._read()
-            return time.monotonic() - self._asleep_s
+            return self._monotonic() - self._asleep_s
 
     def versions(self, endpoint: Endpoint) -> list[WeightVersion]:
         """Read the weight versions in the engine's own cell.
@@ -89,21 +112,22 @@ class Endpoints:
             raise EngineError(f"cannot tell the weights of {endpoint.owner}: its cell names none")
         return versions
 
-    def _wait(self, prefer: str, wait_s: float) -> Endpoint:
+    def _wait(self, prefer: str, wait_s: float) -> tuple[Endpoint, float]:
+        """Return an engine, and the time at which it was chosen."""
         until = self.clock() + wait_s
         while True:
             with self._lock:
                 found = self._choose(prefer)
                 if found is not None:
                     self._busy[found.owner] += 1
-                    return found
+                    return found, self._monotonic()
             if self.clock() >= until:
                 raise EngineError(f"no engine served within {wait_s:g} s: {self._describe()}")
             time.sleep(random.uniform(0.5, 1.5) * min(self._fresh_s, wait_s) / 4)
 
     def _choose(self, prefer: str) -> Endpoint | None:
-        now = time.monotonic()
-        serving = [e for e in self._recent() if self._failures.get(e.owner, (0, 0.0))[1] <= now]
+        now = self._monotonic()
+        serving = [e for e in self._recent() if self._suspensions.get(e.owner, NOT_SUSPENDED).until <= now]
         return min(
             serving,
             key=lambda e: (e.owner != prefer, e.updating, self._busy[e.owner], random.random()),
@@ -118,9 +142,9 @@ class Endpoints:
         return [e for e in awake if any(v.step >= oldest for v in e.versions)]
 
     def _read(self, *, again: bool = False) -> None:
-        if (since_s := time.monotonic() - self._read_at) < self._fresh_s and not again:
+        if (since_s := self._monotonic() - self._read_at) < self._fresh_s and not again:
             return
-        self._read_at = time.monotonic()
+        self._read_at = self._monotonic()
         if self._table.endpoints and all(endpoint.sleeping for endpoint in self._table.endpoints):
             self._asleep_s += since_s
         try:
@@ -130,13 +154,13 @@ class Endpoints:
         except (CorruptRecord, StorageError) as error:
             log.warning("unreadable endpoints, using the last ones read: %s", error)
 
-    def _suspend(self, owner: str, error: EngineError) -> None:
+    def _suspend(self, owner: str, began: float, error: EngineError) -> None:
         with self._lock:
-            count = self._failures.get(owner, (0, 0.0))[0] + 1
-            seconds = min(SUSPENSION_S[0] * 2 ** (count - 1), SUSPENSION_S[1])
-            self._failures[owner] = (count, time.monotonic() + seconds)
+            before = self._suspensions.get(owner, NOT_SUSPENDED)
+            found = self._suspensions[owner] = before.after_failure(began, self._monotonic())
             self._last_error = f"{owner}: {error}"
-        log.warning("failing engine %s suspended for %g s: %s", owner, seconds, error)
+        if found is not before:
+            log.warning("failing engine %s suspended for %g s: %s", owner, found.seconds, error)
 
     def _describe(self) -> str:
         if not self._table.beat:
