@@ -1,6 +1,7 @@
 """Print the command of an engine that a run can attach to and update: python -m hpc_swe.engine CONFIG...
 
-The arguments are those of `launch start`. When the printed line runs, it takes the key from VLLM_API_KEY.
+The arguments are those of `launch start`. The line is one command, so `srun` may stand before it. Its shell
+takes the key from VLLM_API_KEY, so that no process has it among its arguments, which all users can read.
 """
 
 import os
@@ -20,12 +21,14 @@ def line(config: RunConfig) -> str:
     """Return a line for a shell on the engine's node, which must see the run's folder as the jobs do."""
     model, port = Path(config.model).absolute(), urlsplit(config.inference.url).port or PORT
     words = config.engine.command(model, "0.0.0.0", port, model.name)  # noqa: S104  (guarded by the key)
+    variables = sorted(config.engine.environment(KEY).items())
+    keys = " ".join(f'{name}="${{{KEY}:?}}"' for name, value in variables if value == KEY)
     settings = [
-        f'{name}="${{{KEY}:?}}"' if value == KEY else f"{name}={shlex.quote(value)}"
-        for name, value in sorted(config.engine.environment(KEY).items())
-        if os.environ.get(name) != value  # that shell inherits the others too
+        f"{name}={value}"
+        for name, value in variables
+        if value not in (KEY, os.environ.get(name))  # that shell inherits the others too
     ]
-    return f"env {' '.join(settings)} {shlex.join(words)}"
+    return shlex.join(["sh", "-c", f'export {keys}; exec env "$@"', "sh", *settings, *words])
 
 
 @cli.command

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from hpc_swe import config as configuration
-from hpc_swe import job_counts
+from hpc_swe import engine, job_counts
 from hpc_swe.errors import ConfigError, EngineError
 from hpc_swe.plugins.engines._vllm_environment import TOKEN as VARIABLE
 from hpc_swe.plugins.engines.scripted import SCORE, Scripted, ScriptedReply
@@ -24,7 +25,7 @@ from hpc_swe.runs import control, existing
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic
 from jobs import run as jobs_run
-from tests.kit.checkout import ROOT
+from tests.kit.checkout import ROOT, environment
 from tests.kit.engine_kit import (
     TOKEN,
     await_node,
@@ -37,7 +38,8 @@ from tests.kit.engine_kit import (
     supervise,
     supervisors,
 )
-from tests.kit.waiting import until
+from tests.kit.run_processes import command, processes_of
+from tests.kit.waiting import DEADLINE_S, until
 
 PROBE = ProbeScore(token_ids=[5, 6, 7], logprobs=[SCORE, SCORE], tolerance=0.01)
 V0, V1, V2 = (WeightVersion(step=step) for step in range(3))
@@ -286,3 +288,41 @@ def test_a_run_may_go_on_with_an_engine_that_has_moved(tmp_path, somebody, key) 
     control.start(run, configured(somebody))
     assert existing.load(run).inference.url == somebody.url
     assert atomic.names(run.nodes) == []
+
+
+def type_into_shell(line: str, folder: Path) -> "subprocess.Popen[str]":
+    """Start a line in a session of its own, where `env` and `srun` keep their arguments until it ends."""
+    folder.mkdir()
+    for name, rest in (("env", f'{shutil.which("env")} "$@"'), ("srun", '"$@"')):
+        (folder / name).write_text(f'#!/bin/sh\n{rest}\nexit "$?"\n')
+        (folder / name).chmod(0o755)
+    paths = os.pathsep.join([str(folder), os.environ["PATH"]])
+    return subprocess.Popen(
+        ["bash", "-c", line],
+        env=environment(PATH=paths),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize("before", ["", "srun "])
+def test_the_printed_line_shows_its_key_to_no_other_user(tmp_path, somebody, monkeypatch, before) -> None:
+    key = "what-nobody-else-may-read"
+    config = configured(somebody)
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    process = type_into_shell(before + engine.line(config), tmp_path / "no_key")
+    _, said = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode
+    assert "VLLM_API_KEY" in said
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    process = type_into_shell(before + engine.line(config), tmp_path / "with_key")
+    try:
+        until(lambda: config.engine.is_healthy(somebody.url), "health")
+        shown = [command(pid) for pid in processes_of(tmp_path)]
+        assert any("hpc_swe.plugins.engines.scripted" in words for words in shown)
+        assert not any(key in words for words in shown)
+        assert config.engine.inspect(somebody.url, key).can_update
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
