@@ -38,19 +38,20 @@ TEST_NAME = 70
 # - plugins/graders and plugins/sandboxes: what keeps a policy from faking a result or leaving its sandbox
 # - plugins/tasksets: demonstrations that show their work, so that a loop of the demo is bound by GPUs
 # - roles/learner: checkpoints that come by time as well as by number
+# - plugins/executors: what people may write among the options of sbatch, and what that replaces
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
 BUDGETS = {
-    "hpc_swe": 3_450,
+    "hpc_swe": 3_465,
     "hpc_swe/benchmarks": 2_900,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 420,
-    "hpc_swe/doctor": 1_245,
-    "hpc_swe/evaluation": 520,
+    "hpc_swe/doctor": 1_260,
+    "hpc_swe/evaluation": 530,
     "hpc_swe/plugins": 2_470,
     "hpc_swe/plugins/advantages": 150,
     "hpc_swe/plugins/agents": 420,
     "hpc_swe/plugins/engines": 2_820,
-    "hpc_swe/plugins/executors": 810,
+    "hpc_swe/plugins/executors": 880,
     "hpc_swe/plugins/graders": 3_080,
     "hpc_swe/plugins/policies": 5_825,
     "hpc_swe/plugins/sandboxes": 2_535,
@@ -59,7 +60,7 @@ BUDGETS = {
     "hpc_swe/records": 555,
     "hpc_swe/report": 870,
     "hpc_swe/roles": 10,
-    "hpc_swe/roles/coordinator": 3_030,
+    "hpc_swe/roles/coordinator": 3_050,
     "hpc_swe/roles/inference": 645,
     "hpc_swe/roles/learner": 1_075,
     "hpc_swe/roles/reward": 340,

@@ -108,7 +108,7 @@ def collect_what_cannot_be_read(root, bad) -> None:
 
 
 @pytest.mark.parametrize("bad", ["train-000000-00", "train-"])
-def test_a_result_that_alone_can_never_be_read_is_buried_and_its_group_closed(tmp_path, bad):
+def test_a_result_that_can_never_be_read_is_buried_if_others_can(tmp_path, bad):
     """Else all batches would wait for it. A server that is away, so that none can be read, buries nothing."""
     assert in_child(collect_what_cannot_be_read, tmp_path, bad) == 0
 
