@@ -297,7 +297,7 @@ def main() -> int:
         return _work(arguments, run, config)
     except HpcSweError as error:
         log.error("%s", error)
-        _report(arguments, run, 0.0, error.exit_code)  # or ticks without accounting submit it again for ever
+        _report(arguments, run, 0.0, error.exit_code)  # so that ticks and people learn the reason
         return error.exit_code
 
 

@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hpc_swe import config as configuration
-from hpc_swe.errors import ConfigError, HpcSweError, StaleRun, StorageError
+from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError, StaleRun, StorageError
 from hpc_swe.records import RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control, create, existing, submit, watch
+from hpc_swe.runs.view import RunReader
 from hpc_swe.store import atomic, submissions, supervision, tasks
 from tests.kit.checkout import ROOT
 from tests.kit.waiting import DEADLINE_S, until
@@ -343,6 +344,16 @@ def test_waiting_for_a_run_that_is_ordered_to_end_ends_with_it(tmp_path, read):
         assert not run.stop.exists()
     finally:
         control.stop(run, config, now=True)
+
+
+def test_jobs_of_a_misspelt_setup_are_given_up_with_what_they_said(tmp_path, read):
+    run, config = RunDir(tmp_path / "run"), read("counts.reward=1", "executor.setup=['modul load cuda']")
+    control.start(run, config)
+    with pytest.raises(
+        DeadlineError, match="reward: its last 3 submissions failed .no job reported its start"
+    ):
+        watch.watch(run, config, DEADLINE_S, stop_on="deadline")
+    assert any("'modul load cuda' fails" in line for line in RunReader(run, config).look().queue.failures)
 
 
 @pytest.mark.slow

@@ -282,6 +282,21 @@ def test_failed_submissions_say_what_their_jobs_and_logs_said(run, read):
     assert "error: logs/reward/377_0_log.out: error: [grader] no pytest" in text
 
 
+def test_jobs_that_died_before_they_reported_show_what_their_log_says(run, read):
+    publish(run)
+    submitted(run, "reward", 1, "77")
+    assert RunReader(run, read()).look().queue.failures == [], (
+        "cancelled, perhaps: jobs that begin have a log"
+    )
+    run.logs("reward").mkdir(parents=True)
+    (run.logs("reward") / "77_0.log").write_text(
+        "error: [executor] setup: 'modul' fails with exit code 127\n"
+    )
+    text = screen(RunReader(run, read()).look(), 120)
+    assert "error: reward: no job reported its start" in text
+    assert "error: logs/reward/77_0.log: error: [executor] setup: 'modul' fails with exit code 127" in text
+
+
 def test_failures_before_a_submission_that_waits_are_no_error(run, read):
     publish(run)
     for number in (1, 2, 3):  # the last was put back into the queue after it failed

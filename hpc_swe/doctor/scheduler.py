@@ -113,7 +113,7 @@ def accounting(cluster: Cluster) -> Finding:
     kind = cluster.setting("AccountingStorageType") or "accounting_storage/none"
     if not kind.endswith("/none"):
         return Finding("accounting", "ok", kind)
-    says = "no accounting: sacct cannot tell how a job ended; launch tick works without it"
+    says = "no accounting: launch tick counts jobs that leave the queue, and reported nothing, as failed"
     remedy = "AccountingStorageType=accounting_storage/slurmdbd in slurm.conf"
     return Finding("accounting", "warning", says, remedy)
 

@@ -93,10 +93,11 @@ def failures(
     """List the failed ones of the last submissions, newest first, back to the last one that did not fail.
 
     A submission that has left the queue without a note is skipped while accounting may still report it: on a
-    busy cluster accounting is minutes behind the queue. Without accounting it has not failed.
+    busy cluster accounting is minutes behind the queue. Without accounting it has failed: nothing else tells
+    of jobs that die before `jobs.run`, and a wrong guess costs one rest.
 
     `histories` begin with the oldest one. `endings` are accounting's record of submissions that did not note
-    their end, None without accounting. The submissions `living` have a job in the queue.
+    their end, None without accounting. The submissions `living` have, or may have, a job in the queue.
     """
     found: list[History] = []
     for history in reversed(histories):
@@ -152,7 +153,7 @@ def tick(run: RunDir, config: RunConfig, *, rests: bool = True, fresh_s: float =
     cancel = [job for decision in decided.values() for job in decision.cancel]
     config.executor.cancel(cancel)
     missing = {role: decision.missing for role, decision in decided.items() if decision.missing}
-    stuck = _stuck(run, config, list(missing), queue) if rests else {}
+    stuck = _stuck(run, config, {role: newest[role] for role in missing}, queue) if rests else {}
     submit: dict[Role, int] = {}
     for role in (role for role in missing if role not in stuck):
         try:
@@ -194,13 +195,15 @@ def _has_failed(
     if started and all(job.seconds >= 0 for job in started):
         return all(job.code for job in started)  # jobs.run gives up only after its retries
     if endings is None:
-        return False
+        return not started
     ending = endings.get(submitted.job, "RUNNING")
     return None if ending.startswith(OPEN) else ending.startswith(FAILED)
 
 
-def _stuck(run: RunDir, config: RunConfig, roles: Sequence[Role], queue: Sequence[Job]) -> dict[Role, str]:
-    known = {role: submissions.history(run, role, 2 * GENERATIONS) for role in roles}
+def _stuck(
+    run: RunDir, config: RunConfig, newest: Mapping[Role, LatestSubmission], queue: Sequence[Job]
+) -> dict[Role, str]:
+    known = {role: submissions.history(run, role, 2 * GENERATIONS) for role in newest}
     histories = {role: history for role, history in known.items() if len(history) >= GENERATIONS}
     silent = [
         submitted.job
@@ -211,14 +214,27 @@ def _stuck(run: RunDir, config: RunConfig, roles: Sequence[Role], queue: Sequenc
     endings = config.executor.endings(silent)
     stuck: dict[Role, str] = {}
     for role, history in histories.items():
-        failed = failures(history, endings, {job.submission for job in queue if job.role == role})
-        newest = history[-1][0]  # also when accounting does not know yet what has become of it
-        if len(failed) >= GENERATIONS and submissions.rested_s(run, role, newest) < REST_S:
+        failed = failures(history, endings, _living(role, history, newest[role], queue))
+        last = history[-1][0]  # also when accounting does not know yet what has become of it
+        if len(failed) >= GENERATIONS and submissions.rested_s(run, role, last) < REST_S:
             _, submitted, started = failed[0]
             codes = ", ".join(f"exit code {job.code} on {job.host}" for job in started[:3])
-            why = (endings or {}).get(submitted.job) or codes
+            why = (endings or {}).get(submitted.job) or codes or "no job reported its start"
             stuck[role] = f"its last {GENERATIONS} submissions failed ({why}); see {run.logs(role)}"
     return stuck
+
+
+def _living(
+    role: Role, history: Sequence[History], newest: LatestSubmission, queue: Sequence[Job]
+) -> set[int]:
+    """Return the submissions that have a job in the queue, or may have one.
+
+    The history is read after the queue, so another tick may have submitted, or confirmed, what it did not
+    show yet. Jobs of a void submission end without a note.
+    """
+    seen = newest.number - newest.is_open
+    unseen = {number for number, _, _ in history if number > seen}
+    return {job.submission for job in queue if job.role == role} | unseen | newest.voided
 
 
 def _settle(run: RunDir, role: Role, number: int, decision: Decision) -> None:

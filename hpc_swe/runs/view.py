@@ -157,15 +157,20 @@ def _failure(run: RunDir, role: Role, failed: Sequence[submit.History]) -> list[
     if not failed:
         return []
     number, submitted, started = failed[0]
-    last = max(started, key=lambda job: job.seconds)
+    # logs of a cluster are named by the job, logs of this machine by the submission
+    names = [f"{submitted.job.partition(':')[0]}*", f"{number:06d}.log"]
+    said = _last_line(run, [path for name in names for path in run.logs(role).glob(name)])
+    if not started and not said:
+        return []  # such as jobs that were cancelled while they waited
     rests = (
         f", so ticks rest {duration(submit.REST_S)} after each" if len(failed) >= submit.GENERATIONS else ""
     )
     again = f"; {len(failed)} submissions running{rests}" if len(failed) > 1 else ""
-    message = f"{role}: exit code {last.code} on {last.host} after {duration(last.seconds)}{again}"
-    # logs of a cluster are named by the job, logs of this machine by the submission
-    names = [f"{submitted.job.partition(':')[0]}*", f"{number:06d}.log"]
-    return [message, *_last_line(run, [path for name in names for path in run.logs(role).glob(name)])]
+    how = "no job reported its start"
+    if started:
+        last = max(started, key=lambda job: job.seconds)
+        how = f"exit code {last.code} on {last.host} after {duration(last.seconds)}"
+    return [f"{role}: {how}{again}", *said]
 
 
 def _last_line(run: RunDir, logs: Sequence[Path]) -> list[str]:

@@ -5,13 +5,12 @@ import os
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from hpc_swe.errors import ConfigError, SchedulerError, StorageError
+from hpc_swe.errors import SchedulerError, StorageError
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.plugins.executors.slurm import parse_queue
 from hpc_swe.plugins.policies.megatron import Megatron
@@ -19,9 +18,10 @@ from hpc_swe.records import CheckpointManifest, WeightManifest, WeightVersion
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import submit as run_submit
 from hpc_swe.runs.submit import Decision, decide, failures
-from hpc_swe.settings import InferenceConfig, LearnerConfig
+from hpc_swe.settings import LearnerConfig
 from hpc_swe.store import atomic, folders, skipped, submissions
 from hpc_swe.store.submissions import LatestSubmission, Rest, Started, Submitted
+from tests.kit.played import Config, Played
 
 
 def job(number: int, state: str = "running", submission: int = 1) -> Job:
@@ -109,7 +109,10 @@ def started(code=1, seconds=3.0, at=0.0):
         ([[started()], [started(code=0, seconds=-1)]], {}, 1),  # died without a word, and not in the book yet
         ([[started()], [started(code=0)], []], {}, 0),
         ([[started()]] * 3, None, 3),
-        ([[started()]] * 3 + [[]], None, 0),  # no book will ever tell of the last
+        ([[started()]] * 3 + [[]], None, 4),  # no book will ever tell of the last, which died before jobs.run
+        ([[]] * 3, None, 3),
+        ([[], [], [started(code=0)]], None, 0),
+        ([[], [], [started(code=0, seconds=-1)]], None, 0),  # it began, and then its node was lost
     ],
 )
 def test_failures_in_a_row(said, endings, count):
@@ -125,58 +128,6 @@ def test_submission_of_which_a_job_lives_has_not_failed():
 def histories(said):
     submitted = Submitted(job="7", count=1, host="login", at=0.0)
     return [(number, submitted, jobs) for number, jobs in enumerate(said)]
-
-
-@dataclass
-class Played:
-    """A scheduler in memory: what is submitted runs until it is taken off the list."""
-
-    running: list[Job] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
-    array_size: int = 1000
-    pause_s: float = 0.0
-    dies: str = ""
-    """Where submitting is cut off: before the scheduler hears of it, or after."""
-
-    def submit(self, run, submission):
-        self.asked.append("submit")
-        if self.dies == "before":
-            raise KeyboardInterrupt
-        if self.dies == "refused":
-            raise ConfigError("sbatch refuses: no such partition")
-        self.running += [
-            Job(submission.role, f"{submission.number}_{n}", submission.number, "running")
-            for n in range(submission.count)
-        ]
-        if self.dies == "after":
-            raise KeyboardInterrupt
-        return str(submission.number)
-
-    def queue(self, run):
-        self.asked.append("queue")
-        if self.dies == "silent":
-            raise SchedulerError("squeue: Unable to contact slurm controller")
-        return list(self.running)
-
-    def endings(self, jobs):
-        self.asked.append("endings")
-
-    def cancel(self, jobs):
-        self.running = [job for job in self.running if job.job not in jobs]
-
-
-@dataclass
-class Config:
-    """The part of a RunConfig that a tick reads."""
-
-    executor: Played
-    counts: dict
-    mode: str = "eval"
-    hybrid: bool = False
-    steps: int = 5
-    policy: Megatron | None = None
-    learner: LearnerConfig | None = None
-    inference: InferenceConfig = InferenceConfig()
 
 
 @pytest.fixture
@@ -380,6 +331,45 @@ def test_role_that_keeps_failing_is_left_alone_until_it_has_rested(run, config):
     atomic.put(run.started("rollout", 4, 0), started())
     config.executor.running.clear()
     assert run_submit.tick(run, config).lost == ["rollout"], "the next failure rests as long"
+
+
+def test_jobs_that_die_unreported_rest_where_there_is_no_accounting(run, config):
+    """A line of setup is misspelt, or there is no interpreter."""
+    for _ in range(3):
+        assert run_submit.tick(run, config).submit == {"rollout": 200}
+        config.executor.running.clear()
+    plan = run_submit.tick(run, config)
+    assert plan.lost == ["rollout"]
+    assert "its last 3 submissions failed (no job reported its start); see " in plan.stuck["rollout"]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_what_another_tick_submits_meanwhile_has_not_failed(run, config, is_open):
+    """Its jobs are not in the queue that was read before, and have had no time to report."""
+    for _ in range(2):
+        assert run_submit.tick(run, config).submit == {"rollout": 200}
+        config.executor.running.clear()
+    if is_open:  # it was taken long ago, and is confirmed only now
+        submissions.take(run, "rollout", 3)
+        submissions.mark(run, "rollout", 3, submissions.DOUBTED)
+    ask = config.executor.queue
+
+    def queue(_):
+        found = ask(run)
+        submissions.take(run, "rollout", 3)
+        atomic.put(run.submitted("rollout", 3), Submitted(job="3", count=200, host="other", at=0.0))
+        return found
+
+    config.executor.queue = queue
+    assert run_submit.tick(run, config).stuck == {}
+
+
+def test_a_void_submission_whose_jobs_ended_in_silence_has_not_failed(run, config):
+    for _ in range(3):
+        assert run_submit.tick(run, config).submit == {"rollout": 200}
+        config.executor.running.clear()
+    submissions.mark(run, "rollout", 3, submissions.VOID)
+    assert run_submit.tick(run, config).submit == {"rollout": 200}
 
 
 def test_after_a_rest_one_submission_is_tried_and_not_one_per_tick(run, config):

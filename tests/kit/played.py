@@ -1,0 +1,60 @@
+"""A scheduler that is played in memory, and the part of a configuration that a tick reads."""
+
+from dataclasses import dataclass, field
+
+from hpc_swe.errors import ConfigError, SchedulerError
+from hpc_swe.plugins.executors.base import Job
+from hpc_swe.plugins.policies.megatron import Megatron
+from hpc_swe.settings import InferenceConfig, LearnerConfig
+
+
+@dataclass
+class Played:
+    """A scheduler in memory: what is submitted runs until it is taken off the list."""
+
+    running: list[Job] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    array_size: int = 1000
+    pause_s: float = 0.0
+    dies: str = ""
+    """Where submitting is cut off: before the scheduler hears of it, or after."""
+
+    def submit(self, run, submission):
+        self.asked.append("submit")
+        if self.dies == "before":
+            raise KeyboardInterrupt
+        if self.dies == "refused":
+            raise ConfigError("sbatch refuses: no such partition")
+        self.running += [
+            Job(submission.role, f"{submission.number}_{n}", submission.number, "running")
+            for n in range(submission.count)
+        ]
+        if self.dies == "after":
+            raise KeyboardInterrupt
+        return str(submission.number)
+
+    def queue(self, run):
+        self.asked.append("queue")
+        if self.dies == "silent":
+            raise SchedulerError("squeue: Unable to contact slurm controller")
+        return list(self.running)
+
+    def endings(self, jobs):
+        self.asked.append("endings")
+
+    def cancel(self, jobs):
+        self.running = [job for job in self.running if job.job not in jobs]
+
+
+@dataclass
+class Config:
+    """The part of a RunConfig that a tick reads."""
+
+    executor: Played
+    counts: dict
+    mode: str = "eval"
+    hybrid: bool = False
+    steps: int = 5
+    policy: Megatron | None = None
+    learner: LearnerConfig | None = None
+    inference: InferenceConfig = InferenceConfig()
