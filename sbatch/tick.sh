@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One tick of a run, or of every run in a folder, for cron: sbatch/tick.sh FOLDER
-# Silent when nothing is to be done. What it did is in each run's logs/tick.log. What failed is said here, too, once as
-# long as it fails in the same words: logs/tick.failed holds them, so that cron does not mail every five minutes.
+# One tick of a run, or of every run in a folder, for cron: sbatch/tick.sh FOLDER. A run is passed over whose order to
+# end (STOP, DRAIN, FINISHED) is a day old. What a tick did is in the run's logs/tick.log. What failed is said here, too,
+# once as long as it fails in the same words: logs/tick.failed holds them, so that cron does not mail every five minutes.
 set -uo pipefail
 umask 077
 export PATH="$PATH:/usr/local/bin:/usr/bin:/bin:/opt/slurm/bin"
@@ -9,12 +9,12 @@ folder=$(realpath -e "${1:?usage: sbatch/tick.sh FOLDER}") || exit 2
 cd "$(dirname "$(realpath "$0")")/.." || exit 2
 [ -e "$folder"/run.json ] || compgen -G "$folder/*/run.json" > /dev/null ||
     { echo "$folder: no run here: neither it nor a folder in it has a run.json" >&2; exit 2; }
-worst=0
+over=(\( -name FINISHED -o -name STOP -o -name DRAIN \) -mmin +1440) worst=0
 output=$(mktemp) # not a pipe, which jobs on this machine would hold open
 trap 'rm -f "$output"' EXIT
 for config in "$folder"/run.json "$folder"/*/run.json; do
     run=${config%/run.json}
-    [ -e "$config" ] && [ ! -e "$run/control/FINISHED" ] || continue
+    [ -e "$config" ] && [ -z "$(find "$run/control" "${over[@]}" 2> /dev/null)" ] || continue
     PYTHONPATH=$run/code timeout --kill-after=10 300 "${HPC_SWE_PYTHON:-.venv/bin/python}" -P -m hpc_swe.launch tick "$run" > "$output" 2>&1
     code=$? said=$(sed -E 's/^[0-9]{4}-[0-9-]+ [0-9:,]+ //' "$output") failed=$run/logs/tick.failed
     [ "$code" != 0 ] || rm -f "$failed"

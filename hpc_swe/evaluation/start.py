@@ -12,7 +12,7 @@ from hpc_swe.errors import ConfigError, DeadlineError
 from hpc_swe.evaluation import results
 from hpc_swe.evaluation.progress import ProgressBar, progress_of
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import control, existing
+from hpc_swe.runs import control, existing, submit
 from hpc_swe.runs.view import RunReader
 from hpc_swe.runs.watch import left, watch
 from hpc_swe.settings import RunConfig
@@ -69,7 +69,7 @@ def _require_permanent(model: Path) -> None:
 
 def evaluate(run: RunDir, config: RunConfig, *, detach: bool, console: Console) -> bool:
     """Start or continue an evaluation and wait until it has finished; False when it continues unwatched."""
-    if run.finished.exists() and not control.alive(run, config):
+    if run.finished.exists() and not submit.tick(run, config).running:
         return True
     is_new = not run.config.exists()
     control.print_result(run, control.start(run, config))

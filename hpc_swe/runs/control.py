@@ -74,10 +74,8 @@ def stop(run: RunDir, config: RunConfig, *, now: bool) -> str:
     """
     with atomic.storage(run.control):
         (run.stop if now else run.drain).touch()
-    queue = config.executor.queue(run)
-    waiting = [job.job for job in queue if job.state != "running"]
-    config.executor.cancel(waiting)
-    done, running = f"cancelled {len(waiting)} jobs that had not begun", len(queue) - len(waiting)
+    plan = submit.tick(run, config)
+    done, running = f"cancelled {len(plan.cancel)} jobs that had not begun", len(plan.running)
     if not now:
         return f"{done}; {running} finish their work, and then exit"
     deadline = time.monotonic() + GRACE_S

@@ -59,6 +59,8 @@ class TickResult:
     """Role -> the reason why nothing is submitted, or why its jobs wait for a person."""
     lost: list[Role] = field(default_factory=list)
     """Stuck roles without a live job."""
+    running: list[str] = field(default_factory=list)
+    """Ids of the jobs that run."""
     orders: list[str] = field(default_factory=list)
     """Those that stand, so that nothing is submitted."""
 
@@ -134,20 +136,19 @@ def submission(run: RunDir, config: RunConfig, role: Role, number: int, count: i
 
 
 def tick(run: RunDir, config: RunConfig, *, rests: bool = True, fresh_s: float = FRESH_S) -> TickResult:
-    """Submit missing jobs, unless an order stands or the run has finished.
+    """Submit missing jobs; under an order, such as that of a finished run, cancel those that do not run yet.
 
     A role whose submissions fail pauses if this tick `rests`. Raise SchedulerError, and submit nothing, when
     the scheduler does not answer, or its answer is older than `fresh_s` because this process was frozen.
     """
     began = time.monotonic()
-    if found := orders.active(run):
-        return TickResult(orders=found)
+    if orders.active(run):
+        return _cancel_waiting(run, config, fresh_s)
     wanted, refusal = _wanted(run, config)
     newest, queue, decided = _decide_all(run, config, wanted)
-    if found := orders.active(run):  # an order that emptied the queue was written before
-        return TickResult(orders=found)
-    if (age_s := time.monotonic() - began) > fresh_s:  # others have submitted, and waiting jobs run by now
-        raise SchedulerError(f"the queue was read {age_s:.0f} s ago; the next tick looks again")
+    if orders.active(run):  # an order that emptied the queue was written before
+        return _cancel_waiting(run, config, fresh_s)
+    _require_fresh(began, fresh_s)
     for role, decision in decided.items():
         _settle(run, role, newest[role].number, decision)
     cancel = [job for decision in decided.values() for job in decision.cancel]
@@ -164,7 +165,25 @@ def tick(run: RunDir, config: RunConfig, *, rests: bool = True, fresh_s: float =
     stuck |= {job.role: f"job {job.job} is held: {job.reason}" for job in queue if job.state == "held"}
     lost = [role for role in stuck if all(job.role != role for job in queue)]
     submitted = {role: submit[role] for role in decided if submit.get(role)}
-    return TickResult(submitted, cancel, stuck, lost)
+    running = [job.job for job in queue if job.state == "running"]
+    return TickResult(submitted, cancel, stuck, lost, running)
+
+
+def _cancel_waiting(run: RunDir, config: RunConfig, fresh_s: float) -> TickResult:
+    """Cancel the jobs that do not run: each would wait for its turn, start, read the order and end."""
+    began = time.monotonic()
+    queue = config.executor.queue(run)
+    running = [job.job for job in queue if job.state == "running"]
+    waiting = [job.job for job in queue if job.state != "running"]
+    _require_fresh(began, fresh_s)
+    if found := orders.active(run):  # no start has removed the order meanwhile
+        config.executor.cancel(waiting)
+    return TickResult(cancel=waiting if found else [], running=running, orders=found)
+
+
+def _require_fresh(began: float, fresh_s: float) -> None:
+    if (age_s := time.monotonic() - began) > fresh_s:  # others have submitted, and waiting jobs run by now
+        raise SchedulerError(f"the queue was read {age_s:.0f} s ago; the next tick looks again")
 
 
 def _wanted(run: RunDir, config: RunConfig) -> tuple[dict[Role, int], str]:

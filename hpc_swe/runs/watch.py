@@ -9,11 +9,11 @@ from hpc_swe.errors import DeadlineError, HpcSweError, SchedulerError, StorageEr
 from hpc_swe.plugins.executors.base import RunsHere
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import submit
-from hpc_swe.runs.control import alive, stop
+from hpc_swe.runs.control import stop
 from hpc_swe.runs.submit import TickResult
 from hpc_swe.runs.view import RunReader, RunView
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import orders, supervision
+from hpc_swe.store import supervision
 
 log = logging.getLogger(__name__)
 
@@ -26,12 +26,13 @@ def watch(
     *,
     stop_on: Literal["nothing", "deadline", "error"] = "nothing",
 ) -> None:
-    """Submit missing jobs until the run has finished and its processes are gone, and show its state.
+    """Submit missing jobs until the run has finished and none of its jobs runs, and show its state.
 
     After each tick `show` gets the state of the run, or a text that says why it cannot be read. When this
     ends early the jobs keep running, unless `stop_on` names what stops them: a deadline, or any error or
     interrupt. Raise HpcSweError when the run was ordered to end before it had finished, and DeadlineError
-    when it takes longer than `timeout_s`, or a role cannot be kept alive.
+    when it takes longer than `timeout_s`, or a role cannot be kept alive. While the scheduler or the file
+    system does not answer, wait.
     """
     try:
         _watch(run, config, timeout_s, show)
@@ -49,12 +50,14 @@ def _watch(
     run: RunDir, config: RunConfig, timeout_s: float, show: Callable[[RunView | str], None] | None
 ) -> None:
     deadline, reader = time.monotonic() + timeout_s, RunReader(run, config)
-    while not orders.active(run) or alive(run, config):
+    while True:
         try:
             plan = submit.tick(run, config)
         except (SchedulerError, StorageError) as error:
             log.warning("waiting for the scheduler or the file system: %s", error)
             plan = TickResult()
+        if plan.orders and not plan.running:
+            return
         if plan.stuck and not plan.lost:
             log.error("stuck %s", plan.reasons(plan.stuck))
         if plan.lost or time.monotonic() > deadline:

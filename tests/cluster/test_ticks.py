@@ -140,6 +140,17 @@ def test_stop_drains_what_runs_and_cancels_what_waits(bench):
     assert "submitted nothing" in run.tick().stdout
 
 
+def test_jobs_that_wait_when_the_run_has_finished_leave_the_queue(bench):
+    run = bench(3, 'executor.options={begin="now+1hour"}')
+    run.start()
+    run.cluster.run("scontrol", "hold", run.jobs()[0])
+    os.mknod(run.run / "control/FINISHED")
+    run.asked()
+    assert "submitted nothing, cancelled 3: the run has finished" in run.tick().stdout
+    assert run.asked() == dict.fromkeys(COUNTED, 0) | {"squeue": 1, "scancel": 1}
+    run.cluster.wait_for("an empty queue", lambda: not run.jobs())
+
+
 def test_job_asks_for_what_the_configuration_says(bench):
     run = bench(1, 'executor.options={begin="now+1hour", "mail-type"="FAIL"}', "executor.notice_s=45")
     run.start()

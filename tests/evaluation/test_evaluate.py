@@ -148,6 +148,32 @@ def test_the_end_of_the_watch_ends_local_jobs_and_leaves_cluster_jobs(small, kin
     assert small.out.stop.exists() == ends
 
 
+class Held(Local, frozen=True, kw_only=True):
+    """A person holds a job of the run, and others wait for nodes."""
+
+    is_here: ClassVar[bool] = False
+    waiting: ClassVar[list[Job]] = []
+
+    def queue(self, run):
+        return list(self.waiting)
+
+    def cancel(self, jobs):
+        self.waiting[:] = [job for job in self.waiting if job.job not in jobs]
+
+
+def test_a_finished_evaluation_waits_for_no_job_in_the_queue(small):
+    """Its results would come days later, and then GPUs would start for nothing."""
+    words = [*start.OWN, *(word for word in small.words if "=" in word), *NOBODY]
+    config = configuration.read(
+        ROOT / "configs/demo.toml", overrides=[*words, f"executor={{type='{__name__}:Held'}}"]
+    )
+    control.start(small.out, config)
+    small.out.finished.touch()
+    Held.waiting += [Job("rollout", "7", 1, "held", "JobHeldUser"), Job("reward", "8", 1, "waiting")]
+    assert start.evaluate(small.out, config, detach=False, console=Console())
+    assert Held.waiting == []
+
+
 def test_a_look_that_fails_is_told_and_taken_again_until_patience_ends(begun):
     config = existing.load(begun.out)
     bar, reader = progress.ProgressBar(begun.out, config, Console(quiet=True)), RunReader(begun.out, config)

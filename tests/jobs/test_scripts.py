@@ -132,6 +132,22 @@ def test_a_tick_of_a_wrong_folder_says_so(tmp_path: Path, name: str) -> None:
     assert f"{tmp_path / name}: " in done.stderr
 
 
+def test_runs_that_ended_are_ticked_for_a_day_and_then_passed_over(tmp_path: Path) -> None:
+    """A tick cancels what still waits, but Slurm is not asked for ever about runs of the past."""
+    (tmp_path / "python").write_text(f"#!/bin/sh\nfor run; do :; done; basename $run >> {tmp_path}/ticked\n")
+    (tmp_path / "python").chmod(0o755)
+    orders = {"live": "", "new": "FINISHED", "old": "FINISHED", "stopped": "STOP", "drained": "DRAIN"}
+    for name, order in orders.items():
+        run = RunDir(tmp_path / "runs" / name)
+        run.control.mkdir(parents=True)
+        run.config.write_text("{}")
+        (run.control / (order or "notes")).touch()
+        if name != "new":
+            os.utime(run.control / (order or "notes"), times=(time.time() - 90_000,) * 2)
+    script("tick.sh", tmp_path / "runs", HPC_SWE_PYTHON=tmp_path / "python")
+    assert (tmp_path / "ticked").read_text().split() == ["live", "new"]
+
+
 @pytest.mark.parametrize("size", SWEPDB)
 def test_variables_become_the_values_of_the_debugging_run(
     tmp_path: Path, model: Path, rows: str, size: str

@@ -230,14 +230,36 @@ def test_silent_scheduler_means_that_nothing_is_submitted(run, config):
     assert submissions.newest(run, "rollout") == LatestSubmission()
 
 
+MIXED = [job(0), job(1, "waiting"), job(2, "held"), job(3, "broken")]
+
+
 @pytest.mark.parametrize("order", ["DRAIN", "STOP", "FINISHED"])
-def test_under_an_order_the_scheduler_is_not_even_asked(run, config, order):
+def test_under_an_order_what_does_not_run_is_cancelled(run, config, order):
+    """It would hold its place in the queue for days, and get its GPUs only to end at once."""
+    config.executor.running += MIXED
     (run.control / order).touch()
-    run_submit.tick(run, config)
-    assert config.executor.asked == []
+    plan = run_submit.tick(run, config)
+    assert (plan.orders, plan.cancel) == ([order], ["17_1", "17_2", "17_3"])
+    assert (plan.running, config.executor.running) == (["17_0"], MIXED[:1])
+    assert config.executor.asked == ["queue"], "nothing is submitted, and one question is enough"
 
 
-def test_run_that_finishes_while_the_queue_is_read_is_left_alone(run, config):
+def test_an_order_that_a_start_removes_meanwhile_cancels_nothing(run, config):
+    config.executor.running += MIXED
+    run.drain.touch()
+    ask = config.executor.queue
+
+    def queue(run):
+        run.drain.unlink()
+        return ask(run)
+
+    config.executor.queue = queue
+    assert run_submit.tick(run, config).cancel == []
+    assert config.executor.running == MIXED
+
+
+def test_a_run_that_finishes_while_the_queue_is_read_gets_no_job_more(run, config):
+    config.executor.running.append(job(0, "waiting"))
     ask = config.executor.queue
 
     def queue(run):
@@ -246,6 +268,7 @@ def test_run_that_finishes_while_the_queue_is_read_is_left_alone(run, config):
 
     config.executor.queue = queue
     assert run_submit.tick(run, config).submit == {}
+    assert config.executor.running == []
 
 
 def publish(run, weights=None, checkpoint=None):
@@ -420,6 +443,14 @@ def test_a_tick_that_was_frozen_cancels_and_submits_nothing(run, config):
         run_submit.tick(run, config, fresh_s=0.0)
     assert len(config.executor.running) == 1
     assert atomic.names(run.launches / "rollout") == []
+
+
+def test_a_tick_that_was_frozen_under_an_order_cancels_nothing(run, config):
+    config.executor.running += MIXED
+    run.finished.touch()
+    with pytest.raises(SchedulerError, match="the next tick looks again"):
+        run_submit.tick(run, config, fresh_s=0.0)
+    assert config.executor.running == MIXED
 
 
 def test_a_full_disk_at_a_submission_is_one_error_and_is_made_good(run, config):
