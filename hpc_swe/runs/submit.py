@@ -59,6 +59,8 @@ class TickResult:
     """Role -> the reason why nothing is submitted, or why its jobs wait for a person."""
     lost: list[Role] = field(default_factory=list)
     """Stuck roles without a live job."""
+    refused: list[Role] = field(default_factory=list)
+    """Stuck roles whose jobs the scheduler refused just now; it may accept them later."""
     running: list[str] = field(default_factory=list)
     """Ids of the jobs that run."""
     orders: list[str] = field(default_factory=list)
@@ -156,17 +158,19 @@ def tick(run: RunDir, config: RunConfig, *, rests: bool = True, fresh_s: float =
     missing = {role: decision.missing for role, decision in decided.items() if decision.missing}
     stuck = _stuck(run, config, {role: newest[role] for role in missing}, queue) if rests else {}
     submit: dict[Role, int] = {}
+    refused: list[Role] = []
     for role in (role for role in missing if role not in stuck):
         try:
             submit[role] = _submit(run, config, role, newest[role].number, missing[role])
         except ConfigError as error:
             stuck[role] = str(error)
+            refused.append(role)
     stuck |= {"learner": refusal} if refusal else {}
     stuck |= {job.role: f"job {job.job} is held: {job.reason}" for job in queue if job.state == "held"}
     lost = [role for role in stuck if all(job.role != role for job in queue)]
     submitted = {role: submit[role] for role in decided if submit.get(role)}
     running = [job.job for job in queue if job.state == "running"]
-    return TickResult(submitted, cancel, stuck, lost, running)
+    return TickResult(submitted, cancel, stuck, lost, refused, running)
 
 
 def _cancel_waiting(run: RunDir, config: RunConfig, fresh_s: float) -> TickResult:

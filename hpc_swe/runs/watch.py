@@ -2,15 +2,16 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from hpc_swe.errors import DeadlineError, HpcSweError, SchedulerError, StorageError, StuckRun
 from hpc_swe.plugins.executors.base import RunsHere
+from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import submit
 from hpc_swe.runs.control import stop
-from hpc_swe.runs.submit import TickResult
+from hpc_swe.runs.submit import REST_S, TickResult
 from hpc_swe.runs.view import RunReader, RunView
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import supervision
@@ -50,22 +51,36 @@ def _watch(
     run: RunDir, config: RunConfig, timeout_s: float, show: Callable[[RunView | str], None] | None
 ) -> None:
     deadline, reader = time.monotonic() + timeout_s, RunReader(run, config)
+    lost_at: dict[Role, float] = {}
+    logged = ""
     while True:
         try:
             plan = submit.tick(run, config)
+            lost_at = {role: lost_at.get(role, time.monotonic()) for role in plan.lost}
         except (SchedulerError, StorageError) as error:
             log.warning("waiting for the scheduler or the file system: %s", error)
             plan = TickResult()
         if plan.orders and not plan.running:
             return
-        if plan.stuck and not plan.lost:
-            log.error("stuck %s", plan.reasons(plan.stuck))
-        if plan.lost or time.monotonic() > deadline:
-            why = plan.reasons(plan.lost)
+        why = plan.reasons(given_up(plan, lost_at, time.monotonic()))
+        if why or time.monotonic() > deadline:
             raise DeadlineError(f"{run.root}: {why or f'not finished after {timeout_s:g} s; see its logs/'}")
+        if (stuck := plan.reasons(plan.stuck)) not in ("", logged):
+            log.error("stuck %s", stuck)
+        logged = stuck
         if show:
             show(reader.read())
         time.sleep(config.executor.pause_s)
+
+
+def given_up(plan: TickResult, lost_at: Mapping[Role, float], now: float) -> list[Role]:
+    """List the lost roles that are not waited for, where `lost_at` says since when each is lost.
+
+    A scheduler that refuses a role may accept it later, when a partition is no longer drained or a limit no
+    longer reached, so that role is waited for as long as one that failed rests. (When it refuses a role of a
+    new run, `launch start` has ended with that.) Other lost roles have failed repeatedly or for good.
+    """
+    return [role for role in plan.lost if role not in plan.refused or now - lost_at[role] >= REST_S]
 
 
 def left(run: RunDir, config: RunConfig) -> str:

@@ -210,7 +210,9 @@ def test_jobs_of_a_tick_that_was_slow_and_not_dead_make_way(run, config):
 
 def test_refusal_is_told_and_tried_again(run, config):
     config.executor.dies = "refused"
-    assert "no such partition" in run_submit.tick(run, config).stuck["rollout"]
+    plan = run_submit.tick(run, config)
+    assert "no such partition" in plan.stuck["rollout"]
+    assert plan.refused == plan.lost == ["rollout"]
     assert submissions.newest(run, "rollout") == LatestSubmission(), "a refused submission leaves nothing"
     config.executor.dies = ""
     assert run_submit.tick(run, config).submit == {"rollout": 200}
@@ -344,7 +346,9 @@ def test_role_that_keeps_failing_is_left_alone_until_it_has_rested(run, config):
         assert run_submit.tick(run, config).submit == {"rollout": 200}
         atomic.put(run.started("rollout", number, 0), started())
         config.executor.running.clear()
-    assert "failed (exit code 1 on c1)" in run_submit.tick(run, config).stuck["rollout"]
+    plan = run_submit.tick(run, config)
+    assert "failed (exit code 1 on c1)" in plan.stuck["rollout"]
+    assert plan.refused == [], "the scheduler would take them"
     known = time.monotonic() - run_submit.REST_S
     rest = Rest(number=3, since={"another-login-node": known, socket.gethostname(): known + 30.0})
     atomic.put(run.rest("rollout"), rest)

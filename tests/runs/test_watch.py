@@ -1,11 +1,14 @@
 """What a command that watches a run waits for, and what ends it, with a scheduler that is played."""
 
+import time
+
 import pytest
 
-from hpc_swe.errors import DeadlineError
+from hpc_swe.errors import ConfigError, DeadlineError
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs.watch import watch
+from hpc_swe.runs.submit import REST_S, TickResult
+from hpc_swe.runs.watch import given_up, watch
 from tests.kit.played import Config, Played
 
 WAIT_S = 60.0
@@ -17,7 +20,7 @@ RUNNING, WAITING, HELD = (
 
 
 class Scripted(Played):
-    """Before each answer about the queue the next thing happens."""
+    """Before each answer about the queue, or about a submission, the next thing happens."""
 
     def __init__(self, *happens, jobs=()):
         super().__init__(running=list(jobs))
@@ -27,6 +30,11 @@ class Scripted(Played):
         if self.happens:
             self.happens.pop(0)(self)
         return super().queue(run)
+
+    def submit(self, run, submission):
+        if self.dies == "refused":
+            raise ConfigError("sbatch refuses it: Required partition not available (inactive or drain)")
+        return super().submit(run, submission)
 
 
 @pytest.fixture
@@ -42,6 +50,11 @@ def nothing(_):
 
 def silence(scheduler):
     scheduler.dies = "silent"
+
+
+def refusal(scheduler):
+    scheduler.dies = "refused"
+    scheduler.running.clear()
 
 
 def health(scheduler):
@@ -75,11 +88,48 @@ def test_a_scheduler_that_is_silent_at_the_end_ends_nothing(run):
     assert not run.stop.exists()
 
 
+def test_a_passing_refusal_of_a_lost_role_stops_no_healthy_job(run):
+    """The only job has ended, and a partition is drained or a limit is reached for some minutes."""
+    scheduler = Scripted(refusal, nothing, silence, refusal, health, jobs=[RUNNING])
+
+    def finish(_):
+        assert [job.role for job in scheduler.running] == ["rollout"], "submitted once it is accepted"
+        run.finished.touch()
+
+    scheduler.happens += [finish, end]
+    watch(run, config(scheduler), WAIT_S, stop_on="deadline")
+    assert not run.stop.exists()
+
+
 def test_jobs_that_keep_dying_end_the_watch_at_once(run):
     scheduler = Scripted(*[end] * 4)
     with pytest.raises(DeadlineError, match="rollout: its last 3 submissions failed"):
         watch(run, config(scheduler), WAIT_S, stop_on="deadline")
     assert run.stop.exists()
+
+
+def test_a_refusal_is_logged_once_and_not_at_every_look(run, caplog):
+    scheduler = Scripted(refusal, *[nothing] * 5, health, lambda _: run.finished.touch(), end)
+    watch(run, config(scheduler), WAIT_S)
+    assert [record.message for record in caplog.records if "refuses" in record.message] == [
+        "stuck rollout: sbatch refuses it: Required partition not available (inactive or drain)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plan", "ago_s", "roles"),
+    [
+        (TickResult(), 0.0, []),
+        (TickResult(stuck={"reward": "failed"}), 0.0, []),  # a part of its jobs lives
+        (TickResult(stuck={"reward": "failed"}, lost=["reward"]), 0.0, ["reward"]),
+        (TickResult(stuck={"reward": "refused"}, lost=["reward"], refused=["reward"]), 0.0, []),
+        (TickResult(stuck={"reward": "refused"}, lost=["reward"], refused=["reward"]), REST_S, ["reward"]),
+        (TickResult(stuck={"reward": "refused"}, refused=["reward"]), REST_S, []),
+    ],
+)
+def test_a_refused_role_has_time_and_a_failed_one_has_none(plan, ago_s, roles):
+    now = time.monotonic()
+    assert given_up(plan, {"reward": now - ago_s}, now) == roles
 
 
 def test_the_deadline_holds_while_the_scheduler_is_silent(run):

@@ -45,6 +45,13 @@ NOT_IN_PATHS = ("%", "\\", "\n")
 # Reasons of jobs that wait for a person.
 HELD = ("JobHeldUser", "JobHeldAdmin", "PartitionConfig", "BadConstraints", "InvalidAccount", "InvalidQOS")
 BROKEN = ("launch failed requeued held", "DependencyNeverSatisfied")
+UNANSWERED = (
+    *("Unable to contact", "timed out", "Zero Bytes were transmitted or received", "in standby mode"),
+    *("Connection refused", "Connection reset", "Communication connection failure"),
+    *("Message send failure", "Message receive failure"),
+    *("Invalid authentication credential", "Protocol authentication error"),
+)
+"""Errors of sbatch that pass, and after which Slurm may have accepted the job all the same."""
 FILTERS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SLURM_CLUSTERS")
 QUEUE_FORMAT = "%i|%k|%T|%r|%j"
 
@@ -325,7 +332,7 @@ def _state(state: str, reason: str) -> Any:
 
 def _refusal(output: str) -> ConfigError | SchedulerError:
     lines = [line for line in output.splitlines() if "error" in line] or output.splitlines()[-1:]
-    message = f"sbatch refuses it: {'; '.join(lines)}"
-    if "Unable to contact" in output or "timed out" in output:
-        return SchedulerError(message)
-    return ConfigError(f"{message}; see [executor] partition, account, options and roles")
+    message = "; ".join(lines)
+    if any(words in output for words in UNANSWERED):
+        return SchedulerError(f"sbatch got no clear answer: {message}")
+    return ConfigError(f"sbatch refuses it: {message}; see [executor] partition, account, options and roles")

@@ -172,6 +172,46 @@ def test_all_commands_ask_the_same_cluster_whatever_the_shell_says(tmp_path, mon
     assert "#SBATCH --clusters=gpu" in script(slurm)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Unable to contact slurm controller (connect failure)",
+        "Socket timed out on send/recv operation",
+        "Zero Bytes were transmitted or received",
+        "Slurm backup controller in standby mode",
+        "Connection refused",
+        "Message receive failure",
+        "Invalid authentication credential",
+    ],
+)
+def test_a_controller_that_is_away_for_a_moment_has_refused_nothing(tmp_path, monkeypatch, message):
+    """It may have accepted the job: a submission that is given back would be submitted twice."""
+    with pytest.raises(SchedulerError, match=f"no clear answer: sbatch: error: .* {re.escape(message)}$"):
+        submit_answered(tmp_path, monkeypatch, f"Batch job submission failed: {message}")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "invalid partition specified: nowhere",
+        "AssocMaxSubmitJobLimit",
+        "Required partition not available (inactive or drain)",
+    ],
+)
+def test_a_refusal_is_told_with_the_keys_that_it_may_be_about(tmp_path, monkeypatch, message):
+    with pytest.raises(ConfigError, match=r"sbatch refuses it: .*; see \[executor\] partition, account"):
+        submit_answered(tmp_path, monkeypatch, message)
+
+
+def submit_answered(folder, monkeypatch, message):
+    """Submit where sbatch fails with this message."""
+    for name, does in (("srun", ""), ("sbatch", f"echo 'sbatch: error: {message}' >&2; exit 1")):
+        (folder / name).write_text(f"#!/bin/sh\n{does}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    Slurm().submit(RunDir(folder / "run"), submission())
+
+
 def test_machine_without_slurm_is_one_error_and_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="no srun on PATH; submit from a login node"):
