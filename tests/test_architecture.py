@@ -52,7 +52,7 @@ BUDGETS = {
     "hpc_swe/plugins/advantages": 150,
     "hpc_swe/plugins/agents": 420,
     "hpc_swe/plugins/engines": 2_820,
-    "hpc_swe/plugins/executors": 880,
+    "hpc_swe/plugins/executors": 890,
     "hpc_swe/plugins/graders": 3_080,
     "hpc_swe/plugins/policies": 5_825,
     "hpc_swe/plugins/sandboxes": 2_535,
