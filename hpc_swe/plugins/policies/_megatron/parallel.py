@@ -51,7 +51,7 @@ class TorchRanks(JoinedRanks):
         self.expert_replica_group = parallel_state.get_expert_data_parallel_group()
         """The ranks that hold the same experts."""
         near = settings.tensor_parallel * settings.context_parallel
-        self.shares_experts = settings.expert_parallel > near
+        self.shares_experts = near % settings.expert_parallel != 0
         """Whether ranks with other data, of other lengths, have experts of the same layers."""
         self.pipeline_size = settings.pipeline_parallel
         self.is_last_stage: bool = parallel_state.is_pipeline_last_stage()
