@@ -287,6 +287,7 @@ def own_stream(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
+    torch.cuda.set_device(device)  # a new thread has GPU 0, where leaving the stream would make a context
     idle = _IDLE[device]
     try:
         stream = idle.pop()  # atomic, like `append`

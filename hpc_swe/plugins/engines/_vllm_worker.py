@@ -158,7 +158,8 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
         folder, is_tied = Path(vllm_config.model_config.model).absolute(), _is_tied(vllm_config.model_config)
         wanted = Wanted(shapes(folder, is_tied), is_tied)
         self._serving = self._previous = self._next = LoadedVersion((Link(folder, None),), wanted)
-        self._pool = ThreadPoolExecutor(1, "staging")
+        use_gpu = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self._pool = ThreadPoolExecutor(1, "staging", initializer=use_gpu)  # a new thread has GPU 0
         self._staging: Future[Staged] | None = None
         self._model = KnownModel()
         self._copies: LoaderCopies | None = None

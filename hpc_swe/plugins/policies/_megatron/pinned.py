@@ -49,11 +49,14 @@ class _Pages(mmap.mmap):
     """Bytes of all pages together."""
     address = 0
     """Where CUDA pinned them; 0 as long as it has not."""
+    device = 0
+    """The GPU of the thread that pinned them; the one that frees them may have another."""
 
     def __del__(self) -> None:
         if self.address and not sys.is_finalizing():
-            torch.cuda.synchronize()  # no copy may be under way
-            torch.cuda.cudart().cudaHostUnregister(self.address)
+            with torch.cuda.device(self.device):
+                torch.cuda.synchronize()  # no copy may be under way
+                torch.cuda.cudart().cudaHostUnregister(self.address)
             _Pages.pinned -= len(self)
 
 
@@ -79,7 +82,7 @@ def _pin(size: int) -> Tensor:
     refusal = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
     if refusal:
         raise NodeError(f"CUDA refuses to pin {size / GIB:.1f} GiB of host memory: error {refusal}")
-    pages.address = tensor.data_ptr()
+    pages.address, pages.device = tensor.data_ptr(), torch.cuda.current_device()
     _Pages.pinned += size
     return tensor
 
