@@ -6,7 +6,6 @@ each defect that a newer version no longer has. The second half lets the CPU ans
 
 import contextlib
 import logging
-import os
 import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hpc_swe.plugins.policies._megatron.gathered import gather_states
-from hpc_swe.processes import die_with_parent
 
 TESTED = "0.16.1"
 
@@ -45,8 +43,9 @@ def apply() -> None:
     # filesystem_async.py:55 starts a helper process for one answer: it imports the entry module again, takes
     # seconds, and outlives a rank that is killed. We save synchronously, so the answer stays in this process.
     filesystem_async._results_queue = queue.Queue()
-    # filesystem_async.py:266 forks a writer, which would wait for ever for a rank that was killed.
-    os.register_at_fork(after_in_child=die_with_parent)
+    # filesystem_async.py:266 forks writers. It would wait for ever for one that was killed, and they see no
+    # pinned memory.
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_in_threads)
     DistributedOptimizer._set_main_param_and_optimizer_states = _set_states
     # distrib_optimizer.py:977 copies the state seven times on the host
     DistributedOptimizer.get_parameter_state_dp_zero = gather_states
@@ -172,11 +171,10 @@ def hiding_pinned_memory() -> Iterator[None]:
 def saving_without_copies() -> Iterator[None]:
     """Let a checkpoint be written from the memory in which the host has its tensors.
 
-    filesystem_async.py:136 clones what is a part of a larger storage, and :266 forks writers, which do not
-    see pinned memory. Here threads of this process write, and a tensor is no part of another's storage.
+    filesystem_async.py:136 clones what is a part of a larger storage. Here a tensor is no part of another's.
     """
     writer = filesystem_async.FileSystemWriterAsync
-    prepare, write = writer.prepare_write_data, writer.write_preloaded_data_multiproc
+    prepare = writer.prepare_write_data
 
     def prepared(self: Any, plan: Any, planner: Any) -> None:
         resolve = planner.resolve_data
@@ -184,12 +182,10 @@ def saving_without_copies() -> Iterator[None]:
         prepare(self, plan, planner)
 
     writer.prepare_write_data = prepared
-    writer.write_preloaded_data_multiproc = staticmethod(_write_in_threads)
     try:
         yield
     finally:
         writer.prepare_write_data = prepare
-        writer.write_preloaded_data_multiproc = staticmethod(write)
 
 
 def _with_own_storage(data: Any) -> Any:

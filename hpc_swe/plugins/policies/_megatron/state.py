@@ -28,7 +28,7 @@ from hpc_swe.plugins.policies.base import OptimizerConfig
 from hpc_swe.store import atomic, folders
 
 WRITERS = 8
-"""Files of a checkpoint for each rank: processes write them, and threads verify them, side by side."""
+"""Files of a checkpoint for each rank: threads write and verify them, side by side."""
 KL = "learner.loss.kl_coefficient"
 CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -180,7 +180,7 @@ class Checkpointer:
                 raise failure
 
     def _sparing_memory(self) -> AbstractContextManager[None]:
-        """Copy no state when host memory holds much of it; forked writers, which Megatron uses, see none."""
+        """Copy no state when host memory holds much of it."""
         is_hosted = any(map(hosted.is_hosted, self._optimizer.chained_optimizers))
         return compat.saving_without_copies() if is_hosted else nullcontext()
 
