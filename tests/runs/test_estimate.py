@@ -208,6 +208,24 @@ def test_fastest_recomputation_that_fits_is_chosen(shape, name, tokens, settings
     assert cheapest_recompute(shape(name), policy, ranks, MemoryNeeds(tokens), gib * GIB) == chosen
 
 
+def test_recomputation_is_chosen_for_routing_that_is_not_even(shape):
+    """A GPU whose experts get a quarter more tokens than others' must not run out of memory."""
+    policy, needs = Megatron(recompute="auto", expert_parallel=8), MemoryNeeds(32768)
+    even = learner_memory(shape("30B-A3B"), Megatron(recompute="elementwise", expert_parallel=8), 8, 32768)
+    free = 1.15 * even.total.bytes + 2 * GIB
+    assert cheapest_recompute(shape("30B-A3B"), policy, 8, needs, free) != "elementwise"
+    assert cheapest_recompute(shape("30B-A3B"), policy, 8, needs, 1.25 * free) == "elementwise"
+
+
+def test_dry_run_says_that_the_estimate_is_for_even_routing(shape):
+    def notes(**settings):
+        return " ".join(learner_memory(shape("30B-A3B"), Megatron(**settings), 8, 4096).notes)
+
+    assert "even routing" in notes(expert_parallel=8)
+    assert "even routing" in notes(expert_parallel=8, recompute="auto")
+    assert "even routing" not in notes()
+
+
 def test_recomputation_that_is_chosen_leaves_room_for_the_last_version(shape):
     """The last version takes 7.6 GiB of each of two GPUs."""
     policy, deltas = Megatron(recompute="auto"), MemoryNeeds(16384, ["last version"])

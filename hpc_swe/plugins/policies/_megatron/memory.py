@@ -13,6 +13,7 @@ are those of a microbatch in all layers.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -23,8 +24,14 @@ from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 from hpc_swe.plugins.policies.base import Kept
 
+EVEN_ROUTING = (
+    "expert_parallel: the peak is that of even routing; a GPU whose experts get more tokens than others' "
+    "takes more"
+)
 LEVELS = ("none", "elementwise", "selective", "products", "full")
 """Values of recompute between which "auto" chooses."""
+CROWDED = 1.25
+"""Tokens of a GPU's own experts, in a step whose routing is uneven, for each one that it has on average."""
 SPARE = 0.15
 """Share of the peak that the allocator may need more, because packs differ in length."""
 
@@ -54,6 +61,7 @@ def learner_memory(
     optimizer state, and the weights below them are in host memory, which serve as the reference model, too,
     unless that is another one.
 
+    Where ranks divide the experts, the estimate takes it that the router spreads tokens evenly over them.
     The estimate leaves out float32 attention on CUDA, which has no kernel without score matrices. For
     recompute = "auto" the parts are those of "full", and a note has the peaks of all values.
     """
@@ -86,7 +94,8 @@ def learner_memory(
         + f", dp = {data_parallel}",
         [*held, *computing],
         Part("peak", "leave 15 % for the allocator", peak),
-        [f"L = {adapters:,} parameters of adapters"] * bool(adapters),
+        [f"L = {adapters:,} parameters of adapters"] * bool(adapters)
+        + [EVEN_ROUTING] * (policy.expert_parallel > 1),
         [part for part in _on_host(shape, policy, data_parallel, kept) if part.bytes],
     )
 
@@ -209,12 +218,15 @@ def cheapest_recompute(
 ) -> str:
     """Return the value of recompute that takes least time of those that fit into `free` bytes of each GPU.
 
-    A peak fits with SPARE and 1 GiB for CUDA's libraries. Where none fits, this is "full".
+    A peak fits with SPARE and 1 GiB for CUDA's libraries; where ranks divide the experts, with CROWDED ones.
+    Where none fits, this is "full".
     """
+    rows = math.ceil(shape.experts_per_token * (CROWDED if policy.expert_parallel > 1 else 1))
+    crowded = dataclasses.replace(shape, experts_per_token=rows)
 
     def fits(level: str) -> bool:
         chosen = replace(policy, recompute=level)
-        return (1 + SPARE) * peak_bytes(shape, chosen, data_parallel, needs) + GIB <= free
+        return (1 + SPARE) * peak_bytes(crowded, chosen, data_parallel, needs) + GIB <= free
 
     by_time = sorted(LEVELS, key=lambda level: _computed_again(shape, level, needs.tokens))
     return next(filter(fits, by_time), "full")
