@@ -54,7 +54,7 @@ BUDGETS = {
     "hpc_swe/plugins/engines": 2_820,
     "hpc_swe/plugins/executors": 890,
     "hpc_swe/plugins/graders": 3_080,
-    "hpc_swe/plugins/policies": 5_825,
+    "hpc_swe/plugins/policies": 5_870,
     "hpc_swe/plugins/sandboxes": 2_535,
     "hpc_swe/plugins/tasksets": 1_170,
     "hpc_swe/plugins/tools": 1_670,

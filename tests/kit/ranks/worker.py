@@ -3,6 +3,7 @@
 A case builds a policy, takes steps on packed sequences, and leaves behind what tests compare.
 """
 
+import ctypes
 import gc
 import json
 import sys
@@ -138,13 +139,20 @@ def _save(learner, folder: str, case: dict, found: dict) -> None:
 
 
 def _measure(learner, folder: str, case: dict, found: dict) -> None:
-    """Save, and tell the seconds, and by how many bytes this process grew, beside its optimizer's state."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of the save
-    before, began = _status("VmRSS"), time.monotonic()
-    learner.save(_fresh(learner, Path(folder)))
-    found["saved_s"] = time.monotonic() - began
+    """Save and load, and tell the seconds of both, and by how many bytes this process grew.
+
+    Beside that stands the size of its optimizer's state.
+    """
+    folder = _fresh(learner, Path(folder))
+    for verb, act in (("saved", learner.save), ("loaded", learner.load)):
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory would hide what is taken again
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is that of this call
+        before, began = _status("VmRSS"), time.monotonic()
+        act(folder)
+        found[f"{verb}_s"] = time.monotonic() - began
+        found[f"{verb}_bytes"] = _status("VmHWM") - before
     state = [each for inner in learner._optimizer.chained_optimizers for each in inner.optimizer.state]
-    found["grown"] = (_status("VmHWM") - before, 12 * sum(each.numel() for each in state))
+    found["state_bytes"] = 12 * sum(each.numel() for each in state)
 
 
 def _status(name: str) -> int:

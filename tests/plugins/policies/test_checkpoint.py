@@ -157,21 +157,40 @@ def test_bfloat16_trains_and_exports_what_it_loaded_from_shards(runs):
     assert json.loads((folder / "first-bf16/after/config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_checkpoint_of_state_in_host_memory_copies_none_of_it(tmp_path):
-    """Of the largest matrix only what is being written; Megatron collects and clones all of the state."""
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Bytes of host memory that saves and loads take; the optimizer is in it or on a device."""
+    folder = tmp_path_factory.mktemp("measured")
     sizes = tiny.SIZES | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
-    model = save_random(tmp_path / "model", "Qwen3", sizes | {"head_dim": 16}, dtype="bfloat16")
+    model = save_random(folder / "model", "Qwen3", sizes | {"head_dim": 16}, dtype="bfloat16")
     (model / "tokenizer.json").write_text("{}")
     small = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    case = {
-        "name": "large",
-        "model": str(model),
-        "data": tiny.write_sequences(tmp_path / "data", tiny.make_sequences(small)),
-        "packing": [[[0, 1], [2, 3]]],
-        "policy": {"dtype": "bfloat16", "offload_optimizer": 1.0},
-        "do": [("train", 1), ("measure", str(tmp_path / "saved"))],
-    }
-    grown, state = gang.run_cases(1, [case], tmp_path / "out")["large"][0]["grown"]
-    print(f"grown by {grown / 1e6:.0f} MB; the state has {state / 1e6:.0f} MB")
-    assert state > 60e6
-    assert grown < state / 4
+    case = {"model": str(model), "policy": {"dtype": "bfloat16"}}
+    case["data"] = tiny.write_sequences(folder / "data", tiny.make_sequences(small))
+    do = {name: [("train", 1), ("measure", str(folder / name))] for name in ("hosted", "shared")}
+    hosted = {"name": "hosted", "packing": [[[0, 1], [2, 3]]], "do": do["hosted"]}
+    hosted["policy"] = {"dtype": "bfloat16", "offload_optimizer": 1.0}
+    shared = {"name": "shared", "packing": HALVES, "do": do["shared"]}
+    answers = gang.run_cases(1, [case | hosted], folder / "out")
+    answers |= gang.run_cases(2, [case | shared], folder / "out")
+    for name, ranks in answers.items():
+        for rank in ranks:
+            print(name, {key: rank[key] for key in rank if key.startswith(("saved_", "loaded_", "state_"))})
+    return answers
+
+
+def test_a_checkpoint_of_state_in_host_memory_copies_none_of_it(measured):
+    """Of the largest matrix only what is being written; Megatron collects and clones all of the state."""
+    (rank,) = measured["hosted"]
+    assert rank["state_bytes"] > 60e6
+    assert rank["saved_bytes"] < rank["state_bytes"] / 4
+
+
+def test_a_resume_takes_less_host_memory_than_its_checkpoint(measured):
+    """A dry run lists what a save takes; each rank of a job that needs more to resume is killed for ever."""
+    (rank,) = measured["hosted"]
+    assert rank["loaded_bytes"] < rank["state_bytes"] / 2
+    for rank in measured["shared"]:
+        whole = 2 * rank["state_bytes"]
+        assert whole > 60e6
+        assert rank["loaded_bytes"] < whole / 2

@@ -30,6 +30,13 @@ class OwnParameters:
         return self._tensors[place.start].detach().reshape(-1).cpu()
 
 
+class Shapes:
+    """Stand for a buffer whose slices have no values, and take no memory."""
+
+    def __getitem__(self, place: slice) -> Tensor:
+        return torch.empty(place.stop - place.start, dtype=torch.float32, device="meta")
+
+
 class ByParameter:
     """Hold a buffer's values as a tensor for each parameter: the writer would copy views of a large one."""
 
@@ -64,23 +71,25 @@ def gather_states(
 ) -> dict[Any, Any] | None:
     """Return what get_parameter_state_dp_zero returns; None on ranks that have nothing to write.
 
-    With `empty_data` each rank gets zeros, into which it loads.
+    With `empty_data` each rank gets shapes without values, as loaded.py needs them.
     """
     writes = self.data_parallel_group.rank() == 0
-    is_alone = self.data_parallel_group.size() == 1 and not empty_data
     found: dict[Any, Any] = {"buckets_coalesced": True}
     for number, (buffer, ranges) in enumerate(zip(self.buffers, self.gbuf_ranges, strict=True)):
         [(dtype, buckets)] = ranges.items()
-        if is_alone:
+        if empty_data:
+            found[number] = {dtype: dict.fromkeys(KEYS, Shapes())}
+            continue
+        if self.data_parallel_group.size() == 1:
             starts = {param: start for param, (start, _, _) in buffer.param_index_map.items()}
             parts = {at: self._get_main_param_and_optimizer_states(param) for param, at in starts.items()}
             own = {key: OwnParameters({at: part[key] for at, part in parts.items()}) for key in KEYS}
             found[number] = {dtype: own}
             continue
-        places = [(start, end) for start, end, _ in buffer.param_index_map.values() if writes or empty_data]
+        places = [(start, end) for start, end, _ in buffer.param_index_map.values() if writes]
         whole = {key: ByParameter(places) for key in KEYS}
         for bucket, of_rank in zip(buffer.buckets, buckets, strict=True):
-            for key in () if empty_data else KEYS:
+            for key in KEYS:
                 for first, values in _gathered(self, bucket.grad_data.numel(), of_rank["param_map"], key):
                     whole[key].fill(bucket.offset + first, values)
         found[number] = {dtype: {**whole, "numel_unpadded": buffer.numel_unpadded}}

@@ -128,7 +128,7 @@ def _written(shape: ModelShape, policy: MegatronSettings, data_parallel: int) ->
     """Return what ranks collect for a checkpoint.
 
     The first of those that hold the same parameters writes them. What it has alone in host memory is written
-    from there.
+    from there. A checkpoint that is read takes less, because it comes in pieces.
     """
     tp, ep = policy.tensor_parallel, policy.expert_parallel
     stage = tp * policy.context_parallel * data_parallel

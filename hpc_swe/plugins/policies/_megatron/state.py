@@ -14,11 +14,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint import CheckpointException
 
 from hpc_swe.errors import StorageError
-from hpc_swe.plugins.policies._megatron import compat, hosted, pinned
+from hpc_swe.plugins.policies._megatron import compat, hosted, loaded, pinned
 from hpc_swe.plugins.policies._megatron.lora import Adapters
 from hpc_swe.plugins.policies._megatron.model import PolicyModel
 from hpc_swe.plugins.policies._megatron.origins import Origin
@@ -192,17 +193,20 @@ class Checkpointer:
             self._adapters.require(saved.get("adapters", {}), folder)
             for origin in self._origins if "origins" in saved else ():  # older releases saved none
                 origin.require(saved["origins"], folder)
-            state = dist_checkpointing.load(self._state(loading=True), str(folder))
+            wanted = self._state(loading=True)
+            needed = self._take_needed(wanted["optimizer"])
+            state = dist_checkpointing.load(wanted, str(folder))
             self._model.load_state_dict(state["model"], strict=not self._adapters)
             self._adapters.merge()
             self._load_optimizer(state["optimizer"])
+            loaded.load(needed, folder, self._ranks)
             compat.separate_steps(self._optimizer)
         self._schedule.num_steps = 0  # loading adds to it
         self._schedule.load_state_dict(state["schedule"])
         torch.set_rng_state(state["random"])
         return int(state["step"])
 
-    def _state(self, *, loading: bool) -> dict[str, object]:
+    def _state(self, *, loading: bool) -> dict[str, Any]:
         content = CONTENT | {"dp_cp_group": self._ranks.replica_group}
         if self._adapters:
             model: dict[str, object] = {**self._adapters.sharded_state()}
@@ -233,16 +237,28 @@ class Checkpointer:
         common = {key: value for key, value in parts[0].items() if key != "param_state"}
         return {**common, "optimizer": {"param_groups": groups}, **states}
 
+    def _take_needed(self, state: dict[Any, Any]) -> list[loaded.SavedTensor]:
+        """Remove what is loaded in pieces from `_optimizer_state`; return what this rank needs of it."""
+        optimizers = self._optimizer.chained_optimizers
+        if not isinstance(optimizers[0], DistributedOptimizer):
+            return []
+        parts = [state] if len(optimizers) == 1 else [state[index] for index in range(len(optimizers))]
+        return [
+            each
+            for optimizer, part in zip(optimizers, parts, strict=True)
+            for each in loaded.needed(optimizer, part.pop("param_state"))
+        ]
+
     def _load_optimizer(self, state: dict[Any, Any]) -> None:
-        """Load what `_optimizer_state` described; one common record of groups serves all optimizers."""
+        """Load the groups and steps; one common record of groups serves all optimizers."""
         optimizers = self._optimizer.chained_optimizers
         if len(optimizers) == 1:
             optimizers[0].load_state_dict(state)
             return
         groups = state["optimizer"]["param_groups"]
         every = [group | {"is_expert_parallel": flag} for group in groups for flag in (False, True)]
-        for index, optimizer in enumerate(optimizers):
-            optimizer.load_state_dict({**state, **state[index], "optimizer": {"param_groups": every}})
+        for optimizer in optimizers:
+            optimizer.load_state_dict({**state, "optimizer": {"param_groups": every}})
 
 
 def _refusal(folder: Path, error: CheckpointException) -> StorageError | None:
