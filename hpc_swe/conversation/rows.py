@@ -98,16 +98,17 @@ def parse(place: str, raw: RawRow) -> ChatRow:
         row = msgspec.json.decode(raw, type=_Row) if isinstance(raw, bytes) else msgspec.convert(raw, _Row)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{place}: not a row in chat form: {error}; {FORM}") from None
+    padded = not isinstance(raw, bytes)
     recorded = _recorded(place, row)
     fault = "" if recorded else next(_faults(row.messages), "")
     if fault:
         raise ConfigError(f"{place}: {fault}")
-    split = [_split(message) for message in row.messages]
+    split = [_split(message, padded=padded) for message in row.messages]
     return ChatRow(
         place=place,
         messages=[message for message, _ in split],
         thoughts=[thought for _, thought in split],
-        tools=_tools(place, row.tools, padded=not isinstance(raw, bytes)),
+        tools=_tools(place, row.tools, padded=padded),
         enable_thinking=row.enable_thinking,
         task_id=row.task_id or "",
         recorded=recorded,
@@ -191,8 +192,8 @@ def _wrong_calls(message: _Message) -> Iterator[str]:
     for index, call in enumerate(message.tool_calls or []):
         arguments = call.function.arguments
         try:
-            known = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
+            known = json.loads(arguments if isinstance(arguments, str) else json.dumps(arguments))
+        except (TypeError, ValueError, RecursionError):  # parquet has values that JSON lacks, such as dates
             known = None
         if not isinstance(known, dict):
             yield (
@@ -201,7 +202,7 @@ def _wrong_calls(message: _Message) -> Iterator[str]:
             )
 
 
-def _split(message: _Message) -> tuple[Message, str]:
+def _split(message: _Message, *, padded: bool) -> tuple[Message, str]:
     """Return the message without its thought, and the thought; only answers have one, at their beginning."""
     content, thought = message.content or "", ""
     if message.role == "assistant" and content.lstrip().startswith(THINK) and THOUGHT in content:
@@ -210,15 +211,18 @@ def _split(message: _Message) -> tuple[Message, str]:
     if message.role == "assistant" and message.reasoning_content:
         thought = message.reasoning_content
     calls = [
-        ToolCall(name=call.function.name, arguments=_as_text(call.function.arguments))
+        ToolCall(name=call.function.name, arguments=_as_text(call.function.arguments, padded=padded))
         for call in message.tool_calls or []
     ]
     thought = thought.strip("\n") if thought.strip() else ""
     return Message(role=message.role, content=content, tool_calls=calls), thought
 
 
-def _as_text(arguments: str | dict[str, object]) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+def _as_text(arguments: str | dict[str, object], *, padded: bool) -> str:
+    """Return arguments as JSON text; an object of parquet has all keys of its column, the others as null."""
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(_without_nulls(arguments) if padded else arguments, ensure_ascii=False)
 
 
 def _tools(place: str, tools: str | list[dict[str, object]] | None, *, padded: bool) -> str:

@@ -1,5 +1,6 @@
 """Conversations of others become the tokens that an episode would have, or a start refuses them."""
 
+import datetime
 import json
 import os
 import re
@@ -174,6 +175,42 @@ def test_a_parquet_row_loses_the_nulls_that_its_columns_pad_it_with(read, tmp_pa
     found = taken(read(f'sft.trajectories=["{path}"]'))
     assert found[1] == tokens(tmp_path / "hermes", ONE_CALL_PIECES)
     assert "null" not in token_builder(read()).tokens.decode(found[0][0])
+
+
+def as_objects(row):
+    """The row with arguments that are objects, as many data sets have them."""
+    row = json.loads(json.dumps(row))
+    for message in row["messages"]:
+        for call in message.get("tool_calls", []):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return row
+
+
+def test_calls_of_a_parquet_row_have_no_argument_of_another_tool(read, tmp_path):
+    """The column of arguments has the keys of all tools, and an agent would learn to write them as null."""
+    nested = ("b", {"span": {"to": 2}, "spans": [{"since": 1}, {"to": 3}]})
+    others = with_messages(
+        ASK, said("assistant", "", tool_calls=calls(nested, ("c", {"n": 0, "quiet": False})))
+    )
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([as_objects(ONE_CALL), as_objects(others)]), path)
+    found = taken(read(f'sft.trajectories=["{path}"]'))
+    assert found == [tokens(tmp_path / "hermes", ONE_CALL_PIECES), *taken(read(rows=[others]))]
+
+
+def test_a_null_that_a_line_of_json_has_itself_is_trained(read):
+    null = with_messages(ASK, said("assistant", "", tool_calls=calls(("a", {"n": None}))))
+    ((ids, _),) = taken(read(rows=[as_objects(null)]))
+    assert '"arguments": {"n": null}' in token_builder(read()).tokens.decode(ids)
+
+
+def test_arguments_that_json_cannot_hold_are_refused_with_their_place(read, tmp_path):
+    dated = [{"function": {"name": "a", "arguments": {"since": datetime.date(2024, 1, 1)}}}]
+    path = tmp_path / "rows.parquet"
+    row = with_messages(ASK, said("assistant", "", tool_calls=dated))
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    with pytest.raises(ConfigError, match=r"row 1: messages\[1\].tool_calls\[0\].*is no JSON object"):
+        trajectories.take(read(f'sft.trajectories=["{path}"]'))
 
 
 def test_the_agent_s_prompt_and_tools_replace_those_of_the_rows(read):
