@@ -1,5 +1,6 @@
 """Build the command that runs a task's tests."""
 
+import posixpath
 import shlex
 
 from hpc_swe.errors import ConfigError
@@ -18,13 +19,38 @@ _NO_WARNING = ["-W", "ignore:Module already imported"]
 
 def arguments(task: Task) -> list[str]:
     """Return what the task's test command passes to pytest; raise ConfigError if it is no call of pytest."""
-    words = shlex.split(task.tests.command)
+    try:
+        words = shlex.split(task.tests.command)
+    except ValueError:  # a quotation mark that nothing closes
+        words = []
     for opening in (["python", "-m", "pytest"], ["python3", "-m", "pytest"], ["pytest"]):
         if words[: len(opening)] == opening:
             return words[len(opening) :]
     raise ConfigError(
         f"task {task.task_id}: tests.command {task.tests.command!r} is not 'python -m pytest ...'"
     )
+
+
+def visible(task: Task) -> list[str]:
+    """Return the arguments that name tests among the task's own files, which an agent can see and run.
+
+    A command that names nothing runs what lies in the work directory. Return nothing if the task has no files
+    of its own, as a repository's tasks, or if the command is no call of pytest.
+    """
+    if not task.files:
+        return []
+    try:
+        given = arguments(task)
+    except ConfigError:
+        return []
+    places = [each for each in given if not each.startswith("-")] or ["."]
+    return [each for each in places if _holds(each.partition("::")[0], task)]
+
+
+def _holds(place: str, task: Task) -> bool:
+    """Return whether a path is that of a file of the task, or of a folder with one."""
+    path = posixpath.normpath(place)
+    return path == "." or any(file == path or file.startswith(f"{path}/") for file in task.files)
 
 
 def program(arguments: list[str]) -> str:

@@ -18,6 +18,7 @@ import msgspec
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, CorruptRecord, StorageError
 from hpc_swe.plugins import task_checks
+from hpc_swe.plugins.agents.base import ChecksTasks
 from hpc_swe.plugins.executors.base import own_environment
 from hpc_swe.plugins.sandboxes.base import ImageSandboxes
 from hpc_swe.plugins.tasksets.base import CheckedTasks, Composed, Referenced, WithChangedTests
@@ -252,6 +253,8 @@ def _take_tasks(config: RunConfig) -> Mapping[Split, Sequence[Task]]:
     wanted = config.tasks
     taken = wanted.take(config.taskset)
     _require_checked(config, [*taken["train"], *taken["eval"]])
+    if config.mode != "sft" and isinstance(config.agent, ChecksTasks):
+        config.agent.check_tasks([*taken["train"], *taken["eval"]])
     if config.mode == "eval" and not taken["eval"]:
         raise ConfigError(
             f"tasks.eval = {wanted.eval} (--tasks), tasks.eval_from = {wanted.eval_from}: [taskset] has no "

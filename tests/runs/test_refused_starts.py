@@ -28,6 +28,7 @@ from hpc_swe.runs import checks, control, create, existing
 from hpc_swe.store import submissions
 from tests.kit.checkout import ROOT
 from tests.kit.crash import in_child, refuse
+from tests.kit.toy import row, write_rows
 from tests.kit.toy_model import HERMES, make_model, write_weights
 from tests.kit.waiting import DEADLINE_S, until
 
@@ -148,6 +149,25 @@ def test_held_out_tasks_that_are_trained_select_no_weights(read, tmp_path, caplo
         create.take(read(*words))
     create.take(read(*words, "retention.keep_best=false"))
     assert "2 held-out tasks are training tasks, too: b, c" in caplog.text
+
+
+def test_a_tool_for_tests_that_no_task_shows_is_refused_with_its_key(read, tmp_path, caplog):
+    """Each call of it would cost the policy a turn; the agent has it by default."""
+    hidden = write_rows(tmp_path / "hidden.jsonl", row("pytest", "0" * 40))
+    recipe = "{command='python -m pytest -rA', log_parser='parse_log_pytest'}"
+    swebench = f"{{type='swebench', train={{rows='{hidden}'}}, recipes={{'toy/pytest'={recipe}}}}}"
+    default, renamed = "agent={type='tool_agent'}", "agent.tools=['bash', {type='evaluate', name='eval'}]"
+    sees_none = [f"taskset={swebench}", "eval.every=0", "tasks.eval=0", "grader.type='swebench'"]
+    for words in ([default], [renamed]):
+        (found,) = complaints(RunDir(tmp_path / "run"), read(*sees_none, *words))
+        assert re.match(r"agent.tools has 'evaluate', .* no visible tests. .* agent.tools = \[", found)
+    create.take(read(*sees_none, "agent.tools=['bash', 'submit']"))
+    assert "evaluate" not in caplog.text
+    shown = f"{{type='kodcode', train='{rows(tmp_path / 'train.parquet', 'a')}'}}"
+    create.take(
+        read(f"taskset={{type='mixture', parts={{seen={shown}, unseen={swebench}}}}}", *sees_none[1:])
+    )
+    assert "no task of unseen can use it: There are no visible tests." in caplog.text
 
 
 def listing(folder: Path) -> dict[str, bytes]:

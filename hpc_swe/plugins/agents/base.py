@@ -114,3 +114,11 @@ class Prefaced(Protocol):
     @property
     def preface(self) -> Preface:
         """Return the preface, which is the same in every episode."""
+
+
+@runtime_checkable
+class ChecksTasks(Protocol):
+    """An agent that can tell before a run whether it can act on the run's tasks."""
+
+    def check_tasks(self, tasks: Sequence[Task]) -> None:
+        """Raise ConfigError, with the key and the remedy, if something of the agent works on none of them."""

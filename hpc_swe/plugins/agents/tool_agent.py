@@ -5,18 +5,22 @@ host pass through.
 """
 
 import json
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import Plugin, load
 from hpc_swe.plugins.agents.base import Chat, ContextFull, Preface, Result
 from hpc_swe.plugins.sandboxes.base import Clock, CommandResult, ProgramSession, Sandbox, SandboxWrapper
-from hpc_swe.plugins.tools.base import Opened, SandboxBroken, Tool, ToolError, cut, invoke, schema
+from hpc_swe.plugins.tools.base import Opened, SandboxBroken, Selective, Tool, ToolError, cut, invoke, schema
 from hpc_swe.records import ExitStatus, Message, Task, ToolCall
+
+log = logging.getLogger(__name__)
 
 
 class ToolAgent(Plugin, frozen=True, kw_only=True):
@@ -54,6 +58,26 @@ class ToolAgent(Plugin, frozen=True, kw_only=True):
             for name, tool in tools.items()
         ]
         return Preface(self.system_prompt, json.dumps(shown) if self.show_tools else "", list(tools))
+
+    def check_tasks(self, tasks: Sequence[Task]) -> None:
+        """Raise ConfigError if a tool can do nothing on any task; log if it cannot on any of a part."""
+        for tool in _load(self).values():
+            if not isinstance(tool, Selective):
+                continue
+            problems: dict[str, str] = {}
+            for task in tasks:
+                if problems.get(task.taskset) != "":
+                    problems[task.taskset] = tool.why_not(task)
+            useless = {part: problem for part, problem in problems.items() if problem}
+            known = schema(tool).name
+            if useless and len(useless) == len(problems):
+                raise ConfigError(
+                    f"agent.tools has {known!r}, by name or by default, which can do nothing on any task: "
+                    f"{next(iter(useless.values()))} List the tools without it, for example "
+                    'agent.tools = ["bash", "view", "edit", "submit"]'
+                )
+            for part, problem in useless.items():
+                log.warning("agent.tools has %r: no task of %s can use it: %s", known, part, problem)
 
     def solve(self, task: Task, sandbox: Sandbox, chat: Chat) -> Result:
         episode = _Episode(self, task, _Bounded(sandbox))

@@ -41,6 +41,14 @@ class Opened(Protocol):
         """Return the tool for one episode, with the same arguments; it starts nothing before a call."""
 
 
+@runtime_checkable
+class Selective(Protocol):
+    """A tool that can do nothing on some tasks, whatever its arguments are."""
+
+    def why_not(self, task: Task) -> str:
+        """Return why a call can do nothing on this task, as a sentence; an empty text if it can."""
+
+
 class Schema(msgspec.Struct, frozen=True):
     """Describe a tool to the policy."""
 

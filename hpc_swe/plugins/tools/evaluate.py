@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from hpc_swe.plugins import Plugin, _pytest_command
 from hpc_swe.plugins.sandboxes.base import Sandbox
-from hpc_swe.plugins.tools.base import SandboxBroken
+from hpc_swe.plugins.tools.base import SandboxBroken, ToolError
 from hpc_swe.records import Task
 
 
@@ -17,12 +17,16 @@ class Evaluate(Plugin, frozen=True, kw_only=True):
     most_chars: int = 1000
 
     def __call__(self, sandbox: Sandbox, task: Task) -> str:
-        """Return the end of pytest's output."""
-        arguments = _pytest_command.arguments(task)
-        visible = [name for name in arguments if name.partition("::")[0] in task.files]
+        """Return the end of pytest's output; raise ToolError if the task shows no tests."""
+        if problem := self.why_not(task):
+            raise ToolError(problem)
+        visible = _pytest_command.visible(task)
         result = sandbox.python(_pytest_command.program([*self.options, *visible]), self.timeout_s)
         if result.broke_sandbox:
             raise SandboxBroken("The tests ended the sandbox.")
         if result.timed_out:
             return f"The tests ran longer than {min(self.timeout_s, result.left_s):g} s."
         return result.output.strip()[-self.most_chars :]
+
+    def why_not(self, task: Task) -> str:
+        return "" if _pytest_command.visible(task) else "There are no visible tests."

@@ -125,6 +125,16 @@ def test_a_call_ends_with_the_seconds_of_all_calls(asked: Reply):
     assert float(told[1]) <= 1.0, "that is what it was given"
 
 
+def test_a_policy_that_asks_for_tests_that_it_cannot_see_goes_on():
+    """The command of a repository's task is a script, and a policy that has the tool will try it."""
+    plan = TestPlan(command="#!/bin/bash\necho 'it\n", fail_to_pass=[], timeout_s=10.0)
+    task = msgspec.structs.replace(TASK, files={}, tests=plan)
+    with Process().open(task) as sandbox:
+        result = ToolAgent().solve(task, sandbox, Script(call("evaluate"), call("submit")))
+    assert result.exit_status == "submitted"
+    assert result.messages[3].content == "There are no visible tests."
+
+
 def test_errors_of_the_engine_and_the_host_pass_through():
     with pytest.raises(EngineError):
         solve(Script(EngineError("none")))

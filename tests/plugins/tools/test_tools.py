@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -307,6 +308,51 @@ def test_a_flood_of_files_is_told_and_breaks_no_tool(sandbox: Sandbox):
 
 
 @pytest.mark.parametrize(
+    ("files", "command", "message"),
+    [
+        ({}, "#!/bin/bash\nset -uxo pipefail\necho 'it\n", "There are no visible tests."),
+        ({}, "./tests/runtests.py --verbosity 2 test_mod.py", "There are no visible tests."),
+        ({}, "python -m pytest -q", "There are no visible tests."),
+        ({}, "python -m pytest -q test_mod.py", "There are no visible tests."),
+        (TASK.files, "make test", "There are no visible tests."),
+        (TASK.files, "python -m pytest 'test_mod.py", "There are no visible tests."),
+        (TASK.files, "python -m pytest -q test_hidden.py tests", "There are no visible tests."),
+    ],
+)
+def test_evaluate_without_visible_tests_says_so_and_runs_nothing(files, command, message):
+    """Any other error would end the worker for good, and all tests of a repository could take hours."""
+
+    class Unused:
+        pass
+
+    task = msgspec.structs.replace(
+        TASK, files=files, tests=TestPlan(command=command, timeout_s=1.0, fail_to_pass=[])
+    )
+    with pytest.raises(ToolError, match=message):
+        invoke(load("tools", {"type": "evaluate"}), "", Unused(), task)
+
+
+@pytest.mark.parametrize(
+    ("command", "visible"),
+    [
+        (
+            "python -m pytest -q ./test_mod.py tests/test_a.py::test_a",
+            ["./test_mod.py", "tests/test_a.py::test_a"],
+        ),
+        ("pytest tests/ test_hidden.py", ["tests/"]),
+        ("pytest tests", ["tests"]),
+        ("pytest test", []),
+        ("python3 -m pytest -q", ["."]),
+        ("pytest .", ["."]),
+    ],
+)
+def test_visible_tests_are_those_that_both_command_and_task_name(command, visible):
+    files = {"test_mod.py": "", "tests/test_a.py": "", "mod.py": ""}
+    plan = TestPlan(command=command, timeout_s=1.0, fail_to_pass=[])
+    assert _pytest_command.visible(msgspec.structs.replace(TASK, files=files, tests=plan)) == visible
+
+
+@pytest.mark.parametrize(
     ("name", "arguments", "complaint"),
     [
         ("view", '{"path": "none.py"}', "Cannot read none.py: No such file"),
@@ -369,11 +415,10 @@ def test_every_tool_says_what_it_is():
     assert load("tools", {"type": "submit"}).ends_episode
 
 
-def test_a_test_command_that_is_no_pytest_is_a_configuration_error():
-    import msgspec
-
-    plan = msgspec.structs.replace(TASK.tests, command="make test")
-    with pytest.raises(ConfigError, match="task t: tests.command 'make test'"):
+@pytest.mark.parametrize("command", ["make test", "pytest 'test.py"])
+def test_a_test_command_that_is_no_pytest_is_a_configuration_error(command):
+    plan = msgspec.structs.replace(TASK.tests, command=command)
+    with pytest.raises(ConfigError, match=f"task t: tests.command .*{command}"):
         _pytest_command.arguments(msgspec.structs.replace(TASK, tests=plan))
 
 
