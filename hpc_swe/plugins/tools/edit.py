@@ -13,17 +13,17 @@ _NAMED = 5
 
 
 class Edit(Plugin, frozen=True, kw_only=True):
-    """Replace old, which must occur exactly once in a file, by new; an empty old makes a new file."""
+    """Replace old, which must occur exactly once in a file, by new; an empty old fills a new or empty one."""
 
     ends_episode: ClassVar[bool] = False
 
     def __call__(self, sandbox: Sandbox, task: Task, *, path: str, old: str, new: str) -> str:
-        if not old and is_missing(sandbox, task, path):
+        text = "" if not old and is_missing(sandbox, task, path) else read_text(sandbox, task, path)
+        if not old:
+            if text:
+                raise ToolError(f"{name(path)} is there and not empty; old must be a piece of it.")
             write_text(sandbox, task, path, new)
             return "ok"
-        text = read_text(sandbox, task, path)
-        if not old:
-            raise ToolError(f"{name(path)} is there; old must be a piece of it.")
         # The text as view shows it: a policy that cannot see that lines end in \r\n writes \n.
         seen = text if "\r" in old else text.replace("\r\n", "\n")
         first = seen.find(old)

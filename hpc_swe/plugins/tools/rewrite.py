@@ -19,14 +19,16 @@ class Rewrite(Plugin, frozen=True, kw_only=True):
     ) -> str:
         """Edit the file and answer ``ok``; start = 1 and end = 0 make a file that does not exist.
 
-        Without an end, only line start is replaced; without both, all lines are.
+        Without an end, or with -1, only line start is replaced; without both, all lines are.
         """
         is_new = (start, end) == (1, 0) and is_missing(sandbox, task, path)
         lines = [] if is_new else read_lines(sandbox, task, path)
         if end == -1:
             start, end = (start, start) if start else (1, len(lines))
-        if not 1 <= start <= len(lines) + 1 or not start - 1 <= end <= len(lines):
+        if not 1 <= start <= len(lines) + 1 or end > len(lines):
             raise ToolError(f"{path} has {len(lines)} lines.")
+        if end < start - 1:
+            raise ToolError(f"end = {end} is before start = {start}; end = {start - 1} inserts there.")
         before, old, after = map("".join, (lines[: start - 1], lines[start - 1 : end], lines[end:]))
         text = before + old + after
         new, line_end = (with_ends(code, text, len(before)) for code in (new_code, "\n"))

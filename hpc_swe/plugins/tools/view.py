@@ -26,7 +26,10 @@ class View(Plugin, frozen=True, kw_only=True):
         end: int = 0,
         include_line_numbers_and_breakpoints: bool = True,
     ) -> str:
-        """Return the lines with their numbers, at most `most_lines` of them, or what is in a folder."""
+        """Return the lines with their numbers, at most `most_lines` of them, or what is in a folder.
+
+        An end of 0 or less means the last line.
+        """
         try:
             lines = read_lines(sandbox, task, path)
         except ToolError:
@@ -35,10 +38,13 @@ class View(Plugin, frozen=True, kw_only=True):
             return Listdir(most_lines=self.most_lines)(sandbox, task, path=path, depth=1)
         if not 1 <= start <= max(len(lines), 1):
             raise ToolError(f"{path} has {len(lines)} lines.")
-        last = min(end or len(lines), start + self.most_lines - 1, len(lines))
+        if 0 < end < start:
+            raise ToolError(f"end = {end} is before start = {start}; leave end out to see the rest.")
+        wanted = min(end, len(lines)) if end > 0 else len(lines)
+        last = min(wanted, start + self.most_lines - 1)
         bare = [line.removesuffix("\r\n").removesuffix("\n") for line in lines[start - 1 : last]]
         is_numbered = include_line_numbers_and_breakpoints
         shown = [f"{number}:{line}" if is_numbered else line for number, line in enumerate(bare, start)]
-        rest = [f"... {len(lines)} lines in all"] if last < (end or len(lines)) and last < len(lines) else []
+        rest = [f"... {len(lines)} lines in all"] if last < wanted else []
         note = ["(read-only)"] if is_read_only(task, path) else []
         return "\n".join([*(shown + rest or ["(empty)"]), *note])

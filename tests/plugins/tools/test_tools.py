@@ -307,6 +307,27 @@ def test_a_flood_of_files_is_told_and_breaks_no_tool(sandbox: Sandbox):
     assert use(sandbox, "grep", pattern="def add") == "mod.py\n1:def add(a, b):"
 
 
+def test_an_empty_file_is_filled_by_an_edit_without_old(sandbox: Sandbox):
+    sandbox.write("pkg/__init__.py", b"")
+    assert use(sandbox, "edit", path="pkg/__init__.py", old="", new="x = 1\n") == "ok"
+    assert sandbox.read("pkg/__init__.py") == b"x = 1\n"
+
+
+@pytest.mark.parametrize("end", [0, -1, -7, 99])
+def test_view_goes_to_the_last_line_for_an_end_that_is_none(sandbox: Sandbox, end):
+    assert use(sandbox, "view", path="mod.py", start=1, end=end) == use(sandbox, "view", path="mod.py")
+    assert use(sandbox, "view", path="mod.py", start=2, end=end) == "2:    return a - b - b"
+    short = load("tools", {"type": "view", "most_lines": 1})
+    limited = invoke(short, json.dumps({"path": "mod.py", "end": end}), sandbox, TASK)
+    assert limited == "1:def add(a, b):\n... 2 lines in all"
+
+
+def test_view_says_that_an_empty_file_is_empty(sandbox: Sandbox):
+    sandbox.write("empty.py", b"")
+    for end in (0, -1, 1, 5):
+        assert use(sandbox, "view", path="empty.py", end=end) == "(empty)"
+
+
 @pytest.mark.parametrize(
     ("files", "command", "message"),
     [
@@ -364,6 +385,7 @@ def test_visible_tests_are_those_that_both_command_and_task_name(command, visibl
         ("view", '{"path": "d/"}', "not a path below"),
         ("view", '{"path": "mod.py/x"}', "Not a directory"),
         ("view", '{"path": "mod.py", "start": 9}', "mod.py has 2 lines"),
+        ("view", '{"path": "mod.py", "start": 2, "end": 1}', "end = 1 is before start = 2; leave end out"),
         ("view", "{}", "missing required field `path`"),
         ("view", '{"path": 3}', "Expected `str`, got `int`"),
         ("view", '{"path": "mod.py", "mode": "r"}', "unknown field `mode`"),
@@ -374,7 +396,13 @@ def test_visible_tests_are_those_that_both_command_and_task_name(command, visibl
         ("replace", '{"path": "mod.py", "line": 1, "old": "+", "new": "-"}', "'\\+' is not in line 1"),
         ("replace", '{"path": "mod.py", "line": 1, "old": "", "new": "-"}', "'' is not in line 1"),
         ("rewrite", '{"path": "mod.py", "start": 4, "end": 4, "new_code": ""}', "has 2 lines"),
-        ("rewrite", '{"path": "mod.py", "start": 2, "end": 0, "new_code": ""}', "has 2 lines"),
+        ("rewrite", '{"path": "mod.py", "start": 1, "end": 3, "new_code": ""}', "has 2 lines"),
+        ("rewrite", '{"path": "mod.py", "start": 2, "end": 0, "new_code": ""}', "end = 1 inserts there"),
+        (
+            "rewrite",
+            '{"path": "mod.py", "start": 2, "end": -2, "new_code": ""}',
+            "end = -2 is before start = 2",
+        ),
         ("rewrite", '{"path": "/x", "start": 1, "end": 0, "new_code": ""}', "Cannot read /x: not a path"),
         ("evaluate", '{"path": "mod.py"}', "unknown field"),
         ("submit", '"now"', "Wrong arguments"),
@@ -389,7 +417,7 @@ def test_visible_tests_are_those_that_both_command_and_task_name(command, visibl
         ("grep", '{"pattern": "a", "path": "none"}', "There is no 'none'"),
         ("grep", '{"pattern": "a", "path": "a\\u0000b"}', "There is no"),
         ("edit", '{"path": "mod.py", "old": "b", "new": ""}', "3 times in mod.py, first at lines 1, 2, 2;"),
-        ("edit", '{"path": "no_end.txt", "old": "", "new": ""}', "no_end.txt is there"),
+        ("edit", '{"path": "no_end.txt", "old": "", "new": ""}', "is there and not empty; old must be"),
         ("edit", '{"path": "mod.py", "old": "\\treturn a - b - b\\n", "new": ""}', "like 2; compare"),
         ("edit", '{"path": "mod.py", "old": "none", "new": ""}', "old is not in mod.py.$"),
         ("edit", '{"path": "none.py", "old": "a", "new": ""}', "Cannot read none.py"),
