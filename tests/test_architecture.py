@@ -36,6 +36,7 @@ TEST_NAME = 70
 #   own spares vLLM's HTTP process much of what it computes for an answer
 # - roles/coordinator: every decision of a run (groups, batches, evaluations, supervision, retention)
 # - plugins/graders and plugins/sandboxes: what keeps a policy from faking a result or leaving its sandbox
+# - plugins/tools: a debugger in the sandbox, and walks that end early in folders of the policy
 # - plugins/tasksets: demonstrations that show their work, so that a loop of the demo is bound by GPUs
 # - roles/learner: checkpoints that come by time as well as by number
 # - plugins/executors: what people may write among the options of sbatch, and what that replaces
@@ -57,7 +58,7 @@ BUDGETS = {
     "hpc_swe/plugins/policies": 6_000,
     "hpc_swe/plugins/sandboxes": 2_535,
     "hpc_swe/plugins/tasksets": 1_170,
-    "hpc_swe/plugins/tools": 1_670,
+    "hpc_swe/plugins/tools": 1_755,
     "hpc_swe/records": 555,
     "hpc_swe/report": 870,
     "hpc_swe/roles": 10,

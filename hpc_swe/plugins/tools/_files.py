@@ -5,6 +5,8 @@ A task's own files may name patterns: tools do not show what `.debugignore` matc
 grader brings its own tests.
 """
 
+import errno
+
 from hpc_swe.plugins.sandboxes.base import Sandbox
 from hpc_swe.plugins.tools._patterns import matches
 from hpc_swe.plugins.tools.base import ToolError
@@ -60,14 +62,14 @@ def is_folder(sandbox: Sandbox, task: Task, path: str) -> bool:
     """Return whether a path names a folder of the work directory."""
     try:
         sandbox.entries(below(task, path))
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno == errno.EFBIG  # a folder with too many names to list
     return True
 
 
-def is_ignored(task: Task, path: str) -> bool:
-    """Return whether tools do not show a file."""
-    return matches(task.files.get(".debugignore", ""), below(task, path))
+def is_ignored(task: Task, path: str, is_folder: bool = False) -> bool:
+    """Return whether tools do not show a file, or any file of a folder."""
+    return matches(task.files.get(".debugignore", ""), below(task, path), is_folder)
 
 
 def is_read_only(task: Task, path: str) -> bool:

@@ -11,17 +11,20 @@ MOST_PATH_CHARS, MOST_NAME_CHARS = 4096, 255
 """Longer paths and names are no file's; a regular expression may take very long over them."""
 
 
-def matches(patterns: str, path: str) -> bool:
+def matches(patterns: str, path: str, is_folder: bool = False) -> bool:
     """Return whether the last pattern that fits a path, or else one of its folders, takes it in.
 
     Args:
         patterns: One a line; ``#`` begins a comment, ``!`` takes back, a ``/`` at the end means folders only,
             and any other ``/`` binds to the work directory.
         path: Relative to the work directory.
+        is_folder: Whether the path is that of a folder.
     """
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if not patterns or not parts or len(path) > MOST_PATH_CHARS or len(max(parts, key=len)) > MOST_NAME_CHARS:
         return False
+    if is_folder:
+        return _takes_in_folder(patterns, "/".join(parts))
     *folders, name = parts
     return _takes_in_folder(patterns, "/".join(folders)) or _fits(patterns, "/".join(parts), name, False)
 

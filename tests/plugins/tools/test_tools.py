@@ -1,7 +1,9 @@
 """Tools by the policy's calls, and the host's hand in a hostile folder."""
 
+import errno
 import json
 import os
+import re
 import shlex
 import socket
 import threading
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import _pytest_command, known, load
 from hpc_swe.plugins.sandboxes._tree import Tree
-from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox
+from hpc_swe.plugins.sandboxes.base import CommandResult, Sandbox, SandboxWrapper, TreeEntry
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.plugins.tools.base import SandboxBroken, ToolError, invoke, schema
 from hpc_swe.records import Task, TestPlan
@@ -298,13 +300,87 @@ def test_listdir_draws_files_to_a_depth(sandbox: Sandbox):
     assert invoke(short, "", sandbox, TASK) == "binary\nlatin\n... 7 lines more"
 
 
+@pytest.mark.slow
 def test_a_flood_of_files_is_told_and_breaks_no_tool(sandbox: Sandbox):
     """The policy may make as many as it likes; what escaped as an error of the host would end the worker."""
-    sandbox.run("mkdir f; cd f; seq 20001 | xargs touch", 60.0)
-    with pytest.raises(ToolError, match="more than 20000 files"):
-        use(sandbox, "listdir")
+    sandbox.run("mkdir -p f/deep z/y; touch z/y/own.py; cd f; seq 50001 | xargs touch; touch deep/er", 60.0)
+    shown = ["f/ (files: not counted)", "mod.py", "no_end.txt", "test_mod.py", "z/ (files: 1)"]
+    assert use(sandbox, "listdir", depth=1).split("\n") == shown
+    assert use(sandbox, "listdir").split("\n")[::4] == ["f/ (more than 50000 names)", "z/"]
+    assert use(sandbox, "listdir", path="f/deep") == use(sandbox, "view", path="f/deep") == "er"
+    for name in ("listdir", "view"):
+        with pytest.raises(ToolError, match="Cannot list f: more than 50000 names"):
+            use(sandbox, name, path="f")
     assert use(sandbox, "rewrite", path="new.py", start=1, end=0, new_code="x = 1") == "ok"
     assert use(sandbox, "grep", pattern="def add") == "mod.py\n1:def add(a, b):"
+
+
+def test_a_large_folder_hides_nothing_of_what_lies_beside_it(sandbox: Sandbox):
+    """`node_modules`, for example, may have more files than are counted."""
+    sandbox.run("mkdir -p large/{1..30}; touch large/{1..30}/{1..200}; mkdir small; touch small/a.py", 60.0)
+    first, *_, last = use(sandbox, "listdir", depth=1).split("\n")
+    found = re.fullmatch(r"large/ \(files: at least (\d+)\)", first)
+    assert found is not None
+    assert 4000 < int(found[1]) < 6000
+    assert last == "test_mod.py"
+    assert "small/ (files: 1)" in use(sandbox, "view", path=".").split("\n")
+    assert use(sandbox, "listdir", path="large", depth=1).split("\n")[0] == "1/ (files: 200)"
+
+
+@pytest.mark.slow
+def test_listdir_looks_at_no_more_than_it_shows_or_may_count(sandbox: Sandbox):
+    """A worker has many episodes, and each name that one of them looks at takes time from the others."""
+    sandbox.run("mkdir -p .git/objects/{1..9} a/b/c d/{1..400}; touch a/b/c/own.py; touch d/{1..400}/x", 60.0)
+    looked: list[str] = []
+
+    class Counting(SandboxWrapper):
+        def entries(self, folder: str) -> dict[str, TreeEntry]:
+            looked.append(folder)
+            return super().entries(folder)
+
+    assert use(Counting(sandbox), "listdir", path="a", depth=1) == "b/ (files: 1)"
+    assert looked == ["a", "a/b", "a/b/c"]
+    looked.clear()
+    use(Counting(sandbox), "listdir", depth=3)
+    assert not [folder for folder in looked if folder.startswith(".git")]
+    sandbox.run("for n in {1..15}; do mkdir -p e/$n/{1..1500}; done", 60.0)
+    looked.clear()
+    use(Counting(sandbox), "listdir", path="e", depth=1)
+    assert len(looked) < 15_000, "of 22,500"
+
+
+def test_a_folder_that_cannot_be_listed_leaves_the_others_shown(sandbox: Sandbox):
+    sandbox.run("mkdir -p shut open; touch shut/a open/b; ln -s open link; ln -s /etc etc; mkdir empty", 10.0)
+
+    class Shut(SandboxWrapper):
+        problem = errno.EACCES
+
+        def entries(self, folder: str) -> dict[str, TreeEntry]:
+            if folder == "shut":
+                raise OSError(self.problem, os.strerror(self.problem))
+            return super().entries(folder)
+
+    refusing = Shut(sandbox)
+    rest = ["shut/ (Permission denied)", "test_mod.py"]
+    assert use(refusing, "listdir").split("\n") == ["mod.py", "no_end.txt", "open/", "  b", *rest]
+    assert "shut/ (files: not counted)" in use(refusing, "listdir", depth=1).split("\n")
+    Shut.problem = errno.EIO  # of the whole file system: asking on could take seconds for each folder
+    for depth in (1, 2):
+        with pytest.raises(ToolError, match="Cannot list .: Input/output error"):
+            use(refusing, "listdir", depth=depth)
+
+
+def test_listdir_leads_out_of_no_folder_and_goes_only_so_deep(sandbox: Sandbox):
+    sandbox.run("ln -s /etc out; p=$(seq -s/ 80); mkdir -p $p; touch $p/lost 1/2/near; mkdir .git", 10.0)
+    sandbox.write(".git/config", b"")
+    with pytest.raises(ToolError, match="Cannot list out: "):
+        use(sandbox, "listdir", path="out")
+    lines = use(sandbox, "listdir", depth=1000).split("\n")
+    assert "  near" in [line[2:] for line in lines]
+    assert "65/ (too many folders within one another)" in [line.strip() for line in lines]
+    assert "1/ (files: at least 1)" in use(sandbox, "listdir", depth=1)
+    assert not [line for line in lines if "out" in line or "lost" in line or ".git" in line]
+    assert use(sandbox, "listdir", path=".git") == "config"
 
 
 def test_an_empty_file_is_filled_by_an_edit_without_old(sandbox: Sandbox):
@@ -423,8 +499,8 @@ def test_visible_tests_are_those_that_both_command_and_task_name(command, visibl
         ("edit", '{"path": "none.py", "old": "a", "new": ""}', "Cannot read none.py"),
         ("edit", '{"path": "../x", "old": "", "new": ""}', "not a path below"),
         ("edit", '{"path": "mod.py/x", "old": "", "new": ""}', "Not a directory"),
-        ("listdir", '{"path": "../x"}', "no files in ../x"),
-        ("listdir", '{"path": "mod.py"}', "no files in mod.py"),
+        ("listdir", '{"path": "../x"}', "Cannot list ../x: not a path below"),
+        ("listdir", '{"path": "mod.py"}', "Cannot list mod.py: Not a directory"),
     ],
 )
 def test_a_wrong_call_is_told_to_the_policy(sandbox: Sandbox, name, arguments, complaint):
