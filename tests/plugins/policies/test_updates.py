@@ -20,6 +20,8 @@ PARTS = [[0], [1, 2, 3]]
 OPTIMIZER = {"lr": 1e-3, "weight_decay": 0.0, "clip_grad": 0.0, "epochs": EPOCHS}
 LOSS = {"objective": "decoupled", "entropy_coefficient": BONUS, "ratio_cap": 1.2}
 PACKING = [[[0], [1], [2], [3]]]
+MEAN_FAR = 1e-6
+"""Mean difference of a weight after eight steps of 1e-3 each."""
 
 
 @pytest.fixture(scope="module")
@@ -91,4 +93,7 @@ def test_minibatches_and_epochs_are_those_of_plain_torch(model, tmp_path, ranks)
     for path in (tmp_path / "out" / "updates" / "after").glob("*.safetensors"):
         found |= load_file(path)
     assert found.keys() == weights.keys()
-    assert max((found[name] - weight).abs().max() for name, weight in weights.items()) < 1e-4
+    # Where a gradient is near 0 Adam's step follows its sign, and so the rounding of this processor.
+    far = torch.cat([(found[name] - weight).abs().flatten() for name, weight in weights.items()])
+    assert far.mean() < MEAN_FAR
+    assert far.max() < OPTIMIZER["lr"]
