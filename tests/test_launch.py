@@ -347,7 +347,8 @@ def test_waiting_for_a_run_that_is_ordered_to_end_ends_with_it(tmp_path, read):
 
 
 def test_jobs_of_a_misspelt_setup_are_given_up_with_what_they_said(tmp_path, read):
-    run, config = RunDir(tmp_path / "run"), read("counts.reward=1", "executor.setup=['modul load cuda']")
+    setup = "executor.setup=['sleep 2', 'modul load cuda']"  # a job that ends at once is refused by its start
+    run, config = RunDir(tmp_path / "run"), read("counts.reward=1", setup)
     control.start(run, config)
     with pytest.raises(
         DeadlineError, match="reward: its last 3 submissions failed .no job reported its start"
