@@ -68,12 +68,14 @@ def in_gres(gres: str) -> int:
 def in_options(options: Mapping[str, object]) -> int:
     """Count the GPUs of each node that options of sbatch give with their number.
 
+    Names may have dashes or underscores. False leaves an option out.
+
     Example:
         >>> in_options({"gpus-per-node": "h100:4", "qos": "long"})
         4
     """
-    texts = [str(options.get("gres", "")), f"gpu:{options.get('gpus-per-node', 0)}"]
-    return max(map(in_gres, texts))
+    given = {name.replace("_", "-"): value for name, value in options.items() if value is not False}
+    return max(in_gres(str(given.get("gres", ""))), in_gres(f"gpu:{given.get('gpus-per-node', 0)}"))
 
 
 def _exists(word: str, machine: Sequence[tuple[str, str]]) -> bool:

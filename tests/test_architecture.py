@@ -53,7 +53,7 @@ BUDGETS = {
     "hpc_swe/plugins/advantages": 150,
     "hpc_swe/plugins/agents": 450,
     "hpc_swe/plugins/engines": 2_830,
-    "hpc_swe/plugins/executors": 890,
+    "hpc_swe/plugins/executors": 891,
     "hpc_swe/plugins/graders": 3_080,
     "hpc_swe/plugins/policies": 6_000,
     "hpc_swe/plugins/sandboxes": 2_535,

@@ -60,7 +60,7 @@ class TickResult:
     lost: list[Role] = field(default_factory=list)
     """Stuck roles without a live job."""
     refused: list[Role] = field(default_factory=list)
-    """Stuck roles whose jobs the scheduler refused just now; it may accept them later."""
+    """Stuck roles whose jobs a cluster's scheduler refused just now; it may accept them later."""
     running: list[str] = field(default_factory=list)
     """Ids of the jobs that run."""
     orders: list[str] = field(default_factory=list)
@@ -164,7 +164,8 @@ def tick(run: RunDir, config: RunConfig, *, rests: bool = True, fresh_s: float =
             submit[role] = _submit(run, config, role, newest[role].number, missing[role])
         except ConfigError as error:
             stuck[role] = str(error)
-            refused.append(role)
+            if not config.executor.is_here:  # on this machine nothing passes by itself
+                refused.append(role)
     stuck |= {"learner": refusal} if refusal else {}
     stuck |= {job.role: f"job {job.job} is held: {job.reason}" for job in queue if job.state == "held"}
     lost = [role for role in stuck if all(job.role != role for job in queue)]

@@ -16,6 +16,7 @@ class Played:
     asked: list[str] = field(default_factory=list)
     array_size: int = 1000
     pause_s: float = 0.0
+    is_here: bool = False
     dies: str = ""
     """Where submitting is cut off: before the scheduler hears of it, or after."""
 

@@ -371,6 +371,8 @@ def test_cache_holds_as_many_tokens_as_its_bytes_say_and_at_least_a_head(shape, 
         (Resources(options={"gres": "lustre:1,gpu:8"}), {}, 8),
         (Resources(options={"gres": "gpu"}), {}, 1),
         (Resources(), {"gpus-per-node": "a100:4"}, 4),
+        (Resources(options={"gpus_per_node": "a100:4"}), {"gpus-per-node": 2}, 4),
+        (Resources(gpus_per_node=2), {"gpus-per-node": False}, 0),
     ],
 )
 def test_gpus_are_counted_in_every_spelling(resources, common, count):

@@ -217,6 +217,9 @@ def test_refusal_is_told_and_tried_again(run, config):
     assert "no such partition" in plan.stuck["rollout"]
     assert plan.refused == plan.lost == ["rollout"]
     assert submissions.newest(run, "rollout") == LatestSubmission(), "a refused submission leaves nothing"
+    config.executor.is_here = True
+    plan = run_submit.tick(run, config)
+    assert (plan.refused, plan.lost) == ([], ["rollout"]), "a machine does not change its mind"
     config.executor.dies = ""
     assert run_submit.tick(run, config).submit == {"rollout": 200}
 

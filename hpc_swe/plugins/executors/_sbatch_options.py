@@ -5,7 +5,6 @@ People may write an option with dashes or underscores. False or an empty text le
 
 from collections.abc import Mapping
 
-from hpc_swe import gpus
 from hpc_swe.errors import ConfigError
 
 Options = dict[str, str | int | bool]
@@ -48,10 +47,8 @@ def merged(own: Options, given: Options) -> Options:
 
     Slurm refuses two options for the memory, and two for the GPUs of which one names their kind.
     """
-    replaced: set[str] = set()
-    if gives_memory(given):
-        replaced.add("mem")
-    if gpus.in_options(given) or any(name.startswith(("gpus", "tres-per")) for name in given):
+    replaced = {"mem"} if gives_memory(given) else set()
+    if any(_gives_gpus(name, value) for name, value in given.items()):
         replaced.add("gpus-per-node")
     kept = {name: value for name, value in own.items() if name not in replaced}
     return {name: value for name, value in (kept | given).items() if value is not False and value != ""}
@@ -60,3 +57,8 @@ def merged(own: Options, given: Options) -> Options:
 def gives_memory(options: Options) -> bool:
     """Tell whether options say how much memory a job gets."""
     return any(name in MEMORY for name in options)
+
+
+def _gives_gpus(name: str, value: str | int | bool) -> bool:
+    """Tell whether an option says how many GPUs a job gets: of --gres and --tres-per-task, some do."""
+    return name.startswith("gpus") or (name.startswith(("gres", "tres-per")) and "gpu" in str(value))

@@ -131,7 +131,8 @@ class Slurm(Plugin, frozen=True, kw_only=True):
 
     def gpus_per_node(self, role: Role) -> int:
         """Return the GPUs that a job of a role gets on each node: options replace the role's number."""
-        return gpus.in_options(self._given(role)) or self._resources(role).gpus_per_node
+        own: Options = {"gpus-per-node": self._resources(role).gpus_per_node}
+        return gpus.in_options(sbatch_options.merged(own, self._given(role)))
 
     def gpu_grant(self, role: Role) -> GpuGrant | None:
         """Return the GPUs that a job of a role gets on all its nodes; None where options hide the number."""

@@ -69,6 +69,8 @@ def test_options_of_a_role_win_over_those_of_all():
         ({"gres": "lustre:1"}, ["gpus-per-node=4", "gres=lustre:1", "mem=4096M"]),
         ({"gpus_per_node": "h100:2"}, ["gpus-per-node=h100:2", "mem=4096M"]),
         ({"gpus-per-task": 1}, ["gpus-per-task=1", "mem=4096M"]),
+        ({"gpus-per-node": False}, ["mem=4096M"]),
+        ({"tres-per-task": "cpu:4"}, ["gpus-per-node=4", "mem=4096M", "tres-per-task=cpu:4"]),
         ({"mem_per_cpu": "4G"}, ["gpus-per-node=4", "mem-per-cpu=4G"]),
         ({"mem": ""}, ["gpus-per-node=4"]),
         ({"mem-bind": "local"}, ["gpus-per-node=4", "mem-bind=local", "mem=4096M"]),
