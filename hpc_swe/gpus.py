@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from hpc_swe.errors import NodeError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""With 1, NCCL 2.30 and newer let processes of one group share a GPU: for correctness only, it is slow."""
 LIST_TIMEOUT_S = 60.0
 _LISTED = re.compile(r"^GPU (\d+):.*\(UUID: ([^)]+)\)", re.MULTILINE)
 _IN_GRES = re.compile(r"(?:^|,)(?:gres/)?gpu(?::[^:,(]*[^\d:,(][^:,(]*)*(?::(\d+))?(?=$|[,(])")
@@ -45,14 +47,27 @@ def choose(available: Sequence[str], taken: Sequence[str], count: int, *, share:
 
 
 def require(role: str, count: int, environment: Mapping[str, str]) -> None:
-    """Raise NodeError unless a role that was configured for GPUs finds `count` of them on this node."""
+    """Raise NodeError unless a role that was configured for GPUs finds `count` of them on this node.
+
+    One is enough where ranks share GPUs.
+    """
     found = usable(environment)
-    if len(found) < count:
+    if len(found) < (min(count, 1) if environment.get(SHARED) == "1" else count):
         visible = f", {VISIBLE} = {environment[VISIBLE]!r}" if VISIBLE in environment else ""
         raise NodeError(
             f"{role}: the configuration expects {count} GPUs on this node, and {len(found)} can be used"
             f"{visible}; ask for GPUs in [executor], or set policy.device or engine.device to 'cpu'"
         )
+
+
+def of_rank(rank: int, count: int, environment: Mapping[str, str]) -> int:
+    """Return which of a node's `count` GPUs a rank of this node uses: its own, unless ranks share them.
+
+    Example:
+        >>> of_rank(3, 2, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+        1
+    """
+    return rank % count if environment.get(SHARED) == "1" else rank
 
 
 def in_gres(gres: str) -> int:

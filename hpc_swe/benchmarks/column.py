@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from hpc_swe import plugins
+from hpc_swe import gpus, plugins
 from hpc_swe.benchmarks.kernels import KernelTimes, profile
 from hpc_swe.benchmarks.limits import measure_limits
 from hpc_swe.benchmarks.peers import PEERS
@@ -91,8 +91,9 @@ def build(plan: Plan) -> Trainer:
     from hpc_swe.benchmarks.random_weights import RandomWeights
 
     model, dtype = Path(plan.model), getattr(torch, plan.policy["dtype"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else "cpu"
-    tensors = RandomWeights(ModelShape.read(model), dtype, torch.device(device))
+    rank, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    device = torch.device("cuda", gpus.of_rank(rank, count, os.environ)) if count else torch.device("cpu")
+    tensors = RandomWeights(ModelShape.read(model), dtype, device)
     if plan.column in PEERS:
         from hpc_swe.benchmarks.fsdp2 import Fsdp2Trainer
 

@@ -11,7 +11,8 @@ compares adapters on two tensor-parallel processes with those on one. "resumed" 
 tensor-parallel processes into one, and compares the next step with the one that the two take. It exits with 1
 if a difference is above its limit. Words choose models, precisions, numbers of processes, and layouts by how
 their names begin: again, hosted, EP=2, one. --limit-s ends each job of processes after so many seconds, and
-compares what it has done. Without GPUs, models are tiny.
+compares what it has done. Without GPUs, models are tiny. With NCCL_MULTI_RANK_GPU_ENABLE=1, which NCCL 2.30
+and newer know, processes share a GPU.
 """
 
 import json
@@ -28,7 +29,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from hpc_swe import cli
+from hpc_swe import cli, gpus
 from hpc_swe.plugins.policies._megatron.flash_attention import Facts, describe
 from tests.kit.random_model import save_random
 from tests.kit.ranks import gang, tiny
@@ -56,6 +57,7 @@ FAMILIES = {
     "experts": ("Qwen3Moe", SIZES | EXPERTS),
 }
 ONE, HALVES, FOUR = [[[0, 1], [2, 3]]], [[[0, 1]], [[2, 3]]], [[[0], [1], [2], [3]]]
+QUARTERS = [[[0]], [[1]], [[2]], [[3]]]
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,9 @@ LAYOUTS = {
     "EP=2 elementwise": Layout(2, EP | {"recompute": "elementwise"}, HALVES),
     "EP=2 products": Layout(2, EP | {"recompute": "products"}, HALVES),
     "TP=2 DP=2": Layout(4, TP, HALVES),
+    "TP=4": Layout(4, TP | {"tensor_parallel": 4}),
+    "EP=4 DP=4": Layout(4, {"expert_parallel": 4}, QUARTERS),
+    "EP=4 TP=2 DP=2": Layout(4, TP | {"expert_parallel": 4}, HALVES),
 }
 NOT_DONE = "not done"
 WAYS = list(LAYOUTS)
@@ -331,8 +336,8 @@ def main() -> int:
     arguments = cli.parse(parser)
     cases = choose(arguments.words)
     sizes = {ranks_of(layout) for _, _, layout in cases}
-    if CUDA and torch.cuda.device_count() < max(sizes):
-        print(f"{max(sizes)} GPUs are needed, {torch.cuda.device_count()} found")
+    if CUDA and torch.cuda.device_count() < max(sizes) and os.environ.get(gpus.SHARED) != "1":
+        print(f"{max(sizes)} GPUs are needed, or {gpus.SHARED}=1; {torch.cuda.device_count()} found")
         return 2
     disable_progress_bar()
     device, facts = torch.cuda.get_device_name() if CUDA else "CPU", Facts.find(torch.bfloat16, 128)

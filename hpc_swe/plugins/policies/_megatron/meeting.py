@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from hpc_swe import gpus
 from hpc_swe.processes import MEETING
 
 T = TypeVar("T")
@@ -24,7 +25,8 @@ class JoinedRanks:
     def __init__(self) -> None:
         """Join the group that the environment describes, unless the calling program has joined it."""
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            rank = int(os.environ.get("LOCAL_RANK", "0"))
+            torch.cuda.set_device(gpus.of_rank(rank, torch.cuda.device_count(), os.environ))
         if not dist.is_initialized():
             rank, size = (int(os.environ.get(*each)) for each in (("RANK", "0"), ("WORLD_SIZE", "1")))
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
