@@ -16,6 +16,8 @@ from hpc_swe.store import atomic
 
 SUSPENSION_S = (1.0, 30.0)
 """First and longest suspension of a failing engine; each successive failure doubles it."""
+PATIENCE_S = 10.0
+"""So long a new episode waits until the engine that it would ask has loaded the newest weights."""
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +64,9 @@ class Endpoints:
     def take(self, prefer: str, wait_s: float) -> Iterator[Endpoint]:
         """Lend an engine for one request: `prefer` while it serves, else the least loaded.
 
-        Without `prefer` the table is read again: a new episode may be for newer weights than it named.
+        Without `prefer` the table is read again: a new episode may be for newer weights than it named, and
+        is worth a short wait for an engine that loads them. All groups that new weights allow begin at once,
+        so without the wait most of their tokens would count as those of the weights before.
         Raise EngineError if no engine served within `wait_s` of this object's clock. An EngineError of the
         block suspends the engine, since all threads would meet it; Overdue, which concerns a single request,
         does not. A request that is overdue because engines slept meanwhile raises EngineError.
@@ -114,10 +118,12 @@ class Endpoints:
 
     def _wait(self, prefer: str, wait_s: float) -> tuple[Endpoint, float]:
         """Return an engine, and the time at which it was chosen."""
-        until = self.clock() + wait_s
+        began = self.clock()
+        until, patient_until = began + wait_s, began + (0.0 if prefer else min(PATIENCE_S, wait_s))
         while True:
+            is_patient = self.clock() < patient_until
             with self._lock:
-                found = self._choose(prefer)
+                found = self._choose(prefer, is_patient=is_patient)
                 if found is not None:
                     self._busy[found.owner] += 1
                     return found, self._monotonic()
@@ -125,14 +131,22 @@ class Endpoints:
                 raise EngineError(f"no engine served within {wait_s:g} s: {self._describe()}")
             time.sleep(random.uniform(0.5, 1.5) * min(self._fresh_s, wait_s) / 4)
 
-    def _choose(self, prefer: str) -> Endpoint | None:
+    def _choose(self, prefer: str, *, is_patient: bool) -> Endpoint | None:
+        """Return the engine to ask now; None if there is none, or if it is worth waiting for the one chosen.
+
+        A patient request chooses by load alone, so that engines which load weights get their share of it.
+        """
         now = self._monotonic()
         serving = [e for e in self._recent() if self._suspensions.get(e.owner, NOT_SUSPENDED).until <= now]
-        return min(
-            serving,
-            key=lambda e: (e.owner != prefer, e.updating, self._busy[e.owner], random.random()),
-            default=None,
-        )
+
+        def rank(e: Endpoint) -> tuple[bool, bool, int, float]:
+            return e.owner != prefer, e.updating and not is_patient, self._busy[e.owner], random.random()
+
+        found = min(serving, key=rank, default=None)
+        if found is None or not is_patient:
+            return found
+        is_newest = not found.updating and max(found.versions) >= self._table.newest
+        return found if is_newest else None
 
     def _recent(self) -> list[Endpoint]:
         """Return the listed engines that are awake and whose weights are recent enough."""

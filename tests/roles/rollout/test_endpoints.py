@@ -7,7 +7,7 @@ import pytest
 
 from hpc_swe.errors import EngineError, NoAnswer
 from hpc_swe.records import Endpoint, EndpointTable, WeightVersion
-from hpc_swe.roles.rollout.endpoints import Endpoints
+from hpc_swe.roles.rollout.endpoints import PATIENCE_S, Endpoints
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
 from tests.kit.coordinator_kit import Clock
@@ -87,3 +87,64 @@ def test_an_answer_ends_what_earlier_failures_count(pool: Pool) -> None:
     pool.fail_together(1)
     pool.clock.now = 2.6
     assert not pool.is_suspended()
+
+
+OLD, NEW = WeightVersion(step=1), WeightVersion(step=2)
+
+
+class Ticking(Clock):
+    """Pass a tenth of a second with each look, and load the new weights after so many."""
+
+    def __init__(self, run: RunDir, loaded_at_s: float, listed: dict[str, list[WeightVersion]]) -> None:
+        super().__init__()
+        self._run, self._loaded_at_s, self._listed = run, loaded_at_s, listed
+        self._list(listed)
+
+    def __call__(self) -> float:
+        self.now += 0.1
+        if self.now >= self._loaded_at_s:
+            self._list(dict.fromkeys(self._listed, [NEW]))
+        return self.now
+
+    def _list(self, listed: dict[str, list[WeightVersion]]) -> None:
+        engines = [
+            Endpoint(owner=name, url=f"http://{name}", versions=versions, updating=len(versions) > 1)
+            for name, versions in listed.items()
+        ]
+        atomic.put(self._run.endpoints, EndpointTable(beat=1, endpoints=engines, newest=NEW))
+
+
+@pytest.mark.parametrize(
+    ("listed", "prefer", "loaded_at_s", "begins_with"),
+    [
+        ({"a": [OLD]}, "", 5.0, [NEW]),
+        ({"a": [OLD, NEW]}, "", 5.0, [NEW]),
+        ({"a": [NEW]}, "", 1e9, [NEW]),
+        ({"a": [OLD, NEW]}, "a", 5.0, [OLD, NEW]),
+        ({"a": [OLD]}, "", 1e9, [OLD]),
+        ({"a": [OLD, NEW], "b": [OLD]}, "", 1e9, [OLD]),
+    ],
+    ids=["not begun", "loading", "loaded", "a later turn", "refused for good", "rather one that answers"],
+)
+def test_a_new_episode_waits_a_while_for_the_newest_weights(
+    tmp_path: Path, listed: dict, prefer: str, loaded_at_s: float, begins_with: list[WeightVersion]
+) -> None:
+    run = RunDir(tmp_path / "run")
+    run.make()
+    clock = Ticking(run, loaded_at_s, listed)
+    endpoints = Endpoints(run, max_lag=2, fresh_s=0.0, monotonic=clock)
+    with endpoints.take(prefer, 600.0) as endpoint:
+        assert endpoint.versions == begins_with
+    assert clock.now < 6 * PATIENCE_S
+
+
+def test_new_episodes_wait_for_their_share_of_each_engine(tmp_path: Path) -> None:
+    """Otherwise the first of several engines that has loaded the weights would get all of them."""
+    run = RunDir(tmp_path / "run")
+    run.make()
+    endpoints = Endpoints(
+        run, max_lag=2, fresh_s=0.0, monotonic=Ticking(run, 6.0, {"a": [NEW], "b": [OLD, NEW]})
+    )
+    with ExitStack() as requests:
+        taken = [requests.enter_context(endpoints.take("", 600.0)).owner for _ in range(8)]
+    assert sorted(taken) == [*"aaaabbbb"]
