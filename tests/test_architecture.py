@@ -68,7 +68,7 @@ BUDGETS = {
     "hpc_swe/roles/reward": 340,
     "hpc_swe/roles/rollout": 1_255,
     "hpc_swe/runs": 2_250,
-    "hpc_swe/store": 2_055,
+    "hpc_swe/store": 2_065,
     "hpc_swe/tasks": 4_300,
     "jobs": 1_180,
 }
