@@ -120,7 +120,7 @@ METRICS = {
     "rate/trained_tokens": "tokens with a loss per second of the learner's whole step, waiting included",
     "rate/sampled_tokens": "sampled tokens of consumed episodes per second since the last batch",
     "spool/*": "messages in a spool, by state, when the batch was published",
-    "sft/cut": "conversations that were cut after a turn to fit; of demonstrations those so far, by number",
+    "sft/cut": "conversations that were cut after a turn to fit; of demonstrations those so far",
     "sft/dropped": "conversations left out: their first turn is too long, or a row cannot be used",
     "validation/loss": "loss of the held-out conversations, under the weights after so many steps",
     "validation/nll": "-log pi per held-out token with a loss, under the same weights",

@@ -43,7 +43,8 @@ def mode(run: RunDir, config: RunConfig, curves: Log) -> Mode:
         )
         if config.sft.source == "trajectories":
             return _trained(run, config, schedule, curves)
-        return sft.WarmStart(run, _samples(config, curves), schedule, curves)
+        fates = Counter[str]()
+        return sft.WarmStart(run, _samples(config, curves, fates), schedule, curves, fates=fates)
     taken = tasks.read(run.tasks)
     held_out = [task.task_id for task in taken["eval"]][: config.eval.tasks or None]
     every = config.eval.every if config.mode == "grpo" else 0
@@ -93,7 +94,7 @@ def _trained(run: RunDir, config: RunConfig, schedule: sft.SftSchedule, curves: 
     return sft.WarmStart(run, map(sft.as_sample, stream), schedule, curves, held_out)
 
 
-def _samples(config: RunConfig, curves: Log) -> Iterator[Sample | None]:
+def _samples(config: RunConfig, curves: Log, fates: Counter[str]) -> Iterator[Sample | None]:
     if config.sft.source == "episodes":
         return sft.from_episodes(
             _archived(RunDir(Path(config.sft.episodes))),
@@ -116,7 +117,7 @@ def _samples(config: RunConfig, curves: Log) -> Iterator[Sample | None]:
     builder = token_builder(config)
     conversations = sft.with_system_prompt(config.taskset.demonstrations(config.seed), preface)
     encode = partial(builder.demonstration, tools=preface.tools)
-    return sft.from_conversations(conversations, encode, rollout.context, curves)
+    return sft.from_conversations(conversations, encode, rollout.context, fates)
 
 
 def _archived(run: RunDir) -> Iterator[ScoredEpisode]:

@@ -37,16 +37,14 @@ from jobs import heartbeat, stacks
 from jobs.supervision import VerdictReader
 
 PERMANENT = (2, 3)  # exit codes of ConfigError and ProtocolError: a restart does not help
-REASONS = (
-    *PERMANENT,
-    StorageError.exit_code,
-    NodeError.exit_code,
-)  # any other code may be of a rank that lost another rank
+# Any other code may be of a rank that lost another rank.
+REASONS = (*PERMANENT, StorageError.exit_code, NodeError.exit_code)
 FROZEN = 8  # exit code of a gang with a frozen rank
 STUCK = 9  # exit code of a gang that makes no progress; verdicts count the restarts
 QUIET_S = 300.0  # after so long without a failure, restarts are counted from 0 again
 GRACE_S = 20.0
 KILLED_S = 180.0  # the longest end of a killed child: a large one frees its memory of host and GPU
+KILLED = "killed: process %d of the job, by signal %d (%s); 9 is often a lack of memory, see the kernel's log"
 LOST_S = 5.0  # wait for the other ranks when one has failed: one of them may exit with the reason
 NOTICE_S = 3600.0  # seconds from a warning to the end when --notice does not give them
 WAIT_S = 30  # ranks end together; without a limit srun would wait for ever for a rank whose node was reset
@@ -191,9 +189,11 @@ class Gang:
         """Return the exit code that tells the cause: a rank that lost another one may end before that one."""
         deadline = time.monotonic() + LOST_S
         while True:
-            codes = [code, *(child.poll() for child in self._children)]
-            reasons = [each for each in codes if each in REASONS]
+            codes = [child.poll() for child in self._children]
+            reasons = [each for each in (code, *codes) if each in REASONS]
             if reasons or None not in codes or time.monotonic() > deadline:
+                for number, signalled in [(n, -each) for n, each in enumerate(codes) if each and each < 0]:
+                    log.error(KILLED, number, signalled, signal.strsignal(signalled))
                 return reasons[0] if reasons else code
             time.sleep(0.1)
 

@@ -19,7 +19,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpc_swe.errors import CorruptRecord, LostRace
+from hpc_swe.errors import CorruptRecord, LostRace, StorageError
 from hpc_swe.records import FileInfo, Manifest
 from hpc_swe.store import atomic
 
@@ -189,6 +189,15 @@ def remove(folder: Path) -> None:
     except FileNotFoundError:
         return  # another coordinator was faster
     shutil.rmtree(trash, ignore_errors=True)
+
+
+def discard(stage: Path) -> None:
+    """Delete a stage, as far as that is possible.
+
+    When its writer commits it at this moment, the commit fails, or it comes first and keeps all files.
+    """
+    with contextlib.suppress(OSError, StorageError):
+        remove(stage)
 
 
 def _clear(final: Path, kind: type[M]) -> None:

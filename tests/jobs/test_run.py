@@ -149,6 +149,15 @@ def test_rank_that_dies_takes_its_gang_along_and_all_start_again(tmp_path, run):
     assert (tmp_path / "0").read_text() == (tmp_path / "1").read_text() == "xx"
 
 
+def test_the_log_names_the_rank_that_was_killed_not_the_one_that_lost_it(tmp_path, caplog):
+    """The kernel kills without a word when memory is short, and the other rank's error speaks of sockets."""
+    gang = Gang([python("import sys; sys.exit(1)"), python("import os; os.kill(os.getpid(), 9)")])
+    gang.start()
+    assert gang.wait() in (1, -9)
+    assert "killed: process 1 of the job, by signal 9 (Killed)" in caplog.text
+    assert caplog.text.count("killed: process") == 1
+
+
 def test_rank_that_was_refused_is_believed_before_one_that_only_lost_it(tmp_path):
     """The other one's end is seen first."""
     refused = python(

@@ -10,9 +10,11 @@ Batch n is a function of the stream and n, so the only state is which batches ex
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
@@ -74,8 +76,8 @@ class SftSchedule:
 class WarmStart:
     """Publish the `stream` of samples, each at most microbatch_tokens long, as batches.
 
-    The stream yields None where its next sample is not ready yet. The learner computes the loss of the
-    `held_out` samples without training them.
+    The stream yields None where its next sample is not ready yet, and counts in `fates` what it cuts or
+    drops. The learner computes the loss of the `held_out` samples without training them.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class WarmStart:
         schedule: SftSchedule,
         metrics_log: Log,
         held_out: Sequence[Sample] = (),
+        fates: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._run, self._schedule, self._log, self._held_out = run, schedule, metrics_log, held_out
+        self._fates, self._told = fates, dict(fates)
         self.step = max(batches.published_steps(run), default=-1) + 1
         if self.step:  # the coordinator before may have died before it logged them
             metrics_log.write(self.step - 1, folders.manifest(run.batch(self.step - 1), BatchManifest).stats)
@@ -106,6 +110,9 @@ class WarmStart:
                 break
             self._publish(self._taken)
             self._taken = []
+        if self._fates != self._told:  # one line for many, since a line waits for the disk
+            self._told = dict(self._fates)
+            self._log.write(self.step, self._told)
         waits_for = f"the learner: step {snapshot.learner_step} of {steps}"
         done = checkpoints.is_trained(self._run, snapshot.newest, steps)
         return Progress("" if done else waits_for, self.step, self._log.recent, [])
@@ -162,19 +169,18 @@ def with_system_prompt(
 
 
 def from_conversations(
-    conversations: Iterable[Sequence[Message]], encode: Encode, limit: int, metrics_log: Log
-) -> Iterator[Sample]:
-    """Yield demonstrations as samples; one over `limit` tokens is cut after its last turn that fits."""
-    counts = {"sft/cut": 0, "sft/dropped": 0}
+    conversations: Iterable[Sequence[Message]], encode: Encode, limit: int, fates: Counter[str]
+) -> Iterator[Sample | None]:
+    """Yield demonstrations as samples; one over `limit` tokens is cut after its last turn that fits.
+
+    Yield None for one of which no turn fits. Count both kinds in `fates`.
+    """
     for number, conversation in enumerate(conversations):
         ids, mask = (np.asarray(part) for part in encode(conversation))
         end = fitting_length(mask, limit)
-        counts["sft/cut"] += 0 < end < len(ids)
-        counts["sft/dropped"] += end == 0
-        if 0 < len(ids) != end:
-            metrics_log.write(number, counts)
-        if end:
-            yield _demonstration(f"demonstration-{number:06d}", ids[:end], mask[:end])
+        if end < len(ids):
+            fates["sft/cut" if end else "sft/dropped"] += 1
+        yield _demonstration(f"demonstration-{number:06d}", ids[:end], mask[:end]) if end else None
 
 
 def from_episodes(

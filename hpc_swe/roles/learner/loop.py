@@ -109,9 +109,9 @@ def learn(
                 return
             continue
         waited = time.monotonic() - waiting
-        metrics = {"step_seconds/checkpoint": saved_s, "step_seconds/wait": waited}
-        saved_s = 0.0
-        metrics |= turn_metrics | _train(run, learner, objective, decision, plan.max_skipped)
+        metrics, saved_s = {"step_seconds/checkpoint": saved_s, "step_seconds/wait": waited}, 0.0
+        metrics |= turn_metrics | _train(run, learner, objective, decision)
+        _enter_skip(run, learner, publisher, bool(metrics["policy/skipped"]), plan.max_skipped)
         if learner.step == plan.steps and (found := _validate(run, learner, objective, decision)):
             on_step(learner.step, learner.step, found)  # before anything says that the run is done
         published = time.monotonic()
@@ -149,20 +149,19 @@ def _require_finite(run: RunDir, learner: Learner, limit: int) -> None:
         raise ConfigError(refusal)
 
 
-def _train(
-    run: RunDir, learner: Learner, objective: Objective, manifest: BatchManifest, max_skipped: int
-) -> dict[str, float]:
+def _train(run: RunDir, learner: Learner, objective: Objective, manifest: BatchManifest) -> dict[str, float]:
     """Take the step of a batch, and return its metrics with those of its held-out samples before the step."""
     metrics = _validate(run, learner, objective, manifest)
     read = partial(read_batch, run, manifest, run.rank_file(learner.ranks.data_rank))
-    metrics |= learner.train(on_all_ranks(learner.ranks, read), objective)
-    _enter_skip(run, learner, bool(metrics["policy/skipped"]), max_skipped)
-    return metrics
+    return metrics | learner.train(on_all_ranks(learner.ranks, read), objective)
 
 
-def _enter_skip(run: RunDir, learner: Learner, is_skipped: bool, limit: int) -> None:
+def _enter_skip(
+    run: RunDir, learner: Learner, publisher: Publisher[Learner], is_skipped: bool, limit: int
+) -> None:
     """Count the batch that was trained last, and keep it if it was skipped."""
     step = learner.step - 1
+    publisher.require_newest()  # a successor counts in the same file
     on_rank_zero(learner.ranks, lambda: skipped.enter(run, step, is_skipped))
     if is_skipped:
         on_rank_zero(learner.ranks, lambda: _keep(run, step))

@@ -6,7 +6,6 @@ Checksums are divided among the ranks: each file is read by one of them.
 import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -123,13 +122,13 @@ class Publisher(Generic[L]):
     def republish_weights(self) -> None:
         """Publish the current weights as a full version, under the next incarnation: no folder changes."""
 
-        def take() -> int:
-            require_newest(self._run, self._incarnation)
-            return take_incarnation(self._run)
-
-        self._incarnation = on_rank_zero(self._ranks, take)
+        self._incarnation = on_rank_zero(self._ranks, lambda: _take_next(self._run, self._incarnation))
         self._exported = None
         self.publish_weights()
+
+    def require_newest(self) -> None:
+        """Raise LostRace on all ranks when another learner has started since."""
+        on_rank_zero(self._ranks, lambda: require_newest(self._run, self._incarnation))
 
     def _export(self, stage: Path, carrier: Carrier) -> list[dict[str, TensorInfo]]:
         """Return what each rank has exported; weights that are not finite end the learner."""
@@ -138,6 +137,7 @@ class Publisher(Generic[L]):
             return self._ranks.gather(mine)
         except FloatingPointError as error:  # on every rank
             why, step = str(error), self._learner.step
+            self.require_newest()
             on_rank_zero(self._ranks, lambda: skipped.refuse_weights(self._run, step, why))
             raise
 
@@ -169,14 +169,14 @@ class Publisher(Generic[L]):
 
     @contextmanager
     def _stage(self, final: Path) -> Iterator[tuple[Path, Path]]:
-        on_rank_zero(self._ranks, lambda: require_newest(self._run, self._incarnation))
+        self.require_newest()
         stage = on_rank_zero(self._ranks, lambda: folders.staging(final))
         try:
             # One rank writes the first, small files while the others wait: it must not fail for lack of room.
             on_rank_zero(self._ranks, lambda: folders.require_room(stage))
             yield stage, final
         except BaseException:
-            shutil.rmtree(stage, ignore_errors=True)
+            folders.discard(stage)
             raise
 
     def _commit(self, stage: Path, final: Path, manifest: Manifest) -> None:
@@ -211,12 +211,24 @@ def take_incarnation(run: RunDir) -> int:
             number += 1
 
 
+def _take_next(run: RunDir, incarnation: int) -> int:
+    """Reserve the number after one's own; raise LostRace when another learner has it."""
+    try:
+        with atomic.storage(run.incarnations):
+            (run.incarnations / f"{incarnation + 1:02d}").mkdir()
+    except FileExistsError:
+        raise _lost(run, incarnation + 1, incarnation) from None
+    return incarnation + 1
+
+
 def require_newest(run: RunDir, incarnation: int) -> None:
     """Raise LostRace when another learner has started since, as beside one whose node was taken for dead."""
     if (newest := _newest_incarnation(run)) > incarnation:
-        raise LostRace(
-            f"{run.incarnations}: a learner has started as {newest:02d}, and this one is {incarnation:02d}"
-        )
+        raise _lost(run, newest, incarnation)
+
+
+def _lost(run: RunDir, other: int, own: int) -> LostRace:
+    return LostRace(f"{run.incarnations}: a learner has started as {other:02d}, and this one is {own:02d}")
 
 
 def _newest_incarnation(run: RunDir) -> int:

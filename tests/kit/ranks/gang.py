@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 
-from hpc_swe.processes import MEETING
+from hpc_swe.processes import MEETING, is_stopped
 from tests.kit.checkout import ROOT
 
 EVERYWHERE = {"OMP_NUM_THREADS": "1"}
@@ -66,6 +66,9 @@ class Rank:
 
     def poll(self) -> int | None:
         return self._process.exitcode
+
+    def is_stopped(self) -> bool:
+        return self._process.pid is not None and is_stopped(self._process.pid)
 
     def kill(self) -> None:
         self._process.kill()

@@ -1,9 +1,9 @@
 """One rank of a learner on a run folder: python -m tests.kit.ranks.learn RUN MODEL STEPS COPIES [KEYS].
 
 KEYS are those of the optimizer, in JSON. With DIES_AT in its environment it is killed when it opens a file
-below a path that begins so, and with DIES_AFTER when it opens any file once that path exists. With SNAPSHOTS
-one of so many versions is a full snapshot. HOSTED is the share of the optimizer's state that is in host
-memory.
+for writing whose path matches that pattern, and with STOPS_AT it is stopped there; with DIES_AFTER it is
+killed when it opens any file once that path exists. With SNAPSHOTS one of so many versions is a full
+snapshot. HOSTED is the share of the optimizer's state that is in host memory.
 """
 
 import json
@@ -12,17 +12,24 @@ import signal
 import sys
 import threading
 import traceback
+from fnmatch import fnmatch
 from pathlib import Path
 
 
-def die_in_time() -> None:
-    """Let this rank die instead of opening a file, when the environment says so."""
-    place, there = os.environ.get("DIES_AT"), Path(os.environ.get("DIES_AFTER", "/never"))
-    rank = os.getpid()  # files may be written by a child of it
+def interfere() -> None:
+    """Let this rank die or stop instead of opening a file, when the environment says so."""
+    places = {signal.SIGKILL: os.environ.get("DIES_AT", ""), signal.SIGSTOP: os.environ.get("STOPS_AT", "")}
+    there = Path(os.environ.get("DIES_AFTER", "/never"))
 
     def look(event: str, arguments: tuple[object, ...]) -> None:
-        if event == "open" and (str(arguments[0]).startswith(place) if place else there.exists()):
-            os.kill(rank, signal.SIGKILL)
+        if event != "open":
+            return
+        if int(str(arguments[2])) & (os.O_WRONLY | os.O_RDWR):
+            for number, place in places.items():
+                if fnmatch(str(arguments[0]), place):
+                    os.kill(os.getpid(), number)
+        if there.exists():
+            os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(look)
 
@@ -38,8 +45,8 @@ def main() -> None:
     from hpc_swe.rundir import RunDir
 
     run, model, steps, data_parallel = RunDir(Path(sys.argv[1])), Path(sys.argv[2]), *map(int, sys.argv[3:5])
-    if {"DIES_AT", "DIES_AFTER"} & set(os.environ):
-        die_in_time()
+    if {"DIES_AT", "STOPS_AT", "DIES_AFTER"} & set(os.environ):
+        interfere()
     interrupted = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: interrupted.set())
     hosted = float(os.environ.get("HOSTED", "0"))

@@ -173,6 +173,12 @@ def measured(tmp_path_factory):
     shared = {"name": "shared", "packing": HALVES, "do": do["shared"]}
     answers = gang.run_cases(1, [case | hosted], folder / "out")
     answers |= gang.run_cases(2, [case | shared], folder / "out")
+    words = sizes | {"vocab_size": 2**17, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    table = save_random(folder / "table", "Qwen3", words | {"head_dim": 16}, dtype="bfloat16")
+    (table / "tokenizer.json").write_text("{}")
+    do = [("train", 1), ("measure", str(folder / "words"))]
+    words = {"name": "words", "model": str(table), "packing": HALVES, "do": do}
+    answers |= gang.run_cases(2, [case | words], folder / "out")
     for name, ranks in answers.items():
         for rank in ranks:
             print(name, {key: rank[key] for key in rank if key.startswith(("saved_", "loaded_", "state_"))})
@@ -194,3 +200,13 @@ def test_a_resume_takes_less_host_memory_than_its_checkpoint(measured):
         whole = 2 * rank["state_bytes"]
         assert whole > 60e6
         assert rank["loaded_bytes"] < whole / 2
+
+
+def test_a_resume_loads_a_table_of_words_by_rows(measured):
+    """It is nearly all of this model, in bfloat16 and as three float32 tensors of the optimizer's state."""
+    for rank in measured["words"]:
+        table = 4 * 2**17 * 256
+        assert 2 * rank["state_bytes"] > 3 * table
+        assert rank["loaded_bytes"] < 0.75 * table, (
+            "half of one such tensor is the weight as a tensor of bfloat16"
+        )

@@ -15,7 +15,6 @@ DEFECTS = [
     "no marks on shards",
     "no state before a step",
     "one step count for all",
-    "step not loaded",
     "many copies of the state",
     "last files fail on rank 0 alone",
     "writers clone parts",

@@ -4,6 +4,7 @@ import itertools
 import os
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import get_args
 
@@ -27,6 +28,7 @@ from hpc_swe.store import atomic, evals
 from hpc_swe.store.evals import Attempt
 from hpc_swe.store.lease import Lease
 from hpc_swe.store.spool import Spool
+from tests.kit import crash
 from tests.kit.coordinator_kit import (
     HELD_OUT,
     STEPS,
@@ -210,7 +212,7 @@ def test_the_interval_is_over_tasks():
 
 def sample(length, name):
     conversation = [Message(role="user", content=str(name)), Message(role="assistant", content="x" * length)]
-    return next(sft.from_conversations([conversation], encode, 64, Log(Path(os.devnull))))
+    return next(sft.from_conversations([conversation], encode, 64, Counter()))
 
 
 def encode(conversation):
@@ -286,11 +288,37 @@ def test_a_demonstration_is_cut_at_a_turn_or_left_out_and_counted(run):
     mask = np.array([0, 1, 1, 0, 0, 1, 1, 0, 1])
     assert [sft.fitting_length(mask, n) for n in (2, 3, 6, 7, 8, 9, 20)] == [0, 3, 3, 7, 7, 9, 9]
     turns = [Message(role="user", content="ab"), Message(role="assistant", content="cd")] * 3
-    log = Log(run.metric_log("c"))
-    conversations = [turns, [Message(role="user", content="u" * 9)], turns[:2]]
-    made = list(sft.from_conversations(conversations, encode, 8, log))
-    assert [len(s) for s in made] == [8, 4]
-    assert log.recent == {"sft/cut": [1, 1], "sft/dropped": [0, 1]}
+    conversations, fates = [turns, [Message(role="user", content="u" * 9)], turns[:2]], Counter()
+    made = list(sft.from_conversations(conversations, encode, 8, fates))
+    assert [len(s) for s in made if s] == [8, 4]
+    assert fates == {"sft/cut": 1, "sft/dropped": 1}
+
+
+def test_demonstrations_that_are_cut_share_a_line_of_the_log(tmp_path):
+    """A line is made durable, which takes tens of milliseconds where many write to one disk."""
+    turns = [Message(role="user", content="ab"), Message(role="assistant", content="cd")] * 3
+
+    def iterate(run, conversation):
+        fates = Counter()
+        samples = sft.from_conversations(itertools.repeat(conversation), encode, 8, fates)
+        schedule, log = sft.SftSchedule(STEPS, 4, 64, 2), Log(run.metric_log("c"))
+        mode = sft.WarmStart(run, samples, schedule, log, fates=fates)
+        mode.iterate(make_maintenance(run).snapshot())
+
+    cut, whole = rundir(tmp_path / "cut"), rundir(tmp_path / "whole")
+    waits = crash.calls(cut.root, lambda _: iterate(cut, turns))["fsync"]
+    assert waits == crash.calls(whole.root, lambda _: iterate(whole, turns[:4]))["fsync"] + 1
+    lines, _ = decode(cut.metric_log("c").read_bytes())
+    assert [line.values["sft/cut"] for line in lines if "sft/cut" in line.values] == [4 * STEPS]
+
+
+def test_demonstrations_that_are_all_too_long_do_not_stop_the_main_loop(run):
+    """Its keeper would end it, and nobody would learn the reason."""
+    log, fates, long = Log(run.metric_log("c")), Counter(), [Message(role="user", content="u" * 9)]
+    samples = sft.from_conversations(itertools.repeat(long), encode, 8, fates)
+    mode = sft.WarmStart(run, samples, sft.SftSchedule(STEPS, 4, 64, 2, iteration_s=0.01), log, fates=fates)
+    assert mode.iterate(make_maintenance(run).snapshot()).step == 0
+    assert log.recent["sft/dropped"][-1] > 0
 
 
 def test_rejection_sampling_trains_the_very_ids_that_were_sampled(run):

@@ -1,6 +1,7 @@
 """A warm start shows the policy what its episodes will show: the prompt, and the tools."""
 
 import itertools
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def warm_start(config: configuration.RunConfig, folder: Path) -> Sample:
     """The first sample."""
     run = RunDir(folder / "run")
     run.make()
-    (sample,) = itertools.islice(coordinator._samples(config, Log(run.metric_log("c"))), 1)
+    (sample,) = itertools.islice(coordinator._samples(config, Log(run.metric_log("c")), Counter()), 1)
     return sample
 
 

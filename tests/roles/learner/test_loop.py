@@ -1,6 +1,5 @@
 """The learner on a run folder: what it publishes, and what deaths and orders leave behind."""
 
-import json
 import mmap
 import os
 import shutil
@@ -23,10 +22,7 @@ from hpc_swe import records  # noqa: E402
 from hpc_swe.errors import ConfigError, LostRace, NodeError, StorageError  # noqa: E402
 from hpc_swe.plugins.engines._vllm_files import Link, Wanted, build  # noqa: E402
 from hpc_swe.records import (  # noqa: E402
-    Batch,
-    BatchManifest,
     CheckpointManifest,
-    CoordinatorState,
     MicroBatch,
     WeightManifest,
     WeightVersion,
@@ -35,79 +31,17 @@ from hpc_swe.roles.learner.publish import take_incarnation  # noqa: E402
 from hpc_swe.rundir import RunDir  # noqa: E402
 from hpc_swe.store import atomic, folders, skipped  # noqa: E402
 from tests.kit.ranks import gang, tiny  # noqa: E402
+from tests.kit.ranks.training import (  # noqa: E402
+    STEPS,
+    assert_same,
+    end,
+    make_run,
+    publish,
+    reported,
+    start,
+    weights,
+)
 from tests.kit.waiting import until  # noqa: E402
-
-STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny.make_models(tmp_path_factory.mktemp("models"))["tied"]
-
-
-@pytest.fixture(scope="module")
-def sequences(model):
-    return tiny.make_sequences(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
-
-
-@pytest.fixture(scope="module")
-def whole(model, sequences, tmp_path_factory):
-    """A run that nothing disturbed."""
-    run = make_run(tmp_path_factory.mktemp("whole"), sequences, STEPS)
-    gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
-    return run
-
-
-def make_run(root: Path, sequences: list[MicroBatch], steps: int, ranks: int = 1) -> RunDir:
-    run = RunDir(root)
-    run.make()
-    for step in range(steps):
-        publish(run, step, sequences, ranks)
-    return run
-
-
-def publish(run: RunDir, step: int, sequences: list[MicroBatch], ranks: int = 1) -> None:
-    """What a coordinator would: two sequences a microbatch, turning with the step."""
-    turned = sequences[step % 4 :] + sequences[: step % 4]
-
-    def fill(stage: Path) -> BatchManifest:
-        files = {}
-        for rank in range(ranks):
-            batch, name = Batch(step=step, rank=rank, microbatches=turned[rank::ranks]), run.rank_file(rank)
-            files[name] = folders.write(stage, name, msgspec.msgpack.encode(batch))
-        after = CoordinatorState()
-        return BatchManifest(writer="c", files=files, step=step, groups=[], closed=[], after=after, stats={})
-
-    folders.publish(run.batch(step), fill)
-
-
-def start(run: RunDir, model: Path, steps: int = STEPS) -> list[subprocess.Popen[str]]:
-    return gang.start(2, "learn", str(run.root), str(model), str(steps), "1")
-
-
-def reported(run: RunDir) -> list[dict]:
-    path = run.root / "told.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def end(children: list[subprocess.Popen[str]], number: signal.Signals) -> list[tuple[int, str]]:
-    for child in children:
-        child.send_signal(number)
-    outputs = [child.communicate(timeout=300)[0] for child in children]
-    return [(child.returncode, output) for child, output in zip(children, outputs, strict=True)]
-
-
-def weights(run: RunDir, step: int, incarnation: int) -> dict[str, torch.Tensor]:
-    folder = run.weight(WeightVersion(step=step, incarnation=incarnation))
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_every_version_is_published_whole(whole, model):
@@ -172,11 +106,12 @@ def test_death_while_saving_leaves_the_last_checkpoint_and_no_half_one(
 ):
     run = make_run(tmp_path / "run", sequences, STEPS)
     monkeypatch.setenv("SNAPSHOTS", "3")
-    monkeypatch.setenv("DIES_AT", str(run.checkpoints / ".tmp-"))
+    monkeypatch.setenv("DIES_AT", str(run.checkpoints / ".tmp-*/__*"))
     children = start(run, model)
-    until(lambda: any(child.poll() == -signal.SIGKILL for child in children), "a death")
-    end(children, signal.SIGKILL)
     monkeypatch.delenv("DIES_AT")
+    assert [child.communicate(timeout=300) and child.returncode for child in children] == [
+        -signal.SIGKILL
+    ] * 2
     assert [name[:5] for name in os.listdir(run.checkpoints)] == [".tmp-"]
     gang.launch(2, "learn", str(run.root), str(model), str(STEPS), "1")
     assert [line["step"] for line in reported(run)][-5:] == [0, 1, 2, 3, 4]

@@ -46,7 +46,6 @@ def apply() -> None:
     # filesystem_async.py:266 forks writers. It would wait for ever for one that was killed, and they see no
     # pinned memory.
     filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_in_threads)
-    DistributedOptimizer._set_main_param_and_optimizer_states = _set_states
     # distrib_optimizer.py:977 copies the state seven times on the host
     DistributedOptimizer.get_parameter_state_dp_zero = gather_states
     if torch.cuda.is_available():
@@ -211,14 +210,6 @@ def _write_in_threads(transforms: Any, use_msc: bool, _rank: int, buckets: list[
         found = list(pool.map(write, range(len(buckets))))
     error = next((each for each in found if isinstance(each, Exception)), None)
     results.put(error or dict(enumerate(found)))
-
-
-def _set_states(self: DistributedOptimizer, model_param: nn.Parameter, tensors: dict[str, Tensor]) -> None:
-    # distrib_optimizer.py:940 copies every key of the state, and torch AdamW's "step" is not in `tensors`
-    with torch.no_grad():
-        for key, value in self._get_main_param_and_optimizer_states(model_param).items():
-            if key in tensors:
-                value.copy_(tensors[key])
 
 
 # Calls to CUDA, answered by the CPU.

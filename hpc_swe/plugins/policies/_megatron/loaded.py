@@ -2,7 +2,7 @@
 
 Megatron asks for the whole state of each parameter that a rank holds, 12 bytes a parameter on every rank, and
 then takes what the rank updates. Here a rank asks for no parameter of which it updates nothing, and its host
-memory holds one piece of the state at a time.
+memory holds one piece of the state at a time. A tensor that is larger than a piece is loaded by rows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +16,6 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
-    CachedMetadataFileSystemReader,
-)
 from megatron.core.dist_checkpointing.strategies.checkpointable import (
     CheckpointableShardedTensor,
     LocalShardsContainer,
@@ -28,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import DefaultLoadPlanner, StorageReader
 
+from hpc_swe.plugins.policies._megatron.saved_rows import RowReader
 from hpc_swe.plugins.policies.base import Ranks
 
 PIECES = 32
@@ -48,6 +46,8 @@ class SavedTensor:
     """The values that this rank updates, of the flattened tensor."""
     saved: ShardedBase
     """Its data has a shape and no values."""
+    first: int = 0
+    """Where this part begins among the values of the weight that this rank updates."""
 
     @property
     def nbytes(self) -> int:
@@ -60,9 +60,33 @@ class SavedTensor:
 
     def take(self, values: Tensor) -> None:
         """Copy this rank's part of the loaded tensor into the optimizer."""
-        self.optimizer._set_main_param_and_optimizer_states(
-            self.weight, {self.key: values.flatten()[self.part]}
-        )
+        own = self.optimizer._get_main_param_and_optimizer_states(self.weight)[self.key].detach().view(-1)
+        part = values.flatten()[self.part]
+        own[self.first : self.first + len(part)].copy_(part)
+
+    def split(self, limit: int) -> Iterator["SavedTensor"]:
+        """Yield the rows of which this rank updates values, as tensors of about `limit` bytes at most.
+
+        What has no rows, as the halves of a gated layer, stays whole.
+        """
+        whole, wanted = self.saved, self.part
+        if self.nbytes <= limit or not isinstance(whole, ShardedTensor) or whole.prepend_axis_num:
+            yield self
+            return
+        width, rows = whole.data[0].numel(), max(1, limit // whole.data[0].nbytes)
+        for row in range(wanted.start // width, -(-wanted.stop // width), rows):
+            data = whole.data[row : row + rows]
+            saved = replace(
+                whole,
+                data=data,
+                local_shape=tuple(data.shape),
+                global_offset=(whole.global_offset[0] + row, *whole.global_offset[1:]),
+                axis_fragmentations=None,
+            )
+            start, end = row * width, row * width + data.numel()
+            low, high = max(wanted.start, start), min(wanted.stop, end)
+            part, first = slice(low - start, high - start), self.first + low - wanted.start
+            yield replace(self, saved=saved, part=part, first=first)
 
 
 def needed(
@@ -82,11 +106,11 @@ def needed(
 
 
 def divide(tensors: Sequence[SavedTensor]) -> list[list[SavedTensor]]:
-    """Divide tensors into pieces, none larger than the limit unless it is a single tensor."""
+    """Divide tensors into pieces, none larger than the limit unless it is a single tensor without rows."""
     limit = max(SMALLEST, sum(each.nbytes for each in tensors) // PIECES)
     pieces: list[list[SavedTensor]] = []
     left = 0
-    for each in tensors:
+    for each in (part for tensor in tensors for part in tensor.split(limit)):
         if not pieces or each.nbytes > left:
             pieces.append([])
             left = limit
@@ -97,7 +121,7 @@ def divide(tensors: Sequence[SavedTensor]) -> list[list[SavedTensor]]:
 
 def load(tensors: Sequence[SavedTensor], folder: Path, ranks: Ranks) -> None:
     """Load tensors into their optimizers. All ranks must call this together, each with its own tensors."""
-    pieces, reader = divide(tensors), CachedMetadataFileSystemReader(folder)
+    pieces, reader = divide(tensors), RowReader(folder)
     for index in range(max(ranks.gather(len(pieces)))):
         _load_piece(pieces[index] if index < len(pieces) else [], reader)
 
