@@ -62,7 +62,7 @@ BUDGETS = {
     "hpc_swe/records": 555,
     "hpc_swe/report": 870,
     "hpc_swe/roles": 10,
-    "hpc_swe/roles/coordinator": 3_050,
+    "hpc_swe/roles/coordinator": 3_060,
     "hpc_swe/roles/inference": 645,
     "hpc_swe/roles/learner": 1_075,
     "hpc_swe/roles/reward": 340,

@@ -9,7 +9,8 @@ from itertools import count
 import pytest
 
 from hpc_swe.errors import StorageError
-from hpc_swe.records import Node, RolloutRequest
+from hpc_swe.records import Node, RolloutRequest, ScoredEpisode
+from hpc_swe.roles.coordinator.collect import ALONE_S
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, tasks
 from hpc_swe.store.lease import Lease
@@ -111,6 +112,32 @@ def collect_what_cannot_be_read(root, bad) -> None:
 def test_a_result_that_can_never_be_read_is_buried_if_others_can(tmp_path, bad):
     """Else all batches would wait for it. A server that is away, so that none can be read, buries nothing."""
     assert in_child(collect_what_cannot_be_read, tmp_path, bad) == 0
+
+
+def collect_the_last_that_cannot_be_read(root) -> None:
+    run, clock = rundir(root), Clock()
+    maintenance, mode = make_maintenance(run, clock), training(run)
+    mode.iterate(maintenance.snapshot())
+    work(run)
+    bad = {address.identity for address in Spool(run.scored, ScoredEpisode).addresses("ready")[:2]}
+    held = [run.scored / "ready" / f"{name}~0" for name in bad]
+    for path in held:
+        path.rename(run.root / path.name)
+    mode.iterate(maintenance.snapshot())  # reads all others
+    for path in held:
+        (run.root / path.name).rename(path)
+    refuse(root, lambda call, path: errno.EIO if call == "open" and path in map(str, held) else 0)
+    dead = []
+    for part in range(1, 40):
+        clock.now = part * ALONE_S / 10 + 1.0
+        mode.iterate(maintenance.snapshot())
+        dead.append(len(atomic.names(run.scored / "dead")))
+    assert (dead[8], dead[15], dead[-1]) == (0, 1, 2), "a server that is away costs one now and then"
+
+
+def test_the_last_results_are_buried_one_by_one_if_they_cannot_be_read(tmp_path):
+    """Nobody has work then, and supervision would end the run."""
+    assert in_child(collect_the_last_that_cannot_be_read, tmp_path) == 0
 
 
 @dataclass

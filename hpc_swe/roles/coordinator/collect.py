@@ -22,6 +22,9 @@ from hpc_swe.roles.coordinator.snapshot import RunSnapshot
 from hpc_swe.rundir import RunDir
 from hpc_swe.store.spool import PATIENCE_S, Address, Spool
 
+ALONE_S = (
+    1800.0  # so often one result is buried that cannot be read, even if there is no other to compare with
+)
 WORST_TASKS = 5  # how many tasks with infrastructure failures the status names
 
 log = logging.getLogger(__name__)
@@ -43,6 +46,8 @@ class ResultCollector:
         self._held: set[Address] = set()
         self._refused: dict[Address, tuple[float, int]] = {}
         """Result that the file system does not let us read -> since when, and the results read by then."""
+        self._buried_at = 0.0
+        """Time at which a result was buried last."""
         self._errors: deque[str] = deque(maxlen=5)
         self._wrong: deque[str] = deque(maxlen=1)
         """The last sentinel that was graded wrongly; the status keeps it, since the grader is in doubt."""
@@ -114,15 +119,20 @@ class ResultCollector:
         return requests
 
     def _refuse(self, address: Address, error: StorageError, now: float, read: int) -> None:
-        """Leave a result for later, or bury it when it could not be read for long although others could."""
+        """Leave a result for later, or bury it when it could not be read for long although others could.
+
+        The last results of a run have no others beside them: one of these is buried after a longer time.
+        """
         if address not in self._refused:
             self._refused[address] = (now, read)
             self._errors.append(f"{address.identity}: {error}")
             log.warning("left %s for later: %s", address.identity, error)
         since, read_before = self._refused[address]
-        if now - since > PATIENCE_S and self._read.total() > read_before:
+        can_read_others = now - since > PATIENCE_S and self._read.total() > read_before
+        if can_read_others or now - max(since, self._buried_at) > ALONE_S:
             log.error("buried %s: %s", address.identity, error)
             self._scored.bury(address)
+            self._buried_at = now
             del self._refused[address]
 
     def _record(self, address: Address, scored: ScoredEpisode, now: float) -> None:
