@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -330,6 +331,32 @@ def test_tick_submits_the_difference_and_nothing_under_an_order(tmp_path, read):
         assert submit.tick(run, config).submit == {}
     finally:
         control.stop(run, config, now=True)
+
+
+@pytest.mark.parametrize("words", [[], ["--now"]])
+def test_a_stop_on_a_full_disk_is_one_error_that_says_what_goes_on(tmp_path, read, words):
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", small]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small tmpfs")
+    try:
+        run = RunDir(small / "run")
+        control.start(run, read())
+        found = os.statvfs(small)
+        (small / "ballast").write_bytes(bytes(found.f_bavail * found.f_frsize))
+        full = f"remount,nr_inodes={found.f_files - found.f_ffree + 1}"
+        subprocess.run([*mount[:4], full, *mount[5:]], check=True)
+        done = command("stop", run.root, *words)
+        assert (done.returncode, done.stdout) == (StorageError.exit_code, "")
+        said = "no space is left; .* No order was written, so the run goes on: make room and call this again"
+        assert re.fullmatch(f"error: {run.control}: {said}.*\n", done.stderr), done.stderr
+        assert atomic.names(run.control) == []
+        (small / "ballast").unlink()
+        assert "0 " in command("stop", run.root).stdout
+        assert atomic.names(run.control) == ["DRAIN"]
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import msgspec
 
 from hpc_swe import config as configuration
-from hpc_swe.errors import ConfigError, HpcSweError
+from hpc_swe.errors import ConfigError, HpcSweError, StorageError
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import checks, create, submit, trajectories, upgrades
@@ -70,10 +70,16 @@ def _submit(run: RunDir, config: RunConfig) -> TickResult:
 def stop(run: RunDir, config: RunConfig, *, now: bool) -> str:
     """Cancel waiting jobs and order the others to drain; with `now` to exit, and end them after a grace.
 
-    Return what was done, for people.
+    Return what was done, for people. Raise StorageError when the order cannot be written.
     """
-    with atomic.storage(run.control):
-        (run.stop if now else run.drain).touch()
+    try:
+        with atomic.storage(run.control):
+            (run.stop if now else run.drain).touch()
+    except StorageError as error:
+        raise StorageError(
+            f"{error}. No order was written, so the run goes on: make room and call this again, or end the "
+            "tick in cron, which would submit them again, and cancel the jobs with the scheduler"
+        ) from error
     plan = submit.tick(run, config)
     done, running = f"cancelled {len(plan.cancel)} jobs that had not begun", len(plan.running)
     if not now:
