@@ -47,12 +47,9 @@ def choose(available: Sequence[str], taken: Sequence[str], count: int, *, share:
 
 
 def require(role: str, count: int, environment: Mapping[str, str]) -> None:
-    """Raise NodeError unless a role that was configured for GPUs finds `count` of them on this node.
-
-    One is enough where ranks share GPUs.
-    """
+    """Raise NodeError unless a role that was configured for GPUs finds `count` of them on this node."""
     found = usable(environment)
-    if len(found) < (min(count, 1) if environment.get(SHARED) == "1" else count):
+    if len(found) < count:
         visible = f", {VISIBLE} = {environment[VISIBLE]!r}" if VISIBLE in environment else ""
         raise NodeError(
             f"{role}: the configuration expects {count} GPUs on this node, and {len(found)} can be used"

@@ -91,8 +91,8 @@ class Maintenance:
                 self._spools[name].recover(self._is_lost, self._max_losses)
         self._watcher.forget(owners)
         newest = weights.newest(self._run) or WeightVersion()
-        # A look at all cells may be half a minute old, and a synchronous run waits until an engine is listed.
-        self._watcher.refresh(n.owner for n in self._watcher.live("inference") if newest not in n.versions)
+        # A look at all cells may be half a minute old, and new episodes wait until engines serve the weights.
+        self._watcher.refresh(n.owner for n in self._watcher.live("inference") if n.versions != [newest])
         with atomic.storage(self._run.root):
             free = shutil.disk_usage(self._run.root).free
         has_room = free >= self._kept.free_space_floor_gb * 1e9

@@ -17,7 +17,7 @@ from hpc_swe.store import atomic
 SUSPENSION_S = (1.0, 30.0)
 """First and longest suspension of a failing engine; each successive failure doubles it."""
 PATIENCE_S = 10.0
-"""So long a new episode waits until the engine that it would ask has loaded the newest weights."""
+"""So long after new weights are listed, new episodes wait for the engines that load them."""
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Endpoints:
         self._lock = threading.Lock()
         self._table = EndpointTable(beat=0, endpoints=[], newest=WeightVersion())
         """The last table read; its beat is 0 until the coordinator has written one."""
-        self._read_at = float("-inf")
+        self._read_at = self._newest_since = float("-inf")
         self._busy: Counter[str] = Counter()
         self._asleep_s = 0.0
         """Seconds in which all listed engines slept."""
@@ -64,9 +64,9 @@ class Endpoints:
     def take(self, prefer: str, wait_s: float) -> Iterator[Endpoint]:
         """Lend an engine for one request: `prefer` while it serves, else the least loaded.
 
-        Without `prefer` the table is read again: a new episode may be for newer weights than it named, and
-        is worth a short wait for an engine that loads them. All groups that new weights allow begin at once,
-        so without the wait most of their tokens would count as those of the weights before.
+        Without `prefer` the table is read again: a new episode may be for newer weights than it named. All
+        groups that new weights allow begin at once, and then wait a while for an engine that loads them:
+        otherwise most of their tokens would count as those of the weights before.
         Raise EngineError if no engine served within `wait_s` of this object's clock. An EngineError of the
         block suspends the engine, since all threads would meet it; Overdue, which concerns a single request,
         does not. A request that is overdue because engines slept meanwhile raises EngineError.
@@ -118,35 +118,34 @@ class Endpoints:
 
     def _wait(self, prefer: str, wait_s: float) -> tuple[Endpoint, float]:
         """Return an engine, and the time at which it was chosen."""
-        began = self.clock()
-        until, patient_until = began + wait_s, began + (0.0 if prefer else min(PATIENCE_S, wait_s))
+        until, draw = self.clock() + wait_s, random.random()
         while True:
-            is_patient = self.clock() < patient_until
+            is_last = self.clock() >= until
             with self._lock:
-                found = self._choose(prefer, is_patient=is_patient)
+                found = self._choose(prefer, draw, is_patient=not prefer and not is_last)
                 if found is not None:
                     self._busy[found.owner] += 1
                     return found, self._monotonic()
-            if self.clock() >= until:
+            if is_last:
                 raise EngineError(f"no engine served within {wait_s:g} s: {self._describe()}")
             time.sleep(random.uniform(0.5, 1.5) * min(self._fresh_s, wait_s) / 4)
 
-    def _choose(self, prefer: str, *, is_patient: bool) -> Endpoint | None:
+    def _choose(self, prefer: str, draw: float, *, is_patient: bool) -> Endpoint | None:
         """Return the engine to ask now; None if there is none, or if it is worth waiting for the one chosen.
 
-        A patient request chooses by load alone, so that engines which load weights get their share of it.
+        While it waits, a request chooses by load alone, and always the same of equals by its `draw`: so
+        engines that load weights later than others get their share.
         """
-        now = self._monotonic()
-        serving = [e for e in self._recent() if self._suspensions.get(e.owner, NOT_SUSPENDED).until <= now]
+        serving, now = self._recent(), self._monotonic()
+        serving = [e for e in serving if self._suspensions.get(e.owner, NOT_SUSPENDED).until <= now]
+        waits = is_patient and now - self._asleep_s < self._newest_since + PATIENCE_S
 
-        def rank(e: Endpoint) -> tuple[bool, bool, int, float]:
-            return e.owner != prefer, e.updating and not is_patient, self._busy[e.owner], random.random()
+        def rank(e: Endpoint) -> tuple[bool, bool, int, int]:
+            return e.owner != prefer, e.updating and not waits, self._busy[e.owner], hash((draw, e.owner))
 
         found = min(serving, key=rank, default=None)
-        if found is None or not is_patient:
-            return found
-        is_newest = not found.updating and max(found.versions) >= self._table.newest
-        return found if is_newest else None
+        is_old = found is not None and (found.updating or max(found.versions) < self._table.newest)
+        return None if waits and is_old else found
 
     def _recent(self) -> list[Endpoint]:
         """Return the listed engines that are awake and whose weights are recent enough."""
@@ -161,12 +160,15 @@ class Endpoints:
         self._read_at = self._monotonic()
         if self._table.endpoints and all(endpoint.sleeping for endpoint in self._table.endpoints):
             self._asleep_s += since_s
+        newest = self._table.newest
         try:
             self._table = atomic.get(self._run.endpoints, EndpointTable)
         except FileNotFoundError:
             pass  # the coordinator has not written it yet
         except (CorruptRecord, StorageError) as error:
             log.warning("unreadable endpoints, using the last ones read: %s", error)
+        if self._table.newest != newest:
+            self._newest_since = self._read_at - self._asleep_s
 
     def _suspend(self, owner: str, began: float, error: EngineError) -> None:
         with self._lock:

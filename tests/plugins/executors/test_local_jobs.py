@@ -4,14 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from hpc_swe import config as configuration
 from hpc_swe import gpus
-from hpc_swe.errors import ConfigError, NodeError
+from hpc_swe.errors import ConfigError
 from hpc_swe.gpus import choose
 from hpc_swe.plugins.executors.base import Submission
 from hpc_swe.plugins.executors.local import Local
@@ -137,15 +136,6 @@ def test_gpus_are_chosen_among_those_that_the_fewest_others_have(taken, count, s
 )
 def test_a_process_can_use_the_gpus_it_is_shown_and_the_machine_has(four_gpus, visible, usable):
     assert gpus.usable({"CUDA_VISIBLE_DEVICES": visible}) == usable
-
-
-@pytest.mark.parametrize(
-    ("shared", "visible", "missing"), [("0", "1", True), ("1", "1", False), ("1", "", True)]
-)
-def test_ranks_need_a_gpu_each_unless_nccl_lets_them_share(four_gpus, shared, visible, missing):
-    environment = {"CUDA_VISIBLE_DEVICES": visible, gpus.SHARED: shared}
-    with pytest.raises(NodeError, match="expects 2 GPUs") if missing else nullcontext():
-        gpus.require("learner", 2, environment)
 
 
 def test_each_job_sees_gpus_of_its_own_and_a_role_without_sees_none(four_gpus, submit):

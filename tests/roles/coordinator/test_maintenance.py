@@ -319,6 +319,8 @@ def test_new_weights_and_who_serves_them_are_listed_before_the_next_look(run, cl
     assert table().newest == one
     export(run, two)
     assert (table().newest, table().endpoints[0].versions) == (two, [one])
+    show(run, "inference-a", role="inference", state="updating", url="http://a", versions=[one, two])
+    assert table().endpoints[0].updating
     show(run, "inference-a", role="inference", state="ready", url="http://a", versions=[two])
     assert table().endpoints[0].versions == [two]
     run.node("inference-a").unlink()

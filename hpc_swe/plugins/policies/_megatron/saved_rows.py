@@ -1,7 +1,7 @@
 """Read rows of a tensor of a checkpoint into their place.
 
-torch's own reader loads the whole tensor beside its place, however few rows of it are wanted. That of a table
-of words is often larger than all else that a rank loads at a time.
+torch's own reader loads the whole tensor beside its place, however few rows of it are wanted. An embedding is
+often larger than all else that a rank loads at a time.
 """
 
 from dataclasses import replace
