@@ -12,6 +12,7 @@ of the library only what is written in C and was looked up at first. While code 
 frames is below it, and no exception leaves them.
 """
 
+import gc
 import os
 import sys
 import unittest
@@ -63,7 +64,8 @@ SEEN = REACHES | FILES | SETS | {"import"}
 SETS_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 WRITES = os.O_WRONLY | os.O_RDWR
 CTYPES = os.path.realpath(os.path.dirname(os.__file__)) + "/ctypes/"  # noqa: PTH120
-KINDS = (type, unittest.TestCase, ModuleType)
+KINDS = (type, unittest.TestCase, ModuleType, FunctionType)
+collects, stop_collecting, go_on_collecting = gc.isenabled, gc.disable, gc.enable
 OWN = _getframe().f_code  # of all texts of the guard, since they run as one
 
 
@@ -80,6 +82,8 @@ def make_guard(code: Any, path: str, root: str, files: Any) -> Any:
     guard.files, guard.looked_at, guard.modules = {}, {}, {}
     guard.spaces, guard.functions, guard.codes, guard.bodies = [], [], [], []
     guard.cells, guard.values, guard.held = [], [], set()
+    paths = {os.path.realpath(one) + "/" for one in sys.path if type(one) is str and one}
+    guard.installed = tuple(one for one in paths if not (root + "/").startswith(one))
     guard.must_compare, guard.has_learned_again = not hasattr(sys, "addaudithook"), False
     guard.is_watching, guard.bottom, guard.phase, guard.test, guard.hooks = True, None, None, "", None
     for file in files:
@@ -97,13 +101,19 @@ def _make_hook(guard: Any, secret: str, actions: Any) -> Any:
 
     def hook(event: str, arguments: Any) -> None:
         if event in SEEN or event == secret or event[:7] == "ctypes.":
-            try:
+            did_collect = False
+            try:  # a collection of garbage would call what others have registered below this frame
+                did_collect = collects()
+                stop_collecting()
                 if event == secret:
                     _act(guard, actions, *arguments)
                 elif guard.is_watching:
                     _see(guard, event, *arguments)
             except BaseException as error:  # noqa: BLE001  (its traceback would show our frames)
-                guard.failure = error  # without a call, for which the stack could be too deep
+                if guard.failure is None:  # without a call, for which the stack could be too deep
+                    guard.failure = error
+            if did_collect:
+                go_on_collecting()
 
     return hook
 
