@@ -27,15 +27,19 @@ from typing import Any
 # In a sandbox, these are in the texts above this one.
 from hpc_swe.plugins.graders._code import (
     exact,
+    get_mro,
     get_title,
     knows,
     names_ctypes,
+    names_of_class,
     nested,
     origin,
     place,
+    plain_names,
     read_codes,
 )
 from hpc_swe.plugins.graders._held import (
+    JUDGES,
     check,
     check_functions,
     hold_class,
@@ -49,6 +53,7 @@ from hpc_swe.plugins.graders._look import (
     look_at_case,
     look_at_hooks,
     look_at_names,
+    look_at_parts,
     look_at_pass,
     look_at_test,
 )
@@ -77,13 +82,13 @@ def make_guard(code: Any, path: str, root: str, files: Any) -> Any:
     note, began_ns = open_report(path), os.stat(path).st_ctime_ns  # noqa: PTH116
     own, callers = nested([OWN]), nested([code])
     guard = SimpleNamespace(note=note, root=root, began_ns=began_ns, found=set(), failure=None)
-    guard.own, guard.callers = {id(one) for one in own}, {id(one) for one in callers}
-    guard.known, guard.has_inner = {id(one): one for one in (*own, *callers)}, False
-    guard.files, guard.looked_at, guard.modules = {}, {}, {}
-    guard.spaces, guard.functions, guard.codes, guard.bodies = [], [], [], []
-    guard.cells, guard.values, guard.held = [], [], set()
     paths = {os.path.realpath(one) + "/" for one in sys.path if type(one) is str and one}
     guard.installed = tuple(one for one in paths if not (root + "/").startswith(one))
+    guard.own, guard.callers = {id(one) for one in own}, {id(one) for one in callers}
+    guard.known, guard.has_inner = {id(one): one for one in (*own, *callers)}, False
+    guard.files, guard.looked_at, guard.kinds, guard.modules, guard.tests = {}, {}, {}, {}, {}
+    guard.spaces, guard.functions, guard.codes, guard.bodies = [], [], [], []
+    guard.cells, guard.values, guard.held = [], [], set()
     guard.must_compare, guard.has_learned_again = not hasattr(sys, "addaudithook"), False
     guard.is_watching, guard.bottom, guard.phase, guard.test, guard.hooks = True, None, None, "", None
     for file in files:
@@ -158,11 +163,13 @@ def _see(guard: Any, event: str, first: Any = None, second: Any = None, third: A
 
 
 def _sets(guard: Any, owner: Any, name: str) -> None:
-    is_part = type(owner) is FunctionType or issubclass(type(owner), KINDS)
     if name in SETS_OF_FUNCTIONS and any(map(is_, guard.functions, repeat(owner))):
         odd(guard, "sets " + name)
-    elif name in ("__code__", "__class__", "__bases__") and is_part:
-        odd(guard, "sets " + name, origin(guard, code_below(guard)))
+    elif name in ("__code__", "__class__", "__bases__"):
+        homes = [plain_names(names_of_class(one)).get("__module__") for one in get_mro(type(owner))]
+        is_judge = any(exact(home).partition(".")[0] in JUDGES for home in homes)
+        if is_judge or issubclass(type(owner), KINDS):
+            odd(guard, "sets " + name, origin(guard, code_below(guard)))
 
 
 def _opens(guard: Any, path: Any, flags: Any) -> None:
@@ -273,6 +280,7 @@ ACTIONS: Any = {
     "look at case": look_at_case,
     "look at hooks": look_at_hooks,
     "look at names": look_at_names,
+    "look at parts": look_at_parts,
     "look at pass": look_at_pass,
     "look at test": look_at_test,
     "odd": odd,
