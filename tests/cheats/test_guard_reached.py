@@ -10,6 +10,10 @@ import sys
 def blind(frame):
     while frame is not None:
         if "make_guard" in frame.f_globals: frame.f_globals["odd"] = lambda *told: None
+        guard = frame.f_locals.get("guard")
+        if hasattr(guard, "note") and not hasattr(guard, "real"):
+            guard.real = real = guard.note
+            guard.note = lambda **entry: None if "odd" in entry else real(**entry)
         for value in list(frame.f_locals.values()):
             value = getattr(value, "__self__", value)
             for name in ("_tell", "tell"):
@@ -93,6 +97,41 @@ for words in (("hold_values", Names()), ("look_at_test", Text("x"), Text("y"), a
     except Exception: pass
 try: sys.audit(__main__.RECORDER._tell.__closure__[1].cell_contents, "learn", Names(), Names())
 except Exception: pass
+""",
+    "a codec": """
+import codecs, os
+def decode(data, errors="strict"):
+    blind(sys._getframe(1))
+    return codecs.utf_8_decode(data, errors, True)
+info = codecs.CodecInfo(codecs.utf_8_encode, decode, name="its_own")
+codecs.register(lambda name: info if name == "its_own" else None)
+exec(compile("import sys; sys.audit('import', 'ctypes')", os.path.abspath("coded.txt"), "exec"))
+""",
+    "a warning of the compiler": """
+import os, warnings
+warnings.simplefilter("always")
+warnings.showwarning = warnings._showwarnmsg = lambda *told, **more: blind(sys._getframe(1))
+exec(compile("import sys; sys.audit('import', 'ctypes')", os.path.abspath("warns.txt"), "exec"))
+""",
+    "a callback of the collector": """
+import gc
+gc.callbacks.append(lambda *told: blind(sys._getframe(1)))
+gc.set_threshold(1)
+for number in range(999): sys.audit("open", "x.py", "r", 1)
+gc.set_threshold(700)
+gc.callbacks.clear()
+""",
+    "an end of an object": """
+import gc
+class Node:
+    def __del__(self): blind(sys._getframe(1))
+gc.set_threshold(1)
+for number in range(999):
+    node = Node()
+    node.me = node
+    del node
+    sys.audit("open", "x.py", "r", 1)
+gc.set_threshold(700)
 """,
     "the library by which the guard finds files": """
 import os, posixpath
@@ -227,7 +266,8 @@ def add(a, b):
 
 @pytest.mark.parametrize("text", REACHES.values(), ids=REACHES.keys())
 def test_no_way_to_the_guard_is_paid(grade, text):
-    score = grade(unsealed(), mod__py=FALSE + BLINDS + text + LIES)
+    more = {"coded__txt": "# coding: its_own\n", "warns__txt": "0 is 0\n"}
+    score = grade(unsealed(), mod__py=FALSE + BLINDS + text + LIES, **more)
     assert score.outcome in ("unresolved", "cheated"), score
     assert score.passed == []
 

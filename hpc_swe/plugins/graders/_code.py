@@ -1,22 +1,26 @@
 """Tell which file a code is from, in a process that also runs hostile code.
 
 A text of the guard, see `_guard`. Code can be compiled under the name of any file, so a name is believed only
-if that file has this very code. A file outside of the work tree is an installed one if it is older than the
-guard: nothing in a sandbox can set the time at which the kernel last changed an inode.
+if that file has this very code. A file is believed only if it is older than the guard, since nothing in a
+sandbox can set the time at which the kernel last changed an inode. Outside of the work tree it must also be
+where the interpreter looked for modules at first: a folder that is moved takes old files along.
 """
 
 import builtins
+import warnings
 from functools import partial, partialmethod
 from os import O_CLOEXEC, O_PATH, close, fstat, readlink
 from os import open as open_path
 from stat import S_ISREG
-from types import CodeType, FunctionType, MethodType
+from sys import modules
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 MOST_STEPS = 60
 PLAIN = (int, str, float, bytes)
 names_of_function = vars(FunctionType)["__dict__"].__get__
 names_of_class, get_title = vars(type)["__dict__"].__get__, vars(type)["__qualname__"].__get__
+names_of_module, get_mro = vars(ModuleType)["__dict__"].__get__, vars(type)["__mro__"].__get__
 compile_text, open_file = builtins.compile, builtins.open
 
 
@@ -27,20 +31,26 @@ def exact(value: Any) -> str:
 
 def plain_names(names: Any) -> Any:
     """Copy what a dictionary has under strings: a key of another class would be called by each look-up."""
-    return {name: value for name, value in list(names.items()) if type(name) is str}
+    items = dict.items(names) if issubclass(type(names), dict) else names.items()  # that of a class's names
+    return {name: value for name, value in list(items) if type(name) is str}
 
 
 def place(guard: Any, path: Any) -> str:
-    """Return a path relative to the work tree, or the absolute path of an installed file, else nothing."""
+    """Return a path relative to the work tree, or the absolute path of an installed file, else nothing.
+
+    There is no place for a file that was made or changed since the guard began.
+    """
     try:
         handle = open_path(exact(path), O_PATH | O_CLOEXEC)
     except (OSError, ValueError):
         return ""
     about, real = fstat(handle), readlink(f"/proc/self/fd/{handle}")  # noqa: PTH115
     close(handle)
+    if not S_ISREG(about.st_mode) or about.st_ctime_ns > guard.began_ns:
+        return ""
     if real.startswith(guard.root + "/"):
-        return real[len(guard.root) + 1 :] if S_ISREG(about.st_mode) else ""
-    return real if S_ISREG(about.st_mode) and about.st_ctime_ns < guard.began_ns else ""
+        return real[len(guard.root) + 1 :]
+    return real if real.startswith(guard.installed) else ""
 
 
 def origin(guard: Any, code: Any) -> str:
@@ -60,12 +70,16 @@ def knows(guard: Any, code: Any) -> bool:
 
 
 def is_written(guard: Any, code: Any) -> bool:
-    """Tell whether a code is in the text of its file; pytest may have added to that of a test."""
+    """Tell whether a code is in the text of its file; pytest may have added to that of a test.
+
+    The runner tells pytest to add nothing.
+    """
     found = place(guard, code.co_filename)
     plain = read_codes(guard, found).get((exact(code.co_name), code.co_firstlineno)) if found else None
     if plain is None:
         return False
-    if found[0] == "/":  # the comparison calls no hostile code if all that it compares are strings
+    is_exact = found[0] == "/" or guard.bottom is not None
+    if is_exact:  # the comparison calls no hostile code if all that it compares are strings
         return all(type(one.co_name) is str for one in nested([code])) and code == plain
     return (
         set(plain.co_names) <= set(code.co_names)
@@ -81,11 +95,29 @@ def read_codes(guard: Any, found: str) -> Any:
         path = found if found[0] == "/" else guard.root + "/" + found
         try:
             with open_file(path, "rb") as file:
-                codes = nested([compile_text(file.read(), path, "exec", 0, True)])
+                text = file.read()
+                if fstat(file.fileno()).st_ctime_ns > guard.began_ns:
+                    raise ValueError("another file")
+                codes = nested([_compiled(guard, text, path)])
         except (OSError, SyntaxError, ValueError):
             codes = []
         guard.files[found] = {(one.co_name, one.co_firstlineno): one for one in codes}
     return guard.files.get(found, {})
+
+
+def _compiled(guard: Any, text: bytes, path: str) -> Any:
+    """Compile a text; once code under test may run, neither its codecs nor its `warnings` take part."""
+    if not guard.modules:
+        return compile_text(text, path, "exec", 0, True)
+    names, found = vars(warnings), plain_names(modules)
+    is_own = found.get("warnings") is warnings and type(warnings) is ModuleType
+    if not is_own or len(found) != len(modules) or len(plain_names(names)) != len(names):
+        raise ValueError("other code would be called")
+    filters, names["filters"] = names["filters"], [("ignore", None, Warning, None, 0)]
+    try:
+        return compile_text(bytes.decode(text), path, "exec", 0, True)
+    finally:
+        names["filters"] = filters
 
 
 def names_ctypes(guard: Any, found: str) -> bool:

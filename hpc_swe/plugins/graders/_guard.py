@@ -12,6 +12,7 @@ of the library only what is written in C and was looked up at first. While code 
 frames is below it, and no exception leaves them.
 """
 
+import gc
 import os
 import sys
 import unittest
@@ -26,15 +27,19 @@ from typing import Any
 # In a sandbox, these are in the texts above this one.
 from hpc_swe.plugins.graders._code import (
     exact,
+    get_mro,
     get_title,
     knows,
     names_ctypes,
+    names_of_class,
     nested,
     origin,
     place,
+    plain_names,
     read_codes,
 )
 from hpc_swe.plugins.graders._held import (
+    JUDGES,
     check,
     check_functions,
     hold_class,
@@ -48,6 +53,7 @@ from hpc_swe.plugins.graders._look import (
     look_at_case,
     look_at_hooks,
     look_at_names,
+    look_at_parts,
     look_at_pass,
     look_at_test,
 )
@@ -63,7 +69,8 @@ SEEN = REACHES | FILES | SETS | {"import"}
 SETS_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 WRITES = os.O_WRONLY | os.O_RDWR
 CTYPES = os.path.realpath(os.path.dirname(os.__file__)) + "/ctypes/"  # noqa: PTH120
-KINDS = (type, unittest.TestCase, ModuleType)
+KINDS = (type, unittest.TestCase, ModuleType, FunctionType)
+collects, stop_collecting, go_on_collecting = gc.isenabled, gc.disable, gc.enable
 OWN = _getframe().f_code  # of all texts of the guard, since they run as one
 
 
@@ -75,9 +82,11 @@ def make_guard(code: Any, path: str, root: str, files: Any) -> Any:
     note, began_ns = open_report(path), os.stat(path).st_ctime_ns  # noqa: PTH116
     own, callers = nested([OWN]), nested([code])
     guard = SimpleNamespace(note=note, root=root, began_ns=began_ns, found=set(), failure=None)
+    paths = {os.path.realpath(one) + "/" for one in sys.path if type(one) is str and one}
+    guard.installed = tuple(one for one in paths if not (root + "/").startswith(one))
     guard.own, guard.callers = {id(one) for one in own}, {id(one) for one in callers}
     guard.known, guard.has_inner = {id(one): one for one in (*own, *callers)}, False
-    guard.files, guard.looked_at, guard.modules = {}, {}, {}
+    guard.files, guard.looked_at, guard.kinds, guard.modules, guard.tests = {}, {}, {}, {}, {}
     guard.spaces, guard.functions, guard.codes, guard.bodies = [], [], [], []
     guard.cells, guard.values, guard.held = [], [], set()
     guard.must_compare, guard.has_learned_again = not hasattr(sys, "addaudithook"), False
@@ -97,13 +106,19 @@ def _make_hook(guard: Any, secret: str, actions: Any) -> Any:
 
     def hook(event: str, arguments: Any) -> None:
         if event in SEEN or event == secret or event[:7] == "ctypes.":
-            try:
+            did_collect = False
+            try:  # a collection of garbage would call what others have registered below this frame
+                did_collect = collects()
+                stop_collecting()
                 if event == secret:
                     _act(guard, actions, *arguments)
                 elif guard.is_watching:
                     _see(guard, event, *arguments)
             except BaseException as error:  # noqa: BLE001  (its traceback would show our frames)
-                guard.failure = error  # without a call, for which the stack could be too deep
+                if guard.failure is None:  # without a call, for which the stack could be too deep
+                    guard.failure = error
+            if did_collect:
+                go_on_collecting()
 
     return hook
 
@@ -148,11 +163,13 @@ def _see(guard: Any, event: str, first: Any = None, second: Any = None, third: A
 
 
 def _sets(guard: Any, owner: Any, name: str) -> None:
-    is_part = type(owner) is FunctionType or issubclass(type(owner), KINDS)
     if name in SETS_OF_FUNCTIONS and any(map(is_, guard.functions, repeat(owner))):
         odd(guard, "sets " + name)
-    elif name in ("__code__", "__class__", "__bases__") and is_part:
-        odd(guard, "sets " + name, origin(guard, code_below(guard)))
+    elif name in ("__code__", "__class__", "__bases__"):
+        homes = [plain_names(names_of_class(one)).get("__module__") for one in get_mro(type(owner))]
+        is_judge = any(exact(home).partition(".")[0] in JUDGES for home in homes)
+        if is_judge or issubclass(type(owner), KINDS):
+            odd(guard, "sets " + name, origin(guard, code_below(guard)))
 
 
 def _opens(guard: Any, path: Any, flags: Any) -> None:
@@ -263,6 +280,7 @@ ACTIONS: Any = {
     "look at case": look_at_case,
     "look at hooks": look_at_hooks,
     "look at names": look_at_names,
+    "look at parts": look_at_parts,
     "look at pass": look_at_pass,
     "look at test": look_at_test,
     "odd": odd,

@@ -9,10 +9,18 @@ from itertools import chain
 from operator import attrgetter
 from operator import is_not as differs
 from sys import modules
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from hpc_swe.plugins.graders._code import cells, exact, get_title, names_of_class, place, plain_names
+from hpc_swe.plugins.graders._code import (
+    cells,
+    exact,
+    get_title,
+    names_of_class,
+    names_of_module,
+    place,
+    plain_names,
+)
 from hpc_swe.plugins.graders._report import odd  # in a sandbox, texts above this one
 
 JUDGES = ("unittest", "_pytest", "pytest", "pluggy")
@@ -27,27 +35,29 @@ GROWS |= {"_classSetupFailed", "tearDown_exceptions"}  # of unittest's class for
 GROWS |= {"_abc_negative_cache_version", "_pytest_diamond_inheritance_warning_shown"}
 GROWS |= {"__doc__", "__dict__", "__weakref__"}
 HIDING = frozenset(vars(builtins))
+get_module = vars(type)["__module__"].__get__
 get_code, get_cell = attrgetter("__code__"), attrgetter("cell_contents")
 missing = object()
 
 
-def learn(guard: Any, packages: str = "", phase: Any = None) -> None:
+def learn(guard: Any, reporter: Any, packages: str = "", phase: Any = None) -> None:
     """Remember what is loaded now.
 
-    `packages` are those of plugins, one a line, of which the codes suffice; `phase` is the code by which
-    pytest runs each part of a test.
+    `reporter` has the names of the module that reports. `packages` are those of plugins, one a line, of which
+    the codes suffice; `phase` is the code by which pytest runs each part of a test.
     """
     if guard.modules:
         odd(guard, "the guard learns twice")
         return
-    guard.phase, guard.has_inner = phase, False
+    guard.phase, guard.has_inner, guard.reporter = phase, False, reporter
     hold_values(guard, vars(builtins))
+    _hold_module(guard, "the reporter", reporter)
     plugins = set(packages.split("\n"))
     for name, module in list(modules.items()):
         top = name.partition(".")[0]
         if top in JUDGES or name in LIBRARY or name in LOADERS:
             guard.modules[name] = module
-            _hold_module(guard, name, vars(module))
+            _hold_module(guard, name, names_of_module(module))
         elif top in plugins:
             for value in list(vars(module).values()):
                 for one in vars(value).values() if type(value) is type else (value,):
@@ -57,12 +67,13 @@ def learn(guard: Any, packages: str = "", phase: Any = None) -> None:
 
 def learn_again(guard: Any) -> None:
     """Accept what installed plugins have changed in pytest, once, unless code of the work tree is loaded."""
-    files = [getattr(module, "__file__", None) for module in list(modules.values())]
+    spaces = [names_of_module(one) for one in list(modules.values()) if issubclass(type(one), ModuleType)]
+    files = [plain_names(names).get("__file__") for names in spaces]
     is_first, guard.has_learned_again = not guard.has_learned_again, True
     if is_first and all(place(guard, file)[:1] == "/" for file in files if file):
         guard.spaces, guard.functions, guard.codes, guard.bodies = [], [], [], []
         guard.cells, guard.values, guard.held, guard.modules = [], [], set(), {}
-        learn(guard)
+        learn(guard, guard.reporter)
 
 
 def _hold_module(guard: Any, name: str, names: Any) -> None:
@@ -70,7 +81,7 @@ def _hold_module(guard: Any, name: str, names: Any) -> None:
     for key, value in list(names.items()):
         if type(value) is FunctionType:
             hold_body(guard, name + ":" + key, value)
-        elif issubclass(type(value), type) and str(value.__module__).partition(".")[0] in WATCHED:
+        elif issubclass(type(value), type) and exact(get_module(value)).partition(".")[0] in WATCHED:
             hold_class(guard, value)
 
 

@@ -9,7 +9,11 @@ PREFIXES = ("pytest_runtest", "pytest_pyfunc", "pytest_collection_m", "pytest_ma
 
 
 def implementations(config: Any) -> Any:
-    """Return name, implementation and function of each hook that takes part in making a report."""
-    relay = config.pluginmanager.hook  # pytest 7 and 8 keep only hooks that were called in config.hook
+    """Return name, part and function of all that takes part in making a report: hooks and what calls them."""
+    manager = config.pluginmanager
+    relay = manager.hook  # pytest 7 and 8 keep only hooks that were called in config.hook
     hooks = sorted(item for item in vars(relay).items() if item[0].startswith(PREFIXES))
-    return tuple((name, one, one.function) for name, hook in hooks for one in hook.get_hookimpls())
+    parts = [(name, one, one.function) for name, hook in hooks for one in hook.get_hookimpls()]
+    parts += [(name, hook, hook._hookexec) for name, hook in hooks]  # noqa: SLF001
+    executes = manager._inner_hookexec  # noqa: SLF001
+    return (*parts, *(("hooks", one, executes) for one in (manager, relay, config.hook)))

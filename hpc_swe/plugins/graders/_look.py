@@ -7,20 +7,23 @@ since its own `__getattribute__` or its metaclass could answer otherwise.
 import unittest
 from hashlib import blake2b
 from sys import modules
-from types import ModuleType
+from types import FunctionType, GetSetDescriptorType
 from typing import Any
 
 from hpc_swe.plugins.graders._code import (
     exact,
+    get_mro,
     get_title,
     is_written,
     names_of_class,
+    names_of_module,
     origin,
     place,
     plain_names,
     reachable,
     text_of,
 )
+from hpc_swe.plugins.graders._held import JUDGES
 from hpc_swe.plugins.graders._report import odd  # in a sandbox, texts above this one
 
 TUNES = frozenset({"longMessage", "maxDiff", "_diffThreshold", "_testMethodDoc", "_testMethodName"})
@@ -31,7 +34,6 @@ Case, Outcome = unittest.TestCase, unittest.case._Outcome  # type: ignore[attr-d
 OF_CASE, RUN = frozenset(vars(Case)), Case.run.__code__
 OUTCOME_NAMES = frozenset(vars(Outcome())) | {"expecting_failure"}
 COMPARES = dict(vars(Case("run"))["_type_equality_funcs"])
-get_mro, names_of_module = vars(type)["__mro__"].__get__, vars(ModuleType)["__dict__"].__get__
 names_of_case, names_of_outcome = (vars(one)["__dict__"].__get__ for one in (Case, Outcome))
 
 
@@ -61,8 +63,29 @@ def look_at_test(guard: Any, label: str, name: str, function: Any) -> None:
             file = place(guard, one.__code__.co_filename)
             if file[:1] != "/":
                 odd(guard, "a test is from " + file, file)
+            if guard.bottom is not None and guard.tests.setdefault(exact(label), one) is not one:
+                odd(guard, exact(label) + " is another function")
+            names = plain_names(one.__globals__)
+            for module in guard.modules.keys() & set(JUDGES) & set(names):
+                if names[module] is not guard.modules[module]:
+                    odd(guard, "a test's module has another " + module)
             return
     odd(guard, exact(label) + " differs from its file")
+
+
+def look_at_parts(guard: Any, *parts: Any) -> None:
+    """Report objects of pytest's in which a name hides a function of their class."""
+    for part in parts:
+        kind = type(part)
+        if id(kind) not in guard.kinds:
+            items = [item for one in get_mro(kind) for item in plain_names(names_of_class(one)).items()]
+            slots = [value for _, value in items if type(value) is GetSetDescriptorType]
+            own = [slot for slot in slots if slot.__name__ == "__dict__"]
+            functions = {name for name, value in items if type(value) is FunctionType}
+            guard.kinds[id(kind)] = (kind, functions, own[-1].__get__)
+        _, functions, names_of_part = guard.kinds[id(kind)]
+        for name in functions.intersection(plain_names(names_of_part(part))):
+            odd(guard, "a part of pytest hides its " + name)
 
 
 def look_at_names(guard: Any, module: Any, names: Any) -> None:

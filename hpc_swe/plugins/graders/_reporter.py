@@ -41,7 +41,7 @@ def watch(set_up: Any, folder: str, kind: str, modules: str, files: Any, *canari
         _load_pytest(root)
     # A test that raises unittest's exception of this name would pass; an empty tuple catches no exception.
     unittest.case._ShouldStop = ()  # type: ignore[attr-defined]  # noqa: SLF001
-    tell("learn")
+    tell("learn", globals())
     close = partial(_close, tell, modules, root)
     (watch_unittest if kind == "unittest" else watch_pytest)(tell, canaries, close)
 

@@ -66,7 +66,7 @@ class Recorder:
         plugins = self._config.pluginmanager.get_plugins()
         names = {getattr(one, "__name__", None) or type(one).__module__ for one in plugins}
         packages = {name.partition(".")[0] for name in names} - {__name__}
-        self._tell("learn", "\n".join(packages), vars(CallInfo)["from_call"].__func__.__code__)
+        self._tell("learn", globals(), "\n".join(packages), vars(CallInfo)["from_call"].__func__.__code__)
         self._tell("hold class", Recorder)
         self._tell("hold values", vars(self))
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
@@ -77,12 +77,17 @@ class Recorder:
         for item in items:
             self._look(item)
 
+    def pytest_runtest_call(self, item: Any) -> None:
+        """Check a test again before it runs, since it could undo what is wrong with it."""
+        self._look(item)
+
     def pytest_runtest_makereport(self, item: Any) -> None:
         """Check a test and the plugins again when it has run."""
         self._look(item)
         self._tell("look at hooks", implementations(self._config))
 
     def _look(self, item: Any) -> None:
+        self._tell("look at parts", item, item.session, self._config, self._config.pluginmanager)
         if item.nodeid.partition("::")[0] in self._files:
             name = getattr(item, "originalname", None) or item.name.partition("[")[0]
             self._tell("look at test", item.nodeid, name, getattr(item, "obj", None))
