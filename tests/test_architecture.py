@@ -66,7 +66,7 @@ BUDGETS = {
     "hpc_swe/roles/inference": 645,
     "hpc_swe/roles/learner": 1_075,
     "hpc_swe/roles/reward": 340,
-    "hpc_swe/roles/rollout": 1_265,
+    "hpc_swe/roles/rollout": 1_270,
     "hpc_swe/runs": 2_255,
     "hpc_swe/store": 2_065,
     "hpc_swe/tasks": 4_300,
