@@ -57,6 +57,11 @@ def require(role: str, count: int, environment: Mapping[str, str]) -> None:
         )
 
 
+def needed(ranks: int, environment: Mapping[str, str]) -> int:
+    """Return how many GPUs so many ranks of a node need at least."""
+    return min(ranks, 1) if environment.get(SHARED) == "1" else ranks
+
+
 def of_rank(rank: int, count: int, environment: Mapping[str, str]) -> int:
     """Return which of a node's `count` GPUs a rank of this node uses: its own, unless ranks share them.
 

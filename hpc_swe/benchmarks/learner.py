@@ -234,7 +234,7 @@ def _benchmark(arguments: argparse.Namespace, folder: Path) -> Benchmark:
     parallel = [f"policy.tensor_parallel={arguments.tensor_parallel}"] * (arguments.tensor_parallel > 1)
     policy = read_policy([*parallel, *arguments.overrides])
     if policy["device"] == "gpu" and not arguments.estimate:
-        gpus.require("benchmark", 1 if os.environ.get(gpus.SHARED) == "1" else arguments.ranks, os.environ)
+        gpus.require("benchmark", gpus.needed(arguments.ranks, os.environ), os.environ)
     settings: Policy = plugins.load("policies", policy)
     if arguments.ranks % settings.processes:
         raise ConfigError(f"--ranks {arguments.ranks} is no multiple of the {settings.processes} of [policy]")

@@ -336,7 +336,7 @@ def main() -> int:
     arguments = cli.parse(parser)
     cases = choose(arguments.words)
     sizes = {ranks_of(layout) for _, _, layout in cases}
-    if CUDA and torch.cuda.device_count() < max(sizes) and os.environ.get(gpus.SHARED) != "1":
+    if CUDA and torch.cuda.device_count() < gpus.needed(max(sizes), os.environ):
         print(f"{max(sizes)} GPUs are needed, or {gpus.SHARED}=1; {torch.cuda.device_count()} found")
         return 2
     disable_progress_bar()

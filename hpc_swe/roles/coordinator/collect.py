@@ -22,9 +22,7 @@ from hpc_swe.roles.coordinator.snapshot import RunSnapshot
 from hpc_swe.rundir import RunDir
 from hpc_swe.store.spool import PATIENCE_S, Address, Spool
 
-ALONE_S = (
-    1800.0  # so often one result is buried that cannot be read, even if there is no other to compare with
-)
+ALONE_S = 1800.0  # so often an unreadable result is buried even if no other could be read meanwhile
 WORST_TASKS = 5  # how many tasks with infrastructure failures the status names
 
 log = logging.getLogger(__name__)

@@ -90,7 +90,7 @@ class WarmStart:
         fates: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._run, self._schedule, self._log, self._held_out = run, schedule, metrics_log, held_out
-        self._fates, self._told = fates, dict(fates)
+        self._fates, self._logged = fates, dict(fates)
         self.step = max(batches.published_steps(run), default=-1) + 1
         if self.step:  # the coordinator before may have died before it logged them
             metrics_log.write(self.step - 1, folders.manifest(run.batch(self.step - 1), BatchManifest).stats)
@@ -110,9 +110,9 @@ class WarmStart:
                 break
             self._publish(self._taken)
             self._taken = []
-        if self._fates != self._told:  # one line for many, since a line waits for the disk
-            self._told = dict(self._fates)
-            self._log.write(self.step, self._told)
+        if self._fates != self._logged:  # one line for many, since a line waits for the disk
+            self._logged = dict(self._fates)
+            self._log.write(self.step, self._logged)
         waits_for = f"the learner: step {snapshot.learner_step} of {steps}"
         done = checkpoints.is_trained(self._run, snapshot.newest, steps)
         return Progress("" if done else waits_for, self.step, self._log.recent, [])

@@ -9,6 +9,7 @@ from hpc_swe.records import Batch, BatchManifest, CheckpointManifest, Coordinato
 from hpc_swe.roles.learner.batch_source import Order
 from hpc_swe.roles.learner.loop import WORTH, LearnerPlan, SaveClock, learn
 from hpc_swe.store import folders
+from tests.kit.one_rank import OneRank
 
 SAVING_S = 0.2
 
@@ -29,28 +30,8 @@ def test_a_checkpoint_comes_by_number_and_by_what_a_kill_would_cost(step, clock,
     assert clock.is_due(step) is is_due
 
 
-class Slow:
+class Slow(OneRank):
     """A learner on one rank that saves for a while."""
-
-    rank, size, data_rank, step, tensor_parallel, vocabulary, tolerance = 0, 1, 0, 0, 1, 2, 1.0
-    deltas_of_model = False
-
-    @property
-    def ranks(self):
-        return self
-
-    def broadcast(self, value, source=0):
-        return value
-
-    def gather(self, value):
-        return [value]
-
-    def train(self, batch, objective):
-        self.step += 1
-        return {"policy/skipped": 0.0, "policy/tokens": 1.0}
-
-    def export(self, folder, carrier):
-        return {}
 
     def save(self, folder):
         time.sleep(SAVING_S)
@@ -58,9 +39,6 @@ class Slow:
 
     def load(self, folder):
         self.step = int((folder / "step").read_text())
-
-    def logprobs(self, token_ids):
-        return [0.0]
 
 
 class Decisions:

@@ -13,6 +13,7 @@ from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import folders, skipped
 from tests.kit.crash import in_child, refuse
+from tests.kit.one_rank import OneRank
 
 
 @pytest.fixture
@@ -22,37 +23,21 @@ def run(tmp_path):
     return run
 
 
-class Frozen:
+class Frozen(OneRank):
     """A learner on one rank that stands still while it trains or exports."""
-
-    rank, size, data_rank, step, tensor_parallel, vocabulary, tolerance = 0, 1, 0, 0, 1, 2, 1.0
-    deltas_of_model = False
 
     def __init__(self, meanwhile):
         self.meanwhile = meanwhile
 
-    @property
-    def ranks(self):
-        return self
-
-    def broadcast(self, value, source=0):
-        return value
-
-    def gather(self, value):
-        return [value]
-
     def train(self, batch, objective):
-        self.step += 1
+        metrics = super().train(batch, objective)
         self.meanwhile()
-        return {"policy/skipped": 0.0, "policy/tokens": 1.0}
+        return metrics
 
     def export(self, folder, carrier):
         if self.step:
             raise FloatingPointError("x is not finite")
         return {}
-
-    def logprobs(self, token_ids):
-        return [0.0]
 
 
 class Batches:
