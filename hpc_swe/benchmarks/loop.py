@@ -2,15 +2,16 @@
 
 It reads the metrics of runs that have trained, for example one with `groups.max_staleness` 0, an
 asynchronous one and a hybrid one of the same tasks and model, and prints them side by side over equally many
-samples. A sample is an episode that a batch has consumed, trained or not. The first step of each run is left
-out, because it waits for engines to start. So are as many more as `groups.max_staleness` says, whose batches
-were sampled meanwhile, and as many last ones, because nothing is sampled any more while they are trained. How
-long engines and GPUs were idle is known where `benchmarks.watch` has watched the runs.
+samples. A sample is an episode that a batch has consumed, trained or not. The first step after each start of
+a learner is left out, because it waits for engines. So are steps that are trained again, as many more as
+`groups.max_staleness` says, whose batches were sampled meanwhile, and as many last ones, because nothing is
+sampled any more while they are trained. `benchmarks.watch` tells how long engines and GPUs were idle.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -35,11 +36,10 @@ class Step:
     """Hold one step of a run, with the metrics of coordinator and learner."""
 
     seconds: float
-    """From the end of the step before to the end of this one; a restart of the learner counts."""
+    """From the end of the step before to the end of this one."""
     values: Mapping[str, float]
     end: float = 0.0
     """When the step ended, in seconds since 1970."""
-    number: int = 0
 
     @property
     def samples(self) -> float:
@@ -51,19 +51,26 @@ class Step:
         return self.values.get(name, 0.0) * self.samples
 
 
-def steps_of(lines: Sequence[MetricLine]) -> list[Step]:
-    """Return the steps that a learner has ended, without the first; of a repeated step the later counts."""
-    values: dict[int, dict[str, float]] = {}
-    ends: dict[int, float] = {}
-    for line in sorted(lines, key=lambda line: line.time):
-        values.setdefault(line.step, {}).update(line.values)
-        if WAIT in line.values:
-            ends[line.step] = line.time
-    order = sorted(ends)
-    return [
-        Step(max(0.0, ends[step] - ends[before]), values[step], ends[step], step)
-        for before, step in zip(order, order[1:], strict=False)
-    ]
+def steps_of(logs: Sequence[Sequence[MetricLine]], ahead: int = 0) -> list[Step]:
+    """Return the steps whose batches were sampled while a learner trained, from a run's logs in their order.
+
+    A learner's log is that of one start. Steps that were trained before are left out, then the first one,
+    which waits for engines, `ahead` more, and the last `ahead`.
+    """
+    of_batches: dict[int, dict[str, float]] = {}
+    for line in sorted((line for log in logs for line in log), key=lambda line: line.time):
+        of_batches.setdefault(line.step, {}).update({} if WAIT in line.values else line.values)
+    steps: list[Step] = []
+    trained = -1
+    for log in logs:
+        new = [line for line in log if WAIT in line.values and line.step > trained]
+        ends = list(pairwise(new))
+        steps += [
+            Step(line.time - before.time, of_batches[line.step] | line.values, line.time)
+            for before, line in ends[ahead : len(ends) - ahead]
+        ]
+        trained = max([trained, *(line.step for line in new)])
+    return steps
 
 
 def first_samples(steps: Sequence[Step], samples: float) -> list[Step]:
@@ -154,8 +161,7 @@ def figures(loop: Loop) -> dict[str, str]:
 
 def idleness(loop: Loop, looks: Sequence[Look]) -> dict[str, str]:
     """Return how long engines and GPUs were idle in the run's steps, from what `watch` saw: name -> cell."""
-    first, last = loop.steps[0].end - loop.steps[0].seconds, loop.steps[-1].end
-    seen = [look for look in looks if first <= look.time <= last]
+    seen = [look for look in looks if any(0 <= step.end - look.time <= step.seconds for step in loop.steps)]
     mine = [look.requests for look in seen if isinstance(look, EngineLook) and look.run == loop.folder]
     cells = {"engines without a request %": f"{100 * mine.count(0) / len(mine):.1f}"} if mine else {}
     of_gpus = [look for look in seen if isinstance(look, GpuLook)]
@@ -192,13 +198,12 @@ def read(folder: Path) -> Loop:
     """Return a run's configuration and steps; raise ConfigError for a run that has trained too little."""
     run = RunDir(folder)
     config = existing.load(run)
-    lines = [line for path in sorted(run.metrics.glob("*.jsonl")) for line in decode(path.read_bytes())[0]]
-    ahead = config.groups.max_staleness
-    steps = [step for step in steps_of(lines)[ahead:] if step.number < config.steps - ahead]
+    logs = [decode(path.read_bytes())[0] for path in sorted(run.metrics.glob("*.jsonl"))]
+    steps = steps_of(logs, config.groups.max_staleness)
     if not sum(step.samples for step in steps):
         raise ConfigError(f"{folder}: the learner has ended too few steps with episodes; nothing to compare")
     held_out: dict[str, dict[int, float]] = {}
-    for line in lines:
+    for line in (line for log in logs for line in log):
         for name, value in line.values.items():
             if name.startswith("solve/eval/"):
                 held_out.setdefault(name.removeprefix("solve/eval/"), {})[line.step] = value
@@ -242,7 +247,6 @@ def main() -> None:
     looks = watch.read(arguments.watched) if arguments.watched else []
     rates, counts = compare(loops, looks)
     tables.show(tables.console, rates)
-    tables.say("the rest of the learner's time is that of restarts, and of reading and checking batches")
     tables.say("in engines: mean number of episodes that wait for a completion at a time, for each engine")
     tables.say("solve q1..q4: share of resolved episodes in each quarter of the samples")
     tables.show(tables.console, counts)

@@ -25,20 +25,23 @@ def batch(step: int, samples: float, solved: float) -> MetricLine:
 
 
 def test_a_step_begins_where_the_last_ended_and_the_first_is_left_out():
-    steps = steps_of(
-        [batch(0, 8, 0.5), learner(0, 100), batch(1, 4, 0.25), learner(1, 130), batch(2, 4, 1.0)]
-    )
+    batches = [batch(0, 8, 0.5), batch(1, 4, 0.25), batch(2, 4, 1.0)]
+    steps = steps_of([batches, [learner(0, 100), learner(1, 130)]])
     assert [(step.seconds, step.samples) for step in steps] == [(30, 4)]
 
 
-def test_a_step_that_a_restart_repeated_ends_when_it_ended_last():
-    steps = steps_of([learner(0, 10), learner(1, 20), learner(2, 30), learner(1, 70), learner(2, 80)])
-    assert [step.seconds for step in steps] == [60, 10]
+def test_batches_that_were_sampled_before_a_restart_do_not_make_a_run_fast():
+    first = [learner(step, 20.0 * step) for step in range(4)]
+    again = [learner(step, 100.0 + 2 * step) for step in (1, 2, 3)]  # sampled before the restart
+    new = [learner(step, 25.0 * step) for step in (4, 5, 6, 7)]  # the first one waits for engines
+    logs = [[batch(step, 4, 0.5) for step in range(8)], first, again + new]
+    assert [step.seconds for step in steps_of(logs)] == [20, 20, 20, 25, 25, 25]
+    assert [step.seconds for step in steps_of(logs, ahead=1)] == [20, 25]
+    assert steps_of(logs, ahead=4) == []
 
 
 def test_runs_are_compared_over_equally_many_samples():
-    lines = [line for n in range(5) for line in (batch(n, 4, n / 4), learner(n, 10.0 * n))]
-    steps = steps_of(lines)
+    steps = steps_of([[batch(n, 4, n / 4) for n in range(5)], [learner(n, 10.0 * n) for n in range(5)]])
     assert len(first_samples(steps, 8)) == 2
     assert len(first_samples(steps, 9)) == 3
     assert solve_rates(steps) == [0.25, 0.5, 0.75, 1.0]
@@ -101,7 +104,7 @@ def made(tmp_path):
         for kind in ("finished", "trained", "dropped")
         for n in range(10)
     }
-    for step in range(4):  # the first two are left out, at staleness 1
+    for step in range(5):  # the first two and the last are left out, at staleness 1
         curves.write(step, {"step_seconds/wait": 0.0, "solve/train": 0.5, "seconds/engine": 2.0, **deciles})
     return maker.run.root
 
