@@ -179,7 +179,7 @@ class Maintenance:
         for path, since in self._orphans.items():
             if snapshot.now - since >= ORPHAN_S:
                 log.info("swept %s", path)
-                folders.discard(path) if path.is_dir() else path.unlink(missing_ok=True)
+                folders.discard(path)
 
     def _report(self, snapshot: RunSnapshot, progress: Progress, desired: Mapping[Role, int]) -> StatusReport:
         alive = [node.role for node in snapshot.nodes]
