@@ -105,6 +105,7 @@ def main() -> None:
         return
     run = RunDir(arguments.run)
     config = existing.load(run)
+    existing.require_original(run)
     if verb == "tick":
         print_result(run, submit.tick(run, config))
     else:

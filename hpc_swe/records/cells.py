@@ -15,6 +15,9 @@ class RunManifest(Record, frozen=True, kw_only=True):
     config_sha256: str
     folder: str
     environment: dict[str, str]
+    root: str = ""
+    """Path of the run when it was made. A folder with another path and another inode is a copy."""
+    inode: int = 0
 
 
 class Node(Record, frozen=True, kw_only=True):

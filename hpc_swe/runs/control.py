@@ -12,7 +12,7 @@ from hpc_swe.errors import ConfigError, HpcSweError, StorageError
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import checks, create, submit, trajectories, upgrades
-from hpc_swe.runs.existing import load
+from hpc_swe.runs.existing import is_copy, load
 from hpc_swe.runs.submit import TickResult
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, submissions, supervision
@@ -32,6 +32,8 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> TickResul
     config = trajectories.resolved(run, config, taken.trajectories)
     if run.config.exists() or not create.create(run, config, taken):
         require_alike(run, config)
+        if is_copy(run):
+            create.adopt(run)
         if upgrade and (jobs := alive(run, config)):
             raise ConfigError(f"{run.root}: {len(jobs)} jobs still run the old code; `launch stop` it first")
         _update_config(run, config, upgrade=upgrade)

@@ -70,10 +70,8 @@ def require_free(run: RunDir, config: RunConfig) -> None:
     remedy = f"name another folder with {option(config)}"
     if run.config.exists() and run.manifest.exists():
         return
-    if root.is_symlink() and not root.exists():
-        raise ConfigError(f"{root}: a link to {real}, which does not exist; {remedy}")
-    if root.exists() and not root.is_dir():
-        raise ConfigError(f"{root}: a file, not a folder; {remedy}")
+    if unfit := _unfit(root):
+        raise ConfigError(f"{root}: {unfit}; {remedy}")
     for what, place in (("your home", Path("~").expanduser()), ("this checkout", code)):
         if place.resolve().is_relative_to(real):
             raise ConfigError(f"{root}: {what} {'is' if place.resolve() == real else 'lies in'} it; {remedy}")
@@ -83,6 +81,16 @@ def require_free(run: RunDir, config: RunConfig) -> None:
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise ConfigError(f"{root}: no run, but it holds {', '.join(found[:3])}{more}; {remedy}")
+
+
+def _unfit(root: Path) -> str:
+    """Say why no run can be made at a path, whatever the folder holds; empty if one can."""
+    if not root.exists():
+        return f"a link to {root.resolve()}, which does not exist" if root.is_symlink() else ""
+    if not root.is_dir():
+        return "a file, not a folder"
+    owner = root.stat().st_uid
+    return "" if owner == os.getuid() else f"belongs to user {owner}"
 
 
 def _foreign(run: RunDir) -> list[str]:
@@ -149,8 +157,8 @@ def publish(run: RunDir, place: RunDir, config: RunConfig, taken: Taken, model_s
     atomic.put(
         place.manifest,
         RunManifest(
+            **_identity(run),
             protocol=PROTOCOL,
-            run_id=f"{run.root.name}-{secrets.token_hex(3)}",
             commit=_commit(),
             model_sha256=model_sha256,
             config_sha256=hashlib.sha256(data).hexdigest(),
@@ -164,6 +172,21 @@ def publish(run: RunDir, place: RunDir, config: RunConfig, taken: Taken, model_s
         replace(path, run.root / path.name)
     atomic.write(place.config, data)
     place.config.rename(run.config)  # last: it marks the run as complete
+
+
+def _identity(run: RunDir) -> dict[str, Any]:
+    """Draw the id by which jobs find the run, and note which folder has it."""
+    root, name = run.root.resolve(), f"{run.root.name}-{secrets.token_hex(3)}"
+    return {"run_id": name, "root": str(root), "inode": root.stat().st_ino}
+
+
+def adopt(run: RunDir) -> None:
+    """Make a copy of a run a run of its own, without the records of the original's jobs."""
+    log.warning("%s is a copy of a run: it becomes a run of its own", run.root)
+    folders.remove(run.launches)
+    run.make()
+    made = atomic.get(run.manifest, RunManifest)
+    atomic.put(run.manifest, msgspec.structs.replace(made, **_identity(run)))
 
 
 def renew_code(run: RunDir) -> None:

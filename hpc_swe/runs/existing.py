@@ -52,6 +52,21 @@ def _read(path: Path, kind: type[T]) -> T:
         ) from None
 
 
+def is_copy(run: RunDir) -> bool:
+    """Tell whether the folder was copied from a run's, not moved: jobs of its id are the original's."""
+    made = atomic.get(run.manifest, RunManifest)
+    return bool(made.root) and made.root != str(run.root.resolve()) and made.inode != run.root.stat().st_ino
+
+
+def require_original(run: RunDir) -> None:
+    """Raise ConfigError if the folder is a copy that was not started yet."""
+    if is_copy(run):
+        raise ConfigError(
+            f"{run.root}: a copy of a run, whose jobs are not to be touched; `launch start --run {run.root}` "
+            "makes it a run of its own"
+        )
+
+
 def enter(run: RunDir) -> None:
     """Go to the folder in which relative paths of the run start; raise ConfigError if it is gone."""
     folder = atomic.get(run.manifest, RunManifest).folder

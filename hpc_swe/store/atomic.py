@@ -61,12 +61,14 @@ def storage(path: Path) -> Iterator[None]:
         raise
 
 
-def write(path: Path, data: bytes, *, durable: bool = True) -> None:
+def write(path: Path, data: bytes, *, durable: bool = True, check: Callable[[], None] = lambda: None) -> None:
     """Publish `data` at `path` so that no reader on any node sees part of it; an existing file is replaced.
 
-    After a StorageError nothing was published, and no temporary file is left.
+    `check` is called just before that, and prevents it by an error. After an error nothing was published,
+    and no temporary file is left.
     """
     with _written(path, data, durable) as name:
+        check()
         try:
             os.replace(name, path)
         except IsADirectoryError:  # not ours: move it aside for its owner
@@ -122,9 +124,11 @@ def decode(path: Path, data: bytes, kind: type[R]) -> R:
         raise CorruptRecord(f"{path}: not a {kind.__name__}: {error}; move it away") from error
 
 
-def put(path: Path, record: Record, *, durable: bool = True) -> None:
+def put(
+    path: Path, record: Record, *, durable: bool = True, check: Callable[[], None] = lambda: None
+) -> None:
     """Publish a record as a cell."""
-    write(path, encode(path, record), durable=durable)
+    write(path, encode(path, record), durable=durable, check=check)
 
 
 def put_table(path: Path, table: "pa.Table", publish: Callable[[Path, bytes], None] = write) -> None:

@@ -25,7 +25,7 @@ from hpc_swe.store import atomic
 
 M = TypeVar("M", bound=Manifest)
 K = TypeVar("K")
-NAME = "MANIFEST.json"
+NAME, TRASH = "MANIFEST.json", ".trash-"
 SMALL = 1 << 17
 OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 PIECE = 1 << 22
@@ -181,8 +181,11 @@ def identity(file: int) -> Identity:
 
 
 def remove(folder: Path) -> None:
-    """Delete a published folder. It is renamed to a hidden name first, so that no reader finds half of it."""
-    trash = atomic.temporary(folder, "trash-")
+    """Delete a published folder. It is renamed to a hidden name first, so that no reader finds half of it.
+
+    What is busy or refused stays under that name, until a call with that name removes it.
+    """
+    trash = folder if folder.name.startswith(TRASH) else atomic.temporary(folder, TRASH[1:])
     try:
         with atomic.storage(folder):
             os.rename(folder, trash)
@@ -192,12 +195,12 @@ def remove(folder: Path) -> None:
 
 
 def discard(stage: Path) -> None:
-    """Delete a stage, as far as that is possible.
+    """Delete a stage or a temporary file, as far as that is possible.
 
     When its writer commits it at this moment, the commit fails, or it comes first and keeps all files.
     """
     with contextlib.suppress(OSError, StorageError):
-        remove(stage)
+        remove(stage) if stage.is_dir() else stage.unlink()
 
 
 def _clear(final: Path, kind: type[M]) -> None:

@@ -6,6 +6,7 @@ The count lies in the run folder, so a learner that starts again continues it, a
 start would only skip the same batches.
 """
 
+from collections.abc import Callable
 from typing import NoReturn
 
 from msgspec.structs import replace
@@ -51,11 +52,14 @@ def read(run: RunDir) -> SkippedBatches:
         return SkippedBatches()
 
 
-def enter(run: RunDir, step: int, is_skipped: bool) -> None:
-    """Enter a batch that was trained or skipped; raise StorageError when that cannot be written."""
+def enter(run: RunDir, step: int, is_skipped: bool, check: Callable[[], None] = lambda: None) -> None:
+    """Enter a batch that was trained or skipped; raise StorageError when that cannot be written.
+
+    `check` is called just before a change, and prevents it by an error.
+    """
     known = read(run)
     if (found := known.after(step, is_skipped)) != known:
-        atomic.put(run.skipped_steps, found)
+        atomic.put(run.skipped_steps, found, check=check)
 
 
 def refusal(run: RunDir, limit: int) -> str:
@@ -74,7 +78,7 @@ def refusal(run: RunDir, limit: int) -> str:
     )
 
 
-def refuse_weights(run: RunDir, step: int, why: str) -> NoReturn:
+def refuse_weights(run: RunDir, step: int, why: str, check: Callable[[], None] = lambda: None) -> NoReturn:
     """Raise NodeError when the weights after a step are not finite for the first time, then ConfigError.
 
     A faulty device makes such weights, too. So the steps since the last checkpoint are repeated, if possible
@@ -88,9 +92,9 @@ def refuse_weights(run: RunDir, step: int, why: str) -> NoReturn:
             "learner.optimizer.lr, or with another `model` if these are its own weights; or, to repeat the "
             f"steps once more, remove {run.skipped_steps}"
         )
-        atomic.put(run.skipped_steps, replace(known, final=final))
+        atomic.put(run.skipped_steps, replace(known, final=final), check=check)
         raise ConfigError(final)
-    atomic.put(run.skipped_steps, replace(known, broken=step))
+    atomic.put(run.skipped_steps, replace(known, broken=step), check=check)
     raise NodeError(
         f"{why}, after step {step}; a faulty node may be the reason, so the job ends, and the next one "
         "repeats the steps since the last checkpoint; a second time up to this step ends the training"

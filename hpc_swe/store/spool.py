@@ -31,6 +31,7 @@ MAX_NAME_BYTES = 205  # of a name in ready/; the rest of 255 is for the owner's 
 WINDOW = 32  # a claim starts anywhere among so many oldest, so that two workers seldom try the same message
 TRIES = 3
 PATIENCE_S = 300.0  # a message that alone cannot be read for so long counts as lost
+ALONE_S = 1800.0  # so often one that cannot be read is buried even if no other could be read meanwhile
 
 log = logging.getLogger(__name__)
 
@@ -152,8 +153,18 @@ class Spool(Generic[R]):
         return self._read(self.root / "ready" / address.ready, address)
 
     def bury(self, address: Address) -> None:
-        """Move a ready message to dead/, for a person to look at; only the single reader calls this."""
+        """Move a ready message to dead/, for a person to look at; only the coordinator calls this."""
         _move(self.root / "ready" / address.ready, self.root / "dead" / address.ready)
+
+    def bury_unreadable(self, address: Address) -> None:
+        """Move a ready message that cannot be read to dead/; a worker may take it meanwhile."""
+        try:
+            atomic.read(self.root / "ready" / address.ready)
+        except FileNotFoundError:
+            return
+        except (StorageError, CorruptRecord) as error:
+            log.error("buried %s: %s", address.identity, error)
+            self.bury(address)
 
     def remove(self, address: Address) -> None:
         """Remove a ready message that the single reader has finished."""

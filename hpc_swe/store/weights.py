@@ -5,12 +5,16 @@ A supervisor whose engine cannot load a delta says so here, and the learner read
 
 from collections.abc import Collection
 from contextlib import suppress
+from operator import attrgetter
 from typing import Literal
 
 from hpc_swe.errors import CorruptRecord
 from hpc_swe.records import WeightManifest, WeightVersion
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, folders
+
+by_step = attrgetter("step", "incarnation")
+"""Sort versions by training: a learner that went back repeats the steps up to an earlier start's last."""
 
 
 def published(run: RunDir) -> list[WeightVersion]:
@@ -28,10 +32,10 @@ def superseded(
 ) -> list[WeightVersion]:
     """List the versions to remove: neither among the last, nor a milestone, nor named by a live lease.
 
-    The newest is never among them, whatever the limits.
+    The newest is never among them, whatever the limits, nor the one of the most steps.
     """
     ordered = sorted(versions)
-    kept = set(ordered[-max(1, keep_last) :])
+    kept = {*ordered[-max(1, keep_last) :], *sorted(ordered, key=by_step)[-1:]}
     return [
         version
         for version in ordered

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,10 +23,12 @@ from hpc_swe.plugins.executors.base import Submission
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.plugins.weight_files import read_header
-from hpc_swe.records import Role
+from hpc_swe.processes import start_time
+from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import checks, control, create, existing
-from hpc_swe.store import submissions
+from hpc_swe.store import atomic, submissions
+from hpc_swe.store.submissions import Submitted
 from tests.kit.checkout import ROOT
 from tests.kit.crash import in_child, refuse
 from tests.kit.toy import row, write_rows
@@ -225,6 +228,19 @@ def test_a_folder_with_files_of_somebody_else_is_refused_and_untouched(tmp_path,
     assert listing(folder) == before
 
 
+def test_a_folder_of_somebody_else_is_refused_and_stays_empty(tmp_path, read):
+    """Members of its group may write there; what they leave would keep its owner from starting a run."""
+    run = RunDir(tmp_path / "run")
+    run.root.mkdir()
+    try:
+        os.chown(run.root, 4001, -1)
+    except PermissionError:
+        pytest.skip("needs the right to give a folder to somebody else")
+    with pytest.raises(ConfigError, match="belongs to user 4001; name another folder with --run"):
+        control.start(run, read(*nobody()))
+    assert os.listdir(run.root) == []
+
+
 def test_a_run_json_of_somebody_else_makes_no_run(tmp_path, read):
     folder = tmp_path / "project"
     folder.mkdir(mode=0o700)
@@ -315,6 +331,35 @@ def test_a_run_that_was_copied_without_its_empty_folders_is_opened(tmp_path, rea
         folder.rmdir()
     control.stop(run, existing.load(run), now=False)
     assert run.drain.exists()
+
+
+def test_a_copy_of_a_run_never_ends_the_jobs_of_the_original(tmp_path, read):
+    """Both have the same records of submissions, and a scheduler knows the jobs by the run's id."""
+    run, copy, config = RunDir(tmp_path / "run"), RunDir(tmp_path / "copy"), read(*nobody())
+    control.start(run, config)
+    job = subprocess.Popen(["sleep", "600"])
+    name = f"{job.pid}:{start_time(job.pid)}"
+    submissions.take(run, "rollout", 1)
+    atomic.put(run.submitted("rollout", 1), Submitted(job=name, count=1, host="h", at=0.0))
+    shutil.copytree(run.root, copy.root)
+    for verb in ("tick", "stop"):
+        line = [sys.executable, "-m", "hpc_swe.launch", verb, copy.root]
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert f"launch start --run {copy.root}` makes it a run of its own" in done.stderr
+    assert not copy.drain.exists()
+    control.start(copy, config)
+    assert control.alive(copy, config) == []
+    control.stop(copy, config, now=True)
+    assert control.alive(run, config) == [name]
+    job.kill()
+    job.wait()
+    ids = {atomic.get(each.manifest, RunManifest).run_id for each in (run, copy)}
+    assert len(ids) == 2
+    control.start(copy, config)
+    moved = RunDir(run.root.rename(tmp_path / "moved"))
+    control.start(moved, config)
+    assert {atomic.get(each.manifest, RunManifest).run_id for each in (moved, copy)} == ids
 
 
 def test_an_empty_folder_or_a_start_that_died_anywhere_is_no_obstacle(tmp_path, read):

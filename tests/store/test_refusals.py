@@ -10,11 +10,10 @@ import pytest
 
 from hpc_swe.errors import StorageError
 from hpc_swe.records import Node, RolloutRequest, ScoredEpisode
-from hpc_swe.roles.coordinator.collect import ALONE_S
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, tasks
 from hpc_swe.store.lease import Lease
-from hpc_swe.store.spool import PATIENCE_S, Spool
+from hpc_swe.store.spool import ALONE_S, PATIENCE_S, Spool
 from hpc_swe.store.worker import Work, Worker
 from tests.kit.coordinator_kit import Clock, make_maintenance, rundir, training, work
 from tests.kit.crash import in_child, refuse
@@ -138,6 +137,33 @@ def collect_the_last_that_cannot_be_read(root) -> None:
 def test_the_last_results_are_buried_one_by_one_if_they_cannot_be_read(tmp_path):
     """Nobody has work then, and supervision would end the run."""
     assert in_child(collect_the_last_that_cannot_be_read, tmp_path) == 0
+
+
+def wait_for_one_that_nobody_can_read(root, name) -> None:
+    run, clock = rundir(root), Clock()
+    maintenance = make_maintenance(run, clock)
+    Spool(run.spool(name), RolloutRequest).put(request().name, request())
+    refuse(root, lambda call, path: errno.EIO if call == "open" and request().name in path else 0)
+    dead = []
+    for clock.now in (0.0, ALONE_S - 1.0, 2 * ALONE_S):
+        maintenance.clean_up(maintenance.snapshot())
+        dead.append(atomic.names(run.spool(name) / "dead"))
+    assert dead == [[], [], [f"{request().name}~0"]]
+
+
+@pytest.mark.parametrize("name", ["requests", "episodes"])
+def test_the_last_message_of_workers_is_buried_if_nobody_can_read_it(tmp_path, name):
+    """Workers return it, as there are no others that they could read, and supervision would end the run."""
+    assert in_child(wait_for_one_that_nobody_can_read, tmp_path, name) == 0
+
+
+def test_a_message_that_waits_long_for_a_worker_stays(tmp_path):
+    run, clock = rundir(tmp_path), Clock()
+    maintenance = make_maintenance(run, clock)
+    spool(run.requests, messages=2)
+    for clock.now in (0.0, 2 * ALONE_S, 4 * ALONE_S):
+        maintenance.clean_up(maintenance.snapshot())
+    assert len(atomic.names(run.requests / "ready")) == 2
 
 
 @dataclass

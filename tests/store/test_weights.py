@@ -48,6 +48,7 @@ def test_retention_keeps_the_newest_the_named_the_last_and_the_milestones(versio
     assert not named & set(gone)
     assert set(sorted(versions)[len(versions) - keep_last :]) <= kept
     assert not versions or max(versions) in kept
+    assert not versions or max(version.step for version in versions) in {version.step for version in kept}
     assert not keep_every or all(version.step % keep_every for version in gone)
     again = weights.superseded(kept, {version.name for version in named}, keep_last, keep_every)
     assert again == [], "what one round keeps, the next keeps"

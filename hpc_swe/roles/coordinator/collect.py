@@ -20,9 +20,8 @@ from hpc_swe.roles.coordinator import batch_metrics
 from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, failure_cause, parse_name
 from hpc_swe.roles.coordinator.snapshot import RunSnapshot
 from hpc_swe.rundir import RunDir
-from hpc_swe.store.spool import PATIENCE_S, Address, Spool
+from hpc_swe.store.spool import ALONE_S, PATIENCE_S, Address, Spool
 
-ALONE_S = 1800.0  # so often an unreadable result is buried even if no other could be read meanwhile
 WORST_TASKS = 5  # how many tasks with infrastructure failures the status names
 
 log = logging.getLogger(__name__)
@@ -87,10 +86,6 @@ class ResultCollector:
         for request in self._open(key, snapshot.now):
             if request.name not in snapshot.identities:
                 self._requests.overwrite(request.name, request)
-
-    def reread(self, address: Address) -> ScoredEpisode | None:
-        """Read the message of a member again, with its routing; None if it is not there any more."""
-        return self._scored.read(address)
 
     def forget(self, groups: list[Group]) -> None:
         """Remove the messages of groups that were consumed."""

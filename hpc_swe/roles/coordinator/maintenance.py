@@ -19,7 +19,7 @@ from hpc_swe.rundir import SPOOLS, RunDir
 from hpc_swe.settings import LeaseConfig, RetentionConfig
 from hpc_swe.store import atomic, folders, weights
 from hpc_swe.store.lease import Memory, Watcher
-from hpc_swe.store.spool import STATES, Address, Spool
+from hpc_swe.store.spool import ALONE_S, STATES, Address, Spool
 
 ABSENT_BEATS = 3  # a message that no listing shows for so long is lost: 90 s by default
 ORPHAN_S = 3600.0  # a temporary file whose process shows no lease is kept this long
@@ -158,6 +158,19 @@ class Maintenance:
                 folders.remove(folder)
         if self._is_due("sweep", ORPHAN_S / 6, snapshot.now):
             self._sweep(snapshot)
+        if self._is_due("bury", ALONE_S, snapshot.now):
+            self._bury_unreadable(snapshot)
+
+    def _bury_unreadable(self, snapshot: RunSnapshot) -> None:
+        """Move a message to dead/ that has waited long for a worker, if this process cannot read it either.
+
+        A worker counts it as lost only when it can read others, and there may be no others.
+        """
+        for name in ("requests", "episodes"):
+            for address in snapshot.scan[name]["ready"]:
+                if snapshot.now - self._since[name, address.identity] >= ALONE_S:
+                    self._spools[name].bury_unreadable(address)
+                    break
 
     def _is_lost(self, address: Address) -> bool:
         return self._watcher.is_dead(address.owner) or self._watcher.is_abandoned(
@@ -179,7 +192,7 @@ class Maintenance:
         for path, since in self._orphans.items():
             if snapshot.now - since >= ORPHAN_S:
                 log.info("swept %s", path)
-                folders.discard(path) if path.is_dir() else path.unlink(missing_ok=True)
+                folders.discard(path)
 
     def _report(self, snapshot: RunSnapshot, progress: Progress, desired: Mapping[Role, int]) -> StatusReport:
         alive = [node.role for node in snapshot.nodes]

@@ -58,10 +58,10 @@ def first_kept_batch(published: Sequence[Checkpoint]) -> int:
 
 
 def orphans(folder: Path, alive: Iterable[str]) -> list[Path]:
-    """Return the unfinished files in a folder whose process is not alive."""
+    """Return what was not removed whole, and the unfinished files of processes that are not alive."""
     with atomic.storage(folder):
         found = [path for path in folder.iterdir() if TEMPORARY.fullmatch(path.name)]
-    return [path for path in found if path.name[-8:] not in alive]
+    return [path for path in found if path.name[-8:] not in alive or path.name.startswith(folders.TRASH)]
 
 
 def swept_folders(run: RunDir) -> list[Path]:

@@ -54,7 +54,7 @@ def parts(
 def _engines(snapshot: RunSnapshot, limits: Mapping[Role, float]) -> Iterator[RunPart]:
     for node in snapshot.nodes:
         behind = node.role == "inference" and node.state in ("ready", "updating")
-        if behind and node.versions and max(node.versions) < snapshot.newest:
+        if behind and node.versions and all(v.step < snapshot.newest.step for v in node.versions):
             reason = f"{node.owner} does not load {snapshot.newest.name}"
             seen = ",".join(version.name for version in node.versions)
             yield RunPart(f"version of {node.owner}", "inference", [node], seen, reason, limits["inference"])

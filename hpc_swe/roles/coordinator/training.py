@@ -132,13 +132,14 @@ class Training:
     def _with_routing(self, batch_plan: BatchPlan) -> BatchPlan:
         """Read the routing of trained episodes, which stayed in their messages because of its size."""
         chains, decisions = self._settings.batches.train_chains, dict(batch_plan.decisions)
+        spool = Spool(self._run.scored, ScoredEpisode)
         for number in batch_plan.groups:
             members = self._ledger.groups[("train", number)].members
             places = {m.request.name: m.address for m in members if m.is_routed and m.address}
             episodes = []
             for cut in decisions[number].episodes:
                 place = places.get(cut.episode.request.name)
-                scored = self._collector.reread(place) if place else None
+                scored = spool.read(place) if place else None
                 episodes.append(add_routing(cut, scored.episode, chains) if scored else cut)
             decisions[number] = replace(decisions[number], episodes=episodes)
         return replace(batch_plan, decisions=decisions)

@@ -2,8 +2,8 @@
 
 The supervisor consumes weights/ and produces its node cell (address, versions, state). It waits for a newer
 version of the live incarnation, which the learner publishes, and for the health of an engine that somebody
-else runs. It names a version in its cell before it reads it, so that retention keeps the version; before
-weights change, the cell names both versions.
+else runs. While a learner that went back repeats steps, the engine keeps the weights of more steps. The cell
+names a version before it is read, so that retention keeps it, and both versions before weights change.
 
 A version is verified here, while the engine serves, and once for all workers of the engine. It is refused
 when the engine reports an error about it; an engine that does not answer is hung or dead, and is replaced.
@@ -148,8 +148,8 @@ class Supervisor:
         return OwnEngine(self.engine, url, token, child)
 
     def _choose(self) -> Weights:
-        """Choose the newest full snapshot that was not refused, or else the model."""
-        for version in reversed(weights.published(self.run)):
+        """Choose the full snapshot of the most steps that was not refused, or else the model."""
+        for version in sorted(weights.published(self.run), key=weights.by_step, reverse=True):
             if version in self._refused:
                 continue
             self.lease.publish(reading=version.name)
@@ -236,7 +236,7 @@ class Supervisor:
                 monitor.reset()
             try:
                 newest = weights.newest(self.run)
-                if newest is not None and newest > self._serving.version:
+                if newest and weights.by_step(newest) > weights.by_step(self._serving.version):
                     if newest not in self._refused:
                         self._update(served, newest, monitor)
                     if newest in self._refused:  # each time, because a write may fail

@@ -162,7 +162,7 @@ def _enter_skip(
     """Count the batch that was trained last, and keep it if it was skipped."""
     step = learner.step - 1
     publisher.require_newest()  # a successor counts in the same file
-    on_rank_zero(learner.ranks, lambda: skipped.enter(run, step, is_skipped))
+    on_rank_zero(learner.ranks, lambda: skipped.enter(run, step, is_skipped, publisher.check_newest))
     if is_skipped:
         on_rank_zero(learner.ranks, lambda: _keep(run, step))
         _require_finite(run, learner, limit)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -128,7 +127,12 @@ class Publisher(Generic[L]):
 
     def require_newest(self) -> None:
         """Raise LostRace on all ranks when another learner has started since."""
-        on_rank_zero(self._ranks, lambda: require_newest(self._run, self._incarnation))
+        on_rank_zero(self._ranks, self.check_newest)
+
+    def check_newest(self) -> None:
+        """Raise LostRace when another learner has started since: this one's node was taken for dead."""
+        if (newest := _newest_incarnation(self._run)) > self._incarnation:
+            raise _lost(self._run, newest, self._incarnation)
 
     def _export(self, stage: Path, carrier: Carrier) -> list[dict[str, TensorInfo]]:
         """Return what each rank has exported; weights that are not finite end the learner."""
@@ -137,8 +141,8 @@ class Publisher(Generic[L]):
             return self._ranks.gather(mine)
         except FloatingPointError as error:  # on every rank
             why, step = str(error), self._learner.step
-            self.require_newest()
-            on_rank_zero(self._ranks, lambda: skipped.refuse_weights(self._run, step, why))
+            check = self.check_newest
+            on_rank_zero(self._ranks, lambda: skipped.refuse_weights(self._run, step, why, check))
             raise
 
     def publish_checkpoint(self: "Publisher[Learner]") -> None:
@@ -181,8 +185,7 @@ class Publisher(Generic[L]):
 
     def _commit(self, stage: Path, final: Path, manifest: Manifest) -> None:
         """Publish a stage, unless another learner has started while it was filled."""
-        check = partial(require_newest, self._run, self._incarnation)
-        on_rank_zero(self._ranks, lambda: folders.commit(stage, final, manifest, check))
+        on_rank_zero(self._ranks, lambda: folders.commit(stage, final, manifest, self.check_newest))
 
     def _describe(self, stage: Path, meanwhile: Callable[[], None] = lambda: None) -> dict[str, FileInfo]:
         names = on_rank_zero(self._ranks, lambda: _files(stage))
@@ -219,12 +222,6 @@ def _take_next(run: RunDir, incarnation: int) -> int:
     except FileExistsError:
         raise _lost(run, incarnation + 1, incarnation) from None
     return incarnation + 1
-
-
-def require_newest(run: RunDir, incarnation: int) -> None:
-    """Raise LostRace when another learner has started since, as beside one whose node was taken for dead."""
-    if (newest := _newest_incarnation(run)) > incarnation:
-        raise _lost(run, newest, incarnation)
 
 
 def _lost(run: RunDir, other: int, own: int) -> LostRace:

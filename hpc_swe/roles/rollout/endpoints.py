@@ -144,7 +144,8 @@ class Endpoints:
             return e.owner != prefer, e.updating and not waits, self._busy[e.owner], hash((draw, e.owner))
 
         found = min(serving, key=rank, default=None)
-        is_old = found is not None and (found.updating or max(found.versions) < self._table.newest)
+        newest = self._table.newest.step
+        is_old = found is not None and (found.updating or all(v.step < newest for v in found.versions))
         return None if waits and is_old else found
 
     def _recent(self) -> list[Endpoint]:

@@ -1,5 +1,6 @@
 """Recovery, retention, sweeping and the cells that others read."""
 
+import errno
 import os
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ from hpc_swe.roles.coordinator.maintenance import ORPHAN_S
 from hpc_swe.roles.coordinator.retention import first_kept_batch, kept_checkpoints, superseded
 from hpc_swe.roles.coordinator.snapshot import Progress
 from hpc_swe.settings import CoordinatorConfig, RetentionConfig
-from hpc_swe.store import atomic
+from hpc_swe.store import atomic, folders
 from hpc_swe.store.spool import Spool
 from tests.kit.coordinator_kit import (
     Clock,
@@ -32,6 +33,7 @@ from tests.kit.coordinator_kit import (
     training,
     work,
 )
+from tests.kit.crash import in_child, refuse
 
 KEPT = RetentionConfig(keep_last=2, free_space_floor_gb=0)
 PROGRESS = Progress("the learner", 3, {"reward/mean": [0.5]}, ["train-000001-00 a0: engine"])
@@ -280,6 +282,31 @@ def test_what_a_dead_process_left_half_written_is_swept_after_an_hour(run, clock
         clock.now += ORPHAN_S / 6 + 1
     assert left() == {alive, mine}
     assert (run.weights / ".hidden").exists()
+
+
+def remove_what_is_busy(run):
+    """As on NFS, which keeps files that a process has open: the first removals fail."""
+    clock, busy = Clock(), [True]
+    refuse(run.root, lambda call, path: errno.EBUSY if call == "os.remove" and "x" in path and busy else 0)
+    maintenance = make_maintenance(run, clock)
+    lost = run.weights / ".tmp-v000002-i00~abc123-deadbeef"
+    for folder in (lost, run.weights / "v000001-i00"):
+        folder.mkdir()
+        (folder / "x").touch()
+    folders.remove(run.weights / "v000001-i00")
+    (run.requests / "ready" / ".x~abc123-deadbeef").touch()  # nor does a file that stays end the coordinator
+    left = []
+    for look in range(20):
+        clock.now += ORPHAN_S / 6 + 1
+        if look == 10:
+            busy.clear()
+        maintenance.clean_up(maintenance.snapshot())
+        left.append(len([*run.weights.iterdir(), *(run.requests / "ready").iterdir()]))
+    assert (left[10 - 1], left[-1]) == (3, 0)
+
+
+def test_what_cannot_be_removed_at_first_is_removed_later(run):
+    assert in_child(remove_what_is_busy, run) == 0
 
 
 # cells

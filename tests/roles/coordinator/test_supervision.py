@@ -61,6 +61,7 @@ PLAYED, GRADED = f"{TASK} of rollout-1-aa", f"{TASK} of reward-1-aa"
         (snapshot(node("inference", state="starting", url=""), requests=["train-000000-00"]), 1, []),
         (snapshot(episodes=["train-000000-00"]), 1, ["claims of reward"]),
         (snapshot(newest=V2), 1, ["version of inference-1-aa"]),
+        (snapshot(newest=WeightVersion(incarnation=1)), 1, ["work of all"]),
         (snapshot(CLAIMS, newest=V2), 1, ["version of inference-1-aa", PLAYED]),
         (snapshot(), 2, ["step of learner-1-aa"]),
         (snapshot(node("learner", step=10)), 10, ["step of learner-1-aa"]),
@@ -71,7 +72,8 @@ PLAYED, GRADED = f"{TASK} of rollout-1-aa", f"{TASK} of reward-1-aa"
     ids=[
         *("an episode", "a grading", "both in order", "no engine serves"),
         *("engines sleep", "nobody claims", "it drains"),
-        *("requests wait for an engine", "nobody grades", "an old version", "an engine before its users"),
+        *("requests wait for an engine", "nobody grades", "an old version", "a learner went back"),
+        *("an engine before its users",),
         *("a batch", "the last checkpoint", "nobody else has work", "the disk is full", "an engine starts"),
     ],
 )

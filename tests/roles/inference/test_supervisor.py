@@ -242,12 +242,22 @@ def test_starts_on_the_newest_published_version(start: Start, run: RunDir, model
     await_node(run, is_serving(version(7)))
 
 
-def test_a_restarted_learner_with_fewer_steps_is_followed(start: Start, run: RunDir, model: Path) -> None:
+def test_an_engine_keeps_its_weights_while_a_learner_repeats_steps(
+    start: Start, run: RunDir, model: Path, tmp_path: Path
+) -> None:
+    """The requests under way were made for them: older weights would answer later than max_staleness."""
     publish(run, model, version(7))
-    start()
+    process = start()
     await_node(run, is_serving(version(7)))
+    engines = [pid for pid in processes(str(tmp_path)) if pid != process.pid]
     publish(run, model, version(3, incarnation=1))
-    await_node(run, is_serving(version(3, incarnation=1)))
+    time.sleep(2.0)
+    await_node(run, is_serving(version(7)))
+    end(engines)
+    await_node(run, lambda node: node.state == "starting")
+    await_node(run, is_serving(version(7)))
+    publish(run, model, version(7, incarnation=1))
+    await_node(run, is_serving(version(7, incarnation=1)))
 
 
 @pytest.mark.parametrize("refused", [{"damage": corrupt}, {"probe": WRONG}], ids=["corrupt", "probe"])

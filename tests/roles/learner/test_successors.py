@@ -1,12 +1,14 @@
 """A learner that was frozen, and has a successor, changes nothing that the successor has written."""
 
 import os
+from contextlib import suppress
+from functools import partial
 from itertools import count
 
 import msgspec
 import pytest
 
-from hpc_swe.errors import LostRace
+from hpc_swe.errors import LostRace, NodeError
 from hpc_swe.records import Batch, BatchManifest, CoordinatorState
 from hpc_swe.roles.learner.loop import LearnerPlan, learn
 from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
@@ -84,6 +86,44 @@ def test_one_whose_weights_are_not_finite_says_nothing_about_its_successor(run):
     with pytest.raises(LostRace, match="a learner has started as 02, and this one is 01"):
         old.publish_weights()
     assert skipped.read(run).broken == 0
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda old: skipped.enter(old._run, 0, True, old.check_newest),
+        lambda old: skipped.refuse_weights(old._run, 3, "x is not finite", old.check_newest),
+    ],
+    ids=["a batch", "weights"],
+)
+def test_one_that_wakes_up_while_it_writes_replaces_no_count(tmp_path, write):
+    """Its successor starts, and skips a batch, before each of its calls but the one that publishes."""
+    for call in count():
+        run = RunDir(tmp_path / str(call))
+        run.make()
+        old = Publisher(run, Frozen(None), take_incarnation(run), "w", Snapshots())
+        code = in_child(_write_beside_a_successor, run, partial(write, old), call)
+        if code == UNDISTURBED:
+            break
+        assert code == 0, f"call {call}: it has replaced what its successor wrote"
+    assert call > 3
+
+
+def _write_beside_a_successor(run, write, fatal):
+    calls, others = count(), []
+
+    def meet(call, path):
+        if call == "os.rename" and not others:
+            os._exit(UNDISTURBED)
+        if next(calls) == fatal:
+            others.append(take_incarnation(run))
+            skipped.enter(run, 7, True)
+        return 0
+
+    refuse(run.root, meet)
+    with suppress(LostRace, NodeError):
+        write()
+    os._exit(int(skipped.read(run).steps != [7] or skipped.read(run).broken > 0))
 
 
 def test_one_that_publishes_again_takes_no_number_after_its_successor(tmp_path):

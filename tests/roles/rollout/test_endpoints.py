@@ -89,7 +89,9 @@ def test_an_answer_ends_what_earlier_failures_count(pool: Pool) -> None:
     assert not pool.is_suspended()
 
 
-OLD, NEW = WeightVersion(step=1), WeightVersion(step=2)
+OLD, NEW = WeightVersion(step=1), WeightVersion(incarnation=1, step=2)
+FARTHER = WeightVersion(step=3)
+"""Of the learner before the one that made NEW, which went back."""
 
 
 class Ticking(Clock):
@@ -142,6 +144,15 @@ def test_a_new_episode_waits_a_while_for_the_newest_weights(
     assert clock.now < before + 2.0, (
         "an engine that stays behind costs a wait for each version, not for each episode"
     )
+
+
+def test_no_episode_waits_for_weights_that_a_learner_makes_again(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.make()
+    clock = Ticking(run, 1e9, {"a": [FARTHER]})
+    with Endpoints(run, max_lag=2, fresh_s=0.0, monotonic=clock).take("", 600.0) as endpoint:
+        assert endpoint.versions == [FARTHER]
+    assert clock.now < PATIENCE_S / 2
 
 
 @pytest.mark.parametrize(("workers", "slots"), [(1, 8), (40, 1)])
