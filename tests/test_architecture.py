@@ -64,7 +64,7 @@ BUDGETS = {
     "hpc_swe/records": 555,
     "hpc_swe/report": 870,
     "hpc_swe/roles": 10,
-    "hpc_swe/roles/coordinator": 3_070,
+    "hpc_swe/roles/coordinator": 3_075,
     "hpc_swe/roles/inference": 645,
     "hpc_swe/roles/learner": 1_070,
     "hpc_swe/roles/reward": 340,

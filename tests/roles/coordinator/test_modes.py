@@ -16,7 +16,17 @@ import pytest
 from hpc_swe import records
 from hpc_swe.errors import ConfigError, DeadlineError, LostRace, StorageError
 from hpc_swe.metrics import Log, decode
-from hpc_swe.records import Batch, Message, Node, Role, RolloutRequest, Sampling, ScoredEpisode, StatusReport
+from hpc_swe.records import (
+    Batch,
+    Message,
+    Node,
+    Role,
+    RolloutRequest,
+    Sampling,
+    ScoredEpisode,
+    StatusReport,
+    WeightVersion,
+)
 from hpc_swe.roles.coordinator import archive, batches, sft
 from hpc_swe.roles.coordinator.dispatch import RequestPlan
 from hpc_swe.roles.coordinator.evaluation import Evaluating, Evaluator, summary
@@ -33,6 +43,7 @@ from tests.kit.coordinator_kit import (
     HELD_OUT,
     STEPS,
     Clock,
+    export,
     finish,
     learn,
     make_maintenance,
@@ -170,6 +181,23 @@ def test_the_last_evaluation_is_made_though_the_learner_ended_in_another(run):
         "step_000000.parquet",
         "step_000003.parquet",
     ]
+
+
+def test_no_round_begins_while_engines_have_later_weights(run):
+    """A learner repeats steps meanwhile, and the results would stand under the name of earlier weights."""
+    engine = Node(
+        owner="inference-a", role="inference", beat=1, host="h", pid=1, state="ready", url="http://a"
+    )
+    three = WeightVersion(step=3)
+    one, again = WeightVersion(incarnation=1, step=1), WeightVersion(incarnation=1, step=3)
+    mode, maintenance = training(run, every=1, eval_tasks=("x",)), make_maintenance(run)
+    asked = []
+    for newest, serves in ((one, three), (again, again)):
+        export(run, newest)
+        atomic.put(run.node(engine.owner), msgspec.structs.replace(engine, versions=[serves]))
+        mode.iterate(maintenance.snapshot())
+        asked.append([a.identity for a in Spool(run.requests, RolloutRequest).addresses("ready")])
+    assert [sum(name.startswith("eval") for name in names) for names in asked] == [0, 4]
 
 
 def test_evaluation_does_not_change_what_is_trained(tmp_path):
