@@ -168,6 +168,8 @@ def test_a_class_that_the_base_commit_has_accuses_nobody(tmp_path, more):
 
 def test_a_solution_is_paid_whatever_else_lies_about(grade):
     rest = new("conftest.py", "raise SystemExit(1)\n") + new("tests/test_mine.py", "assert False\n")
+    for folder in ("evil-1.dist-info", "odd-1.Dist-Info", "EVIL.EGG-INFO"):  # pytest would load its plugin
+        rest += new(f"{folder}/entry_points.txt", "[pytest11]\nevil = not_there\n")
     assert (
         grade(gold() + rest + new("setup.cfg", "[tool:pytest]\naddopts = --nothing-like-this\n")).outcome
         == "resolved"
