@@ -9,6 +9,7 @@ import pytest
 from hpc_swe.errors import ConfigError, SandboxError
 from hpc_swe.plugins.graders._swebench import Run
 from hpc_swe.plugins.graders.swebench import Swebench
+from hpc_swe.plugins.patch import take
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.plugins.swebench_rows import END, START
 from hpc_swe.records import Task, TestPlan
@@ -174,6 +175,18 @@ def test_a_solution_is_paid_whatever_else_lies_about(grade):
         grade(gold() + rest + new("setup.cfg", "[tool:pytest]\naddopts = --nothing-like-this\n")).outcome
         == "resolved"
     )
+
+
+def test_what_an_agent_renames_stays_where_it_was(tmp_path):
+    """Git looks only at the new name of a rename, so that a patch with one would take a conftest.py away."""
+    base = make_repository(tmp_path / "calc", {"tests/conftest.py": "import builtins\nbuiltins.nought = 0\n"})
+    one, sandboxes = task(tmp_path, "pytest", base), Checkout(repository=str(tmp_path / "calc"))
+    with sandboxes.open(one) as sandbox:
+        sandbox.run("git config diff.renames copies; git mv tests/conftest.py calc/other.py", 60)
+        sandbox.write("calc/core.py", MENDED.replace("a + b", "a + b + nought").encode())
+        submission = take(one, sandbox, sandboxes)
+    assert "calc/other.py" in submission
+    assert GRADER.grade(one, submission, sandboxes).outcome == "resolved"
 
 
 def test_what_the_reference_changes_may_be_changed(repository, sandboxes, tmp_path):
