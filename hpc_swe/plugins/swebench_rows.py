@@ -19,7 +19,9 @@ Record = str | dict[str, Any]
 """A line of JSON, or a mapping of column to value."""
 SET_UP = ["conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"]
 SET_UP += ["setup.py", "pyproject.toml", "sitecustomize.py", "usercustomize.py", ".gitattributes"]
-SET_UP += ["*.pth", "*.pyc", "*.so", "*.dist-info/*", "*.egg-info/*", "*.egg-link"]
+SET_UP += ["*.pth", "*.pyc", "*.so", "*.egg-link"]
+# Python finds an installed package's metadata in whatever case the name of its folder is written.
+SET_UP += ["*.[dD][iI][sS][tT]-[iI][nN][fF][oO]/*", "*.[eE][gG][gG]-[iI][nN][fF][oO]/*"]
 SET_UP += ["tests/*", "test/*", "testing/*", "e2e/*"]
 """Files that set up tests or their runner. No reference of SWE-bench changes folders of these names."""
 _NO_TESTS = {".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml"}

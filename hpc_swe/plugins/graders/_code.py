@@ -53,6 +53,12 @@ def place(guard: Any, path: Any) -> str:
     return real if real.startswith(guard.installed) else ""
 
 
+def is_installed(guard: Any, code: Any) -> bool:
+    """Tell whether a code is from an installed file, or was made by other code that runs already."""
+    name = exact(code.co_filename) if type(code) is CodeType else ""
+    return name[:1] == "<" or place(guard, name)[:1] == "/"
+
+
 def origin(guard: Any, code: Any) -> str:
     """Return the place of the file that a code is from; nothing if the file that it names has not got it."""
     if code is None:

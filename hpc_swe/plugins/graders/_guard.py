@@ -29,6 +29,7 @@ from hpc_swe.plugins.graders._code import (
     exact,
     get_mro,
     get_title,
+    is_installed,
     knows,
     names_ctypes,
     names_of_class,
@@ -44,9 +45,9 @@ from hpc_swe.plugins.graders._held import (
     check_functions,
     hold_class,
     hold_function,
-    hold_values,
     learn,
     learn_again,
+    listen,
 )
 from hpc_swe.plugins.graders._look import (
     hold_hooks,
@@ -65,7 +66,7 @@ REACHES |= {"ctypes.cdata", "ctypes.PyObj_FromPtr"}
 REACHES |= {"sys.monitoring.register_callback", "cpython.PyInterpreterState_New"}
 FILES = frozenset({"open", "os.rename", "os.link", "os.symlink"})
 SETS = frozenset({"object.__setattr__", "object.__delattr__"})
-SEEN = REACHES | FILES | SETS | {"import"}
+SEEN = REACHES | FILES | SETS | {"import", "exec"}
 SETS_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 WRITES = os.O_WRONLY | os.O_RDWR
 CTYPES = os.path.realpath(os.path.dirname(os.__file__)) + "/ctypes/"  # noqa: PTH120
@@ -89,7 +90,7 @@ def make_guard(code: Any, path: str, root: str, files: Any) -> Any:
     guard.files, guard.looked_at, guard.kinds, guard.modules, guard.tests = {}, {}, {}, {}, {}
     guard.spaces, guard.functions, guard.codes, guard.bodies = [], [], [], []
     guard.cells, guard.values, guard.held = [], [], set()
-    guard.must_compare, guard.has_learned_again = not hasattr(sys, "addaudithook"), False
+    guard.must_compare, guard.is_pure, guard.listener = not hasattr(sys, "addaudithook"), True, None
     guard.is_watching, guard.bottom, guard.phase, guard.test, guard.hooks = True, None, None, "", None
     for file in files:
         read_codes(guard, place(guard, root + "/" + file))
@@ -148,6 +149,8 @@ def _see(guard: Any, event: str, first: Any = None, second: Any = None, third: A
     """Report what code under test needs to find us, and tests hardly ever do."""
     if event in REACHES:
         odd(guard, "calls " + event)
+    elif event == "exec":
+        guard.is_pure = guard.is_pure and is_installed(guard, first)
     elif event == "open":
         _opens(guard, first, third)
     elif event in FILES:
@@ -263,28 +266,7 @@ def end(guard: Any) -> None:
     guard.note(end=True)
 
 
-ACTIONS: Any = {
-    "always equal": tell_always_equal,
-    "answer": answer,
-    "begin": begin,
-    "canary": tell_canary,
-    "check": check,
-    "end": end,
-    "finish": finish,
-    "hold class": hold_class,
-    "hold function": hold_function,
-    "hold hooks": hold_hooks,
-    "hold values": hold_values,
-    "learn": learn,
-    "learn again": learn_again,
-    "look at case": look_at_case,
-    "look at hooks": look_at_hooks,
-    "look at names": look_at_names,
-    "look at parts": look_at_parts,
-    "look at pass": look_at_pass,
-    "look at test": look_at_test,
-    "odd": odd,
-    "outcome": tell_outcome,
-    "report": report,
-    "start": start,
-}
+ACTIONS: Any = {"always equal": tell_always_equal, "canary": tell_canary, "outcome": tell_outcome}
+NAMED: Any = (answer, begin, check, end, finish, hold_class, hold_function, hold_hooks, learn, learn_again)
+NAMED += (listen, look_at_case, look_at_hooks, look_at_names, look_at_parts, look_at_pass, look_at_test)
+ACTIONS.update((one.__name__.replace("_", " "), one) for one in (*NAMED, odd, report, start))

@@ -65,15 +65,27 @@ def learn(guard: Any, reporter: Any, packages: str = "", phase: Any = None) -> N
                         guard.known[id(one.__code__)] = one.__code__
 
 
+def listen(guard: Any, listener: Any) -> None:
+    """Take an object as the only one of the reporter's that is a plugin of pytest, and hold it."""
+    if guard.listener is not None:
+        odd(guard, "the reporter is registered twice")
+        return
+    guard.listener = listener
+    hold_class(guard, type(listener))
+    hold_values(guard, vars(listener))
+
+
 def learn_again(guard: Any) -> None:
-    """Accept what installed plugins have changed in pytest, once, unless code of the work tree is loaded."""
+    """Accept what installed plugins have changed in pytest, once, unless code of the work tree has run."""
     spaces = [names_of_module(one) for one in list(modules.values()) if issubclass(type(one), ModuleType)]
     files = [plain_names(names).get("__file__") for names in spaces]
-    is_first, guard.has_learned_again = not guard.has_learned_again, True
-    if is_first and all(place(guard, file)[:1] == "/" for file in files if file):
+    is_pure, guard.is_pure = guard.is_pure, False
+    if is_pure and all(place(guard, file)[:1] == "/" for file in files if file):
         guard.spaces, guard.functions, guard.codes, guard.bodies = [], [], [], []
         guard.cells, guard.values, guard.held, guard.modules = [], [], set(), {}
+        listener, guard.listener = guard.listener, None
         learn(guard, guard.reporter)
+        listen(guard, listener)
 
 
 def _hold_module(guard: Any, name: str, names: Any) -> None:

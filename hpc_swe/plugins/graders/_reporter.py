@@ -51,7 +51,10 @@ def _load_pytest(root: str) -> None:
     paths = list(sys.path)
     sys.path[:] = [path for path in paths if not (os.path.realpath(path) + "/").startswith(root + "/")]
     try:
-        import pytest  # noqa: F401
+        from _pytest.config import default_plugins
+
+        for name in default_plugins:
+            __import__("_pytest." + name)
     except ImportError:
         return
     finally:
@@ -174,9 +177,9 @@ def recording(base: Any, tell: Any, canaries: Any) -> Any:
     def recorder(method: str, outcome: str) -> Callable[..., None]:
         def record(self: Any, test: Any, *rest: Any) -> None:
             label = name_of(test) if isinstance(test, case) else test.id()
+            if outcome == "passed":
+                tell("look at pass", test, self, frame(1).f_code)
             if isinstance(test, case) and not label.endswith(canaries):
-                if outcome == "passed":
-                    tell("look at pass", test, self, frame(1).f_code)
                 look(tell, test)
             tell("check")
             tell("outcome", label, test.shortDescription() or "", outcome)
@@ -224,18 +227,20 @@ def watch_pytest(tell: Any, canaries: Any, close: Any) -> None:
     name = os.environ.get("PYTEST_PLUGINS", "").partition(",")[0]
     plugin: Any = types.ModuleType(name, "PYTEST_DONT_REWRITE")
 
-    def configure(config: Any) -> None:
+    def listen(early_config: Any) -> None:
         import pytest
 
         first, last = pytest.hookimpl(tryfirst=True), pytest.hookimpl(trylast=True)
         Listener.pytest_sessionstart = first(Listener.pytest_sessionstart)  # type: ignore[method-assign]
         Listener.pytest_runtest_makereport = first(Listener.pytest_runtest_makereport)  # type: ignore[method-assign]
         Listener.pytest_collection_modifyitems = last(Listener.pytest_collection_modifyitems)  # type: ignore[method-assign]
-        config.pluginmanager.register(Listener(tell, canaries, close, config))
+        listener = Listener(tell, canaries, close, early_config)
+        tell("listen", listener)
+        early_config.pluginmanager.register(listener)
 
-    # This hook is called before any conftest is loaded.
+    # These hooks are called before any conftest is loaded.
     plugin.pytest_addoption = lambda parser: _restore_variable("PYTEST_PLUGINS")
-    plugin.pytest_configure = configure
+    plugin.pytest_load_initial_conftests = listen
     sys.modules[name] = plugin
 
 
@@ -251,8 +256,6 @@ class Listener:
     def pytest_sessionstart(self) -> None:
         """Learn pytest's parts again: all plugins are loaded now, and no test is."""
         self._tell("learn again")
-        self._tell("hold class", Listener)
-        self._tell("hold values", vars(self))
 
     def pytest_collection_modifyitems(self, items: Any) -> None:
         """Check the collected tests and the plugins, and insert the canaries."""

@@ -67,8 +67,7 @@ class Recorder:
         names = {getattr(one, "__name__", None) or type(one).__module__ for one in plugins}
         packages = {name.partition(".")[0] for name in names} - {__name__}
         self._tell("learn", globals(), "\n".join(packages), vars(CallInfo)["from_call"].__func__.__code__)
-        self._tell("hold class", Recorder)
-        self._tell("hold values", vars(self))
+        self._tell("listen", self)
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
 
     def pytest_collection_modifyitems(self, items: Any) -> None:

@@ -4,6 +4,7 @@
 """
 # ruff: noqa: E501  (programs, in as few lines as possible)
 
+from tests.kit.cheats.insiders_early import REPORTS
 from tests.kit.cheats.insiders_unittest import (
     DOUBLE,
     GOOD_ADD,
@@ -129,6 +130,11 @@ PLUGINS = {  # what is loaded without anybody's import
         "evil.egg-info/PKG-INFO": METADATA,
         "evil.egg-info/entry_points.txt": ENTRY,
         "evil.py": HOOK,
+    },
+    "entry points in a dist-info of another case": {
+        "evil-1.DIST-INFO/METADATA": METADATA,
+        "evil-1.DIST-INFO/entry_points.txt": ENTRY,
+        "evil.py": f"{REPORTS}import sys, types\nsys.modules['evil'] = types.ModuleType('evil')\n",
     },
     "a pytest that drives the reporter": {"pytest.py": DRIVES},
     "a package pytest that drives the reporter": {"pytest/__init__.py": DRIVES, "pytest/__main__.py": ""},

@@ -12,6 +12,7 @@ from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.patch import difference
 from hpc_swe.plugins.swebench_rows import START
 from tests.kit.cheats.insiders import CASES
+from tests.kit.cheats.insiders_early import EARLY
 from tests.kit.toy import (
     BROKEN,
     MENDED,
@@ -36,6 +37,7 @@ SAMPLE = {  # tests/cheats tries all of them in a real sandbox
     ("unittest", "load_tests in the test's module"),
     ("unittest", "the book, by the collector"),
     ("unittest", "what the runner closes over"),
+    ("unittest", "a success of what is no test"),
     ("pytest", "expects to fail"),
     ("pytest", "entry points in a dist-info"),
     ("pytest", "a pytest that drives the reporter"),
@@ -58,6 +60,23 @@ def test_no_change_of_who_judges_is_paid(repository, sandboxes, tmp_path, kind, 
     score = GRADER.grade(one_task(tmp_path, kind, repository[1]), "".join(sorted(parts)), sandboxes)
     assert score.outcome in ("unresolved", "cheated"), score
     assert score.reward == -1.0
+
+
+@pytest.fixture
+def early(tmp_path):
+    """A task whose code under test runs before pytest's session, and its sandboxes."""
+    base = make_repository(tmp_path / "calc", {"tests/conftest.py": "import calc.core\n"})
+    return one_task(tmp_path, "pytest", base), Checkout(repository=str(tmp_path / "calc"))
+
+
+@pytest.mark.parametrize("text", EARLY.values(), ids=EARLY.keys())
+def test_what_a_conftest_imports_cannot_pass_for_pytest_or_us(early, text):
+    score = GRADER.grade(early[0], patch("calc/core.py", BROKEN, text + BROKEN), early[1])
+    assert (score.outcome, score.reward) == ("cheated", -1.0), score
+
+
+def test_a_solution_that_a_conftest_imports_is_paid(early):
+    assert GRADER.grade(early[0], gold(), early[1]).outcome == "resolved"
 
 
 @pytest.mark.parametrize("kind", ["unittest", "pytest"])

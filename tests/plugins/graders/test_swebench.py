@@ -9,6 +9,7 @@ import pytest
 from hpc_swe.errors import ConfigError, SandboxError
 from hpc_swe.plugins.graders._swebench import Run
 from hpc_swe.plugins.graders.swebench import Swebench
+from hpc_swe.plugins.patch import take
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.plugins.swebench_rows import END, START
 from hpc_swe.records import Task, TestPlan
@@ -168,10 +169,24 @@ def test_a_class_that_the_base_commit_has_accuses_nobody(tmp_path, more):
 
 def test_a_solution_is_paid_whatever_else_lies_about(grade):
     rest = new("conftest.py", "raise SystemExit(1)\n") + new("tests/test_mine.py", "assert False\n")
+    for folder in ("evil-1.dist-info", "odd-1.Dist-Info", "EVIL.EGG-INFO"):  # pytest would load its plugin
+        rest += new(f"{folder}/entry_points.txt", "[pytest11]\nevil = not_there\n")
     assert (
         grade(gold() + rest + new("setup.cfg", "[tool:pytest]\naddopts = --nothing-like-this\n")).outcome
         == "resolved"
     )
+
+
+def test_what_an_agent_renames_stays_where_it_was(tmp_path):
+    """Git looks only at the new name of a rename, so that a patch with one would take a conftest.py away."""
+    base = make_repository(tmp_path / "calc", {"tests/conftest.py": "import builtins\nbuiltins.nought = 0\n"})
+    one, sandboxes = task(tmp_path, "pytest", base), Checkout(repository=str(tmp_path / "calc"))
+    with sandboxes.open(one) as sandbox:
+        sandbox.run("git config diff.renames copies; git mv tests/conftest.py calc/other.py", 60)
+        sandbox.write("calc/core.py", MENDED.replace("a + b", "a + b + nought").encode())
+        submission = take(one, sandbox, sandboxes)
+    assert "calc/other.py" in submission
+    assert GRADER.grade(one, submission, sandboxes).outcome == "resolved"
 
 
 def test_what_the_reference_changes_may_be_changed(repository, sandboxes, tmp_path):
