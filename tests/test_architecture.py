@@ -402,6 +402,7 @@ def paths_of_a_run() -> set[str]:
     found = {f"batches/step_000012/{name}" for name in (run.rank_file(0), run.validation_file(0))}
     for attribute, member in inspect.getmembers(RunDir):
         if attribute.startswith("_") or attribute in (
+            "folders",
             "make",
             "rank_file",
             "root",
