@@ -17,6 +17,7 @@ INTERRUPTED, BROKEN_PIPE = 130, 141  # the exit codes that shells use
 WIDEST = 100
 CONFIG = "TOML files, merged left to right, and overrides such as steps=10"
 FULL = "free space there, or name another folder"
+OTHER = "name another path"
 FOREIGN = "name a folder of your own; `ls -ld` shows whose it is"
 REMEDIES = {
     errno.ENOSPC: FULL,
@@ -24,6 +25,7 @@ REMEDIES = {
     errno.EROFS: "name a folder that can be written",
     errno.EACCES: FOREIGN,
     errno.EPERM: FOREIGN,
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP), OTHER),
 }
 """Errors of the file system that the person who calls can mend."""
 
@@ -68,7 +70,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return action.dest.upper()
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        kinds = {"int": "N", "float": "NUMBER", "Path": "PATH", "folder": "FOLDER"}
+        kinds = {"int": "N", "float": "NUMBER", "path": "PATH", "folder": "FOLDER"}
         seconds = action.dest.endswith("_s")
         return "SECONDS" if seconds else kinds.get(getattr(action.type, "__name__", ""), action.dest.upper())
 
@@ -106,7 +108,9 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -
     if unknown:
         options = [option for action in parser._actions for option in action.option_strings]
         hints = (f"{word!r}{suggestion(word.partition('=')[0], options)}" for word in unknown)
-        parser.error(f"unknown argument {'; '.join(hints)}")
+        has_keys = any(CONFIG in (action.help or "") for action in parser._actions)
+        keys = "; keys of the configuration have no dashes: steps=10" if has_keys else ""
+        parser.error(f"unknown argument {'; '.join(hints)}{keys}")
     return arguments
 
 
@@ -127,11 +131,18 @@ def parse_verb(
     return verb, parse(verbs[verb], [*words[:index], *words[index + 1 :]])
 
 
+def path(text: str) -> Path:
+    """Return a path as it is written, for `type=` of an argument; refuse an empty name."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(
+            "the name is empty; name a folder or a file (is a shell variable unset?)"
+        )
+    return Path(text)
+
+
 def folder(text: str) -> Path:
     """Return the absolute path of a folder, for `type=` of an argument; refuse an empty name."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("the name is empty; name a folder (is a shell variable unset?)")
-    return Path(text).absolute()
+    return path(text).absolute()
 
 
 def number(kind: type[float], least: float, most: float = math.inf) -> Callable[[str], float]:
@@ -151,5 +162,5 @@ def number(kind: type[float], least: float, most: float = math.inf) -> Callable[
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """Return the end of an error message that suggests the closest known word; empty when none is close."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.65)
     return f"; did you mean {found[0]!r}?" if found else ""

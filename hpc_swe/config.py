@@ -66,6 +66,8 @@ def read(
 
 def from_words(words: Sequence[str], base: RunConfig | None = None, base_source: str = "") -> RunConfig:
     """Read the configuration that a command line names: words with `=` override, others are files."""
+    if not all(word.strip() for word in words):
+        raise ConfigError("a name of a TOML file is empty; is a shell variable unset?")
     files = [Path(word) for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     return read(*files, overrides=overrides, base=base, base_source=base_source)
@@ -201,19 +203,24 @@ def _with_decay_steps(config: RunConfig) -> RunConfig:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors may write a byte order mark
     except FileNotFoundError:
         where = "" if path.is_absolute() else f" in {Path.cwd()}; call the command in the folder that has it"
         raise ConfigError(f"{path}: there is no such file{where}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder, not a TOML file; name a run's folder by --run") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: {error}; save it as UTF-8") from None
+    except (OSError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
 def parse_override(line: str) -> tuple[str, dict[str, Any]]:
     """Return the source that messages name and the tree that `key=value` sets; raise ConfigError for less."""
     key, _, value = line.partition("=")
+    if not value.strip():
+        why = "the value is empty (is a shell variable unset?); an empty text is written"
+        raise ConfigError(f"override {line!r}: {why} {key.strip()}='\"\"'")
     for text in (line, f'{key}="{value}"'):  # `model=runs/x` needs no quotes
         with suppress(tomllib.TOMLDecodeError):
             return f"override {line}", tomllib.loads(text)
@@ -246,7 +253,8 @@ def _faults(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each wrong key with what is wrong, table by table."""
     known = {field.name: field for field in msgspec.structs.fields(RunConfig)}
     for name in tree.keys() - known.keys():
-        yield name, f"unknown key {name}{suggestion(name, known)}; known: {', '.join(known)}"
+        hint = _elsewhere(name) or suggestion(name, known)
+        yield name, f"unknown key {name}{hint}; known: {', '.join(known)}"
     for name, field in known.items():
         if name in tree:
             yield from _faults_of(name, copy.deepcopy(tree[name]), field.type)
@@ -270,11 +278,26 @@ def _faults_of(name: str, value: Any, kind: Any) -> Iterator[tuple[str, str]]:
             unknown = re.fullmatch(r"Object contains unknown field `(.+)`", text)
             fault = f"unknown key {key}.{unknown[1]}" if unknown else f"{key}: {text}"
             path += [unknown[1]] if unknown and "[" not in place else []
-            yield ".".join([name, *path]), f"{fault}{plugins.hint(kind, error)}"
+            hint = plugins.hint(kind, error)
+            other = _elsewhere(unknown[1]) if unknown and "did you mean" not in hint else ""
+            yield ".".join([name, *path]), f"{fault}{other}{hint}"
             if "[" in place or not _remove(value, path):
                 return
         else:
             return
+
+
+def _elsewhere(name: str) -> str:
+    """Suggest the keys of this name that lie in other tables; empty when there are none."""
+    found = [path for path in _paths(RunConfig) if path.endswith(f".{name.replace('-', '_')}")]
+    return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
+def _paths(kind: Any, prefix: str = "") -> Iterator[str]:
+    for field in msgspec.structs.fields(kind):
+        yield f"{prefix}{field.name}"
+        if hasattr(field.type, "__struct_fields__"):
+            yield from _paths(field.type, f"{prefix}{field.name}.")
 
 
 def _at(tree: Any, path: Sequence[str]) -> Any:

@@ -183,13 +183,16 @@ class RunDir:
         """Return the folder of one of SPOOLS."""
         return self.root / name
 
+    def folders(self) -> list[Path]:
+        """Return the folders of an empty run."""
+        folders = [self.control, self.nodes, self.batches, self.weights, self.checkpoints, self.metrics]
+        folders += [self.incarnations, self.evals, self.archives, self.tensorboard]
+        folders += [self.launches / role for role in get_args(Role)]
+        return folders + [self.spool(s) / state for s in SPOOLS for state in ("ready", "claimed", "dead")]
+
     def make(self) -> None:
         """Make the folders of an empty run, private to the user."""
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.root.chmod(0o700)  # an empty folder may have existed with other permissions
-        folders = [self.control, self.nodes, self.batches, self.weights, self.checkpoints, self.metrics]
-        folders += [self.incarnations, self.evals, self.archives, self.tensorboard]
-        folders += [self.launches / role for role in get_args(Role)]
-        folders += [self.spool(spool) / state for spool in SPOOLS for state in ("ready", "claimed", "dead")]
-        for folder in folders:
+        for folder in self.folders():
             folder.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,7 @@ EXAMPLES = (
 def _parser() -> argparse.ArgumentParser:
     parser = cli.parser("hpc_swe.show", "Print any part of a run.", *EXAMPLES)
     add = parser.add_argument
-    add("path", type=Path, help="a run, or any file or folder of one")
+    add("path", type=cli.path, help="a run, or any file or folder of one")
     add("--task", help="print only episodes of this task")
     outcomes, exits = get_args(Outcome), [status.value for status in ExitStatus]
     only = f"print only episodes with this outcome: {', '.join(outcomes)}"
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     only = f"print only episodes that ended this way: {', '.join(exits)}"
     add("--exit", choices=exits, metavar="STATUS", help=only)
     add("--step", default="", help="print only episodes of this step, or of this label of an evaluation")
-    add("--limit", type=int, default=20, help="print at most N episodes; 0 is all")
+    add("--limit", type=cli.number(int, 0), default=20, help="print at most N episodes; 0 is all")
     add("--json", action="store_true", help="print one JSON record per line, with all tokens")
     return parser
 

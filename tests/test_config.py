@@ -69,6 +69,14 @@ def test_plugin_is_built_from_its_table(read):
             "groups.grup_size=4",
             r"unknown key groups.grup_size; did you mean 'group_size'\?; known: group_size, groups_per_step",
         ),
+        ("groups.group-size=4", r"unknown key groups.group-size; did you mean 'group_size'\?; known: group_"),
+        ("group-size=4", r"unknown key group-size; did you mean groups.group_size\?; known: mode, model"),
+        ("learner.lr=4", r"unknown key learner.lr; did you mean learner.optimizer.lr\?; known: data_par"),
+        ("optimizer.lr=4", r"unknown key optimizer; did you mean learner.optimizer\?; known: mode"),
+        (
+            "steps=",
+            r"^override 'steps=': the value is empty .is a shell variable unset\?.; an empty text is",
+        ),
         ("stepz=4", r"unknown key stepz; did you mean 'steps'\?; known: mode, model"),
         ('advantage.type="gropo"', r"\[advantage\] has no type 'gropo'; did you mean 'grpo'\?; known: grpo"),
         (
@@ -136,6 +144,18 @@ def test_file_that_is_missing_or_no_toml_is_named(tmp_path):
     for name in ("absent.toml", "bad.toml"):
         with pytest.raises(ConfigError, match=name):
             configuration.read(tmp_path / name)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "latin-1"])
+def test_what_an_editor_saves_is_read_or_refused_with_a_remedy(tmp_path, read, encoding):
+    path, text = tmp_path / "saved.toml", GOOD.replace('model = "', 'model = "caf\xe9')
+    assert "caf" in text
+    path.write_text(text.replace("\n", "\r\n"), encoding=encoding)
+    if encoding == "utf-8-sig":
+        assert configuration.read(path) == read(text)
+        return
+    with pytest.raises(ConfigError, match=f"^{path}: .*; save it as UTF-8$"):
+        configuration.read(path)
 
 
 def test_a_file_that_is_missing_in_the_working_folder_is_said_to_be(tmp_path, monkeypatch):

@@ -64,8 +64,8 @@ def main() -> None:
     example = "RUN/weights/v000046-i01 RUN/weights/v000047-i01 --share 0.04"
     what = "Count what changes between two full versions of the weights, and the bytes of their delta."
     parser = cli.parser("hpc_swe.benchmarks.delta", what, example)
-    parser.add_argument("old", type=Path, help="folder of the version before")
-    parser.add_argument("new", type=Path, help="folder of the next version")
+    parser.add_argument("old", type=cli.path, help="folder of the version before")
+    parser.add_argument("new", type=cli.path, help="folder of the next version")
     parser.add_argument(
         "--share", type=cli.number(float, 0, 1), default=1.0, help="take this share of each step (float32)"
     )

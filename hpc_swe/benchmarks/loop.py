@@ -237,7 +237,7 @@ def main() -> None:
     parser = cli.parser("hpc_swe.benchmarks.loop", "Compare runs over equally many samples.", example)
     parser.add_argument("runs", nargs="+", type=cli.folder, metavar="RUN", help="folder of a run")
     parser.add_argument(
-        "--watched", type=Path, help="file of benchmarks.watch, which shows idle engines and GPUs"
+        "--watched", type=cli.path, help="file of benchmarks.watch, which shows idle engines and GPUs"
     )
     arguments = cli.parse(parser)
     names = {folder: folder.name for folder in arguments.runs}

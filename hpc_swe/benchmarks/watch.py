@@ -118,8 +118,8 @@ def main() -> None:
     """Watch until a signal ends this process."""
     what = "Watch engines and GPUs while runs work, until Ctrl-C."
     parser = cli.parser("hpc_swe.benchmarks.watch", what, "runs/demo-0 --out watched.jsonl")
-    parser.add_argument("folder", type=Path, help="folder of the runs, which may begin later")
-    parser.add_argument("--out", type=Path, required=True, help="file to append to")
+    parser.add_argument("folder", type=cli.path, help="folder of the runs, which may begin later")
+    parser.add_argument("--out", type=cli.path, required=True, help="file to append to")
     arguments = cli.parse(parser)
     with arguments.out.open("a", encoding="utf-8") as out:
         file = _File(out)

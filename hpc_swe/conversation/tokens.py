@@ -22,7 +22,7 @@ class Tokens:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "tokenizer.json"
-        with boundary(ConfigError, f"read {self._path}"):
+        with boundary(ConfigError, f"{self._path} is no tokenizer that can be read; copy it again"):
             spec = json.loads(self._path.read_text(encoding="utf-8"))
             added = {token["content"]: int(token["id"]) for token in spec["added_tokens"]}
         self._full = Tokenizer.from_str(json.dumps(spec))

@@ -225,7 +225,7 @@ def main() -> None:
     parser = cli.parser("hpc_swe.demo", what, *EXAMPLES)
     add = parser.add_argument
     add("--seed", type=int, default=0, help="decides the weights at the start and the order of the tasks")
-    add("--out", type=Path, help="folder of the stages (default: runs/demo-SEED)")
+    add("--out", type=cli.path, help="folder of the stages (default: runs/demo-SEED)")
     add("--control", choices=sorted(CONTROLS), default="", help="run a control instead of GRPO")
     add("--shape", choices=SHAPES, default="tiny", help="sizes of the model, tiny or those of Qwen3")
     names = "folder of the GRPO run in --out (default: grpo); several share a warm start"

@@ -144,7 +144,7 @@ def main() -> None:
         "Make a Qwen3 for the demo, with random weights and a tokenizer of its own, as a Hugging Face folder."
     )
     parser = cli.parser("hpc_swe.demo.model", what, "--out models/tiny", "--out own/model --context 4096")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--out", type=cli.path, required=True, help="folder of the model")
     parser.add_argument("--seed", type=int, default=0, help="decides the weights")
     context = SIZES["max_position_embeddings"]
     parser.add_argument("--context", type=int, default=context, help="longest conversation in tokens")

@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = cli.parser("hpc_swe.doctor", "Check a cluster; print each fault with its remedy.", *EXAMPLES)
     add = parser.add_argument
     add("config", nargs="*", help="as for `launch start`: its partitions, GPUs and images are checked")
-    add("--shared", type=Path, help="shared folder of the runs (default: $HPC_SWE_RUNS or runs/)")
+    add("--shared", type=cli.path, help="shared folder of the runs (default: $HPC_SWE_RUNS or runs/)")
     add(
         "--partition",
         action="append",

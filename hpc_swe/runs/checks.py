@@ -120,7 +120,8 @@ def _weights(key: str, folder: Path) -> Iterator[str]:
     if missing:
         yield f"{key} = '{folder}': {len(missing)} weight files are missing, {missing[0]} first; copy them"
     elif not files:
-        yield f"{key} = '{folder}': no weights (*.safetensors) there; copy the whole model"
+        remedy = "copy the whole model; files of another format (*.bin) must be converted"
+        yield f"{key} = '{folder}': no weights (*.safetensors) there; {remedy}"
 
 
 def _policy(_: RunDir, config: RunConfig) -> Iterator[str]:

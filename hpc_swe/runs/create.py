@@ -285,7 +285,8 @@ def _take_tasks(config: RunConfig) -> Mapping[Split, Sequence[Task]]:
         )
     is_run = config.mode == "grpo" and config.counts.get("coordinator", 1)
     if is_run and not taken["train"]:
-        raise ConfigError(f"tasks.train = {wanted.train}: [taskset] has no task to train on; ask for some")
+        remedy = "add some to it" if wanted.train else "ask for some"
+        raise ConfigError(f"tasks.train = {wanted.train}: [taskset] has no task to train on; {remedy}")
     if is_run and config.eval.every and not taken["eval"]:
         raise ConfigError(
             f"tasks.eval = {wanted.eval}, tasks.eval_from = {wanted.eval_from}: [taskset] has no held-out "

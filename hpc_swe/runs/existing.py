@@ -38,7 +38,7 @@ def load(run: RunDir) -> RunConfig:
             f"{run.root}: protocol {manifest.protocol}, this code reads {PROTOCOL}; call the command in "
             f"{run.code}, which holds the run's own code (commit {manifest.commit})"
         )
-    if not run.nodes.is_dir():  # the run was copied without its empty folders
+    if not all(folder.is_dir() for folder in run.folders()):  # copied or cleaned without its empty folders
         run.make()
     return configuration.build(tree, str(run.config))
 

@@ -16,6 +16,9 @@ from hpc_swe.runs.control import require_alike
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import submissions
 
+HOST = "host memory of the learner's job on its fullest node"
+BESIDE = "beside this: the programs themselves, and files that are read and written"
+
 
 def preview(run: RunDir, config: RunConfig) -> None:
     """Show what `start` would make and submit; raise ConfigError when `start` would refuse it."""
@@ -68,19 +71,9 @@ def cost_tables(config: RunConfig) -> list[RenderableType]:
     elif wanted.get("inference"):
         found.append(f"inference: {type(engine).__name__} is no engine whose memory is known here")
     if kept := estimate.host(config):
-        found.append(_host(kept))
+        least = Part("at least", "", sum(part.bytes for part in kept))
+        found += _memory(MemoryEstimate(HOST, kept, least, []), BESIDE)
     return [*found, _disk(estimate.disk(config))]
-
-
-def _host(parts: Sequence[Part]) -> RenderableType:
-    table = tables.table(
-        ["part", "formula"], ["GiB"], title="host memory of the learner's job on its fullest node"
-    )
-    for part in parts:
-        table.add_row(part.what, part.formula, f"{part.bytes / GIB:.2f}")
-    table.add_row("at least", "", f"{sum(part.bytes for part in parts) / GIB:.2f}", style="bold")
-    table.caption = "beside this: the programs themselves, and files that are read and written"
-    return table
 
 
 def _jobs(config: RunConfig) -> RenderableType:
@@ -118,12 +111,13 @@ def _disk(parts: Sequence[Part]) -> RenderableType:
     return table
 
 
-def _memory(found: MemoryEstimate) -> list[RenderableType]:
+def _memory(found: MemoryEstimate, caption: str = "") -> list[RenderableType]:
     table = tables.table(["part", "formula"], ["GiB"], title=found.title)
     for part in found.parts:
         table.add_row(part.what, part.formula, f"{part.bytes / GIB:.2f}")
     if found.total:
         table.add_row(found.total.what, found.total.formula, f"{found.total.bytes / GIB:.2f}", style="bold")
+    table.caption = caption or None
     return [table, *found.notes]
 
 

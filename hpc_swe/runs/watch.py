@@ -14,7 +14,10 @@ from hpc_swe.runs.control import stop
 from hpc_swe.runs.submit import REST_S, TickResult
 from hpc_swe.runs.view import RunReader, RunView
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import supervision
+from hpc_swe.store import checkpoints, supervision
+from hpc_swe.store.lease import Watcher
+
+SAVE_S = 120.0  # the longest step and checkpoint of a learner that is stopped
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +42,35 @@ def watch(
         _watch(run, config, timeout_s, show)
     except BaseException as error:
         if stop_on == "error" or (stop_on == "deadline" and isinstance(error, DeadlineError)):
-            stop(run, config, now=True)
+            _stop(run, config)
         raise
     if not run.finished.exists() and (last := supervision.read(run)).gave_up:
         raise StuckRun(f"{run.root}: {last.message(config.supervision.tries)}")
     if not run.finished.exists():
         raise HpcSweError(f"{run.root}: ordered to end before it had finished; `launch start` continues it")
+
+
+def _stop(run: RunDir, config: RunConfig) -> None:
+    """Stop the run, but let its learner save what it has trained; a second interrupt stops it at once."""
+    try:
+        if (steps := _unsaved(run, config)) > 0:
+            log.warning("saving %d steps, for at most %g s; another Ctrl-C discards them", steps, SAVE_S)
+            stop(run, config, now=False)
+            deadline = time.monotonic() + SAVE_S
+            while _unsaved(run, config) > 0 and time.monotonic() < deadline:
+                time.sleep(config.executor.pause_s)
+    finally:
+        stop(run, config, now=True)
+
+
+def _unsaved(run: RunDir, config: RunConfig) -> int:
+    """Return how many steps a learner that runs has taken since the newest checkpoint."""
+    if ("learner", "running") not in {(job.role, job.state) for job in config.executor.queue(run)}:
+        return 0
+    watcher = Watcher(run, config.lease.beat_s, config.lease.ttl_s)
+    watcher.look()
+    taken = max((node.step for node in watcher.live("learner")), default=0)
+    return taken - max(checkpoints.published(run), default=(0, 0))[0]
 
 
 def _watch(

@@ -67,9 +67,13 @@ def run(store: ImageStore, source: ImageSource, problems: Sequence[Problem], job
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Add the options of a recipe for images that needs no registry."""
     recipe = parser.add_argument_group("images from a local recipe")
-    recipe.add_argument("--requirements", type=Path, help="file of the packages that the tests need, for pip")
-    recipe.add_argument("--wheels", type=Path, help="folder of wheels (default: pip's configured index)")
-    recipe.add_argument("--base", type=Path, help="unpacked base image (default: python-pytest beside them)")
+    recipe.add_argument(
+        "--requirements", type=cli.path, help="file of the packages that the tests need, for pip"
+    )
+    recipe.add_argument("--wheels", type=cli.path, help="folder of wheels (default: pip's configured index)")
+    recipe.add_argument(
+        "--base", type=cli.path, help="unpacked base image (default: python-pytest beside them)"
+    )
     recipe.add_argument(
         "--set-up",
         action="append",
@@ -118,7 +122,9 @@ def main() -> int:
         help="docker://HOST/NAME/{image}:TAG, docker-archive:FILE, oci-archive:FILE, oci:FOLDER or a .sif; "
         "{image} is filled in",
     )
-    parser.add_argument("--repository", type=Path, help="git repository with the base commits, for a recipe")
+    parser.add_argument(
+        "--repository", type=cli.path, help="git repository with the base commits, for a recipe"
+    )
     add_recipe(parser)
     arguments = cli.parse(parser)
     sandbox, problems = wanted(configuration.from_words(arguments.config))

@@ -264,7 +264,9 @@ def main() -> int:
     examples = ("configs/swebench.toml", "configs/demo.toml mine.toml model=MODEL --out tasks/checked.jsonl")
     parser = cli.parser("hpc_swe.tasks.check", "Check whether a run can train on its tasks.", *examples)
     parser.add_argument("config", nargs="+", help=cli.CONFIG)
-    parser.add_argument("--out", type=Path, default=Path("tasks/checked.jsonl"), help="file of the verdicts")
+    parser.add_argument(
+        "--out", type=cli.path, default=Path("tasks/checked.jsonl"), help="file of the verdicts"
+    )
     parser.add_argument(
         "--runs", type=int, default=3, help="grade the reference, and an empty change, so many times each"
     )

@@ -187,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = cli.parser("hpc_swe.tasks.export_episodes", what, example)
     add = parser.add_argument
     add("runs", nargs="+", type=cli.folder, metavar="RUN", help="training run, or folder of an evaluation")
-    add("--out", type=Path, required=True, help="parquet file to write")
+    add("--out", type=cli.path, required=True, help="parquet file to write")
     add("--min-reward", type=float, default=1.0, help="least reward of an episode")
     add("--per-task", type=int, default=0, help="most episodes of a task, drawn by a hash; 0 is all")
     add(

@@ -288,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--image", default="python-pytest", help="image of the sandbox")
     add("--workdir", default="/work", help="folder of the files in the sandbox")
-    add("--library", type=Path, help="standard library with its tests (default: this interpreter's)")
+    add("--library", type=cli.path, help="standard library with its tests (default: this interpreter's)")
     add("--per-function", type=int, default=6, help="try so many mutants of each function")
     add("--hidden", type=float, default=0.5, help="share of a task's tests that the agent does not see")
     add(

@@ -192,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser = cli.parser("hpc_swe.tasks.mine_history", what, *examples)
     add = parser.add_argument
-    add("repository", type=Path, help="git repository, of which HEAD's history is read")
+    add("repository", type=cli.path, help="git repository, of which HEAD's history is read")
     add("config", nargs="*", help=f"{cli.CONFIG}, for sandbox and grader (default: configs/swebench.toml)")
     add("--out", type=cli.folder, required=True, help="folder for rows, verdicts and a configuration")
     add("--since", default="", metavar="DATE", help="take only younger commits, as git log understands it")
@@ -204,7 +204,10 @@ def _parser() -> argparse.ArgumentParser:
         help="paths of tests, where a star also matches slashes; repeatable",
     )
     add(
-        "--issues", type=Path, metavar="FILE", help='a line {"commit": ID, "text": TEXT} for each description'
+        "--issues",
+        type=cli.path,
+        metavar="FILE",
+        help='a line {"commit": ID, "text": TEXT} for each description',
     )
     add(
         "--command",

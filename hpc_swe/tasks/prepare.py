@@ -181,10 +181,10 @@ def main() -> None:
     parser = cli.parser("hpc_swe.tasks.prepare", "Check rows of SWE-bench's form, and write them.", *examples)
     add = parser.add_argument
     add("source", help="name on a hub, .jsonl, .parquet, or folder saved by datasets")
-    add("--out", type=Path, required=True, help="parquet file to write")
+    add("--out", type=cli.path, required=True, help="parquet file to write")
     add("--split", default="test", help="part of a dataset")
     add("--revision", help="revision of a dataset on a hub")
-    add("--ids", type=Path, help="file of instance ids, one a line: take these, in this order")
+    add("--ids", type=cli.path, help="file of instance ids, one a line: take these, in this order")
     add("--skip-bad", action="store_true", help="leave out rows that cannot be used")
     arguments = cli.parse(parser)
     if arguments.out.suffix != ".parquet":

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hpc_swe.errors import ConfigError, SchedulerError
 from hpc_swe.plugins.executors.base import Job
 from hpc_swe.plugins.policies.megatron import Megatron
-from hpc_swe.settings import InferenceConfig, LearnerConfig
+from hpc_swe.settings import InferenceConfig, LearnerConfig, LeaseConfig
 
 
 @dataclass
@@ -59,3 +59,4 @@ class Config:
     policy: Megatron | None = None
     learner: LearnerConfig | None = None
     inference: InferenceConfig = InferenceConfig()
+    lease: LeaseConfig = LeaseConfig()

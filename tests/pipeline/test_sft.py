@@ -1,6 +1,6 @@
 """Whole runs on trajectories: Megatron on the CPU, both roles killed once, and the learner hangs once.
 
-Another run's learner saves by time and is ended in three ways: it must end at the same bits.
+Another run's learner saves by time and is ended in four ways: it must end at the same bits.
 """
 
 import json
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 from hpc_swe import config as configuration  # noqa: E402
 from hpc_swe.records import WeightManifest  # noqa: E402
 from hpc_swe.rundir import RunDir  # noqa: E402
-from hpc_swe.runs import control, existing  # noqa: E402
+from hpc_swe.runs import control, existing, watch  # noqa: E402
 from hpc_swe.settings import RunConfig  # noqa: E402
 from hpc_swe.store import atomic, folders, weights  # noqa: E402
 from tests.kit import hanging  # noqa: E402
@@ -145,6 +145,12 @@ def trained_by(run: RunDir, number: int, steps: int) -> bool:
     return len(found := learners(run)) > number and len(found[number]) >= steps
 
 
+def interrupt(run: RunDir, number: int, steps: int, _: object) -> None:
+    """Do what Ctrl-C does to a command that watches the run, after some steps of a learner."""
+    if trained_by(run, number, steps):
+        raise KeyboardInterrupt
+
+
 def last_tensors(run: RunDir) -> dict[str, str]:
     tensors = folders.manifest(run.weight(weights.newest(run)), WeightManifest).tensors
     return {name: tensor.digest for name, tensor in tensors.items()}
@@ -162,12 +168,17 @@ def test_a_learner_that_saves_by_time_loses_little_and_ends_alike(folder, traine
             if end != signal.SIGKILL:  # after which the job starts another itself
                 until(lambda: len(control.alive(run, config)) == 1, "the end of its job", 600)
         control.start(run, config)
+        with pytest.raises(KeyboardInterrupt):
+            watch.watch(run, config, 600, partial(interrupt, run, len(ends), 6), stop_on="error")
+        assert control.alive(run, config) == []
+        control.start(run, config)
         until(run.finished.exists, "the end of the run", 600)
     finally:
         control.stop(run, config, now=True)
-    killed, warned, asked, last = learners(run)
+    killed, warned, asked, interrupted, last = learners(run)
     assert 0 < warned[0] <= killed[-1], "a kill costs all, or nothing was repeated"
-    assert (asked[0], last[0]) == (warned[-1] + 1, asked[-1] + 1), "a signal costs steps"
+    assert (asked[0], interrupted[0]) == (warned[-1] + 1, asked[-1] + 1), "a signal costs steps"
+    assert last[0] == interrupted[-1] + 1, "Ctrl-C in a command that watches the run costs steps"
     assert last[-1] == STEPS - 1
     assert last_tensors(run) == last_tensors(trained)
 

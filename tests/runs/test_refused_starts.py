@@ -327,10 +327,11 @@ def test_a_run_that_was_copied_without_its_empty_folders_is_opened(tmp_path, rea
     control.start(run, read(*nobody()))
     with pytest.raises(ConfigError, match="no run here .* it holds the runs grpo"):
         existing.load(RunDir(run.root.parent))
-    for folder in (run.nodes, run.control):
-        folder.rmdir()
-    control.stop(run, existing.load(run), now=False)
-    assert run.drain.exists()
+    for folders in ([run.nodes, run.control], [run.control], [run.launches / "reward"]):  # cells may be left
+        for folder in folders:
+            shutil.rmtree(folder)
+        control.stop(run, existing.load(run), now=False)
+        assert run.drain.exists()
 
 
 def test_a_copy_of_a_run_never_ends_the_jobs_of_the_original(tmp_path, read):
@@ -395,11 +396,26 @@ def test_no_run_is_made_where_other_things_live(tmp_path, read, make, message):
         create.require_free(RunDir(make(tmp_path)), read())
 
 
-@pytest.mark.parametrize("words", [["start", "configs/demo.toml", "--run="], ["tick", ""], ["stop", ""]])
-def test_an_empty_name_is_no_folder(tmp_path, words):
-    done = command("hpc_swe.launch", *words)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["launch", "start", "configs/demo.toml", "--run="],
+        *(["launch", "tick", ""], ["launch", "stop", ""], ["show", ""]),
+        *(["tasks.prepare", "rows.jsonl", "--out="], ["launch", "start", ""]),
+    ],
+)
+def test_an_empty_name_is_no_folder_and_no_file(tmp_path, words):
+    done = command(f"hpc_swe.{words[0]}", *words[1:])
     assert done.returncode == 2
-    assert "the name is empty; name a folder" in done.stderr
+    assert re.search("empty.* .?is a shell variable unset", done.stderr), done.stderr
+
+
+def test_a_path_below_a_file_is_an_error_without_a_traceback(tmp_path):
+    (tmp_path / "file").touch()
+    done = command("hpc_swe.demo", "--out", tmp_path / "file")
+    assert done.returncode == 1
+    assert f"error: {tmp_path}/file/model.tmp: Not a directory; name another path\n" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -457,7 +473,11 @@ def test_each_thing_that_cannot_work_is_a_line_before_there_is_a_folder(
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda model: (model / "model.safetensors").unlink(), "no weights"),
+        (
+            lambda model: (model / "model.safetensors").unlink(),
+            "files of another format (*.bin) must be conv",
+        ),
+        (lambda model: (model / "tokenizer.json").write_text("{}"), "no tokenizer that can be read; copy it"),
         (
             lambda model: (model / "model.safetensors.index.json").write_text(
                 '{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'
@@ -487,6 +507,14 @@ def test_a_model_that_some_job_could_not_load_is_refused(tmp_path, read, model, 
     found = complaints(RunDir(tmp_path / "run"), read())
     assert len(found) == 1, found
     assert message in found[0]
+
+
+def test_an_empty_file_of_tasks_is_refused_with_the_key_to_mend(tmp_path, read):
+    rows = tmp_path / "rows.jsonl"
+    rows.touch()
+    taskset = f'taskset={{type="programs", train="{rows}", eval="{rows}"}}'
+    (found,) = complaints(RunDir(tmp_path / "run"), read(taskset, "tasks.train=4", "eval.every=0"))
+    assert found == "tasks.train = 4: [taskset] has no task to train on; add some to it"
 
 
 def test_a_partial_file_that_the_index_does_not_name_refuses_no_model(tmp_path, read, model):
@@ -667,6 +695,7 @@ def is_reading(pid: int) -> bool:
         (["hpc_swe.launch", "start", "--rum=x", "configs/demo.toml"], "unknown argument '--rum=x'; did you"),
         (["hpc_swe.status", "--wach", "x"], "did you mean '--watch'?"),
         (["hpc_swe.evaluate", "--ot", "x", "configs/demo.toml"], "--out"),
+        (["hpc_swe.launch", "start", "--steps=1"], "'--steps=1'; keys of the configuration have no dashes"),
         (["hpc_swe.launch", "start", "steps=1"], "no CONFIG.toml"),
     ],
 )

@@ -6,14 +6,17 @@ import pytest
 
 from hpc_swe.errors import ConfigError, DeadlineError
 from hpc_swe.plugins.executors.base import Job
+from hpc_swe.records import Node
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs.submit import REST_S, TickResult
 from hpc_swe.runs.watch import given_up, watch
+from hpc_swe.store import atomic
 from tests.kit.played import Config, Played
 
 WAIT_S = 60.0
-RUNNING, WAITING, HELD = (
+RUNNING, LEARNER, WAITING, HELD = (
     Job("rollout", "7_0", 1, "running"),
+    Job("learner", "9", 1, "running"),
     Job("rollout", "7_1", 1, "waiting", "Priority"),
     Job("coordinator", "8", 1, "held", "JobHeldUser"),
 )
@@ -136,3 +139,41 @@ def test_the_deadline_holds_while_the_scheduler_is_silent(run):
     scheduler = Scripted(silence)
     with pytest.raises(DeadlineError, match="not finished after 0 s"):
         watch(run, config(scheduler), 0.0)
+
+
+@pytest.fixture
+def learning(run):
+    """A run whose learner has taken steps since its last checkpoint, and a command that Ctrl-C ends."""
+    node = Node(owner="learner-9-1", role="learner", beat=1, host="here", pid=1, step=5)
+    atomic.put(run.node(node.owner), node)
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    def start(*happens):
+        scheduler = Scripted(nothing, interrupt, *happens, jobs=[RUNNING, LEARNER])
+        with pytest.raises(KeyboardInterrupt):
+            watch(run, config(scheduler), WAIT_S, stop_on="error")
+        assert (scheduler.running, scheduler.happens, run.stop.exists()) == ([], [], True)
+
+    return start, interrupt
+
+
+def test_ctrl_c_lets_a_learner_save_its_steps_before_all_is_stopped(run, learning, caplog):
+    def save(scheduler):
+        assert (run.drain.exists(), run.stop.exists()) == (True, False)
+        scheduler.running.remove(LEARNER)
+
+    learning[0](nothing, nothing, nothing, save, end)
+    assert "saving 5 steps, for at most 120 s; another Ctrl-C discards them" in caplog.text
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_learner(run, learning):
+    start, interrupt = learning
+    start(nothing, nothing, nothing, interrupt, nothing, end)
+
+
+def test_ctrl_c_gives_a_learner_without_new_steps_no_time(run, learning):
+    atomic.put(run.node("learner-9-1"), Node(owner="x", role="learner", beat=1, host="here", pid=1, step=0))
+    learning[0](nothing, nothing, end)
+    assert not run.drain.exists()
