@@ -254,7 +254,7 @@ def test_images_of_tasks_hold_no_later_history_and_what_set_up_made(past, tmp_pa
     if shutil.which("apptainer") is None or not (IMAGES / "python-pytest").exists():
         pytest.skip("Apptainer or its unpacked task image is missing: containers/build_image.sh")
     base, out, images = tmp_path / "base", tmp_path / "mined", tmp_path / "images"
-    subprocess.run(["cp", "--archive", "--link", IMAGES / "python-pytest", base], check=True)
+    subprocess.run(["cp", "--archive", IMAGES / "python-pytest", base], check=True)
     for name in ("python3", "python3.11"):  # as images of other distributors have it
         (base / "usr/bin" / name).rename(base / "usr/local/bin" / name)
     (tmp_path / "requirements").write_text("")

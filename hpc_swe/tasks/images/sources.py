@@ -72,7 +72,9 @@ class Built:
         with _environment_lock:
             if not environment.exists():
                 made = work / "environment"
-                _copy(self.base.resolve(), made)
+                # Not by links: sandboxes of a run may use the base, and a new link looks to a grading like a
+                # change of the file, since the kernel notes the time of both alike.
+                run("cp", "--archive", "--reflink=auto", str(self.base.resolve()), str(made))
                 self._install(made, task.workdir)
                 made.rename(environment)
         _copy(environment, tree)
