@@ -52,7 +52,7 @@ class Step:
 
 
 def steps_of(logs: Sequence[Sequence[MetricLine]], ahead: int = 0) -> list[Step]:
-    """Return the steps whose batches were sampled while a learner trained, from a run's logs in their order.
+    """Return the steps whose batches were sampled while a learner trained, from a run's logs in any order.
 
     A learner's log is that of one start. Steps that were trained before are left out, then the first one,
     which waits for engines, `ahead` more, and the last `ahead`.
@@ -62,7 +62,7 @@ def steps_of(logs: Sequence[Sequence[MetricLine]], ahead: int = 0) -> list[Step]
         of_batches.setdefault(line.step, {}).update({} if WAIT in line.values else line.values)
     steps: list[Step] = []
     trained = -1
-    for log in logs:
+    for log in sorted(filter(None, logs), key=lambda log: log[0].time):
         new = [line for line in log if WAIT in line.values and line.step > trained]
         ends = list(pairwise(new))
         steps += [

@@ -69,7 +69,7 @@ def _require_permanent(model: Path) -> None:
 
 def evaluate(run: RunDir, config: RunConfig, *, detach: bool, console: Console) -> bool:
     """Start or continue an evaluation and wait until it has finished; False when it continues unwatched."""
-    if run.finished.exists() and not submit.tick(run, config).running:
+    if run.finished.exists() and (existing.is_copy(run) or not submit.tick(run, config).running):
         return True
     is_new = not run.config.exists()
     control.print_result(run, control.start(run, config))

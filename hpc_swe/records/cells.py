@@ -16,8 +16,9 @@ class RunManifest(Record, frozen=True, kw_only=True):
     folder: str
     environment: dict[str, str]
     root: str = ""
-    """Path of the run when it was made. A folder with another path and another inode is a copy."""
+    """Path of the run when it was made; empty for a run that an older version has made."""
     inode: int = 0
+    """Inode of that folder. A folder with another path and another inode is a copy."""
 
 
 class Node(Record, frozen=True, kw_only=True):

@@ -194,6 +194,8 @@ def renew_code(run: RunDir) -> None:
     _copy_code(run, run)
     manifest = atomic.get(run.manifest, RunManifest)
     renewed = msgspec.structs.replace(manifest, commit=_commit(), environment=own_environment())
+    if not manifest.root:  # of a run that an older version has made
+        renewed = msgspec.structs.replace(renewed, root=str(run.root.resolve()), inode=run.root.stat().st_ino)
     atomic.put(run.manifest, renewed)
 
 

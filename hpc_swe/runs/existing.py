@@ -1,6 +1,7 @@
 """Open a run that exists, after checking its owner, its mode and its protocol."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +40,8 @@ def load(run: RunDir) -> RunConfig:
             f"{run.code}, which holds the run's own code (commit {manifest.commit})"
         )
     if not all(folder.is_dir() for folder in run.folders()):  # copied or cleaned without its empty folders
-        run.make()
+        with suppress(PermissionError if os.access(run.root, os.W_OK) else OSError):  # it may be an archive
+            run.make()
     return configuration.build(tree, str(run.config))
 
 

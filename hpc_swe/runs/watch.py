@@ -57,8 +57,12 @@ def _stop(run: RunDir, config: RunConfig) -> None:
             log.warning("saving %d steps, for at most %g s; another Ctrl-C discards them", steps, SAVE_S)
             stop(run, config, now=False)
             deadline = time.monotonic() + SAVE_S
-            while _unsaved(run, config) > 0 and time.monotonic() < deadline:
+            while (steps := _unsaved(run, config)) > 0 and time.monotonic() < deadline:
                 time.sleep(config.executor.pause_s)
+            if steps > 0:
+                log.warning("not saved within %g s: the last %d steps will be repeated", SAVE_S, steps)
+    except HpcSweError as error:  # what ended the watch matters more
+        log.warning("perhaps not saved: %s", error)
     finally:
         stop(run, config, now=True)
 

@@ -156,15 +156,16 @@ class Spool(Generic[R]):
         """Move a ready message to dead/, for a person to look at; only the coordinator calls this."""
         _move(self.root / "ready" / address.ready, self.root / "dead" / address.ready)
 
-    def bury_unreadable(self, address: Address) -> None:
-        """Move a ready message that cannot be read to dead/; a worker may take it meanwhile."""
+    def is_readable(self, address: Address) -> bool:
+        """Tell whether a ready message can be read, or is not there any more."""
         try:
             atomic.read(self.root / "ready" / address.ready)
         except FileNotFoundError:
-            return
+            return True
         except (StorageError, CorruptRecord) as error:
-            log.error("buried %s: %s", address.identity, error)
-            self.bury(address)
+            log.error("unreadable %s: %s", address.identity, error)
+            return False
+        return True
 
     def remove(self, address: Address) -> None:
         """Remove a ready message that the single reader has finished."""

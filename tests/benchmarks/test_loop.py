@@ -34,7 +34,7 @@ def test_batches_that_were_sampled_before_a_restart_do_not_make_a_run_fast():
     first = [learner(step, 20.0 * step) for step in range(4)]
     again = [learner(step, 100.0 + 2 * step) for step in (1, 2, 3)]  # sampled before the restart
     new = [learner(step, 25.0 * step) for step in (4, 5, 6, 7)]  # the first one waits for engines
-    logs = [[batch(step, 4, 0.5) for step in range(8)], first, again + new]
+    logs = [again + new, [batch(step, 4, 0.5) for step in range(8)], first]  # as their names sort them
     assert [step.seconds for step in steps_of(logs)] == [20, 20, 20, 25, 25, 25]
     assert [step.seconds for step in steps_of(logs, ahead=1)] == [20, 25]
     assert steps_of(logs, ahead=4) == []

@@ -163,10 +163,11 @@ class Evaluator:
             return None
         if under_way := self._under_way(ledger):
             return under_way[0]
-        newest, nodes = snapshot.newest.step, snapshot.endpoints if self.every else []
-        if self.has_lost_patience or any(v.step > newest for node in nodes for v in node.versions):
-            return None  # engines keep later weights while a learner repeats steps
-        step = due(newest, self.every, self.export_every)
+        newest, nodes = snapshot.newest, snapshot.endpoints if self.every else []
+        others = [v for node in nodes for v in node.versions if v.step >= newest.step and v != newest]
+        if others or self.has_lost_patience:  # engines keep later weights while a learner repeats steps
+            return None
+        step = due(newest.step, self.every, self.export_every)
         return None if step is None or self.label(step) in self._done else step
 
     def _under_way(self, ledger: Ledger) -> list[int]:

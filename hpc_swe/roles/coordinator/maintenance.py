@@ -70,6 +70,8 @@ class Maintenance:
         self._orphans: dict[Path, float] = {}
         self._since: dict[tuple[str, str], float] = {}
         """Time at which a message was first seen in a spool, by spool and name."""
+        self._unread: set[tuple[str, str]] = set()
+        """Messages that could not be read at the last look for those that no worker can read."""
         self._timer = StepTimer()
         self._listed: tuple[list[Endpoint], WeightVersion] | None = None
         """Engines and newest weights of the last table."""
@@ -162,14 +164,18 @@ class Maintenance:
             self._bury_unreadable(snapshot)
 
     def _bury_unreadable(self, snapshot: RunSnapshot) -> None:
-        """Move a message to dead/ that has waited long for a worker, if this process cannot read it either.
+        """Move a message to dead/ that has waited long for a worker, if two looks cannot read it either.
 
         A worker counts it as lost only when it can read others, and there may be no others.
         """
+        before, self._unread = self._unread, set()
         for name in ("requests", "episodes"):
             for address in snapshot.scan[name]["ready"]:
                 if snapshot.now - self._since[name, address.identity] >= ALONE_S:
-                    self._spools[name].bury_unreadable(address)
+                    if not self._spools[name].is_readable(address):
+                        self._unread.add((name, address.identity))
+                    if (name, address.identity) in before & self._unread:
+                        self._spools[name].bury(address)
                     break
 
     def _is_lost(self, address: Address) -> bool:

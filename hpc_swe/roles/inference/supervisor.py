@@ -1,7 +1,7 @@
-"""Keep one engine serving the newest weights.
+"""Keep one engine serving the weights of the most steps.
 
 The supervisor consumes weights/ and produces its node cell (address, versions, state). It waits for a newer
-version of the live incarnation, which the learner publishes, and for the health of an engine that somebody
+version of at least as many steps, which the learner publishes, and for the health of an engine that somebody
 else runs. While a learner that went back repeats steps, the engine keeps the weights of more steps. The cell
 names a version before it is read, so that retention keeps it, and both versions before weights change.
 
