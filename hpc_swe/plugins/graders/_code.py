@@ -35,10 +35,11 @@ def plain_names(names: Any) -> Any:
     return {name: value for name, value in list(items) if type(name) is str}
 
 
-def place(guard: Any, path: Any) -> str:
+def place(guard: Any, path: Any, is_pure: bool = False) -> str:
     """Return a path relative to the work tree, or the absolute path of an installed file, else nothing.
 
-    There is no place for a file that was made or changed since the guard began.
+    There is no place for a file that was made or changed since the guard began, unless no code under test has
+    run since (`is_pure`): then the host did so, for example by a link of an image's files.
     """
     try:
         handle = open_path(exact(path), O_PATH | O_CLOEXEC)
@@ -46,7 +47,7 @@ def place(guard: Any, path: Any) -> str:
         return ""
     about, real = fstat(handle), readlink(f"/proc/self/fd/{handle}")  # noqa: PTH115
     close(handle)
-    if not S_ISREG(about.st_mode) or about.st_ctime_ns > guard.began_ns:
+    if not S_ISREG(about.st_mode) or (about.st_ctime_ns > guard.began_ns and not is_pure):
         return ""
     if real.startswith(guard.root + "/"):
         return real[len(guard.root) + 1 :]
@@ -54,9 +55,11 @@ def place(guard: Any, path: Any) -> str:
 
 
 def is_installed(guard: Any, code: Any) -> bool:
-    """Tell whether a code is from an installed file, or was made by other code that runs already."""
-    name = exact(code.co_filename) if type(code) is CodeType else ""
-    return name[:1] == "<" or place(guard, name)[:1] == "/"
+    """Tell whether a code is from an installed file, or from none: other code made it, which already runs."""
+    if type(code) is not CodeType:
+        return False
+    name = exact(code.co_filename)
+    return name[:1] in ("", "<") or place(guard, name, not guard.must_compare)[:1] == "/"
 
 
 def origin(guard: Any, code: Any) -> str:

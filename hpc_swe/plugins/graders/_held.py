@@ -80,7 +80,7 @@ def learn_again(guard: Any) -> None:
     spaces = [names_of_module(one) for one in list(modules.values()) if issubclass(type(one), ModuleType)]
     files = [plain_names(names).get("__file__") for names in spaces]
     is_pure, guard.is_pure = guard.is_pure, False
-    if is_pure and all(place(guard, file)[:1] == "/" for file in files if file):
+    if is_pure and all(place(guard, file, not guard.must_compare)[:1] == "/" for file in files if file):
         guard.spaces, guard.functions, guard.codes, guard.bodies = [], [], [], []
         guard.cells, guard.values, guard.held, guard.modules = [], [], set(), {}
         listener, guard.listener = guard.listener, None

@@ -60,8 +60,13 @@ def command(folder: Path, source: str, *rows: dict[str, object]) -> list[str]:
         )
     )
     words = ["configs/swebench.toml", str(folder / "recipes.toml")]
-    words += [f"taskset.train.rows={folder}/rows.jsonl", "taskset.train.ids=", "taskset.eval.rows="]
-    words += ["taskset.eval.ids=", f"sandbox.images={os.path.relpath(folder, ROOT)}/images", "--from", source]
+    words += [f"taskset.train.rows={folder}/rows.jsonl", 'taskset.train.ids=""', 'taskset.eval.rows=""']
+    words += [
+        'taskset.eval.ids=""',
+        f"sandbox.images={os.path.relpath(folder, ROOT)}/images",
+        "--from",
+        source,
+    ]
     return [sys.executable, "-m", "hpc_swe.tasks.build_images", *words]
 
 
