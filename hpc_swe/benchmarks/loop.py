@@ -5,7 +5,7 @@ asynchronous one and a hybrid one of the same tasks and model, and prints them s
 samples. A sample is an episode that a batch has consumed, trained or not. The first step after each start of
 a learner is left out, because it waits for engines. So are steps that are trained again, as many more as
 `groups.max_staleness` says, whose batches were sampled meanwhile, and as many last ones, because nothing is
-sampled any more while they are trained. `benchmarks.watch` tells how long engines and GPUs were idle.
+sampled any more while they are trained. `benchmarks.watch`, beside the runs, sees how long GPUs were idle.
 """
 
 import math

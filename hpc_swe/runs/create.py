@@ -195,7 +195,7 @@ def renew_code(run: RunDir) -> None:
     manifest = atomic.get(run.manifest, RunManifest)
     renewed = msgspec.structs.replace(manifest, commit=_commit(), environment=own_environment())
     if not manifest.root:  # of a run that an older version has made
-        renewed = msgspec.structs.replace(renewed, root=str(run.root.resolve()), inode=run.root.stat().st_ino)
+        renewed = msgspec.structs.replace(renewed, **_identity(run) | {"run_id": manifest.run_id})
     atomic.put(run.manifest, renewed)
 
 
