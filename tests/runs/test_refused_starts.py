@@ -12,6 +12,7 @@ import tomllib
 from itertools import count
 from pathlib import Path
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -703,3 +704,15 @@ def test_a_misspelt_word_of_the_command_line_is_answered_with_its_like(words, sa
     done = command(*words)
     assert done.returncode == 2
     assert said in done.stderr
+
+
+def test_an_upgrade_notes_where_a_run_of_an_older_version_is(tmp_path, read):
+    """Only then are its copies told from it; it keeps its id, by which its jobs are found."""
+    run, copy, config = RunDir(tmp_path / "run"), RunDir(tmp_path / "copy"), read(*nobody())
+    control.start(run, config)
+    made = atomic.get(run.manifest, RunManifest)
+    atomic.put(run.manifest, msgspec.structs.replace(made, root="", inode=0))
+    control.start(run, config, upgrade=True)
+    shutil.copytree(run.root, copy.root)
+    assert (existing.is_copy(run), existing.is_copy(copy)) == (False, True)
+    assert atomic.get(run.manifest, RunManifest).run_id == made.run_id
