@@ -49,6 +49,23 @@ def test_recomputed_values_are_freed_until_backward_needs_them(inputs):
     assert [each.expired() for each in made] == [True, True]
 
 
+def test_a_result_is_freed_before_the_layer_ends_and_its_memory_not_mistaken(inputs):
+    value, weight = (each.detach().requires_grad_() for each in (torch.randn(64, 64), torch.randn(64, 64)))
+    with Recomputing() as recompute:
+        sine = recompute(torch.sin, value)
+        place, storage = sine.data_ptr(), StorageWeakRef(sine.untyped_storage())
+        del sine
+        assert storage.expired()
+        result, others = None, []
+        while result is None:  # until one lies where the sine lay
+            others.append(value.detach().cos().requires_grad_())
+            if others[-1].data_ptr() == place:
+                result = others[-1] @ weight
+            assert len(others) < 1000
+    (found,) = torch.autograd.grad(result.sum(), weight)
+    assert torch.equal(found, others[-1].detach().T @ torch.ones(64, 64))
+
+
 @pytest.mark.parametrize(
     ("kernels", "lengths", "groups"),
     [

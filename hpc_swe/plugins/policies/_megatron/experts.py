@@ -52,8 +52,13 @@ class ExpertLayer(MoELayer):  # type: ignore[misc]
         flat = tokens.flatten(0, -2)
         chosen, weights = self._choose(flat)
         route = Route(chosen, self._mine, TokenExchange(self._group, longest), self.config.num_moe_experts)
-        rows = cheap(lambda each: _at_least_one(Spread.apply(each, route)), flat)
-        found = self.experts(rows, route.ends, SpreadWeights.apply(weights, route), cheap, costly)
+        found = self.experts(  # the rows have no name here, for they must be gone when the sums are made
+            cheap(lambda each: _at_least_one(Spread.apply(each, route)), flat),
+            route.ends,
+            SpreadWeights.apply(weights, route),
+            cheap,
+            costly,
+        )
         return Collect.apply(found, route).view_as(tokens)
 
     def _choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,8 +106,11 @@ class Experts(MegatronModule):  # type: ignore[misc]
         count = len(weights)
         if not count:  # the row is cut off again, so its gradient is 0
             weights, ends = F.pad(weights, (0, 1)), ends + 1
-        both = costly(lambda each: F.grouped_mm(each, self.gate_up.flatten(1, 2).mT, offs=ends), rows)
-        inner = cheap(weighted, cheap(swiglu, both), weights)
+
+        def gate_up(rows: Tensor) -> Tensor:
+            return F.grouped_mm(rows, self.gate_up.flatten(1, 2).mT, offs=ends)
+
+        inner = cheap(weighted, cheap(swiglu, costly(gate_up, rows)), weights)
         return F.grouped_mm(inner, self.down.mT, offs=ends)[:count]
 
     def sharded_state_dict(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Function = Callable[..., Any]
 """A function of tensors that returns one or a tuple of them, and keeps only its inputs for backward."""
@@ -57,11 +58,12 @@ class RecomputedPart:
 class Recomputing:
     """Call functions whose results backward recomputes; valid for one forward pass of one layer.
 
-    It holds all results until it is left, because it recognizes a saved tensor by its memory.
+    It recognizes a saved tensor by its storage. A weak reference frees the memory of a result with the result,
+    and keeps torch from taking another storage for this one.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Recomputation, int, Tensor]] = {}
+        self._known: dict[StorageWeakRef, tuple[Recomputation, int, int]] = {}
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
 
     def __enter__(self) -> "Recomputing":
@@ -77,17 +79,17 @@ class Recomputing:
         if not torch.is_grad_enabled():
             return outputs
         source = Recomputation(function, [self._find(each.detach()) for each in inputs])
-        kept = {_address(each) for each in inputs}
+        kept = {_storage(each) for each in inputs}
         for index, tensor in enumerate(_many(outputs)):
-            if _address(tensor) not in kept:
-                self._known[_address(tensor)] = (source, index, tensor.detach())
+            if (storage := _storage(tensor)) not in kept:
+                self._known[storage] = (source, index, tensor.storage_offset())
         return outputs
 
     def _find(self, tensor: Tensor) -> RecomputedPart | Tensor:
-        source, index, whole = self._known.get(_address(tensor), (None, 0, tensor))
+        source, index, first = self._known.get(_storage(tensor), (None, 0, 0))
         if source is None:
             return tensor
-        offset = tensor.storage_offset() - whole.storage_offset()
+        offset = tensor.storage_offset() - first
         return RecomputedPart(source, index, tuple(tensor.size()), tensor.stride(), offset)
 
     def _pack(self, tensor: Tensor) -> RecomputedPart | Tensor:
@@ -116,8 +118,8 @@ def _tensor(saved: RecomputedPart | Tensor) -> Tensor:
     return whole.as_strided(saved.size, saved.stride, whole.storage_offset() + saved.offset)
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()  # type: ignore[no-any-return]
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _many(outputs: Any) -> tuple[Tensor, ...]:
