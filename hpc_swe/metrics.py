@@ -92,6 +92,7 @@ METRICS = {
     "policy/kl": "divergence from the reference, k3 times the importance ratio",
     "policy/grad_norm": "norm of the gradient before clipping, mean over the optimizer steps of the batch",
     "policy/skipped": "optimizer steps of the batch that were left out because a gradient was not finite",
+    "policy/expert_load": "tokens of the busiest process in a layer of experts, in multiples of the mean",
     "policy/lr": "learning rate",
     "gap/mean": "log pi - log mu, learner minus sampler, per trained token",
     "gap/k3": "e^d - 1 - d, with d = log pi - log mu: divergence of the learner from the sampler",
@@ -160,6 +161,7 @@ LAYOUT = {
         "gradient": ["policy/grad_norm"],
         "skipped, because not finite": ["policy/skipped"],
         "learning rate": ["policy/lr"],
+        "busiest experts": ["policy/expert_load"],
         "length": ["episodes/tokens", "episodes/turns"],
     },
     "Where does the time go?": {

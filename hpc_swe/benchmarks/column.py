@@ -62,6 +62,8 @@ class Measured(Record, frozen=True, kw_only=True):
     """The kernels of attention; "" where a trainer does not say."""
     peak_bytes: int
     """Most bytes that tensors had on a GPU at one time, on the rank with most; 0 without a GPU."""
+    expert_load: float
+    """Tokens of the busiest rank in a layer of experts, as a multiple of the mean; 0 without experts."""
     loss: float
     """Of the first step."""
     grad_norm: float
@@ -137,6 +139,7 @@ def measure(plan: Plan) -> Measured:
         recompute=trainer.recompute if isinstance(trainer, DescribedLearner) else "",
         attention=trainer.attention if isinstance(trainer, DescribedLearner) else "",
         peak_bytes=max(peaks),
+        expert_load=max(each.get("policy/expert_load", 0.0) for each in timed),
         loss=first["policy/loss"],
         grad_norm=first["policy/grad_norm"],
         kernels=kernels,

@@ -121,7 +121,8 @@ def rows(benchmark: Benchmark, found: dict[str, Measured], best: Rates | str) ->
     """Return the table, with a row for each column that ran."""
     table = tables.table(("back end",), NUMBERS)
     for name, measured in found.items():
-        chosen = ", ".join(filter(None, (measured.recompute, measured.attention)))
+        load = f"expert load {measured.expert_load:.2f}" if measured.expert_load > 1 else ""
+        chosen = ", ".join(filter(None, (measured.recompute, measured.attention, load)))
         table.add_row(f"{name} ({chosen})" if chosen else name, *_figures(benchmark, name, measured, best))
     return table
 

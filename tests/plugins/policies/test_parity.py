@@ -251,6 +251,14 @@ def test_losses_and_gradient_norms_are_those_of_plain_torch(runs, name):
         assert [m["policy/grad_norm"] for m in answer["metrics"]] == pytest.approx(expected.norms, rel=1e-4)
 
 
+@pytest.mark.parametrize(("name", "least", "most"), [("moe-tp1", 1, 1), ("idle-ep2-products", 1.8, 2)])
+def test_ranks_report_the_load_of_the_busiest_experts(runs, name, least, most):
+    """Only the last token of a sequence has other experts than those that the sampler drew."""
+    loads = {found["policy/expert_load"] for answer in runs.answers(name) for found in answer["metrics"]}
+    assert least <= min(loads) <= max(loads) <= most
+    assert "policy/expert_load" not in runs.answers("tp1")[0]["metrics"][0]
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[4].get("clip_grad") == 0])
 def test_gradients_are_those_of_autograd_for_any_packing_and_parallelism(runs, name):
     expected = runs.reference(name).grads

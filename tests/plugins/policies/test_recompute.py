@@ -49,7 +49,7 @@ def test_recomputed_values_are_freed_until_backward_needs_them(inputs):
     assert [each.expired() for each in made] == [True, True]
 
 
-def test_a_result_is_freed_before_the_layer_ends_and_its_memory_not_mistaken(inputs):
+def test_results_are_freed_at_once_and_their_memory_is_not_mistaken(inputs):
     value, weight = (each.detach().requires_grad_() for each in (torch.randn(64, 64), torch.randn(64, 64)))
     with Recomputing() as recompute:
         sine = recompute(torch.sin, value)

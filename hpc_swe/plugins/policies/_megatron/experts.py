@@ -1,6 +1,8 @@
 """Compute a mixture of experts on torch alone; Megatron's own experts need packages built for CUDA."""
 
+from collections import defaultdict
 from functools import partial
+from statistics import fmean
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from hpc_swe.plugins.policies._megatron.dispatch import Collect, Route, Spread, SpreadWeights, TokenExchange
 from hpc_swe.plugins.policies._megatron.kernels import swiglu, weighted
+from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
 from hpc_swe.plugins.policies._megatron.recompute import Call, keep
 from hpc_swe.plugins.policies._megatron.routing import Replay
 
@@ -37,6 +40,8 @@ class ExpertLayer(MoELayer):  # type: ignore[misc]
         self._mine = range(first, first + self.num_local_experts)
         self._recomputes = config.recompute_granularity == "selective"
         self.replay = Replay(recomputes=self._recomputes)
+        self.rows = 0
+        """How many rows this rank's experts computed since `ExpertLoad.begin`."""
 
     def forward(self, tokens: Tensor, longest: int, cheap: Call = keep, costly: Call = keep) -> Tensor:
         """Return [tokens, 1, width] for [tokens, 1, width].
@@ -59,6 +64,7 @@ class ExpertLayer(MoELayer):  # type: ignore[misc]
             cheap,
             costly,
         )
+        self.rows += len(route.rows)
         return Collect.apply(found, route).view_as(tokens)
 
     def _choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,6 +75,27 @@ class ExpertLayer(MoELayer):  # type: ignore[misc]
             return chosen, weights
         best, chosen = self.replay.choose(scores, self.config.moe_router_topk)
         return chosen, best.softmax(-1)
+
+
+class ExpertLoad:
+    """Say how unevenly a batch's tokens are divided among the ranks that hold different experts."""
+
+    def __init__(self, model: torch.nn.Module, ranks: TorchRanks) -> None:
+        self._layers = [layer for layer in model.modules() if isinstance(layer, ExpertLayer)]
+        self._ranks = ranks
+
+    def begin(self) -> None:
+        for layer in self._layers:
+            layer.rows = 0
+
+    def metrics(self) -> dict[str, float]:
+        """Return the most rows of a rank in a layer, as a multiple of the mean; without experts, nothing."""
+        found = defaultdict[int, list[int]](list)
+        for rows in self._ranks.gather({layer.layer_number: layer.rows for layer in self._layers}):
+            for number, count in rows.items():
+                found[number].append(count)
+        loads = [max(counts) / fmean(counts) for counts in found.values() if any(counts)]
+        return {"policy/expert_load": max(loads)} if loads else {}
 
 
 class Experts(MegatronModule):  # type: ignore[misc]

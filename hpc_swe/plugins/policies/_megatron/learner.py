@@ -23,6 +23,7 @@ from hpc_swe.errors import ConfigError, ProtocolError
 from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies._megatron import export, fit, lora, packing, state, weights
 from hpc_swe.plugins.policies._megatron.compat import cpu_as_cuda
+from hpc_swe.plugins.policies._megatron.experts import ExpertLoad
 from hpc_swe.plugins.policies._megatron.memory import MemoryNeeds
 from hpc_swe.plugins.policies._megatron.model import build_model
 from hpc_swe.plugins.policies._megatron.offload import Offload, used_gib
@@ -118,6 +119,7 @@ class MegatronLearner:
             self.ranks, self._model, self._adapters, self._optimizer, self._schedule, origins
         )
         self._scorer = Scorer(self._ddp, shape, settings, self.ranks)
+        self._load = ExpertLoad(self._model, self.ranks)
 
     def _load_weights(
         self, settings: MegatronSettings, shape: ModelShape, reference: Path | None, tensors: Tensors | None
@@ -152,6 +154,7 @@ class MegatronLearner:
         work = self._prepare(batch, objective)
         watch.lap("step_seconds/reference")
         self._schedule.step(1)
+        self._load.begin()
         updates = []
         for part in self._parts(batch, work):
             results = self._accumulate(part, objective, watch)
@@ -162,7 +165,8 @@ class MegatronLearner:
         self.step += 1
         metrics = self._report(updates, len(batch.minibatches) or 1, objective)
         lr = float(self._optimizer.param_groups[0]["lr"])
-        return self.ranks.broadcast_from_last_stage(metrics | {"policy/lr": lr} | watch.read())
+        found = self.ranks.broadcast_from_last_stage(metrics | {"policy/lr": lr} | watch.read())
+        return found | self._load.metrics()
 
     def evaluate(self, batch: Batch, objective: Objective) -> dict[str, float]:
         def finish(each: PreparedMicroBatch, outputs: Outputs) -> tuple[Tensor, Statistics]:

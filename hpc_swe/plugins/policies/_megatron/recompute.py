@@ -58,8 +58,8 @@ class RecomputedPart:
 class Recomputing:
     """Call functions whose results backward recomputes; valid for one forward pass of one layer.
 
-    It recognizes a saved tensor by its storage. A weak reference frees the memory of a result with the result,
-    and keeps torch from taking another storage for this one.
+    It recognizes a saved tensor by its storage. A weak reference to it does not hold the result's memory, and
+    is never equal to one of a storage that is made later.
     """
 
     def __init__(self) -> None:
