@@ -57,7 +57,7 @@ BUDGETS = {
     "hpc_swe/plugins/agents": 450,
     "hpc_swe/plugins/engines": 2_830,
     "hpc_swe/plugins/executors": 891,
-    "hpc_swe/plugins/graders": 3_170,
+    "hpc_swe/plugins/graders": 3_261,
     "hpc_swe/plugins/policies": 6_102,
     "hpc_swe/plugins/sandboxes": 2_535,
     "hpc_swe/plugins/tasksets": 1_170,

@@ -17,6 +17,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 MOST_STEPS = 60
+MOST_YOUNG = 100  # files that are reported for their age
 PLAIN = (int, str, float, bytes)
 names_of_function = vars(FunctionType)["__dict__"].__get__
 names_of_class, get_title = vars(type)["__dict__"].__get__, vars(type)["__qualname__"].__get__
@@ -39,7 +40,8 @@ def place(guard: Any, path: Any, is_pure: bool = False) -> str:
     """Return a path relative to the work tree, or the absolute path of an installed file, else nothing.
 
     There is no place for a file that was made or changed since the guard began, unless no code under test has
-    run since (`is_pure`): then the host did so, for example by a link of an image's files.
+    run since (`is_pure`): then the host did so, for example by a link of an image's files. Otherwise the file
+    is reported, and the grader asks whether its image has it so.
     """
     try:
         handle = open_path(exact(path), O_PATH | O_CLOEXEC)
@@ -47,11 +49,20 @@ def place(guard: Any, path: Any, is_pure: bool = False) -> str:
         return ""
     about, real = fstat(handle), readlink(f"/proc/self/fd/{handle}")  # noqa: PTH115
     close(handle)
-    if not S_ISREG(about.st_mode) or (about.st_ctime_ns > guard.began_ns and not is_pure):
+    is_own = real.startswith(guard.root + "/")
+    if not S_ISREG(about.st_mode) or not (is_own or real.startswith(guard.installed)):
         return ""
-    if real.startswith(guard.root + "/"):
-        return real[len(guard.root) + 1 :]
-    return real if real.startswith(guard.installed) else ""
+    if about.st_ctime_ns > guard.began_ns and not is_pure:
+        tell_young(guard, real)
+        return ""
+    return real[len(guard.root) + 1 :] if is_own else real
+
+
+def tell_young(guard: Any, path: str) -> None:
+    """Report once that a file is younger than the guard; a reader of the report takes no other texts."""
+    if path not in guard.young and len(guard.young) < MOST_YOUNG and path.isprintable():
+        guard.young.add(path)
+        guard.note(young=path)
 
 
 def is_installed(guard: Any, code: Any) -> bool:
@@ -106,6 +117,7 @@ def read_codes(guard: Any, found: str) -> Any:
             with open_file(path, "rb") as file:
                 text = file.read()
                 if fstat(file.fileno()).st_ctime_ns > guard.began_ns:
+                    tell_young(guard, path)
                     raise ValueError("another file")
                 codes = nested([_compiled(guard, text, path)])
         except (OSError, SyntaxError, ValueError):

@@ -82,7 +82,7 @@ def make_guard(code: Any, path: str, root: str, files: Any) -> Any:
     """
     note, began_ns = open_report(path), os.stat(path).st_ctime_ns  # noqa: PTH116
     own, callers = nested([OWN]), nested([code])
-    guard = SimpleNamespace(note=note, root=root, began_ns=began_ns, found=set(), failure=None)
+    guard = SimpleNamespace(note=note, root=root, began_ns=began_ns, found=set(), young=set(), failure=None)
     paths = {os.path.realpath(one) + "/" for one in sys.path if type(one) is str and one}
     guard.installed = tuple(one for one in paths if not (root + "/").startswith(one))
     guard.own, guard.callers = {id(one) for one in own}, {id(one) for one in callers}

@@ -48,6 +48,8 @@ class ReportLine(msgspec.Struct, frozen=True):
     """``module:class`` of values that equal nearly anything."""
     odd: str = ""
     """Sign that code under test changes the code that runs or judges the tests."""
+    young: str = ""
+    """A file that is not believed, because it was made or changed since the guard began."""
     canary: str = ""
     """A test that must fail, inserted next to one of the task's own."""
     owner: str = ""
@@ -72,6 +74,8 @@ class ParsedRun:
     """Classes whose values equal nearly anything: ``module:class`` -> the files that it comes from."""
     odd: dict[str, list[str]] = field(default_factory=dict)
     """Signs that code under test changes how it is judged -> the files that they come from."""
+    young: list[str] = field(default_factory=list)
+    """Files that were too young to be believed; a sign may come from this."""
     outcomes: dict[str, CaseOutcome] = field(default_factory=dict)
     """Test -> its worst outcome, where the reporter runs."""
     docs: dict[str, str] = field(default_factory=dict)
@@ -193,7 +197,8 @@ class Run:
             return ParsedRun(complaint=why, is_cheat=is_cheat)
         always_equal = {one.always_equal: one.places.split("\n") for one in entries if one.always_equal}
         odd = {one.odd: one.places.split("\n") for one in entries if one.odd}
-        return ParsedRun(always_equal=always_equal, odd=odd, outcomes=outcomes, docs=docs)
+        young = [one.young for one in entries if one.young]
+        return ParsedRun(always_equal=always_equal, odd=odd, young=young, outcomes=outcomes, docs=docs)
 
     def log_of(self, parsed: ParsedRun, base: ParsedRun) -> str:
         """Write swebench's log of the wanted tests, the worst outcome last, since a name's last line counts.

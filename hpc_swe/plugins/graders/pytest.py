@@ -13,6 +13,7 @@ import msgspec
 
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import _pytest_command
+from hpc_swe.plugins.graders._images import file_time_ns, require_unchanged
 from hpc_swe.plugins.graders._report import KEY, verified_lines
 from hpc_swe.plugins.graders._sealed import seal
 from hpc_swe.plugins.graders.base import HiddenTestGrader, ending, guard_text, sandbox_texts
@@ -77,6 +78,8 @@ class _Line(msgspec.Struct, frozen=True):
     answer: str | None = None
     odd: str = ""
     """A part of pytest, unittest or the built-in functions that was still replaced when a test had ended."""
+    young: str = ""
+    """A file that is not believed, because it was made or changed since the guard began."""
     places: str = ""
     end: str = ""
 
@@ -87,6 +90,7 @@ class _Report(msgspec.Struct, frozen=True):
     outcomes: dict[str, str] = {}
     answers: dict[str, dict[int, str]] = {}
     odd: list[str] = []
+    young: list[str] = []
 
 
 _lines = msgspec.json.Decoder(_Line)
@@ -123,12 +127,15 @@ class _Exam:
         calls = f"RECORDER = {recorder}\nmain({self._arguments!r})\n"
         program = "\n\n".join([*sandbox_texts("_apart", "_hooks", "_runner"), calls])
         with sandboxes.open(self._task_in_sandbox) as sandbox:
+            began_ns = file_time_ns()
             add_files(sandbox, {f"{report_path}{KEY}": key}, "write the key of a report")
             result = sandbox.python(program, self.task.tests.timeout_s)
             try:
                 report = self._parse(verified_lines(sandbox.read(report_path), key))
             except (OSError, msgspec.MsgspecError, ValueError, RecursionError):  # the patch's code wrote it
                 report = _Report()
+            if report.odd:
+                require_unchanged(self.task, sandboxes, report.young, began_ns)
         return result, report
 
     def _parse(self, lines: list[bytes]) -> _Report:
@@ -141,6 +148,8 @@ class _Exam:
                 report.answers.setdefault(line.test, {})[int(line.place)] = line.answer
             elif line.outcome and report.outcomes.get(line.test, "passed") == "passed":
                 report.outcomes[line.test] = line.outcome
+            elif line.young:
+                report.young.append(line.young)
             elif line.odd and not self._is_allowed(line):
                 report.odd.append(line.odd)
         return report

@@ -28,6 +28,7 @@ import msgspec
 
 from hpc_swe.errors import ConfigError, SandboxError
 from hpc_swe.plugins.graders import _judge, _second_sitting, _swebench, _swebench_report
+from hpc_swe.plugins.graders._images import file_time_ns, require_unchanged
 from hpc_swe.plugins.graders._swebench import ParsedRun, Run
 from hpc_swe.plugins.graders.base import DISAGREES, SILENT, GradedPatch, HiddenTestGrader, ending
 from hpc_swe.plugins.hidden_tests import Version
@@ -172,6 +173,7 @@ def _run_tests(task: Task, patch: str, sandboxes: Sandboxes, modules: str = "") 
     """Apply the patch in a fresh sandbox and run the task's script there."""
     run = Run(task, modules=modules)
     with sandboxes.open(task) as sandbox:
+        began_ns = file_time_ns()
         _check_image(task, run, sandbox)
         add_files(sandbox, {f"{run.folder}.patch": patch}, _WRITING)
         options = _swebench.apply_options(task, SET_UP)
@@ -190,6 +192,8 @@ def _run_tests(task: Task, patch: str, sandboxes: Sandboxes, modules: str = "") 
         if result.timed_out:
             return _TestRun(ParsedRun(complaint="timed out"), log[-500:], timed_out=True)
         parsed = run.parse(_read(sandbox, f"{run.folder}.report"), log)
+        if parsed.odd:  # also in a run of the base commit, whose signs excuse those of a patch
+            require_unchanged(task, sandboxes, parsed.young, began_ns)
     return _TestRun(parsed, f"{ending(result)} {log.strip()[-500:]}", touched=touched | {""})
 
 
