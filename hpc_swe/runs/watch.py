@@ -29,20 +29,21 @@ def watch(
     show: Callable[[RunView | str], None] | None = None,
     *,
     stop_on: Literal["nothing", "deadline", "error"] = "nothing",
+    save_s: float = SAVE_S,
 ) -> None:
     """Submit missing jobs until the run has finished and none of its jobs runs, and show its state.
 
     After each tick `show` gets the state of the run, or a text that says why it cannot be read. When this
     ends early the jobs keep running, unless `stop_on` names what stops them: a deadline, or any error or
-    interrupt. Raise HpcSweError when the run was ordered to end before it had finished, and DeadlineError
-    when it takes longer than `timeout_s`, or a role cannot be kept alive. While the scheduler or the file
-    system does not answer, wait.
+    interrupt. Then a learner has `save_s` to save its steps first. Raise HpcSweError when the run was ordered
+    to end before it had finished, and DeadlineError when it takes longer than `timeout_s`, or a role cannot
+    be kept alive. While the scheduler or the file system does not answer, wait.
     """
     try:
         _watch(run, config, timeout_s, show)
     except BaseException as error:
         if stop_on == "error" or (stop_on == "deadline" and isinstance(error, DeadlineError)):
-            _stop(run, config)
+            _save_and_stop(run, config, save_s)
         raise
     if not run.finished.exists() and (last := supervision.read(run)).gave_up:
         raise StuckRun(f"{run.root}: {last.message(config.supervision.tries)}")
@@ -50,17 +51,17 @@ def watch(
         raise HpcSweError(f"{run.root}: ordered to end before it had finished; `launch start` continues it")
 
 
-def _stop(run: RunDir, config: RunConfig) -> None:
+def _save_and_stop(run: RunDir, config: RunConfig, save_s: float) -> None:
     """Stop the run, but let its learner save what it has trained; a second interrupt stops it at once."""
     try:
         if (steps := _unsaved(run, config)) > 0:
-            log.warning("saving %d steps, for at most %g s; another Ctrl-C discards them", steps, SAVE_S)
+            log.warning("saving %d steps, for at most %g s; another Ctrl-C discards them", steps, save_s)
             stop(run, config, now=False)
-            deadline = time.monotonic() + SAVE_S
+            deadline = time.monotonic() + save_s
             while (steps := _unsaved(run, config)) > 0 and time.monotonic() < deadline:
                 time.sleep(config.executor.pause_s)
             if steps > 0:
-                log.warning("not saved within %g s: the last %d steps will be repeated", SAVE_S, steps)
+                log.warning("not saved within %g s: the last %d steps will be repeated", save_s, steps)
     except HpcSweError as error:  # what ended the watch matters more
         log.warning("perhaps not saved: %s", error)
     finally:

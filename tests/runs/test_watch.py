@@ -9,7 +9,7 @@ from hpc_swe.plugins.executors.base import Job
 from hpc_swe.records import Node
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs.submit import REST_S, TickResult
-from hpc_swe.runs.watch import given_up, watch
+from hpc_swe.runs.watch import SAVE_S, given_up, watch
 from hpc_swe.store import atomic
 from tests.kit.played import Config, Played
 
@@ -150,10 +150,10 @@ def learning(run):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    def start(*happens):
+    def start(*happens, save_s=SAVE_S):
         scheduler = Scripted(nothing, interrupt, *happens, jobs=[RUNNING, LEARNER])
         with pytest.raises(KeyboardInterrupt):
-            watch(run, config(scheduler), WAIT_S, stop_on="error")
+            watch(run, config(scheduler), WAIT_S, stop_on="error", save_s=save_s)
         assert (scheduler.running, scheduler.happens, run.stop.exists()) == ([], [], True)
 
     return start, interrupt
@@ -166,6 +166,11 @@ def test_ctrl_c_lets_a_learner_save_its_steps_before_all_is_stopped(run, learnin
 
     learning[0](nothing, nothing, nothing, save, end)
     assert "saving 5 steps, for at most 120 s; another Ctrl-C discards them" in caplog.text
+
+
+def test_ctrl_c_says_how_many_steps_a_slow_learner_has_not_saved(learning, caplog):
+    learning[0](nothing, nothing, nothing, nothing, end, save_s=0.0)
+    assert "not saved within 0 s: the last 5 steps will be repeated" in caplog.text
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_learner(run, learning):
