@@ -3,7 +3,7 @@
 A supervisor whose engine cannot load a delta says so here, and the learner reads it.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from operator import attrgetter
 from typing import Literal
@@ -25,6 +25,14 @@ def published(run: RunDir) -> list[WeightVersion]:
 def newest(run: RunDir) -> WeightVersion | None:
     """Return the highest version, which is the live incarnation's newest; None before any is published."""
     return max(published(run), default=None)
+
+
+def recent(versions: Iterable[WeightVersion], newest: WeightVersion, lag: int = 0) -> list[WeightVersion]:
+    """List the versions that are at most `lag` steps behind the newest, whatever their incarnation.
+
+    While a learner that went back repeats steps, engines keep versions of more steps than the newest.
+    """
+    return [version for version in versions if version.step >= newest.step - lag]
 
 
 def superseded(

@@ -54,6 +54,19 @@ def test_retention_keeps_the_newest_the_named_the_last_and_the_milestones(versio
     assert again == [], "what one round keeps, the next keeps"
 
 
+@pytest.mark.parametrize(
+    ("lag", "recent"),
+    [
+        (0, ["v000011-i02", "v000011-i01", "v000014-i01"]),
+        (1, ["v000011-i02", "v000011-i01", "v000014-i01", "v000010-i01"]),
+    ],
+)
+def test_a_version_of_an_earlier_start_is_recent_if_it_has_the_steps(lag, recent):
+    names = ["v000011-i02", "v000011-i01", "v000014-i01", "v000010-i01", "v000009-i02"]
+    newest, *_ = versions = [WeightVersion.parse(name) for name in names]
+    assert [version.name for version in weights.recent(versions, newest, lag)] == recent
+
+
 def test_the_newest_is_the_live_incarnation_s_though_its_step_be_lower(run):
     assert weights.newest(run) is None
     for incarnation, step in ((1, 10), (1, 12), (2, 11)):

@@ -25,7 +25,7 @@ from hpc_swe.roles.coordinator.selection import EvalRate, select
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import EvalConfig
-from hpc_swe.store import atomic, evals
+from hpc_swe.store import atomic, evals, weights
 from hpc_swe.store.evals import Attempt
 
 SHARE = 4  # during training, evaluation uses at most one slot in four
@@ -164,7 +164,7 @@ class Evaluator:
         if under_way := self._under_way(ledger):
             return under_way[0]
         newest, nodes = snapshot.newest, snapshot.endpoints if self.every else []
-        others = [v for node in nodes for v in node.versions if v.step >= newest.step and v != newest]
+        others = [v for node in nodes for v in weights.recent(node.versions, newest) if v != newest]
         if others or self.has_lost_patience:  # engines keep later weights while a learner repeats steps
             return None
         step = due(newest.step, self.every, self.export_every)

@@ -18,7 +18,7 @@ from hpc_swe.records import Node, Role
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import SupervisionConfig
-from hpc_swe.store import atomic, supervision
+from hpc_swe.store import atomic, supervision, weights
 from hpc_swe.store.lease import Lease
 from hpc_swe.store.supervision import ClockMemory, Clocks, RunPart, StuckProcess
 
@@ -53,8 +53,8 @@ def parts(
 
 def _engines(snapshot: RunSnapshot, limits: Mapping[Role, float]) -> Iterator[RunPart]:
     for node in snapshot.nodes:
-        behind = node.role == "inference" and node.state in ("ready", "updating")
-        if behind and node.versions and all(v.step < snapshot.newest.step for v in node.versions):
+        serves = node.role == "inference" and node.state in ("ready", "updating")
+        if serves and node.versions and not weights.recent(node.versions, snapshot.newest):
             reason = f"{node.owner} does not load {snapshot.newest.name}"
             seen = ",".join(version.name for version in node.versions)
             yield RunPart(f"version of {node.owner}", "inference", [node], seen, reason, limits["inference"])

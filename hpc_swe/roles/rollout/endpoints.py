@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from hpc_swe.errors import CorruptRecord, EngineError, Overdue, StorageError
 from hpc_swe.records import Endpoint, EndpointTable, Node, WeightVersion
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import atomic
+from hpc_swe.store import atomic, weights
 
 SUSPENSION_S = (1.0, 30.0)
 """First and longest suspension of a failing engine; each successive failure doubles it."""
@@ -144,16 +144,15 @@ class Endpoints:
             return e.owner != prefer, e.updating and not waits, self._busy[e.owner], hash((draw, e.owner))
 
         found = min(serving, key=rank, default=None)
-        newest = self._table.newest.step
-        is_old = found is not None and (found.updating or all(v.step < newest for v in found.versions))
+        newest = self._table.newest
+        is_old = found is not None and (found.updating or not weights.recent(found.versions, newest))
         return None if waits and is_old else found
 
     def _recent(self) -> list[Endpoint]:
         """Return the listed engines that are awake and whose weights are recent enough."""
         self._read()
-        oldest = self._table.newest.step - self._max_lag
-        awake = [e for e in self._table.endpoints if not e.sleeping]
-        return [e for e in awake if any(v.step >= oldest for v in e.versions)]
+        newest, awake = self._table.newest, [e for e in self._table.endpoints if not e.sleeping]
+        return [e for e in awake if weights.recent(e.versions, newest, self._max_lag)]
 
     def _read(self, *, again: bool = False) -> None:
         if (since_s := self._monotonic() - self._read_at) < self._fresh_s and not again:
