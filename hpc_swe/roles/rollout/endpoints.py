@@ -140,8 +140,9 @@ class Endpoints:
         serving = [e for e in serving if self._suspensions.get(e.owner, NOT_SUSPENDED).until <= now]
         waits = is_patient and now - self._asleep_s < self._newest_since + PATIENCE_S
 
-        def rank(e: Endpoint) -> tuple[bool, bool, int, int]:
-            return e.owner != prefer, e.updating and not waits, self._busy[e.owner], hash((draw, e.owner))
+        def rank(e: Endpoint) -> tuple[bool, bool, int, float]:
+            lot = random.Random(f"{draw} {e.owner}").random()  # hashes of tuples that end alike are not even
+            return e.owner != prefer, e.updating and not waits, self._busy[e.owner], lot
 
         found = min(serving, key=rank, default=None)
         newest = self._table.newest
