@@ -66,7 +66,7 @@ BUDGETS = {
     "hpc_swe/report": 870,
     "hpc_swe/roles": 10,
     "hpc_swe/roles/coordinator": 3_080,
-    "hpc_swe/roles/inference": 645,
+    "hpc_swe/roles/inference": 651,
     "hpc_swe/roles/learner": 1_070,
     "hpc_swe/roles/reward": 340,
     "hpc_swe/roles/rollout": 1_270,

@@ -2,8 +2,9 @@
 
 The supervisor consumes weights/ and produces its node cell (address, versions, state). It waits for a newer
 version of at least as many steps, which the learner publishes, and for the health of an engine that somebody
-else runs. While a learner that went back repeats steps, the engine keeps the weights of more steps. The cell
-names a version before it is read, so that retention keeps it, and both versions before weights change.
+else runs. While a learner that went back repeats steps, the engine keeps the weights of more steps, and one
+that starts takes them. The cell names a version before it is read, so that retention keeps it, and both
+versions before weights change.
 
 A version is verified here, while the engine serves, and once for all workers of the engine. It is refused
 when the engine reports an error about it; an engine that does not answer is hung or dead, and is replaced.
@@ -235,15 +236,21 @@ class Supervisor:
                     self._sleep(served, self.turn)
                 monitor.reset()
             try:
-                newest = weights.newest(self.run)
-                if newest and weights.by_step(newest) > weights.by_step(self._serving.version):
-                    if newest not in self._refused:
-                        self._update(served, newest, monitor)
-                    if newest in self._refused:  # each time, because a write may fail
-                        weights.report_refused(self.run, newest)
+                wanted = self._wanted()
+                if wanted and weights.by_step(wanted) > weights.by_step(self._serving.version):
+                    if wanted not in self._refused:
+                        self._update(served, wanted, monitor)
+                    if wanted in self._refused:  # each time, because a write may fail
+                        weights.report_refused(self.run, wanted)
             except StorageError as error:
                 log.warning("looking again: %s", error)
             self._pause(self.config.poll_s * random.uniform(0.5, 1.5))
+
+    def _wanted(self) -> WeightVersion | None:
+        """Return the version of the most steps, or the newest one when that was refused."""
+        found = weights.published(self.run)
+        farthest = max(found, key=weights.by_step, default=None)
+        return max(found) if farthest in self._refused else farthest
 
     def _pause(self, seconds: float) -> None:
         """Wait, but no longer than until the learner wants the GPUs."""
@@ -276,35 +283,35 @@ class Supervisor:
                 return False
         return True
 
-    def _update(self, served: ServedEngine, newest: WeightVersion, monitor: LivenessMonitor) -> None:
+    def _update(self, served: ServedEngine, version: WeightVersion, monitor: LivenessMonitor) -> None:
         began = time.monotonic()
-        log.debug("found %s", newest.name)
-        self.lease.publish(reading=newest.name)
+        log.debug("found %s", version.name)
+        self.lease.publish(reading=version.name)
         try:
-            verify = partial(self._verify, newest)
+            verify = partial(self._verify, version)
             wanted = self._run_watched(verify, served.require_serving, monitor.require_alive)
             verified = time.monotonic()
-            log.debug("verified %s", newest.name)
-            self.lease.publish(state="updating", versions=[self._serving.version, newest])
+            log.debug("verified %s", version.name)
+            self.lease.publish(state="updating", versions=[self._serving.version, version])
             self._loading = frozenset(v for v in (w.version for w in wanted.chain) if not self._served(v))
             self._run_watched(partial(served.update, wanted), served.require_starting)  # no answers meanwhile
             monitor.reset()
         except FileNotFoundError:
-            log.warning("%s is gone; the newest is looked up again", newest.name)
+            log.warning("%s is gone; looking again", version.name)
         except CancelledError:
             return
         except BrokenChain as error:
-            self._refused.add(newest)  # this says nothing about the engine, and is not counted against it
+            self._refused.add(version)  # this says nothing about the engine, and is not counted against it
             serving = self._serving.version.name
-            log.error("passed over %s, serving %s until a full snapshot: %s", newest.name, serving, error)
+            log.error("passed over %s, serving %s until a full snapshot: %s", version.name, serving, error)
         except (NoAnswer, Overdue):
             raise  # the version is at fault only if this happens again
         except (EngineError, CorruptRecord) as error:
-            self._refuse(served, newest, error)
+            self._refuse(served, version, error)
         else:
             self._serving, self._refusals, self._lost = wanted, 0, frozenset()
             verify_s, swap_s = verified - began, time.monotonic() - verified
-            log.info("updated to %s: verified in %.2f s, swapped in %.2f s", newest.name, verify_s, swap_s)
+            log.info("updated to %s: verified in %.2f s, swapped in %.2f s", version.name, verify_s, swap_s)
         self._show(state="ready", reading="", versions=[self._serving.version])
 
     def _run_watched(self, work: Callable[[], T], *checks: Callable[[], None]) -> T:

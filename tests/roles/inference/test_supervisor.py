@@ -260,6 +260,22 @@ def test_an_engine_keeps_its_weights_while_a_learner_repeats_steps(
     await_node(run, is_serving(version(7, incarnation=1)))
 
 
+@pytest.mark.parametrize(("damage", "served"), [(lambda _: None, version(9)), (corrupt, version(8, 1))])
+def test_an_engine_that_starts_meanwhile_takes_the_deltas_that_others_keep(
+    start: Start, run: RunDir, model: Path, damage: Callable[[Path], None], served: WeightVersion
+) -> None:
+    publish(run, model, version(7))
+    publish(run, model, version(8), parent=version(7))
+    publish(run, model, version(9), parent=version(8), damage=damage)
+    publish(run, model, version(8, incarnation=1))
+    start()
+    loops = await_node(run, is_serving(served)).loops
+    await_node(run, lambda cell: cell.loops > loops + 3)
+    await_node(run, is_serving(served))
+    publish(run, model, version(9, incarnation=1), parent=version(8, incarnation=1))
+    await_node(run, is_serving(version(9, incarnation=1)))
+
+
 @pytest.mark.parametrize("refused", [{"damage": corrupt}, {"probe": WRONG}], ids=["corrupt", "probe"])
 def test_a_refused_version_is_passed_over(
     start: Start, run: RunDir, model: Path, refused: dict[str, object]
