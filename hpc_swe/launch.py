@@ -10,7 +10,7 @@ from hpc_swe import cli
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError, DeadlineError
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import existing, submit
+from hpc_swe.runs import create, existing, submit
 from hpc_swe.runs.control import print_result, start, stop
 from hpc_swe.runs.preview import preview
 from hpc_swe.runs.watch import left, watch
@@ -107,6 +107,7 @@ def main() -> None:
     config = existing.load(run)
     existing.require_original(run)
     if verb == "tick":
+        create.note_place(run)
         print_result(run, submit.tick(run, config))
     else:
         print(f"{run.root}: {stop(run, config, now=arguments.now)}")

@@ -34,6 +34,7 @@ def start(run: RunDir, config: RunConfig, *, upgrade: bool = False) -> TickResul
         require_alike(run, config)
         if is_copy(run):
             create.adopt(run)
+        create.note_place(run)
         if upgrade and (jobs := alive(run, config)):
             raise ConfigError(f"{run.root}: {len(jobs)} jobs still run the old code; `launch stop` it first")
         _update_config(run, config, upgrade=upgrade)

@@ -176,8 +176,18 @@ def publish(run: RunDir, place: RunDir, config: RunConfig, taken: Taken, model_s
 
 def _identity(run: RunDir) -> dict[str, Any]:
     """Draw the id by which jobs find the run, and note which folder has it."""
-    root, name = run.root.resolve(), f"{run.root.name}-{secrets.token_hex(3)}"
-    return {"run_id": name, "root": str(root), "inode": root.stat().st_ino}
+    return {"run_id": f"{run.root.name}-{secrets.token_hex(3)}", **_place(run)}
+
+
+def _place(run: RunDir) -> dict[str, Any]:
+    return {"root": str(run.root.resolve()), "inode": run.root.stat().st_ino}
+
+
+def note_place(run: RunDir) -> None:
+    """Note where a run is that was moved or restored, so that copies at its old path are told from it."""
+    made = atomic.get(run.manifest, RunManifest)
+    if made.root and (noted := msgspec.structs.replace(made, **_place(run))) != made:
+        atomic.put(run.manifest, noted)
 
 
 def adopt(run: RunDir) -> None:
@@ -195,7 +205,7 @@ def renew_code(run: RunDir) -> None:
     manifest = atomic.get(run.manifest, RunManifest)
     renewed = msgspec.structs.replace(manifest, commit=_commit(), environment=own_environment())
     if not manifest.root:  # of a run that an older version has made
-        renewed = msgspec.structs.replace(renewed, **_identity(run) | {"run_id": manifest.run_id})
+        renewed = msgspec.structs.replace(renewed, **_place(run))
     atomic.put(run.manifest, renewed)
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from hpc_swe import config as configuration
-from hpc_swe.errors import ConfigError, CorruptRecord, StaleRun
+from hpc_swe.errors import ConfigError, CorruptRecord, StaleRun, StorageError
 from hpc_swe.records import RunManifest
 from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.settings import RunConfig
@@ -55,17 +55,29 @@ def _read(path: Path, kind: type[T]) -> T:
 
 
 def is_copy(run: RunDir) -> bool:
-    """Tell whether the folder was copied from a run's, not moved: jobs of its id are the original's."""
-    made = atomic.get(run.manifest, RunManifest)
-    return bool(made.root) and made.root != str(run.root.resolve()) and made.inode != run.root.stat().st_ino
+    """Tell whether the folder was copied from a run's, not moved: jobs of its id are the original's.
+
+    The folder at the noted path is the original; if it holds no run of this id, that of the noted inode is.
+    """
+    made, inode = atomic.get(run.manifest, RunManifest), run.root.stat().st_ino
+    if made.root in ("", str(run.root.resolve())):
+        return False
+    return made.inode != inode or _has_run(RunDir(Path(made.root)), made.run_id, inode)
+
+
+def _has_run(other: RunDir, run_id: str, inode: int) -> bool:
+    """Tell whether a folder holds a run of this id, and is not the folder of this inode by another path."""
+    with suppress(OSError, CorruptRecord, StorageError):
+        return other.root.stat().st_ino != inode and atomic.get(other.manifest, RunManifest).run_id == run_id
+    return False
 
 
 def require_original(run: RunDir) -> None:
     """Raise ConfigError if the folder is a copy that was not started yet."""
     if is_copy(run):
         raise ConfigError(
-            f"{run.root}: a copy of a run, whose jobs are not to be touched; `launch start --run {run.root}` "
-            "makes it a run of its own"
+            f"{run.root}: a copy of the run {atomic.get(run.manifest, RunManifest).root}, whose jobs are not "
+            f"to be touched; `launch start --run {run.root}` makes it a run of its own"
         )
 
 

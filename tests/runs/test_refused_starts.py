@@ -364,6 +364,28 @@ def test_a_copy_of_a_run_never_ends_the_jobs_of_the_original(tmp_path, read):
     assert {atomic.get(each.manifest, RunManifest).run_id for each in (moved, copy)} == ids
 
 
+@pytest.mark.parametrize("verb", ["start", "tick"])
+def test_of_a_moved_run_and_a_copy_in_its_place_one_is_the_original(tmp_path, read, verb):
+    """Otherwise `launch stop` of the one would end the jobs of the other."""
+    run, config = RunDir(tmp_path / "run"), read(*nobody())
+    control.start(run, config)
+    moved = RunDir(run.root.rename(tmp_path / "moved"))
+    assert not existing.is_copy(moved)
+    run.root.symlink_to(moved.root)
+    assert [existing.is_copy(each) for each in (run, moved)] == [False, False], "one folder, by two paths"
+    run.root.unlink()
+    shutil.copytree(moved.root, run.root)
+    assert [existing.is_copy(each) for each in (run, moved)] == [False, True]
+    shutil.rmtree(run.root)
+    create.create(run, config, create.take(config))
+    assert not existing.is_copy(moved), "what is in its place is another run"
+    shutil.rmtree(run.root)
+    words = ["start", "--run", moved.root] if verb == "start" else ["tick", moved.root]
+    assert command("hpc_swe.launch", *words).returncode == 0
+    shutil.copytree(moved.root, run.root)
+    assert [existing.is_copy(each) for each in (run, moved)] == [True, False]
+
+
 def test_an_empty_folder_or_a_start_that_died_anywhere_is_no_obstacle(tmp_path, read):
     run = RunDir(tmp_path / "run")
     for leave in ([], [".making/1"], ["MANIFEST.json"], ["MANIFEST.json", "control", "code", "token"]):
