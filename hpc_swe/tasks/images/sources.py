@@ -72,6 +72,7 @@ class Built:
         with _environment_lock:
             if not environment.exists():
                 made = work / "environment"
+                _require_readable(self.base)
                 # Not by links: sandboxes of a run may use the base, and a new link looks to a grading like a
                 # change of the file, since the kernel notes the time of both alike.
                 run("cp", "--archive", "--reflink=auto", str(self.base.resolve()), str(made))
@@ -197,6 +198,16 @@ def apptainer(*words: str, work: Path) -> None:
 
 def _digest(*values: object) -> str:
     return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+
+
+def _require_readable(base: Path) -> None:
+    """Raise ConfigError, before anything is copied, if this user cannot read all of a base image."""
+    closed = "-type f ! -readable -o -type d ! -readable -o -type d ! -executable"
+    if path := run("find", str(base.resolve()), "(", *closed.split(), ")", "-print", "-quit").strip():
+        raise ConfigError(
+            f"--base {base}: permission to read {path} is denied: run chmod -R u+rX {base} if it is yours, "
+            "and otherwise unpack the image as yourself"
+        )
 
 
 def _python(tree: Path) -> PurePosixPath:

@@ -1,8 +1,11 @@
 """An image holds the base commit and nothing younger, and opens as a sandbox under the task's name."""
 
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -10,10 +13,12 @@ from hpc_swe.errors import ConfigError, DeadlineError, HpcSweError, StorageError
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.patch import take
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
+from hpc_swe.tasks.images.commands import remove
 from hpc_swe.tasks.images.repository import foreign_objects, stage
 from hpc_swe.tasks.images.sources import Built
 from hpc_swe.tasks.images.store import ImageStore, Problem
 from tests.kit.checkout import IMAGES, ROOT
+from tests.kit.crash import FORK, in_child
 from tests.kit.toy import git, gold, task
 
 BASE_IMAGE = IMAGES / "python-pytest"
@@ -65,6 +70,39 @@ def test_a_base_that_is_no_unpacked_image_is_refused(repository, tmp_path):
     recipe = Built(tmp_path / "images", tmp_path, repository[0], tmp_path / "requirements")
     with pytest.raises(ConfigError, match="is not an unpacked image"):
         ImageStore(recipe.images).build(recipe, Problem(task(tmp_path, "unittest", repository[1]), gold()))
+
+
+def lay_out_as_an_ordinary_user(recipe, task, sender):
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    try:
+        recipe.lay_out(task, (), recipe.images)
+    except ConfigError as error:
+        sender.send(str(error))
+
+
+@pytest.mark.parametrize("name", ["etc/shadow", "etc"])
+def test_a_base_that_its_user_cannot_read_is_refused_with_the_remedy(repository, tmp_path, name):
+    """Images of some distributions have files of mode 0, which root alone reads."""
+    folder = Path(tempfile.mkdtemp(prefix="hpc_swe-base-"))  # others cannot enter tmp_path
+    try:
+        base, images = folder / "base", folder / "images"
+        (base / "usr/bin").mkdir(parents=True)
+        (base / "etc").mkdir()
+        (base / "etc/shadow").touch()
+        (folder / "requirements").touch()
+        subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
+        (base / name).chmod(0)
+        images.mkdir()
+        images.chmod(0o777)
+        recipe = Built(images, base, repository[0], folder / "requirements")
+        receiver, sender = FORK.Pipe(duplex=False)
+        assert in_child(lay_out_as_an_ordinary_user, recipe, task(tmp_path, "unittest", "0"), sender) == 0
+        assert receiver.poll(5)
+        expected = f"--base {base}: permission to read {base}/{name} is denied: run chmod -R u+rX {base}"
+        assert receiver.recv().startswith(expected)
+    finally:
+        remove(folder)
 
 
 def test_two_builders_of_one_folder_do_not_meet_and_a_dead_one_is_swept(tmp_path):
