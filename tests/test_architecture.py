@@ -70,8 +70,8 @@ BUDGETS = {
     "hpc_swe/roles/learner": 1_070,
     "hpc_swe/roles/reward": 340,
     "hpc_swe/roles/rollout": 1_270,
-    "hpc_swe/runs": 2_347,
-    "hpc_swe/store": 2_100,
+    "hpc_swe/runs": 2_348,
+    "hpc_swe/store": 2_106,
     "hpc_swe/tasks": 4_300,
     "jobs": 1_180,
 }

@@ -39,8 +39,9 @@ def load(run: RunDir) -> RunConfig:
             f"{run.root}: protocol {manifest.protocol}, this code reads {PROTOCOL}; call the command in "
             f"{run.code}, which holds the run's own code (commit {manifest.commit})"
         )
-    if not all(folder.is_dir() for folder in run.folders()):  # copied or cleaned without its empty folders
-        with suppress(PermissionError if os.access(run.root, os.W_OK) else OSError):  # it may be an archive
+    is_archive = not os.access(run.root, os.W_OK)  # read-only, by its mode or its file system
+    if not is_archive and not all(folder.is_dir() for folder in run.folders()):
+        with suppress(PermissionError):  # copied or cleaned without its empty folders
             run.make()
     return configuration.build(tree, str(run.config))
 

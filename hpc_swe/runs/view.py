@@ -69,7 +69,7 @@ class RunReader:
             engines = atomic.get(run.endpoints, EndpointTable).endpoints
         except FileNotFoundError:
             report, silent_s, engines = None, 0.0, []
-        desired, standing = job_counts.desired(config), orders.active(run)
+        desired, standing = job_counts.desired(config), orders.active(run) if run.control.exists() else []
         if run.finished.exists() and not self._queue.jobs:  # the last report describes live processes
             desired, engines = dict.fromkeys(desired, 0), []
             report = report and msgspec.structs.replace(report, roles=[], waits_for="", step_s=0.0)

@@ -82,7 +82,7 @@ class LatestSubmission:
 
 def newest(run: RunDir, role: Role) -> LatestSubmission:
     """Read the state of a role's newest submission."""
-    names = set(atomic.names(run.launches / role))
+    names = _names(run, role)
     numbers = _numbers(names)
     if not numbers:
         return LatestSubmission()
@@ -91,6 +91,14 @@ def newest(run: RunDir, role: Role) -> LatestSubmission:
     void_of = {name.removesuffix(f".{VOID}") for name in names if name.endswith(f".{VOID}")}
     voided = frozenset(int(name) for name in void_of if NUMBER.fullmatch(name))
     return LatestSubmission(last, is_open, is_open and f"{last:06d}.{DOUBTED}" in names, voided)
+
+
+def _names(run: RunDir, role: Role) -> set[str]:
+    """List what there is of a role's submissions; an archive may have lost the empty folder."""
+    try:
+        return set(atomic.names(run.launches / role))
+    except FileNotFoundError:
+        return set()
 
 
 def take(run: RunDir, role: Role, number: int) -> bool:
@@ -121,7 +129,7 @@ def release(run: RunDir, role: Role, number: int) -> None:
 def jobs(run: RunDir, role: Role) -> list[tuple[int, str]]:
     """List the number and the job id of every submission of a role, for an executor without a scheduler."""
     found = []
-    for number in _numbers(set(atomic.names(run.launches / role))):
+    for number in _numbers(_names(run, role)):
         submitted = _confirmed(run, role, number)
         reports = [] if submitted else _reports(run, role, number)
         found += [(number, submitted.job)] if submitted else [(number, report.process) for report in reports]
@@ -130,7 +138,7 @@ def jobs(run: RunDir, role: Role) -> list[tuple[int, str]]:
 
 def history(run: RunDir, role: Role, last: int) -> list[tuple[int, Submitted, list[Started]]]:
     """Return the confirmed ones of a role's `last` submissions with the reports of their jobs, by number."""
-    numbers = _numbers(set(atomic.names(run.launches / role)))[-last:]
+    numbers = _numbers(_names(run, role))[-last:]
     return [(n, found, _reports(run, role, n)) for n in numbers if (found := _confirmed(run, role, n))]
 
 

@@ -364,6 +364,32 @@ def test_a_copy_of_a_run_never_ends_the_jobs_of_the_original(tmp_path, read):
     assert {atomic.get(each.manifest, RunManifest).run_id for each in (moved, copy)} == ids
 
 
+READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+ORDINARY = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.getuid() == 0 else []
+"""Modes hold for root, too."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mounted read-only", "mode 0500"])
+def test_an_archive_without_its_empty_folders_is_shown_and_stays_as_it_is(tmp_path, read, kind):
+    run = RunDir(tmp_path / "run")
+    control.start(run, read(*nobody()))
+    subprocess.run(["find", run.root, "-type", "d", "-empty", "-delete"], check=True)
+    assert not run.control.exists()
+    within = ["unshare", "--map-root-user", "--mount", "sh", "-c", READ_ONLY, run.root]
+    if kind == "mode 0500":
+        run.root.chmod(0o500)
+        within = ORDINARY
+    elif subprocess.run([*within, "true"]).returncode:
+        pytest.skip("needs the right to mount a folder read-only")
+    for words in (["status", run.root], ["report", run.root, "--out", tmp_path / "pages"]):
+        line = [*within, sys.executable, "-m", f"hpc_swe.{words[0]}", *words[1:]]
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert not run.control.exists()
+    assert (tmp_path / "pages/index.html").exists()
+
+
 @pytest.mark.parametrize("verb", ["start", "tick"])
 def test_of_a_moved_run_and_a_copy_in_its_place_one_is_the_original(tmp_path, read, verb):
     """Otherwise `launch stop` of the one would end the jobs of the other."""
