@@ -1,9 +1,13 @@
 """Honest solutions and tests of many shapes are paid, though they change much of their process."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
+from hpc_swe.plugins.graders import _code
 from tests.kit.cheats.cheat_task import TASK
+from tests.kit.waiting import until
 
 HONEST = {
     "monkeypatching": (
@@ -191,3 +195,28 @@ def test_hooks_of_the_task_in_a_folder_of_its_own_are_no_cheat(grade, is_test):
     files = {"mod.py": "", **({} if is_test else conftest)}
     score = grade(msgspec.structs.replace(TASK, tests=plan, files=files), mod__py="def one(): return 1\n")
     assert score.outcome == "resolved", score
+
+
+def test_a_link_that_the_host_makes_of_an_image_s_file_blames_nobody(tmp_path):
+    """The kernel notes the time of a new link and of a change alike; code under test can make one, too."""
+    (tmp_path / "report").touch()
+    library = tmp_path / "installed/library.py"
+    library.parent.mkdir()
+    library.write_text("x = 1\n")
+    until(lambda: _newer(library, tmp_path / "report"))
+    code = compile("x = 1\n", str(library), "exec")
+    began_ns = (tmp_path / "report").stat().st_ctime_ns
+    guard = SimpleNamespace(began_ns=began_ns, root=str(tmp_path / "tree"), must_compare=False)
+    guard.installed = (f"{library.parent}/",)
+    assert _code.is_installed(guard, code), "no code under test has run"
+    assert _code.place(guard, str(library)) == "", "it may have run"
+    guard.must_compare = True
+    assert not _code.is_installed(guard, code), "events do not tell whether it has run"
+
+
+def _newer(file, than):
+    """Link a file again; tell whether its time is later, since clocks of file systems tick seldom."""
+    link = file.with_name("link")
+    link.unlink(missing_ok=True)
+    link.hardlink_to(file)
+    return file.stat().st_ctime_ns > than.stat().st_ctime_ns
