@@ -16,6 +16,7 @@ from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, folders, orders, weights
 
 PULSE_S = 30.0  # rank 0 sends the other ranks a decision at least this often
+SILENT_PULSES = 20  # a silent coordinator is logged once in so many
 
 log = logging.getLogger(__name__)
 
@@ -48,23 +49,26 @@ class BatchSource:
     ) -> None:
         self._run, self._wait_s, self._poll_s, self._interrupted = run, wait_s, poll_s, interrupted
         self._pulse_s = pulse_s
-        self._waiting_since: float | None = None
         self._beat: int | None = None
+        self._silent = 0
+        """Pulses in a row in which the coordinator's beat did not change."""
+        self._waited_s = 0.0
+        """Length of those in the wait for this batch in which it did."""
         self._republished = -1
         """The last step at which the weights were published once more."""
 
     def wait(self, step: int) -> Decision:
         """Wait for an order or for the batch of `step`; return None when neither came for `pulse_s`.
 
-        Raise DeadlineError if the coordinator is alive, but has published no batch for `wait_s`.
+        Raise DeadlineError if the coordinator was alive for `wait_s`, but has published no batch.
         """
         until = time.monotonic() + self._pulse_s
         while (decision := self.look(step)) is None:
-            self._check_deadline(step)
             if time.monotonic() >= until:
+                self._check_deadline(step)
                 return None
             time.sleep(self._poll_s * random.uniform(0.5, 1.5))
-        self._waiting_since = None
+        self._silent, self._waited_s = 0, 0.0
         return decision
 
     def look(self, step: int) -> Decision:
@@ -93,21 +97,20 @@ class BatchSource:
             return Order.REPUBLISH
 
     def _check_deadline(self, step: int) -> None:
-        """Fail at the deadline if the coordinator is alive; log a warning and keep waiting if it is not."""
-        now = time.monotonic()
-        if self._waiting_since is None:
-            self._waiting_since, self._beat = now, self._coordinator()[0]
-        if now - self._waiting_since < self._wait_s:
+        """Count this pulse unless the coordinator is silent: it may be queued. Fail at the deadline."""
+        before, (self._beat, waits_for) = self._beat, self._coordinator()
+        self._silent = self._silent + 1 if self._beat in (None, before) else 0
+        if self._silent:
+            if self._silent % SILENT_PULSES == 0:
+                silent_s = self._silent * self._pulse_s
+                log.warning("waiting for step %d: the coordinator is silent for %.0f s", step, silent_s)
             return
-        beat, waits_for = self._coordinator()
-        if beat == self._beat:
-            log.warning("waiting for step %d: the coordinator is silent for %.0f s", step, self._wait_s)
-            self._waiting_since = now
-            return
-        raise DeadlineError(
-            f"no {self._run.batch(step)} for {self._wait_s:.0f} s; the coordinator, which publishes it, "
-            f"waits for: {waits_for or 'nothing that it reports'}"
-        )
+        self._waited_s += self._pulse_s
+        if self._waited_s >= self._wait_s:
+            raise DeadlineError(
+                f"no {self._run.batch(step)} for {self._wait_s:.0f} s; the coordinator, which publishes it, "
+                f"waits for: {waits_for or 'nothing that it reports'}"
+            )
 
     def _coordinator(self) -> tuple[int | None, str]:
         try:

@@ -120,7 +120,6 @@ class Publisher(Generic[L]):
 
     def republish_weights(self) -> None:
         """Publish the current weights as a full version, under the next incarnation: no folder changes."""
-
         self._incarnation = on_rank_zero(self._ranks, lambda: _take_next(self._run, self._incarnation))
         self._exported = None
         self.publish_weights()
