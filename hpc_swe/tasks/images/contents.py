@@ -77,7 +77,7 @@ def _ar(data: bytes) -> Inner:
     """Unpack the format of Debian's packages."""
     at = 8
     while at + 60 <= len(data):
-        size = int(data[at + 48 : at + 58])
+        size = max(0, int(data[at + 48 : at + 58]))  # a damaged file may say less, without end
         yield data[at : at + 16].decode(errors="replace").strip(" /"), data[at + 60 : at + 60 + size]
         at += 60 + size + size % 2
 

@@ -229,6 +229,13 @@ def test_a_repository_whose_work_tree_and_head_are_empty_is_searched(repository,
         assert shown.startswith("srv/mirror/.git/objects/")
 
 
+def test_a_damaged_package_ends_no_search(repository, tree):
+    """Its member has a negative size, so the next would begin where this one does."""
+    (tree / "opt").mkdir()
+    (tree / "opt/calc.deb").write_bytes(b"!<arch>\n" + b"%-48s%-10d`\n" % (b"data.tar", -60))
+    assert search(tree, "/testbed", repository[1], patch("calc/core.py", BROKEN, LONG)) == []
+
+
 def test_hidden_tests_in_an_installed_copy_are_found(repository, tree):
     (tree / "opt/calc/tests").mkdir(parents=True)
     (tree / "opt/calc/tests/test_core.py").write_text(UNITTESTS + MORE_UNITTESTS)
