@@ -17,6 +17,7 @@ from hpc_swe.runs import control, create, existing, submit, watch
 from hpc_swe.runs.view import RunReader
 from hpc_swe.store import atomic, submissions, supervision, tasks
 from tests.kit.checkout import ROOT
+from tests.kit.toy import make_repository
 from tests.kit.waiting import DEADLINE_S, until
 
 ROLES = ["coordinator", "inference", "learner", "rollout", "reward"]
@@ -317,6 +318,24 @@ def test_run_of_another_protocol_names_the_commit_that_reads_it(tmp_path, read):
     run.manifest.write_text(json.dumps({**manifest, "protocol": 99, "commit": "abc123"}))
     with pytest.raises(StaleRun, match=r"protocol 99.*abc123"):
         existing.load(run)
+
+
+def test_an_installation_notes_no_commit_of_the_repository_around_it(tmp_path, read):
+    make_repository(tmp_path / "lab")
+    run = RunDir(tmp_path / "lab/run")
+    control.start(run, read())
+    asked = "from hpc_swe.runs import create; print(create._commit())"
+    line = [sys.executable, "-P", "-c", asked]
+    environ = os.environ | {"PYTHONPATH": str(run.code)}
+    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.stdout == "unknown\n", done.stderr
+
+
+def test_a_run_can_be_started_on_a_machine_without_git(tmp_path, read, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = RunDir(tmp_path / "run")
+    control.start(run, read())
+    assert atomic.get(run.manifest, RunManifest).commit == "unknown"
 
 
 @pytest.mark.slow

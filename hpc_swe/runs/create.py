@@ -338,8 +338,11 @@ def encoded(tree: Mapping[str, Any]) -> bytes:
 
 
 def _commit() -> str:
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    """Return the commit of this checkout; "unknown" if no commit holds this file, or git is missing."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD", "HEAD:./create.py"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.split()[0]
+    return "unknown"
 
 
 def digest(model: Path) -> str:

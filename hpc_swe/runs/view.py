@@ -162,10 +162,9 @@ def _failure(run: RunDir, role: Role, failed: Sequence[submit.History]) -> list[
     said = _last_line(run, [path for name in names for path in run.logs(role).glob(name)])
     if not started and not said:
         return []  # such as jobs that were cancelled while they waited
-    rests = (
-        f", so ticks rest {duration(submit.REST_S)} after each" if len(failed) >= submit.GENERATIONS else ""
-    )
-    again = f"; {len(failed)} submissions running{rests}" if len(failed) > 1 else ""
+    again = f"; {len(failed)} submissions running" if len(failed) > 1 else ""
+    if len(failed) >= submit.GENERATIONS:
+        again += f", so ticks rest {duration(submit.REST_S)} after each"
     how = "no job reported its start"
     if started:
         last = max(started, key=lambda job: job.seconds)
