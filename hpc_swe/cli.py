@@ -76,7 +76,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        is_known = action.default in (None, False, "", [], argparse.SUPPRESS) or "default:" in text
+        is_known = action.default in (None, False, "", [], (), argparse.SUPPRESS) or "default:" in text
         return text if is_known or not action.option_strings else f"{text} (default: %(default)s)"
 
 

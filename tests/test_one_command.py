@@ -63,6 +63,7 @@ def test_the_help_of_a_command_explains_every_argument(words: tuple[str, ...]) -
     assert max(map(len, done.stdout.partition("examples:")[0].splitlines())) <= 100
     entries = [line for line in text.splitlines() if re.match(r"  (?:-|[A-Za-z])", line)]
     assert [line for line in entries if not re.search(r"\S  +\S", line)] == []
+    assert re.findall(r"\(default: [(\[]|\(default: {'", text) == [], "as Python writes it"
 
 
 def test_the_console_script_is_the_command() -> None:

@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument(
         "--taskset",
         type=json.loads,
-        default={"type": "bugs"},
+        default='{"type": "bugs"}',
         help="table [taskset], as JSON, of whose words the tokenizer makes tokens",
     )
     options = cli.parse(parser)
