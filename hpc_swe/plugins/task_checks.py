@@ -162,10 +162,10 @@ def alone(path: Path) -> Iterator[None]:
 def append(path: Path, verdict: msgspec.Struct) -> None:
     """Sync a new line to disk, after removing an unfinished one; raise StorageError if that fails."""
     with boundary(StorageError, f"write {path}"), path.open("ab+") as file:
-        file.seek(0)
-        text = file.read()
-        if not text.endswith(b"\n"):
-            file.truncate(text.rfind(b"\n") + 1)
+        file.seek(max(0, file.tell() - 1))
+        if file.read() != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
         file.write(msgspec.json.encode(verdict) + b"\n")
         file.flush()
         os.fsync(file.fileno())

@@ -89,14 +89,14 @@ def surveyed(place: TrialPlace, sources: Sequence[CodeSource], out: Path, jobs: 
         for source in [each for each in todo if kept and kept.has(each)]:
             todo.remove(source)
             known[source.name] = Survey(name=source.name, reason="pytest or the debugger needs the original")
-            _append(path, known[source.name])
+            task_checks.append(path, known[source.name])
             progress.advance(bar)
         futures = [pool.submit(survey, place, source) for source in todo]
         try:
             for future in as_completed(futures):
                 one = future.result()
                 known[one.name] = one
-                _append(path, one)
+                task_checks.append(path, one)
                 progress.update(bar, description=one.name, advance=1)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -155,7 +155,7 @@ class Maker:
                     running.remove(future)
                     one = future.result()
                     tried[one.task_id] = one
-                    _append(self.out / TRIED, one)
+                    task_checks.append(self.out / TRIED, one)
                     valid += one.verdict == VALID
                     progress.update(bar, description=f"{valid} valid tasks", advance=1)
                     running |= {pool.submit(self._try, each) for each in islice(waiting, 1)}
@@ -219,22 +219,15 @@ def overview(tried: Sequence[Tried], left_out: Counter[str], reasons: Counter[st
 
 
 def _lines(path: Path, kind: type[T]) -> list[T]:
-    """Read a file of JSON lines, after removing a last line that was never finished.
+    """Read a file of JSON lines, without a last line that was never finished.
 
     Raise ConfigError if a line is of another kind, and StorageError if the file cannot be read or written.
     """
-    with boundary(StorageError, f"read {path}"), path.open("ab+") as file:
-        file.seek(0)
-        *lines, torn = file.read().split(b"\n")
-        if torn:
-            file.truncate(file.tell() - len(torn))
+    task_checks.create(path)
+    with boundary(StorageError, f"read {path}"):
+        lines = path.read_bytes().split(b"\n")[:-1]
     found = task_checks.decode(path, lines, kind, "delete the file, or choose another --out")
     return [one for _, one in found]
-
-
-def _append(path: Path, one: msgspec.Struct) -> None:
-    with boundary(StorageError, f"write {path}"), path.open("ab") as file:
-        file.write(msgspec.json.encode(one) + b"\n")
 
 
 def _require_same(out: Path, settings: object) -> None:
