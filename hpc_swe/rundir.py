@@ -41,13 +41,13 @@ class RunDir:
     token = _At("token")
     """Cell, mode 0600: the bearer token of every engine route."""
     control = _At("control")
-    """Orders that a person gives: empty files."""
+    """Orders: empty files."""
     drain = _At("control/DRAIN")
     """Order: make no new claim, finish the claims at work, exit 0."""
     stop = _At("control/STOP")
     """Order: exit now."""
     finished = _At("control/FINISHED")
-    """Not an order, but checked with them: the run has done all its steps, so exit."""
+    """Order that the coordinator gives: the run is done, so exit."""
     refused = _At("state/refused_version.json")
     """Cell: WeightVersion, the newest that an engine could not load; a full one comes after it."""
     nodes = _At("nodes")

@@ -17,6 +17,7 @@ from hpc_swe.roles.coordinator.samples import sampled_tokens
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
 
+CHUNK = 16  # records, of a megabyte each, that are in memory at once
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\.parquet")
 OPEN = "open"
 """Name that stands for the table of episodes that no batch has consumed yet."""
@@ -27,7 +28,7 @@ class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
 
     table: str
     number: int
-    """EpisodeRow in its table, from 0."""
+    """Number of the row in its table, from 0."""
     split: Split
     step: int | None
     """Batch or evaluation; None before a batch has consumed the episode."""
@@ -105,9 +106,6 @@ class EpisodeTable:
             raise CorruptRecord(f"{self.path}: its episodes cannot be read: {error}") from None
 
 
-CHUNK = 16  # records, of a megabyte each, that are in memory at once
-
-
 def tables(run: RunDir) -> list[EpisodeTable]:
     """Return all tables of a run, the newest step first, evaluations before the batch of their step."""
     found = [EpisodeTable(path, "train") for path in _files(run.archives)]
@@ -124,9 +122,7 @@ def unconsumed(run: RunDir) -> list[ScoredEpisode]:
     """Return the scored episodes that no batch has consumed, in the order of their names."""
     ready, found = run.scored / "ready", []
     for name in atomic.names(ready) if ready.is_dir() else []:
-        with suppress(
-            FileNotFoundError, CorruptRecord
-        ):  # just consumed; or left for the coordinator to reject
+        with suppress(FileNotFoundError, CorruptRecord):  # consumed just now; or the coordinator rejects it
             found.append(atomic.get(ready / name, ScoredEpisode))
     return found
 

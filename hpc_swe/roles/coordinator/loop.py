@@ -1,14 +1,14 @@
 """Run the coordinator. Each iteration takes a snapshot of the run, does the mode's work, and cleans up.
 
 consumes      nodes/, control/, and what the mode consumes
-produces      state/endpoints.json, state/status.json, what the mode produces, and at last state/finished
+produces      state/endpoints.json, state/status.json, what the mode produces, and at last control/FINISHED
 waits for     the mode's work to be done
 unblocked by  time: it never blocks on anything
 
 It has no state that is not in the run folder. When the file system refuses a write, or this process may have
 been frozen, the mode is built again from the folder, exactly as after a restart, so there is only one way to
-recover. Two coordinators do no harm:
-they write the same requests, and the one that loses the race for a batch exits.
+recover. Two coordinators do no harm: they write the same requests, and the one that loses the race for a
+batch exits.
 """
 
 import logging
