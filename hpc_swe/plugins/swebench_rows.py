@@ -58,12 +58,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fail_to_pass(self) -> list[str]:
-        """Tests that a solution must make pass, named as swebench's parser names them."""
+        """Return the tests that a solution must make pass, named as swebench's parser names them."""
         return _names("FAIL_TO_PASS", self.FAIL_TO_PASS)
 
     @property
     def pass_to_pass(self) -> list[str]:
-        """Tests that passed before and must go on passing, named as swebench's parser names them."""
+        """Return the tests that passed before and must still pass, named in the same way."""
         return _names("PASS_TO_PASS", self.PASS_TO_PASS)
 
     @property
@@ -141,7 +141,7 @@ class TestPatch:
 
     @property
     def files(self) -> list[str]:
-        """All files that are changed or added."""
+        """Return all files that are changed or added."""
         return [*self.changed, *self.added]
 
     def extra(self, row: Row) -> dict[str, str]:

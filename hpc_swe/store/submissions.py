@@ -54,7 +54,7 @@ class Started(Record, frozen=True, kw_only=True):
 
     @property
     def process(self) -> str:
-        """The job's process, as the executor `local` names it."""
+        """Return the job's process, as the executor `local` names it."""
         return f"{self.pid}:{self.start_time}"
 
 

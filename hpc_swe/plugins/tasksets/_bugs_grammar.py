@@ -77,17 +77,17 @@ class Function:
 
     @property
     def line(self) -> int:
-        """Number of the line that has the hole, from 1."""
+        """Return the number of the line that has the hole, from 1."""
         return 1 + next(i for i, line in enumerate(self.lines) if HOLE in line)
 
     @property
     def right(self) -> str:
-        """The operator that the docstring asks for is the right one."""
+        """Return the operator that the docstring asks for."""
         return WORDS[self.word]
 
     @property
     def plausible(self) -> list[str]:
-        """Operators that the word leaves open; the right one is first."""
+        """Return the operators that the word leaves open; the right one is first."""
         own = OPERATORS.index(self.right)
         return [OPERATORS[(own + step) % len(OPERATORS)] for step in OPEN]
 

@@ -41,12 +41,12 @@ class Bug:
 
     @property
     def source(self) -> str:
-        """The module has this text when the agent begins."""
+        """Return the text of the module when the agent begins."""
         return self.function.source(self.wrong)
 
     @property
     def visible_tests(self) -> str:
-        """The file of tests has this text when the agent begins."""
+        """Return the text of the file of tests when the agent begins."""
         return _tests(self.function, self.visible)
 
 
