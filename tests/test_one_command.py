@@ -66,6 +66,25 @@ def test_the_help_of_a_command_explains_every_argument(words: tuple[str, ...]) -
     assert re.findall(r"\(default: [(\[]|\(default: {'", text) == [], "as Python writes it"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "tasks.check CONFIG --runs=0",
+        "tasks.build_images CONFIG --jobs=0",
+        "tasks.mine_history REPOSITORY --out=OUT --timeout-s=0",
+        "tasks.mine_history REPOSITORY --out=OUT --limit=-1",
+        "tasks.export_episodes RUN --out=rows.parquet --per-task=-1",
+        "doctor --nodes=0",
+        "benchmarks.sandboxes --tasks=0",
+    ],
+)
+def test_a_number_that_makes_no_sense_is_refused(line: str) -> None:
+    done = said(*line.split())
+    option = line.split()[-1].partition("=")[0]
+    assert done.returncode == 2
+    assert re.search(rf"error: argument {option}: \S+ is not at least", done.stderr), done.stderr
+
+
 def test_the_console_script_is_the_command() -> None:
     assert PROJECT["scripts"] == {"hpc-swe": "hpc_swe.__main__:main"}
     (found,) = (importlib.metadata.EntryPoint("hpc-swe", PROJECT["scripts"]["hpc-swe"], "console_scripts"),)

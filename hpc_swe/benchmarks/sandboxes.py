@@ -195,13 +195,13 @@ def _require_resolved(scores: Sequence[Score]) -> None:
 @cli.command
 def main() -> None:
     """Print one table."""
-    what = "Measure what sandboxes, tools and gradings take of the processors."
+    what, count = "Measure what sandboxes, tools and gradings take of the processors.", cli.number(int, 1)
     examples = ("--tasks 60 --slots 2", "--tasks 60 --slots 2 --type apptainer")
     parser = cli.parser("hpc_swe.benchmarks.sandboxes", what, *examples)
     parser.add_argument("--type", choices=("process", "apptainer"), default="process", help="kind of sandbox")
     parser.add_argument("--images", default=".cache/images", help="folder of Apptainer's images")
-    parser.add_argument("--tasks", type=int, default=60, help="do so many tasks once each")
-    parser.add_argument("--slots", type=int, default=2, help="do so many tasks at a time, in threads")
+    parser.add_argument("--tasks", type=count, default=60, help="do so many tasks once each")
+    parser.add_argument("--slots", type=count, default=2, help="do so many tasks at a time, in threads")
     _print(cli.parse(parser))
 
 

@@ -69,11 +69,11 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="check this partition; repeatable (default: the configuration's)",
     )
-    add("--gpus", type=int, default=0, help="GPUs per node to request from each --partition")
-    add("--nodes", type=int, default=2, help="nodes to probe in each partition")
-    add(
-        "--timeout", metavar="SECONDS", type=float, default=120.0, help="wait so long for a partition's nodes"
-    )
+    asked = "GPUs per node to request from each --partition"
+    add("--gpus", type=cli.number(int, 0), default=0, help=asked)
+    add("--nodes", type=cli.number(int, 1), default=2, help="nodes to probe in each partition")
+    wait = "wait so long for a partition's nodes"
+    add("--timeout", metavar="SECONDS", type=cli.number(float, 1), default=120.0, help=wait)
     add("--python", default=sys.executable, help="interpreter of jobs (default: this one)")
     add("--json", action="store_true", help="print the findings as JSON, for programs")
     return parser

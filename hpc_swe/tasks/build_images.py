@@ -110,9 +110,8 @@ def main() -> int:
     what = "Build the sandbox images of the tasks that a configuration names, and search them for solutions."
     parser = cli.parser("hpc_swe.tasks.build_images", what, *examples)
     parser.add_argument("config", nargs="+", help=cli.CONFIG)
-    parser.add_argument(
-        "--jobs", type=int, default=min(4, os.cpu_count() or 1), help="build so many images at a time"
-    )
+    jobs, count = min(4, os.cpu_count() or 1), cli.number(int, 1)
+    parser.add_argument("--jobs", type=count, default=jobs, help="build so many images at a time")
     parser.add_argument("--keep-leaks", action="store_true", help="build images that show the solution, too")
     pulled = parser.add_argument_group("images from existing ones")
     pulled.add_argument(
@@ -131,7 +130,7 @@ def main() -> int:
     store = ImageStore(Path(sandbox.images), arguments.keep_leaks)
     source = _source(arguments, sandbox)
     with store.locked():
-        failed = run(store, source, problems, max(1, arguments.jobs))
+        failed = run(store, source, problems, arguments.jobs)
     say(f"{len(problems) - failed} of {len(problems)} images are in {store.images}")
     return 1 if failed else 0
 

@@ -267,17 +267,16 @@ def main() -> int:
     parser.add_argument(
         "--out", type=cli.path, default=Path("tasks/checked.jsonl"), help="file of the verdicts"
     )
-    parser.add_argument(
-        "--runs", type=int, default=3, help="grade the reference, and an empty change, so many times each"
-    )
-    parser.add_argument("--jobs", type=int, default=1, help="check so many tasks at a time")
+    count, often = cli.number(int, 1), "grade the reference, and an empty change, so many times each"
+    parser.add_argument("--runs", type=count, default=3, help=often)
+    parser.add_argument("--jobs", type=count, default=1, help="check so many tasks at a time")
     arguments = cli.parse(parser)
     config = configuration.from_words(arguments.config)
     tasks, references = wanted(config)
     config.sandbox.check()
     images = Path(config.sandbox.images) if isinstance(config.sandbox, ImageSandboxes) else None
-    checker = Checker(config.grader, WatchedSandboxes(config.sandbox), max(1, arguments.runs), images)
-    checks = run(checker, tasks, references, arguments.out, max(1, arguments.jobs))
+    checker = Checker(config.grader, WatchedSandboxes(config.sandbox), arguments.runs, images)
+    checks = run(checker, tasks, references, arguments.out, arguments.jobs)
     _show(checks, arguments.out)
     return 0 if any(each.verdict in TAKEN for each in checks) else 1
 

@@ -189,7 +189,8 @@ def _parser() -> argparse.ArgumentParser:
     add("runs", nargs="+", type=cli.folder, metavar="RUN", help="training run, or folder of an evaluation")
     add("--out", type=cli.path, required=True, help="parquet file to write")
     add("--min-reward", type=float, default=1.0, help="least reward of an episode")
-    add("--per-task", type=int, default=0, help="most episodes of a task, drawn by a hash; 0 is all")
+    most = "most episodes of a task, drawn by a hash; 0 is all"
+    add("--per-task", type=cli.number(int, 0), default=0, help=most)
     add(
         "--split",
         type=float,
@@ -207,8 +208,8 @@ def main() -> None:
     out = arguments.out
     if out.suffix != ".parquet":
         raise ConfigError(f"--out {out}: the file's name must end in .parquet")
-    if not 0 <= arguments.split < 1 or arguments.per_task < 0:
-        raise ConfigError("--split must be at least 0 and below 1, and --per-task at least 0")
+    if not 0 <= arguments.split < 1:
+        raise ConfigError(f"--split {arguments.split:g}: it must be at least 0 and below 1")
     validation = out.with_suffix(".validation.parquet")
     _require_one_split(validation, arguments.split)
     found = collect(map(RunExport, arguments.runs), arguments.min_reward, arguments.per_task)

@@ -252,8 +252,6 @@ def _read(arguments: argparse.Namespace) -> tuple[RunConfig, Examiner]:
     """Return the configuration and its grader; raise ConfigError if tasks cannot be made with the options."""
     if not 0 <= arguments.hidden < 1:
         raise ConfigError(f"--hidden {arguments.hidden:g}: it must be at least 0 and below 1")
-    if arguments.per_function < 1 or arguments.limit < 0:
-        raise ConfigError("--per-function must be at least 1, and --limit at least 0")
     config = configuration.from_words(arguments.config)
     if not isinstance(config.grader, Examiner):
         raise ConfigError("[grader] cannot examine the empty patch; choose type = 'pytest'")
@@ -266,7 +264,7 @@ def _parser() -> argparse.ArgumentParser:
         "stdlib --library /usr/lib/python3.11 --out tasks/stdlib --limit 500",
     )
     parser = cli.parser("hpc_swe.tasks.make_bugs", "Make buggy programs from code that works.", *examples)
-    add = parser.add_argument
+    add, count = parser.add_argument, cli.number(int, 1)
     add(
         "sources",
         nargs="+",
@@ -282,7 +280,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--image", default="python-pytest", help="image of the sandbox")
     add("--workdir", default="/work", help="folder of the files in the sandbox")
     add("--library", type=cli.path, help="standard library with its tests (default: this interpreter's)")
-    add("--per-function", type=int, default=6, help="try so many mutants of each function")
+    add("--per-function", type=count, default=6, help="try so many mutants of each function")
     add("--hidden", type=float, default=0.5, help="share of a task's tests that the agent does not see")
     add(
         "--split-by",
@@ -290,11 +288,11 @@ def _parser() -> argparse.ArgumentParser:
         default="function",
         help="what is kept whole in one split",
     )
-    add("--limit", type=int, default=0, help="stop after so many valid tasks; 0 is no limit")
+    add("--limit", type=cli.number(int, 0), default=0, help="stop after so many valid tasks; 0 is no limit")
     add("--seed", type=int, default=0, help="decides the mutants, their order and their split")
     add(
         "--jobs",
-        type=int,
+        type=count,
         default=len(os.sched_getaffinity(0)),
         help="open so many sandboxes at a time (default: cores)",
     )
@@ -332,12 +330,12 @@ def _make(
     place = TrialPlace(WatchedSandboxes(config.sandbox), arguments.image, arguments.workdir)
     if isinstance(config.sandbox, ImageSandboxes):
         sources = with_copies(place, sources)
-    surveys = surveyed(place, sources, arguments.out, max(1, arguments.jobs))
+    surveys = surveyed(place, sources, arguments.out, arguments.jobs)
     usable = [(source, one) for source, one in zip(sources, surveys, strict=True) if not one.reason]
     found, left_out = candidates(usable, arguments.per_function, arguments.seed)
     trier = Trier(place, grader, arguments.hidden, TIMEOUT_S)
     maker = Maker(trier, arguments.out, arguments.seed, arguments.split_by)
-    tried = maker.run(found, arguments.limit, max(1, arguments.jobs))
+    tried = maker.run(found, arguments.limit, arguments.jobs)
     counts = write(tried, arguments.out, arguments.limit)
     for reason in search.left_out.values():
         say(f"left out: {reason}")

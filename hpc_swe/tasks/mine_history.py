@@ -170,7 +170,7 @@ def _trial(arguments: argparse.Namespace, config: RunConfig) -> Trial:
         name=arguments.repository.resolve().name.removesuffix(".git"),
         command=arguments.command,
         timeout_s=arguments.timeout_s,
-        runs=max(1, arguments.runs),
+        runs=arguments.runs,
         grader=config.grader,
         sandboxes=WatchedSandboxes(config.sandbox),
         images=images,
@@ -191,12 +191,12 @@ def _parser() -> argparse.ArgumentParser:
         "REPOSITORY --out own/tasks --requirements requirements.txt",
     )
     parser = cli.parser("hpc_swe.tasks.mine_history", what, *examples)
-    add = parser.add_argument
+    add, count = parser.add_argument, cli.number(int, 1)
     add("repository", type=cli.path, help="git repository, of which HEAD's history is read")
     add("config", nargs="*", help=f"{cli.CONFIG}, for sandbox and grader (default: configs/swebench.toml)")
     add("--out", type=cli.folder, required=True, help="folder for rows, verdicts and a configuration")
     add("--since", default="", metavar="DATE", help="take only younger commits, as git log understands it")
-    add("--limit", type=int, metavar="N", help="take only the N youngest candidates")
+    add("--limit", type=count, metavar="N", help="take only the N youngest candidates")
     add(
         "--tests",
         action="append",
@@ -216,12 +216,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--timeout-s",
-        type=float,
+        type=cli.number(float, 1),
         default=300.0,
         help="end the tests of a task after so long (default: %(default)g)",
     )
-    add("--runs", type=int, default=3, help="run the tests so many times without the change, and with it")
-    add("--jobs", type=int, default=1, help="try so many candidates at a time")
+    add("--runs", type=count, default=3, help="run the tests so many times without the change, and with it")
+    add("--jobs", type=count, default=1, help="try so many candidates at a time")
     add("--dry-run", action="store_true", help="list the commits and run nothing")
     add_recipe(parser)
     return parser
@@ -252,7 +252,7 @@ def main() -> int:
     config = configuration.from_words(arguments.config or ["configs/swebench.toml"])
     trial, folder = _trial(arguments, config), arguments.out
     with trial.images.store.locked() if trial.images else nullcontext():
-        tried = run(trial, candidates, folder / TRIALS, max(1, arguments.jobs))
+        tried = run(trial, candidates, folder / TRIALS, arguments.jobs)
     for one in tried:
         left_out = f"left out, since their runs differ: {', '.join(one.flaky)}" if one.flaky else ""
         if one.verdict != "task" or left_out:
