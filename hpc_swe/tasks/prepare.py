@@ -64,6 +64,7 @@ def records(source: str, split: str, revision: str | None) -> Iterable[tuple[str
 def _of_datasets(source: str, split: str, revision: str | None) -> Iterator[tuple[str, Record]]:
     try:
         import datasets
+        from datasets.exceptions import DatasetsError
     except ModuleNotFoundError:
         raise ConfigError(f"{source}: this needs the package datasets: pip install datasets") from None
     datasets.disable_progress_bars()
@@ -71,18 +72,20 @@ def _of_datasets(source: str, split: str, revision: str | None) -> Iterator[tupl
     is_saved = any(Path(source, name).exists() for name in ("state.json", "dataset_dict.json"))
     try:
         if is_saved:
-            found = datasets.load_from_disk(source)
-            rows = found[split] if isinstance(found, datasets.DatasetDict) else found
+            rows = datasets.load_from_disk(source)
+            if isinstance(rows, datasets.DatasetDict):
+                if split not in rows:
+                    raise ConfigError(f"{source}: no split {split!r}, but {', '.join(rows)}: --split")
+                rows = rows[split]
         else:
             rows = datasets.load_dataset(source, split=split, revision=revision)
-    except KeyError:
-        raise ConfigError(f"{source}: no split {split!r}, but {', '.join(found)}: --split") from None
-    except (OSError, ValueError, RuntimeError) as error:
+    except (LookupError, OSError, TypeError, ValueError, RuntimeError, DatasetsError) as error:
         remedy = (
             "; if this machine does not reach the hub, run this where the network is, or copy the "
             "dataset's parquet file here and name that"
         )
-        raise ConfigError(f"{source}: {error}{'' if Path(source).is_dir() else remedy}") from None
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{source}: {what}{'' if Path(source).is_dir() else remedy}") from None
     for number, row in enumerate(rows, start=1):
         yield f"{source}[{split}]: row {number}", row
 

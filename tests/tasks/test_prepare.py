@@ -139,6 +139,14 @@ def test_a_source_that_is_not_there_is_one_error_with_its_remedy(tmp_path, name,
     assert complaint in told
 
 
+@pytest.mark.parametrize("told", ["features:\n  - dtype: string", "splits:\n  - num_bytes: 3"])
+def test_a_dataset_whose_description_is_damaged_is_one_error(tmp_path, told):
+    place = source("as on a hub", tmp_path, ROWS)
+    (place / "README.md").write_text(f"---\ndataset_info:\n  {told}\n---\n")
+    code, said = prepare(place, tmp_path / "out.parquet")
+    assert (code, said.count(f"error: {place}: ")) == (2, 1), said
+
+
 def test_rows_without_an_id_are_named_and_a_byte_order_mark_is_ignored(tmp_path):
     nameless = {name: value for name, value in ROWS[1].items() if name != "instance_id"}
     rows, ids = tmp_path / "rows.jsonl", tmp_path / "ids.txt"
