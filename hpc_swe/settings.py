@@ -203,7 +203,7 @@ class LearnerConfig(Record, frozen=True, kw_only=True):
     """Batches in a row that are skipped, and kept in skipped/, because a gradient was not finite; one more is
     an error."""
     batch_wait_s: Duration = 3600.0
-    """Maximum wait for the next batch."""
+    """Maximum wait for the next batch, not counting time in which no coordinator is alive."""
     poll_s: Duration = 0.2
     """Seconds between two checks for the next batch."""
     loss: LossConfig = LossConfig()
