@@ -21,7 +21,7 @@ Outcomes = Mapping[str, Sequence[float]]  # task id -> one number per episode, 1
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over tasks is given with its 95 % percentile bootstrap interval."""
+    """Hold a mean over tasks with its 95 % percentile bootstrap interval."""
 
     mean: float
     low: float

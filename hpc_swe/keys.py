@@ -23,7 +23,7 @@ BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the configuration is described by this."""
+    """Describe a key of the configuration for people."""
 
     table: str
     """Its table in TOML, for example [policy] type = "megatron"; empty is the top of the file."""

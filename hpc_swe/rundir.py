@@ -22,7 +22,7 @@ class _At:
 
 @dataclass(frozen=True)
 class RunDir:
-    """This is one run's folder on the shared file system; attributes and methods name all its paths."""
+    """Name all paths of one run's folder on the shared file system."""
 
     root: Path
 

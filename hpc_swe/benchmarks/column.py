@@ -49,7 +49,7 @@ class Plan(Record, frozen=True, kw_only=True):
 
 
 class Measured(Record, frozen=True, kw_only=True):
-    """These are the figures of one column."""
+    """Hold the figures of one column."""
 
     step_s: float
     """Mean seconds of a step, by the clock of rank 0; all ranks end a step together."""

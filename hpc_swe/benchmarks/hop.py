@@ -75,7 +75,7 @@ class HopPlan(Record, frozen=True, kw_only=True):
 
 
 class Published(Record, frozen=True, kw_only=True):
-    """These are the times at which a version was made, in seconds since the epoch."""
+    """Hold the times at which a version was made, in seconds since the epoch."""
 
     version: WeightVersion
     trained: float
@@ -84,7 +84,7 @@ class Published(Record, frozen=True, kw_only=True):
 
 
 class HopFigures(Record, frozen=True, kw_only=True):
-    """The learner's side writes this last."""
+    """Hold the figures of the learner's side, which writes them last."""
 
     rates: Rates
     disk_bytes: float

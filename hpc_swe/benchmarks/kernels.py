@@ -25,7 +25,7 @@ NAME_WIDTH = 60
 
 
 class KernelTimes(Record, frozen=True, kw_only=True):
-    """These are the seconds of one step on one device."""
+    """Hold the seconds of one step on one device."""
 
     seconds: dict[str, float]
     """Seconds by class; those in which no kernel runs are idle."""

@@ -15,7 +15,7 @@ GB = 1e9
 
 
 class Rates(Record, frozen=True, kw_only=True):
-    """These are the best rates of one device, as measured."""
+    """Hold the best rates of one device, as measured."""
 
     device: str
     versions: str

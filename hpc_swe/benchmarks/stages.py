@@ -40,7 +40,7 @@ PARTS = {"stage": "staged", "write": "swapped", "digests": "swapped"}
 
 
 class Moment(Record, frozen=True, kw_only=True):
-    """A line was logged."""
+    """Hold a line of the log and its time."""
 
     at: float
     """Seconds since the epoch."""

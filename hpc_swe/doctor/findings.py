@@ -27,7 +27,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class PartitionNeeds:
-    """A run needs this of one partition; without a name it is this machine, outside any job."""
+    """Describe what a run needs of one partition; without a name it is this machine, outside any job."""
 
     partition: str = ""
     options: tuple[str, ...] = ()

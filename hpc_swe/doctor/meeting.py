@@ -25,7 +25,7 @@ HELLO, DONE, LOCK = "hello", "done", "lock"
 
 
 class Peer(Record, frozen=True, kw_only=True):
-    """A node has found this out about another node; an empty text means that all is well."""
+    """Hold what a node found out about another node; an empty text means that all is well."""
 
     host: str
     unseen: str = ""
@@ -50,7 +50,7 @@ def reason(check: Callable[[], object]) -> str:
 
 
 class Room:
-    """Nodes meet in a folder, where names in its listing are their only messages."""
+    """Exchange messages with other nodes in a folder; names in its listing are the messages."""
 
     def __init__(self, folder: Path, rank: int, deadline: float) -> None:
         self._folder, self._rank, self._deadline = folder, rank, deadline

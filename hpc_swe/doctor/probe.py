@@ -39,7 +39,7 @@ TOKEN = "token"
 
 
 class Shared(Record, frozen=True, kw_only=True):
-    """The shared folder was checked on one node; an empty text means that the operation works."""
+    """Hold what one node found out about the shared folder; an empty text means that the operation works."""
 
     kind: str = ""
     """Type of the file system."""

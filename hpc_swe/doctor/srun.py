@@ -24,7 +24,7 @@ TROUBLES = (
 
 @dataclass(frozen=True)
 class ProbeSetup:
-    """Nodes are probed in this folder, by this interpreter, within this time."""
+    """Say in which folder nodes are probed, by which interpreter, and within what time."""
 
     folder: Path
     token: str
@@ -47,7 +47,7 @@ class ProbeSetup:
 
 @dataclass(frozen=True)
 class SrunResult:
-    """This is the output of one srun that has ended."""
+    """Hold the output of an srun that has ended."""
 
     text: str
     errors: str

@@ -75,7 +75,7 @@ class Summary(Record, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Finished:
-    """A finished evaluation is compared by its attempts, its tasks and its sampling settings."""
+    """Hold what a finished evaluation is compared by: its attempts, tasks and sampling settings."""
 
     attempts: Sequence[Attempt]
     tasks: Mapping[str, Task]

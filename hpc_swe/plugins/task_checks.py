@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Seconds(msgspec.Struct, frozen=True, kw_only=True):
-    """The seconds that grading the reference took are medians over the runs."""
+    """Hold the seconds that grading the reference took, as medians over the runs."""
 
     bare: float
     """Time of the task's own script on the reference, in a sandbox without any file of a grader."""

@@ -47,7 +47,7 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class WeightVersion(Record, frozen=True, kw_only=True, order=True):
-    """A version is sorted by the learner's incarnation, which each start increases, then by its steps."""
+    """Name a version of the weights: the learner's incarnation, which each start increases, then its step."""
 
     incarnation: int = 0
     step: int = 0

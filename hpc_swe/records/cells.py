@@ -69,7 +69,7 @@ class EndpointTable(Record, frozen=True, kw_only=True):
 
 
 class RoleStatus(Record, frozen=True, kw_only=True):
-    """A role's live processes are counted here; `silent` ones had no new heartbeat in two checks."""
+    """Count a role's live processes; `silent` ones had no new heartbeat in two checks."""
 
     role: Role
     desired: int

@@ -67,14 +67,14 @@ class Batch(Record, frozen=True, kw_only=True):
 
 
 class FileInfo(Record, frozen=True, kw_only=True):
-    """A file of a published folder is described by its size and checksum."""
+    """Describe a file of a published folder by its size and checksum."""
 
     size: int
     sha256: str
 
 
 class TensorInfo(Record, frozen=True, kw_only=True):
-    """A tensor of a weight version is described by its type, shape and digest (plugins/tensor_delta.py)."""
+    """Describe a tensor of a weight version by its type, shape and digest (plugins/tensor_delta.py)."""
 
     dtype: str
     shape: list[int]
@@ -90,7 +90,7 @@ class Manifest(Record, frozen=True, kw_only=True):
 
 
 class CoordinatorState(Record, frozen=True, kw_only=True):
-    """The coordinator resumes from this after a batch; it reads everything else back from the spools."""
+    """Hold what the coordinator resumes from after a batch; it reads all else back from the spools."""
 
     next_group: int = 0
     """First training group that no batch has consumed and that was not filtered or dropped."""

@@ -58,7 +58,7 @@ class Task(Record, frozen=True, kw_only=True):
 
 
 class Sampling(Record, frozen=True, kw_only=True):
-    """These settings shape the distribution that each token is sampled from."""
+    """Set the distribution that each token is sampled from."""
 
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     """0 is greedy."""
@@ -164,7 +164,7 @@ class Message(Record, frozen=True, kw_only=True):
 
 
 class ExitStatus(StrEnum):
-    """An episode has ended for one of these reasons."""
+    """Say why an episode has ended."""
 
     SUBMITTED = "submitted"
     MAX_TURNS = "max_turns"

@@ -39,7 +39,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class WholeEpisodes:
-    """These episodes are written whole: the newest ones, and all of some steps."""
+    """Choose the episodes that are written whole: the newest ones, and all of some steps."""
 
     newest: int | None = EPISODES
     """None is all."""

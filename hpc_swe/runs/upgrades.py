@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainingChange:
-    """This is one thing that a release trains otherwise than the one before, and which runs it concerns."""
+    """Describe one thing that a release trains otherwise than the one before, and the runs concerned."""
 
     name: str
     """Never changed: older copies of this file are searched for it."""

@@ -18,7 +18,7 @@ from hpc_swe.store import atomic
 
 
 class SkippedBatches(Record, frozen=True, kw_only=True):
-    """The learner skipped these batches, and has trained no later one since."""
+    """List the batches that the learner skipped since the last one that it trained."""
 
     steps: list[int] = []
     broken: int = 0

@@ -6,7 +6,7 @@ from hpc_swe.store import atomic, folders
 
 
 class TaskHistory(Record, frozen=True, kw_only=True):
-    """The groups of one task that batches have consumed are summed up here."""
+    """Sum up the groups of one task that batches have consumed."""
 
     groups: int = 0
     episodes: int = 0
@@ -19,7 +19,7 @@ class TaskHistory(Record, frozen=True, kw_only=True):
 
 
 class PlannedGroup(Record, frozen=True, kw_only=True):
-    """The task of a group was planned before the batch was published."""
+    """Hold the task of a group that was planned before the batch was published."""
 
     task_id: str
     weight: float = 1.0
@@ -27,7 +27,7 @@ class PlannedGroup(Record, frozen=True, kw_only=True):
 
 
 class RunHistory(Record, frozen=True, kw_only=True):
-    """A coordinator reads this to plan the groups after a batch."""
+    """Hold what a coordinator needs to plan the groups after a batch."""
 
     next_group: int = 0
     """First group of `planned`."""

@@ -71,7 +71,7 @@ _POINTER = re.compile(
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit has a message, parents, and the files that it changes."""
+    """Describe a commit: its message, its parents, and the files that it changes."""
 
     sha: str
     parents: tuple[str, ...]
@@ -88,7 +88,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Parts:
-    """The files of a commit are tests, code, or neither."""
+    """Divide the files of a commit into tests and code; some are neither."""
 
     tests: tuple[str, ...]
     code: tuple[str, ...]

@@ -47,7 +47,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """A mutant was tried with this result."""
+    """Hold the result of trying a mutant."""
 
     task_id: str
     source: str
@@ -60,7 +60,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class UntriedBug:
-    """A candidate is a mutant of a source that may be tried."""
+    """Hold a candidate: a mutant of a source that may be tried."""
 
     source: CodeSource
     survey: Survey

@@ -45,7 +45,7 @@ VERDICTS: dict[Verdict, str] = {
 
 
 class TriedCommit(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a trial is one line of a file, written at once."""
+    """Hold the result of a trial; it is one line of a file, written at once."""
 
     commit: str
     verdict: Verdict

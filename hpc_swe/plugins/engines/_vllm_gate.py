@@ -43,7 +43,7 @@ class UncheckedSwap:
 
 @dataclass(eq=False)
 class PendingRequest:
-    """A request is under way."""
+    """Represent a request that is under way."""
 
     swaps: list[UncheckedSwap]
     """Swaps whose weights may have sampled a part of its answer."""

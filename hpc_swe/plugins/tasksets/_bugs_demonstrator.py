@@ -21,7 +21,7 @@ third of them, so that its place says nothing."""
 
 @dataclass(frozen=True)
 class WorkedTest:
-    """The agent writes down this test with each plausible operator."""
+    """Hold a test that the agent writes down with each plausible operator."""
 
     expectation: str
     """The test's call and the value that it expects: ``tepu(53, 27) == 80``."""

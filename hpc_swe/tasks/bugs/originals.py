@@ -23,7 +23,7 @@ _PLAIN = re.compile(r"(/[\w.+-]+){2,}")
 
 
 class Copies(msgspec.Struct, frozen=True):
-    """An image has these files that are copies of a text, and single functions of it in other files."""
+    """List the files of an image that are copies of a text, and functions of it in other files."""
 
     files: frozenset[str] = frozenset()
     functions: frozenset[str] = frozenset()

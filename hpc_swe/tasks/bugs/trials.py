@@ -13,7 +13,7 @@ _PROGRAM = Path(__file__).with_name("_trial.py")
 
 
 class TestRun(msgspec.Struct, frozen=True):
-    """This says how one test of a trial has ended."""
+    """Say how one test of a trial has ended."""
 
     __test__ = False  # pytest must not collect this class
     name: str
@@ -35,7 +35,7 @@ class TestRun(msgspec.Struct, frozen=True):
 
 
 class TrialResult(msgspec.Struct, frozen=True):
-    """A run of pytest gave these results."""
+    """Hold the results of a run of pytest."""
 
     code: int
     seconds: float
