@@ -127,7 +127,7 @@ class CoordinatorConfig(Record, frozen=True, kw_only=True):
     """Seconds between two reports for `status`."""
     wait_s: Duration = 3600.0
     """Maximum wait without progress, beyond the limit after which supervision restarts a part, before the
-    coordinator fails with a message."""
+    coordinator fails with a message. Time in which a role that is awaited has no process does not count."""
 
 
 class RolloutConfig(Record, frozen=True, kw_only=True):

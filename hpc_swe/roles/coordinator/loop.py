@@ -125,16 +125,19 @@ class Coordinator:
         return is_suspect
 
     def _check_progress(self, snapshot: RunSnapshot, progress: Progress) -> None:
-        """Fail when nothing changed for `wait_s` although others are alive; wait when nobody else is.
+        """Fail when nothing changed for `wait_s`, not counting time in which others are absent.
 
-        Supervision comes first, since it restarts one part and knows which: its limit is added to `wait_s`,
-        and each of its restarts is a change.
+        They may be queued for days. Supervision comes first, since it restarts one part and knows which: its
+        limit is added to `wait_s`, and each of its restarts is a change.
         """
         verdicts, longest_s = 0, 0.0
         if self._supervision:
             verdicts, longest_s = self._supervision.verdicts, self._supervision.longest_s
         state = (snapshot.scan, snapshot.newest, snapshot.learner_step, progress.step, verdicts)
-        if state != self._progress[0] or all(node.role == "coordinator" for node in snapshot.nodes):
+        present = {node.role for node in snapshot.nodes} - {"coordinator"}
+        idle = {"coordinator", "learner"} if progress.step <= snapshot.learner_step else {"coordinator"}
+        awaited = {role for role, count in self._desired.items() if count} - idle
+        if state != self._progress[0] or not present or awaited - present:
             self._progress = (state, snapshot.now)
         unchanged_s = snapshot.now - self._progress[1]
         if unchanged_s > longest_s + self._config.wait_s:

@@ -456,6 +456,19 @@ def test_nothing_moving_among_the_living_is_an_error_that_says_for_what(run, stu
         made.iterate()
 
 
+def test_a_learner_that_waits_in_the_queue_for_hours_is_awaited(run):
+    """Others are alive, but have nothing to do."""
+    clock = Clock()
+    made = coordinator(run, lambda: training(run), clock)
+    node = Node(owner="rollout-1-00000001", role="rollout", beat=0, host="h", pid=1)
+    for beat in range(20):
+        atomic.put(run.node(node.owner), msgspec.structs.replace(node, beat=beat))
+        clock.now += 50.0
+        assert made.iterate() is False
+        work(run)
+    assert atomic.get(run.status, StatusReport).waits_for == "the learner: step 0 of 3"
+
+
 def test_a_run_ends_only_when_the_last_checkpoint_is_there(run):
     maintenance, mode = make_maintenance(run), training(run)
     for _ in range(20):
