@@ -202,8 +202,9 @@ class LearnerConfig(Record, frozen=True, kw_only=True):
     max_skipped: Natural = 3
     """Batches in a row that are skipped, and kept in skipped/, because a gradient was not finite; one more is
     an error."""
-    batch_wait_s: Duration = 3600.0
-    """Maximum wait for the next batch, not counting time in which no coordinator is alive."""
+    batch_wait_s: Duration = 21600.0
+    """Maximum wait for the next batch, not counting time in which no coordinator is alive. Let it be longer
+    than the coordinator's own wait, since a step may take long, and the coordinator knows what is awaited."""
     poll_s: Duration = 0.2
     """Seconds between two checks for the next batch."""
     loss: LossConfig = LossConfig()

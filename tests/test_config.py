@@ -7,6 +7,7 @@ import pytest
 
 from hpc_swe import config as configuration
 from hpc_swe.errors import ConfigError
+from tests.kit.checkout import ROOT
 
 GOOD = """
 model = "m"
@@ -218,6 +219,13 @@ def test_a_decay_without_a_length_of_its_own_ends_with_the_run(read):
         read(GOOD, LINEAR, "steps=30", "learner.optimizer.decay_steps=50").learner.optimizer.decay_steps == 50
     )
     assert read(GOOD, "steps=30").learner.optimizer.decay_steps == 0
+
+
+@pytest.mark.parametrize("name", ["swebench", "swepdb"])
+def test_a_learner_outwaits_the_coordinator_which_restarts_what_is_stuck(name):
+    config = configuration.read(ROOT / f"configs/{name}.toml")
+    stuck_s = max(config.supervision.stuck_s, 2 * config.rollout.episode_timeout_s)
+    assert config.learner.batch_wait_s > stuck_s + config.coordinator.wait_s
 
 
 @pytest.mark.parametrize("objective", ["grpo", "sft"])
