@@ -61,12 +61,9 @@ class Checker:
             for _ in range(self.runs):
                 with boundary(EpisodeError, "grade"):  # swebench's parsers may raise anything
                     if reference is not None:
-                        began = time.monotonic()
-                        gold.append(self._grade(task, reference))
-                        whole_s = time.monotonic() - began
-                        if gold[-1].outcome == "resolved":
-                            bare_s, _ = _run_bare(task, reference, self.sandboxes)
-                            seconds.append(Seconds(bare=bare_s, overhead=whole_s - bare_s))
+                        score, spent = self._timed(task, reference)
+                        gold.append(score)
+                        seconds += [spent] if spent else []
                     empty.append(self._grade(task, ""))
             kind, reason = judged(gold, empty)
             if kind in ("unproven", "gold_fails") and not task.base_commit:
@@ -88,6 +85,16 @@ class Checker:
             changed_tests=versions,
             unchanged=unchanged,
         )
+
+    def _timed(self, task: Task, reference: str) -> tuple[Score, Seconds | None]:
+        """Grade the reference; return its score, and the seconds that this took if it resolves the task."""
+        began = time.monotonic()
+        score = self._grade(task, reference)
+        whole_s = time.monotonic() - began
+        if score.outcome != "resolved":
+            return score, None
+        bare_s, _ = _run_bare(task, reference, self.sandboxes)
+        return score, Seconds(bare=bare_s, overhead=whole_s - bare_s)
 
     def _changed(self, task: Task, reference: str) -> tuple[list[Version], str]:
         if not isinstance(self.grader, Regrader):
