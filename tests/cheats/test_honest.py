@@ -207,9 +207,12 @@ def test_a_link_that_the_host_makes_of_an_image_s_file_blames_nobody(tmp_path):
     code = compile("x = 1\n", str(library), "exec")
     began_ns = (tmp_path / "report").stat().st_ctime_ns
     guard = SimpleNamespace(began_ns=began_ns, root=str(tmp_path / "tree"), must_compare=False)
-    guard.installed = (f"{library.parent}/",)
+    guard.installed, guard.young, told = (f"{library.parent}/",), set(), []
+    guard.note = lambda young: told.append(young)
     assert _code.is_installed(guard, code), "no code under test has run"
+    assert not told
     assert _code.place(guard, str(library)) == "", "it may have run"
+    assert told == [str(library)], "the grader asks whether the image has it so"
     guard.must_compare = True
     assert not _code.is_installed(guard, code), "events do not tell whether it has run"
 
