@@ -60,9 +60,13 @@ class Demo:
     """Folder of the run that is trained with GRPO; empty: grpo, or the name of the control."""
     quick: bool = False
     """Only the evaluations that GRPO makes while it trains are made."""
+    given: Path | None = None
+    """Folder of a model to start from, in place of one with random weights."""
 
     def make_model(self) -> Path:
         """Make the tokenizer, the chat template and random weights, unless they exist; return the folder."""
+        if self.given:
+            return self.given
         folder = self.root / "model"
         config = configuration.from_words(["configs/demo.toml", *self.overrides])
         if not (folder / "config.json").exists():
@@ -213,7 +217,12 @@ def run(demo: Demo, control: str) -> None:
     console.print(f"{time.monotonic() - began:.0f} s in all")
 
 
-EXAMPLES = ("", "--seed 1 --control shuffled", "configs/slurm_demo.toml --out /shared/me/demo")
+EXAMPLES = (
+    "",
+    "--seed 1 --control shuffled",
+    "configs/slurm_demo.toml --out /shared/me/demo",
+    "--model MODEL configs/demo_gpu.toml --out runs/mine",
+)
 
 
 @cli.command
@@ -227,7 +236,10 @@ def main() -> None:
     add("--seed", type=int, default=0, help="decides the weights at the start and the order of the tasks")
     add("--out", type=cli.path, help="folder of the stages (default: runs/demo-SEED)")
     add("--control", choices=sorted(CONTROLS), default="", help="run a control instead of GRPO")
-    add("--shape", choices=SHAPES, default="tiny", help="sizes of the model, tiny or those of Qwen3")
+    models = parser.add_mutually_exclusive_group()
+    sizes = "sizes of a model with random weights: tiny, or those of Qwen3"
+    models.add_argument("--shape", choices=SHAPES, default="tiny", help=sizes)
+    models.add_argument("--model", type=cli.path, help="folder of another model to start from")
     names = "folder of the GRPO run in --out (default: grpo); several share a warm start"
     add("--name", type=run_name, help=names)
     add("--quick", action="store_true", help="evaluate only while GRPO trains, not before and after it")
@@ -235,7 +247,7 @@ def main() -> None:
     arguments = cli.parse(parser)
     root = arguments.out or Path(os.environ.get("HPC_SWE_RUNS", "runs")) / f"demo-{arguments.seed}"
     try:
-        given = arguments.overrides, arguments.shape, arguments.name or "", arguments.quick
+        given = arguments.overrides, arguments.shape, arguments.name or "", arguments.quick, arguments.model
         run(Demo(root, arguments.seed, *given), arguments.control)
     except KeyboardInterrupt:
         say("stopped; the same command continues from here")

@@ -40,6 +40,11 @@ def test_a_model_of_other_sizes_is_not_taken_for_the_one_asked_for(tmp_path):
         Demo(tmp_path, 0, [], shape="0.6B").make_model()
 
 
+def test_the_demo_starts_from_the_model_that_is_given(tmp_path):
+    assert Demo(tmp_path / "out", 0, [], given=tmp_path).make_model() == tmp_path
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_model_for_shorter_conversations_is_not_taken_either(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(SIZES | {"max_position_embeddings": 256}))
