@@ -9,9 +9,8 @@ from typing import get_args
 from hpc_swe import job_counts
 from hpc_swe.errors import ConfigError
 from hpc_swe.metrics import Log
-from hpc_swe.plugins.agents.base import Prefaced
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.tasksets.base import Demonstrated, Weighted
+from hpc_swe.plugins.tasksets.base import Weighted
 from hpc_swe.records import Role, Sample, ScoredEpisode, Task
 from hpc_swe.roles.coordinator import archive, sft
 from hpc_swe.roles.coordinator.batches import BatchSettings
@@ -23,9 +22,9 @@ from hpc_swe.roles.coordinator.maintenance import Maintenance
 from hpc_swe.roles.coordinator.supervision import Supervision
 from hpc_swe.roles.coordinator.training import Training
 from hpc_swe.rundir import RunDir
+from hpc_swe.runs import demonstrations
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, tasks, trajectories
-from hpc_swe.tokenization import token_builder
 from jobs import entry
 
 
@@ -104,20 +103,7 @@ def _samples(config: RunConfig, curves: Log, fates: Counter[str]) -> Iterator[Sa
             config.batches.microbatch_tokens,
             curves,
         )
-    if not isinstance(config.taskset, Demonstrated):
-        raise ConfigError(
-            f"[taskset] {type(config.taskset).__name__} shows no demonstrations; set sft.source"
-        )
-    if not isinstance(config.agent, Prefaced):
-        raise ConfigError(
-            f"[agent] {type(config.agent).__name__} does not say what its policy is shown; warm-start with "
-            'sft.source = "episodes"'
-        )
-    rollout, preface = config.rollout, config.agent.preface
-    builder = token_builder(config)
-    conversations = sft.with_system_prompt(config.taskset.demonstrations(config.seed), preface)
-    encode = partial(builder.demonstration, tools=preface.tools)
-    return sft.from_conversations(conversations, encode, rollout.context, fates)
+    return demonstrations.samples(config, fates)
 
 
 def _archived(run: RunDir) -> Iterator[ScoredEpisode]:

@@ -26,7 +26,7 @@ from hpc_swe.plugins.policies.base import EstimatedPolicy, Policy
 from hpc_swe.plugins.weight_files import read_header, read_index
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import create, estimate, existing, submit
+from hpc_swe.runs import create, demonstrations, estimate, existing, submit
 from hpc_swe.runs.create import Taken
 from hpc_swe.settings import RunConfig
 from hpc_swe.tokenization import token_builder
@@ -91,6 +91,8 @@ def _model(_: RunDir, config: RunConfig) -> Iterator[str]:
         yield from _weights("reference", Path(config.reference))
     if "rollout" in wanted:
         yield from _complaints(lambda: token_builder(config))
+    elif (config.mode, config.sft.source) == ("sft", "demonstrations"):
+        yield from _complaints(lambda: demonstrations.check(config))
 
 
 def _lacks(name: str, folder: Path) -> str:

@@ -52,6 +52,7 @@ SHAPE = {
 SLURM = (
     'executor={type="slurm", roles={learner={nodes=2, gpus_per_node=1}, inference={options={gres="gpu:2"}}}}'
 )
+SFT = ['mode="sft"', 'learner.loss={objective="sft"}']
 
 
 @pytest.fixture
@@ -506,6 +507,12 @@ def test_a_path_below_a_file_is_an_error_without_a_traceback(tmp_path):
             ['taskset={type="kodcode", train="/no/train.parquet", eval="/no/eval.parquet", image="x"}'],
             ["/no/train.parquet"],
         ),
+        ([*SFT, 'agent.tools=["view", "submit"]'], [r"\[agent\] tools lack replace"]),
+        (
+            [*SFT, 'agent={type="cli_agent", command="true"}'],
+            ["not say what its policy is shown; warm"],
+        ),
+        ([*SFT, 'rollout.tool_parser="qwen3_coder"'], ["its chat template cannot be used append-only"]),
     ],
 )
 def test_each_thing_that_cannot_work_is_a_line_before_there_is_a_folder(
