@@ -221,7 +221,7 @@ EXAMPLES = (
     "",
     "--seed 1 --control shuffled",
     "configs/slurm_demo.toml --out /shared/me/demo",
-    "--model MODEL configs/demo_gpu.toml --out runs/mine",
+    "--model MODEL configs/demo_gpu.toml configs/demo_model.toml --out runs/trial",
 )
 
 
