@@ -70,7 +70,7 @@ BUDGETS = {
     "hpc_swe/roles/learner": 1_070,
     "hpc_swe/roles/reward": 340,
     "hpc_swe/roles/rollout": 1_270,
-    "hpc_swe/runs": 2_352,
+    "hpc_swe/runs": 2_393,
     "hpc_swe/store": 2_106,
     "hpc_swe/tasks": 4_300,
     "jobs": 1_180,
