@@ -63,7 +63,7 @@ class TokenBuilder:
         except (ConfigError, AgentError) as error:
             raise ConfigError(
                 f"{folder}: its chat template cannot be used append-only: {error}; "
-                f"change template_arguments or tool_parser in [rollout], or the template"
+                f"change template_arguments or tool_parser in [rollout], or the template: see docs/models.md"
             ) from error
 
     def start(self, messages: Sequence[Message], tools: str = "", served: bool = False) -> list[int]:
