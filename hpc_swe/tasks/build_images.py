@@ -9,6 +9,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import chain
 from pathlib import Path
 
 from hpc_swe import cli
@@ -22,43 +23,58 @@ from hpc_swe.tasks.images.sources import Built, ImageSource, Pulled
 from hpc_swe.tasks.images.store import ImageStore, Problem
 
 
-def wanted(config: RunConfig) -> tuple[ImageSandboxes, list[Problem]]:
-    """Return the run's sandboxes, and one of its problems for each image."""
+def wanted(config: RunConfig) -> tuple[ImageSandboxes, list[list[Problem]]]:
+    """Return the run's sandboxes, and the problems of each image.
+
+    Raise ConfigError if tasks of one image have different base commits.
+    """
     taskset, sandbox = config.taskset, config.sandbox
     if isinstance(taskset, Referenced) and isinstance(sandbox, ImageSandboxes):
-        taken = config.tasks.take(taskset).values()
-        tasks = {task.image: task for found in taken for task in found if task.base_commit}.values()
+        taken = chain.from_iterable(config.tasks.take(taskset).values())
+        tasks = {task.task_id: task for task in taken if task.base_commit}.values()
         references = taskset.references(tasks)
-        if tasks:
-            return sandbox, [Problem(task, references[task.task_id]) for task in tasks]
+        images: dict[str, list[Problem]] = {}
+        for task in tasks:
+            sharing = images.setdefault(task.image, [])
+            sharing.append(Problem(task, references[task.task_id]))
+            first = sharing[0].task
+            if first.base_commit != task.base_commit:
+                raise ConfigError(
+                    f"[taskset] {first.task_id} and {task.task_id} share the image {task.image}, which holds "
+                    f"one base commit, but have {first.base_commit} and {task.base_commit}: name another in "
+                    "the column image; its tag is not part of its name"
+                )
+        if images:
+            return sandbox, list(images.values())
     raise ConfigError(
         "images are built for tasks of taskset.type = 'swebench' with sandbox.type = 'apptainer'"
     )
 
 
-def run(store: ImageStore, source: ImageSource, problems: Sequence[Problem], jobs: int) -> int:
-    """Build missing images, with a progress bar, and return the number of failures.
+def run(store: ImageStore, source: ImageSource, images: Sequence[Sequence[Problem]], jobs: int) -> int:
+    """Build missing images, given by the problems of each; return the number of failures.
 
     Raise StorageError, and start no further image, if the disk is full.
     """
     failed = 0
     with bars() as progress, ThreadPoolExecutor(jobs) as pool:
-        bar = progress.add_task("images", total=len(problems))
-        futures = {pool.submit(store.build, source, problem): problem.task for problem in problems}
+        bar = progress.add_task("images", total=len(images))
+        futures = {pool.submit(store.build, source, *sharing): sharing for sharing in images}
         try:
             for done, future in enumerate(as_completed(futures)):
-                task = futures[future]
+                tasks = [problem.task.task_id for problem in futures[future]]
+                image = futures[future][0].task.image
                 try:
                     future.result()
                 except StorageError as error:
                     raise StorageError(
                         f"{store.images}: the disk is full ({str(error)[-300:]}). {done - failed} of "
-                        f"{len(problems)} images exist; free some space and run the same command again"
+                        f"{len(images)} images exist; free some space and run the same command again"
                     ) from None
                 except HpcSweError as error:
                     failed += 1
-                    say(f"{task.task_id}: {error}")
-                progress.update(bar, description=task.image, advance=1)
+                    say(f"{tasks[0] if len(tasks) == 1 else f'{len(tasks)} tasks of {image}'}: {error}")
+                progress.update(bar, description=image, advance=1)
         finally:
             pool.shutdown(cancel_futures=True)
     return failed
@@ -126,12 +142,12 @@ def main() -> int:
     )
     add_recipe(parser)
     arguments = cli.parse(parser)
-    sandbox, problems = wanted(configuration.from_words(arguments.config))
+    sandbox, images = wanted(configuration.from_words(arguments.config))
     store = ImageStore(Path(sandbox.images), arguments.keep_leaks)
     source = _source(arguments, sandbox)
     with store.locked():
-        failed = run(store, source, problems, arguments.jobs)
-    say(f"{len(problems) - failed} of {len(problems)} images are in {store.images}")
+        failed = run(store, source, images, arguments.jobs)
+    say(f"{len(images) - failed} of {len(images)} images are in {store.images}")
     return 1 if failed else 0
 
 

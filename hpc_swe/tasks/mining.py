@@ -118,8 +118,8 @@ class Trial:
         if tried is None or tried.verdict in ("unfit", "host"):
             return False
         task = self._task(self._row(candidate))
-        made = self.images
-        if tried.verdict == "task" and made and not made.store.has(task, made.source.digest(task)):
+        made, problem = self.images, Problem(task, candidate.patch)
+        if tried.verdict == "task" and made and not made.store.has(made.source.digest(task), problem):
             return False
         return tried.settings == self._settings(task, candidate.patch)
 

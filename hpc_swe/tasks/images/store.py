@@ -7,9 +7,10 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -37,15 +38,32 @@ class ImageManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Tracked files that the image's maker changed, in a commit on top of the base."""
     leaks: list[str] = []
     """Files that show the solution, with --keep-leaks."""
+    searched: list[str] = []
+    """Digest of each solution that the image was searched for; an older file has none, and is of one task."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Hold a task and its solution, for which an image is built."""
+    """Hold a task and its solution, for which an image is built; other tasks may share the image."""
 
     task: Task
     reference: str
     """Patch that solves the task; its files equal those of the base commit in any image."""
+
+    @property
+    def secrets(self) -> tuple[str, str]:
+        """Return the patches that the image must not show: the reference and the hidden tests."""
+        return self.reference, self.task.tests.extra["test_patch"]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(repr(self.secrets).encode()).hexdigest()[:16]
+
+    @property
+    def exact(self) -> set[str]:
+        """Return the files of the tests and the reference."""
+        extra = self.task.tests.extra
+        return {*json.loads(extra["test_files"]), *extra["set_up"].split("\n")}
 
 
 @dataclass(frozen=True)
@@ -57,28 +75,25 @@ class ImageStore:
     wait_s: float = 60.0
     """Longest wait for another builder to end."""
 
-    def build(self, source: ImageSource, problem: Problem) -> bool:
-        """Build an image; return False when it exists already.
+    def build(self, source: ImageSource, *problems: Problem) -> bool:
+        """Build the image that the problems share; return False when it exists already.
 
         Raise StorageError if the disk is full, and HpcSweError, with the reason, if a command failed or the
         image is not fit.
         """
-        task = problem.task
+        task = problems[0].task
         digest = source.digest(task)
-        if self.has(task, digest):
+        if self.has(digest, *problems):
             return False
         with self._scratch() as work:
             tree, sif = work / "tree", work / "image.sif"
-            extra = task.tests.extra
-            exact = {*json.loads(extra["test_files"]), *extra["set_up"].split("\n")}  # of tests and reference
-            set_up = source.lay_out(task, exact, work)
-            secrets = (problem.reference, extra["test_patch"])
-            found = leaks.search(tree, task.workdir, task.base_commit, *secrets)
+            set_up = source.lay_out(task, set[str]().union(*(one.exact for one in problems)), work)
+            found = _search(tree, problems)
             if found and not self.keep_leaks:
-                more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+                shown = problems if len(problems) == 1 else [one for one in problems if _search(tree, [one])]
                 raise HpcSweError(
-                    f"the image shows the solution or the hidden tests in {', '.join(found[:5])}{more}: "
-                    "leave the instance out, or pass --keep-leaks"
+                    f"the image shows the solution or the hidden tests in {_first(found)}: leave the "
+                    f"instance out ({_first([one.task.task_id for one in shown])}), or pass --keep-leaks"
                 )
             # mksquashfs's default, gzip, takes twenty times the CPU for nearly the same size
             zstd = ("--mksquashfs-args", "-comp zstd -Xcompression-level 3")
@@ -93,6 +108,7 @@ class ImageStore:
                 source=source.origin(task),
                 set_up=set_up,
                 leaks=found,
+                searched=sorted(one.digest for one in problems),
             )
             self._put(work, done, isinstance(source, Built))
         return True
@@ -150,15 +166,18 @@ class ImageStore:
             (work / "tree").rename(folder)
         (work / "manifest").rename(manifest)
 
-    def has(self, task: Task, digest: str) -> bool:
-        """Tell whether there is an image of the task, made of what the digest stands for."""
+    def has(self, digest: str, *problems: Problem) -> bool:
+        """Tell whether there is an image of what the digest stands for that was searched for all problems."""
+        task = problems[0].task
         try:
             manifest = (self.images / f"{task.image}.json").read_bytes()
             made = msgspec.json.decode(manifest, type=ImageManifest)
         except (OSError, msgspec.MsgspecError):
             return False
         same = (made.base_commit, made.environment) == (task.base_commit, digest)
-        return same and (self.images / f"{task.image}.sif").exists()
+        known = {one.digest for one in problems} <= {*made.searched}
+        is_searched = known if made.searched else len(problems) == 1
+        return same and is_searched and (self.images / f"{task.image}.sif").exists()
 
     @contextmanager
     def _scratch(self) -> Iterator[Path]:
@@ -171,3 +190,13 @@ class ImageStore:
             raise (StorageError if full else HpcSweError)(str(error)) from None
         finally:
             remove(work)
+
+
+def _search(tree: Path, problems: Sequence[Problem]) -> list[str]:
+    task, secrets = problems[0].task, chain.from_iterable(one.secrets for one in problems)
+    return leaks.search(tree, task.workdir, task.base_commit, *secrets)
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{more}"
