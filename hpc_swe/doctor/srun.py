@@ -2,8 +2,10 @@
 
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +35,8 @@ class ProbeSetup:
     sandbox: str
     """The table [sandbox] as JSON, when it runs images; empty checks no image."""
     timeout_s: float
+    answer_s: float = ANSWER_S
+    """Longest wait for each of scancel, the end of srun after it, and the end of a killed srun."""
 
     @property
     def job(self) -> str:
@@ -92,27 +96,38 @@ def srun(need: PartitionNeeds, setup: ProbeSetup) -> SrunResult:
     command += setup.command
     # Inside a job, srun would otherwise use that job's nodes.
     kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key in KEPT}
-    with subprocess.Popen(
+    # Not as a context: its end would wait for the end of srun without a limit.
+    job = subprocess.Popen(
         command, env=kept, text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as job:
-        try:
-            return SrunResult(*job.communicate(timeout=setup.timeout_s))
-        except subprocess.TimeoutExpired:
-            text, errors = _cancel(job, setup)
-            return SrunResult(text, errors, timed_out=True)
-        finally:
-            if job.poll() is None:  # interrupted
-                _cancel(job, setup)
+    )
+    try:
+        return SrunResult(*job.communicate(timeout=setup.timeout_s))
+    except subprocess.TimeoutExpired:
+        text, errors = _cancel(job, setup)
+        return SrunResult(text, errors, timed_out=True)
+    except KeyboardInterrupt:
+        _cancel(job, setup)
+        raise
 
 
 def _cancel(job: "subprocess.Popen[str]", setup: ProbeSetup) -> tuple[str, str]:
+    """Cancel the job and end srun; return what it has printed, perhaps before its end."""
     cancel = ["scancel", f"--name={setup.job}"]
     try:
-        subprocess.run(cancel, timeout=ANSWER_S, check=False, capture_output=True)
-        return job.communicate(timeout=ANSWER_S)
+        subprocess.run(cancel, timeout=setup.answer_s, check=False, capture_output=True)
+        return job.communicate(timeout=setup.answer_s)
     except subprocess.TimeoutExpired:
-        job.kill()
-        return job.communicate()
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+    try:
+        return job.communicate(timeout=setup.answer_s)
+    except subprocess.TimeoutExpired as late:  # a process of another session may hold the pipes
+        return _text(late.stdout), _text(late.stderr)
+
+
+def _text(printed: bytes | str | None) -> str:
+    """Return what a command printed before a timeout: bytes, also where it was started with `text`."""
+    return printed.decode(errors="replace") if isinstance(printed, bytes) else printed or ""
 
 
 def missing_answers(need: PartitionNeeds, setup: ProbeSetup, result: SrunResult, answers: int) -> Finding:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from hpc_swe.doctor.findings import PartitionNeeds
 from hpc_swe.doctor.meeting import Peer
 from hpc_swe.doctor.probe import Shared
 from hpc_swe.doctor.srun import ProbeSetup, SrunResult
+from hpc_swe.processes import start_time
 from tests.kit.checkout import ROOT
 
 # What the probe of a node of the test cluster printed, but for the path of its python.
@@ -300,3 +302,18 @@ def test_a_configuration_that_does_not_load_is_a_mistake_of_its_writer(tmp_path)
     done = run(tmp_path, "configs/demo.toml", "nonsense=1")
     assert done.returncode == 2
     assert "nonsense" in done.stderr
+
+
+def test_a_process_that_holds_sruns_output_does_not_hold_the_doctor(tmp_path, monkeypatch):
+    holder = f"setsid sh -c 'echo $$ > {tmp_path}/holder; exec sleep 300' &"
+    wait = f"until [ -s {tmp_path}/holder ]; do sleep 0.05; done; echo answer; sleep 300"
+    for name, lines in (("srun", f"{holder}\n{wait}"), ("scancel", "true")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    setup = ProbeSetup(tmp_path, "token", "python", "", timeout_s=3.0, answer_s=1.0)
+    result = srun.srun(PartitionNeeds("cpu"), setup)
+    holder = int((tmp_path / "holder").read_text())
+    assert start_time(holder), "it was not awaited"
+    os.kill(holder, signal.SIGKILL)
+    assert result == SrunResult("answer\n", "", timed_out=True)
