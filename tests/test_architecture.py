@@ -42,6 +42,7 @@ TEST_NAME = 70
 # - plugins/tools: a debugger in the sandbox, and walks that end early in folders of the policy
 # - plugins/tasksets: demonstrations that show their work, so that a loop of the demo is bound by GPUs
 # - roles/learner: checkpoints that come by time as well as by number
+# - roles/inference and roles/reward: processes that the kernel does not let end after they were killed
 # - plugins/executors: what people may write among the options of sbatch, and what that replaces
 # - runs: what a tick cancels under an order, jobs that end before they have reported anything, steps that a
 #   learner saves before its run is stopped, and copies of runs, which have the records of the originals' jobs
@@ -60,16 +61,16 @@ BUDGETS = {
     "hpc_swe/plugins/executors": 891,
     "hpc_swe/plugins/graders": 3_261,
     "hpc_swe/plugins/policies": 6_102,
-    "hpc_swe/plugins/sandboxes": 2_535,
+    "hpc_swe/plugins/sandboxes": 2_552,
     "hpc_swe/plugins/tasksets": 1_170,
     "hpc_swe/plugins/tools": 1_755,
     "hpc_swe/records": 555,
     "hpc_swe/report": 870,
     "hpc_swe/roles": 10,
     "hpc_swe/roles/coordinator": 3_080,
-    "hpc_swe/roles/inference": 651,
+    "hpc_swe/roles/inference": 672,
     "hpc_swe/roles/learner": 1_070,
-    "hpc_swe/roles/reward": 340,
+    "hpc_swe/roles/reward": 360,
     "hpc_swe/roles/rollout": 1_270,
     "hpc_swe/runs": 2_393,
     "hpc_swe/store": 2_106,

@@ -21,6 +21,7 @@ from jobs import stacks
 from jobs.run import STUCK, Gang, await_end, supervise
 from jobs.supervision import VerdictReader
 from tests.kit.checkout import ROOT
+from tests.kit.tracing import ALLOWS, traced
 from tests.kit.waiting import until
 
 BEGIN = "import ctypes, os, sys, time; from jobs import stacks; stacks.register()\n"
@@ -94,25 +95,13 @@ def test_a_process_that_hangs_when_the_run_ends_does_not_hold_its_job(run, tmp_p
 
 
 def test_a_killed_child_that_the_kernel_does_not_let_go_ends_its_job():
-    """A process that another one traces stays, for its parent, until that one looks at it."""
-    allows = (
-        "import ctypes, time; ctypes.CDLL(None).prctl(0x59616D61, -1); print(1, flush=True); time.sleep(60)"
-    )
-    seizes = (
-        "import ctypes, sys; sys.exit(ctypes.CDLL(None).ptrace(0x4206, int(sys.argv[1]), 0, 0) or input(0))"
-    )
-    child = subprocess.Popen(python(allows), stdout=subprocess.PIPE)
+    text = f"{ALLOWS}import time; print(1, flush=True); time.sleep(60)"
+    child = subprocess.Popen(python(text), stdout=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stdout.readline()
-    tracer = subprocess.Popen(python(seizes, child.pid), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert tracer.stdout is not None
-    assert tracer.stdout.read(1) == b"0"
-    try:
-        with pytest.raises(NodeError, match=f"killed processes do not end within 0.3 s: {child.pid} Z"):
-            await_end([child], 0.1, 0.3)
-    finally:
-        tracer.kill()
-        tracer.wait()
+    complaint = f"killed processes do not end within 0.3 s: {child.pid} Z"
+    with traced(child.pid), pytest.raises(NodeError, match=complaint):
+        await_end([child], 0.1, 0.3)
     assert child.wait(10) == -signal.SIGKILL
 
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hpc_swe.plugins.sif import squashfs_offset
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 _DEVICE = re.compile(r"create_inode: could not create \w+ device .*because you're not superuser")
 _INCOMPLETE = 2  # exit code of unsquashfs when it could not make every file
 _GROWTH = 4  # an unpacked image takes about three times the space of its .sif
+_KILLED_S = 10.0
+"""Longest wait for the end of a killed command."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _warned: set[str] = set()
 
@@ -63,8 +66,8 @@ class LocalImages:
         image, root = tree.parent, tree.parent.parent
         try:
             with ExitStack() as alone:
-                _lock(root, self.timeout_s, alone)
-                if _evict(image):
+                lock = _lock(root, self.timeout_s, alone)
+                if _evict(image, self.timeout_s, lock):
                     log.warning("thinned: %s did not start, though its .sif does; it is removed", image)
         except _FAILURES as error:
             _warn_once(self.folder, str(error))
@@ -80,8 +83,8 @@ class LocalImages:
                 if not _hold(image, held):
                     for leftover in root.iterdir():
                         if not leftover.name.endswith(boot):
-                            _remove(leftover)
-                    _make_room(root, _GROWTH * state.st_size, int(self.most_gb * 1e9))
+                            _remove(leftover, self.timeout_s, lock)
+                    self._make_room(root, _GROWTH * state.st_size, lock)
                     self._unpack(sif, image, lock)
                     if not _hold(image, held):
                         raise OSError(f"{image} was removed at once")
@@ -103,7 +106,18 @@ class LocalImages:
             (part / "bytes").write_text(listing.split()[0])
             part.rename(image)
         finally:
-            _remove(part)
+            _remove(part, self.timeout_s, lock)
+
+    def _make_room(self, root: Path, needed: int, lock: int) -> None:
+        """Remove the least recently used images, but none in use, until `needed` bytes are free."""
+        evict, most = partial(_evict, timeout_s=self.timeout_s, lock=lock), int(self.most_gb * 1e9)
+        images = sorted(root.iterdir(), key=lambda image: image.stat().st_mtime_ns)
+        sizes = {image: size for image in images if (size := _size(image)) or not evict(image)}
+        while needed > min(shutil.disk_usage(root).free, most - sum(sizes.values())):
+            victim = next((image for image in images if image in sizes and evict(image)), None)
+            if victim is None:
+                raise OSError(f"no room for {needed / 1e9:.1f} GB in {root} beside the images in use")
+            del sizes[victim]
 
 
 def _root(folder: str) -> Path:
@@ -151,17 +165,6 @@ def _hold(image: Path, held: ExitStack) -> bool:
     return True
 
 
-def _make_room(root: Path, needed: int, most: int) -> None:
-    """Remove the least recently used images, but none in use, until `needed` bytes are free."""
-    images = sorted(root.iterdir(), key=lambda image: image.stat().st_mtime_ns)
-    sizes = {image: size for image in images if (size := _size(image)) or not _evict(image)}
-    while needed > min(shutil.disk_usage(root).free, most - sum(sizes.values())):
-        victim = next((image for image in images if image in sizes and _evict(image)), None)
-        if victim is None:
-            raise OSError(f"no room for {needed / 1e9:.1f} GB in {root} beside the images in use")
-        del sizes[victim]
-
-
 def _size(image: Path) -> int:
     """Return the size that was recorded when it was unpacked; 0 when a cleaner deleted the record."""
     try:
@@ -170,7 +173,7 @@ def _size(image: Path) -> int:
         return 0
 
 
-def _evict(image: Path) -> bool:
+def _evict(image: Path, timeout_s: float, lock: int) -> bool:
     with ExitStack() as opened:
         try:
             fcntl.flock(_open(image, opened), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -178,24 +181,41 @@ def _evict(image: Path) -> bool:
             return False
         part = image.with_name(f"{image.name}.part")
         image.rename(part)  # atomic, so that no half of an image is ever taken for a whole one
-    _remove(part)
+    _remove(part, timeout_s, lock)
     return True
 
 
-def _remove(tree: Path) -> None:
+def _remove(tree: Path, timeout_s: float, lock: int) -> None:
+    """Remove a tree as far as possible; raise TimeoutExpired if that takes too long.
+
+    A command that the disk does not let end keeps the lock, so that nobody unpacks there meanwhile.
+    """
     if tree.exists():
-        subprocess.run(["chmod", "-R", "u+rwX", tree], stderr=subprocess.DEVNULL)
-        shutil.rmtree(tree, ignore_errors=True)
+        for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+            with suppress(OSError):
+                _run([*command, str(tree)], timeout_s, lock)
 
 
 def _run(command: list[str], timeout_s: float, *kept: int) -> str:
-    done = subprocess.run(
-        command, timeout=timeout_s, capture_output=True, text=True, pass_fds=kept, preexec_fn=die_with_parent
+    job = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        pass_fds=kept,
+        preexec_fn=die_with_parent,
     )
-    errors = [line for line in done.stderr.splitlines() if line and not _DEVICE.match(line)]
-    if done.returncode and (errors or done.returncode != _INCOMPLETE):
-        raise OSError(f"{command[0]}: {' '.join(errors)[-300:] or done.returncode}")
-    return done.stdout
+    try:
+        output, printed = job.communicate(timeout=timeout_s)
+    finally:
+        job.kill()  # which does nothing once it has ended
+        with suppress(subprocess.TimeoutExpired):
+            job.wait(_KILLED_S)
+    errors = [line for line in printed.splitlines() if line and not _DEVICE.match(line)]
+    if job.returncode and (errors or job.returncode != _INCOMPLETE):
+        raise OSError(f"{command[0]}: {' '.join(errors)[-300:] or job.returncode}")
+    return output
 
 
 def _warn_once(folder: str, reason: str) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,12 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_swe import scratch
-from hpc_swe.errors import EngineError, NoAnswer
-from hpc_swe.processes import StoppedProcesses, descendants
+from hpc_swe.errors import EngineError, NoAnswer, NodeError
+from hpc_swe.processes import StoppedProcesses, descendants, leader, start_time
 from hpc_swe.store import atomic
 
 STOP_S = 15.0
 """Longest wait for the guard's end, which takes less."""
+KILLED_S = 180.0
+"""Longest wait for the end of killed processes, which free their memory of host and GPU."""
 LOOK_S = 1.0
 """Seconds between two looks for stopped processes."""
 
@@ -55,13 +58,31 @@ class Child:
         if stopped := self._stopped.find([self._guard.pid, *descendants(self._guard.pid)]):
             raise NoAnswer(f"process {stopped[0]} of the engine is stopped")
 
-    def stop(self) -> None:
-        """End the engine, and return when none of its processes is left."""
+    def stop(self, killed_s: float = KILLED_S) -> None:
+        """End the engine, and return when none of its processes is left.
+
+        Raise NodeError if one does not end although it was killed: it waits inside the kernel and may keep
+        memory of a GPU, so no other engine must start here.
+        """
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(STOP_S)
         with contextlib.suppress(ProcessLookupError):  # in case the guard was killed itself
             os.killpg(self._guard.pid, signal.SIGKILL)
-        self._guard.wait()
+        deadline = time.monotonic() + killed_s
+        while self._guard.poll() is None or _left(self._guard.pid):
+            if time.monotonic() > deadline:
+                left = _left(self._guard.pid) or [self._guard.pid]
+                raise NodeError(
+                    f"{socket.gethostname()}: killed processes do not end within {killed_s:g} s "
+                    f"and may keep memory of GPUs: {', '.join(map(str, left))}; see {self.output}"
+                )
+            time.sleep(0.05)
         scratch.remove(self._folder)
+
+
+def _left(group: int) -> list[int]:
+    """Return the processes of a group that have not ended, or of which a thread has not."""
+    pids = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if leader(pid) == group]
+    return [pid for pid in pids if start_time(pid) or len(list(Path(f"/proc/{pid}/task").glob("*"))) > 1]

@@ -36,6 +36,8 @@ SILENT = 120
 """Successive looks without a sign of life. Looks count, so that a worker that was frozen counts none."""
 LEAVE_S = 10.0
 """Wait after a child's end before the patch is blamed: what ends the whole job ends the worker within it."""
+END_S = 60.0
+"""Longest wait for the end of a child that has closed its output, and of one that was killed."""
 WAIT_S = 900.0
 """Longest wait for other gradings to end before a child that may have lacked memory is tried again."""
 _OWN_EXIT_CODES = range(2, 10)
@@ -53,6 +55,7 @@ class Patience:
     hung_s: float = math.inf
     """Seconds without a sandbox that is opened or closed."""
     leave_s: float = LEAVE_S
+    end_s: float = END_S
     progressed: Callable[[], None] = lambda: None
     """Is called when the child has made progress."""
     killed: Callable[[], int] = oom_kills
@@ -66,7 +69,8 @@ class _Hung(Exception):
 def watch(command: Sequence[str], episode: Episode, unresolved_reward: float, patience: Patience) -> Score:
     """Grade an episode by a command that runs `answer`, and watch it.
 
-    Raise SandboxError if the child ended with an error of the host or the configuration.
+    Raise SandboxError if the child ended with an error of the host or the configuration, or if the host does
+    not let it end.
     """
     try:
         attempt = partial(_watch, command, episode, patience)
@@ -124,15 +128,13 @@ def _watch(command: Sequence[str], episode: Episode, patience: Patience) -> Scor
             command, stdin=given, stdout=subprocess.PIPE, env=environment, preexec_fn=die_with_parent
         )
     assert child.stdout is not None
-    with child, child.stdout:
+    with child.stdout:  # the child as a context would be awaited without a limit
         try:
             output, fault = _read(child.stdout.fileno(), patience)
         except _Hung:
-            child.kill()
+            _end(child, patience.end_s, is_at_fault=True)
             raise
-        if fault:
-            child.kill()
-        code = child.wait()
+    code = _end(child, patience.end_s, bool(fault))
     state = fault or f"ended with code {code}"
     if code == 0:
         return msgspec.json.decode(output.partition(b"\n")[2], type=Score)
@@ -140,6 +142,23 @@ def _watch(command: Sequence[str], episode: Episode, patience: Patience) -> Scor
         raise SandboxError(f"a grading alone of {episode.request.name} {state}; the worker's log says why")
     time.sleep(patience.leave_s)
     return state
+
+
+def _end(child: "subprocess.Popen[bytes]", end_s: float, is_at_fault: bool) -> int:
+    """Return a child's exit code; kill it at once if it is at fault, else if it does not end in time.
+
+    Raise SandboxError if it does not end then: it waits inside the kernel, for which no patch is to blame.
+    """
+    for is_killed in (True,) if is_at_fault else (False, True):
+        if is_killed:
+            child.kill()
+        try:
+            return child.wait(end_s)
+        except subprocess.TimeoutExpired:
+            continue
+    raise SandboxError(
+        f"process {child.pid} of a grading alone was killed and did not end within {end_s:g} s: it is left"
+    )
 
 
 def _read(file: int, patience: Patience) -> tuple[bytes, str]:

@@ -3,6 +3,8 @@
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from hpc_swe.runs import control
 from hpc_swe.store import tasks
 from hpc_swe.store.spool import Spool
 from tests.kit.checkout import ROOT, environment
+from tests.kit.tracing import ALLOWS, traced
 from tests.kit.waiting import DEADLINE_S, until
 from tests.roles.reward.test_worker import episode, put, scores
 
@@ -52,6 +55,25 @@ def test_a_process_that_a_grading_ends_or_freezes_blames_the_submission(text, wh
 def test_a_process_that_fails_before_it_grades_is_nobody_s_doing(text):
     with pytest.raises(SandboxError, match="grading alone of train-000000-00"):
         watch(child(text), episode(0, "text"), -0.5, SHORT)
+
+
+def test_a_killed_process_that_the_kernel_does_not_let_go_blames_nobody(tmp_path):
+    """It is the host's fault, and the worker goes on."""
+    note = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()) + '\\n')\n"
+    text = BEGINS + ALLOWS + note + "time.sleep(600)"
+    patience = replace(SHORT, end_s=0.5)
+    with ThreadPoolExecutor(1) as pool:
+        grading = pool.submit(watch, child(text), episode(0, "text"), -0.5, patience)
+        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the child")
+        pid = int((tmp_path / "pid").read_text())
+        with traced(pid), pytest.raises(SandboxError, match=f"process {pid} of a grading alone was killed"):
+            grading.result(DEADLINE_S)
+
+
+def test_a_process_that_closed_its_output_is_not_awaited_for_ever():
+    text = BEGINS + "os.close(1); time.sleep(600)"
+    score = watch(child(text), episode(0, "text"), -0.5, replace(SHORT, end_s=0.5))
+    assert "ended with code -9" in score.detail
 
 
 @pytest.mark.slow
