@@ -117,7 +117,10 @@ class Trial:
         """Tell whether an earlier verdict on a candidate still holds."""
         if tried is None or tried.verdict in ("unfit", "host"):
             return False
-        task = self._task(self._row(candidate))
+        try:
+            task = self._task(self._row(candidate))
+        except ConfigError:
+            return False  # `run` makes it a verdict
         made, problem = self.images, Problem(task, candidate.patch)
         if tried.verdict == "task" and made and not made.store.has(made.source.digest(task), problem):
             return False

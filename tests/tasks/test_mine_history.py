@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from hpc_swe.errors import ConfigError
 from hpc_swe.plugins import task_checks
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
+from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.tasks import history
 from hpc_swe.tasks.mine_history import Sifting, write
-from hpc_swe.tasks.mining import TriedCommit, sort_tests
+from hpc_swe.tasks.mining import Trial, TriedCommit, sort_tests
 from tests.kit.checkout import IMAGES, ROOT, environment
 from tests.kit.histories import commit, make
 from tests.kit.toy import git
@@ -184,6 +186,16 @@ def test_rows_of_an_earlier_call_do_not_outlive_their_tasks(tmp_path):
         (tmp_path / name).write_text("earlier\n")
     assert write(tmp_path, [TriedCommit(commit="a", verdict="flaky", settings="")], 1.0) == (0, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["trials.jsonl"]
+
+
+def test_a_tried_commit_that_makes_no_row_any_more_is_unfit(past):
+    """For example one whose patch an earlier release accepted."""
+    found, _ = sift(past[0], limit=1)
+    candidate = replace(found[0], test_patch="no patch")
+    trial = Trial("calc", "pytest", 60.0, 1, Swebench(), Process(), None)
+    earlier = TriedCommit(commit=candidate.commit.sha, verdict="task", settings="")
+    assert not trial.is_known(candidate, earlier)
+    assert trial.run(candidate).verdict == "unfit"
 
 
 @pytest.mark.slow
