@@ -39,6 +39,7 @@ def of_new_runs(config: RunConfig) -> Iterator[str]:
     policy, snapshot_every = config.policy, config.learner.snapshot_every
     if snapshot_every > 1 and isinstance(policy, DeltaPolicy) and policy.why_no_deltas:
         yield f"learner.snapshot_every = {snapshot_every} and {policy.why_no_deltas}, or snapshot_every = 1"
+    yield from _short_batch_wait(config)
     if config.mode != "grpo":
         return
     every, export_every = config.eval.every, config.learner.export_every
@@ -54,6 +55,18 @@ def of_new_runs(config: RunConfig) -> Iterator[str]:
                 f"[advantage] needs rewards of {lowest:g} or more, but {' and '.join(lowered)} can give "
                 "lower ones; set these keys to 0, or use the advantage grpo"
             )
+
+
+def _short_batch_wait(config: RunConfig) -> Iterator[str]:
+    """Yield a message if a learner gives up while the coordinator may still repair what it waits for."""
+    stuck_s = max(config.stuck_limits.values()) if config.supervision.stuck_s else 0.0
+    wait_s, batch_wait_s = config.coordinator.wait_s, config.learner.batch_wait_s
+    if config.mode != "eval" and batch_wait_s <= stuck_s + wait_s:
+        yield (
+            f"learner.batch_wait_s = {batch_wait_s:g} must exceed {stuck_s + wait_s:g}: the coordinator "
+            f"restarts what is stuck after up to {stuck_s:g} s (supervision.stuck_s, or twice a worker's "
+            f"time-out), and itself waits coordinator.wait_s = {wait_s:g} s longer"
+        )
 
 
 def _keys_below(config: RunConfig, lowest: float) -> list[str]:

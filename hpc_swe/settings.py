@@ -5,7 +5,7 @@
 
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
@@ -203,7 +203,7 @@ class LearnerConfig(Record, frozen=True, kw_only=True):
     """Batches in a row that are skipped, and kept in skipped/, because a gradient was not finite; one more is
     an error."""
     batch_wait_s: Duration = 21600.0
-    """Maximum wait for the next batch, not counting time in which no coordinator is alive. Let it be longer
+    """Maximum wait for the next batch, not counting time in which no coordinator is alive. It must be longer
     than the coordinator's own wait, since a step may take long, and the coordinator knows what is awaited."""
     poll_s: Duration = 0.2
     """Seconds between two checks for the next batch."""
@@ -353,6 +353,15 @@ class RunConfig(Record, frozen=True, kw_only=True):
     sft: SftConfig = SftConfig()
     lease: LeaseConfig = LeaseConfig()
     supervision: SupervisionConfig = SupervisionConfig()
+
+    @property
+    def stuck_limits(self) -> dict[Role, float]:
+        """Return, for each role, the seconds without progress after which it is stuck, whatever its tasks."""
+        limits: dict[Role, float] = dict.fromkeys(get_args(Role), self.supervision.stuck_s)
+        if self.mode != "sft":
+            limits["rollout"] = max(limits["rollout"], 2 * self.rollout.episode_timeout_s)
+            limits["inference"] = max(limits["inference"], 2 * self.inference.start_timeout_s)
+        return limits
 
     @property
     def kept(self) -> list[Kept]:

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 from hpc_swe import job_counts
 from hpc_swe.errors import ConfigError
@@ -132,12 +131,10 @@ def _limits(run: RunDir, config: RunConfig) -> dict[Role, float]:
 
     A worker may be in one action of an agent, or in one run of tests, for as long as its time-out.
     """
-    limits: dict[Role, float] = dict.fromkeys(get_args(Role), config.supervision.stuck_s)
+    limits = config.stuck_limits
     if config.mode != "sft":
         known = [task for found in tasks.read(run.tasks).values() for task in found]
         limits["reward"] = max([limits["reward"], *(2 * task.tests.timeout_s for task in known)])
-        limits["rollout"] = max(limits["rollout"], 2 * config.rollout.episode_timeout_s)
-        limits["inference"] = max(limits["inference"], 2 * config.inference.start_timeout_s)
     return limits
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_swe import plugins
+from hpc_swe import conflicts, plugins
 from hpc_swe.config import read
 from hpc_swe.records import WeightVersion
 from hpc_swe.rundir import SPOOLS, RunDir
@@ -48,7 +48,7 @@ TEST_NAME = 70
 #   learner saves before its run is stopped, and copies of runs, which have the records of the originals' jobs
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
 BUDGETS = {
-    "hpc_swe": 3_522,
+    "hpc_swe": 3_544,
     "hpc_swe/benchmarks": 2_904,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 420,
@@ -392,12 +392,13 @@ CONFIGS = sorted((REPOSITORY / "configs").rglob("*.toml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=name)
-def test_every_configuration_loads(path):
+def test_every_configuration_loads_and_keeps_the_rules_of_new_runs(path):
     """``demo_eval.toml`` is read over ``demo.toml``; ``slurm*.toml`` and folders over any base."""
     base = REPOSITORY / "configs" / f"{path.stem.partition('_')[0]}.toml"
     if path.parent != base.parent or base.stem == "slurm":
         base = REPOSITORY / "configs" / "demo.toml"
-    read(*dict.fromkeys([base if base.exists() else path, path]))
+    config = read(*dict.fromkeys([base if base.exists() else path, path]))
+    assert list(conflicts.of_new_runs(config)) == []
 
 
 def paths_of_a_run() -> set[str]:

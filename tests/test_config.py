@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hpc_swe import config as configuration
+from hpc_swe import conflicts
 from hpc_swe.errors import ConfigError
-from tests.kit.checkout import ROOT
 
 GOOD = """
 model = "m"
@@ -221,11 +221,20 @@ def test_a_decay_without_a_length_of_its_own_ends_with_the_run(read):
     assert read(GOOD, "steps=30").learner.optimizer.decay_steps == 0
 
 
-@pytest.mark.parametrize("name", ["swebench", "swepdb"])
-def test_a_learner_outwaits_the_coordinator_which_restarts_what_is_stuck(name):
-    config = configuration.read(ROOT / f"configs/{name}.toml")
-    stuck_s = max(config.supervision.stuck_s, 2 * config.rollout.episode_timeout_s)
-    assert config.learner.batch_wait_s > stuck_s + config.coordinator.wait_s
+@pytest.mark.parametrize(
+    ("words", "least_s"),
+    [
+        ([], 7200 + 3600),
+        (["rollout.episode_timeout_s=5400.0"], 10800 + 3600),
+        (["rollout.episode_timeout_s=5400.0", "supervision.stuck_s=0"], 3600),
+        (["supervision.stuck_s=9000", "coordinator.wait_s=60"], 9060),
+        (["rollout.episode_timeout_s=5400.0", 'mode="sft"', 'learner.loss.objective="sft"'], 7200 + 3600),
+    ],
+)
+def test_a_learner_outwaits_the_coordinator_which_restarts_what_is_stuck(read, words, least_s):
+    (found,) = conflicts.of_new_runs(read(GOOD, *words, f"learner.batch_wait_s={least_s}"))
+    assert f"learner.batch_wait_s = {least_s} must exceed {least_s}: the coordinator" in found
+    assert list(conflicts.of_new_runs(read(GOOD, *words, f"learner.batch_wait_s={least_s + 1}"))) == []
 
 
 @pytest.mark.parametrize("objective", ["grpo", "sft"])
