@@ -8,7 +8,6 @@ show RUN/archive/episodes/step_000012.parquet --exit context --json
 
 import argparse
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import get_args
@@ -16,7 +15,7 @@ from typing import get_args
 import msgspec
 
 from hpc_swe import cli, transcript
-from hpc_swe.errors import CorruptRecord, HpcSweError, boundary
+from hpc_swe.errors import HpcSweError, boundary
 from hpc_swe.records import ExitStatus, Outcome, ScoredEpisode
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import exhibits
@@ -35,7 +34,7 @@ def episodes(path: Path, wanted: dict[str, str], step: str) -> Iterator[ScoredEp
     if not run.config.exists():
         raise HpcSweError(f"{path} is not a run: it has no run.json; name a run or a table of episodes")
     if not step:
-        yield from _unconsumed(run, wanted)
+        yield from (each for each in exhibits.unconsumed(run) if wanted.items() <= _columns(each).items())
     for table in (*_tables(run.archives), *_tables(run.evals)):
         number = table.stem.removeprefix("step_")
         if not step or step == table.stem or (number.isdecimal() and step == str(int(number))):
@@ -47,18 +46,12 @@ def _tables(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names, reverse=True) if name.endswith(".parquet")]
 
 
-def _unconsumed(run: RunDir, wanted: dict[str, str]) -> Iterator[ScoredEpisode]:
-    ready = run.scored / "ready"
-    for name in atomic.names(ready) if ready.is_dir() else []:
-        with suppress(FileNotFoundError, CorruptRecord):  # consumed just now; or the coordinator rejects it
-            scored = atomic.get(ready / name, ScoredEpisode)
-            columns = {
-                "task_id": scored.episode.request.task_id,
-                "outcome": scored.score.outcome,
-                "exit_status": scored.episode.exit_status.value,
-            }
-            if wanted.items() <= columns.items():
-                yield scored
+def _columns(scored: ScoredEpisode) -> dict[str, str]:
+    return {
+        "task_id": scored.episode.request.task_id,
+        "outcome": scored.score.outcome,
+        "exit_status": scored.episode.exit_status.value,
+    }
 
 
 EXAMPLES = (

@@ -48,7 +48,7 @@ TEST_NAME = 70
 #   learner saves before its run is stopped, and copies of runs, which have the records of the originals' jobs
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
 BUDGETS = {
-    "hpc_swe": 3_544,
+    "hpc_swe": 3_537,
     "hpc_swe/benchmarks": 2_904,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 420,
@@ -65,14 +65,14 @@ BUDGETS = {
     "hpc_swe/plugins/tasksets": 1_170,
     "hpc_swe/plugins/tools": 1_755,
     "hpc_swe/records": 555,
-    "hpc_swe/report": 870,
+    "hpc_swe/report": 850,
     "hpc_swe/roles": 10,
     "hpc_swe/roles/coordinator": 3_080,
     "hpc_swe/roles/inference": 672,
     "hpc_swe/roles/learner": 1_070,
     "hpc_swe/roles/reward": 360,
     "hpc_swe/roles/rollout": 1_270,
-    "hpc_swe/runs": 2_393,
+    "hpc_swe/runs": 2_359,
     "hpc_swe/store": 2_106,
     "hpc_swe/tasks": 4_330,
     "jobs": 1_180,

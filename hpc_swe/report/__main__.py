@@ -28,7 +28,7 @@ from hpc_swe.report.spelling import Speller
 from hpc_swe.report.training import BatchRule, Use
 from hpc_swe.roles.coordinator.batches import BatchSettings
 from hpc_swe.rundir import RunDir
-from hpc_swe.runs import existing
+from hpc_swe.runs import exhibits, existing
 from hpc_swe.settings import RunConfig
 from hpc_swe.store import atomic, weights
 from hpc_swe.transcript import clean
@@ -90,7 +90,7 @@ class Report:
 
     def write_episodes(self, choice: WholeEpisodes) -> None:
         """List all episodes, and write those that `choice` names."""
-        waiting = index.unconsumed(self.run)
+        waiting = list(exhibits.unconsumed(self.run))
         open_rows = index.open_rows(waiting)
         tables = [(table, self._rows(table)) for table in index.tables(self.run)]
         self.rows = [*open_rows, *(row for _, rows in tables for row in rows)]

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,15 +115,6 @@ def tables(run: RunDir) -> list[EpisodeTable]:
 def _files(folder: Path) -> list[Path]:
     names = atomic.names(folder) if folder.is_dir() else []
     return [folder / name for name in names if NAME.fullmatch(name)]
-
-
-def unconsumed(run: RunDir) -> list[ScoredEpisode]:
-    """Return the scored episodes that no batch has consumed, in the order of their names."""
-    ready, found = run.scored / "ready", []
-    for name in atomic.names(ready) if ready.is_dir() else []:
-        with suppress(FileNotFoundError, CorruptRecord):  # consumed just now; or the coordinator rejects it
-            found.append(atomic.get(ready / name, ScoredEpisode))
-    return found
 
 
 def open_rows(episodes: Iterable[ScoredEpisode]) -> list[EpisodeRow]:

@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,14 @@ def records(path: Path, wanted: Mapping[str, str]) -> Iterator[ScoredEpisode]:
                 yield msgspec.msgpack.decode(data, type=ScoredEpisode)
     except (pa.ArrowException, OSError, msgspec.DecodeError) as error:
         raise CorruptRecord(f"{path}: not a table of episodes: {error}") from error
+
+
+def unconsumed(run: RunDir) -> Iterator[ScoredEpisode]:
+    """Read the scored episodes that no batch has consumed, in the order of their names."""
+    ready = run.scored / "ready"
+    for name in atomic.names(ready) if ready.is_dir() else []:
+        with suppress(FileNotFoundError, CorruptRecord):  # consumed just now; or the coordinator rejects it
+            yield atomic.get(ready / name, ScoredEpisode)
 
 
 _OF_SUFFIX: dict[str, Callable[[Path], str]] = {
