@@ -54,7 +54,7 @@ BUDGETS = {
     "hpc_swe/demo": 420,
     "hpc_swe/doctor": 1_270,
     "hpc_swe/evaluation": 530,
-    "hpc_swe/plugins": 2_500,
+    "hpc_swe/plugins": 2_506,
     "hpc_swe/plugins/advantages": 150,
     "hpc_swe/plugins/agents": 450,
     "hpc_swe/plugins/engines": 2_830,
@@ -74,7 +74,7 @@ BUDGETS = {
     "hpc_swe/roles/rollout": 1_270,
     "hpc_swe/runs": 2_359,
     "hpc_swe/store": 2_106,
-    "hpc_swe/tasks": 4_330,
+    "hpc_swe/tasks": 4_315,
     "jobs": 1_180,
 }
 HEAVY = {"torch", "vllm", "megatron", "transformers", "submitit", "tensorboard", "datasets"}

@@ -58,20 +58,28 @@ class TaskCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(path: Path) -> dict[str, TaskCheck]:
-    """Read the last check of each task, by its id; skip an unfinished last line with a warning.
+    """Read the last check of each task, by its id.
 
     Raise ConfigError if the file cannot be read, or a line is not a check.
     """
     try:
-        *lines, torn = path.read_bytes().split(b"\n")
+        verdicts = journal(path, TaskCheck, "delete the line, or check again")
     except OSError as error:
         raise ConfigError(
             f"[taskset] checked: {path}: {error.strerror}; hpc_swe/tasks/check.py makes it"
         ) from None
+    return {verdict.task_id: verdict for verdict in verdicts}
+
+
+def journal(path: Path, kind: type[T], remedy: str) -> list[T]:
+    """Read all lines that `append` wrote; skip an unfinished last one with a warning.
+
+    Raise OSError if the file cannot be read, and ConfigError, with the remedy, if a line is of another kind.
+    """
+    *lines, torn = path.read_bytes().split(b"\n")
     if torn:
         log.warning("%s: dropped its last line, which was never finished", path)
-    verdicts = decode(path, lines, TaskCheck, "delete the line, or check again")
-    return {verdict.task_id: verdict for _, verdict in verdicts}
+    return [one for _, one in decode(path, lines, kind, remedy)]
 
 
 def decode(path: Path, lines: Iterable[bytes], kind: type[T], remedy: str) -> Iterator[tuple[str, T]]:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 from rich.table import Table
@@ -43,7 +43,7 @@ TRIED, SURVEYS = "tried.jsonl", "surveys.jsonl"
 TIMEOUT_S = 30.0
 ROWS = 3
 """Changes when rows of an earlier release must not stand beside new ones: they hide less, for example."""
-T = TypeVar("T", bound=msgspec.Struct)
+REMEDY = "delete the file, or choose another --out"
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +81,8 @@ class UntriedBug:
 def surveyed(place: TrialPlace, sources: Sequence[CodeSource], out: Path, jobs: int) -> list[Survey]:
     """Return a survey of each source, under a progress bar; those on disk are not made again."""
     path = out / SURVEYS
-    known = {one.name: one for one in _lines(path, Survey)}
+    task_checks.create(path)
+    known = {one.name: one for one in task_checks.journal(path, Survey, REMEDY)}
     todo = [source for source in sources if source.name not in known]
     kept = needed(place) if todo else None
     with bars() as progress, ThreadPoolExecutor(jobs) as pool:
@@ -142,7 +143,9 @@ class Maker:
 
     def run(self, found: Sequence[UntriedBug], limit: int, jobs: int) -> list[Tried]:
         """Try what was not tried, until `limit` tasks are valid (0: all), under a progress bar."""
-        tried = {one.task_id: one for one in _lines(self.out / TRIED, Tried)}
+        path = self.out / TRIED
+        task_checks.create(path)
+        tried = {one.task_id: one for one in task_checks.journal(path, Tried, REMEDY)}
         todo = [each for each in found if each.task_id not in tried]
         valid = sum(one.verdict == VALID for one in tried.values())
         with bars() as progress, ThreadPoolExecutor(jobs) as pool:
@@ -155,7 +158,7 @@ class Maker:
                     running.remove(future)
                     one = future.result()
                     tried[one.task_id] = one
-                    task_checks.append(self.out / TRIED, one)
+                    task_checks.append(path, one)
                     valid += one.verdict == VALID
                     progress.update(bar, description=f"{valid} valid tasks", advance=1)
                     running |= {pool.submit(self._try, each) for each in islice(waiting, 1)}
@@ -216,18 +219,6 @@ def overview(tried: Sequence[Tried], left_out: Counter[str], reasons: Counter[st
     for kind, count in kinds.most_common():
         shown.add_row(kind, str(count), str(good[kind]))
     yield shown
-
-
-def _lines(path: Path, kind: type[T]) -> list[T]:
-    """Read a file of JSON lines, without a last line that was never finished.
-
-    Raise ConfigError if a line is of another kind, and StorageError if the file cannot be read or written.
-    """
-    task_checks.create(path)
-    with boundary(StorageError, f"read {path}"):
-        lines = path.read_bytes().split(b"\n")[:-1]
-    found = task_checks.decode(path, lines, kind, "delete the file, or choose another --out")
-    return [one for _, one in found]
 
 
 def _require_same(out: Path, settings: object) -> None:

@@ -26,7 +26,7 @@ from hpc_swe.plugins.graders.base import OutcomeReporter
 from hpc_swe.plugins.sandboxes.base import ImageSandboxes, WatchedSandboxes
 from hpc_swe.settings import RunConfig
 from hpc_swe.tables import bars, console, say
-from hpc_swe.tasks import history, mining
+from hpc_swe.tasks import history
 from hpc_swe.tasks.build_images import add_recipe, recipe
 from hpc_swe.tasks.history import REFUSALS, Candidate, Commit, RefusedCommit
 from hpc_swe.tasks.images.store import ImageStore
@@ -84,7 +84,8 @@ def run(trial: Trial, candidates: Sequence[Candidate], out: Path, jobs: int) -> 
     Raise StorageError if the file cannot be written, or the disk is full.
     """
     task_checks.create(out)
-    known = mining.read(out)
+    remedy = "delete the line to try its commit again"
+    known = {tried.commit: tried for tried in task_checks.journal(out, TriedCommit, remedy)}
     todo = [one for one in candidates if not trial.is_known(one, known.get(one.commit.sha))]
     with task_checks.alone(out), bars() as progress, ThreadPoolExecutor(jobs) as pool:
         bar = progress.add_task("commits", total=len(candidates), completed=len(candidates) - len(todo))

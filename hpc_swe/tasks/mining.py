@@ -9,7 +9,6 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -222,14 +221,3 @@ def _shortened(text: str) -> str:
     """Return both ends of a text in one line: a complaint and the end of a log."""
     text = " ".join(text.split())
     return text if len(text) <= 2 * _END else f"{text[:_END]} ... {text[-_END:]}"
-
-
-def read(path: Path) -> dict[str, TriedCommit]:
-    """Read the last trial of each commit, without a last line that was never finished: commit -> trial.
-
-    Raise ConfigError if the file cannot be read, or a line is not a trial.
-    """
-    with boundary(ConfigError, f"read {path}"):
-        lines = path.read_bytes().split(b"\n")[:-1]
-    trials = task_checks.decode(path, lines, TriedCommit, "delete the line to try its commit again")
-    return {tried.commit: tried for _, tried in trials}
