@@ -135,7 +135,7 @@ class Coordinator:
             verdicts, longest_s = self._supervision.verdicts, self._supervision.longest_s
         state = (snapshot.scan, snapshot.newest, snapshot.learner_step, progress.step, verdicts)
         present = {node.role for node in snapshot.nodes} - {"coordinator"}
-        idle = {"coordinator", "learner"} if progress.step <= snapshot.learner_step else {"coordinator"}
+        idle = {"coordinator"} if progress.awaits_learner else {"coordinator", "learner"}
         awaited = {role for role, count in self._desired.items() if count} - idle
         if state != self._progress[0] or not present or awaited - present:
             self._progress = (state, snapshot.now)

@@ -115,7 +115,7 @@ class WarmStart:
             self._log.write(self.step, self._logged)
         waits_for = f"the learner: step {snapshot.learner_step} of {steps}"
         done = checkpoints.is_trained(self._run, snapshot.newest, steps)
-        return Progress("" if done else waits_for, self.step, self._log.recent, [])
+        return Progress("" if done else waits_for, self.step, self._log.recent, [], awaits_learner=not done)
 
     def _take(self, until: float) -> bool:
         """Take the next batch from the stream, until this time at most; return whether it is complete.

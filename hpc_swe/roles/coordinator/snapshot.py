@@ -90,3 +90,5 @@ class Progress:
     """Messages for people."""
     kept_steps: Set[int] = frozenset()
     """Steps whose weights and checkpoints are not deleted."""
+    awaits_learner: bool = False
+    """Whether the learner has work: a batch that is published, or the last checkpoint."""

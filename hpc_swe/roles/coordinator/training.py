@@ -85,9 +85,10 @@ class Training:
         evaluating = self._evaluator.iterate(self._collector, snapshot)
         if snapshot.has_room:
             self._dispatch(snapshot)
-        waits_for = self._waits_for(snapshot) or evaluating
-        kept = self._evaluator.kept_steps(self._ledger)
-        return Progress(waits_for, self.step, self._log.recent, self._collector.errors, kept)
+        waits_for = self._waits_for(snapshot)
+        awaits_learner = self.step > snapshot.learner_step or (self.step >= self._end and waits_for != "")
+        kept, errors = self._evaluator.kept_steps(self._ledger), self._collector.errors
+        return Progress(waits_for or evaluating, self.step, self._log.recent, errors, kept, awaits_learner)
 
     def _expects(self, key: Key) -> list[RolloutRequest] | None:
         split, group = key

@@ -469,6 +469,20 @@ def test_a_learner_that_waits_in_the_queue_for_hours_is_awaited(run):
     assert atomic.get(run.status, StatusReport).waits_for == "the learner: step 0 of 3"
 
 
+def test_a_learner_in_the_queue_is_awaited_for_the_last_checkpoint_too(run):
+    """It was ended after it had published the last weights."""
+    clock = Clock()
+    made = coordinator(run, lambda: training(run), clock)
+    node = Node(owner="rollout-1-00000001", role="rollout", beat=0, host="h", pid=1)
+    for beat in range(20):
+        atomic.put(run.node(node.owner), msgspec.structs.replace(node, beat=beat))
+        clock.now += 50.0
+        assert made.iterate() is False
+        work(run)
+        learn(run, steps=STEPS + 1)  # exports, and does not save
+    assert atomic.get(run.status, StatusReport).waits_for == "the learner: step 3 of 3"
+
+
 def test_a_run_ends_only_when_the_last_checkpoint_is_there(run):
     maintenance, mode = make_maintenance(run), training(run)
     for _ in range(20):
