@@ -67,7 +67,7 @@ BUDGETS = {
     "hpc_swe/records": 555,
     "hpc_swe/report": 850,
     "hpc_swe/roles": 10,
-    "hpc_swe/roles/coordinator": 3_083,
+    "hpc_swe/roles/coordinator": 3_085,
     "hpc_swe/roles/inference": 651,
     "hpc_swe/roles/learner": 1_070,
     "hpc_swe/roles/reward": 360,

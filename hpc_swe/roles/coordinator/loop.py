@@ -135,7 +135,9 @@ class Coordinator:
             verdicts, longest_s = self._supervision.verdicts, self._supervision.longest_s
         state = (snapshot.scan, snapshot.newest, snapshot.learner_step, progress.step, verdicts)
         present = {node.role for node in snapshot.nodes} - {"coordinator"}
-        idle = {"coordinator"} if progress.awaits_learner else {"coordinator", "learner"}
+        brings_engines = "inference" in self._desired.keys() - present  # of a hybrid run, in its own job
+        is_idle = not (progress.awaits_learner or brings_engines)
+        idle = {"coordinator", "learner"} if is_idle else {"coordinator"}
         awaited = {role for role, count in self._desired.items() if count} - idle
         if state != self._progress[0] or not present or awaited - present:
             self._progress = (state, snapshot.now)

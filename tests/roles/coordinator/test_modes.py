@@ -390,8 +390,9 @@ def changed(scored, turns):
 # the loop
 
 
-def coordinator(run, mode, clock=None, supervision=None):
-    return Coordinator(run, make_maintenance(run, clock), mode, TABLE, {"learner": 1}, supervision)
+def coordinator(run, mode, clock=None, supervision=None, **desired):
+    desired = {"learner": 1, **desired}
+    return Coordinator(run, make_maintenance(run, clock), mode, TABLE, desired, supervision)
 
 
 def test_a_coordinator_works_to_the_end_and_says_so(run):
@@ -481,6 +482,17 @@ def test_a_learner_in_the_queue_is_awaited_for_the_last_checkpoint_too(run):
         work(run)
         learn(run, steps=STEPS + 1)  # exports, and does not save
     assert atomic.get(run.status, StatusReport).waits_for == "the learner: step 3 of 3"
+
+
+def test_a_learner_in_the_queue_is_awaited_if_engines_run_in_its_job(run):
+    clock = Clock()
+    made = coordinator(run, lambda: training(run), clock, inference=0)  # as in a hybrid run
+    node = Node(owner="rollout-1-00000001", role="rollout", beat=0, host="h", pid=1)
+    for beat in range(10):
+        atomic.put(run.node(node.owner), msgspec.structs.replace(node, beat=beat))
+        clock.now += 50.0
+        assert made.iterate() is False
+    assert atomic.get(run.status, StatusReport).waits_for.endswith("no engine serves")
 
 
 def test_a_run_ends_only_when_the_last_checkpoint_is_there(run):
