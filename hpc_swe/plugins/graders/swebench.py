@@ -161,7 +161,7 @@ def _base(task: Task, modules: str, sandboxes: Sandboxes) -> ParsedRun:
         known = _bases.get(key)
     if known is None:
         known = _run_tests(task, "", sandboxes, modules).parsed
-        if not known.complaint:
+        if known.odd or not known.complaint:
             with _bases_lock:
                 while len(_bases) >= _MOST_BASES:
                     del _bases[next(iter(_bases))]

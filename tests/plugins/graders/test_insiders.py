@@ -79,6 +79,17 @@ def test_a_solution_that_a_conftest_imports_is_paid(early):
     assert GRADER.grade(early[0], gold(), early[1]).outcome == "resolved"
 
 
+def test_a_solution_that_adds_what_the_tests_import_is_paid(tmp_path):
+    """Plugins change pytest after a conftest.py has run; no test of the base commit can be collected."""
+    base = make_repository(tmp_path / "calc", {"tests/conftest.py": "import calc\n"})
+    test = "from calc.more import half\n\n\ndef test_half():\n    assert half(8) == 4\n"
+    names = {"FAIL_TO_PASS": json.dumps(["tests/test_more.py::test_half"]), "PASS_TO_PASS": "[]"}
+    task = one_task(tmp_path, "pytest", base, test_patch=new("tests/test_more.py", test), **names)
+    text = new("calc/more.py", "def half(a):\n    return a // 2\n")
+    score = GRADER.grade(task, text, Checkout(repository=str(tmp_path / "calc")))
+    assert score.outcome == "resolved", score
+
+
 @pytest.mark.parametrize("kind", ["unittest", "pytest"])
 def test_a_module_that_cannot_be_imported_is_no_cheat(repository, sandboxes, tmp_path, kind):
     text = difference("calc/core.py", BROKEN, f"import nothing_of_this_name\n{MENDED}")
