@@ -53,7 +53,7 @@ class BatchSource:
         self._silent = 0
         """Pulses in a row in which the coordinator's beat did not change."""
         self._waited_s = 0.0
-        """Length of those in the wait for this batch in which it did."""
+        """Seconds of the wait for this batch in which the coordinator was alive."""
         self._republished = -1
         """The last step at which the weights were published once more."""
 
@@ -97,15 +97,17 @@ class BatchSource:
             return Order.REPUBLISH
 
     def _check_deadline(self, step: int) -> None:
-        """Count this pulse unless the coordinator is silent: it may be queued. Fail at the deadline."""
+        """Count the time up to a new beat, but no long silence: it may be queued. Fail at the deadline."""
         before, (self._beat, waits_for) = self._beat, self._coordinator()
-        self._silent = self._silent + 1 if self._beat in (None, before) else 0
-        if self._silent:
+        if self._beat in (None, before):
+            self._silent += 1
             if self._silent % SILENT_PULSES == 0:
                 silent_s = self._silent * self._pulse_s
                 log.warning("waiting for step %d: the coordinator is silent for %.0f s", step, silent_s)
             return
-        self._waited_s += self._pulse_s
+        alive = 1 + (self._silent if self._silent < SILENT_PULSES else 0)
+        self._waited_s += alive * self._pulse_s
+        self._silent = 0
         if self._waited_s >= self._wait_s:
             raise DeadlineError(
                 f"no {self._run.batch(step)} for {self._wait_s:.0f} s; the coordinator, which publishes it, "

@@ -116,6 +116,16 @@ def test_the_deadline_names_what_is_awaited_by_it_and_by_the_coordinator(run):
         source.wait(7)
 
 
+def test_a_coordinator_that_reports_seldom_is_alive_between_two_reports(run):
+    source = BatchSource(run, 0.05, 0.01, pulse_s=0.01)
+    beat(run, 0)
+    for _ in range(5):
+        assert source.wait(7) is None
+    beat(run, 1)
+    with pytest.raises(DeadlineError):
+        source.wait(7)
+
+
 def test_a_coordinator_that_dies_during_the_wait_stops_the_deadline(run, caplog):
     """It may be preempted, and queued for longer than that."""
     source = BatchSource(run, 0.05, 0.01, pulse_s=0.01)

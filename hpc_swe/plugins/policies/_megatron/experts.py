@@ -90,12 +90,14 @@ class ExpertLoad:
 
     def metrics(self) -> dict[str, float]:
         """Return the most rows of a rank in a layer, as a multiple of the mean; without experts, nothing."""
+        if not self._layers:  # nor on any other rank
+            return {}
         found = defaultdict[int, list[int]](list)
         for rows in self._ranks.gather({layer.layer_number: layer.rows for layer in self._layers}):
             for number, count in rows.items():
                 found[number].append(count)
-        loads = [max(counts) / fmean(counts) for counts in found.values() if any(counts)]
-        return {"policy/expert_load": max(loads)} if loads else {}
+        loads = (max(counts) / fmean(counts) for counts in found.values() if any(counts))
+        return {"policy/expert_load": max(loads, default=0.0)}
 
 
 class Experts(MegatronModule):  # type: ignore[misc]
