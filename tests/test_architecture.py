@@ -67,7 +67,7 @@ BUDGETS = {
     "hpc_swe/records": 555,
     "hpc_swe/report": 850,
     "hpc_swe/roles": 10,
-    "hpc_swe/roles/coordinator": 3_085,
+    "hpc_swe/roles/coordinator": 3_103,
     "hpc_swe/roles/inference": 672,
     "hpc_swe/roles/learner": 1_071,
     "hpc_swe/roles/reward": 360,

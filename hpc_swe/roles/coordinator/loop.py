@@ -69,7 +69,7 @@ class Coordinator:
         """The last iteration took longer than a lease lives."""
 
     def work(self) -> None:
-        """Iterate until the work is done or an order says to end.
+        """Iterate until the work is done or an order says to end; after DRAIN until no rollout worker lives.
 
         Raise LostRace if another coordinator is running, DeadlineError if nothing changed for too long
         although other processes are alive, and StuckRun if a part of the run is stuck after all its restarts.
@@ -80,7 +80,7 @@ class Coordinator:
                 self._supervision.lease.turn()
             try:
                 with atomic.storage(self._run.root):
-                    if orders.active(self._run) or self.iterate():
+                    if self._turn():
                         return
                 refusals = 0
             except StorageError as error:
@@ -89,6 +89,12 @@ class Coordinator:
                 log.warning("refused %d times: %s", refusals, error)
             pause = min(self._config.poll_s * 2**refusals, max(self._config.poll_s, BACK_OFF_S))
             time.sleep(pause * random.uniform(0.5, 1.5))
+
+    def _turn(self) -> bool:
+        """Run one iteration, or after DRAIN list the engines for workers; return True when all is done."""
+        if not (ordered := orders.active(self._run)):
+            return self.iterate()
+        return ordered != [self._run.drain.name] or not self._maintenance.list_for_drain()
 
     def iterate(self) -> bool:
         """Run one iteration; return True when all work is done."""

@@ -128,6 +128,18 @@ class Maintenance:
         if self._listed is None or snapshot.newest != self._listed[1]:
             self._list(snapshot)
 
+    def list_for_drain(self) -> bool:
+        """Publish the endpoints for rollout workers that finish their episodes; return whether one lives.
+
+        Engines still load the last weights, and a table that does not say so would keep workers waiting.
+        """
+        snapshot = self.snapshot()
+        if not any(node.role == "rollout" for node in snapshot.nodes):
+            return False
+        if _listing(snapshot) != self._listed:
+            self._list(snapshot)
+        return True
+
     def publish(
         self, snapshot: RunSnapshot, progress: Progress, desired: Mapping[Role, int], status_s: float
     ) -> None:

@@ -18,6 +18,7 @@ from hpc_swe.errors import ConfigError, DeadlineError, LostRace, StorageError
 from hpc_swe.metrics import Log, decode
 from hpc_swe.records import (
     Batch,
+    EndpointTable,
     Message,
     Node,
     Role,
@@ -54,7 +55,7 @@ from tests.kit.coordinator_kit import (
     training,
     work,
 )
-from tests.kit.waiting import DEADLINE_S
+from tests.kit.waiting import DEADLINE_S, until
 
 TABLE = CoordinatorConfig(poll_s=0.01, status_s=0.01, wait_s=100.0)
 
@@ -414,6 +415,39 @@ def test_a_coordinator_obeys_orders_before_it_does_anything(run, order):
     coordinator(run, lambda: training(run)).work()
     assert not Spool(run.requests, RolloutRequest).addresses("ready")
     assert run.finished.exists() == (order == "finished")
+
+
+def test_after_a_drain_engines_are_listed_until_rollout_workers_end(run):
+    """Their episodes wait for engines that are not far behind the newest weights."""
+    worker = Node(owner="rollout-1-00000001", role="rollout", beat=1, host="h", pid=1, state="draining")
+    engine = msgspec.structs.replace(
+        worker,
+        owner="inference-1-00000001",
+        role="inference",
+        state="ready",
+        url="http://h",
+        versions=[WeightVersion()],
+    )
+    atomic.put(run.node(worker.owner), worker)
+    atomic.put(run.node(engine.owner), engine)
+    run.drain.touch()
+    kept = make_maintenance(run, time.monotonic, ttl_s=2 * DEADLINE_S)
+    thread = threading.Thread(target=Coordinator(run, kept, None, TABLE, {"learner": 1}, None).work)
+    thread.start()
+    until(lambda: _listed(run) == [WeightVersion()])
+    later = WeightVersion(incarnation=1, step=1)
+    atomic.put(run.node(engine.owner), msgspec.structs.replace(engine, beat=2, versions=[later]))
+    until(lambda: _listed(run) == [later])
+    assert thread.is_alive()
+    run.node(worker.owner).unlink()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+
+
+def _listed(run):
+    if run.endpoints.exists():
+        return [v for each in atomic.get(run.endpoints, EndpointTable).endpoints for v in each.versions]
+    return None
 
 
 class Refused:
