@@ -491,7 +491,10 @@ def test_nothing_moving_among_the_living_is_an_error_that_says_for_what(run, stu
         made.iterate()
 
 
-def test_a_learner_that_waits_in_the_queue_for_hours_is_awaited(run):
+@pytest.mark.parametrize(
+    ("exported", "step"), [(0, 0), (STEPS + 1, STEPS)], ids=["at first", "before the last checkpoint"]
+)
+def test_a_learner_that_waits_in_the_queue_for_hours_is_awaited(run, exported, step):
     """Others are alive, but have nothing to do."""
     clock = Clock()
     made = coordinator(run, lambda: training(run), clock)
@@ -501,21 +504,9 @@ def test_a_learner_that_waits_in_the_queue_for_hours_is_awaited(run):
         clock.now += 50.0
         assert made.iterate() is False
         work(run)
-    assert atomic.get(run.status, StatusReport).waits_for == "the learner: step 0 of 3"
-
-
-def test_a_learner_in_the_queue_is_awaited_for_the_last_checkpoint_too(run):
-    """It was ended after it had published the last weights."""
-    clock = Clock()
-    made = coordinator(run, lambda: training(run), clock)
-    node = Node(owner="rollout-1-00000001", role="rollout", beat=0, host="h", pid=1)
-    for beat in range(20):
-        atomic.put(run.node(node.owner), msgspec.structs.replace(node, beat=beat))
-        clock.now += 50.0
-        assert made.iterate() is False
-        work(run)
-        learn(run, steps=STEPS + 1)  # exports, and does not save
-    assert atomic.get(run.status, StatusReport).waits_for == "the learner: step 3 of 3"
+        if exported:  # then its job ended, before it had saved
+            learn(run, steps=exported)
+    assert atomic.get(run.status, StatusReport).waits_for == f"the learner: step {step} of 3"
 
 
 def test_a_learner_in_the_queue_is_awaited_if_engines_run_in_its_job(run):
