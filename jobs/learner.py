@@ -15,6 +15,7 @@ from hpc_swe.processes import Flag
 from hpc_swe.roles.learner.batch_source import BatchSource
 from hpc_swe.roles.learner.loop import LearnerPlan, OnStep, learn
 from hpc_swe.roles.learner.loss import PolicyObjective
+from hpc_swe.roles.learner.probe import probe_ids
 from hpc_swe.roles.learner.publish import Snapshots
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import RunConfig
@@ -50,6 +51,7 @@ def work(run: RunDir, config: RunConfig) -> None:
             writer,
             turn,
             Snapshots(table.snapshot_every, kept, config.steps),
+            probe_ids(Path(config.model), learner.vocabulary),
         )
         source = BatchSource(run, table.batch_wait_s, table.poll_s, interrupted.is_set)
         try:

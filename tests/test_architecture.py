@@ -49,7 +49,7 @@ TEST_NAME = 70
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
 BUDGETS = {
     "hpc_swe": 3_537,
-    "hpc_swe/benchmarks": 2_904,
+    "hpc_swe/benchmarks": 2_906,
     "hpc_swe/conversation": 1_150,
     "hpc_swe/demo": 426,
     "hpc_swe/doctor": 1_270,
@@ -69,7 +69,7 @@ BUDGETS = {
     "hpc_swe/roles": 10,
     "hpc_swe/roles/coordinator": 3_103,
     "hpc_swe/roles/inference": 672,
-    "hpc_swe/roles/learner": 1_071,
+    "hpc_swe/roles/learner": 1_080,
     "hpc_swe/roles/reward": 360,
     "hpc_swe/roles/rollout": 1_270,
     "hpc_swe/runs": 2_402,

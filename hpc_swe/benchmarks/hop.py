@@ -23,6 +23,7 @@ from hpc_swe.plugins.policies.base import SteppedPolicy, SteppingLearner
 from hpc_swe.records import Node, Record, WeightVersion
 from hpc_swe.roles.inference.supervisor import Supervisor
 from hpc_swe.roles.learner.collective import on_rank_zero
+from hpc_swe.roles.learner.probe import probe_ids
 from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
 from hpc_swe.rundir import RunDir
 from hpc_swe.settings import InferenceConfig, LeaseConfig
@@ -129,7 +130,8 @@ def learn(plan: HopPlan, out: Path) -> None:
     learner = policy.build_stepped(model, plan.lr, random)
     last = plan.deltas + 1
     incarnation = on_rank_zero(learner.ranks, lambda: take_incarnation(run))
-    publisher = Publisher(run, learner, incarnation, "benchmark", Snapshots(last + 1, last=last))
+    snapshots, probe = Snapshots(last + 1, last=last), probe_ids(model, learner.vocabulary)
+    publisher = Publisher(run, learner, incarnation, "benchmark", snapshots, probe)
     versions = _publish(run, plan, learner, publisher)
     if limits is not None:
         figures = HopFigures(rates=limits[0], disk_bytes=limits[1], versions=versions)

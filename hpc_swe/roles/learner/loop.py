@@ -11,7 +11,7 @@ All ranks run this loop in lockstep.
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from hpc_swe.plugins.policies.base import Learner, Objective
 from hpc_swe.records import BatchManifest
 from hpc_swe.roles.learner.batch_source import BatchSource, Order, read_batch
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
+from hpc_swe.roles.learner.probe import FIRST_IDS
 from hpc_swe.roles.learner.publish import Publisher, Snapshots, take_incarnation
 from hpc_swe.roles.learner.resting import rest
 from hpc_swe.rundir import RunDir
@@ -51,6 +52,8 @@ class LearnerPlan:
     """This rank's turn on its GPU, which the caller has taken. Engines get it while no batch is there."""
     snapshots: Snapshots = Snapshots()
     """Which versions of the weights are full."""
+    probe_ids: Sequence[int] = FIRST_IDS
+    """The text that learner and engines score after each swap."""
 
 
 @dataclass
@@ -94,7 +97,7 @@ def learn(
     """
     _require_finite(run, learner, plan.max_skipped)
     incarnation = on_rank_zero(learner.ranks, lambda: take_incarnation(run))
-    publisher = Publisher(run, learner, incarnation, plan.writer, plan.snapshots)
+    publisher = Publisher(run, learner, incarnation, plan.writer, plan.snapshots, plan.probe_ids)
     publisher.restore()
     publisher.publish_weights()
     on_step(learner.step, learner.step, {})

@@ -26,6 +26,7 @@ from hpc_swe.records import (
     WeightVersion,
 )
 from hpc_swe.roles.learner.collective import on_all_ranks, on_rank_zero
+from hpc_swe.roles.learner.probe import FIRST_IDS
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, folders, skipped, weights
 
@@ -59,8 +60,17 @@ class Snapshots:
 class Publisher(Generic[L]):
     """Publish the weights and checkpoints of one incarnation, each step at most once."""
 
-    def __init__(self, run: RunDir, learner: L, incarnation: int, writer: str, snapshots: Snapshots) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        learner: L,
+        incarnation: int,
+        writer: str,
+        snapshots: Snapshots,
+        probe_ids: Sequence[int] = FIRST_IDS,
+    ) -> None:
         self._run, self._learner, self._ranks = run, learner, learner.ranks
+        self._probe_ids = probe_ids
         self._incarnation, self._writer, self._snapshots = incarnation, writer, snapshots
         self._parent: WeightVersion | None = None
         """The version whose values the learner keeps."""
@@ -191,12 +201,8 @@ class Publisher(Generic[L]):
         return _divide(self._ranks, names, lambda name: folders.describe(stage / name), meanwhile)
 
     def _probe(self) -> ProbeScore:
-        """Score a text with which engines check the weights that they loaded.
-
-        The first entries of most vocabularies are the characters in order, a text that models predict well.
-        On a text that they do not, rounding alone would change the log-probabilities a lot.
-        """
-        ids = list(range(min(32, self._learner.vocabulary)))
+        """Score a text with which engines check the weights that they loaded."""
+        ids = list(self._probe_ids)
         scores = self._learner.logprobs(ids)
         return ProbeScore(token_ids=ids, logprobs=scores, tolerance=self._learner.tolerance)
 
