@@ -45,6 +45,7 @@ def render(view: RunView, width: int = 80) -> RenderableType:
     parts += ["", _spools(report)] if report else []
     parts += ["", _curves(report)] if report and report.recent else []
     errors = [view.stuck, view.queue.silence, *view.queue.failures]
+    errors += [f"{owner}: {text}" for owner, text in report.troubles.items()][:2] if report else []
     errors += report.errors[-LINES // 2 :] if report else []
     parts += [row for line in errors if line for row in _rows(f"error: {line}", width)][:LINES]
     return Group(*(part if isinstance(part, Table) else Text(part[:width]) for part in parts))

@@ -47,6 +47,8 @@ class Node(Record, frozen=True, kw_only=True):
     """Iterations of the main loop."""
     steps: list[int] = []
     """Answers of engines and opened sandboxes so far, of each claim; one that is worked on grows."""
+    trouble: str = ""
+    """Why this process does less than it should, for people; empty while it does all."""
 
 
 class Endpoint(Record, frozen=True, kw_only=True):
@@ -93,6 +95,8 @@ class StatusReport(Record, frozen=True, kw_only=True):
     recent: dict[str, list[float]]
     """Metric -> its last values, oldest first."""
     errors: list[str]
+    troubles: dict[str, str] = {}
+    """Owner -> why this live process does less than it should."""
 
 
 class MetricLine(Record, frozen=True, kw_only=True):

@@ -2,19 +2,19 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Literal
 
 from hpc_swe.errors import DeadlineError, HpcSweError, SchedulerError, StorageError, StuckRun
 from hpc_swe.plugins.executors.base import RunsHere
-from hpc_swe.records import Role
+from hpc_swe.records import Role, StatusReport
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import submit
 from hpc_swe.runs.control import stop
 from hpc_swe.runs.submit import REST_S, TickResult
 from hpc_swe.runs.view import RunReader, RunView
 from hpc_swe.settings import RunConfig
-from hpc_swe.store import checkpoints, supervision
+from hpc_swe.store import atomic, checkpoints, supervision
 from hpc_swe.store.lease import Watcher
 
 SAVE_S = 120.0  # the longest step and checkpoint of a learner that is stopped
@@ -83,7 +83,7 @@ def _watch(
 ) -> None:
     deadline, reader = time.monotonic() + timeout_s, RunReader(run, config)
     lost_at: dict[Role, float] = {}
-    logged = ""
+    logged, told = "", set[str]()
     while True:
         try:
             plan = submit.tick(run, config)
@@ -99,9 +99,22 @@ def _watch(
         if (stuck := plan.reasons(plan.stuck)) not in ("", logged):
             log.error("stuck %s", stuck)
         logged = stuck
+        told |= _tell(run, told)
         if show:
             show(reader.read())
         time.sleep(config.executor.pause_s)
+
+
+def _tell(run: RunDir, told: Set[str]) -> set[str]:
+    """Log what keeps live processes from their work, once though many say it; return what is new."""
+    try:
+        troubles = atomic.get(run.status, StatusReport).troubles
+    except (HpcSweError, OSError):  # no report yet, or it is being replaced
+        return set()
+    new = {text: owner for owner, text in troubles.items() if text not in told}
+    for text, owner in new.items():
+        log.warning("%s: %s", owner, text)
+    return set(new)
 
 
 def given_up(plan: TickResult, lost_at: Mapping[Role, float], now: float) -> list[Role]:

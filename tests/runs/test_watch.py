@@ -6,7 +6,7 @@ import pytest
 
 from hpc_swe.errors import ConfigError, DeadlineError
 from hpc_swe.plugins.executors.base import Job
-from hpc_swe.records import Node
+from hpc_swe.records import Node, StatusReport, WeightVersion
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs.submit import REST_S, TickResult
 from hpc_swe.runs.watch import SAVE_S, given_up, watch
@@ -182,3 +182,34 @@ def test_ctrl_c_gives_a_learner_without_new_steps_no_time(run, learning):
     atomic.put(run.node("learner-9-1"), Node(owner="x", role="learner", beat=1, host="here", pid=1, step=0))
     learning[0](nothing, nothing, end)
     assert not run.drain.exists()
+
+
+def test_what_keeps_engines_from_their_work_is_said_once(run, caplog):
+    def report(**troubles):
+        told = StatusReport(
+            beat=1,
+            roles=[],
+            spools={},
+            waits_for="",
+            step=0,
+            newest=WeightVersion(),
+            recent={},
+            errors=[],
+            troubles=troubles,
+        )
+        return lambda _: atomic.put(run.status, told)
+
+    refused = report(engine_1="refused v000001-i01: the probe", engine_2="refused v000001-i01: the probe")
+    works = [
+        report(),
+        nothing,
+        report(engine_2="restart 1 of 5: no answer"),
+        lambda _: run.finished.touch(),
+        end,
+    ]
+    watch(run, config(Scripted(refused, nothing, *works, jobs=[RUNNING])), WAIT_S)
+    said = [record.message for record in caplog.records if "engine_" in record.message]
+    assert [line.partition(": ")[2] for line in said] == [
+        "refused v000001-i01: the probe",
+        "restart 1 of 5: no answer",
+    ]

@@ -233,6 +233,7 @@ class Maintenance:
             newest=snapshot.newest,
             recent=progress.recent,
             errors=[*([] if snapshot.has_room else [full]), *progress.errors],
+            troubles={node.owner: node.trouble for node in snapshot.nodes if node.trouble},
         )
 
 

@@ -104,7 +104,9 @@ class Supervisor:
                 restarts = 1 if time.monotonic() - self._since > QUIET_S else restarts + 1
                 if restarts > self.config.max_restarts:
                     raise
-                log.warning("restart %d of %d: %s", restarts, self.config.max_restarts, error)
+                why = f"restart {restarts} of {self.config.max_restarts}: {error}"
+                log.warning("%s", why)
+                self._show(trouble=why)
                 self._stopping.wait(min(2.0 ** (restarts - 1), 60.0))
         log.info("ending %s", "on a signal" if self._stopping.is_set() else "on an order")
 
@@ -118,7 +120,8 @@ class Supervisor:
         try:
             if self._is_healthy_in_time(served):
                 self._load(served, wanted)
-                self._show(state="ready", url=served.url, versions=[wanted.version], reading="")
+                changes = {} if self._refused else {"trouble": ""}
+                self._show(state="ready", url=served.url, versions=[wanted.version], reading="", **changes)
                 log.info("serving %s at %s", wanted.version.name, served.url)
                 self._since = time.monotonic()
                 with LivenessMonitor(is_alive, self.config.hang_s) as monitor:
@@ -303,13 +306,14 @@ class Supervisor:
         except BrokenChain as error:
             self._refused.add(version)  # this says nothing about the engine, and is not counted against it
             serving = self._serving.version.name
-            log.error("passed over %s, serving %s until a full snapshot: %s", version.name, serving, error)
+            self._complain(f"passed over {version.name}, serving {serving} until a full snapshot: {error}")
         except (NoAnswer, Overdue):
             raise  # the version is at fault only if this happens again
         except (EngineError, CorruptRecord) as error:
             self._refuse(served, version, error)
         else:
             self._serving, self._refusals, self._lost = wanted, 0, frozenset()
+            self._show(trouble="")
             verify_s, swap_s = verified - began, time.monotonic() - verified
             log.info("updated to %s: verified in %.2f s, swapped in %.2f s", version.name, verify_s, swap_s)
         self._show(state="ready", reading="", versions=[self._serving.version])
@@ -333,7 +337,7 @@ class Supervisor:
             raise EngineError(f"the engine died while {version.name} was loaded: {error}") from error
         self._refused.add(version)
         self._refusals += 1
-        log.error("refused %s, serving %s: %s", version.name, self._serving.version.name, error)
+        self._complain(f"refused {version.name}, serving {self._serving.version.name}: {error}")
         if self._refusals >= MAX_REFUSALS:
             self._refused.clear()
             self._refusals, self._loading = 0, frozenset()  # this loss is not the version's
@@ -346,8 +350,13 @@ class Supervisor:
         if self._loading & self._lost:
             version = max(self._loading)
             self._refused.add(version)
-            log.error("refused %s: two engines in a row were lost while they loaded it", version.name)
+            self._complain(f"refused {version.name}: two engines in a row were lost while they loaded it")
         self._lost, self._loading = self._loading or self._lost, frozenset()
+
+    def _complain(self, why: str) -> None:
+        """Say in the log and in the cell why newer weights are not served."""
+        log.error("%s", why)
+        self._show(trouble=why)
 
     def _show(self, **changes: object) -> None:
         """Publish what the engine does; where the file system refuses that, the next beat shows it."""

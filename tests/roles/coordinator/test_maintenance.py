@@ -355,7 +355,7 @@ def test_new_weights_and_who_serves_them_are_listed_before_the_next_look(run, cl
 
 
 def test_status_says_who_lives_what_lies_where_and_what_is_waited_for(run):
-    show(run, "rollout-1-00000001")
+    show(run, "rollout-1-00000001", trouble="no engine answers")
     training(run).iterate(make_maintenance(run).snapshot())
     maintenance = make_maintenance(run)
     maintenance.publish(maintenance.snapshot(), PROGRESS, {"rollout": 2, "learner": 1}, 5.0)
@@ -364,6 +364,7 @@ def test_status_says_who_lives_what_lies_where_and_what_is_waited_for(run):
     assert report.spools["requests"]["ready"] == 8
     assert report.waits_for == "the learner"
     assert report.errors == ["train-000001-00 a0: engine"]
+    assert report.troubles == {"rollout-1-00000001": "no engine answers"}
 
 
 def test_status_tells_the_silent_from_the_living_and_the_oldest_message(run, clock):

@@ -288,9 +288,11 @@ def test_a_refused_version_is_passed_over(
         cell = node(run)
         assert cell is None or version(0) in cell.versions
         time.sleep(0.02)
-    await_node(run, is_serving(version(0)))
+    assert await_node(run, is_serving(version(0))).trouble.startswith(
+        "refused v000001-i00, serving v000000-i00"
+    )
     publish(run, model, version(2), probe=PROBE)
-    await_node(run, is_serving(version(2)))
+    assert await_node(run, is_serving(version(2))).trouble == ""
     run.stop.touch()
     _, log = process.communicate(timeout=180)
     assert log.count("refused v000001-i00") == 1
@@ -430,7 +432,7 @@ def test_many_refusals_in_a_row_start_the_engine_anew_and_are_said(
         publish(run, model, version(step), probe=WRONG)
         await_node(run, lambda node: node.state == "updating")
         await_node(run, lambda node: node.state != "updating")
-    await_node(run, lambda node: node.state == "starting")
+    await_node(run, lambda node: node.state == "starting" and node.trouble.startswith("restart 1 of "))
     run.stop.touch()
     _, log = process.communicate(timeout=180)
     assert f"{MAX_REFUSALS} versions in a row were refused" in log

@@ -5,7 +5,7 @@ from hpc_swe.roles.learner.probe import LENGTH, probe_ids
 from tests.kit.toy_model import HERMES, make_model
 
 
-def test_a_probe_is_words_even_where_the_vocabulary_begins_with_control_tokens(tmp_path):
+def test_a_probe_is_words_where_control_tokens_come_first(tmp_path):
     model = make_model(tmp_path, HERMES)
     spec = Tokens(model)
     ids = probe_ids(model, 100_000)
