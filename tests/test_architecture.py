@@ -49,9 +49,9 @@ TEST_NAME = 70
 #   learner saves before its run is stopped, and copies of runs, which have the records of the originals' jobs
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
 BUDGETS = {
-    "hpc_swe": 3_538,
+    "hpc_swe": 3_555,
     "hpc_swe/benchmarks": 2_906,
-    "hpc_swe/conversation": 1_150,
+    "hpc_swe/conversation": 1_164,
     "hpc_swe/demo": 426,
     "hpc_swe/doctor": 1_270,
     "hpc_swe/evaluation": 530,

@@ -57,7 +57,7 @@ class TokenBuilder:
         self._template = ChatTemplate(folder, arguments or {})
         self._format: ToolFormat = tool_format
         try:
-            self.end_id = _end_of_turn(self.tokens, self._template, folder, stops)
+            self.end_id = _end_of_turn(self.tokens, self._template)
             self.thoughts = _thoughts(self._template.render([_ASKED], "", generate=True).text)
             self._check()
         except (ConfigError, AgentError) as error:
@@ -65,6 +65,14 @@ class TokenBuilder:
                 f"{folder}: its chat template cannot be used append-only: {error}; "
                 f"change template_arguments or tool_parser in [rollout], or the template: see docs/models.md"
             ) from error
+        _require_stop(self.tokens, self.end_id, folder, stops)
+
+    @property
+    def largest_id(self) -> int:
+        """Return the largest id that conversations may have; a token that nobody writes does not count."""
+        called = Message(role="assistant", content="", tool_calls=[_CALL])
+        ids, _ = self.demonstration([*_BASE, *_NEW[2:], called, *_NEW, _ANSWERED], _TOOLS)
+        return max(self.tokens.largest_plain_id, *ids)
 
     def start(self, messages: Sequence[Message], tools: str = "", served: bool = False) -> list[int]:
         """Return a chain's first prompt; with `served`, as an engine that renders chats would write it."""
@@ -166,21 +174,25 @@ def _thoughts(opening: str) -> Literal["free", "opened", "closed"]:
     return "closed" if opening.rstrip().endswith(THOUGHT) else "free"
 
 
-def _end_of_turn(tokens: Tokens, template: ChatTemplate, folder: Path, stops: Collection[int]) -> int:
-    """Return the control token that the template writes after an answer; it must also stop the engine."""
+def _end_of_turn(tokens: Tokens, template: ChatTemplate) -> int:
+    """Return the control token that the template writes after an answer."""
     _, end = template.render(_BASE, "", generate=False).cut(1)
     ids = tokens.encode_parts(end.flagged)
-    names = {number: name for name, number in tokens.control.items()}
-    if not ids or ids[0] not in names:
+    if not ids or ids[0] not in tokens.control.values():
         raise ConfigError(f"it ends an answer with {end.text!r}, which does not begin with a control token")
-    source, known = _stop_ids(folder)
-    if source and ids[0] not in {*known, *stops}:
-        raise ConfigError(
-            f"it ends an answer with {names[ids[0]]}, but the engine stops at "
-            f"{[names.get(i, i) for i in [*known, *stops]]}, by {source}; "
-            f"add {ids[0]} to eos_token_id in generation_config.json"
-        )
     return ids[0]
+
+
+def _require_stop(tokens: Tokens, end: int, folder: Path, stops: Collection[int]) -> None:
+    """Raise ConfigError unless the engine stops at the end of a turn, where a file says where it stops."""
+    source, known = _stop_ids(folder)
+    if source and end not in {*known, *stops}:
+        names = {number: name for name, number in tokens.control.items()}
+        raise ConfigError(
+            f"{folder / source}: the engine stops at {[names.get(i, i) for i in [*known, *stops]]}, but the "
+            f"chat template ends an answer with {names[end]}; add {end} to eos_token_id in "
+            "generation_config.json, or to engine.stop_token_ids"
+        )
 
 
 def _stop_ids(folder: Path) -> tuple[str, list[int]]:

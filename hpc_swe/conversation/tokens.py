@@ -40,6 +40,11 @@ class Tokens:
         words = json.dumps([sorted(self._full.get_vocab().items()), sorted(self.control.items())])
         return hashlib.sha256(words.encode()).hexdigest()
 
+    @property
+    def largest_plain_id(self) -> int:
+        """Return the largest id that text may become."""
+        return max(self._plain.get_vocab().values())
+
     def encode(self, text: str) -> list[int]:
         """Encode text that is not the template's; the ids contain no control token."""
         return list(self._plain.encode(_encodable(text), add_special_tokens=False).ids)

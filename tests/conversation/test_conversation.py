@@ -438,6 +438,17 @@ def test_a_model_stops_where_either_file_says_so(tmp_path: Path, name: str) -> N
     assert TokenBuilder(folder).end_id == end
 
 
+def test_a_control_token_that_nobody_writes_needs_no_row_in_the_embedding(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, HERMES)
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    last = spec["added_tokens"][-1]["id"]
+    spec["added_tokens"].append(spec["added_tokens"][0] | {"id": last + 1, "content": "<|pad|>"})
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    assert TokenBuilder(folder).largest_id <= last
+    (folder / "chat_template.jinja").write_text("{{ '<|pad|>' }}" + HERMES)
+    assert TokenBuilder(folder).largest_id == last + 1
+
+
 def test_a_tokenizer_that_makes_control_tokens_of_text_is_refused(tmp_path: Path) -> None:
     folder = make_model(tmp_path, HERMES)
     spec = json.loads((folder / "tokenizer.json").read_text())

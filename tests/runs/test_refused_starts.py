@@ -44,7 +44,7 @@ SHAPE = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "vocab_size": 320,
+    "vocab_size": 352,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e4,
     "max_position_embeddings": 1024,
@@ -526,6 +526,12 @@ def test_each_thing_that_cannot_work_is_a_line_before_there_is_a_folder(
     assert not run.root.exists()
 
 
+def resize(model: Path, **keys: int) -> None:
+    """Give the model other sizes, with weights of these."""
+    (model / "config.json").write_text(json.dumps(SHAPE | keys))
+    write_weights(model)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -556,6 +562,14 @@ def test_each_thing_that_cannot_work_is_a_line_before_there_is_a_folder(
         (lambda model: (model / "config.json").write_text("{"), "config.json: Expecting property name"),
         (lambda model: (model / "chat_template.jinja").unlink(), "neither chat_template.jinja nor"),
         (lambda model: (model / "config.json").write_text('{"model_type": "gemma3"}'), "model_type 'gemma3'"),
+        (
+            lambda model: resize(model, vocab_size=320),
+            "tokenizer.json makes ids up to 326, but config.json says vocab_size = 320; take the tokenizer",
+        ),
+        (
+            lambda model: (model / "generation_config.json").write_text('{"eos_token_id": 320}'),
+            "model/generation_config.json: the engine stops at ['<|endoftext|>'], but the chat template ends",
+        ),
     ],
 )
 def test_a_model_that_some_job_could_not_load_is_refused(tmp_path, read, model, spoil, message):
