@@ -47,6 +47,8 @@ NEAR = 0.9
 """Share of the probe's tokens that must agree with the learner, up to the tolerance."""
 FARTHEST = 10.0
 """Largest difference of any token of the probe, as a multiple of the tolerance."""
+ROUNDED = 0.25
+"""Least tolerance of a probe where the engine computes with 16 bits, however exactly the learner computes."""
 FIRST = {"priority": -1}
 """vLLM schedules this request before all others, whose priority is 0; they keep their order."""
 GREEDY = Sampling(temperature=0.0, max_tokens=1)
@@ -204,7 +206,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
     def adopt(self, url: str, token: str, version: WeightVersion, probe: ProbeScore | None) -> None:
         """Compare the probe, then set the stamp where the release has stamps."""
         if probe is not None:
-            _require_probe(self.score(url, token, probe.token_ids), version, probe)
+            self._require_probe(self.score(url, token, probe.token_ids), version, probe)
         if self.stamp(url, token) is not None:
             self._routes(url, token).call("/update_weight_version", {"new_version": version.name})
 
@@ -226,7 +228,7 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             raise EngineError(f"{weights.folder}: not loaded: {error}") from error
         try:
             if probe and scores:
-                _require_probe(scores.result(), version, probe)
+                self._require_probe(scores.result(), version, probe)
         except (NoAnswer, Overdue):
             raise
         except EngineError:
@@ -321,6 +323,19 @@ class Vllm(Plugin, frozen=True, kw_only=True):
         pool.shutdown(wait=False)  # an engine that hangs is replaced before it answers
         return scores
 
+    def _require_probe(self, scores: Sequence[float], version: WeightVersion, probe: ProbeScore) -> None:
+        """Raise EngineError unless an engine's scores of a version's probe are those of its learner."""
+        with boundary(EngineError, f"{version.name}: its manifest's probe"):
+            difference = probe_distance(scores, probe.logprobs)
+        mean = fmean(abs(mine - theirs) for mine, theirs in zip(scores, probe.logprobs, strict=True))
+        log.debug("compared %s: |difference| of the probe's log-probabilities %.3g, mean", version.name, mean)
+        tolerance = probe.tolerance if self.dtype == "float32" else max(probe.tolerance, ROUNDED)
+        if not difference <= tolerance:
+            raise EngineError(
+                f"{version.name}: the probe's log-probabilities differ from the learner's by"
+                f" {difference:.4g}, more than {tolerance:g}"
+            )
+
     def _routes(self, url: str, token: str) -> UpdateRoutes:
         return UpdateRoutes(url, token, self.update_timeout_s, clears=self.kv_on_update == "recompute")
 
@@ -333,19 +348,6 @@ class Vllm(Plugin, frozen=True, kw_only=True):
             if error.status in (401, 403):
                 raise EngineError(f"{url} refuses the key (HTTP {error.status})") from None
             raise
-
-
-def _require_probe(scores: Sequence[float], version: WeightVersion, probe: ProbeScore) -> None:
-    """Raise EngineError unless an engine's scores of a version's probe are those of its learner."""
-    with boundary(EngineError, f"{version.name}: its manifest's probe"):
-        difference = probe_distance(scores, probe.logprobs)
-    mean = fmean(abs(mine - theirs) for mine, theirs in zip(scores, probe.logprobs, strict=True))
-    log.debug("compared %s: |difference| of the probe's log-probabilities %.3g, mean", version.name, mean)
-    if not difference <= probe.tolerance:
-        raise EngineError(
-            f"{version.name}: the probe's log-probabilities differ from the learner's by"
-            f" {difference:.4g}, more than {probe.tolerance:g}"
-        )
 
 
 def probe_distance(scores: Sequence[float], wanted: Sequence[float]) -> float:

@@ -1,5 +1,6 @@
 """What goes over the wire to vLLM: what shapes a token is ours to say, whatever the model folder says."""
 
+import contextlib
 import io
 import json
 import ssl
@@ -18,7 +19,7 @@ from hpc_swe.plugins.engines import _answers
 from hpc_swe.plugins.engines._answers import Answer, SampleAnswer, TokenScores, to_routing
 from hpc_swe.plugins.engines._vllm_gate import SAMPLE
 from hpc_swe.plugins.engines.vllm import Vllm, probe_distance
-from hpc_swe.records import Sampling
+from hpc_swe.records import ProbeScore, Sampling, WeightVersion
 
 SHAPING = {"temperature", "top_p", "top_k", "min_p", "max_tokens"}
 OFF = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -134,6 +135,9 @@ class Listener(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def do_GET(self) -> None:
+        self.send_error(404)
+
     def log_message(self, *_: object) -> None:
         """Quiet."""
 
@@ -212,3 +216,17 @@ def test_an_engine_behind_a_gateway_is_asked_by_tls_below_its_path(
         server.server_close()
     assert completion.token_ids == [3]
     assert Listener.paths[-1].startswith("/models/ours/")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "difference", "passes"),
+    [("float32", 0.0005, True), ("float32", 0.07, False), ("bfloat16", 0.07, True), ("auto", 0.3, False)],
+)
+def test_an_engine_of_16_bits_may_differ_from_an_exact_learner(
+    url: str, dtype: str, difference: float, passes: bool
+) -> None:
+    probe = ProbeScore(token_ids=[5, 6], logprobs=[-1.0 - difference], tolerance=1e-3)
+    engine = Vllm(dtype=dtype)  # type: ignore[arg-type]
+    refusal = pytest.raises(EngineError, match="differ from the learner's by")
+    with contextlib.nullcontext() if passes else refusal:
+        engine.adopt(f"{url}/foreign", "t", WeightVersion(), probe)
