@@ -31,6 +31,8 @@ MAY_CHANGE = (
     *("lease", "supervision", "retention", "batches.microbatch_tokens"),
     *("eval.every", "eval.patience", "eval.select"),
     *("policy.recompute", "policy.logprob_chunk", "policy.delta_base", "policy.offload_optimizer"),
+    *("policy.tensor_parallel", "policy.pipeline_parallel", "policy.context_parallel"),
+    *("policy.expert_parallel", "policy.sequence_parallel"),
     *("sft.validate_every",),
     *("learner.checkpoint_every", "learner.checkpoint_s", "learner.snapshot_every", "learner.max_skipped"),
     *("learner.batch_wait_s", "learner.poll_s"),

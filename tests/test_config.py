@@ -40,6 +40,7 @@ OPERATE = [
     "batches.microbatch_tokens=8192",
     'policy.recompute="full"',
     "policy.offload_optimizer=0.5",
+    "policy.tensor_parallel=2",
     'engine.extra=["--x"]',
     "rollout.episode_timeout_s=9999",
     "engine.update_timeout_s=77",

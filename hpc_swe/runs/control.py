@@ -8,6 +8,7 @@ from typing import Any, get_args
 import msgspec
 
 from hpc_swe import config as configuration
+from hpc_swe import job_counts
 from hpc_swe.errors import ConfigError, HpcSweError, StorageError
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
@@ -122,6 +123,18 @@ def require_alike(run: RunDir, config: RunConfig) -> None:
             f"{run.root} exists with another configuration, and these keys decide what it trains: "
             f"{'; '.join(refused)}. Continue with the old values (`launch start --run {run.root}`), or "
             f"name another folder with {create.option(config)}"
+        )
+    _require_size(run, config)
+
+
+def _require_size(run: RunDir, config: RunConfig) -> None:
+    """Raise ConfigError if a learner's job is alive that has another number of processes."""
+    old, new = (job_counts.processes("learner", each) for each in (load(run), config))
+    jobs = config.executor.queue(run) if old != new else []
+    if any(job.role == "learner" and job.state != "broken" for job in jobs):
+        raise ConfigError(
+            f"{run.root}: [policy] divides the learner among {new} processes, but its job has {old}; "
+            "`launch stop` it first"
         )
 
 

@@ -20,7 +20,7 @@ import pytest
 from hpc_swe import config as configuration
 from hpc_swe import job_counts
 from hpc_swe.errors import ConfigError, CorruptRecord, StorageError
-from hpc_swe.plugins.executors.base import Submission
+from hpc_swe.plugins.executors.base import Job, Submission
 from hpc_swe.plugins.executors.local import Local
 from hpc_swe.plugins.policies.megatron import Megatron
 from hpc_swe.plugins.weight_files import read_header
@@ -633,6 +633,24 @@ class Picky(Local, frozen=True, kw_only=True):
         if submission.role in self.refused:
             raise ConfigError("sbatch: error: invalid partition specified: cpu")
         return super().submit(run, submission)
+
+
+class Busy(Local, frozen=True, kw_only=True):
+    """An executor on which a learner's job runs."""
+
+    def queue(self, _: RunDir) -> list[Job]:
+        return [Job("learner", "7", 1, "running")]
+
+
+def test_a_run_goes_on_with_a_model_that_is_divided_otherwise(tmp_path, read):
+    run, nobody = RunDir(tmp_path / "run"), [f"counts.{role}=0" for role in job_counts.ROLES["grpo"]]
+    control.start(run, read(*nobody, "policy.tensor_parallel=1"))
+    control.start(run, read(*nobody, "policy.tensor_parallel=2"))
+    assert existing.load(run).policy.tensor_parallel == 2
+    busy = [*nobody, f"executor={{type='{__name__}:Busy'}}"]
+    control.require_alike(run, read(*busy, "policy.tensor_parallel=2", "policy.sequence_parallel=true"))
+    with pytest.raises(ConfigError, match="among 1 processes, but its job has 2; `launch stop` it first"):
+        control.require_alike(run, read(*busy, "policy.tensor_parallel=1"))
 
 
 def test_one_refused_role_leaves_no_other_job_behind(tmp_path, read):
