@@ -164,7 +164,8 @@ class TokenBuilder:
             read = [(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
             expected = [(_CALL.name, json.loads(_CALL.arguments))] * 2
             if read != expected or reply.content != (thought + content).rstrip():
-                raise ConfigError(f"it writes a tool call as {spelled.text!r}, which is not {self._format}")
+                wrote = f"writes a tool call as {spelled.text!r}" if spelled.text else "leaves tool calls out"
+                raise ConfigError(f"it {wrote}, which is not {self._format}")
 
 
 def _thoughts(opening: str) -> Literal["free", "opened", "closed"]:

@@ -139,9 +139,12 @@ def _read(folder: Path) -> tuple[str, dict[str, object]]:
         file = folder / "chat_template.jinja"
         source = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
         if isinstance(source, list):
-            source = {entry["name"]: entry["template"] for entry in source}["default"]
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
     if not isinstance(source, str):
-        raise ConfigError(f"{folder} has neither chat_template.jinja nor a chat_template in {path.name}")
+        raise ConfigError(
+            f"{folder} has neither chat_template.jinja nor a chat_template (called default, where there are "
+            f"several) in {path.name}; give it a chat_template.jinja: see docs/models.md"
+        )
     tokens = {key: value for key, value in config.items() if key.endswith("_token")}
     return source, {k: v["content"] if isinstance(v, dict) else v for k, v in tokens.items()}
 

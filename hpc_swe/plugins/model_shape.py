@@ -167,7 +167,7 @@ def _refuse_unknown(path: Path, config: dict[str, Any]) -> None:
         raise ConfigError(f"model: {path} has model_type {kind!r}; supported: {', '.join(KNOWN)}")
     width = "moe_intermediate_size" if _experts(config) else "intermediate_size"
     if missing := [key for key in (*NEEDED, width) if config.get(key) is None]:
-        raise ConfigError(f"model: {path} has no {', '.join(missing)}")
+        raise ConfigError(f"model: {path} has no {', '.join(missing)}; add what the model was trained with")
     # transformers reads a mistral without this key as one that has a window
     window = config.get("sliding_window", 4096) if kind == "mistral" else config.get("use_sliding_window")
     unsupported = {

@@ -56,7 +56,10 @@ class Rope:
             raise ConfigError(f"{where} sets partial_rotary_factor, which is not supported")
         missing = [key for key in NEEDED[kind] if found.get(key) is None]
         if missing:
-            raise ConfigError(f"{where} has no {', '.join(missing)} for its rope_type {kind!r}")
+            raise ConfigError(
+                f"{where} has no {', '.join(missing)} for its rope_type {kind!r}; add what the model was "
+                "trained with"
+            )
         return cls(kind=kind, theta=float(found["rope_theta"]), **_scaling(where, kind, found, config))
 
 

@@ -11,6 +11,7 @@ from hpc_swe.plugins.model_shape import ModelShape
 INDEX = "model.safetensors.index.json"
 TYPES = ("BF16", "F16", "F32", "F64")
 LARGEST_HEADER = 10**8  # as safetensors has it
+POINTER = b"version https://git-lfs"
 
 
 def read_index(folder: Path) -> dict[str, str]:
@@ -31,6 +32,11 @@ def read_header(path: Path) -> dict[str, Any]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
+            if file.read(len(POINTER)) == POINTER:
+                raise ConfigError(
+                    f"{path} is the pointer of Git LFS, not the file; call `git lfs pull` there"
+                )
+            file.seek(0)
             [length] = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length) if length < LARGEST_HEADER else b"")
         header.pop("__metadata__", None)
@@ -48,6 +54,12 @@ def require_tensors(folder: Path, shape: ModelShape) -> None:
     Folders that lack a file are left to other checks.
     """
     index, headers = read_index(folder), dict[str, dict[str, Any]]()
+    named = sorted(path.name for path in folder.glob("*.safetensors"))
+    if named and not index and "model.safetensors" not in named:
+        raise ConfigError(
+            f"model: {folder} has {named[0]}, but no {INDEX}, which says what is in which file; copy it, "
+            "too, or call a single file model.safetensors"
+        )
     if not all((folder / name).is_file() for name in set(index.values()) or {"model.safetensors"}):
         return
     for name, size in shape.tensors.items():

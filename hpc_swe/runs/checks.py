@@ -97,6 +97,9 @@ def _model(_: RunDir, config: RunConfig) -> Iterator[str]:
 
 def _lacks(name: str, folder: Path) -> str:
     """Say that a folder of a model lacks a file, and what to give instead."""
+    if not folder.is_dir():
+        what = "a file" if folder.exists() else "no such folder, and a run downloads nothing"
+        return f"{what}; give the folder of a Hugging Face model"
     if any(folder.glob("delta-*.safetensors")):
         full = sorted(each.parent.name for each in folder.absolute().parent.glob("v*/config.json"))
         return (
@@ -122,7 +125,7 @@ def _weights(key: str, folder: Path) -> Iterator[str]:
     if missing:
         yield f"{key} = '{folder}': {len(missing)} weight files are missing, {missing[0]} first; copy them"
     elif not files:
-        remedy = "copy the whole model; files of another format (*.bin) must be converted"
+        remedy = "copy the whole model; files of another format (*.bin, *.gguf) must be converted"
         yield f"{key} = '{folder}': no weights (*.safetensors) there; {remedy}"
 
 

@@ -391,7 +391,7 @@ BROKEN = {
         template(PLAIN_ANSWER.replace("<|im_end|>", "END"), JSON_CALLS),
         "does not begin with a control token",
     ),
-    "writes no calls": (template(PLAIN_ANSWER, ""), "not hermes"),
+    "writes no calls": (template(PLAIN_ANSWER, ""), "it leaves tool calls out, which is not hermes"),
     "refuses tools": (HERMES.replace("TOOL", "") + "{{ raise_exception('no tools') }}", "no tools"),
 }
 
@@ -402,6 +402,15 @@ def test_a_template_that_cannot_be_appended_to_is_refused(tmp_path: Path, fault:
     with pytest.raises(ConfigError, match=why) as caught:
         TokenBuilder(make_model(tmp_path / "model", source))
     assert str(tmp_path / "model") in str(caught.value)
+
+
+def test_a_folder_of_several_templates_without_a_default_is_refused(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, HERMES)
+    (folder / "chat_template.jinja").unlink()
+    several = [{"name": "tool_use", "template": HERMES}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    with pytest.raises(ConfigError, match="called default, .* give it a chat_template.jinja"):
+        TokenBuilder(folder)
 
 
 def test_the_wrong_tool_parser_is_refused(tmp_path: Path) -> None:

@@ -537,7 +537,7 @@ def resize(model: Path, **keys: int) -> None:
     [
         (
             lambda model: (model / "model.safetensors").unlink(),
-            "files of another format (*.bin) must be conv",
+            "files of another format (*.bin, *.gguf) must",
         ),
         (lambda model: (model / "tokenizer.json").write_text("{}"), "no tokenizer that can be read; copy it"),
         (
@@ -562,6 +562,31 @@ def resize(model: Path, **keys: int) -> None:
         (lambda model: (model / "config.json").write_text("{"), "config.json: Expecting property name"),
         (lambda model: (model / "chat_template.jinja").unlink(), "neither chat_template.jinja nor"),
         (lambda model: (model / "config.json").write_text('{"model_type": "gemma3"}'), "model_type 'gemma3'"),
+        (
+            lambda model: (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors"),
+            "has model-00001-of-00001.safetensors, but no model.safetensors.index.json",
+        ),
+        (
+            lambda model: (model / "model.safetensors").write_text(
+                "version https://git-lfs.github.com/spec/v1"
+            ),
+            "model.safetensors is the pointer of Git LFS, not the file; call `git lfs pull`",
+        ),
+        (lambda model: shutil.rmtree(model), "no such folder, and a run downloads nothing; give the folder"),
+        (
+            lambda model: (shutil.rmtree(model), model.write_bytes(b"GGUF")),
+            "a file; give the folder of a Hugging Face model",
+        ),
+        (
+            lambda model: (model / "config.json").write_text(
+                json.dumps(SHAPE | {"num_key_value_heads": None})
+            ),
+            "config.json has no num_key_value_heads; add what the model was trained with",
+        ),
+        (
+            lambda model: (model / "config.json").write_text(json.dumps(SHAPE | {"rope_theta": None})),
+            "config.json has no rope_theta for its rope_type 'default'; add what",
+        ),
         (
             lambda model: resize(model, vocab_size=320),
             "tokenizer.json makes ids up to 326, but config.json says vocab_size = 320; take the tokenizer",
