@@ -1,11 +1,12 @@
 """Find the GPUs of this machine, choose those of a job, and count GPUs in Slurm's options."""
 
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from subprocess import PIPE, Popen, TimeoutExpired
 
 from hpc_swe.errors import NodeError
+from hpc_swe.processes import outcome
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -105,9 +106,9 @@ def _machine_gpus() -> list[tuple[str, str]]:
     """Return the number and UUID of each GPU; none where there is no driver."""
     command = ["nvidia-smi", "-L"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIST_TIMEOUT_S, check=False)
+        done = outcome(Popen(command, text=True, stdout=PIPE, stderr=PIPE), LIST_TIMEOUT_S)
     except FileNotFoundError:
         return []
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except (OSError, TimeoutExpired) as error:
         raise NodeError(f"nvidia-smi -L: {error}; it is needed to find this machine's GPUs") from None
     return _LISTED.findall(done.stdout) if done.returncode == 0 else []

@@ -7,14 +7,17 @@ import resource
 import select
 import signal
 import socket
+import subprocess
 import time
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
+from typing import AnyStr
 
 PR_SET_PDEATHSIG = 1
 PF_KTHREAD = 0x00200000  # of linux/sched.h: a kernel thread runs no program, so it has no environment
 RETRIES = 100
+KILLED_S = 10.0  # longest wait for the end of a killed command
 MEETING = "HPC_SWE_MEETING"  # variable that names the folder in which the processes of a job meet
 LIBC = ctypes.CDLL(None)  # loaded here, since a child must not load it between fork and exec
 
@@ -137,6 +140,23 @@ def _stat(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except OSError:
         return []
+
+
+def outcome(
+    job: "subprocess.Popen[AnyStr]", timeout_s: float, stdin: AnyStr | None = None
+) -> "subprocess.CompletedProcess[AnyStr]":
+    """Return a command's exit code, and what it has printed into pipes; kill it if it takes too long.
+
+    Raise subprocess.TimeoutExpired then. After a kill subprocess.run waits without a limit: for a command
+    that the kernel does not let end, as on a frozen file system, and for others that hold its pipes.
+    """
+    try:
+        output, errors = job.communicate(stdin, timeout_s)
+    finally:
+        job.kill()  # which does nothing once it has ended
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(KILLED_S)
+    return subprocess.CompletedProcess(job.args, job.returncode, output, errors)
 
 
 def free_port(host: str = "", wanted: int = 0) -> int:

@@ -4,9 +4,13 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
+from subprocess import PIPE
+
+import pytest
 
 from hpc_swe.plugins.sandboxes._session import end_namespace
-from hpc_swe.processes import Flag, descendants, start_time
+from hpc_swe.processes import Flag, descendants, outcome, start_time
 
 # Each child is started by a thread that ends at once.
 RESTLESS = """
@@ -108,3 +112,22 @@ allow_open_files()
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_late_command_is_left_although_another_process_holds_its_pipes(tmp_path):
+    """subprocess.run would wait for that one, as for one in a frozen file system that no signal ends."""
+    note, began = tmp_path / "pid", time.monotonic()
+    job = subprocess.Popen(
+        ["sh", "-c", f"setsid sleep 60 & echo $! > {note}; wait"], stdout=PIPE, stderr=PIPE
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        outcome(job, 0.5)
+    assert time.monotonic() - began < 30
+    assert job.returncode == -9
+    os.kill(int(note.read_text()), 9)
+
+
+def test_the_outcome_of_a_command_is_its_code_and_its_words():
+    job = subprocess.Popen(["sh", "-c", "cat; exit 3"], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
+    done = outcome(job, 60, "words")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "words", "")

@@ -1,10 +1,10 @@
 """Ask Slurm and the nodes of each partition, and make a table of the findings."""
 
 import shutil
-import subprocess
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any, get_args
 
 from rich.markup import escape
@@ -16,6 +16,7 @@ from hpc_swe.doctor.scheduler import Cluster
 from hpc_swe.doctor.srun import ANSWER_S, ProbeSetup
 from hpc_swe.errors import HpcSweError
 from hpc_swe.gpus import in_options
+from hpc_swe.processes import outcome
 from hpc_swe.records import Role
 from hpc_swe.settings import RunConfig
 
@@ -72,8 +73,8 @@ def ask_slurm() -> Cluster:
 def _show(*what: str) -> str:
     command = ["scontrol", "show", *what]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = outcome(Popen(command, text=True, stdout=PIPE, stderr=PIPE), ANSWER_S)
+    except (OSError, TimeoutExpired) as error:
         raise HpcSweError(f"scontrol: {error}") from None
     if done.returncode:
         raise HpcSweError(f"scontrol: {' '.join((done.stderr or done.stdout).split())}")

@@ -18,11 +18,11 @@ import shutil
 import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 
 import msgspec
 
@@ -30,6 +30,7 @@ from hpc_swe import cgroups
 from hpc_swe.doctor import meeting
 from hpc_swe.doctor.meeting import Peer, reason
 from hpc_swe.errors import ConfigError
+from hpc_swe.processes import outcome
 from hpc_swe.records import Record
 
 MARK = "hpc_swe-probe"
@@ -198,8 +199,8 @@ def apptainer_version() -> str:
         return ""
     command = ["apptainer", "--version"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except subprocess.TimeoutExpired:
+        done = outcome(Popen(command, text=True, stdout=PIPE, stderr=PIPE), 30)
+    except TimeoutExpired:
         return "unknown version: no answer in 30 s"
     return done.stdout.strip() or done.stderr.strip() or f"unknown version: exit code {done.returncode}"
 

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 
 from hpc_swe.doctor import nodes, probe
 from hpc_swe.doctor.findings import Finding, PartitionNeeds
+from hpc_swe.processes import outcome
 
 ANSWER_S = 30.0
 KEPT = ("SLURM_CONF", "SLURM_ACCOUNT", "SLURM_QOS", "SLURM_RESERVATION", "SLURM_CONSTRAINT")
@@ -97,9 +99,7 @@ def srun(need: PartitionNeeds, setup: ProbeSetup) -> SrunResult:
     # Inside a job, srun would otherwise use that job's nodes.
     kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key in KEPT}
     # Not as a context: its end would wait for the end of srun without a limit.
-    job = subprocess.Popen(
-        command, env=kept, text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    job = subprocess.Popen(command, env=kept, text=True, start_new_session=True, stdout=PIPE, stderr=PIPE)
     try:
         return SrunResult(*job.communicate(timeout=setup.timeout_s))
     except subprocess.TimeoutExpired:
@@ -114,7 +114,7 @@ def _cancel(job: "subprocess.Popen[str]", setup: ProbeSetup) -> tuple[str, str]:
     """Cancel the job and end srun; return what it has printed, perhaps before its end."""
     cancel = ["scancel", f"--name={setup.job}"]
     try:
-        subprocess.run(cancel, timeout=setup.answer_s, check=False, capture_output=True)
+        outcome(subprocess.Popen(cancel, stdout=DEVNULL, stderr=DEVNULL), setup.answer_s)
         return job.communicate(timeout=setup.answer_s)
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from subprocess import PIPE
 from typing import Annotated, Any, ClassVar, get_args
 
 import msgspec
@@ -32,6 +33,7 @@ from hpc_swe.plugins.executors.base import (
     ResourceRequest,
     Submission,
 )
+from hpc_swe.processes import outcome
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
@@ -240,8 +242,8 @@ class Slurm(Plugin, frozen=True, kw_only=True):
         try:
             # without SQUEUE_STATES, SLURM_CLUSTERS and the like, with which a person filters what is shown
             env = {name: value for name, value in os.environ.items() if not name.startswith(FILTERS)}
-            options: Any = {"capture_output": True, "text": True, "errors": "replace", "env": env}
-            done = subprocess.run(command, timeout=self.answer_s, check=False, **options)
+            options: Any = {"stdout": PIPE, "stderr": PIPE, "text": True, "errors": "replace", "env": env}
+            done = outcome(subprocess.Popen(command, **options), self.answer_s)
         except subprocess.TimeoutExpired:
             raise self._timed_out(command[0]) from None
         except OSError as error:

@@ -10,12 +10,13 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
+from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
 from hpc_swe.errors import SandboxError, boundary
 from hpc_swe.plugins.swebench_package import official
+from hpc_swe.processes import outcome
 from hpc_swe.records import Task
 
 _WALL_S = 300.0
@@ -47,10 +48,9 @@ def report(task: Task, patch: str, log: str, cpu_s: int = 20, memory: int = 2 <<
     command, stdin = [sys.executable, "-m", __name__], json.dumps(request).encode()
     try:
         with boundary(SandboxError, "start swebench's parser"):
-            ended = subprocess.run(
-                command, input=stdin, capture_output=True, timeout=_WALL_S, env=environment, check=False
-            )
-    except subprocess.TimeoutExpired:
+            child = Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment)
+            ended = outcome(child, _WALL_S, stdin)
+    except TimeoutExpired:
         raise SandboxError(
             f"swebench's parser got less than {cpu_s} s of processor time in {_WALL_S:g} s"
         ) from None

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from hpc_swe.plugins.sif import squashfs_offset
-from hpc_swe.processes import die_with_parent
+from hpc_swe.processes import die_with_parent, outcome
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 _DEVICE = re.compile(r"create_inode: could not create \w+ device .*because you're not superuser")
 _INCOMPLETE = 2  # exit code of unsquashfs when it could not make every file
 _GROWTH = 4  # an unpacked image takes about three times the space of its .sif
-_KILLED_S = 10.0
-"""Longest wait for the end of a killed command."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _warned: set[str] = set()
 
@@ -206,16 +204,11 @@ def _run(command: list[str], timeout_s: float, *kept: int) -> str:
         pass_fds=kept,
         preexec_fn=die_with_parent,
     )
-    try:
-        output, printed = job.communicate(timeout=timeout_s)
-    finally:
-        job.kill()  # which does nothing once it has ended
-        with suppress(subprocess.TimeoutExpired):
-            job.wait(_KILLED_S)
-    errors = [line for line in printed.splitlines() if line and not _DEVICE.match(line)]
-    if job.returncode and (errors or job.returncode != _INCOMPLETE):
-        raise OSError(f"{command[0]}: {' '.join(errors)[-300:] or job.returncode}")
-    return output
+    done = outcome(job, timeout_s)
+    errors = [line for line in done.stderr.splitlines() if line and not _DEVICE.match(line)]
+    if done.returncode and (errors or done.returncode != _INCOMPLETE):
+        raise OSError(f"{command[0]}: {' '.join(errors)[-300:] or done.returncode}")
+    return done.stdout
 
 
 def _warn_once(folder: str, reason: str) -> None:

@@ -5,9 +5,10 @@ import re
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from subprocess import PIPE
 
 from hpc_swe.errors import HpcSweError, StorageError
-from hpc_swe.processes import die_with_parent
+from hpc_swe.processes import die_with_parent, outcome
 
 TIMEOUT_S = 4 * 3600.0  # a large image from a slow registry
 _FULL = re.compile(r"No space left on device|disk quota exceeded", re.IGNORECASE)
@@ -23,17 +24,18 @@ def run(
     the output if the command failed otherwise.
     """
     try:
-        done = subprocess.run(
+        job = subprocess.Popen(
             command,
-            input=stdin,
-            capture_output=True,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
             text=True,
             errors="replace",
             close_fds=False,
             preexec_fn=die_with_parent,
             env={**os.environ, "LC_ALL": "C.UTF-8", **(settings or {})},
-            timeout=TIMEOUT_S,
         )
+        done = outcome(job, TIMEOUT_S, stdin)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise HpcSweError(f"{command[0]}: {error}") from None
     if done.returncode in ok:
