@@ -6,7 +6,7 @@ Each command is a module, run as `python -m` runs it, so that both ways of calli
 import runpy
 import sys
 
-from hpc_swe import __version__
+from hpc_swe import __version__, cli
 
 COMMANDS = {
     "launch": "start, continue and stop a run",
@@ -35,7 +35,8 @@ COMMANDS = {
 """Module below hpc_swe -> what it does."""
 
 
-def main() -> None:
+@cli.command
+def main() -> int:
     """Run the command that the first argument names, or print the list of commands."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("--version", "-V"):
@@ -47,7 +48,8 @@ def main() -> None:
         runpy.run_module(f"hpc_swe.{name}", run_name="__main__", alter_sys=True)
     else:
         print(f"error: {name}: unknown command\n{_usage()}", file=sys.stderr)
-        sys.exit(2)
+        return 2
+    return 0
 
 
 def _usage() -> str:

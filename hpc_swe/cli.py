@@ -35,28 +35,36 @@ def command(main: Callable[[], int | None]) -> Callable[[], None]:
 
     @wraps(main)
     def run() -> None:
+        code: int | str | None = None
         try:
-            code = main()
+            code = _exit_code(main)
             sys.stdout.flush()
-        except HpcSweError as error:
-            for line in str(error).splitlines():
-                print(f"error: {line}", file=sys.stderr)
-            code = error.exit_code
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            code = INTERRUPTED
         except BrokenPipeError:  # `| head` has closed the pipe; discard what is still buffered
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = BROKEN_PIPE
-        except OSError as error:
-            if error.errno not in REMEDIES:
-                raise
-            where = error.filename or "a file that this command writes"
-            print(f"error: {where}: {error.strerror}; {REMEDIES[error.errno]}", file=sys.stderr)
-            code = StorageError.exit_code
+            code = code or BROKEN_PIPE
         sys.exit(code)
 
     return run
+
+
+def _exit_code(main: Callable[[], int | None]) -> int | str | None:
+    try:
+        return main()
+    except SystemExit as end:  # of argparse, after the help
+        return end.code
+    except HpcSweError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except OSError as error:
+        if error.errno not in REMEDIES:
+            raise
+        where = error.filename or "a file that this command writes"
+        print(f"error: {where}: {error.strerror}; {REMEDIES[error.errno]}", file=sys.stderr)
+        return StorageError.exit_code
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

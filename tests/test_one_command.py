@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 
 from hpc_swe import __version__
 from hpc_swe.__main__ import COMMANDS
+from hpc_swe.cli import BROKEN_PIPE
 from tests.kit.checkout import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -44,10 +45,36 @@ def test_commands_do_what_their_modules_do(tmp_path: Path) -> None:
     assert done.returncode == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "error"),
+    [
+        (["--help"], BROKEN_PIPE, ""),
+        (["show", "--help"], BROKEN_PIPE, ""),
+        (["launch", "keys"], BROKEN_PIPE, ""),
+        (["launch", "start", "configs/demo.toml", "model=none", "--dry-run"], 2, "error: model = "),
+    ],
+)
+def test_a_reader_that_has_left_ends_any_command_with_no_traceback(
+    words: list[str], code: int, error: str
+) -> None:
+    line = [sys.executable, "-m", "hpc_swe", *words]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(
+        line, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as command:
+        assert command.stdout is not None
+        assert command.stderr is not None
+        command.stdout.close()
+        said = command.stderr.read()
+    assert command.returncode == code
+    assert said.startswith(error)
+    assert said.count("\n") == bool(error)
+
+
 def test_the_list_has_every_module_that_is_a_command() -> None:
     sources = [path for path in (ROOT / "hpc_swe").rglob("*.py") if "\n@cli.command\n" in path.read_text()]
     paths = [path.relative_to(ROOT / "hpc_swe").with_suffix("") for path in sources]
-    assert {".".join(path.parts).removesuffix(".__main__") for path in paths} == set(COMMANDS)
+    assert {".".join(path.parts).removesuffix(".__main__") for path in paths} == {"__main__", *COMMANDS}
 
 
 VERBS = [("launch", verb) for verb in ("start", "tick", "keys", "stop")]
