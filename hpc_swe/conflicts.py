@@ -17,6 +17,7 @@ from hpc_swe.plugins.executors.base import SINGLETON_ROLES
 from hpc_swe.plugins.policies.base import DeltaPolicy, LossConfig
 from hpc_swe.settings import RunConfig
 
+MOST_STATUS_S = 300.0
 _URL = re.compile(r"https?://[^/@?#\s]+(/[^@?#\s]+)?")
 
 
@@ -39,7 +40,7 @@ def of_new_runs(config: RunConfig) -> Iterator[str]:
     policy, snapshot_every = config.policy, config.learner.snapshot_every
     if snapshot_every > 1 and isinstance(policy, DeltaPolicy) and policy.why_no_deltas:
         yield f"learner.snapshot_every = {snapshot_every} and {policy.why_no_deltas}, or snapshot_every = 1"
-    yield from _short_batch_wait(config)
+    yield from _wrong_batch_wait(config)
     if config.mode != "grpo":
         return
     every, export_every = config.eval.every, config.learner.export_every
@@ -57,8 +58,8 @@ def of_new_runs(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _short_batch_wait(config: RunConfig) -> Iterator[str]:
-    """Yield a message if a learner gives up while the coordinator may still repair what it waits for."""
+def _wrong_batch_wait(config: RunConfig) -> Iterator[str]:
+    """Yield a message if a learner gives up while the coordinator may still repair things, or too late."""
     stuck_s = max(config.stuck_limits.values()) if config.supervision.stuck_s else 0.0
     wait_s, batch_wait_s = config.coordinator.wait_s, config.learner.batch_wait_s
     if config.mode != "eval" and batch_wait_s <= stuck_s + wait_s:
@@ -66,6 +67,12 @@ def _short_batch_wait(config: RunConfig) -> Iterator[str]:
             f"learner.batch_wait_s = {batch_wait_s:g} must exceed {stuck_s + wait_s:g}: the coordinator "
             f"restarts what is stuck after up to {stuck_s:g} s (supervision.stuck_s, or twice a worker's "
             f"time-out), and itself waits coordinator.wait_s = {wait_s:g} s longer"
+        )
+    if config.mode != "eval" and (status_s := config.coordinator.status_s) > MOST_STATUS_S:
+        yield (
+            f"coordinator.status_s = {status_s:g} must not exceed {MOST_STATUS_S:g}: a learner takes a "
+            "coordinator that reports less than once in ten minutes for absent, and would wait for longer "
+            "than learner.batch_wait_s"
         )
 
 

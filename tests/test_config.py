@@ -8,6 +8,7 @@ import pytest
 from hpc_swe import config as configuration
 from hpc_swe import conflicts
 from hpc_swe.errors import ConfigError
+from hpc_swe.roles.learner.batch_source import PULSE_S, SILENT_PULSES
 
 GOOD = """
 model = "m"
@@ -236,6 +237,15 @@ def test_a_learner_outwaits_the_coordinator_which_restarts_what_is_stuck(read, w
     (found,) = conflicts.of_new_runs(read(GOOD, *words, f"learner.batch_wait_s={least_s}"))
     assert f"learner.batch_wait_s = {least_s} must exceed {least_s}: the coordinator" in found
     assert list(conflicts.of_new_runs(read(GOOD, *words, f"learner.batch_wait_s={least_s + 1}"))) == []
+
+
+def test_reports_are_not_so_rare_that_a_learner_takes_them_for_silence(read):
+    """Then a pulse would count where a whole interval has passed, and its deadline would be late."""
+    silent_s = SILENT_PULSES * PULSE_S
+    (found,) = conflicts.of_new_runs(read(GOOD, f"coordinator.status_s={silent_s}"))
+    assert f"coordinator.status_s = {silent_s:g} must not exceed 300" in found
+    assert silent_s >= 2 * conflicts.MOST_STATUS_S
+    assert list(conflicts.of_new_runs(read(GOOD, f"coordinator.status_s={conflicts.MOST_STATUS_S}"))) == []
 
 
 @pytest.mark.parametrize("objective", ["grpo", "sft"])
