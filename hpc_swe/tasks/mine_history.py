@@ -81,6 +81,7 @@ class Sifting:
 def run(trial: Trial, candidates: Sequence[Candidate], out: Path, jobs: int) -> list[TriedCommit]:
     """Try every candidate without a verdict that holds, under a progress bar; return all verdicts.
 
+    Where this machine failed, a candidate is tried once more, after all others.
     Raise StorageError if the file cannot be written, or the disk is full.
     """
     task_checks.create(out)
@@ -89,15 +90,22 @@ def run(trial: Trial, candidates: Sequence[Candidate], out: Path, jobs: int) -> 
     todo = [one for one in candidates if not trial.is_known(one, known.get(one.commit.sha))]
     with task_checks.alone(out), bars() as progress, ThreadPoolExecutor(jobs) as pool:
         bar = progress.add_task("commits", total=len(candidates), completed=len(candidates) - len(todo))
+
+        def note(tried: TriedCommit) -> None:
+            task_checks.append(out, tried)
+            known[tried.commit] = tried
+            progress.update(bar, description=f"{tried.commit[:12]}: {tried.verdict}", advance=1)
+
         futures = [pool.submit(trial.run, one) for one in todo]
         try:
             for future in as_completed(futures):
-                tried = future.result()
-                task_checks.append(out, tried)
-                known[tried.commit] = tried
-                progress.update(bar, description=f"{tried.commit[:12]}: {tried.verdict}", advance=1)
+                note(future.result())
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+        again = [one for one in todo if known[one.commit.sha].verdict == "host"]
+        progress.update(bar, total=len(candidates) + len(again))
+        for one in again:  # alone: images that were built meanwhile may have been its trouble
+            note(trial.run(one))
     return [known[one.commit.sha] for one in candidates]
 
 

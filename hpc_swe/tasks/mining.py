@@ -38,7 +38,7 @@ VERDICTS: dict[Verdict, str] = {
     "does_not_run": "its tests give no result with the change, for example because a package is missing",
     "nothing_fails": "no test fails without the change and passes with it",
     "flaky": "tests that fail without the change and pass with it do not do so in every run",
-    "host": "this machine failed; the next call tries it again",
+    "host": "this machine failed twice; the next call tries it again",
 }
 """Results of trials."""
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from hpc_swe import config as configuration
-from hpc_swe.errors import ConfigError
+from hpc_swe.errors import ConfigError, SandboxError
 from hpc_swe.plugins import task_checks
 from hpc_swe.plugins.graders.swebench import Swebench
 from hpc_swe.plugins.sandboxes.apptainer import Apptainer
 from hpc_swe.plugins.sandboxes.process import Process
 from hpc_swe.tasks import history
-from hpc_swe.tasks.mine_history import Sifting, write
+from hpc_swe.tasks.mine_history import Sifting, run, write
 from hpc_swe.tasks.mining import Trial, TriedCommit, sort_tests
 from tests.kit.checkout import IMAGES, ROOT, environment
 from tests.kit.histories import commit, make
@@ -196,6 +196,29 @@ def test_a_tried_commit_that_makes_no_row_any_more_is_unfit(past):
     earlier = TriedCommit(commit=candidate.commit.sha, verdict="task", settings="")
     assert not trial.is_known(candidate, earlier)
     assert trial.run(candidate).verdict == "unfit"
+
+
+class Crowded:
+    """A grader whose host fails in the first trial of a task, and always in that of the first task."""
+
+    def __init__(self) -> None:
+        self.tried: list[str] = []
+
+    def outcomes(self, task, patch, sandboxes):
+        self.tried.append(task.task_id)
+        if task.task_id == self.tried[0] or self.tried.count(task.task_id) == 1:
+            raise SandboxError("an image is being built")
+        return {}, "no test ran"
+
+
+def test_a_candidate_whose_host_failed_is_tried_once_more_at_the_end(past, tmp_path):
+    found, _ = sift(past[0], limit=3)
+    trial = Trial("calc", "pytest", 60.0, 1, Crowded(), Process(), None)
+    verdicts = [each.verdict for each in run(trial, found, tmp_path / "trials.jsonl", 1)]
+    assert verdicts == ["host", "does_not_run", "does_not_run"]
+    assert trial.grader.tried == trial.grader.tried[:3] * 2
+    lines = (tmp_path / "trials.jsonl").read_text().splitlines()
+    assert [json.loads(line)["verdict"] for line in lines] == ["host"] * 4 + ["does_not_run"] * 2
 
 
 @pytest.mark.slow
