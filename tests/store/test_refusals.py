@@ -10,6 +10,7 @@ import pytest
 
 from hpc_swe.errors import StorageError
 from hpc_swe.records import Node, RolloutRequest, ScoredEpisode
+from hpc_swe.roles.coordinator import archive
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic, tasks
 from hpc_swe.store.lease import Lease
@@ -111,6 +112,41 @@ def collect_what_cannot_be_read(root, bad) -> None:
 def test_a_result_that_can_never_be_read_is_buried_if_others_can(tmp_path, bad):
     """Else all batches would wait for it. A server that is away, so that none can be read, buries nothing."""
     assert in_child(collect_what_cannot_be_read, tmp_path, bad) == 0
+
+
+def archive_what_cannot_be_read(root, bad) -> None:
+    run, clock = rundir(root), Clock()
+    maintenance, mode = make_maintenance(run, clock), training(run)
+    mode.iterate(maintenance.snapshot())
+    work(run)
+    messages = {path: path.read_bytes() for path in (run.scored / "ready").iterdir()}
+    mode.iterate(maintenance.snapshot())
+    whole = [each.episode.request.name for each in archive.read(run.archive(0))]
+    run.archive(0).unlink()  # as if it had died before it wrote this one, and removed the messages
+    for path, data in messages.items():
+        path.write_bytes(data)
+    refuse(root, lambda call, path: errno.EIO if call == "open" and f"/scored/ready/{bad}" in path else 0)
+    mode, batch = training(run), run.batch(0).stat()
+    for now in (1.0, PATIENCE_S):
+        clock.now = now
+        progress = mode.iterate(maintenance.snapshot())
+        assert progress.waits_for == "results of step 0 that cannot be read, for its archive"
+        assert sum(bad in error for error in progress.errors) == 1
+        assert not run.archive(0).exists()
+    clock.now = 2 * PATIENCE_S
+    for _ in range(2):
+        mode.iterate(maintenance.snapshot())
+    assert atomic.names(run.scored / "dead") == [f"{bad}~0"]
+    assert [each.episode.request.name for each in archive.read(run.archive(0))] == [
+        name for name in whole if name != bad
+    ]
+    assert {*whole} & {name.split("~")[0] for name in atomic.names(run.scored / "ready")} == set()
+    assert run.batch(0).stat() == batch
+
+
+def test_an_archive_is_written_without_a_result_that_can_never_be_read(tmp_path):
+    """Else a coordinator that starts after a crash would wait for it for ever."""
+    assert in_child(archive_what_cannot_be_read, tmp_path, "train-000000-00") == 0
 
 
 def collect_the_last_that_cannot_be_read(root) -> None:

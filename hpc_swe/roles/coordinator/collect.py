@@ -11,7 +11,7 @@ the coordinator's memory across restarts.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from hpc_swe.errors import StorageError
 from hpc_swe.plugins.graders.base import DISAGREES, GRADER_BROKE, SILENT
@@ -30,19 +30,27 @@ log = logging.getLogger(__name__)
 class ResultCollector:
     """Keep the ledger up to date with the spools.
 
-    `expects` returns the requests of a group; None when the group was consumed or is not one of this run.
+    `expects` returns the requests of a group; None when the group was consumed or is not one of this run. The
+    results of `unarchived` groups, which were consumed, are kept aside until `forget_leftovers`.
     """
 
     def __init__(
-        self, run: RunDir, ledger: Ledger, expects: Callable[[Key], list[RolloutRequest] | None]
+        self,
+        run: RunDir,
+        ledger: Ledger,
+        expects: Callable[[Key], list[RolloutRequest] | None],
+        unarchived: Set[Key] = frozenset(),
     ) -> None:
-        self.ledger = ledger
+        self.ledger, self._unarchived = ledger, unarchived
+        self._leftovers: dict[Address, ScoredEpisode] = {}
+        """Results of unarchived groups that were read."""
         self._expects = expects
         self._requests = Spool(run.requests, RolloutRequest)
         self._scored = Spool(run.scored, ScoredEpisode)
         self._held: set[Address] = set()
         self._refused: dict[Address, tuple[float, int]] = {}
         """Result that the file system does not let us read -> since when, and the results read by then."""
+        self._reads = 0
         self._buried_at = 0.0
         """Time at which a result was buried last."""
         self._errors: deque[str] = deque(maxlen=5)
@@ -65,16 +73,17 @@ class ResultCollector:
     def collect(self, snapshot: RunSnapshot) -> None:
         """Enter new results, close what is dead, and request again what was lost."""
         self._adopt(snapshot)
-        read = self._read.total()
+        reads = self._reads
         for address in snapshot.scan["scored"]["ready"]:
-            if address not in self._held and parse_name(address.identity):
+            if address not in self._held and address not in self._leftovers and parse_name(address.identity):
                 try:
                     scored = self._scored.read(address)
                 except StorageError as error:
-                    self._refuse(address, error, snapshot.now, read)
+                    self._refuse(address, error, snapshot.now, reads)
                     continue
                 self._refused.pop(address, None)
                 if scored is not None:
+                    self._reads += 1
                     self._record(address, scored, snapshot.now)
         self.ledger.close_dead({a.identity for spool in snapshot.scan.values() for a in spool["dead"]})
         for request in self.ledger.find_lost(snapshot.identities, snapshot.now, snapshot.absent_s):
@@ -94,6 +103,22 @@ class ResultCollector:
                 if member.address is not None:
                     self._drop(member.address)
 
+    def leftovers(self, snapshot: RunSnapshot) -> list[ScoredEpisode] | None:
+        """Return the results of unarchived groups; None until each was read, or is buried."""
+        found = [a for a in snapshot.scan["scored"]["ready"] if self._is_leftover(a)]
+        is_whole = self._leftovers.keys() >= {*found}
+        return [self._leftovers[address] for address in found] if is_whole else None
+
+    def forget_leftovers(self) -> None:
+        """Remove the messages of unarchived groups, which have an archive now."""
+        for address in self._leftovers:
+            self._drop(address)
+        self._unarchived, self._leftovers = frozenset(), {}
+
+    def _is_leftover(self, address: Address) -> bool:
+        place = parse_name(address.identity)
+        return place is not None and place[0] in self._unarchived
+
     def _adopt(self, snapshot: RunSnapshot) -> None:
         """Open the groups that a former coordinator dispatched, and remove requests that no group needs."""
         for key in sorted({place[0] for place in map(parse_name, snapshot.identities) if place}):
@@ -111,17 +136,17 @@ class ResultCollector:
         self.ledger.open(key, requests, now)
         return requests
 
-    def _refuse(self, address: Address, error: StorageError, now: float, read: int) -> None:
+    def _refuse(self, address: Address, error: StorageError, now: float, reads: int) -> None:
         """Leave a result for later, or bury it when it could not be read for long although others could.
 
         The last results of a run have no others beside them: one of these is buried after a longer time.
         """
         if address not in self._refused:
-            self._refused[address] = (now, read)
+            self._refused[address] = (now, reads)
             self._errors.append(f"{address.identity}: {error}")
             log.warning("left %s for later: %s", address.identity, error)
-        since, read_before = self._refused[address]
-        can_read_others = now - since > PATIENCE_S and self._read.total() > read_before
+        since, reads_before = self._refused[address]
+        can_read_others = now - since > PATIENCE_S and self._reads > reads_before
         if can_read_others or now - max(since, self._buried_at) > ALONE_S:
             log.error("buried %s: %s", address.identity, error)
             self._scored.bury(address)
@@ -129,6 +154,9 @@ class ResultCollector:
             del self._refused[address]
 
     def _record(self, address: Address, scored: ScoredEpisode, now: float) -> None:
+        if self._is_leftover(address):
+            self._leftovers[address] = scored
+            return
         request, member = scored.episode.request, self.ledger.member(address.identity)
         if request.name != address.identity or (member and member.request.task_id != request.task_id):
             log.error("dropped %s: a result of %s, %s", address.identity, request.name, request.task_id)

@@ -7,8 +7,8 @@ unblocked by  rollout and reward workers; a new weight version; the time limit o
 
 A batch is published in four steps: commit the batch, write its archive, remove its messages, log its metrics.
 A crash after the first leaves messages of consumed groups in scored/. The coordinator that starts next writes
-the archive from them if it is missing, and then removes them like any duplicate. It logs what the manifest of
-the newest batch says: a line that is there twice is one point of a curve.
+the archive from them if it is missing, without those that can never be read, and then removes them. It logs
+what the manifest of the newest batch says: a line that is there twice is one point of a curve.
 """
 
 import logging
@@ -24,7 +24,7 @@ from hpc_swe.roles.coordinator.collect import ResultCollector
 from hpc_swe.roles.coordinator.curriculum import TaskPlan
 from hpc_swe.roles.coordinator.dispatch import RATE_FLOOR, dispatch_end
 from hpc_swe.roles.coordinator.evaluation import Evaluator
-from hpc_swe.roles.coordinator.groups import Group, Key, Ledger, parse_name
+from hpc_swe.roles.coordinator.groups import Group, Key, Ledger
 from hpc_swe.roles.coordinator.samples import add_routing, sampled_tokens
 from hpc_swe.roles.coordinator.snapshot import Progress, RunSnapshot
 from hpc_swe.rundir import RunDir
@@ -63,12 +63,12 @@ class Training:
         known = task_history.read(run, last.step, self.state.next_group) if last else RunHistory()
         self._tasks = plan_tasks(known)
         self._ledger = Ledger(settings.groups.max_attempts, settings.routing_bytes)
-        self._collector = ResultCollector(run, self._ledger, self._expects)
-        if last is not None and not run.archive(last.step).exists():
-            consumed: set[Key] = {("train", group) for group in (*last.groups, *last.closed)}
-            archive.write(
-                run.archive(last.step), _leftover_results(run, consumed), last.groups, known.weights
-            )
+        self._unarchived = last if last and not run.archive(last.step).exists() else None
+        """The newest batch, until its archive is written; no batch is published before."""
+        self._weights = known.weights
+        consumed = (*last.groups, *last.closed) if last and self._unarchived else ()
+        leftovers: set[Key] = {("train", group) for group in consumed}
+        self._collector = ResultCollector(run, self._ledger, self._expects, leftovers)
         if last is not None:
             metrics_log.write(last.step, last.stats)
 
@@ -81,7 +81,8 @@ class Training:
         batches.require_newest(self._run, self.step)
         self._collector.collect(snapshot)
         self._ledger.close_stragglers(snapshot.worked_s, self._settings.groups.straggler_s)
-        self._advance(snapshot)
+        if self._is_archived(snapshot):
+            self._advance(snapshot)
         evaluating = self._evaluator.iterate(self._collector, snapshot)
         if snapshot.has_room:
             self._dispatch(snapshot)
@@ -97,6 +98,15 @@ class Training:
         first = self.state.next_group
         last = max((number for kind, number in self._ledger.groups if kind == "train"), default=first - 1)
         return self._tasks.requests(group) if first <= group <= last + self._farthest else None
+
+    def _is_archived(self, snapshot: RunSnapshot) -> bool:
+        """Write the archive that the coordinator before has not written, once all results for it are read."""
+        if self._unarchived and (found := self._collector.leftovers(snapshot)) is not None:
+            last = self._unarchived
+            archive.write(self._run.archive(last.step), found, last.groups, self._weights)
+            self._collector.forget_leftovers()
+            self._unarchived = None
+        return self._unarchived is None
 
     def _advance(self, snapshot: RunSnapshot) -> None:
         """Publish the next batch if its groups are closed and the learner is close enough."""
@@ -191,6 +201,8 @@ class Training:
 
     def _waits_for(self, snapshot: RunSnapshot) -> str:
         """Return what the next batch waits for first; empty when training is finished."""
+        if self._unarchived:
+            return f"results of step {self._unarchived.step} that cannot be read, for its archive"
         if self._evaluator.has_lost_patience and snapshot.learner_step >= self.step:
             return ""
         if self.step >= self._steps and checkpoints.is_trained(self._run, snapshot.newest, self._steps):
@@ -209,11 +221,3 @@ class Training:
 
 
 COUNTED = ("episodes/infra", "episodes/duplicates", "episodes/absent", "groups/straggled")
-
-
-def _leftover_results(run: RunDir, consumed: set[Key]) -> list[ScoredEpisode]:
-    """Read the results of consumed groups that are still in scored/."""
-    spool = Spool(run.scored, ScoredEpisode)
-    places = [(a, parse_name(a.identity)) for a in spool.addresses("ready")]
-    found = [spool.read(a) for a, place in places if place and place[0] in consumed]
-    return [scored for scored in found if scored is not None]

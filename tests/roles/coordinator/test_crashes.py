@@ -124,7 +124,7 @@ def start_beside_another(root):
         return 0
 
     refuse(root, go_on)
-    training(run)
+    training(run).iterate(make_maintenance(run).snapshot())
 
 
 def test_of_two_coordinators_that_start_the_slow_one_spoils_no_archive(tmp_path):
