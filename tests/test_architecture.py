@@ -68,7 +68,7 @@ BUDGETS = {
     "hpc_swe/records": 559,
     "hpc_swe/report": 850,
     "hpc_swe/roles": 10,
-    "hpc_swe/roles/coordinator": 3_136,
+    "hpc_swe/roles/coordinator": 3_137,
     "hpc_swe/roles/inference": 681,
     "hpc_swe/roles/learner": 1_106,
     "hpc_swe/roles/reward": 360,

@@ -193,6 +193,24 @@ def test_the_last_message_of_workers_is_buried_if_nobody_can_read_it(tmp_path, n
     assert in_child(wait_for_one_that_nobody_can_read, tmp_path, name) == 0
 
 
+def bury_beside_others(root, readable, dead) -> None:
+    run, clock = rundir(root), Clock()
+    maintenance = make_maintenance(run, clock)
+    spool(run.requests, messages=4)
+    names = atomic.names(run.requests / "ready")
+    bad = names[readable:]
+    refuse(root, lambda call, path: errno.EIO if call == "open" and path.endswith(tuple(bad)) else 0)
+    for clock.now in (0.0, 2 * ALONE_S, 3 * ALONE_S):
+        maintenance.clean_up(maintenance.snapshot())
+    assert atomic.names(run.requests / "dead") == bad[:dead]
+
+
+@pytest.mark.parametrize(("readable", "dead"), [(1, 3), (0, 1)])
+def test_each_message_is_judged_alone_unless_none_can_be_read(tmp_path, readable, dead):
+    """An older one that can be read delays no other, and a server that is away costs one message."""
+    assert in_child(bury_beside_others, tmp_path, readable, dead) == 0
+
+
 def test_a_message_that_waits_long_for_a_worker_stays(tmp_path):
     run, clock = rundir(tmp_path), Clock()
     maintenance = make_maintenance(run, clock)

@@ -19,7 +19,7 @@ from hpc_swe.rundir import SPOOLS, RunDir
 from hpc_swe.settings import LeaseConfig, RetentionConfig
 from hpc_swe.store import atomic, folders, weights
 from hpc_swe.store.lease import Memory, Watcher
-from hpc_swe.store.spool import ALONE_S, STATES, Address, Spool
+from hpc_swe.store.spool import ALONE_S, STATES, WINDOW, Address, Spool
 
 ABSENT_BEATS = 3  # a message that no listing shows for so long is lost: 90 s by default
 ORPHAN_S = 3600.0  # a temporary file whose process shows no lease is kept this long
@@ -178,17 +178,18 @@ class Maintenance:
     def _bury_unreadable(self, snapshot: RunSnapshot) -> None:
         """Move a message to dead/ that has waited long for a worker, if two looks cannot read it either.
 
-        A worker counts it as lost only when it can read others, and there may be no others.
+        A worker counts it as lost only when it can read others, and there may be no others. Where none of
+        those that workers try can be read, a server may be away, which costs one message now and then.
         """
         before, self._unread = self._unread, set()
         for name in ("requests", "episodes"):
-            for address in snapshot.scan[name]["ready"]:
-                if snapshot.now - self._since[name, address.identity] >= ALONE_S:
-                    if not self._spools[name].is_readable(address):
-                        self._unread.add((name, address.identity))
-                    if (name, address.identity) in before & self._unread:
-                        self._spools[name].bury(address)
-                    break
+            spool, ready = self._spools[name], snapshot.scan[name]["ready"]
+            waiting = [a for a in ready if snapshot.now - self._since[name, a.identity] >= ALONE_S][:WINDOW]
+            unread = [address for address in waiting if not spool.is_readable(address)]
+            self._unread |= {(name, address.identity) for address in unread}
+            late = [address for address in unread if (name, address.identity) in before]
+            for address in late if len(unread) < len(waiting) else late[:1]:
+                spool.bury(address)
 
     def _is_lost(self, address: Address) -> bool:
         return self._watcher.is_dead(address.owner) or self._watcher.is_abandoned(
