@@ -48,16 +48,16 @@ def read_header(path: Path) -> dict[str, Any]:
     return dict(header)
 
 
-def require_tensors(folder: Path, shape: ModelShape) -> None:
+def require_tensors(folder: Path, shape: ModelShape, key: str = "model") -> None:
     """Raise ConfigError unless the files have all tensors of the model, in its sizes.
 
-    Folders that lack a file are left to other checks.
+    `key` of the configuration names the folder. Folders that lack a file are left to other checks.
     """
     index, headers = read_index(folder), dict[str, dict[str, Any]]()
     named = sorted(path.name for path in folder.glob("*.safetensors"))
     if named and not index and "model.safetensors" not in named:
         raise ConfigError(
-            f"model: {folder} has {named[0]}, but no {INDEX}, which says what is in which file; copy it, "
+            f"{key}: {folder} has {named[0]}, but no {INDEX}, which says what is in which file; copy it, "
             "too, or call a single file model.safetensors"
         )
     if not all((folder / name).is_file() for name in set(index.values()) or {"model.safetensors"}):
@@ -70,9 +70,9 @@ def require_tensors(folder: Path, shape: ModelShape) -> None:
         if found is None:
             where = f"has no tensor {name}"
         elif tuple(found["shape"]) != size:
-            where = f"has {name} of {found['shape']}, but config.json says {list(size)}"
+            where = f"has {name} of {found['shape']}, but config.json of the model says {list(size)}"
         elif found["dtype"] not in TYPES:
             where = f"has {name} in {found['dtype']}; a learner needs one of {', '.join(TYPES)}"
         else:
             continue
-        raise ConfigError(f"model: {path} {where}; copy the model again, or give another one")
+        raise ConfigError(f"{key}: {path} {where}; copy it again, or give another one")

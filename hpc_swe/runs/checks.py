@@ -22,8 +22,9 @@ from hpc_swe.plugins.executors.base import (
     Scheduled,
     own_environment,
 )
+from hpc_swe.plugins.model_shape import ModelShape
 from hpc_swe.plugins.policies.base import EstimatedPolicy, Policy
-from hpc_swe.plugins.weight_files import read_header, read_index
+from hpc_swe.plugins.weight_files import read_header, read_index, require_tensors
 from hpc_swe.records import Role
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import create, demonstrations, estimate, existing, submit
@@ -87,12 +88,17 @@ def _model(_: RunDir, config: RunConfig) -> Iterator[str]:
             return
     if served or "learner" in wanted:
         yield from _weights("model", model)
-    if "learner" in wanted and config.learner.loss.kl_coefficient > 0 and config.reference:
+    if _needs_reference(config):
         yield from _weights("reference", Path(config.reference))
     if "rollout" in wanted:
         yield from _complaints(lambda: token_builder(config))
     elif (config.mode, config.sft.source) == ("sft", "demonstrations"):
         yield from _complaints(lambda: demonstrations.check(config))
+
+
+def _needs_reference(config: RunConfig) -> bool:
+    """Tell whether this start makes a learner that loads another folder for its KL term."""
+    return bool("learner" in _wanted(config) and config.learner.loss.kl_coefficient > 0 and config.reference)
 
 
 def _lacks(name: str, folder: Path) -> str:
@@ -149,7 +155,11 @@ def _parallel(_: RunDir, config: RunConfig) -> Iterator[str]:
     if not (model / "config.json").is_file():
         return
     if "learner" in wanted and isinstance(policy, EstimatedPolicy):
-        yield from _complaints(lambda: policy.check_model(model, config.learner.data_parallel))
+        complaints = [*_complaints(lambda: policy.check_model(model, config.learner.data_parallel))]
+        yield from complaints
+        if _needs_reference(config) and not complaints:
+            shape, reference = ModelShape.read(model), Path(config.reference)
+            yield from _complaints(lambda: require_tensors(reference, shape, "reference"))
     if _serves(config) and isinstance(engine, EstimatedEngine):
         yield from _complaints(lambda: engine.check_model(model))
 

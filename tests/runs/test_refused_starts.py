@@ -553,11 +553,11 @@ def resize(model: Path, **keys: int) -> None:
         ),
         (
             lambda model: write_weights(model, but="model.norm.weight"),
-            "model.safetensors has no tensor model.norm.weight; copy the model again",
+            "model.safetensors has no tensor model.norm.weight; copy it again",
         ),
         (
             lambda model: (model / "config.json").write_text(json.dumps(SHAPE | {"intermediate_size": 256})),
-            "has model.layers.0.mlp.gate_proj.weight of [128, 64], but config.json says [256, 64]",
+            "has model.layers.0.mlp.gate_proj.weight of [128, 64], but config.json of the model says",
         ),
         (lambda model: (model / "config.json").write_text("{"), "config.json: Expecting property name"),
         (lambda model: (model / "chat_template.jinja").unlink(), "neither chat_template.jinja nor"),
@@ -602,6 +602,18 @@ def test_a_model_that_some_job_could_not_load_is_refused(tmp_path, read, model, 
     found = complaints(RunDir(tmp_path / "run"), read())
     assert len(found) == 1, found
     assert message in found[0]
+
+
+def test_a_reference_of_another_shape_is_refused(tmp_path, read, model):
+    shutil.copytree(model, reference := tmp_path / "reference")
+    words = [f"reference={reference}", "learner.loss.kl_coefficient=0.01"]
+    assert complaints(RunDir(tmp_path / "run"), read(*words)) == []
+    resize(reference, hidden_size=48)
+    (found,) = complaints(RunDir(tmp_path / "run"), read(*words))
+    assert found.startswith(f"reference: {reference}/model.safetensors has model.embed_tokens.weight of [")
+    (reference / "model.safetensors").write_bytes(b"partial")
+    (found,) = complaints(RunDir(tmp_path / "run"), read(*words))
+    assert "copy it again" in found
 
 
 def test_an_empty_file_of_tasks_is_refused_with_the_key_to_mend(tmp_path, read):
