@@ -73,7 +73,7 @@ BUDGETS = {
     "hpc_swe/roles/learner": 1_106,
     "hpc_swe/roles/reward": 360,
     "hpc_swe/roles/rollout": 1_270,
-    "hpc_swe/runs": 2_441,
+    "hpc_swe/runs": 2_443,
     "hpc_swe/store": 2_106,
     "hpc_swe/tasks": 4_320,
     "jobs": 1_158,

@@ -106,6 +106,8 @@ def _lacks(name: str, folder: Path) -> str:
     if not folder.is_dir():
         what = "a file" if folder.exists() else "no such folder, and a run downloads nothing"
         return f"{what}; give the folder of a Hugging Face model"
+    if (folder / "adapter_config.json").exists():
+        return "it holds adapters alone; merge them into their model, or give the folder above of a run"
     if any(folder.glob("delta-*.safetensors")):
         full = sorted(each.parent.name for each in folder.absolute().parent.glob("v*/config.json"))
         return (

@@ -572,6 +572,10 @@ def resize(model: Path, **keys: int) -> None:
             ),
             "model.safetensors is the pointer of Git LFS, not the file; call `git lfs pull`",
         ),
+        (
+            lambda model: (model / "config.json").rename(model / "adapter_config.json"),
+            "it holds adapters alone; merge them into their model",
+        ),
         (lambda model: shutil.rmtree(model), "no such folder, and a run downloads nothing; give the folder"),
         (
             lambda model: (shutil.rmtree(model), model.write_bytes(b"GGUF")),
