@@ -267,7 +267,7 @@ def test_a_delta_as_the_model_is_refused_with_what_to_give_instead(tmp_path, rea
 
 
 def test_missing_model_is_one_error_that_names_key_and_folder(tmp_path, read):
-    with pytest.raises(ConfigError, match=r"model = '/nowhere/model': no config.json there"):
+    with pytest.raises(ConfigError, match=r"model = '/nowhere/model': no such folder"):
         control.start(RunDir(tmp_path / "run"), read("model=/nowhere/model"))
 
 
