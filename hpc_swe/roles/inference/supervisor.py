@@ -313,7 +313,7 @@ class Supervisor:
             self._refuse(served, version, error)
         else:
             self._serving, self._refusals, self._lost = wanted, 0, frozenset()
-            self._show(trouble="")
+            self.lease.update(trouble="")
             verify_s, swap_s = verified - began, time.monotonic() - verified
             log.info("updated to %s: verified in %.2f s, swapped in %.2f s", version.name, verify_s, swap_s)
         self._show(state="ready", reading="", versions=[self._serving.version])
