@@ -52,7 +52,8 @@ def render(view: RunView, width: int = 80) -> RenderableType:
 
 
 def _rows(line: str, width: int) -> list[str]:
-    """Cut a line into at most two lines of the screen."""
+    """Cut a text into at most two lines of the screen, whatever breaks of lines it has."""
+    line = " ".join(line.split())
     return [row for row in (line[:width], line[width : 2 * width]) if row]
 
 

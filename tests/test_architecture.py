@@ -49,7 +49,7 @@ TEST_NAME = 70
 #   learner saves before its run is stopped, and copies of runs, which have the records of the originals' jobs
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
 BUDGETS = {
-    "hpc_swe": 3_595,
+    "hpc_swe": 3_596,
     "hpc_swe/benchmarks": 2_906,
     "hpc_swe/conversation": 1_168,
     "hpc_swe/demo": 426,

@@ -146,7 +146,7 @@ def test_brackets_in_errors_are_text_and_no_markup():
 
 
 def test_an_engine_that_refuses_weights_says_so_among_other_errors():
-    told = report(troubles={"inference-000001": "refused v000013-i01: the probe differs"})
+    told = report(troubles={"inference-000001": "refused v000013-i01:\n the probe differs"})
     text = screen(view(report=told), width=80)
     assert "error: inference-000001: refused v000013-i01: the probe differs" in text
 
