@@ -18,9 +18,8 @@ from hpc_swe.errors import ConfigError, EngineError
 from hpc_swe.plugins.engines._vllm_gate import HOLD, RELEASE, SAMPLE
 from hpc_swe.plugins.engines.base import LOAD, Completion, Weights
 from hpc_swe.plugins.engines.vllm import Vllm
-from hpc_swe.records import ProbeScore, Sampling, WeightManifest, WeightVersion
+from hpc_swe.records import ProbeScore, Sampling, WeightVersion
 from hpc_swe.rundir import RunDir
-from hpc_swe.store import folders
 from tests.kit.engine_kit import (
     CPU,
     EOS,
@@ -48,21 +47,20 @@ class Server(NamedTuple):
     models: dict[str, Path]
     steps: Iterator[int]
 
-    def reload(
-        self,
-        model: str,
-        late: Callable[[Path], None] = lambda _: None,
-        engine: Vllm = CPU,
-        **options: object,
-    ) -> WeightVersion:
-        """Publish a next version with the weights of a model, verify and load it; `late` is in between."""
+    def publish(self, model: str, **options: object) -> Weights:
+        """Publish a next version with the weights of a model, and verify it."""
         version = WeightVersion(step=next(self.steps))
-        folder = publish(self.run, self.models[model], version, **options)  # type: ignore[arg-type]
-        manifest = folders.manifest(self.run.weight(version), WeightManifest)
-        files = folders.verify(folder, manifest, lambda: False)
-        late(folder)
-        engine.reload(self.url, TOKEN, Weights(version, folder, manifest, files))
-        return version
+        publish(self.run, self.models[model], version, **options)  # type: ignore[arg-type]
+        return verified(self.run, version)
+
+    def reload(
+        self, model: str, late: Callable[[Path], None] = lambda _: None, **options: object
+    ) -> WeightVersion:
+        """Publish, verify and load a next version; `late` is called before it is loaded."""
+        weights = self.publish(model, **options)
+        late(weights.folder)
+        CPU.reload(self.url, TOKEN, weights)
+        return weights.version
 
 
 @pytest.fixture(scope="module")
@@ -140,51 +138,54 @@ def test_stop_tokens_of_the_configuration_end_a_turn(fresh: Server) -> None:
     assert 100 <= found.token_ids[-1] < VOCABULARY // 2
 
 
-def generated(
-    server: Server, pause_s: float, engine: Vllm = CPU
-) -> tuple[WeightVersion, list[tuple[list[int], Completion]]]:
-    """What came of some prompts while, after a pause, weights b took the place of weights a."""
-    prompts = [[i, *TEXT] for i in range(10, 16)]
+def swapped_midway(server: Server, engine: Vllm) -> tuple[WeightVersion, list[tuple[list[int], Completion]]]:
+    """Load weights b while prompts are answered with weights a; return what both have sampled in turn."""
     server.reload("a")
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        found = [pool.submit(sample, server, prompt, Sampling(max_tokens=600)) for prompt in prompts]
-        time.sleep(pause_s)
-        version = server.reload("b", engine=engine)
-    return version, [(prompt, future.result()) for prompt, future in zip(prompts, found, strict=True)]
+    weights = server.publish("b")
+    answers: list[tuple[list[int], Completion]] = []
+    is_over = threading.Event()
+
+    def ask(first: int) -> None:
+        while not is_over.is_set():
+            prompt = [first, *TEXT]
+            answers.append((prompt, sample(server, prompt, Sampling(max_tokens=600))))
+
+    with ThreadPoolExecutor(6) as pool:
+        asking = [pool.submit(ask, first) for first in range(10, 16)]
+        until(lambda: len(answers) > 6, "the engine has answered")
+        engine.reload(server.url, TOKEN, weights)
+        is_over.set()
+    assert not [future.exception() for future in asking if future.exception()]
+    return weights.version, [(p, c) for p, c in answers if c.spans is not None and len(c.spans) == 2]
+
+
+def deviations(server: Server, model: str, prompt: list[int], completion: Completion) -> np.ndarray:
+    """How far each recorded log-probability is from that of a model in transformers."""
+    recorded = np.asarray(completion.logprobs)
+    return np.abs(reference(server.models[model], prompt, completion.token_ids) - recorded)
 
 
 def test_a_swap_in_mid_generation_is_stamped_token_by_token(server: Server) -> None:
-    crossed: list[tuple[list[int], Completion]] = []
-    for pause_s in (0.5, 1.0, 2.0, 4.0, 8.0):  # the first that is neither before nor after it all
-        new, found = generated(server, pause_s)
-        if crossed := [(p, c) for p, c in found if c.spans is not None and len(c.spans) == 2]:
-            break
-    assert crossed
-    for prompt, completion in crossed:
+    new, found = swapped_midway(server, CPU)
+    assert found
+    for prompt, completion in found:
         assert completion.spans is not None
         (start, middle, _), (again, end, version) = completion.spans
         assert (start, again, end, version) == (0, middle, len(completion.token_ids), new)
-        old, fresh_part = (reference(server.models[n], prompt, completion.token_ids) for n in "ab")
-        logprobs = np.asarray(completion.logprobs)
-        assert np.abs(old - logprobs)[:middle].max() < 1e-3
-        assert np.abs(fresh_part - logprobs)[middle:].max() < 1e-3
+        assert deviations(server, "a", prompt, completion)[:middle].max() < 1e-3
+        assert deviations(server, "b", prompt, completion)[middle:].max() < 1e-3
 
 
 def test_kept_caches_go_on_with_the_new_weights(server: Server) -> None:
     """Requests survive, and their later tokens are sampled from keys and values of both weights."""
-    keeping = msgspec.structs.replace(CPU, kv_on_update="keep")
-    for pause_s in (0.5, 1.0, 2.0, 4.0, 8.0):
-        new, found = generated(server, pause_s, keeping)
-        if crossed := [(p, c) for p, c in found if c.spans is not None and len(c.spans) == 2]:
-            break
-    prompt, completion = crossed[0]
-    assert completion.spans is not None
-    (_, middle, _), (_, _, version) = completion.spans
-    assert version == new
-    old, fresh_part = (reference(server.models[n], prompt, completion.token_ids) for n in "ab")
-    logprobs = np.asarray(completion.logprobs)
-    assert np.abs(old - logprobs)[:middle].max() < 1e-3
-    assert np.abs(fresh_part - logprobs)[middle:].max() > 1e-2
+    new, found = swapped_midway(server, msgspec.structs.replace(CPU, kv_on_update="keep"))
+    assert found
+    for prompt, completion in found:
+        assert completion.spans is not None
+        (_, middle, _), (_, _, version) = completion.spans
+        assert version == new
+        assert deviations(server, "a", prompt, completion)[:middle].max() < 1e-3
+        assert deviations(server, "b", prompt, completion)[middle:].max() > 1e-2
 
 
 def edit(change: Callable[[dict[str, object]], None]) -> Callable[[Path], None]:
@@ -244,12 +245,8 @@ def test_a_wrong_tensor_is_refused_by_name(fresh: Server, kind: str, tmp_path: P
 
 
 def test_a_folder_without_weights_is_refused(fresh: Server) -> None:
-    version = WeightVersion(step=next(fresh.steps))
-    folder = publish(fresh.run, fresh.models["b"], version)
-    manifest = folders.manifest(fresh.run.weight(version), WeightManifest)
-    files = folders.verify(folder, manifest, lambda: False)
-    (folder / "model.safetensors").unlink()
-    bare = Weights(version, folder, manifest, files)
+    bare = fresh.publish("b")
+    (bare.folder / "model.safetensors").unlink()
     expect_refusal(fresh, lambda: CPU.reload(fresh.url, TOKEN, bare), "no .*safetensors")
 
 
