@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
+from typing import TextIO
 
 from hpc_swe.errors import HpcSweError, StorageError
 
@@ -36,6 +37,7 @@ def command(main: Callable[[], int | None]) -> Callable[[], None]:
     @wraps(main)
     def run() -> None:
         code: int | str | None = None
+        sys.stdout, sys.stderr = sys.stdout or _nowhere(), sys.stderr or _nowhere()
         try:
             code = _exit_code(main)
             sys.stdout.flush()
@@ -45,6 +47,11 @@ def command(main: Callable[[], int | None]) -> Callable[[], None]:
         sys.exit(code)
 
     return run
+
+
+def _nowhere() -> TextIO:
+    """Return what stands in for an output that the shell has closed with `>&-`; Python has None there."""
+    return Path(os.devnull).open("w", encoding="utf-8")
 
 
 def _exit_code(main: Callable[[], int | None]) -> int | str | None:

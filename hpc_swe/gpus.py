@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from subprocess import PIPE, Popen, TimeoutExpired
 
 from hpc_swe.errors import NodeError
-from hpc_swe.processes import outcome
+from hpc_swe.processes import completed
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -106,7 +106,7 @@ def _machine_gpus() -> list[tuple[str, str]]:
     """Return the number and UUID of each GPU; none where there is no driver."""
     command = ["nvidia-smi", "-L"]
     try:
-        done = outcome(Popen(command, text=True, stdout=PIPE, stderr=PIPE), LIST_TIMEOUT_S)
+        done = completed(Popen(command, text=True, stdout=PIPE, stderr=PIPE), LIST_TIMEOUT_S)
     except FileNotFoundError:
         return []
     except (OSError, TimeoutExpired) as error:

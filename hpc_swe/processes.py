@@ -142,20 +142,25 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def outcome(
+def kill_and_wait(job: "subprocess.Popen[AnyStr]") -> None:
+    """Kill a command, and wait for its end for a while: a frozen file system may hold it in the kernel."""
+    job.kill()  # which does nothing once it has ended
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        job.wait(KILLED_S)
+
+
+def completed(
     job: "subprocess.Popen[AnyStr]", timeout_s: float, stdin: AnyStr | None = None
 ) -> "subprocess.CompletedProcess[AnyStr]":
     """Return a command's exit code, and what it has printed into pipes; kill it if it takes too long.
 
-    Raise subprocess.TimeoutExpired then. After a kill subprocess.run waits without a limit: for a command
-    that the kernel does not let end, as on a frozen file system, and for others that hold its pipes.
+    Raise subprocess.TimeoutExpired then. After a kill subprocess.run waits without a limit, also for others
+    that hold the command's pipes.
     """
     try:
         output, errors = job.communicate(stdin, timeout_s)
     finally:
-        job.kill()  # which does nothing once it has ended
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            job.wait(KILLED_S)
+        kill_and_wait(job)
     return subprocess.CompletedProcess(job.args, job.returncode, output, errors)
 
 

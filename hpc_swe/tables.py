@@ -22,7 +22,7 @@ NARROWEST = 24  # width to which columns of text may shrink
 
 def screen() -> Console:
     """Return standard output as a console, as wide as the terminal or COLUMNS says."""
-    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    has_width = (sys.stdout and sys.stdout.isatty()) or "COLUMNS" in os.environ
     return Console(highlight=False, width=None if has_width else WIDE)
 
 

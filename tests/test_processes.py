@@ -10,7 +10,7 @@ from subprocess import PIPE
 import pytest
 
 from hpc_swe.plugins.sandboxes._session import end_namespace
-from hpc_swe.processes import Flag, descendants, outcome, start_time
+from hpc_swe.processes import Flag, completed, descendants, start_time
 
 # Each child is started by a thread that ends at once.
 RESTLESS = """
@@ -121,7 +121,7 @@ def test_a_late_command_is_left_although_another_process_holds_its_pipes(tmp_pat
         ["sh", "-c", f"setsid sleep 60 & echo $! > {note}; wait"], stdout=PIPE, stderr=PIPE
     )
     with pytest.raises(subprocess.TimeoutExpired):
-        outcome(job, 0.5)
+        completed(job, 0.5)
     assert time.monotonic() - began < 30
     assert job.returncode == -9
     os.kill(int(note.read_text()), 9)
@@ -129,5 +129,5 @@ def test_a_late_command_is_left_although_another_process_holds_its_pipes(tmp_pat
 
 def test_the_outcome_of_a_command_is_its_code_and_its_words():
     job = subprocess.Popen(["sh", "-c", "cat; exit 3"], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
-    done = outcome(job, 60, "words")
+    done = completed(job, 60, "words")
     assert (done.returncode, done.stdout, done.stderr) == (3, "words", "")

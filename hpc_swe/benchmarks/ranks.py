@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_swe.processes import MEETING, die_with_parent
+from hpc_swe.processes import MEETING, die_with_parent, kill_and_wait
 
 POLL_S = 0.05
 OUT_OF_MEMORY = "out of memory"
@@ -89,9 +89,9 @@ def _environment(meeting: Path, rank: int, count: int, gpu: bool) -> dict[str, s
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> bool:
     """Wait until all are done, or one has failed; end the others, and return whether the time ran out."""
-    end = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     try:
-        while time.monotonic() < end:
+        while time.monotonic() < deadline:
             codes = [process.poll() for process in processes]
             if any(codes) or all(code == 0 for code in codes):
                 return False
@@ -99,5 +99,4 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> boo
         return True
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
+            kill_and_wait(process)

@@ -6,6 +6,7 @@ again skips the stages that are done.
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ from hpc_swe.evaluation.progress import episodes
 from hpc_swe.metrics import decode
 from hpc_swe.plugins.executors.base import RunsHere
 from hpc_swe.plugins.model_shape import read_config
+from hpc_swe.processes import completed
 from hpc_swe.rundir import RunDir
 from hpc_swe.runs import control as run_control
 from hpc_swe.runs import watch
@@ -39,6 +41,7 @@ from hpc_swe.store.evals import Attempt
 from hpc_swe.tables import bars, console, say
 
 DEADLINE_S = 1800.0  # for each stage
+MODEL_S = 3600.0  # longest wait for random weights to be written
 DECODINGS = ("greedy", "sampled")
 STAGES = ("model", "sft", "before", "rejection-sft")
 """Folders beside that of the GRPO run, and beside its evaluation, whose name begins with after-."""
@@ -73,7 +76,10 @@ class Demo:
             words = ["hpc_swe.demo.model", f"--out={folder}", f"--seed={self.seed}", f"--shape={self.shape}"]
             words += [f"--taskset={json.dumps(configuration.dump(config)['taskset'])}"]
             words += [f"--context={config.rollout.context}"]
-            if subprocess.run([sys.executable, "-m", *words], check=False).returncode:
+            job = subprocess.Popen([sys.executable, "-m", *words])
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                completed(job, MODEL_S)
+            if job.returncode:
                 raise HpcSweError(f"{folder}: the demo's model was not made, for the reason above; try again")
         made, wanted = read_config(folder), SIZES | SHAPES[self.shape]
         if any(made[key] != wanted[key] for key in ("hidden_size", "num_hidden_layers")):

@@ -16,7 +16,7 @@ from hpc_swe.doctor.scheduler import Cluster
 from hpc_swe.doctor.srun import ANSWER_S, ProbeSetup
 from hpc_swe.errors import HpcSweError
 from hpc_swe.gpus import in_options
-from hpc_swe.processes import outcome
+from hpc_swe.processes import completed
 from hpc_swe.records import Role
 from hpc_swe.settings import RunConfig
 
@@ -73,7 +73,7 @@ def ask_slurm() -> Cluster:
 def _show(*what: str) -> str:
     command = ["scontrol", "show", *what]
     try:
-        done = outcome(Popen(command, text=True, stdout=PIPE, stderr=PIPE), ANSWER_S)
+        done = completed(Popen(command, text=True, stdout=PIPE, stderr=PIPE), ANSWER_S)
     except (OSError, TimeoutExpired) as error:
         raise HpcSweError(f"scontrol: {error}") from None
     if done.returncode:

@@ -30,7 +30,7 @@ from hpc_swe import cgroups
 from hpc_swe.doctor import meeting
 from hpc_swe.doctor.meeting import Peer, reason
 from hpc_swe.errors import ConfigError
-from hpc_swe.processes import outcome
+from hpc_swe.processes import completed
 from hpc_swe.records import Record
 
 MARK = "hpc_swe-probe"
@@ -199,7 +199,7 @@ def apptainer_version() -> str:
         return ""
     command = ["apptainer", "--version"]
     try:
-        done = outcome(Popen(command, text=True, stdout=PIPE, stderr=PIPE), 30)
+        done = completed(Popen(command, text=True, stdout=PIPE, stderr=PIPE), 30)
     except TimeoutExpired:
         return "unknown version: no answer in 30 s"
     return done.stdout.strip() or done.stderr.strip() or f"unknown version: exit code {done.returncode}"

@@ -12,7 +12,7 @@ from subprocess import DEVNULL, PIPE
 
 from hpc_swe.doctor import nodes, probe
 from hpc_swe.doctor.findings import Finding, PartitionNeeds
-from hpc_swe.processes import outcome
+from hpc_swe.processes import completed
 
 ANSWER_S = 30.0
 KEPT = ("SLURM_CONF", "SLURM_ACCOUNT", "SLURM_QOS", "SLURM_RESERVATION", "SLURM_CONSTRAINT")
@@ -114,7 +114,7 @@ def _cancel(job: "subprocess.Popen[str]", setup: ProbeSetup) -> tuple[str, str]:
     """Cancel the job and end srun; return what it has printed, perhaps before its end."""
     cancel = ["scancel", f"--name={setup.job}"]
     try:
-        outcome(subprocess.Popen(cancel, stdout=DEVNULL, stderr=DEVNULL), setup.answer_s)
+        completed(subprocess.Popen(cancel, stdout=DEVNULL, stderr=DEVNULL), setup.answer_s)
         return job.communicate(timeout=setup.answer_s)
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):

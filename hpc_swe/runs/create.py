@@ -22,6 +22,7 @@ from hpc_swe.plugins.agents.base import ChecksTasks
 from hpc_swe.plugins.executors.base import own_environment
 from hpc_swe.plugins.sandboxes.base import ImageSandboxes
 from hpc_swe.plugins.tasksets.base import CheckedTasks, Composed, Referenced, WithChangedTests
+from hpc_swe.processes import completed
 from hpc_swe.records import RunManifest, Split, Task
 from hpc_swe.rundir import PROTOCOL, RunDir
 from hpc_swe.runs import trajectories as conversations
@@ -33,6 +34,7 @@ ENGINE_KEY = "VLLM_API_KEY"  # the environment variable of `launch start` that h
 MAKING = ".making"  # folder below the run's in which a start prepares the files
 MAKING_TIMEOUT_S = 120.0  # seconds without a change after which a start is dead; a run takes a second or two
 PAUSE_S = 0.1
+GIT_S = 60.0  # longest wait for the commit of this checkout
 LISTINGS = 5
 """Listings of a folder before it counts as foreign: a start that replaces a dead one removes files first."""
 PACKAGES = ("hpc_swe", "jobs")
@@ -338,10 +340,13 @@ def encoded(tree: Mapping[str, Any]) -> bytes:
 
 
 def _commit() -> str:
-    """Return the commit of this checkout; "unknown" if no commit holds this file, or git is missing."""
+    """Return the commit of this checkout; "unknown" if no commit holds this file, or git does not answer."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD", "HEAD:./create.py"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.split()[0]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        job = subprocess.Popen(git, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        done = completed(job, GIT_S)
+        done.check_returncode()
+        return done.stdout.split()[0]
     return "unknown"
 
 

@@ -18,6 +18,7 @@ import msgspec
 from hpc_swe.errors import ConfigError, boundary
 from hpc_swe.plugins import task_checks
 from hpc_swe.plugins.swebench_rows import SET_UP
+from hpc_swe.processes import completed
 from hpc_swe.tasks.images.commands import git
 from hpc_swe.tasks.images.contents import words_only
 
@@ -41,6 +42,7 @@ REFUSALS: dict[Refusal, str] = {
 }
 """Reasons why a commit is no candidate."""
 
+_GIT_S = 3600.0  # longest wait for one command; the log of a large repository takes minutes
 _PATHS_AT_ONCE = 200
 """Paths on one command line: a path has at most 4,096 bytes, and a command line at least a million."""
 _FEWEST_SIGNS = 8
@@ -230,7 +232,11 @@ def _git(repository: Path, *words: str) -> bytes:
     """Return the output of git as bytes: line ends of a patch must stay as they are."""
     command = [*git(repository, "core.quotePath=false", "diff.noprefix=false"), *words]
     with boundary(ConfigError, "run git"):
-        done = subprocess.run(command, capture_output=True, check=False)
+        job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        try:
+            done = completed(job, _GIT_S)
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"{repository}: git {words[0]} has not ended within {_GIT_S:g} s") from None
     if done.returncode:
         raise ConfigError(f"{repository}: {done.stderr.decode(errors='replace').strip()[-300:]}")
     return done.stdout

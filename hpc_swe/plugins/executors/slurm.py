@@ -33,7 +33,7 @@ from hpc_swe.plugins.executors.base import (
     ResourceRequest,
     Submission,
 )
-from hpc_swe.processes import outcome
+from hpc_swe.processes import completed
 from hpc_swe.records import Role, RunManifest
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
@@ -243,7 +243,7 @@ class Slurm(Plugin, frozen=True, kw_only=True):
             # without SQUEUE_STATES, SLURM_CLUSTERS and the like, with which a person filters what is shown
             env = {name: value for name, value in os.environ.items() if not name.startswith(FILTERS)}
             options: Any = {"stdout": PIPE, "stderr": PIPE, "text": True, "errors": "replace", "env": env}
-            done = outcome(subprocess.Popen(command, **options), self.answer_s)
+            done = completed(subprocess.Popen(command, **options), self.answer_s)
         except subprocess.TimeoutExpired:
             raise self._timed_out(command[0]) from None
         except OSError as error:

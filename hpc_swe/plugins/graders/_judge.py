@@ -16,7 +16,7 @@ from typing import Any
 
 from hpc_swe.errors import SandboxError, boundary
 from hpc_swe.plugins.swebench_package import official
-from hpc_swe.processes import outcome
+from hpc_swe.processes import completed
 from hpc_swe.records import Task
 
 _WALL_S = 300.0
@@ -49,7 +49,7 @@ def report(task: Task, patch: str, log: str, cpu_s: int = 20, memory: int = 2 <<
     try:
         with boundary(SandboxError, "start swebench's parser"):
             child = Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment)
-            ended = outcome(child, _WALL_S, stdin)
+            ended = completed(child, _WALL_S, stdin)
     except TimeoutExpired:
         raise SandboxError(
             f"swebench's parser got less than {cpu_s} s of processor time in {_WALL_S:g} s"

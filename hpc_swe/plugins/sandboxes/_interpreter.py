@@ -22,6 +22,7 @@ from pathlib import Path
 from hpc_swe.errors import SandboxError
 from hpc_swe.plugins.sandboxes._descriptors import send_files
 from hpc_swe.plugins.sandboxes._exchange import collected
+from hpc_swe.processes import kill_and_wait
 
 _NAMES = ("_descriptors.py", "_program.py", "_forks.py")
 _TEXTS = [Path(__file__).with_name(name).read_text() for name in _NAMES]
@@ -121,8 +122,7 @@ class _Interpreter:
 
     def close(self) -> None:
         """End it; commands that it has started go on."""
-        self._process.kill()
-        self._process.wait()
+        kill_and_wait(self._process)
 
 
 def _close(interpreter: _Interpreter) -> bool:

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from hpc_swe.plugins.sif import squashfs_offset
-from hpc_swe.processes import die_with_parent, outcome
+from hpc_swe.processes import completed, die_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ def _run(command: list[str], timeout_s: float, *kept: int) -> str:
         pass_fds=kept,
         preexec_fn=die_with_parent,
     )
-    done = outcome(job, timeout_s)
+    done = completed(job, timeout_s)
     errors = [line for line in done.stderr.splitlines() if line and not _DEVICE.match(line)]
     if done.returncode and (errors or done.returncode != _INCOMPLETE):
         raise OSError(f"{command[0]}: {' '.join(errors)[-300:] or done.returncode}")

@@ -23,7 +23,7 @@ from hpc_swe.plugins.sandboxes._exchange import PipedProgram, collected, passed_
 from hpc_swe.plugins.sandboxes._interpreter import Command
 from hpc_swe.plugins.sandboxes._tree import Tree
 from hpc_swe.plugins.sandboxes.base import INTERRUPT, Clock, CommandResult, ProgramSession, Sandbox, add_files
-from hpc_swe.processes import die_with_parent
+from hpc_swe.processes import die_with_parent, kill_and_wait
 from hpc_swe.records import Task
 
 MARK = "HPC_SWE_SANDBOX"
@@ -100,7 +100,7 @@ class _Folder(Tree):
             finally:
                 process.kill()
                 _kill_all(self._home)
-                process.wait()
+                kill_and_wait(process)
 
     def listen(self, port: int) -> socket.socket:
         with boundary(SandboxError, "listen on a free port"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from subprocess import PIPE
 
 from hpc_swe.errors import HpcSweError, StorageError
-from hpc_swe.processes import die_with_parent, outcome
+from hpc_swe.processes import completed, die_with_parent
 
 TIMEOUT_S = 4 * 3600.0  # a large image from a slow registry
 _FULL = re.compile(r"No space left on device|disk quota exceeded", re.IGNORECASE)
@@ -35,7 +35,7 @@ def run(
             preexec_fn=die_with_parent,
             env={**os.environ, "LC_ALL": "C.UTF-8", **(settings or {})},
         )
-        done = outcome(job, TIMEOUT_S, stdin)
+        done = completed(job, TIMEOUT_S, stdin)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise HpcSweError(f"{command[0]}: {error}") from None
     if done.returncode in ok:

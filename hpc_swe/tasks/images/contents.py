@@ -13,16 +13,19 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from subprocess import DEVNULL, PIPE
 
 import pyarrow as pa
 
 from hpc_swe.errors import HpcSweError
+from hpc_swe.processes import completed
 from hpc_swe.tasks.images.commands import run
 
 LARGEST = 256 << 20
 """Bytes that are read of a file. Few files of an image are larger, and they are no source code."""
 DEEPEST = 5
 """Layers that are unpacked: a wheel in a compressed archive is three, and its members are the fourth."""
+_GIT_S = 3600.0  # longest wait for git to index a pack
 _ZLIB = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 _PACK = (b"PACK\0\0\0", b"# v2 git bundle", b"# v3 git bundle")
 _BROKEN: tuple[type[Exception], ...]
@@ -101,7 +104,11 @@ def _pack(data: bytes) -> Inner:
         run("git", "init", "--quiet", "--bare", "--template=", folder)
         git = ["git", "-C", folder]
         pack = data[data.index(b"PACK") :]
-        subprocess.run([*git, "index-pack", "--stdin"], input=pack, check=False, capture_output=True)
+        index = subprocess.Popen([*git, "index-pack", "--stdin"], stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)
+        try:
+            completed(index, _GIT_S, pack)  # of a damaged pack nothing is left to list
+        except subprocess.TimeoutExpired as error:
+            raise HpcSweError(str(error)) from None
         every = [*git, "cat-file", "--batch-all-objects", "--batch"]
         with subprocess.Popen(every, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
