@@ -7,10 +7,50 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.slow
 
+from safetensors.torch import load_file  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
+from hpc_swe.plugins.policies._megatron.memory import LEVELS  # noqa: E402
 from hpc_swe.plugins.policies._megatron.packing import SHORT, grouped  # noqa: E402
 from hpc_swe.plugins.policies._megatron.recompute import Recomputing, keep  # noqa: E402
+from tests.kit.ranks import gang, tiny  # noqa: E402
+
+ROUTED = {"dense": 0, "routed": tiny.EXPERTS["num_experts"]}
+"""From how many experts the sampler drew those that are replayed; a tenth of the tokens leave them free."""
+STEPS = [("dense", "float32"), ("dense", "bfloat16"), ("routed", "float32")]
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """Take the same step with each value of `policy.recompute`, all in one job; return a folder for each."""
+    folder = tmp_path_factory.mktemp("recompute")
+    models, cases = tiny.make_models(folder / "models"), []
+    for name, routed in ROUTED.items():
+        model = AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.float32)
+        tiny.write_sequences(folder / f"{name}.msgpack", tiny.make_sequences(model, routed=routed))
+    for name, dtype in STEPS:
+        same = {"model": str(models[name]), "data": str(folder / f"{name}.msgpack")}
+        same |= {"packing": [[[0, 1], [2, 3]]], "optimizer": {"lr": 1e-3, "clip_grad": 0}}
+        same |= {"do": [("train", 1), ("grads", "grads"), ("export", "after")]}
+        for level in LEVELS:
+            policy = {"dtype": dtype, "recompute": level}
+            cases.append(same | {"name": f"{name}-{dtype}-{level}", "policy": policy})
+    gang.run_cases(1, cases, folder)
+    return folder
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+@pytest.mark.parametrize(("name", "dtype"), STEPS)
+def test_a_step_has_the_same_bits_whatever_backward_recomputes(steps, name, dtype, level):
+    for what in ("grads", "after"):
+        kept, found = (
+            load_file(steps / f"{name}-{dtype}-{each}" / what / "model-00001-of-00001.safetensors")
+            for each in ("none", level)
+        )
+        assert found.keys() == kept.keys()
+        assert [key for key, tensor in kept.items() if not torch.equal(found[key], tensor)] == []
+        assert all(tensor.any() for tensor in kept.values())
 
 
 def layer(cheap, costly, value, weight):

@@ -87,6 +87,31 @@ def test_the_work_of_ranks_differs_by_less_than_one_microbatch(sizes, ranks):
     assert max(totals) - min(totals) <= max(max(rank) for rank in price) + 1
 
 
+def work(sizes):
+    """The documented cost of sequences: attention of 24,576 tokens costs as much as all else."""
+    return sum(size + size * size / 24_576 for size in sizes)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [60_000] * 2 + [20_000] * 10,
+        [60_000, 45_000, 45_000, 30_000, 30_000] + [20_000] * 8,
+    ],
+)
+def test_long_sequences_are_balanced_by_their_squares_too(sizes):
+    """The busiest rank has a tenth less to do than if each sequence went to the rank with fewest tokens."""
+    budget, ranks = 120_000, 4
+    by_tokens = [[] for _ in range(ranks)]
+    for size in sizes:
+        min(by_tokens, key=sum).append(size)
+    batches = pack(7, [sample(size, i) for i, size in enumerate(sizes)], [1.0] * len(sizes), budget, ranks)
+    ours = [[size for m in batch.microbatches for size in m.sequence_lengths] for batch in batches]
+    assert sorted(sum(ours, [])) == sorted(sizes)
+    assert max(map(sum, by_tokens)) <= budget
+    assert max(map(work, ours)) < 0.9 * max(map(work, by_tokens))
+
+
 def minibatches(batches):
     """The tokens of each optimizer step, as `tokens` returns them."""
     found = []
