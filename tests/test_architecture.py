@@ -49,10 +49,10 @@ TEST_NAME = 70
 #   learner saves before its run is stopped, and copies of runs, which have the records of the originals' jobs
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
 BUDGETS = {
-    "hpc_swe": 3_596,
+    "hpc_swe": 3_608,
     "hpc_swe/benchmarks": 2_906,
     "hpc_swe/conversation": 1_168,
-    "hpc_swe/demo": 426,
+    "hpc_swe/demo": 432,
     "hpc_swe/doctor": 1_271,
     "hpc_swe/evaluation": 530,
     "hpc_swe/plugins": 2_521,
@@ -73,9 +73,9 @@ BUDGETS = {
     "hpc_swe/roles/learner": 1_106,
     "hpc_swe/roles/reward": 360,
     "hpc_swe/roles/rollout": 1_270,
-    "hpc_swe/runs": 2_443,
+    "hpc_swe/runs": 2_448,
     "hpc_swe/store": 2_106,
-    "hpc_swe/tasks": 4_320,
+    "hpc_swe/tasks": 4_333,
     "jobs": 1_158,
 }
 HEAVY = {"torch", "vllm", "megatron", "transformers", "submitit", "tensorboard", "datasets"}
