@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import TextIO
 
 from hpc_swe.errors import HpcSweError, StorageError
 
@@ -37,7 +36,7 @@ def command(main: Callable[[], int | None]) -> Callable[[], None]:
     @wraps(main)
     def run() -> None:
         code: int | str | None = None
-        sys.stdout, sys.stderr = sys.stdout or _nowhere(), sys.stderr or _nowhere()
+        _replace_closed_outputs()
         try:
             code = _exit_code(main)
             sys.stdout.flush()
@@ -49,9 +48,16 @@ def command(main: Callable[[], int | None]) -> Callable[[], None]:
     return run
 
 
-def _nowhere() -> TextIO:
-    """Return what stands in for an output that the shell has closed with `>&-`; Python has None there."""
-    return Path(os.devnull).open("w", encoding="utf-8")
+def _replace_closed_outputs() -> None:
+    """Open /dev/null in place of what the shell has closed with `>&-` or `<&-`; Python has None there.
+
+    A file that is opened later would get the free number, and then what C libraries print.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", errors="replace", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", errors="replace", closefd=False)
 
 
 def _exit_code(main: Callable[[], int | None]) -> int | str | None:

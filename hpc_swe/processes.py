@@ -142,11 +142,15 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def kill_and_wait(job: "subprocess.Popen[AnyStr]") -> None:
-    """Kill a command, and wait for its end for a while: a frozen file system may hold it in the kernel."""
+def kill_and_wait(job: "subprocess.Popen[AnyStr]") -> bool:
+    """Kill a command, wait up to KILLED_S for its end, and return whether it has ended.
+
+    A frozen file system may hold it in the kernel.
+    """
     job.kill()  # which does nothing once it has ended
     with contextlib.suppress(subprocess.TimeoutExpired):
         job.wait(KILLED_S)
+    return job.returncode is not None
 
 
 def completed(

@@ -49,8 +49,8 @@ TEST_NAME = 70
 #   learner saves before its run is stopped, and copies of runs, which have the records of the originals' jobs
 # - benchmarks: our learner, its peers and the limits of the hardware, measured in the same way
 BUDGETS = {
-    "hpc_swe": 3_608,
-    "hpc_swe/benchmarks": 2_906,
+    "hpc_swe": 3_618,
+    "hpc_swe/benchmarks": 2_910,
     "hpc_swe/conversation": 1_168,
     "hpc_swe/demo": 432,
     "hpc_swe/doctor": 1_271,
@@ -75,7 +75,7 @@ BUDGETS = {
     "hpc_swe/roles/rollout": 1_270,
     "hpc_swe/runs": 2_448,
     "hpc_swe/store": 2_106,
-    "hpc_swe/tasks": 4_333,
+    "hpc_swe/tasks": 4_335,
     "jobs": 1_158,
 }
 HEAVY = {"torch", "vllm", "megatron", "transformers", "submitit", "tensorboard", "datasets"}
@@ -320,7 +320,7 @@ def imported(tree: ast.AST) -> set[str]:
     return found | {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
 
 
-def test_every_command_has_a_deadline_and_is_not_awaited_beyond_it():
+def test_nothing_calls_run_and_its_like_of_subprocess():
     """`run`, `check_output` and their like of subprocess kill a late command, and then wait for ever."""
     endless = re.compile(r"subprocess\.(?:run|call|check_\w+)\(")
     assert [path for path, text in modules().items() if endless.search(text)] == [], "use processes.completed"

@@ -127,7 +127,7 @@ def test_a_late_command_is_left_although_another_process_holds_its_pipes(tmp_pat
     os.kill(int(note.read_text()), 9)
 
 
-def test_the_outcome_of_a_command_is_its_code_and_its_words():
+def test_a_completed_command_has_its_code_and_its_words():
     job = subprocess.Popen(["sh", "-c", "cat; exit 3"], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
     done = completed(job, 60, "words")
     assert (done.returncode, done.stdout, done.stderr) == (3, "words", "")

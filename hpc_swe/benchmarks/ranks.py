@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpc_swe.errors import NodeError
 from hpc_swe.processes import MEETING, die_with_parent, kill_and_wait
 
 POLL_S = 0.05
@@ -99,4 +100,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> boo
         return True
     finally:
         for process in processes:
-            kill_and_wait(process)
+            process.kill()
+        if stuck := [process.pid for process in processes if not kill_and_wait(process)]:
+            raise NodeError(
+                f"processes {stuck} do not end, though they were killed; they may hold GPU memory"
+            )

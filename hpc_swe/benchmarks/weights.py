@@ -34,7 +34,7 @@ from hpc_swe.benchmarks.stages import Moment
 from hpc_swe.benchmarks.traffic import PROBES, Load, Traffic
 from hpc_swe.errors import ConfigError, EngineError
 from hpc_swe.plugins import shapes
-from hpc_swe.processes import die_with_parent
+from hpc_swe.processes import die_with_parent, kill_and_wait
 from hpc_swe.records import WeightManifest, WeightVersion
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import folders
@@ -276,7 +276,7 @@ class _Engine:
             try:
                 self._process.wait(60)
             except subprocess.TimeoutExpired:
-                self._process.kill()
+                kill_and_wait(self._process)
 
 
 def _stages(found: MeasuredHops) -> Table:

@@ -6,7 +6,6 @@ again skips the stages that are done.
 """
 
 import argparse
-import contextlib
 import json
 import logging
 import os
@@ -25,7 +24,7 @@ from rich.table import Table
 from hpc_swe import cli, intervals, tables
 from hpc_swe import config as configuration
 from hpc_swe.demo.model import SHAPES, SIZES
-from hpc_swe.errors import HpcSweError
+from hpc_swe.errors import DeadlineError, HpcSweError
 from hpc_swe.evaluation.progress import episodes
 from hpc_swe.metrics import decode
 from hpc_swe.plugins.executors.base import RunsHere
@@ -76,15 +75,16 @@ class Demo:
             words = ["hpc_swe.demo.model", f"--out={folder}", f"--seed={self.seed}", f"--shape={self.shape}"]
             words += [f"--taskset={json.dumps(configuration.dump(config)['taskset'])}"]
             words += [f"--context={config.rollout.context}"]
-            job = subprocess.Popen([sys.executable, "-m", *words])
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                completed(job, MODEL_S)
-            if job.returncode:
+            try:
+                made = completed(subprocess.Popen([sys.executable, "-m", *words]), MODEL_S)
+            except subprocess.TimeoutExpired:
+                raise DeadlineError(f"{folder}: {words[0]} has not ended within {MODEL_S:g} s") from None
+            if made.returncode:
                 raise HpcSweError(f"{folder}: the demo's model was not made, for the reason above; try again")
-        made, wanted = read_config(folder), SIZES | SHAPES[self.shape]
-        if any(made[key] != wanted[key] for key in ("hidden_size", "num_hidden_layers")):
+        found, wanted = read_config(folder), SIZES | SHAPES[self.shape]
+        if any(found[key] != wanted[key] for key in ("hidden_size", "num_hidden_layers")):
             raise HpcSweError(f"{folder} is not of --shape {self.shape}; name another folder by --out")
-        if (longest := made["max_position_embeddings"]) < (context := config.rollout.context):
+        if (longest := found["max_position_embeddings"]) < (context := config.rollout.context):
             raise HpcSweError(
                 f"{folder} was made for {longest} tokens, but rollout.context = {context}; "
                 "name another folder by --out"

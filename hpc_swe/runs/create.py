@@ -34,7 +34,7 @@ ENGINE_KEY = "VLLM_API_KEY"  # the environment variable of `launch start` that h
 MAKING = ".making"  # folder below the run's in which a start prepares the files
 MAKING_TIMEOUT_S = 120.0  # seconds without a change after which a start is dead; a run takes a second or two
 PAUSE_S = 0.1
-GIT_S = 60.0  # longest wait for the commit of this checkout
+COMMIT_S = 60.0  # longest wait for the commit of this checkout
 LISTINGS = 5
 """Listings of a folder before it counts as foreign: a start that replaces a dead one removes files first."""
 PACKAGES = ("hpc_swe", "jobs")
@@ -344,7 +344,7 @@ def _commit() -> str:
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD", "HEAD:./create.py"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         job = subprocess.Popen(git, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        done = completed(job, GIT_S)
+        done = completed(job, COMMIT_S)
         done.check_returncode()
         return done.stdout.split()[0]
     return "unknown"

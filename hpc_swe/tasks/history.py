@@ -42,7 +42,7 @@ REFUSALS: dict[Refusal, str] = {
 }
 """Reasons why a commit is no candidate."""
 
-_GIT_S = 3600.0  # longest wait for one command; the log of a large repository takes minutes
+_LOG_S = 3600.0  # longest wait for one command; the log of a large repository takes minutes
 _PATHS_AT_ONCE = 200
 """Paths on one command line: a path has at most 4,096 bytes, and a command line at least a million."""
 _FEWEST_SIGNS = 8
@@ -234,9 +234,9 @@ def _git(repository: Path, *words: str) -> bytes:
     with boundary(ConfigError, "run git"):
         job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
-            done = completed(job, _GIT_S)
+            done = completed(job, _LOG_S)
         except subprocess.TimeoutExpired:
-            raise ConfigError(f"{repository}: git {words[0]} has not ended within {_GIT_S:g} s") from None
+            raise ConfigError(f"{repository}: git {words[0]} has not ended within {_LOG_S:g} s") from None
     if done.returncode:
         raise ConfigError(f"{repository}: {done.stderr.decode(errors='replace').strip()[-300:]}")
     return done.stdout

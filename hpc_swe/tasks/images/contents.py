@@ -17,7 +17,7 @@ from subprocess import DEVNULL, PIPE
 
 import pyarrow as pa
 
-from hpc_swe.errors import HpcSweError
+from hpc_swe.errors import DeadlineError, HpcSweError
 from hpc_swe.processes import completed
 from hpc_swe.tasks.images.commands import run
 
@@ -25,7 +25,7 @@ LARGEST = 256 << 20
 """Bytes that are read of a file. Few files of an image are larger, and they are no source code."""
 DEEPEST = 5
 """Layers that are unpacked: a wheel in a compressed archive is three, and its members are the fourth."""
-_GIT_S = 3600.0  # longest wait for git to index a pack
+_INDEX_S = 3600.0  # longest wait for git to index a pack
 _ZLIB = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 _PACK = (b"PACK\0\0\0", b"# v2 git bundle", b"# v3 git bundle")
 _BROKEN: tuple[type[Exception], ...]
@@ -46,6 +46,8 @@ def contents(path: str, data: bytes, depth: int = DEEPEST) -> Inner:
         try:
             for name, inner in unpack(data):
                 yield from contents(f"{path}!{name}", inner, depth - 1)
+        except DeadlineError as error:  # nobody has seen what is in it
+            raise DeadlineError(f"{path}: {error}") from None
         except _BROKEN as error:  # its first bytes are a coincidence, or it is damaged
             log.debug("%s: not unpacked: %s", path, error)
 
@@ -106,9 +108,9 @@ def _pack(data: bytes) -> Inner:
         pack = data[data.index(b"PACK") :]
         index = subprocess.Popen([*git, "index-pack", "--stdin"], stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)
         try:
-            completed(index, _GIT_S, pack)  # of a damaged pack nothing is left to list
-        except subprocess.TimeoutExpired as error:
-            raise HpcSweError(str(error)) from None
+            completed(index, _INDEX_S, pack)  # of a damaged pack nothing is left to list
+        except subprocess.TimeoutExpired:
+            raise DeadlineError(f"git index-pack has not ended within {_INDEX_S:g} s") from None
         every = [*git, "cat-file", "--batch-all-objects", "--batch"]
         with subprocess.Popen(every, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None

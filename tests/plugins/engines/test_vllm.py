@@ -152,9 +152,11 @@ def swapped_midway(server: Server, engine: Vllm) -> tuple[WeightVersion, list[tu
 
     with ThreadPoolExecutor(6) as pool:
         asking = [pool.submit(ask, first) for first in range(10, 16)]
-        until(lambda: len(answers) > 6, "the engine has answered")
-        engine.reload(server.url, TOKEN, weights)
-        is_over.set()
+        try:
+            until(lambda: len(answers) > 6, "the engine has answered")
+            engine.reload(server.url, TOKEN, weights)
+        finally:
+            is_over.set()
     assert not [future.exception() for future in asking if future.exception()]
     return weights.version, [(p, c) for p, c in answers if c.spans is not None and len(c.spans) == 2]
 

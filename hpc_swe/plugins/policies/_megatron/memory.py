@@ -1,7 +1,7 @@
 """Estimate the memory and the files of a learner, from the model's config.json alone.
 
 The estimate of GPU memory is right to 5 % in the eleven cases of tests/runs/test_estimate.py, and to 10 % in
-those of docs/measurements.md, which are of one and two H200s.
+those of docs/measurements.md.
 
     P parameters, E of them in experts   L parameters of adapters   h hidden   f inner width
     H, G heads and key-value heads times head_dim
