@@ -1,6 +1,6 @@
 """Compare each way to divide the learner, and each level of recomputation, with transformers.
 
-    python -m tests.gpu.parallel [dense] [qwen2] [llama] [experts] [bfloat16] [float32] [1] [2] [4] [LAYOUT]
+    python -m tests.gpu.parallel [dense] [qwen2] [llama] [mistral] [experts] [bfloat16] [float32] [1] [2] ..
 
 prints a line for each model, precision and layout of 1, 2 or 4 processes with the differences from
 transformers in float32: of log-probabilities (the largest; in bfloat16 the mean, as a multiple of the error
@@ -54,6 +54,7 @@ FAMILIES = {
     "dense": ("Qwen3", SIZES),
     "qwen2": ("Qwen2", QWEN2),
     "llama": ("Llama", SIZES | {"rope_parameters": tiny.LLAMA3, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", SIZES | {"rope_parameters": tiny.YARN, "sliding_window": None}),
     "experts": ("Qwen3Moe", SIZES | EXPERTS),
 }
 ONE, HALVES, FOUR = [[[0, 1], [2, 3]]], [[[0, 1]], [[2, 3]]], [[[0], [1], [2], [3]]]
@@ -106,7 +107,7 @@ CASES = [
     (family, dtype, layout)
     for family in FAMILIES
     for dtype in ("float32", "bfloat16")
-    for layout in (MAIN if family in ("qwen2", "llama") else WAYS)
+    for layout in (MAIN if family in ("qwen2", "llama", "mistral") else WAYS)
     if family == "experts" or "EP" not in layout
 ]
 CASES += [(family, "bfloat16", "again one") for family in FAMILIES]

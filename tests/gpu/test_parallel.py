@@ -13,6 +13,7 @@ def test_learners_agree_with_transformers_repeat_their_steps_and_resume(tmp_path
         ("dense", "bfloat16", "CP=2"),
         ("experts", "float32", "EP=2 DP=2"),
         ("llama", "bfloat16", "products"),
+        ("mistral", "float32", "TP=2"),
         ("dense", "float32", "lora TP=2"),
         ("experts", "bfloat16", "again EP=2 DP=2"),
         ("dense", "bfloat16", "hosted 0.6"),
