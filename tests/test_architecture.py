@@ -55,7 +55,7 @@ BUDGETS = {
     "hpc_swe/demo": 432,
     "hpc_swe/doctor": 1_271,
     "hpc_swe/evaluation": 530,
-    "hpc_swe/plugins": 2_521,
+    "hpc_swe/plugins": 2_535,
     "hpc_swe/plugins/advantages": 150,
     "hpc_swe/plugins/agents": 450,
     "hpc_swe/plugins/engines": 2_830,

@@ -46,7 +46,7 @@ class Rope:
         """Read a parsed config.json; raise ConfigError that begins with `where` and names the key."""
         if config.get("rope_parameters") and config.get("rope_scaling"):
             raise ConfigError(f"{where} sets both rope_parameters and rope_scaling; keep one of them")
-        given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        given = _given(config)
         outer = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
         found = outer | {key: value for key, value in given.items() if value is not None}
         kind = found.get("rope_type") or found.get("type") or "default"
@@ -63,14 +63,28 @@ class Rope:
         return cls(kind=kind, theta=float(found["rope_theta"]), **_scaling(where, kind, found, config))
 
 
+def is_yarn(config: Mapping[str, Any]) -> bool:
+    """Return whether a parsed config.json scales positions by YaRN."""
+    return "yarn" in (_given(config).get("rope_type"), _given(config).get("type"))
+
+
 def longest_context(config: Mapping[str, Any]) -> int:
-    """Return how many positions a parsed config.json of any family is meant for; 0 if it does not say."""
-    positions, rope = config.get("max_position_embeddings", 0), config.get("rope_scaling") or {}
-    rope = rope or config.get("rope_parameters") or {}
-    if "yarn" not in (rope.get("rope_type"), rope.get("type")):
+    """Return how many positions a parsed config.json of any family is meant for; 0 if it does not say.
+
+    Of YaRN, vLLM has the angles of `factor` times the original positions, and some of its releases serve no
+    more than max_position_embeddings, so this is the smaller one.
+    """
+    positions, rope = config.get("max_position_embeddings", 0), _given(config)
+    if not is_yarn(config):
         return int(positions)
     original = rope.get("original_max_position_embeddings") or positions
-    return max(int(positions), int(original * (rope.get("factor") or 1)))
+    scaled = int(original * (rope.get("factor") or 1))
+    return min(int(positions) or scaled, scaled)
+
+
+def _given(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a parsed config.json says of the scaling of positions, under either name."""
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
 def _scaling(where: str, kind: str, found: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

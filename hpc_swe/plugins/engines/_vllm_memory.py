@@ -6,7 +6,7 @@ from pathlib import Path
 from hpc_swe.errors import ConfigError
 from hpc_swe.plugins.costs import GIB, MemoryEstimate, Part
 from hpc_swe.plugins.model_shape import ModelShape, read_config
-from hpc_swe.plugins.rope import longest_context
+from hpc_swe.plugins.rope import is_yarn, longest_context
 
 
 def check(model: Path, tensor_parallel: int, max_model_len: int) -> None:
@@ -21,6 +21,8 @@ def check(model: Path, tensor_parallel: int, max_model_len: int) -> None:
         f"engine.max_model_len = {max_model_len} is over the model's max_position_embeddings = {longest}; "
         "lower it"
     )
+    if is_yarn(known):
+        length += ", or set both numbers to original_max_position_embeddings * factor, which YaRN gives"
     found = [ranks] * bool(heads % tensor_parallel) + [length] * (0 < longest < max_model_len)
     if found:
         raise ConfigError("\n".join(found))

@@ -1,5 +1,7 @@
 """Rotary frequencies are bit for bit those of transformers, at the parameters of published models."""
 
+import json
+
 import pytest
 
 pytest.importorskip("torch")
@@ -9,6 +11,8 @@ import torch  # noqa: E402
 from transformers import LlamaConfig, Qwen2Config  # noqa: E402
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
+from hpc_swe.errors import ConfigError  # noqa: E402
+from hpc_swe.plugins.engines._vllm_memory import check  # noqa: E402
 from hpc_swe.plugins.policies._megatron.frequencies import frequencies  # noqa: E402
 from hpc_swe.plugins.rope import Rope, longest_context  # noqa: E402
 
@@ -21,15 +25,16 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768
     ("family", "theta", "scaling", "longest"),
     [
         (LlamaConfig, 500000.0, LLAMA3, 40960),
-        (Qwen2Config, 1000000.0, YARN, 131072),
+        (Qwen2Config, 1000000.0, YARN, 40960),
         (
             Qwen2Config,
             1000000.0,
             YARN | {"attention_factor": 1.5, "beta_fast": 64, "truncate": False},
-            131072,
+            40960,
         ),
-        (Qwen2Config, 10000.0, YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}, 131072),
-        (Qwen2Config, 10000.0, {"rope_type": "yarn", "factor": 2.0}, 81920),
+        (Qwen2Config, 10000.0, YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}, 40960),
+        (Qwen2Config, 10000.0, {"rope_type": "yarn", "factor": 2.0}, 40960),
+        (Qwen2Config, 10000.0, YARN | {"factor": 1.125}, 36864),
     ],
 )
 def test_scaled_positions_are_those_of_transformers(family, theta, scaling, longest):
@@ -48,3 +53,14 @@ def test_scaled_positions_are_those_of_transformers(family, theta, scaling, long
         {"rope_parameters": config.rope_parameters} | {"max_position_embeddings": 40960}, "here"
     )
     assert as_written == rope, "transformers 5 writes the same parameters under another key"
+
+
+def test_contexts_that_a_vllm_would_refuse_are_refused_at_the_start(tmp_path):
+    """YaRN as the cards of models add it, beside a max_position_embeddings of its own."""
+    known = {"num_attention_heads": 32, "max_position_embeddings": 40960, "rope_scaling": YARN}
+    (tmp_path / "config.json").write_text(json.dumps(known))
+    check(tmp_path, 1, 40960)
+    with pytest.raises(ConfigError, match="= 40960; lower it, or set both numbers to original_max_position"):
+        check(tmp_path, 1, 65536)
+    (tmp_path / "config.json").write_text(json.dumps(known | {"max_position_embeddings": 131072}))
+    check(tmp_path, 1, 65536)
