@@ -50,11 +50,14 @@ NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim
 QWEN2 = NO_HEAD_DIM | (
     {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4} if CUDA else {}
 )
+MISTRAL = SIZES | {"rope_parameters": tiny.YARN, "sliding_window": None}
+# YaRN sharpens attention: with weights of 0.02, bfloat16 moves the loss of the second step by up to 20 %.
+MISTRAL |= {"initializer_range": 0.014} if CUDA else {}
 FAMILIES = {
     "dense": ("Qwen3", SIZES),
     "qwen2": ("Qwen2", QWEN2),
     "llama": ("Llama", SIZES | {"rope_parameters": tiny.LLAMA3, "tie_word_embeddings": True}),
-    "mistral": ("Mistral", SIZES | {"rope_parameters": tiny.YARN, "sliding_window": None}),
+    "mistral": ("Mistral", MISTRAL),
     "experts": ("Qwen3Moe", SIZES | EXPERTS),
 }
 ONE, HALVES, FOUR = [[[0, 1], [2, 3]]], [[[0, 1]], [[2, 3]]], [[[0], [1], [2], [3]]]
