@@ -54,6 +54,17 @@ def test_a_closed_output_changes_no_exit_code(closed: str, words: str, code: int
     assert (done.returncode, "Traceback" in done.stdout + done.stderr) == (code, False)
 
 
+def test_a_file_does_not_get_the_number_of_a_closed_output(tmp_path: Path) -> None:
+    """Or it would hold what a C library prints, which writes to number 1 or 2."""
+    program = "import os, sys\nfrom hpc_swe import cli\n@cli.command\ndef main():\n"
+    program += " file = open(sys.argv[1], 'wb')\n os.write(1, b'words')\n os.write(2, b'words')\nmain()"
+    line = '"$0" -c "$1" "$2" <&- >&- 2>&-'
+    done = subprocess.run(
+        ["bash", "-c", line, sys.executable, program, tmp_path / "record"], cwd=ROOT, timeout=300
+    )
+    assert (done.returncode, (tmp_path / "record").read_bytes()) == (0, b"")
+
+
 @pytest.mark.parametrize(
     ("words", "code", "error"),
     [

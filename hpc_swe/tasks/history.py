@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from hpc_swe.errors import ConfigError, boundary
+from hpc_swe.errors import ConfigError, DeadlineError, boundary
 from hpc_swe.plugins import task_checks
 from hpc_swe.plugins.swebench_rows import SET_UP
 from hpc_swe.processes import completed
@@ -236,7 +236,7 @@ def _git(repository: Path, *words: str) -> bytes:
         try:
             done = completed(job, _LOG_S)
         except subprocess.TimeoutExpired:
-            raise ConfigError(f"{repository}: git {words[0]} has not ended within {_LOG_S:g} s") from None
+            raise DeadlineError(f"{repository}: git {words[0]} has not ended within {_LOG_S:g} s") from None
     if done.returncode:
         raise ConfigError(f"{repository}: {done.stderr.decode(errors='replace').strip()[-300:]}")
     return done.stdout

@@ -1,6 +1,7 @@
 """Compare what vLLM samples with the learner and with transformers, before and after swaps of the weights.
 
-    python -m tests.gpu.engines [dense] [qwen2] [llama] [mistral] [experts] [lora] [qwen2-2] [experts-2] ..
+    python -m tests.gpu.engines [dense] [qwen2] [llama] [mistral] [experts] [lora]
+                                [qwen2-2] [experts-2] [lora-2]
 
 starts one engine for each case; a case that ends in -2 has an engine of two workers. The learner exports, the
 engine serves and samples, the learner trains on the samples, and the engine loads the new weights: first as a

@@ -1,6 +1,7 @@
 """Compare each way to divide the learner, and each level of recomputation, with transformers.
 
-    python -m tests.gpu.parallel [dense] [qwen2] [llama] [mistral] [experts] [bfloat16] [float32] [1] [2] ..
+    python -m tests.gpu.parallel [dense] [qwen2] [llama] [mistral] [experts] [bfloat16] [float32]
+                                 [1] [2] [4] [LAYOUT]
 
 prints a line for each model, precision and layout of 1, 2 or 4 processes with the differences from
 transformers in float32: of log-probabilities (the largest; in bfloat16 the mean, as a multiple of the error

@@ -17,12 +17,11 @@ def check(model: Path, tensor_parallel: int, max_model_len: int) -> None:
         f"engine.tensor_parallel = {tensor_parallel} does not divide the model's {heads} attention heads; "
         "choose a number that does"
     )
-    length = (
-        f"engine.max_model_len = {max_model_len} is over the model's max_position_embeddings = {longest}; "
-        "lower it"
-    )
+    given, remedy = "max_position_embeddings", "lower it"
     if is_yarn(known):
-        length += ", or set both numbers to original_max_position_embeddings * factor, which YaRN gives"
+        given = "min(max_position_embeddings, original_max_position_embeddings * factor)"
+        remedy = "lower it, or see docs/models.md on YaRN"
+    length = f"engine.max_model_len = {max_model_len} is over the model's {given} = {longest}; {remedy}"
     found = [ranks] * bool(heads % tensor_parallel) + [length] * (0 < longest < max_model_len)
     if found:
         raise ConfigError("\n".join(found))
