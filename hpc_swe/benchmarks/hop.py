@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from hpc_swe import plugins
-from hpc_swe.benchmarks import stages
+from hpc_swe.benchmarks import gap, stages
 from hpc_swe.benchmarks.limits import Rates, measure_limits
 from hpc_swe.errors import ConfigError, DeadlineError
 from hpc_swe.plugins.engines.base import Weights
@@ -73,6 +73,8 @@ class HopPlan(Record, frozen=True, kw_only=True):
     settle_s: float
     """Seconds between a swap and the next step."""
     timeout_s: float
+    answers: int = 0
+    """Answers of the last version whose log-probabilities are compared with the learner's."""
 
 
 class Published(Record, frozen=True, kw_only=True):
@@ -91,6 +93,7 @@ class HopFigures(Record, frozen=True, kw_only=True):
     disk_bytes: float
     """Bytes a second that one thread writes into the run's folder."""
     versions: list[Published]
+    gaps: dict[str, gap.Gap] = {}
 
 
 def serving(run: RunDir) -> Node | None:
@@ -133,8 +136,13 @@ def learn(plan: HopPlan, out: Path) -> None:
     snapshots, probe = Snapshots(last + 1, last=last), probe_ids(model, learner.vocabulary)
     publisher = Publisher(run, learner, incarnation, "benchmark", snapshots, probe)
     versions = _publish(run, plan, learner, publisher)
+    gaps: dict[str, gap.Gap] = {}
+    if plan.answers:
+        url = await_version(run, versions[-1].version, plan.timeout_s).url
+        engine = plugins.load("engines", plan.engine)
+        gaps = gap.compare(learner, engine, url, run.token.read_text(), plan.answers)
     if limits is not None:
-        figures = HopFigures(rates=limits[0], disk_bytes=limits[1], versions=versions)
+        figures = HopFigures(rates=limits[0], disk_bytes=limits[1], versions=versions, gaps=gaps)
         atomic.write(out, msgspec.json.encode(figures))
     learner.close()
 

@@ -8,9 +8,9 @@ from itertools import accumulate
 
 from hpc_swe.records import Record
 
-IDLE, OTHER = "idle", "elementwise and other"
+IDLE, OTHER, COMMUNICATION = "idle", "elementwise and other", "communication"
 CLASSES = (
-    ("communication", r"nccl|c10d::|gloo"),
+    (COMMUNICATION, r"nccl|c10d::|gloo"),
     ("optimizer", r"adam|multi_tensor_apply|foreach"),
     ("attention", r"flash|fmha|sdpa|attention|attn"),
     (
@@ -29,6 +29,8 @@ class KernelTimes(Record, frozen=True, kw_only=True):
 
     seconds: dict[str, float]
     """Seconds by class; those in which no kernel runs are idle."""
+    waiting: float
+    """Seconds in which communication runs and nothing beside it."""
     longest: list[tuple[str, float, int]]
     """Name, seconds and calls of the kernels with most seconds."""
 
@@ -63,9 +65,12 @@ def summarize(kernels: Iterable[tuple[str, float, float]], wall_s: float) -> Ker
         by_class[class_of(name)] += end - start  # type: ignore[assignment]
         by_name[name] += end - start  # type: ignore[assignment]
         calls[name] += 1
-    idle = max(0.0, wall_s - covered((start, end) for _, start, end in listed))
+    busy = covered((start, end) for _, start, end in listed)
+    computing = ((start, end) for name, start, end in listed if class_of(name) != COMMUNICATION)
+    idle = max(0.0, wall_s - busy)
     return KernelTimes(
         seconds={kind: float(seconds) for kind, seconds in by_class.items()} | {IDLE: idle},
+        waiting=busy - covered(computing),
         longest=[(name, float(seconds), calls[name]) for name, seconds in by_name.most_common(LONGEST)],
     )
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from hpc_swe import cli, config, gpus, plugins, tables
 from hpc_swe.benchmarks import flops, limits
 from hpc_swe.benchmarks.column import PARTS, Measured, Plan
-from hpc_swe.benchmarks.kernels import CLASSES, IDLE, NAME_WIDTH, OTHER
+from hpc_swe.benchmarks.kernels import CLASSES, COMMUNICATION, IDLE, NAME_WIDTH, OTHER
 from hpc_swe.benchmarks.limits import Rates
 from hpc_swe.benchmarks.peers import NEXT, PEERS, parse_peers
 from hpc_swe.benchmarks.ranks import OUT_OF_MEMORY, run_ranks
@@ -108,6 +108,9 @@ def kernel_tables(found: dict[str, Measured]) -> list[Table]:
     for kind in kinds:
         cells = (f"{1e3 * each.seconds.get(kind, 0.0):,.1f}" for each in kernels.values())
         classes.add_row(kind, *cells)
+        if kind == COMMUNICATION:
+            waiting = (f"{1e3 * each.waiting:,.1f}" for each in kernels.values())
+            classes.add_row("  with nothing beside it", *waiting)
     made = [classes]
     for column, each in kernels.items():
         longest = tables.table((f"longest of {column}",), ("ms", "calls"))
@@ -230,8 +233,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _benchmark(arguments: argparse.Namespace, folder: Path) -> Benchmark:
-    is_folder = (Path(arguments.shape) / "config.json").is_file()
-    model = Path(arguments.shape) if is_folder else shapes.write_config(arguments.shape, folder / "model")
+    model = shapes.find_or_write(arguments.shape, folder / "model")
     parallel = [f"policy.tensor_parallel={arguments.tensor_parallel}"] * (arguments.tensor_parallel > 1)
     policy = read_policy([*parallel, *arguments.overrides])
     if policy["device"] == "gpu" and not arguments.estimate:

@@ -4,13 +4,12 @@ A learner on the first GPUs publishes versions into a run's folder, and an engin
 requests and loads them: deltas, a full version, and that one once more by vLLM's own `reload_weights`. Each
 row has the seconds from the end of the optimizer step to the first token of the new weights, the longest gap
 between two answers to requests of one token, four of which are always under way, and what long requests lost
-by it. A second table says where the time went. Random weights need no files.
+by it. A second table says where the time went, and a third how far the learner's log-probabilities of the
+engine's answers are from the engine's. Random weights need no files.
 """
 
 import argparse
 import os
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -26,15 +25,15 @@ import msgspec
 from rich.table import Table
 
 from hpc_swe import cli, config, gpus, plugins, tables
-from hpc_swe.benchmarks import limits, stages
+from hpc_swe.benchmarks import gap, limits, stages
+from hpc_swe.benchmarks.engine_side import EngineSide
 from hpc_swe.benchmarks.hop import FIRST, HopFigures, HopPlan, Published, await_version, kv_of, serving
 from hpc_swe.benchmarks.hop_table import GB, HopRow, table
-from hpc_swe.benchmarks.ranks import last_line, run_ranks
+from hpc_swe.benchmarks.ranks import run_ranks
 from hpc_swe.benchmarks.stages import Moment
 from hpc_swe.benchmarks.traffic import PROBES, Load, Traffic
 from hpc_swe.errors import ConfigError, EngineError
 from hpc_swe.plugins import shapes
-from hpc_swe.processes import die_with_parent, kill_and_wait
 from hpc_swe.records import WeightManifest, WeightVersion
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import folders
@@ -72,6 +71,8 @@ class MeasuredHops:
     figures: HopFigures
     rows: dict[str, HopRow]
     moments: list[Moment]
+    fallbacks: list[str]
+    """Why the engine loads weights in a slower way; empty where it does not."""
 
     def windows(self) -> list[tuple[Published, str, float]]:
         """Return each version, its name, and the time at which the next one was trained."""
@@ -117,7 +118,7 @@ def measure(plan: HopPlan, folder: Path, load: Load) -> MeasuredHops:
     on_gpu = plan.policy["device"] == "gpu"
     words = ("learner", str(path), str(out))
     with (
-        _Engine(plan, path, folder / "engine.log") as engine,
+        EngineSide(plan, path, folder / "engine.log") as engine,
         ThreadPoolExecutor(PROBES + load.clients + 1) as pool,
         _stopped_by_errors(run),
     ):
@@ -141,7 +142,7 @@ def measure(plan: HopPlan, folder: Path, load: Load) -> MeasuredHops:
             _await(out.exists, learner, engine, clients)
             figures = msgspec.json.decode(out.read_bytes(), type=HopFigures)
             time.sleep(2 * plan.settle_s)  # answers of the last version
-            found = MeasuredHops(figures, {}, engine.moments())
+            found = MeasuredHops(figures, {}, engine.moments(), engine.fallbacks())
             found.rows.update(_rows(run, traffic, found, plan.settle_s))
         finally:
             traffic.is_over.set()
@@ -166,7 +167,7 @@ def _stopped_by_errors(run: RunDir) -> Iterator[None]:
 def _await(
     is_done: Callable[[], bool],
     learner: "Future[str]",
-    engine: "_Engine",
+    engine: EngineSide,
     clients: Sequence["Future[None]"] = (),
 ) -> None:
     """Wait; raise EngineError when a side or a client has failed, or the engine refused a version."""
@@ -236,49 +237,6 @@ def _row(
     )
 
 
-class _Engine:
-    """Run the engine's side inside the `with` block."""
-
-    def __init__(self, plan: HopPlan, path: Path, log: Path) -> None:
-        self._plan, self._path, self._log = plan, path, log
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> "_Engine":
-        return self
-
-    def start(self) -> None:
-        """Start it on the last GPUs that this process sees; the learner's side has the first ones."""
-        last = gpus.usable(os.environ)[-self._plan.engine.get("tensor_parallel", 1) :]
-        shown = {gpus.VISIBLE: ",".join(last)} if self._plan.policy["device"] == "gpu" and last else {}
-        command = [sys.executable, "-m", "hpc_swe.benchmarks.hop", "engine", str(self._path)]
-        with self._log.open("wb") as out:
-            self._process = subprocess.Popen(
-                command, env={**os.environ, **shown}, stdout=out, stderr=out, preexec_fn=die_with_parent
-            )
-
-    def require_alive(self) -> None:
-        """Raise EngineError with its last line if it has ended."""
-        if self._process is not None and self._process.poll() is not None:
-            raise EngineError(f"the engine's side ended: {self.last_lines()}")
-
-    def moments(self) -> list[Moment]:
-        """Return what both sides have logged."""
-        return stages.read(*(self._log.with_name(f"{side}.moments") for side in ("learner", "engine")))
-
-    def last_lines(self) -> str:
-        """Return the last lines of the supervisor and of vLLM."""
-        logs = [self._log, *RunDir(Path(self._plan.run)).logs("inference").glob("*.log")]
-        return " / ".join(last_line([log.read_text(errors="replace")]) for log in logs if log.exists())
-
-    def __exit__(self, *_: object) -> None:
-        RunDir(Path(self._plan.run)).stop.touch()
-        if self._process is not None:
-            try:
-                self._process.wait(60)
-            except subprocess.TimeoutExpired:
-                kill_and_wait(self._process)
-
-
 def _stages(found: MeasuredHops) -> Table:
     ends, workers, starts = {}, {}, {}
     for published, name, until in found.windows():
@@ -330,7 +288,11 @@ def main() -> None:
     what = "Measure how soon an engine serves new weights."
     parser = cli.parser("hpc_swe.benchmarks.weights", what, *examples)
     parser.add_argument("overrides", nargs="*", metavar="TABLE.KEY=VALUE", help="key of [policy] or [engine]")
-    parser.add_argument("--shape", default="tiny", help=f"sizes of the model: {', '.join(shapes.SHAPES)}")
+    parser.add_argument(
+        "--shape",
+        default="tiny",
+        help=f"sizes of the model: {', '.join(shapes.SHAPES)}; or a model's folder",
+    )
     parser.add_argument(
         "--ranks", type=cli.number(int, 1), default=1, help="processes of the learner, one for each GPU"
     )
@@ -347,6 +309,12 @@ def main() -> None:
         help="wait so long between a swap and the next step",
     )
     parser.add_argument(
+        "--answers",
+        type=cli.number(int, 0),
+        default=0,
+        help="compare log-probabilities of so many answers of the last version with the learner's",
+    )
+    parser.add_argument(
         "--timeout-s", type=cli.number(float, 1), default=280.0, help="end the benchmark after so long"
     )
     parser.add_argument(
@@ -361,7 +329,7 @@ def _print(arguments: argparse.Namespace) -> None:
     if policy["device"] == "gpu":
         gpus.require("benchmark", arguments.ranks, os.environ)
     with _folder(arguments.folder) as folder:
-        model = shapes.write_config(arguments.shape, folder / "model")
+        model = shapes.find_or_write(arguments.shape, folder / "model")
         run = RunDir(folder / "run")
         run.make()
         run.token.write_text("benchmark")
@@ -375,6 +343,7 @@ def _print(arguments: argparse.Namespace) -> None:
             lr=arguments.lr,
             settle_s=arguments.settle_s,
             timeout_s=arguments.timeout_s,
+            answers=arguments.answers,
         )
         found = measure(plan, folder, GPU_LOAD if policy["device"] == "gpu" else CPU_LOAD)
         whole = _size(run, FIRST)
@@ -383,6 +352,10 @@ def _print(arguments: argparse.Namespace) -> None:
     tables.show(tables.console, table(found.rows, whole), _stages(found))
     for text in (moment.text for moment in found.moments if moment.word == "compared"):
         tables.say(text)
+    for text in found.fallbacks:
+        tables.say(text)
+    if found.figures.gaps:
+        tables.show(tables.console, gap.table(found.figures.gaps))
 
 
 if __name__ == "__main__":

@@ -63,11 +63,13 @@ SHAPES: dict[str, dict[str, object]] = {
 """Name -> config.json; the sizes are those of Qwen3, and `tiny` ones are for machines without a GPU."""
 
 
-def write_config(name: str, folder: Path) -> Path:
-    """Write config.json of a shape into a folder, and return the folder; raise ConfigError for a wrong name.
+def find_or_write(name: str, folder: Path) -> Path:
+    """Return a folder with a config.json: `name` if it is one, else `folder` with that of the shape `name`.
 
-    There are no weights in it, and no tokenizer.
+    A folder that is written has no weights and no tokenizer. Raise ConfigError for a wrong name.
     """
+    if (Path(name) / "config.json").is_file():
+        return Path(name)
     if name not in SHAPES:
         raise ConfigError(
             f"--shape {name!r} is none of {', '.join(SHAPES)}{suggestion(name, SHAPES)}, "

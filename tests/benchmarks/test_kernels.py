@@ -31,3 +31,4 @@ def test_idle_is_what_no_kernel_covers():
     assert times.seconds == {"matrix products": 2.0, "communication": 2.0, OTHER: 1.0, IDLE: 6.0}
     assert covered([(5, 6), (0, 2), (1, 3)]) == 4.0
     assert times.longest[0][1:] == (2.0, 1)
+    assert times.waiting == 1.0, "a product runs beside half of the communication"

@@ -35,7 +35,8 @@ def test_wrong_arguments_are_refused_in_one_line(words, message):
 def test_an_engine_takes_deltas_and_full_versions_while_it_answers(tmp_path):
     pytest.importorskip("megatron.core")
     folder = tmp_path / "hop"
-    done = run("--deltas", "2", "--settle-s", "0.5", "--timeout-s", "500", "--folder", str(folder))
+    words = ("--deltas", "2", "--settle-s", "0.5", "--timeout-s", "500", "--answers", "3")
+    done = run(*words, "--folder", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {
         match[1]: [float(word) for word in match[2].split()]
@@ -48,6 +49,13 @@ def test_an_engine_takes_deltas_and_full_versions_while_it_answers(tmp_path):
     assert rows["delta 2"][4] == 0, "keep computes nothing again"
     spent = re.findall(r"^(?:learner|engine|clients): .*?  +(\d+) +(\d+) +(\d+)$", done.stdout, re.MULTILINE)
     assert len(spent) == 14, "every stage of every version has its time"
+    _, tokens, mean, _, far = re.search(
+        r"^(the learner's own) +(\d+) +([\d.]+) +([\d.]+) +([\d.]+)$", done.stdout, re.MULTILINE
+    ).groups()
+    assert int(tokens) == 3 * 64
+    assert 0 < float(mean) < 0.01
+    assert float(far) == 0
+    assert "weights are reloaded by vLLM: its weights are processed after loading" in done.stdout
     log = (folder / "engine.log").read_text()
     assert "updated to v000003-i01" in log
     assert "refused" not in log

@@ -11,8 +11,9 @@ context of pretraining that these assume. Each line compares log-probabilities o
 distance from transformers in float32, that of the learner from both, and what bfloat16 does to transformers
 itself; then those of the text that was trained, with the weights after the step and with those before it.
 Weights are random. Where the engine returns the experts of each token (on a GPU), a second line has everybody
-else use these. It exits with 1 if a distance is above its limit, or the old weights explain the new text. The
-log of each engine stays in the folder for temporary files.
+else use these. It exits with 1 if a distance is above its limit, the old weights explain the new text, or an
+engine on a GPU lets vLLM load all weights anew. The log of each engine stays in the folder for temporary
+files.
 """
 
 import sys
@@ -29,6 +30,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from hpc_swe import cli
+from hpc_swe.benchmarks.engine_side import FALLBACK
+from hpc_swe.errors import EngineError
 from hpc_swe.plugins.engines.base import Weights
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.plugins.policies.base import LossConfig, OptimizerConfig
@@ -184,6 +187,8 @@ class Comparison:
         opened, log = weights.folder, Path(tempfile.gettempdir()) / f"engine-{self._case}.log"
         with serving(self._engine, weights.folder, log, weights.version) as url:
             done = self._sample(url, self._prompts())
+            if CUDA and (slow := [line for line in log.read_text().splitlines() if FALLBACK in line]):
+                raise EngineError(f"{self._case}: {slow[0]}")
             yield from self._compare("start", learner, done, opened, {})
             for name in ("delta", "full"):
                 learner.train(self._batch(learner.step, done), PolicyObjective(LossConfig()))
@@ -325,9 +330,13 @@ def main() -> int:
     failed = 0
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            for row in Comparison(name, Path(folder)).rows():
-                print(row, flush=True)
-                failed += not row.passed
+            try:
+                for row in Comparison(name, Path(folder)).rows():
+                    print(row, flush=True)
+                    failed += not row.passed
+            except EngineError as error:
+                print(f"FAIL {error}", flush=True)
+                failed += 1
     print(f"{failed} comparisons failed")
     return min(failed, 1)
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Quantization methods that leave weights on a GPU as they were loaded."""
+PLAIN_EXPERTS = {"TRITON", "BATCHED_TRITON"}
+"""Kernels that compute experts from weights as they were loaded; others want halves swapped, or blocks."""
 PLAIN_LAYERS = {"Attention"}
 """Layers whose processing after loading touches no weights of an unquantized model."""
 THREADS = 8
@@ -259,10 +261,19 @@ def _derived(model: torch.nn.Module) -> Iterable[str]:
     """Yield the classes that may derive tensors from weights after loading."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if method is not None and (type(method).__name__ not in PLAIN_METHODS or _is_on_cpu(module)):
+        if method is not None and (not _is_plain(method) or _is_on_cpu(module)):
             yield type(method).__name__
         if hasattr(module, "process_weights_after_loading") and type(module).__name__ not in PLAIN_LAYERS:
             yield type(module).__name__
+
+
+def _is_plain(method: Any) -> bool:
+    """Tell whether a method leaves weights on a GPU as and where they were loaded."""
+    name = type(method).__name__
+    if name != "UnquantizedFusedMoEMethod":
+        return name in PLAIN_METHODS
+    moves = method.moe.moe_parallel_config.enable_eplb  # balances experts by moving them to other places
+    return method.unquantized_backend.name in PLAIN_EXPERTS and not moves
 
 
 def _is_on_cpu(module: torch.nn.Module) -> bool:

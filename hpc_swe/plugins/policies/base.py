@@ -285,6 +285,12 @@ class DescribedLearner(Protocol):
 class SteppingLearner(ExportingLearner, Protocol):
     """Take steps without batches, for the benchmark of weight versions."""
 
+    def logprobs(self, token_ids: list[int], experts: bytes = b"") -> list[float]:
+        """Return the log-probabilities of one sequence's tokens, without its first token.
+
+        `experts` are those that compute each token, uint8 [tokens, layers * k]; empty lets the router choose.
+        """
+
     def take_step(self) -> None:
         """Take one step in a random direction, and wait until the device has done it."""
 

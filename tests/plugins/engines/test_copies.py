@@ -15,8 +15,14 @@ from tests.kit.random_model import save_random
 pytestmark = pytest.mark.slow
 
 
-def test_values_are_changed_where_vllms_loader_puts_them_on_two_ranks(tmp_path: Path) -> None:
-    """Fused projections with biases, a split vocabulary, replicated norms and key heads."""
+FEW = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+
+
+@pytest.mark.parametrize(("family", "more"), [("Qwen2", {}), ("Qwen3Moe", FEW | {"head_dim": 32})])
+def test_values_are_changed_where_vllms_loader_puts_them(
+    tmp_path: Path, family: str, more: dict[str, object]
+) -> None:
+    """Two ranks, with fused projections, biases, a split vocabulary, replicated heads, stacked experts."""
 
     def change(name: str, parameter: Any) -> None:
         if name.endswith(".bias"):
@@ -29,9 +35,9 @@ def test_values_are_changed_where_vllms_loader_puts_them_on_two_ranks(tmp_path: 
         else:
             parameter.view(-1)[::37] += 0.01
 
-    shape = SIZES | {"num_key_value_heads": 1, "tie_word_embeddings": False}
-    old = save_random(tmp_path / "old", "Qwen2", shape, 0, change)
-    new = save_random(tmp_path / "new", "Qwen2", shape, 0, alter)
+    shape = SIZES | {"num_key_value_heads": 1, "tie_word_embeddings": False} | more
+    old = save_random(tmp_path / "old", family, shape, 0, change)
+    new = save_random(tmp_path / "new", family, shape, 0, alter)
     port = str(free_port("127.0.0.1", 0))
     command = [sys.executable, "-m", "tests.kit.recorded_copies"]
     ranks = [

@@ -61,10 +61,10 @@ class Scorer:
         found: Outputs = self._model(tokens, None, None, packed_seq_params=packed)
         return found
 
-    def logprobs(self, token_ids: list[int]) -> list[float]:
+    def logprobs(self, token_ids: list[int], experts: bytes = b"") -> list[float]:
         """Return the log-probabilities of one sequence's tokens, without its first token, on all ranks."""
         ids, count = np.asarray(token_ids), len(token_ids)
-        run = Pass(lambda each: self.forward(each, [count], np.arange(1, count)), keep_logprobs)
+        run = Pass(lambda each: self.forward(each, [count], np.arange(1, count), experts), keep_logprobs)
         found = self.stages.infer([ids], run)
         return self._ranks.broadcast_from_last_stage(
             [float(value) for each in found for value in each.tolist()]

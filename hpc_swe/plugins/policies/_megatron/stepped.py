@@ -48,8 +48,8 @@ class SteppedLearner:
     def export(self, folder: Path, carrier: Carrier = "full") -> dict[str, TensorInfo]:
         return self._exporter.write(folder, carrier)
 
-    def logprobs(self, token_ids: list[int]) -> list[float]:
-        return self._scorer.logprobs(token_ids)
+    def logprobs(self, token_ids: list[int], experts: bytes = b"") -> list[float]:
+        return self._scorer.logprobs(token_ids, experts)
 
     def close(self) -> None:
         self.ranks.close()
