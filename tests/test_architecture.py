@@ -33,9 +33,11 @@ TEST_NAME = 70
 #   and what people mistype: empty shell variables, keys of another table, files in another encoding
 # - plugins/policies: Megatron's layers with our kernels; how weights are loaded, exported and resumed;
 #   low-rank adapters, and optimizer state in host memory and in checkpoints, which are read by rows
-# - plugins: kernels that find and write changed weights on a GPU, for which torch would wait at each tensor
-# - plugins/engines: vLLM's weights change in place, every answer in doubt is held back, and a route of our
-#   own spares vLLM's HTTP process much of what it computes for an answer
+# - plugins: kernels that find and write changed weights on a GPU, for which torch would wait at each tensor,
+#   and tables for those that a paused engine runs once for all tensors
+# - plugins/engines: vLLM's weights change in place, every answer in doubt is held back, a pause finds what it
+#   needs to know of weights prepared, and a route of our own spares vLLM's HTTP process much of what it
+#   computes for an answer
 # - roles/coordinator: every decision of a run (groups, batches, evaluations, supervision, retention)
 # - store: what happens to files that cannot be read or removed, and to writers that were frozen
 # - plugins/graders and plugins/sandboxes: what keeps a policy from faking a result or leaving its sandbox
@@ -55,10 +57,10 @@ BUDGETS = {
     "hpc_swe/demo": 432,
     "hpc_swe/doctor": 1_271,
     "hpc_swe/evaluation": 530,
-    "hpc_swe/plugins": 2_537,
+    "hpc_swe/plugins": 2_818,
     "hpc_swe/plugins/advantages": 150,
     "hpc_swe/plugins/agents": 450,
-    "hpc_swe/plugins/engines": 2_836,
+    "hpc_swe/plugins/engines": 2_879,
     "hpc_swe/plugins/executors": 892,
     "hpc_swe/plugins/graders": 3_262,
     "hpc_swe/plugins/policies": 6_109,

@@ -24,7 +24,7 @@ FAR = 1.0
 OWN, REPLAYED = "the learner's own", "the engine's"
 
 
-class Answer(Record, frozen=True, kw_only=True):
+class SampledText(Record, frozen=True, kw_only=True):
     """Hold a text of prompt and answer, and what the engine says of it."""
 
     token_ids: list[int]
@@ -56,14 +56,14 @@ def compare(learner: SteppingLearner, engine: Engine, url: str, token: str, coun
         for length in rng.integers(min(PROMPT, longest), longest, count, endpoint=True)
     ]
 
-    def ask(prompt: np.ndarray) -> Answer:
+    def ask(prompt: np.ndarray) -> SampledText:
         done = engine.generate(url, token, prompt, Sampling(max_tokens=ANSWER), TIMEOUT_S)
         chosen = done.routing
         experts = b"" if chosen is None else chosen.tobytes() + bytes([FREE]) * chosen.shape[1]
         ids = [*prompt.tolist(), *done.token_ids]
-        return Answer(token_ids=ids, logprobs=list(done.logprobs), experts=experts)
+        return SampledText(token_ids=ids, logprobs=list(done.logprobs), experts=experts)
 
-    def sample() -> list[Answer]:
+    def sample() -> list[SampledText]:
         with ThreadPoolExecutor(count) as pool:
             return list(pool.map(ask, prompts))
 
@@ -74,7 +74,7 @@ def compare(learner: SteppingLearner, engine: Engine, url: str, token: str, coun
     return found
 
 
-def _gap(learner: SteppingLearner, answers: Sequence[Answer], *, replays: bool) -> Gap:
+def _gap(learner: SteppingLearner, answers: Sequence[SampledText], *, replays: bool) -> Gap:
     differences = []
     for answer in answers:
         scores = learner.logprobs(answer.token_ids, answer.experts if replays else b"")

@@ -1,4 +1,4 @@
-"""Find, and apply, what changed in tensors on CUDA; tensor_delta.py says what is stored.
+"""Find what changed in tensors on CUDA; tensor_delta.py says what is stored, placing_kernels.py applies it.
 
 Each tensor is read in blocks, once to count what each block will write, and once to write it. Between the
 two, sums over the blocks of all tensors say where each block's part begins, so that the host waits once
@@ -107,48 +107,6 @@ def _last_before(is_any: Tensor, last: Tensor) -> Tensor:
     return known[rank - is_any.long()]
 
 
-@dataclass(frozen=True)
-class PlacedChanges:
-    """Hold the changes of one tensor on the device, and where those of each block of codes belong."""
-
-    codes: Tensor
-    others: Tensor
-    places: Tensor
-    """int64 [2, blocks]: how many positions and others come before a block of codes."""
-
-    def add(self, target: Tensor, at: tuple[int, int], width: int) -> None:
-        """Change the rectangle of the tensor that is held in `target`, integers [rows, columns].
-
-        Its first element is that of row and column `at` of the tensor, which has `width` columns.
-        """
-        sizes = len(self.codes), width, *at, *target.shape, *target.stride()
-        inputs = self.codes, self.others, self.places, self.places.stride(0), target, *sizes
-        _apply[(self.places.shape[1],)](*inputs, BLOCK, num_warps=WARPS)
-
-
-def place_all(changes: Sequence[tuple[Tensor, Tensor]], counts: Sequence[int]) -> list[PlacedChanges]:
-    """Find where codes and others of tensors of `counts` elements belong.
-
-    Raise ValueError if they do not fit.
-    """
-    if not changes:
-        return []
-    device = changes[0][0].device
-    blocks = Blocks.of([len(codes) for codes, _ in changes], device)
-    sums = torch.empty(2, blocks.size, dtype=torch.int64, device=device)
-    for (codes, _), start, count in zip(changes, blocks.starts, blocks.counts, strict=True):
-        _measure[(count,)](codes, sums, start, len(codes), blocks.size, BLOCK, num_warps=WARPS)
-    ends, ends_of_tensors = zip(*map(blocks.before, sums), strict=True)
-    places, found = torch.stack(ends), torch.stack(ends_of_tensors).t().tolist()
-    for (_, others), (reached, other), count in zip(changes, found, counts, strict=True):
-        if reached > count or other != len(others):
-            raise ValueError(f"changes that do not fit {count} elements")
-    parts = places.split(blocks.counts, 1)
-    placed = [PlacedChanges(*each, part) for each, part in zip(changes, parts, strict=True)]
-    placed[0].add(changes[0][1].new_zeros(1, 1), (0, 0), 1)  # a first call compiles, which takes long
-    return placed
-
-
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether each contiguous tensor holds finite numbers only, bool [tensors]."""
     flags = torch.ones(len(tensors), dtype=torch.int32, device=tensors[0].device)
@@ -238,50 +196,6 @@ def _encode(
     weight *= tl.load(column_weights + column, mask=changed, other=0)
     difference = (after.to(tl.int64) & mask) - (before.to(tl.int64) & mask)
     tl.store(grown + at, tl.sum(difference * weight, 0))
-
-
-@triton.jit(do_not_specialize=[*VARYING, "codes"])
-def _measure(codes, sums, start, count, blocks, block: tl.constexpr):
-    """Note how many positions a block of codes goes on by, and how many others it has."""
-    index = tl.program_id(0)
-    place = index.to(tl.int64) * block + tl.arange(0, block)
-    there = place < count
-    code = tl.load(codes + place, mask=there, other=0).to(tl.int32)
-    length = tl.where(code == SKIP, REACH, code % REACH + 1)
-    at = sums + start + index
-    tl.store(at, tl.sum(tl.where(there, length, 0), 0).to(tl.int64))
-    tl.store(at + blocks, tl.sum((there & (code // REACH == 2)).to(tl.int32), 0).to(tl.int64))
-
-
-@triton.jit(
-    do_not_specialize=[
-        *("codes", "others", "places", "target"),  # one kernel for whatever they are aligned to
-        *("stride", "count", "width", "at_row", "at_column", "rows", "columns", "row_step"),
-        "column_step",
-    ]
-)
-def _apply(
-    codes, others, places, stride, target, count, width, at_row, at_column, rows, columns,
-    row_step, column_step, block: tl.constexpr,
-):  # fmt: skip
-    """Add the differences of one block of codes where the target holds their positions."""
-    index = tl.program_id(0).to(tl.int64)
-    place = index * block + tl.arange(0, block)
-    there = place < count
-    code = tl.load(codes + place, mask=there, other=255).to(tl.int32)
-    length = tl.where(code == SKIP, REACH, code % REACH + 1)
-    kind = code // REACH
-    is_other = kind == 2
-    position = tl.load(places + index) + tl.cumsum(length, 0) - 1
-    which = tl.load(places + stride + index) + tl.cumsum(is_other.to(tl.int32), 0) - 1
-    row = position // width
-    column = position - row * width - at_column
-    row -= at_row
-    inside = there & (kind < 3) & (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
-    other = tl.load(others + which, mask=is_other & inside, other=0)
-    step = tl.where(is_other, other, tl.where(kind == 0, 1, -1).to(other.dtype))
-    at = target + row * row_step + column * column_step
-    tl.store(at, tl.load(at, mask=inside, other=0) + step, mask=inside)
 
 
 @triton.jit(do_not_specialize=["which", "count"])

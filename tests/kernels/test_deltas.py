@@ -7,9 +7,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton", reason="tests/kit/install_triton.sh installs it")
 
 from hpc_swe.plugins import delta_kernels  # noqa: E402
-from hpc_swe.plugins.tensor_delta import Changes, Digests, Rectangle, encode, integers  # noqa: E402
+from hpc_swe.plugins.tensor_delta import Digests, encode, integers  # noqa: E402
 
-BLOCK = delta_kernels.BLOCK = 128
+delta_kernels.BLOCK = 128
 
 
 def stepped(old: torch.Tensor, places: list[int]) -> torch.Tensor:
@@ -53,59 +53,6 @@ def test_codes_others_and_digests_are_those_of_torch(dtype: torch.dtype) -> None
             assert torch.equal(each[0], expected.codes), name
             assert torch.equal(each[1], expected.others), name
             assert int(each[2]) == int(digests.change(old, new)), name
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_differences_are_added_in_whatever_part_a_worker_holds(dtype: torch.dtype) -> None:
-    encoded = {n: (a.to(DEVICE), b.to(DEVICE), encode(a, b)) for n, (a, b) in cases(dtype).items()}
-    named = {n: (a, b, c.to(DEVICE)) for n, (a, b, c) in encoded.items() if c is not None}
-    counts = [old.numel() for old, _, _ in named.values()]
-    placed = delta_kernels.place_all([(c.codes, c.others) for _, _, c in named.values()], counts)
-    for (name, (old, new, _)), each in zip(named.items(), placed, strict=True):
-        at = Rectangle.whole(old.shape)
-        rows, columns = slice(at.rows // 3, at.rows), slice(at.columns // 4, at.columns // 2)
-        before, after = (integers(tensor).view(at.rows, at.columns) for tensor in (old, new))
-        memory = before.new_zeros(at.rows + 1, at.columns + 3)
-        part = memory[: rows.stop - rows.start, 1 : 1 + columns.stop - columns.start]
-        part.copy_(before[rows, columns])
-        expected = memory.clone()
-        expected[: part.shape[0], 1 : 1 + part.shape[1]] = after[rows, columns]
-        each.add(part, (rows.start, columns.start), at.columns)
-        assert torch.equal(memory, expected), name
-        whole = before.clone()
-        each.add(whole, (0, 0), at.columns)
-        assert torch.equal(whole, after), name
-        across = before.t().clone(memory_format=torch.contiguous_format)
-        each.add(across.t(), (0, 0), at.columns)
-        assert torch.equal(across.t(), after), name
-
-
-def test_changes_that_do_not_fit_are_refused_by_kernels() -> None:
-    old, new = cases(torch.bfloat16)["some"]
-    changes = encode(old, new)
-    assert changes is not None
-    wrong = [
-        (Changes(changes.codes, changes.others[:-1]), old.numel()),
-        (changes, old.numel() - BLOCK),
-    ]
-    for each, count in wrong:
-        pair = each.to(DEVICE)
-        with pytest.raises(ValueError, match=f"do not fit {count} elements"):
-            delta_kernels.place_all([(pair.codes, pair.others)], [count])
-
-
-def test_positions_beyond_two_to_the_31_are_reached() -> None:
-    """Codes that skip most of a tensor, of which this worker holds the last values."""
-    count = (1 << 31) + 1000
-    codes = torch.full((count // 85 + 1,), 255, dtype=torch.uint8)
-    codes[-1] = 85 + count % 85 - 1
-    changes = (codes.to(DEVICE), torch.empty(0, dtype=torch.int16, device=DEVICE))
-    delta_kernels.BLOCK = 1 << 20  # the interpreter takes long for each block
-    [placed] = delta_kernels.place_all([changes], [count])
-    values = torch.zeros(1, 10, dtype=torch.int16, device=DEVICE)
-    placed.add(values, (0, count - 10), count)
-    delta_kernels.BLOCK = BLOCK
-    assert values.tolist() == [[0] * 9 + [-1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -16,17 +16,21 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from hpc_swe.plugins.engines._vllm_copies import LoaderCopies, Patch, sum_shares
+from hpc_swe.plugins.engines._vllm_copies import LoaderCopies, Patch
 from hpc_swe.plugins.engines._vllm_files import Delta
 from hpc_swe.plugins.tensor_delta import Digests, encode
 
 
-def compare(copies: LoaderCopies, shapes: dict[str, list[int]], tensors: dict[str, torch.Tensor]) -> None:
+def gather(value: list[Any]) -> list[list[Any]]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def compare(copies: LoaderCopies, tensors: dict[str, torch.Tensor]) -> None:
     """Check that all ranks together hold these tensors."""
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, copies.shares())
     computer = Digests(torch.device("cpu"))
-    found = sum_shares(shapes, [share for part in parts for share in part])
+    found = copies.digests(gather)
     whole = {name: int(computer.tensor(tensor)) for name, tensor in tensors.items()}
     assert {n: v % 2**64 for n, v in found.items()} == {n: v % 2**64 for n, v in whole.items()}
 
@@ -55,24 +59,24 @@ def main(rank: int, size: int, port: int, old: Path, new: Path) -> None:
     changed, expected = (dict(model.named_parameters()) for model in models)
 
     copies = LoaderCopies.record(models[0], shapes, torch.float32)
-    compare(copies, shapes, before)
+    compare(copies, before)
     changes = {name: encode(before[name], tensor) for name, tensor in after.items()}
     whole = {name: after[name] for name, each in changes.items() if each is None}
     assert whole
     assert len(whole) < len(changes)
     delta = Delta({name: each for name, each in changes.items() if each is not None}, whole)
     patches = copies.patches(delta)
-    compare(copies, shapes, before)
+    compare(copies, before)
     write(patches)
-    compare(copies, shapes, after)
+    compare(copies, after)
     negative = {name: -tensor for name, tensor in after.items()}
     assert copies.compare(negative) is None, "the differences take more than a quarter of the weights"
     copies.copy(before)
     slightly = {name: each if "norm" in name else before[name] for name, each in after.items()}
     write(copies.compare(slightly) or [])
-    compare(copies, shapes, slightly)
+    compare(copies, slightly)
     copies.copy(after)
-    compare(copies, shapes, after)
+    compare(copies, after)
     assert all(torch.equal(changed[name], tensor) for name, tensor in expected.items())
     print("all bits are equal", flush=True)
 

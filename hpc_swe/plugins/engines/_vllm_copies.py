@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_swe.plugins.engines._vllm_files import BUFFER, Delta, Wanted, own_stream, shards
+from hpc_swe.plugins.engines._vllm_parts import JoinedParts
 from hpc_swe.plugins.low_rank import Factors
 from hpc_swe.plugins.tensor_delta import Digests, Rectangle, integers
 
 if TYPE_CHECKING:
-    from hpc_swe.plugins.delta_kernels import PlacedChanges
+    from hpc_swe.plugins.placing_kernels import MemoryTables, PlacedDelta
 
 PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Quantization methods that leave weights on a GPU as they were loaded."""
@@ -41,8 +42,8 @@ VALUE_BYTES = 12
 T = TypeVar("T")
 Work = tuple[Tensor, Tensor]
 """A view of this worker's memory, and what belongs there."""
-Share = tuple[str, Rectangle, int]
-"""A tensor, a part of it, and the digest of that part in one worker's memory."""
+Gather = Callable[[list[T]], list[list[T]]]
+"""Returns what each worker has passed to it."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,25 @@ class Copy:
 class LoaderCopies:
     """Hold where each checkpoint tensor lies in this worker's memory."""
 
-    def __init__(self, shapes: Mapping[str, list[int]], copies: Mapping[str, Sequence[Copy]]) -> None:
-        self._shapes, self._copies = shapes, copies
-        self._device = next(iter(copies.values()))[0].target.device
+    def __init__(
+        self,
+        shapes: Mapping[str, list[int]],
+        copies: Mapping[str, Sequence[Copy]],
+        has_kernels: bool | None = None,
+    ) -> None:
+        """Use Triton's kernels where the memory is a GPU's, or as `has_kernels` says."""
+        self._copies = copies
+        self._wholes = {name: Rectangle.whole(shape) for name, shape in shapes.items()}
+        self._listed = [(name, copy) for name, several in copies.items() for copy in several]
+        self._device = self._listed[0][1].target.device
         self._digests = Digests(self._device)
+        self._joined: JoinedParts | None = None
+        self._tables: MemoryTables | None = None
+        if self._device.type == "cuda" if has_kernels is None else has_kernels:
+            from hpc_swe.plugins import placing_kernels  # needs triton, which a CPU may lack
+
+            parts = [(name, integers(copy.target), copy.source) for name, copy in self._listed]
+            self._tables = placing_kernels.MemoryTables(parts, self._wholes)
 
     @classmethod
     def record(
@@ -99,14 +115,15 @@ class LoaderCopies:
         found = _in_threads(work, lambda part: _differences(part, spare))
         return None if spare.is_full else [patch for part in found for patch in part]
 
-    def read(self, folder: Path, wanted: Wanted) -> "Sequence[Patch | CodedPatch] | None":
+    def read(self, folder: Path, wanted: Wanted) -> "Patches | None":
         """Return what the delta in a folder changes; None if that is too much to hold beside the model."""
         spare, is_cpu = self._spare(), self._device.type == "cpu"
         if not is_cpu and sum(file.stat().st_size for file in shards(folder)) >= spare:
             return None
         delta = Delta.read(folder, wanted, self._device)
-        codes = sum(len(changes.codes) for changes in delta.changes.values())
-        return None if is_cpu and codes * VALUE_BYTES >= spare else self.patches(delta)
+        if is_cpu and sum(len(each.codes) for each in delta.changes.values()) * VALUE_BYTES >= spare:
+            return None
+        return self.patches(delta)
 
     def _spare(self) -> int:
         """Return how many bytes may be used beside the model; the engine needs some of what is free, too."""
@@ -116,33 +133,22 @@ class LoaderCopies:
         free: int = torch.cuda.mem_get_info(self._device)[0]
         return min(share, free // 2)
 
-    def patches(self, delta: Delta) -> "Sequence[Patch | CodedPatch]":
+    def patches(self, delta: Delta) -> "Patches":
         """Return what a delta changes in this worker's memory, which is not changed here.
 
         Raise ValueError for changes that do not fit their tensor.
         """
         found = [Patch(copy.target, None, source) for copy, source in self._pairs(delta.whole)]
-        if self._device.type == "cuda":
-            return [*found, *self._coded(delta)]
+        if self._tables is not None and delta.changes:
+            return [*found, self._tables.place(delta.changes)]
         for name, changes in delta.changes.items():
-            whole, copies = Rectangle.whole(self._shapes[name]), self._copies[name]
+            whole = self._wholes[name]
             where, differences = changes.decode(whole.rows * whole.columns)
-            for copy in copies:
+            for copy in self._copies[name]:
                 positions, mine = _positions(copy, whole, where, differences)
                 values = _flat_memory(copy.target)[positions] + mine
                 found.append(Patch(copy.target, positions, values))
         return found
-
-    def _coded(self, delta: Delta) -> "Iterator[CodedPatch]":
-        from hpc_swe.plugins.delta_kernels import place_all  # needs triton, which a CPU may lack
-
-        wholes = {name: Rectangle.whole(self._shapes[name]) for name in delta.changes}
-        changes = [each.to(self._device) for each in delta.changes.values()]
-        counts = [whole.rows * whole.columns for whole in wholes.values()]
-        placed = place_all([(each.codes, each.others) for each in changes], counts)
-        for (name, whole), each in zip(wholes.items(), placed, strict=True):
-            for copy in self._copies[name]:
-                yield CodedPatch(copy, each, whole.columns)
 
     def merge(self, delta: Delta) -> None:
         """Merge adapters into this worker's memory, which holds the initial model."""
@@ -156,11 +162,24 @@ class LoaderCopies:
     def _pairs(self, tensors: Mapping[str, Tensor]) -> list[tuple[Copy, Tensor]]:
         return [(copy, _rectangle(tensors[n], copy.source)) for n in tensors for copy in self._copies[n]]
 
-    def shares(self) -> list[Share]:
-        """Return the digest of each rectangle in this worker's memory."""
-        found = [(name, copy) for name, copies in self._copies.items() for copy in copies]
-        values = torch.stack([self._digests.part(copy.target, copy.source) for _, copy in found]).tolist()
-        return [(name, copy.source, value) for (name, copy), value in zip(found, values, strict=True)]
+    def digests(self, gather: "Gather[Any]") -> dict[str, int]:
+        """Return the digest of each tensor, from what lies in the memory of all workers.
+
+        Raise ValueError unless their parts make up each tensor, and copies of a part are the same.
+        """
+        if self._joined is None:
+            parts = gather([(name, copy.source) for name, copy in self._listed])
+            self._joined = JoinedParts(self._wholes, parts)
+        return self._joined.add_up(gather(self.shares()))
+
+    def shares(self) -> list[int]:
+        """Return the digest of each copy in this worker's memory."""
+        if self._tables is not None:
+            found = self._tables.digests(self._digests)
+        else:
+            found = torch.stack([self._digests.part(copy.target, copy.source) for _, copy in self._listed])
+        shares: list[int] = found.tolist()
+        return shares
 
 
 @dataclass(frozen=True)
@@ -181,18 +200,8 @@ class Patch:
             _flat_memory(self.target)[self.where] = self.values
 
 
-@dataclass(frozen=True)
-class CodedPatch:
-    """Hold the changes of a tensor, of which a GPU decodes in the swap what this worker has."""
-
-    copy: Copy
-    changes: "PlacedChanges"
-    columns: int
-    """Of the whole tensor."""
-
-    def write(self) -> None:
-        at = self.copy.source
-        self.changes.add(integers(self.copy.target), (at.row, at.column), self.columns)
+Patches = Sequence["Patch | PlacedDelta"]
+"""What one version changes in this worker's memory; a GPU decodes the changes of a delta in the swap."""
 
 
 class SpareMemory:
@@ -214,22 +223,6 @@ def require_plain(model: torch.nn.Module) -> None:
     """Raise ValueError if a layer may derive other tensors from the weights that were loaded."""
     if derived := sorted(set(_derived(model))):
         raise ValueError(f"its weights are processed after loading by {', '.join(derived)}")
-
-
-def sum_shares(shapes: Mapping[str, list[int]], shares: Iterable[Share]) -> dict[str, int]:
-    """Add up the digests of all workers; raise ValueError unless their parts make up each tensor.
-
-    Workers hold the same part twice where heads or norms are replicated; each copy must have the same digest.
-    """
-    parts: dict[str, dict[Rectangle, int]] = {name: {} for name in shapes}
-    for name, at, value in shares:
-        if parts[name].setdefault(at, value) != value:
-            raise ValueError(f"{name}: two copies of the same part differ")
-    for name, found in parts.items():
-        whole = Rectangle.whole(shapes[name])
-        if sum(at.rows * at.columns for at in found) != whole.rows * whole.columns:
-            raise ValueError(f"{name}: workers do not hold each of its values exactly once")
-    return {name: sum(found.values()) for name, found in parts.items()}
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]

@@ -209,8 +209,8 @@ class Delta:
             if base == name:
                 wanted.check(folder, name, tensor)
                 whole[name] = tensor
-            elif missing := {base + CODES, base + OTHERS} - stored.keys():
-                raise ValueError(f"{folder.name}: {missing.pop()} is missing")
+            elif missing := [half for half in (base + CODES, base + OTHERS) if half not in stored]:
+                raise ValueError(f"{folder.name}: {missing[0]} is missing")
             else:
                 changes[base] = Changes(stored[base + CODES], stored[base + OTHERS])
         return cls(changes, whole)

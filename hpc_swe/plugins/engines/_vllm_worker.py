@@ -31,7 +31,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from hpc_swe.errors import CorruptRecord
-from hpc_swe.plugins.engines._vllm_copies import CodedPatch, LoaderCopies, Patch, require_plain, sum_shares
+from hpc_swe.plugins.engines._vllm_copies import LoaderCopies, Patches, require_plain
 from hpc_swe.plugins.engines._vllm_environment import BACKEND, TOKEN
 from hpc_swe.plugins.engines._vllm_files import (
     Delta,
@@ -242,7 +242,7 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
             self._model.require(chain, wanted, self._device)
         tensors = read_first(chain, wanted) if rest is None else None
         links = chain[1:] if rest is None else rest
-        patches: Sequence[Patch | CodedPatch] | None = None
+        patches: Patches | None = None
         try:
             if tensors is not None and not links:
                 patches = copies.compare(tensors)
@@ -324,11 +324,10 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
 
     def _require_digests(self, copies: LoaderCopies, wanted: Wanted) -> None:
         """Raise ValueError, on every worker, unless the workers hold what the manifest describes."""
-        shares = [share for part in _gather(copies.shares()) for share in part]
-        require_digests(sum_shares(wanted.shapes, shares), wanted)
+        require_digests(copies.digests(_gather), wanted)
 
 
-def _write(patches: Sequence[Patch | CodedPatch]) -> None:
+def _write(patches: Patches) -> None:
     for patch in patches:
         patch.write()
 
