@@ -4,6 +4,8 @@ Each tensor is read in blocks, once to count what each block will write, and onc
 two, sums over the blocks of all tensors say where each block's part begins, so that the host waits once
 for all tensors of a call, and for the work that was given to the GPU before. A block knows how far the last
 change before it lies; whole runs of SKIP are part of the memory that the codes are filled with.
+
+One launch reads all tensors of one width, whose addresses are in a table.
 """
 
 from collections.abc import Sequence
@@ -31,21 +33,19 @@ class Blocks:
     ends: Tensor
     """Last block of each tensor, int64 [tensors]."""
     own_starts: Tensor
-    """First block of the tensor that a block belongs to, int64 [blocks]."""
+    """First block of the tensor that a block belongs to, int64 [blocks]; `owners` has its number."""
+    owners: Tensor
 
     @classmethod
     def of(cls, sizes: Sequence[int], device: torch.device) -> "Blocks":
         """Divide tensors of so many elements; each has a block at least."""
-        counts = [max(1, triton.cdiv(size, BLOCK)) for size in sizes]
+        counts = [max(1, -(-size // BLOCK)) for size in sizes]
         starts = [0]
         for count in counts:
             starts.append(starts[-1] + count)
-        table = torch.tensor([starts[:-1], counts, starts[1:]])
-        if device.type == "cuda":  # a copy from memory that is not pinned would make the host wait
-            table = table.pin_memory().to(device, non_blocking=True)
-        own, repeats, following = table
-        own = torch.repeat_interleave(own, repeats, output_size=starts[-1])
-        return cls(counts, starts[:-1], following - 1, own)
+        first, repeats, following = _on(device, [starts[:-1], counts, starts[1:]])
+        owners = torch.repeat_interleave(repeats, output_size=starts[-1])
+        return cls(counts, starts[:-1], following - 1, first[owners], owners)
 
     @property
     def size(self) -> int:
@@ -58,42 +58,110 @@ class Blocks:
         return within, (within + values)[self.ends]
 
 
-def encode_all(
-    pairs: Sequence[tuple[Tensor, Tensor]], weights: Sequence[tuple[Tensor, Tensor, int]]
-) -> list[tuple[Tensor, Tensor, Tensor] | None]:
-    """Return codes, others and the growth of the digest of each pair, integers of contiguous tensors.
+BITS = {1: (torch.uint8, tl.uint8), 2: (torch.int16, tl.int16), 4: (torch.int32, tl.int32)}
+"""Integers by their bytes, as torch and Triton name them."""
+Row = tuple[int, int, int, int, int]
+"""Describe a pair for kernels: both addresses, how many elements, how many columns, bytes of an element."""
 
-    None stands for a new tensor that takes less room than its changes. `weights` are those of a tensor's rows
-    and columns in its digest, and how many columns it has.
+
+@dataclass(frozen=True)
+class _Width:
+    """Say what one launch knows of its tensors, whose elements all have `size` bytes."""
+
+    size: int
+    is_aligned: bool
+    """Whether addresses and numbers of elements are multiples of 16, so that threads load several at once."""
+    is_narrow: bool
+    """Whether 32 bits hold a column and a block together."""
+
+    @classmethod
+    def all(cls, rows: Sequence[Row]) -> "list[_Width]":
+        """Return those that some tensors have."""
+        found = []
+        for size in sorted({row[4] for row in rows}):
+            own = [row for row in rows if row[4] == size]
+            is_aligned = not any((old | new | count) % 16 for old, new, count, _, _ in own)
+            found.append(cls(size, is_aligned, max(row[3] for row in own) + BLOCK < 1 << 31))
+        return found
+
+    @property
+    def constants(self) -> tuple[tl.dtype, int, bool, int]:
+        return BITS[self.size][1], self.size, self.is_aligned, BLOCK
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Know on the device how much each tensor writes, and where each of its blocks begins."""
+
+    blocks: Blocks
+    sizes: Tensor
+    """int64 [3, tensors]: codes and others, and whether both are smaller than the tensor; else all are 0."""
+    starts: Tensor
+    """int64 [3, blocks]: where codes begin, -1 for none, others within a tensor, and the gap before them."""
+
+    @classmethod
+    def of(cls, blocks: Blocks, counts: Tensor, table: Tensor) -> "_Plan":
+        """Add up what `_count` found, int32 [4, blocks], for tensors of a table of rows."""
+        first, last, inner, others = counts.to(torch.int64)
+        base = torch.arange(blocks.size, device=counts.device) * BLOCK
+        before = _last_before(last >= 0, base + last)
+        unchanged = base - torch.maximum(before, blocks.own_starts * BLOCK - 1) - 1  # up to the block's start
+        codes = inner + torch.where(last >= 0, (unchanged + first) // REACH.value + 1, 0)
+        (code_starts, code_sizes), (other_starts, other_sizes) = blocks.before(codes), blocks.before(others)
+        is_smaller = code_sizes + other_sizes * table[:, 4] < table[:, 2] * table[:, 4]
+        sizes = torch.stack([code_sizes, other_sizes, torch.ones_like(code_sizes)]) * is_smaller
+        code_starts += (sizes[0].cumsum(0) - sizes[0])[blocks.owners] + unchanged // REACH.value
+        code_starts = torch.where(is_smaller[blocks.owners], code_starts, -1)
+        return cls(blocks, sizes, torch.stack([code_starts, other_starts, unchanged % REACH.value]))
+
+    def places(self, is_own: Tensor) -> Tensor:
+        """Return `starts` with places among the others of some tensors, bool [tensors]."""
+        own = self.sizes[1] * is_own
+        places = self.starts.clone()
+        places[1] += (own.cumsum(0) - own)[self.blocks.owners]
+        return places
+
+
+def encode_all(
+    pairs: Sequence[tuple[Tensor, Tensor]], columns: Sequence[int], weights: tuple[Tensor, Tensor]
+) -> tuple[list[tuple[Tensor, Tensor] | None], Tensor]:
+    """Return codes and others of each pair of contiguous tensors, and the growths of digests, int64 [pairs].
+
+    None stands for a new tensor that takes less room than its changes. Codes lie one after another in one
+    piece of memory, and so do others of one width. A digest sees each tensor as rows of so many `columns`;
+    `weights` are those of the rows and of the columns, for the largest tensor.
     """
     device = pairs[0][0].device
-    blocks = Blocks.of([new.numel() for _, new in pairs], device)
+    rows = [
+        (old.data_ptr(), new.data_ptr(), new.numel(), max(1, width), new.element_size())
+        for (old, new), width in zip(pairs, columns, strict=True)
+    ]
+    widths, table = _Width.all(rows), _on(device, rows)
+    blocks = Blocks.of([row[2] for row in rows], device)
+    where = table, blocks.owners, blocks.own_starts, blocks.size
     counts = torch.empty(4, blocks.size, dtype=torch.int32, device=device)
-    for (old, new), start, count in zip(pairs, blocks.starts, blocks.counts, strict=True):
-        _count[(count,)](old, new, counts, start, new.numel(), blocks.size, BLOCK, num_warps=WARPS)
-    first, last, inner, others = counts.to(torch.int64)
-    base = torch.arange(blocks.size, device=device) * BLOCK
-    before = _last_before(last >= 0, base + last)
-    unchanged = base - torch.maximum(before, blocks.own_starts * BLOCK - 1) - 1  # up to the block's start
-    codes = inner + torch.where(last >= 0, (unchanged + first) // REACH.value + 1, 0)
-    code_starts, code_sizes = blocks.before(codes)
-    other_starts, other_sizes = blocks.before(others)
-    places = torch.stack([code_starts + unchanged // REACH.value, other_starts, unchanged % REACH.value])
-    sizes = torch.stack([code_sizes, other_sizes]).t().tolist()  # the one wait
+    for width in widths:
+        _count[(blocks.size,)](*where, counts, *width.constants, num_warps=WARPS)
+    plan = _Plan.of(blocks, counts, table)
+    sizes, other_sizes, is_smaller = plan.sizes.tolist()  # the one wait
+    codes = torch.full((sum(sizes),), SKIP.value, dtype=torch.uint8, device=device)
     grown = torch.empty(blocks.size, dtype=torch.int64, device=device)
-    found: list[tuple[Tensor, Tensor] | None] = []
-    for i, ((old, new), (size, other)) in enumerate(zip(pairs, sizes, strict=True)):
-        if size + other * new.element_size() >= new.nbytes:
-            found.append(None)
-            continue
-        written = torch.full((size,), SKIP.value, dtype=torch.uint8, device=device), new.new_empty(other)
-        rows, columns, width = weights[i]
-        inputs = old, new, *written, places, rows, columns, grown, blocks.starts[i], new.numel(), blocks.size
-        mask, is_narrow = (1 << (8 * new.element_size())) - 1, width + BLOCK < 1 << 31
-        _encode[(blocks.counts[i],)](*inputs, width, mask, is_narrow, BLOCK, num_warps=WARPS)
-        found.append(written)
-    growths = blocks.before(grown)[1].unbind()
-    return [None if each is None else (*each, growth) for each, growth in zip(found, growths, strict=True)]
+    others: dict[int, Sequence[Tensor]] = {}
+    for width in widths:
+        own = [count * (row[4] == width.size) for row, count in zip(rows, other_sizes, strict=True)]
+        written = torch.empty(sum(own), dtype=BITS[width.size][0], device=device)
+        outputs = codes, written, plan.places(table[:, 4] == width.size), *weights, grown
+        _encode[(blocks.size,)](*where, *outputs, *width.constants, width.is_narrow, num_warps=WARPS)
+        others[width.size] = written.split(own)
+    parts = zip(codes.split(sizes), (others[row[4]][i] for i, row in enumerate(rows)), strict=True)
+    found = [part if kept else None for part, kept in zip(parts, is_smaller, strict=True)]
+    return found, blocks.before(grown)[1]
+
+
+def _on(device: torch.device, rows: Sequence[Sequence[int]]) -> Tensor:
+    """Return a table, int64, on a device; a copy from memory that is not pinned would make the host wait."""
+    table = torch.tensor(rows, dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def _last_before(is_any: Tensor, last: Tensor) -> Tensor:
@@ -108,17 +176,19 @@ def _last_before(is_any: Tensor, last: Tensor) -> Tensor:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return whether each contiguous tensor holds finite numbers only, bool [tensors]."""
-    flags = torch.ones(len(tensors), dtype=torch.int32, device=tensors[0].device)
-    for i, tensor in enumerate(tensors):
-        bits, tensor = {2: torch.int16, 4: torch.int32}[tensor.element_size()], tensor.contiguous()
-        infinity = int(torch.tensor(float("inf"), dtype=tensor.dtype).view(bits))
-        grid = (max(1, triton.cdiv(tensor.numel(), BLOCK)),)
-        _finite[grid](tensor.view(bits), flags, i, tensor.numel(), infinity, BLOCK, num_warps=WARPS)
+    """Return whether each tensor holds finite numbers only, bool [tensors]."""
+    device, dense = tensors[0].device, [tensor.contiguous() for tensor in tensors]
+    dtypes = sorted({tensor.dtype for tensor in dense}, key=str)
+    rows = [(each.data_ptr(), each.numel(), dtypes.index(each.dtype)) for each in dense]
+    table, blocks = _on(device, rows), Blocks.of([count for _, count, _ in rows], device)
+    flags = torch.ones(len(dense), dtype=torch.int32, device=device)
+    for i, dtype in enumerate(dtypes):
+        integers, bits = BITS[dtype.itemsize]
+        infinity = int(torch.tensor(float("inf"), dtype=dtype).view(integers))
+        is_aligned = not any((address | count) % 16 for address, count, kind in rows if kind == i)
+        inputs = table, blocks.owners, blocks.own_starts, flags, i
+        _finite[(blocks.size,)](*inputs, infinity, bits, is_aligned, BLOCK, num_warps=WARPS)
     return flags.bool()
-
-
-VARYING = ["start", "count", "blocks"]
 
 
 @triton.jit
@@ -136,12 +206,29 @@ def _gaps(old, new, place, there, local, before):
     return local - tl.associative_scan(last, 0, _larger) - 1
 
 
-@triton.jit(do_not_specialize=VARYING)
-def _count(old, new, counts, start, count, blocks, block: tl.constexpr):
+@triton.jit
+def _values(row, bits: tl.constexpr, is_aligned: tl.constexpr):
+    """Return where the old and the new values of a row of the table lie, and how many there are."""
+    old, new = tl.load(row).to(tl.pointer_type(bits)), tl.load(row + 1).to(tl.pointer_type(bits))
+    count = tl.load(row + 2)
+    if is_aligned:
+        old, new, count = tl.multiple_of(old, 16), tl.multiple_of(new, 16), tl.multiple_of(count, 16)
+    return old, new, count
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _count(
+    table, owners, own_starts, blocks, counts,
+    bits: tl.constexpr, size: tl.constexpr, is_aligned: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     """Note a block's first and last change, the codes of all but the first, and how many are others."""
-    index = tl.program_id(0)
+    index = tl.program_id(0).to(tl.int64)
+    row = table + 5 * tl.load(owners + index)
+    if tl.load(row + 4) != size:
+        return
+    old, new, count = _values(row, bits, is_aligned)
     local = tl.arange(0, block)
-    place = index.to(tl.int64) * block + local
+    place = (index - tl.load(own_starts + index)) * block + local
     there = place < count
     before = tl.load(old + place, mask=there, other=0)
     after = tl.load(new + place, mask=there, other=0)
@@ -149,58 +236,76 @@ def _count(old, new, counts, start, count, blocks, block: tl.constexpr):
     changed = before != after
     step = after - before
     is_other = changed & (step != 1) & (step != -1)
-    is_inner = changed & (gap < block)
-    at = counts + start + index
+    at = counts + index
     wide = tl.cast(blocks, tl.int64)
     tl.store(at, tl.min(tl.where(changed, local, block), 0))
     tl.store(at + wide, tl.max(tl.where(changed, local, -1), 0))
-    tl.store(at + 2 * wide, tl.sum(tl.where(is_inner, gap // REACH + 1, 0), 0))
+    tl.store(at + 2 * wide, tl.sum(tl.where(changed & (gap < block), gap // REACH + 1, 0), 0))
     tl.store(at + 3 * wide, tl.sum(is_other.to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=[*VARYING, "columns"])
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["codes", "others"])
 def _encode(
-    old, new, codes, others, places, row_weights, column_weights, grown, start, count, blocks, columns,
-    mask: tl.constexpr, is_narrow: tl.constexpr, block: tl.constexpr,
+    table, owners, own_starts, blocks, codes, others, places, row_weights, column_weights, grown,
+    bits: tl.constexpr, size: tl.constexpr, is_aligned: tl.constexpr, block: tl.constexpr,
+    is_narrow: tl.constexpr,
 ):  # fmt: skip
     """Write a block's codes and others, and by how much it changes the digest."""
-    index = tl.program_id(0)
+    index = tl.program_id(0).to(tl.int64)
+    row = table + 5 * tl.load(owners + index)
+    if tl.load(row + 4) != size:
+        return
+    old, new, count = _values(row, bits, is_aligned)
+    columns = tl.load(row + 3)
     local = tl.arange(0, block)
-    begin = index.to(tl.int64) * block
+    begin = (index - tl.load(own_starts + index)) * block
     place = begin + local
     there = place < count
     before = tl.load(old + place, mask=there, other=0)
     after = tl.load(new + place, mask=there, other=0)
-    at = start + index.to(tl.int64)
-    code_start = tl.load(places + at)
-    other_start = tl.load(places + at + blocks)
-    unchanged = tl.load(places + at + 2 * tl.cast(blocks, tl.int64)).to(tl.int32)
+    code_start = tl.load(places + index)
+    other_start = tl.load(places + index + blocks)
+    unchanged = tl.load(places + index + 2 * tl.cast(blocks, tl.int64)).to(tl.int32)
     gap = _gaps(old, new, place, there, local, -1 - unchanged)
     changed = before != after
+    written = changed & (code_start >= 0)
     step = after - before
     kind = tl.where(step == 1, 0, tl.where(step == -1, 1, 2))
-    is_other = changed & (kind == 2)
+    is_other = written & (kind == 2)
     # both counts of a block are below 2^16, so that one sum holds them
     both = tl.cumsum(tl.where(changed, gap // REACH + 1, 0) + (is_other.to(tl.int32) << 16), 0)
     code = kind * REACH + gap % REACH
-    tl.store(codes + code_start + (both & 65535) - 1, code.to(tl.uint8), mask=changed)
+    tl.store(codes + code_start + (both & 65535) - 1, code.to(tl.uint8), mask=written)
     tl.store(others + other_start + (both >> 16) - 1, step, mask=is_other)
-    row = begin // columns
-    column = begin - row * columns
+    line = begin // columns
+    column = begin - line * columns
     if is_narrow:  # a division of 64 bits takes several times as long
-        column = column.to(tl.int32)
+        column, columns = column.to(tl.int32), columns.to(tl.int32)
     column += local
-    row += column // columns
-    column = column % columns
-    weight = tl.load(row_weights + row, mask=changed, other=0)
-    weight *= tl.load(column_weights + column, mask=changed, other=0)
+    line += column // columns
+    weight = tl.load(row_weights + line, mask=changed, other=0)
+    weight *= tl.load(column_weights + column % columns, mask=changed, other=0)
+    mask: tl.constexpr = (1 << (8 * size)) - 1
     difference = (after.to(tl.int64) & mask) - (before.to(tl.int64) & mask)
-    tl.store(grown + at, tl.sum(difference * weight, 0))
+    tl.store(grown + index, tl.sum(difference * weight, 0))
 
 
-@triton.jit(do_not_specialize=["which", "count"])
-def _finite(bits, flags, which, count, infinity: tl.constexpr, block: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    value = tl.load(bits + place, mask=place < count, other=0)
+@triton.jit(do_not_specialize=["kind"])
+def _finite(
+    table, owners, own_starts, flags, kind, infinity: tl.constexpr,
+    bits: tl.constexpr, is_aligned: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Clear the flag of the tensor of a block that has a number that is not finite."""
+    index = tl.program_id(0).to(tl.int64)
+    owner = tl.load(owners + index)
+    row = table + 3 * owner
+    if tl.load(row + 2) != kind:
+        return
+    values = tl.load(row).to(tl.pointer_type(bits))
+    count = tl.load(row + 1)
+    if is_aligned:
+        values, count = tl.multiple_of(values, 16), tl.multiple_of(count, 16)
+    place = (index - tl.load(own_starts + index)) * block + tl.arange(0, block)
+    value = tl.load(values + place, mask=place < count, other=0)
     if tl.max(((value & infinity) == infinity).to(tl.int32), 0) == 1:
-        tl.store(flags + which, 0)
+        tl.store(flags + owner, 0)

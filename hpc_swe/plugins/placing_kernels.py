@@ -47,7 +47,7 @@ class MemoryTables:
 
     def digests(self, computer: Digests) -> Tensor:
         """Return the digest of each part, int64 [parts]."""
-        rows, columns, _ = computer.weights(self._sums.shape)
+        rows, columns = computer.weights([Rectangle(0, 0, *self._sums.shape)])
         found = self._sums.add_up(rows, columns)
         for i in self._sums.left_out:
             _, view, at = self._parts[i]

@@ -11,7 +11,7 @@ sum; several at random leave it unchanged with a probability below 2^-32. It fin
 does not stop somebody who wants a collision; for that each file has its sha256.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -140,10 +140,10 @@ class Digests:
         at = Rectangle.whole(tensor.shape)
         return self.part(tensor.reshape(at.rows, at.columns), at)
 
-    def weights(self, shape: "torch.Size | list[int]") -> tuple[Tensor, Tensor, int]:
-        """Return the weights of a whole tensor's rows and columns, and how many columns it has."""
-        at = Rectangle.whole(shape)
-        return self._rows.get(0, at.rows), self._columns.get(0, at.columns), at.columns
+    def weights(self, wholes: Collection[Rectangle]) -> tuple[Tensor, Tensor]:
+        """Return the weights of as many rows, and of as many columns, as any of some whole tensors has."""
+        rows, columns = max(at.rows for at in wholes), max(at.columns for at in wholes)
+        return self._rows.get(0, rows), self._columns.get(0, columns)
 
     def change(self, old: Tensor, new: Tensor, where: Tensor | None = None) -> Tensor:
         """Return how much the digest of a contiguous tensor grows when it changes from old to new.
@@ -154,30 +154,28 @@ class Digests:
         where = changed(old, new) if where is None else where
         mask = (1 << (8 * new.element_size())) - 1
         grown = (after[where].to(torch.int64) & mask) - (before[where].to(torch.int64) & mask)
-        rows, columns, width = self.weights(new.shape)
-        return (grown * rows[where // width] * columns[where % width]).sum()
+        at = Rectangle.whole(new.shape)
+        rows, columns = self.weights([at])
+        return (grown * rows[where // at.columns] * columns[where % at.columns]).sum()
 
 
 def encode_all(
     pairs: Sequence[tuple[Tensor, Tensor]], digests: Digests
-) -> list[tuple[Changes | None, Tensor]]:
-    """Return what `encode` finds in each pair of old and new, and by how much the digest grows.
+) -> tuple[list[Changes | None], Tensor]:
+    """Return what `encode` finds in each pair of old and new, and the growths of digests, int64 [pairs].
 
-    All must be on one device; for a GPU the host waits once.
+    All must be contiguous and on one device; for a GPU the host waits once.
     """
     if not pairs or not pairs[0][1].is_cuda:
         found = [(old, new, changed(old, new)) for old, new in pairs]
-        return [(encode(*each), digests.change(*each)) for each in found]
+        growths = [int(digests.change(*each)) for each in found]
+        return [encode(*each) for each in found], torch.tensor(growths, dtype=torch.int64)
     from hpc_swe.plugins import delta_kernels  # needs triton, which a CPU may lack
 
-    bits = [(integers(old), integers(new)) for old, new in pairs]
-    coded = delta_kernels.encode_all(bits, [digests.weights(new.shape) for _, new in pairs])
-    return [
-        (None, digests.tensor(new) - digests.tensor(old))
-        if each is None
-        else (Changes(each[0], each[1]), each[2])
-        for (old, new), each in zip(pairs, coded, strict=True)
-    ]
+    wholes = {shape: Rectangle.whole(shape) for shape in {new.shape for _, new in pairs}}
+    columns = [wholes[new.shape].columns for _, new in pairs]
+    coded, growths = delta_kernels.encode_all(pairs, columns, digests.weights(wholes.values()))
+    return [each and Changes(*each) for each in coded], growths
 
 
 def all_finite(tensors: Sequence[Tensor]) -> list[bool]:

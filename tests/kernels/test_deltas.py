@@ -1,5 +1,7 @@
 """The kernels of deltas give what torch gives, bit for bit."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton", reason="tests/kit/install_triton.sh installs it")
 
 from hpc_swe.plugins import delta_kernels  # noqa: E402
-from hpc_swe.plugins.tensor_delta import Digests, encode, integers  # noqa: E402
+from hpc_swe.plugins.tensor_delta import Changes, Digests, Rectangle, encode, integers  # noqa: E402
 
 delta_kernels.BLOCK = 128
 
@@ -37,22 +39,69 @@ def cases(dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         "all by anything": (flat, stepped(flat, list(range(300)))),
         "empty": (flat[:0], flat[:0].clone()),
         "one": (flat[:1], stepped(flat[:1], [0, 0])),
+        "one by one": (flat[:1], stepped(flat[:1], [0])),
         "as many as blocks": (long[:256], stepped(long[:256], [3, 255])),
     }
+
+
+def encoded(
+    pairs: list[tuple[torch.Tensor, torch.Tensor]],
+) -> list[tuple[Changes | None, int]]:
+    """What the kernels find, after a look at where they wrote it."""
+    wholes = [Rectangle.whole(new.shape) for _, new in pairs]
+    columns, weights = [at.columns for at in wholes], Digests(DEVICE).weights(wholes)
+    found, growths = delta_kernels.encode_all(pairs, columns, weights)
+    for parts in zip(*(each for each in found if each), strict=True):
+        for dtype in {part.dtype for part in parts}:
+            alike = [part for part in parts if part.dtype == dtype and len(part)]
+            for left, right in pairwise(alike):
+                assert left.data_ptr() + left.nbytes == right.data_ptr(), "one follows another"
+    return [(each and Changes(*each), growth) for each, growth in zip(found, growths.tolist(), strict=True)]
+
+
+def require_same(
+    pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], found: list[tuple[Changes | None, int]]
+) -> None:
+    for (name, (old, new)), (changes, growth) in zip(pairs.items(), found, strict=True):
+        expected = encode(old, new)
+        assert (expected is None) == (changes is None), name
+        if changes is not None and expected is not None:
+            assert changes.others.dtype == expected.others.dtype, name
+            assert torch.equal(changes.codes, expected.codes), name
+            assert torch.equal(changes.others, expected.others), name
+        assert growth == int(Digests(DEVICE).change(old, new)), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_codes_others_and_digests_are_those_of_torch(dtype: torch.dtype) -> None:
     pairs = {name: (a.to(DEVICE), b.to(DEVICE)) for name, (a, b) in cases(dtype).items()}
-    digests, bits = Digests(DEVICE), [(integers(a), integers(b)) for a, b in pairs.values()]
-    found = delta_kernels.encode_all(bits, [digests.weights(new.shape) for _, new in pairs.values()])
-    for (name, (old, new)), each in zip(pairs.items(), found, strict=True):
-        expected = encode(old, new)
-        assert (expected is None) == (each is None), name
-        if each is not None and expected is not None:
-            assert torch.equal(each[0], expected.codes), name
-            assert torch.equal(each[1], expected.others), name
-            assert int(each[2]) == int(digests.change(old, new)), name
+    require_same(pairs, encoded(list(pairs.values())))
+    assert encode(*pairs["empty"]) is None
+    assert dtype == torch.float32 or encode(*pairs["all by anything"]) is None
+
+
+def test_tensors_of_all_widths_and_places_are_encoded_by_one_call() -> None:
+    """In an order in which widths alternate; some begin at odd addresses, and some change entirely."""
+    torch.manual_seed(1)
+    pairs = {}
+    for i in range(40):
+        dtype = (torch.bfloat16, torch.float32, torch.bfloat16)[i % 3]
+        count = int(torch.randint(1, 700, ()))
+        memory = torch.randn(count + 1, device=DEVICE).to(dtype)
+        old = memory[i % 2 : count + i % 2].view((-1, 1, count) if i % 4 else (count, 1))
+        share = (0.0, 0.01, 0.3, 1.0)[i % 4]
+        places = (torch.rand(count) < share).nonzero().view(-1).tolist()
+        pairs[f"{i}"] = old, stepped(old, places)
+    require_same(pairs, encoded(list(pairs.values())))
+
+
+@pytest.mark.parametrize("count", [256, 250])
+def test_hints_that_addresses_and_counts_are_aligned_change_nothing(count: int) -> None:
+    torch.manual_seed(2)
+    old = torch.randn(8, count, device=DEVICE).to(torch.bfloat16)
+    new = stepped(old, (torch.rand(old.numel()) < 0.05).nonzero().view(-1).tolist())
+    pairs = {f"{i}": pair for i, pair in enumerate(zip(old, new, strict=True))}
+    require_same(pairs, encoded(list(pairs.values())))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -61,3 +110,17 @@ def test_each_tensor_with_a_number_that_is_none_is_found(dtype: torch.dtype) -> 
     for tensor, place, value in zip(tensors[1:], (0, 299, 130), ("nan", "inf", "-inf"), strict=False):
         tensor[place] = float(value)
     assert delta_kernels.all_finite(tensors).tolist() == [True, False, False, False, True]
+
+
+def test_tensors_of_all_types_and_places_are_checked_by_one_call() -> None:
+    """The bits of some large numbers of one type are those of infinity in another."""
+    found, expected = [], []
+    for i in range(24):
+        dtype = (torch.bfloat16, torch.float16, torch.float32)[i % 3]
+        tensor = torch.full((2, 3 + 40 * i), torch.finfo(dtype).max, dtype=dtype, device=DEVICE)
+        if i % 4 == 1:
+            tensor[1, i] = float("inf")
+        found.append(tensor.t() if i % 5 == 0 else tensor.view(-1)[1:] if i % 5 == 1 else tensor)
+        expected.append(i % 4 != 1)
+    found += [found[0][:0], found[1][:0]]
+    assert delta_kernels.all_finite(found).tolist() == [*expected, True, True]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpc_swe.plugins.tensor_delta import Changes, Digests, Rectangle, encode, integers
+from hpc_swe.plugins.tensor_delta import Changes, Digests, Rectangle, encode, encode_all, integers
 
 CPU = torch.device("cpu")
 
@@ -59,6 +59,19 @@ def test_a_step_of_an_optimizer_takes_under_three_hundredths_of_the_bytes() -> N
 
 def test_a_tensor_that_changed_all_over_is_written_whole() -> None:
     assert encode(torch.zeros(100), torch.rand(100) + 1) is None
+
+
+def test_all_pairs_of_a_call_have_changes_and_a_growth() -> None:
+    digests, pairs = Digests(CPU), [changed(torch.bfloat16, count, 0.1) for count in (5000, 1, 300)]
+    pairs.append((torch.zeros(100), torch.rand(100) + 1))
+    found, growths = encode_all(pairs, digests)
+    assert [each is None for each in found] == [encode(*pair) is None for pair in pairs]
+    before, after = (torch.stack([digests.tensor(pair[side]) for pair in pairs]) for side in (0, 1))
+    assert torch.equal(before + growths, after)
+    found, growths = encode_all([], digests)
+    assert not found
+    assert growths.dtype == torch.int64
+    assert growths.shape == (0,)
 
 
 def test_changes_that_do_not_fit_are_refused() -> None:

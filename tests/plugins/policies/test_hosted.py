@@ -133,6 +133,43 @@ def test_a_room_gives_no_more_than_it_has():
         room.place([17], torch.float32)
 
 
+def test_places_that_follow_one_another_are_copied_as_one_piece():
+    """Whatever their types, sizes and the bytes between them; a piece need not begin where the room does."""
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    room = HostRoom("policy.key", memory[64:])
+    types = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
+    places = [room.place([3, 1 + 7 * i], dtype) for i, dtype in enumerate(types)]
+    places.append(room.place([0, 4], torch.float32))
+    for i, place in enumerate(places):
+        place.fill_(i + 1)
+    piece = room.piece(places[1:])
+    assert len(piece) == pinned.room_for(place.nbytes for place in places[1:])
+    found = pinned.views(piece.clone(), places[1:])
+    assert [each.dtype for each in found] == [each.dtype for each in places[1:]]
+    assert all(torch.equal(a, b) for a, b in zip(found, places[1:], strict=True))
+
+
+def test_places_are_read_before_the_user_of_their_values_writes_them():
+    """Where there is a GPU, while the next places are on their way to it."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = 1 << (24 if device.type == "cuda" else 6)
+    memory = torch.zeros(12 * size, dtype=torch.uint8)
+    room = HostRoom("policy.key", memory.pin_memory() if device.type == "cuda" else memory)
+    places = [room.place([size // 2], torch.bfloat16) for _ in range(12)]
+    checks = []
+    for version in range(3):
+        values = room.ahead([places[first : first + 2] for first in range(0, 12, 2)], device)
+        for first in range(0, 12, 2):
+            for i, (found, place) in enumerate(zip(next(values), places[first:], strict=False), first):
+                expected = version and version + i
+                assert found.device.type == device.type
+                checks.append((found == expected).all())  # and no wait until the end
+                place.copy_(torch.full_like(found, version + 1 + i), non_blocking=True)
+        assert next(values, None) is None
+    assert all(checks)
+    assert len(checks) == 36
+
+
 def test_memory_that_one_rank_is_refused_ends_all_with_its_message(tmp_path):
     script, out = tmp_path / "rank.py", tmp_path / "out.json"
     script.write_text(LIMITED)

@@ -30,8 +30,11 @@ REMEDY = f'set {KEY} = "gpu" or learner.snapshot_every = 1, or spread the policy
 FILE_BYTES = 1 << 27
 FILES = 16
 """Most files of one rank: threads write and verify them side by side."""
-GROUP = 1 << 30
-"""Bytes of tensors that are compared at a time; a GPU holds what was gathered for them until then."""
+GROUP = 1 << 29
+"""Bytes of tensors that are compared at a time; a GPU holds what was gathered for them until then.
+
+It holds old values of these tensors and of the next ones, too.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +59,9 @@ class Exporter:
         """The last exported values of this rank's share; empty unless a delta may follow."""
         self._room: pinned.HostRoom | None = None
         """Host memory of exactly the size of these values; pinned where there is a GPU."""
-        self._digests: dict[str, Tensor] = {}
         self._device = next(iter(model.parameters())).device
+        self._digests = torch.empty(0, dtype=torch.int64, device=self._device)
+        """Those of the last exported values, int64 [tensors], in the order of `_owned`."""
         self._computer = Digests(self._device)
 
     def write(self, folder: Path, carrier: Carrier = "full") -> dict[str, TensorInfo]:
@@ -69,18 +73,12 @@ class Exporter:
         if carrier == "base" and not self._keep_on_gpu and self._room is None:
             self._room = self._make_room()
         files = self._open(folder, "delta" if carrier == "delta" else "model")
-        infos: dict[str, tuple[str, list[int]]] = {}
-        for group in _grouped(self._owned(), GROUP if carrier == "delta" else 0):
-            infos |= {
-                n: (str(each.dtype).removeprefix("torch."), list(each.shape)) for n, each in group.items()
-            }
-            self._add(files, group, carrier)
-            del group  # before the next one is gathered
+        infos = self._add_all(files, carrier)
         if carrier == "base" and self._kept:  # the first delta need not wait for kernels to be compiled
             least = min(self._kept.values(), key=Tensor.numel).to(self._device)
             encode_all([(least, least)], self._computer)
         log.debug("encoded")
-        shares = self._ranks.gather((files.where, files.size))
+        shares = [] if carrier == "delta" else self._ranks.gather((files.where, files.size))
         with atomic.storage(folder):
             files.finish()
         log.debug("written")
@@ -88,29 +86,24 @@ class Exporter:
             with atomic.storage(folder):
                 self._write_index(folder, shares)
                 self._copy_companions(folder)
-        return self._describe(infos)
+        return _described(infos, self._digests)
 
     def describe(self) -> dict[str, TensorInfo]:
         """Describe this rank's share as `write` does, and write nothing."""
         self._require_finite()
-        infos = {}
+        return self._described_share()
+
+    def _described_share(self) -> dict[str, TensorInfo]:
+        infos, sums = {}, [self._digests[:0]]
         for name, tensor in self._owned():
-            self._digests[name] = self._computer.tensor(tensor)
-            infos[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-        return self._describe(infos)
+            sums.append(self._computer.tensor(tensor).view(1))
+            infos[name] = _info(tensor)
+        return _described(infos, torch.cat(sums))
 
     def digests(self) -> dict[str, str]:
         """Return the digest of every tensor of the model, by name, on all ranks."""
-        mine = {name: self._computer.tensor(tensor) for name, tensor in self._owned()}
-        texts = dict(zip(mine, map(text, _numbers(list(mine.values()))), strict=True))
-        return {name: each for part in self._ranks.gather(texts) for name, each in part.items()}
-
-    def _describe(self, infos: Mapping[str, tuple[str, list[int]]]) -> dict[str, TensorInfo]:
-        digests = _numbers([self._digests[name] for name in infos])
-        return {
-            name: TensorInfo(dtype=dtype, shape=shape, digest=text(digest))
-            for (name, (dtype, shape)), digest in zip(infos.items(), digests, strict=True)
-        }
+        mine = {name: info.digest for name, info in self._described_share().items()}
+        return {name: each for part in self._ranks.gather(mine) for name, each in part.items()}
 
     def on_device(self) -> list[Tensor]:
         """Return what is kept on the device between two exports."""
@@ -139,34 +132,50 @@ class Exporter:
         names = [f"{kind}-{first + i:05d}-of-{count:05d}.safetensors" for i in range(each)]
         return TensorFiles([folder / name for name in names], self._names)
 
-    def _add(self, files: TensorFiles, group: Mapping[str, Tensor], carrier: Carrier) -> None:
-        if carrier == "delta":
-            self._add_changes(files, group)
-            return
-        for name, tensor in group.items():
-            self._add_whole(files, name, tensor, keep=carrier == "base")
+    def _add_all(self, files: TensorFiles, carrier: Carrier) -> dict[str, tuple[str, list[int]]]:
+        """Add this rank's share, and return types and shapes by name."""
+        infos, sums = dict[str, tuple[str, list[int]]](), [self._digests[:0]]
+        old = self._old_values() if carrier == "delta" else iter(())
+        for group in _grouped(self._owned(), GROUP if carrier == "delta" else 0):
+            infos |= {name: _info(tensor) for name, tensor in group.items()}
+            if carrier == "delta":
+                sums.append(self._add_changes(files, next(old), group))
+            else:
+                sums += [self._add_whole(files, *each, keep=carrier == "base") for each in group.items()]
+            del group  # before the next one is gathered
+        self._digests = torch.cat(sums) + (self._digests if carrier == "delta" else 0)
+        return infos
 
-    def _add_whole(self, files: TensorFiles, name: str, tensor: Tensor, *, keep: bool) -> None:
-        self._digests[name] = self._computer.tensor(tensor)
+    def _add_whole(self, files: TensorFiles, name: str, tensor: Tensor, *, keep: bool) -> Tensor:
+        """Add a tensor, and return its digest, int64 [1]."""
         files.add({name: tensor})
         if keep and name not in self._kept:
             self._kept[name] = self._place(tensor)
         if keep:
             self._kept[name].copy_(tensor, non_blocking=True)
+        return self._computer.tensor(tensor).view(1)
 
-    def _add_changes(self, files: TensorFiles, group: Mapping[str, Tensor]) -> None:
-        """Add what changed since the last export, and keep the new values."""
-        old = [self._kept[name].to(tensor.device, non_blocking=True) for name, tensor in group.items()]
-        found = encode_all(list(zip(old, group.values(), strict=True)), self._computer)
-        written: dict[str, Tensor] = {}
-        for (name, tensor), (changes, growth) in zip(group.items(), found, strict=True):
-            self._digests[name] = self._digests[name] + growth
-            self._kept[name].copy_(tensor, non_blocking=True)
-            if changes is None:
-                written[name] = tensor
-            elif len(changes.codes):
-                written |= {f"{name}:codes": changes.codes, f"{name}:others": changes.others}
+    def _old_values(self) -> Iterator[list[Tensor]]:
+        """Yield the kept values of each group of a delta on the device."""
+        groups = (list(group.values()) for group in _grouped(iter(self._kept.items()), GROUP))
+        return groups if self._room is None else self._room.ahead(groups, self._device)
+
+    def _add_changes(self, files: TensorFiles, old: list[Tensor], group: Mapping[str, Tensor]) -> Tensor:
+        """Add what changed since the last export, and keep the new values.
+
+        Return by how much digests grow, int64 [tensors].
+        """
+        new = list(group.values())
+        found, growths = encode_all(list(zip(old, new, strict=True)), self._computer)
+        torch._foreach_copy_([self._kept[name] for name in group], new, non_blocking=True)
+        named = dict(zip(group, found, strict=True))
+        changed = {name: changes for name, changes in named.items() if changes and len(changes.codes)}
+        # What lies one after another in memory is written at once. Codes, whose bytes may be odd, come last.
+        written = {f"{name}:others": changes.others for name, changes in changed.items()}
+        written |= {name: group[name] for name, changes in named.items() if changes is None}
+        written |= {f"{name}:codes": changes.codes for name, changes in changed.items()}
         files.add(written)
+        return growths
 
     def _make_room(self) -> pinned.HostRoom:
         """Take host memory for what is kept; raise NodeError on all ranks if one of them gets none."""
@@ -254,6 +263,12 @@ def _grouped(tensors: Iterator[tuple[str, Tensor]], size: int) -> Iterator[dict[
         yield group
 
 
-def _numbers(scalars: Sequence[Tensor]) -> list[int]:
-    """Bring scalars to the host in one copy."""
-    return torch.stack(list(scalars)).tolist() if scalars else []
+def _info(tensor: Tensor) -> tuple[str, list[int]]:
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+
+
+def _described(infos: Mapping[str, tuple[str, list[int]]], digests: Tensor) -> dict[str, TensorInfo]:
+    return {
+        name: TensorInfo(dtype=dtype, shape=shape, digest=text(digest))
+        for (name, (dtype, shape)), digest in zip(infos.items(), digests.tolist(), strict=True)
+    }

@@ -9,7 +9,8 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -107,6 +108,67 @@ class HostRoom:
                 f"memory, of which {first} are taken; take `room_for` all tensors"
             )
         return self._memory[first : first + count].view(dtype).view(tuple(size))
+
+    def ahead(self, groups: Iterable[Sequence[Tensor]], device: torch.device) -> Iterator[list[Tensor]]:
+        """Yield the values of each group of places on a device; those of the next group are copied meanwhile.
+
+        A group is copied in one piece, and must have places that were given one after another. On a CPU the
+        values are the places themselves.
+        """
+        if device.type == "cpu":
+            yield from map(list, groups)
+            return
+        stream, user = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        coming: deque[tuple[list[Tensor], torch.cuda.Event]] = deque()
+        try:
+            for places in groups:
+                coming.append(self._copy(places, stream, user))
+                if len(coming) > 1:
+                    yield _arrived(coming, user)
+            while coming:
+                yield _arrived(coming, user)
+        finally:
+            user.wait_stream(stream)  # before memory is used again into which it still copies
+
+    def _copy(
+        self, places: Sequence[Tensor], stream: "torch.cuda.Stream", user: "torch.cuda.Stream"
+    ) -> tuple[list[Tensor], "torch.cuda.Event"]:
+        piece = self.piece(places)
+        copied = torch.empty_like(piece, device=stream.device)
+        stream.wait_stream(user)  # which may still read what was in the same memory, or write the places
+        with torch.cuda.stream(stream):
+            copied.copy_(piece, non_blocking=True)
+        return views(copied, places), stream.record_event()
+
+    def piece(self, places: Sequence[Tensor]) -> Tensor:
+        """Return the bytes, uint8, of places that were given one after another, and those between them."""
+        begin, end = _start(places[0]), _start(places[-1]) + room_for([places[-1].nbytes])
+        origin = self._memory.storage_offset()
+        return self._memory[begin - origin : end - origin]
+
+
+def views(copied: Tensor, places: Sequence[Tensor]) -> list[Tensor]:
+    """Return what are `places` of a room in a copy of their piece."""
+    begin, typed = _start(places[0]), {dtype: copied.view(dtype) for dtype in {each.dtype for each in places}}
+    return [
+        typed[each.dtype].as_strided(
+            each.shape, each.stride(), each.storage_offset() - begin // each.itemsize
+        )
+        for each in places
+    ]
+
+
+def _start(place: Tensor) -> int:
+    """Return at which byte of its storage a tensor begins."""
+    return int(place.storage_offset() * place.itemsize)
+
+
+def _arrived(
+    coming: "deque[tuple[list[Tensor], torch.cuda.Event]]", user: "torch.cuda.Stream"
+) -> list[Tensor]:
+    found, event = coming.popleft()
+    user.wait_event(event)
+    return found
 
 
 def room_for(sizes: Iterable[int]) -> int:

@@ -37,10 +37,13 @@ ENTRY = 160
 class TensorFile:
     """Hold one file that is being written."""
 
-    def __init__(self, path: Path, names: Sequence[str]) -> None:
-        """Reserve room for the header; `names` are all that may be added."""
-        self._room = (sum(len(name) + ENTRY for name in names) + 7 + ENTRY) // 8 * 8
-        self._header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    def __init__(self, path: Path, room: int) -> None:
+        """Reserve so many bytes for the entries of tensors in the header."""
+        self._room = (room + 7 + ENTRY) // 8 * 8
+        self.room = room
+        """Those that are left."""
+        self._entries = ['"__metadata__":{"format":"pt"}']
+        """JSON of the header, since the garbage collector would visit as many records again and again."""
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self.size = 0
         """Bytes of the tensors so far."""
@@ -48,12 +51,11 @@ class TensorFile:
     def add(self, name: str, tensor: Tensor) -> int:
         """Enter a tensor into the header, and return the offset at which its bytes must be written."""
         start, self.size = self.size, self.size + tensor.nbytes
-        entry = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, self.size],
-        }
-        self._header[name] = entry
+        self.room -= len(name) + ENTRY
+        self._entries.append(
+            f'{json.dumps(name)}:{{"dtype":"{NAMES[tensor.dtype]}","shape":{list(tensor.shape)},'
+            f'"data_offsets":[{start},{self.size}]}}'
+        )
         return 8 + self._room + start
 
     def write(self, data: memoryview, offset: int) -> None:
@@ -63,7 +65,7 @@ class TensorFile:
 
     def finish(self) -> None:
         """Write the header, and make the file durable."""
-        header = json.dumps(self._header).encode()
+        header = f"{{{','.join(self._entries)}}}".encode()
         if len(header) > self._room:
             raise ValueError(f"a header of {len(header)} bytes, with room for {self._room}")
         self.write(memoryview(self._room.to_bytes(8, "little") + header.ljust(self._room)), 0)
@@ -74,9 +76,14 @@ class TensorFile:
 
 
 class TensorFiles:
-    """Spread tensors over files, each to the shortest, and write them in threads."""
+    """Spread tensors over files, each to the shortest with room in its header, and write them in threads."""
 
     def __init__(self, paths: Sequence[Path], names: Sequence[str]) -> None:
+        """Open the files; `names` are all that may be added."""
+        entries = [len(name) + ENTRY for name in names]
+        self._share = -(-sum(entries) // len(paths))
+        """Bytes of a header that end a batch. Some file has as many left, and those of one tensor more."""
+        room = min(sum(entries), 2 * self._share + max(entries, default=0))
         self._files: dict[Path, TensorFile] = {}
         self._pool = ThreadPoolExecutor(THREADS, "export", initializer=_device_of_caller())
         self._waiting: deque[tuple[Future[None], int]] = deque()
@@ -88,7 +95,7 @@ class TensorFiles:
         """Bytes of all tensors."""
         try:
             for path in paths:
-                self._files[path] = TensorFile(path, names)
+                self._files[path] = TensorFile(path, room)
         except OSError as error:
             self._failure = error  # told by `finish`: other ranks still wait for this one's tensors
 
@@ -103,17 +110,18 @@ class TensorFiles:
         if ready is not None:
             ready.record()
         batch: dict[str, Tensor] = {}
-        held = 0
+        held = entries = 0
         for name, tensor in tensors.items():
-            batch[name], held = tensor, held + tensor.nbytes
-            if held >= TOGETHER:
-                self._submit(batch, ready)
-                batch, held = {}, 0
+            batch[name], held, entries = tensor, held + tensor.nbytes, entries + len(name) + ENTRY
+            if held >= TOGETHER or entries >= self._share:
+                self._submit(batch, entries, ready)
+                batch, held, entries = {}, 0, 0
         if batch:
-            self._submit(batch, ready)
+            self._submit(batch, entries, ready)
 
-    def _submit(self, batch: Mapping[str, Tensor], ready: "torch.cuda.Event | None") -> None:
-        path = min(self._files, key=lambda path: self._files[path].size)
+    def _submit(self, batch: Mapping[str, Tensor], entries: int, ready: "torch.cuda.Event | None") -> None:
+        fitting = [path for path, file in self._files.items() if file.room >= entries]
+        path = min(fitting, key=lambda path: self._files[path].size)
         first, *_ = [self._files[path].add(name, tensor) for name, tensor in batch.items()]
         self.where |= dict.fromkeys(batch, path.name)
         size = sum(tensor.nbytes for tensor in batch.values())
@@ -149,12 +157,12 @@ class TensorFiles:
         self, path: Path, tensors: Sequence[Tensor], offset: int, ready: "torch.cuda.Event | None"
     ) -> None:
         if ready is None:
-            self._write_all(path, map(_bytes, tensors), offset)
+            self._write_all(path, merged(tensors), offset)
             return
         stream, buffer = self._resources(tensors[0].device)
         with torch.cuda.stream(stream):
             stream.wait_event(ready)
-            self._write_all(path, joined(tensors, buffer, stream.synchronize), offset)
+            self._write_all(path, joined(merged(tensors), buffer, stream.synchronize), offset)
 
     def _write_all(self, path: Path, parts: Iterable[Tensor], offset: int) -> None:
         for part in parts:
@@ -178,20 +186,38 @@ def _device_of_caller() -> Callable[[], None] | None:
     return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
-def joined(tensors: Sequence[Tensor], buffer: Tensor, wait: Callable[[], object]) -> Iterator[Tensor]:
-    """Yield the bytes of tensors in their order, in as few parts of a buffer, uint8, as hold them.
+def merged(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the bytes, uint8, of contiguous tensors in their order.
+
+    Those that lie one after another in memory come in one piece, since each piece is copied by itself.
+    """
+    first, storage, begin, end = None, 0, 0, 0
+    for tensor in tensors:
+        own, start = tensor.untyped_storage().data_ptr(), tensor.storage_offset() * tensor.itemsize
+        if first is not None and (own, start) != (storage, end):
+            yield _bytes(first).as_strided((end - begin,), (1,))
+            first = None
+        if first is None:
+            first, storage, begin = tensor, own, start
+        end = start + tensor.nbytes
+    if first is not None:
+        yield _bytes(first).as_strided((end - begin,), (1,))
+
+
+def joined(pieces: Iterable[Tensor], buffer: Tensor, wait: Callable[[], object]) -> Iterator[Tensor]:
+    """Yield bytes, uint8, in their order, in as few parts of a buffer, uint8, as hold them.
 
     `wait` ends when copies into the buffer have ended. A part is valid until the next one is asked for.
     """
     filled = 0
-    for tensor in tensors:
-        for piece in _bytes(tensor).split(len(buffer)):
-            if filled + len(piece) > len(buffer):
+    for piece in pieces:
+        for part in piece.split(len(buffer)):
+            if filled + len(part) > len(buffer):
                 wait()
                 yield buffer[:filled]
                 filled = 0
-            buffer[filled : filled + len(piece)].copy_(piece, non_blocking=True)
-            filled += len(piece)
+            buffer[filled : filled + len(part)].copy_(part, non_blocking=True)
+            filled += len(part)
     wait()
     yield buffer[:filled]
 

@@ -1,0 +1,29 @@
+"""Triton compiles the kernels that tests without a GPU interpret: it refuses programs that these take."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="tests/kit/install_triton.sh installs it")
+pytest.importorskip("megatron.core")
+
+from tests.kit.checkout import ROOT  # noqa: E402
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_all_kernels_compile_for_a_gpu(tmp_path: Path, capability: int) -> None:
+    changed = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    changed |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kit.compile_kernels", str(capability)],
+        cwd=ROOT,
+        env=changed,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "kernels" in done.stdout, "it names those that it leaves out"
