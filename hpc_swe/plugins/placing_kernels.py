@@ -60,7 +60,7 @@ class MemoryTables:
         Raise ValueError for changes that do not fit their tensor.
         """
         counts = [self._wholes[name].rows * self._wholes[name].columns for name in changes]
-        pairs = [(i, part) for i, name in enumerate(changes) for part in self._indices[name]]
+        pairs = [(i, part) for i, name in enumerate(changes) for part in self._indices.get(name, ())]
         stored = list(changes.values())
         if any(each.codes.device != self.device or each.others.device != self.device for each in stored):
             halves = [each.codes for each in stored], [each.others for each in stored]

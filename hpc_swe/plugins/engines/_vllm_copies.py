@@ -68,8 +68,11 @@ class LoaderCopies:
         copies: Mapping[str, Sequence[Copy]],
         has_kernels: bool | None = None,
     ) -> None:
-        """Use Triton's kernels where the memory is a GPU's, or as `has_kernels` says."""
-        self._copies = copies
+        """Use Triton's kernels where the memory is a GPU's, or as `has_kernels` says.
+
+        A tensor without copies, for example an expert, is another worker's; `digests` misses one of nobody.
+        """
+        self._copies = {name: copies.get(name, ()) for name in shapes}
         self._wholes = {name: Rectangle.whole(shape) for name, shape in shapes.items()}
         self._listed = [(name, copy) for name, several in copies.items() for copy in several]
         self._device = self._listed[0][1].target.device
@@ -91,9 +94,11 @@ class LoaderCopies:
         recorder = _Recorder(sources)
         with torch.no_grad(), recorder:
             model.load_weights(iter(sources.items()))
-        if missing := sorted(shapes.keys() - recorder.copies.keys()):
-            raise ValueError(f"its loader copies nothing of {missing[0]}")
         return cls(shapes, recorder.copies)
+
+    def holds(self, name: str) -> bool:
+        """Tell whether this worker has a part of a tensor."""
+        return bool(self._copies[name])
 
     def copy(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy what this worker needs of full tensors, which are mapped files."""

@@ -15,12 +15,16 @@ from tests.kit.random_model import save_random
 pytestmark = pytest.mark.slow
 
 
-FEW = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+FEW = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
 
 
-@pytest.mark.parametrize(("family", "more"), [("Qwen2", {}), ("Qwen3Moe", FEW | {"head_dim": 32})])
+@pytest.mark.parametrize(
+    ("family", "more", "words"),
+    [("Qwen2", {}, []), ("Qwen3Moe", FEW, []), ("Qwen3Moe", FEW, ["ep"])],
+    ids=["dense", "experts", "experts of their own"],
+)
 def test_values_are_changed_where_vllms_loader_puts_them(
-    tmp_path: Path, family: str, more: dict[str, object]
+    tmp_path: Path, family: str, more: dict[str, object], words: list[str]
 ) -> None:
     """Two ranks, with fused projections, biases, a split vocabulary, replicated heads, stacked experts."""
 
@@ -42,7 +46,7 @@ def test_values_are_changed_where_vllms_loader_puts_them(
     command = [sys.executable, "-m", "tests.kit.recorded_copies"]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), "2", port, str(old), str(new)],
+            [*command, str(rank), "2", port, str(old), str(new), *words],
             env=environment(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", VLLM_DIST_IDENT=port),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
