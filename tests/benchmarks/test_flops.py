@@ -8,7 +8,7 @@ from hpc_swe.plugins.model_shape import ModelShape
 
 
 def shape_of(name: str, folder) -> ModelShape:
-    return ModelShape.read(shapes.write_config(name, folder / name))
+    return ModelShape.read(shapes.find_or_write(name, folder / name))
 
 
 def test_flops_of_a_step_agree_with_a_count_by_hand(tmp_path):
@@ -31,7 +31,7 @@ def test_flops_agree_with_those_that_torch_counts(tmp_path):
     transformers = pytest.importorskip("transformers")
     from torch.utils.flop_counter import FlopCounterMode
 
-    folder = shapes.write_config("tiny", tmp_path / "model")
+    folder = shapes.find_or_write("tiny", tmp_path / "model")
     config = transformers.AutoConfig.from_pretrained(folder, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config)
     with FlopCounterMode(display=False) as counter:
