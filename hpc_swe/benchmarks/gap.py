@@ -49,7 +49,7 @@ def compare(learner: SteppingLearner, engine: Engine, url: str, token: str, coun
 
     Raise EngineError on every rank if an answer cannot be trusted.
     """
-    longest = min(LONGEST_PROMPT, int(getattr(engine, "max_model_len", LONGEST_PROMPT)) - ANSWER)
+    longest = min(LONGEST_PROMPT, engine.max_model_len - ANSWER)
     rng = np.random.default_rng(0)
     prompts = [
         rng.integers(0, learner.vocabulary, length).astype(np.int32)

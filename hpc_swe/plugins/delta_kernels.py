@@ -11,6 +11,7 @@ One launch reads all tensors of one width, whose addresses are in a table.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -43,7 +44,7 @@ class Blocks:
         starts = [0]
         for count in counts:
             starts.append(starts[-1] + count)
-        first, repeats, following = _on(device, [starts[:-1], counts, starts[1:]])
+        first, repeats, following = on_device([starts[:-1], counts, starts[1:]], device)
         owners = torch.repeat_interleave(repeats, output_size=starts[-1])
         return cls(counts, starts[:-1], following - 1, first[owners], owners)
 
@@ -136,7 +137,7 @@ def encode_all(
         (old.data_ptr(), new.data_ptr(), new.numel(), max(1, width), new.element_size())
         for (old, new), width in zip(pairs, columns, strict=True)
     ]
-    widths, table = _Width.all(rows), _on(device, rows)
+    widths, table = _Width.all(rows), on_device(rows, device)
     blocks = Blocks.of([row[2] for row in rows], device)
     where = table, blocks.owners, blocks.own_starts, blocks.size
     counts = torch.empty(4, blocks.size, dtype=torch.int32, device=device)
@@ -158,9 +159,9 @@ def encode_all(
     return found, blocks.before(grown)[1]
 
 
-def _on(device: torch.device, rows: Sequence[Sequence[int]]) -> Tensor:
+def on_device(numbers: "np.ndarray | Sequence[Sequence[int]]", device: torch.device) -> Tensor:
     """Return a table, int64, on a device; a copy from memory that is not pinned would make the host wait."""
-    table = torch.tensor(rows, dtype=torch.int64)
+    table = torch.from_numpy(np.asarray(numbers, dtype=np.int64))
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
@@ -180,7 +181,7 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     device, dense = tensors[0].device, [tensor.contiguous() for tensor in tensors]
     dtypes = sorted({tensor.dtype for tensor in dense}, key=str)
     rows = [(each.data_ptr(), each.numel(), dtypes.index(each.dtype)) for each in dense]
-    table, blocks = _on(device, rows), Blocks.of([count for _, count, _ in rows], device)
+    table, blocks = on_device(rows, device), Blocks.of([count for _, count, _ in rows], device)
     flags = torch.ones(len(dense), dtype=torch.int32, device=device)
     for i, dtype in enumerate(dtypes):
         integers, bits = BITS[dtype.itemsize]
@@ -235,7 +236,7 @@ def _count(
     gap = _gaps(old, new, place, there, local, FAR)
     changed = before != after
     step = after - before
-    is_other = changed & (step != 1) & (step != -1)
+    is_other = changed & (step != 1) & (before - after != 1)
     at = counts + index
     wide = tl.cast(blocks, tl.int64)
     tl.store(at, tl.min(tl.where(changed, local, block), 0))
@@ -270,7 +271,7 @@ def _encode(
     changed = before != after
     written = changed & (code_start >= 0)
     step = after - before
-    kind = tl.where(step == 1, 0, tl.where(step == -1, 1, 2))
+    kind = tl.where(step == 1, 0, tl.where(before - after == 1, 1, 2))
     is_other = written & (kind == 2)
     # both counts of a block are below 2^16, so that one sum holds them
     both = tl.cumsum(tl.where(changed, gap // REACH + 1, 0) + (is_other.to(tl.int32) << 16), 0)

@@ -21,14 +21,14 @@ TILE_BLOCK = 256
 VECTOR = 16
 """Bytes that a thread loads at once, where all rows begin and end at multiples of them."""
 TYPES = {1: tl.uint8, 2: tl.int16, 4: tl.int32}
-Part = tuple[Tensor, tuple[int, int]]
+PlacedView = tuple[Tensor, tuple[int, int]]
 """A view [rows, columns] of memory, and the row and column of a tensor at which it begins."""
 
 
 class RectangleSums:
     """Add up the digests of rectangles that stay where they are in memory."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[PlacedView]) -> None:
         """Take parts of tensors of 1, 2 or 4 bytes a value, all on one device."""
         self._views = [view for view, _ in parts]  # the tables point to their memory
         self.shape = [max(at[axis] + view.shape[axis] for view, at in parts) for axis in (0, 1)]
@@ -60,7 +60,7 @@ class _Tiles:
     They have one element size in bytes, and one unit: rows begin and end at multiples of so many values.
     """
 
-    def __init__(self, parts: Sequence[Part], which: Sequence[int], size: int, unit: int) -> None:
+    def __init__(self, parts: Sequence[PlacedView], which: Sequence[int], size: int, unit: int) -> None:
         self._kind = TYPES[size], size, unit, (1 << (8 * size)) - 1
         table, counts, count = [], [], 0
         for view, at in (parts[i] for i in which):

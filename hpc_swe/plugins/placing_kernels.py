@@ -20,14 +20,15 @@ from hpc_swe.plugins.delta_kernels import REACH, SKIP, WARPS, Blocks
 from hpc_swe.plugins.digest_kernels import TYPES, RectangleSums
 from hpc_swe.plugins.tensor_delta import INTEGERS, Changes, Digests, Rectangle
 
-Part = tuple[str, Tensor, Rectangle]
+TYPED = set(INTEGERS.values())
+MemoryPart = tuple[str, Tensor, Rectangle]
 """A tensor, a view [rows, columns] of memory, integers, and the rectangle of the tensor that lies there."""
 
 
 class MemoryTables:
     """Hold where parts of tensors lie in the device's memory, where they stay, to treat all at once."""
 
-    def __init__(self, parts: Sequence[Part], wholes: Mapping[str, Rectangle]) -> None:
+    def __init__(self, parts: Sequence[MemoryPart], wholes: Mapping[str, Rectangle]) -> None:
         """Take parts of 1, 2 or 4 bytes a value, all on one device, and the rectangles of whole tensors."""
         self._parts, self._wholes = parts, wholes
         self._sums = RectangleSums([(view, (at.row, at.column)) for _, view, at in parts])
@@ -65,13 +66,15 @@ class MemoryTables:
         if any(each.codes.device != self.device or each.others.device != self.device for each in stored):
             halves = [each.codes for each in stored], [each.others for each in stored]
             stored = list(map(Changes, *(moved(half, self.device) for half in halves)))
-        return place_all(stored, counts).into(self, pairs)
+        return place_all(list(changes), stored, counts).into(self, pairs)
 
 
 @dataclass(frozen=True)
 class PlacedChanges:
     """Hold the changes of tensors on the device, and where those of each block of codes belong."""
 
+    names: Sequence[str]
+    """Of the tensors."""
     changes: Sequence[Changes]
     table: Tensor
     """int64 [4, tensors]: pointers to codes and others, how many codes, and the first block of codes."""
@@ -90,7 +93,8 @@ class PlacedChanges:
         which = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         stored, sizes = self.sizes[which[:, 0]], tables.sizes[which[:, 1]]
         for i in np.flatnonzero(stored != sizes):
-            raise ValueError(f"changes of values of {stored[i]} bytes, where values have {sizes[i]}")
+            name = self.names[which[i, 0]]
+            raise ValueError(f"{name}: changes of values of {stored[i]} bytes, where values have {sizes[i]}")
         launches = [
             self._launch(tables, which[sizes == size], TYPES[size]) for size in np.unique(sizes).tolist()
         ]
@@ -100,7 +104,7 @@ class PlacedChanges:
 
     def _launch(self, tables: MemoryTables, pairs: np.ndarray, dtype: tl.dtype) -> "_Launch":
         counts = self.blocks[pairs[:, 0]]
-        tensors, parts, repeats = _to_device(np.stack([*pairs.T, counts]), self.places.device)
+        tensors, parts, repeats = delta_kernels.on_device(np.stack([*pairs.T, counts]), self.places.device)
         starts = repeats.cumsum(0) - repeats
         table = torch.cat([self.table[:, tensors], starts[None], tables.table[:, parts]])
         own = _numbered(repeats, int(counts.sum()))
@@ -146,19 +150,21 @@ class _Launch:
         _Launch(empty, self.own.new_zeros(1), self.dtype, self.is_narrow).run(places)
 
 
-def place_all(changes: Sequence[Changes], counts: Sequence[int]) -> PlacedChanges:
+def place_all(names: Sequence[str], changes: Sequence[Changes], counts: Sequence[int]) -> PlacedChanges:
     """Find where the changes of tensors of `counts` elements belong; all are contiguous, on one device.
 
-    Raise ValueError if they do not fit.
+    Raise ValueError, with the tensor's name, if they do not fit.
     """
-    dtypes = {(each.codes.dtype, each.others.dtype) for each in changes}
-    if wrong := dtypes - {(torch.uint8, dtype) for dtype in INTEGERS.values()}:
-        raise ValueError(f"codes and others are of {wrong.pop()}")
+    for name, each in zip(names, changes, strict=True):
+        if each.codes.dtype != torch.uint8 or each.others.dtype not in TYPED:
+            raise ValueError(f"{name}: codes and others are of {each.codes.dtype} and {each.others.dtype}")
+        if each.codes.dim() != 1 or each.others.dim() != 1:
+            raise ValueError(f"{name}: codes and others are no vectors")
     device, sizes = changes[0].codes.device, [each.codes.numel() for each in changes]
     blocks = Blocks.of(sizes, device)
     codes, others = [each.codes.data_ptr() for each in changes], [each.others.data_ptr() for each in changes]
     listed = np.array([codes, others, sizes, blocks.starts, blocks.counts], dtype=np.int64)
-    table = _to_device(listed, device)
+    table = delta_kernels.on_device(listed, device)
     own = _numbered(table[4], blocks.size)
     sums = torch.empty(2, blocks.size, dtype=torch.int64, device=device)
     inputs = table, len(changes), own, sums, blocks.size
@@ -167,9 +173,9 @@ def place_all(changes: Sequence[Changes], counts: Sequence[int]) -> PlacedChange
     reached, coded = torch.stack(found).cpu().numpy()  # the one wait
     stored = np.array([each.others.numel() for each in changes])
     for i in np.flatnonzero((reached > np.array(counts)) | (coded != stored)):
-        raise ValueError(f"changes that do not fit {counts[i]} elements")
+        raise ValueError(f"{names[i]}: changes that do not fit {counts[i]} elements")
     widths = np.array([each.others.element_size() for each in changes])
-    return PlacedChanges(changes, table[:4], torch.stack(before), listed[4], widths)
+    return PlacedChanges(names, changes, table[:4], torch.stack(before), listed[4], widths)
 
 
 def moved(vectors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -181,12 +187,6 @@ def moved(vectors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         for i, part in zip(which, piece.split([len(vectors[i]) for i in which]), strict=True):
             found[i] = part
     return found
-
-
-def _to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Copy without a wait, for which memory must be pinned."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _numbered(repeats: Tensor, count: int) -> Tensor:

@@ -49,11 +49,12 @@ class Changes:
         """
         is_change = self.codes != SKIP
         steps = torch.where(is_change, self.codes % REACH + 1, REACH)
-        where = (steps.cumsum(0, dtype=torch.int64) - 1)[is_change]
+        ends = steps.cumsum(0, dtype=torch.int64)
+        where = (ends - 1)[is_change]
         kinds = self.codes[is_change] // REACH
         differences = (1 - 2 * kinds.to(self.others.dtype)) * (kinds < 2)
         is_other = kinds == 2
-        if int(is_other.sum()) != len(self.others) or (len(where) and int(where[-1]) >= count):
+        if int(is_other.sum()) != len(self.others) or (len(ends) and int(ends[-1]) > count):
             raise ValueError(f"changes that do not fit {count} elements")
         differences[is_other] = self.others
         return where, differences

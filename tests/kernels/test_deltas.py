@@ -95,6 +95,25 @@ def test_tensors_of_all_widths_and_places_are_encoded_by_one_call() -> None:
     require_same(pairs, encoded(list(pairs.values())))
 
 
+@pytest.mark.parametrize(
+    ("row", "width"),
+    [
+        ((64, 1024, 4096, 128, 2), (2, True, True)),
+        ((66, 1024, 4096, 128, 2), (2, False, True)),
+        ((64, 1032, 4096, 128, 4), (4, False, True)),
+        ((64, 1024, 4090, 4090, 4), (4, False, True)),
+        ((64, 1024, 1 << 31, 1 << 31, 2), (2, True, False)),
+    ],
+)
+def test_launches_know_what_holds_for_all_of_their_tensors(
+    row: delta_kernels.Row, width: tuple[int, bool, bool]
+) -> None:
+    """A launch without these hints is slower, and one with wrong hints reads and divides wrongly."""
+    good = [(0, 16, 32, 32, size) for size in (2, 4)]
+    found = [(each.size, each.is_aligned, each.is_narrow) for each in delta_kernels._Width.all([*good, row])]
+    assert found == sorted([width, (6 - width[0], True, True)])
+
+
 @pytest.mark.parametrize("count", [256, 250])
 def test_hints_that_addresses_and_counts_are_aligned_change_nothing(count: int) -> None:
     torch.manual_seed(2)

@@ -152,13 +152,15 @@ def test_changes_that_do_not_fit_are_refused_by_kernels() -> None:
         (changes, old.numel() - BLOCK),
     ]
     for each, count in wrong:
-        with pytest.raises(ValueError, match=f"do not fit {count} elements"):
-            place_all([fitting, each.to(DEVICE)], [old.numel(), count])
-    with pytest.raises(ValueError, match=r"codes and others are of \(torch.int16"):
-        place_all([Changes(fitting.others, fitting.others)], [old.numel()])
+        with pytest.raises(ValueError, match=f"^bad: changes that do not fit {count} elements"):
+            place_all(["good", "bad"], [fitting, each.to(DEVICE)], [old.numel(), count])
+    with pytest.raises(ValueError, match="^bad: codes and others are of torch.int16 and torch.int16"):
+        place_all(["bad"], [Changes(fitting.others, fitting.others)], [old.numel()])
+    with pytest.raises(ValueError, match="^bad: codes and others are no vectors"):
+        place_all(["bad"], [Changes(fitting.codes[None], fitting.others)], [old.numel()])
     whole = Rectangle.whole(old.shape)
     tables = MemoryTables([("wide", wide.to(DEVICE), whole)], {"wide": whole})
-    with pytest.raises(ValueError, match="changes of values of 2 bytes, where values have 4"):
+    with pytest.raises(ValueError, match="^wide: changes of values of 2 bytes, where values have 4"):
         tables.place({"wide": changes})
 
 

@@ -257,11 +257,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
 def _derived(model: torch.nn.Module) -> Iterable[str]:
     """Yield the classes that may derive tensors from weights after loading."""
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    judged = {id(method) for method in methods}  # those of experts are modules, too
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if method is not None and (not _is_plain(method) or _is_on_cpu(module)):
             yield type(method).__name__
-        if hasattr(module, "process_weights_after_loading") and type(module).__name__ not in PLAIN_LAYERS:
+        is_plain = type(module).__name__ in PLAIN_LAYERS or id(module) in judged
+        if hasattr(module, "process_weights_after_loading") and not is_plain:
             yield type(module).__name__
 
 

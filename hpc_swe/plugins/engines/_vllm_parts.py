@@ -10,7 +10,7 @@ import numpy as np
 
 from hpc_swe.plugins.tensor_delta import Rectangle
 
-Part = tuple[str, Rectangle]
+HeldPart = tuple[str, Rectangle]
 """A tensor, and a part of it that a worker holds."""
 
 
@@ -20,10 +20,10 @@ class JoinedParts:
     They hold the same part twice where heads or norms are replicated; each copy must have the same digest.
     """
 
-    def __init__(self, wholes: Mapping[str, Rectangle], parts: Sequence[Sequence[Part]]) -> None:
+    def __init__(self, wholes: Mapping[str, Rectangle], parts: Sequence[Sequence[HeldPart]]) -> None:
         """Take the parts of each worker; raise ValueError unless they make up each tensor."""
         self._names = list(wholes)
-        firsts: dict[Part, int] = {}
+        firsts: dict[HeldPart, int] = {}
         first = [firsts.setdefault(each, i) for i, each in enumerate(part for own in parts for part in own)]
         self._first = np.array(first)
         """The first copy of each part, int64 [copies]."""

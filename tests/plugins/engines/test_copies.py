@@ -1,5 +1,6 @@
 """Where vLLM's loader puts checkpoint tensors, on its own layers and on several ranks."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -62,3 +63,23 @@ def test_values_are_changed_where_vllms_loader_puts_them(
     finally:
         for rank in ranks:
             rank.kill()
+
+
+def test_experts_are_written_in_place_where_vllms_kernels_take_them_as_loaded(tmp_path: Path) -> None:
+    """Otherwise each new version of a model with experts would be loaded anew, which takes minutes."""
+    shape = SIZES | FEW | {"tie_word_embeddings": False}
+    model = save_random(tmp_path / "model", "Qwen3Moe", shape, 0)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kit.plain_layers", str(model)],
+        env=environment(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("experts") == SIZES["num_hidden_layers"]
+    plain = {"TRITON", "BATCHED_TRITON"}
+    assert {kernels for kernels, refusal in found.items() if not refusal} == plain
+    assert "UnquantizedFusedMoEMethod" in found["FLASHINFER_CUTLASS"]
+    assert "UnquantizedFusedMoEMethod" in found["moved"]

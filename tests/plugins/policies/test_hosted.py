@@ -139,7 +139,7 @@ def test_places_that_follow_one_another_are_copied_as_one_piece():
     room = HostRoom("policy.key", memory[64:])
     types = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
     places = [room.place([3, 1 + 7 * i], dtype) for i, dtype in enumerate(types)]
-    places.append(room.place([0, 4], torch.float32))
+    places += [room.place([0, 4], torch.float32), room.place([3], torch.bfloat16)]
     for i, place in enumerate(places):
         place.fill_(i + 1)
     piece = room.piece(places[1:])
