@@ -65,7 +65,7 @@ def test_values_are_changed_where_vllms_loader_puts_them(
             rank.kill()
 
 
-def test_experts_are_written_in_place_where_vllms_kernels_take_them_as_loaded(tmp_path: Path) -> None:
+def test_experts_are_written_in_place_where_kernels_take_them_as_loaded(tmp_path: Path) -> None:
     """Otherwise each new version of a model with experts would be loaded anew, which takes minutes."""
     shape = SIZES | FEW | {"tie_word_embeddings": False}
     model = save_random(tmp_path / "model", "Qwen3Moe", shape, 0)
