@@ -61,7 +61,7 @@ BUDGETS = {
     "hpc_swe/plugins": 2_923,
     "hpc_swe/plugins/advantages": 150,
     "hpc_swe/plugins/agents": 450,
-    "hpc_swe/plugins/engines": 2_887,
+    "hpc_swe/plugins/engines": 2_888,
     "hpc_swe/plugins/executors": 892,
     "hpc_swe/plugins/graders": 3_262,
     "hpc_swe/plugins/policies": 6_212,

@@ -70,7 +70,8 @@ class LoaderCopies:
     ) -> None:
         """Use Triton's kernels where the memory is a GPU's, or as `has_kernels` says.
 
-        A tensor without copies, for example an expert, is another worker's; `digests` misses one of nobody.
+        A tensor without copies, for example an expert, belongs to another worker; `digests` raises ValueError
+        for one that no worker holds.
         """
         self._copies = {name: copies.get(name, ()) for name in shapes}
         self._wholes = {name: Rectangle.whole(shape) for name, shape in shapes.items()}
