@@ -1,5 +1,6 @@
 """A scheduler that is played in memory, and the part of a configuration that a tick reads."""
 
+import threading
 from dataclasses import dataclass, field
 
 from hpc_swe.errors import ConfigError, SchedulerError
@@ -19,6 +20,8 @@ class Played:
     is_here: bool = False
     dies: str = ""
     """Where submitting is cut off: before the scheduler hears of it, or after."""
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    """As a real scheduler, it serves one request after another: none loses what another one wrote."""
 
     def submit(self, run, submission):
         self.asked.append("submit")
@@ -26,10 +29,11 @@ class Played:
             raise KeyboardInterrupt
         if self.dies == "refused":
             raise ConfigError("sbatch refuses: no such partition")
-        self.running += [
-            Job(submission.role, f"{submission.number}_{n}", submission.number, "running")
-            for n in range(submission.count)
-        ]
+        with self.turn:
+            self.running += [
+                Job(submission.role, f"{submission.number}_{n}", submission.number, "running")
+                for n in range(submission.count)
+            ]
         if self.dies == "after":
             raise KeyboardInterrupt
         return str(submission.number)
@@ -38,13 +42,15 @@ class Played:
         self.asked.append("queue")
         if self.dies == "silent":
             raise SchedulerError("squeue: Unable to contact slurm controller")
-        return list(self.running)
+        with self.turn:
+            return list(self.running)
 
     def endings(self, jobs):
         self.asked.append("endings")
 
     def cancel(self, jobs):
-        self.running = [job for job in self.running if job.job not in jobs]
+        with self.turn:
+            self.running = [job for job in self.running if job.job not in jobs]
 
 
 @dataclass
