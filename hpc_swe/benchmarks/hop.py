@@ -75,6 +75,8 @@ class HopPlan(Record, frozen=True, kw_only=True):
     timeout_s: float
     answers: int = 0
     """Answers of the last version whose log-probabilities are compared with the learner's."""
+    reloads: int = 0
+    """How often vLLM itself loads the last version at the end; the last time is shown."""
 
 
 class Published(Record, frozen=True, kw_only=True):

@@ -12,7 +12,6 @@ import argparse
 import os
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,7 +37,6 @@ from hpc_swe.records import WeightManifest, WeightVersion
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import folders
 
-RELOADS = 2
 RELOADED = "reload_weights of vLLM"
 ENGINE = {
     "type": "vllm",
@@ -143,10 +141,11 @@ def measure(plan: HopPlan, folder: Path, load: Load) -> MeasuredHops:
             figures = msgspec.json.decode(out.read_bytes(), type=HopFigures)
             time.sleep(2 * plan.settle_s)  # answers of the last version
             found = MeasuredHops(figures, {}, engine.moments(), engine.fallbacks())
-            found.rows.update(_rows(run, traffic, found, plan.settle_s))
+            found.rows.update(_rows(run, traffic, found))
+            found.rows.update(_reloaded(plan, traffic, found, clients))
         finally:
             traffic.is_over.set()
-        if RELOADED not in found.rows:  # that engine answers no more
+        if RELOADED not in found.rows:  # an engine that failed to reload answers no more
             run.stop.touch()
             return found
         for client in clients:
@@ -185,8 +184,8 @@ def _await(
         time.sleep(0.05)
 
 
-def _rows(run: RunDir, traffic: Traffic, found: MeasuredHops, settle_s: float) -> dict[str, HopRow]:
-    """Return the rows of all versions, and of the last one loaded once more by vLLM itself."""
+def _rows(run: RunDir, traffic: Traffic, found: MeasuredHops) -> dict[str, HopRow]:
+    """Return the rows of all versions."""
     rows = {}
     for published, name, until in found.windows():
         ends = stages.of_version(found.moments, published.trained, until)
@@ -200,19 +199,30 @@ def _rows(run: RunDir, traffic: Traffic, found: MeasuredHops, settle_s: float) -
             before_s=0.0,
             clears=kv_of(published.version) == "recompute",
         )
-    last = found.figures.versions[-1]
-    for _ in range(RELOADS):  # the first one also warms up what the engine has not used yet
-        time.sleep(settle_s)
-        try:
+    return rows
+
+
+def _reloaded(
+    plan: HopPlan, traffic: Traffic, found: MeasuredHops, clients: Sequence["Future[None]"]
+) -> dict[str, HopRow]:
+    """Return the row of the last version loaded once more by vLLM itself; none if that failed.
+
+    A large model may take longer than clients wait for an answer. What was measured before is kept.
+    """
+    run, last, rows = RunDir(Path(plan.run)), found.figures.versions[-1], dict[str, HopRow]()
+    written_s, size = last.published - last.trained, _size(run, last.version)
+    try:
+        for _ in range(plan.reloads):
+            time.sleep(plan.settle_s)
             began, loaded, resumed = _reload(traffic, run.weight(last.version))
-        except urllib.error.HTTPError as error:
-            tables.say(f"{RELOADED}: {error}; not compared, as with experts on a CPU")
-            break
-        time.sleep(2 * settle_s)
-        window = Window(began, began, loaded, resumed, time.time())
-        written_s, size = last.published - last.trained, _size(run, last.version)
-        row = _row(traffic, window, written_s, size, before_s=written_s, clears=True)
-        rows[RELOADED] = row
+            time.sleep(2 * plan.settle_s)
+            for client in (each for each in clients if each.done()):
+                client.result()
+            window = Window(began, began, loaded, resumed, time.time())
+            rows[RELOADED] = _row(traffic, window, written_s, size, before_s=written_s, clears=True)
+    except (OSError, EngineError) as error:
+        tables.say(f"{RELOADED}: {error}; not compared")
+        return {}
     return rows
 
 
@@ -315,6 +325,12 @@ def main() -> None:
         help="compare log-probabilities of so many answers of the last version with the learner's",
     )
     parser.add_argument(
+        "--reloads",
+        type=cli.number(int, 0),
+        default=2,
+        help="let vLLM load the last version so often itself; the first time warms up",
+    )
+    parser.add_argument(
         "--timeout-s", type=cli.number(float, 1), default=280.0, help="end the benchmark after so long"
     )
     parser.add_argument(
@@ -344,6 +360,7 @@ def _print(arguments: argparse.Namespace) -> None:
             settle_s=arguments.settle_s,
             timeout_s=arguments.timeout_s,
             answers=arguments.answers,
+            reloads=arguments.reloads,
         )
         found = measure(plan, folder, GPU_LOAD if policy["device"] == "gpu" else CPU_LOAD)
         whole = _size(run, FIRST)

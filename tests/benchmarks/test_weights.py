@@ -6,7 +6,15 @@ import sys
 
 import pytest
 
+from hpc_swe.benchmarks import weights
+from hpc_swe.benchmarks.hop import HopFigures, HopPlan, Published
+from hpc_swe.benchmarks.limits import Rates
+from hpc_swe.plugins.engines.vllm import Vllm
+from hpc_swe.processes import free_port
+from hpc_swe.records import WeightVersion
+from hpc_swe.rundir import RunDir
 from tests.kit.checkout import ROOT, environment
+from tests.kit.coordinator_kit import export
 
 COMMAND = (sys.executable, "-m", "hpc_swe.benchmarks.weights")
 
@@ -29,6 +37,22 @@ def test_wrong_arguments_are_refused_in_one_line(words, message):
     done = run(*words)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_what_was_measured_outlives_a_reload_that_fails(tmp_path, capsys):
+    """A large model may keep vLLM busy for longer than clients wait, and its engine may end."""
+    run_dir, version = RunDir(tmp_path), WeightVersion(incarnation=1)
+    run_dir.make()
+    export(run_dir, version)
+    rates = Rates(device="", versions="", product_flops=1.0, copy_bytes=1.0, upload_bytes=1.0)
+    last = Published(version=version, trained=1.0, published=2.0)
+    figures = HopFigures(rates=rates, disk_bytes=1.0, versions=[last])
+    numbers = {"deltas": 0, "lr": 0.0, "settle_s": 0.0, "timeout_s": 1.0, "reloads": 1}
+    plan = HopPlan(run=str(tmp_path), model="", policy={}, engine={}, **numbers)
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    traffic = weights.Traffic(Vllm(), url, "", weights.CPU_LOAD)
+    assert weights._reloaded(plan, traffic, weights.MeasuredHops(figures, {}, [], []), []) == {}
+    assert "reload_weights of vLLM: <urlopen error" in capsys.readouterr().out
 
 
 @pytest.mark.slow
