@@ -27,6 +27,8 @@ def in_source() -> dict[str, bool]:
 
 
 def main() -> None:
+    import torch
+    from megatron.core import utils
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     found = in_source()
@@ -55,6 +57,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found["last files fail on rank 0 alone"] = _raises(OSError, lambda: learner.save(Path(folder)))
     learner.close()
+    with compat.cpu_as_cuda():
+        norm, _ = utils.local_multi_tensor_l2_norm(0, None, [[torch.full((2**24,), 0.1)]], False)
+    found["norms of many values are wrong on a CPU"] = abs(norm.item() / (0.1 * 2**12) - 1) > 1e-4
     print("FOUND", json.dumps(found))
 
 

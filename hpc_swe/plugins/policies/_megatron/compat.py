@@ -48,11 +48,11 @@ def apply() -> None:
     filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_in_threads)
     # distrib_optimizer.py:977 copies the state seven times on the host
     DistributedOptimizer.get_parameter_state_dp_zero = gather_states
+    clip_grads.l2_norm_impl = _norm  # utils.py:1205 waits for a GPU once per parameter, and a CPU's is wrong
     if torch.cuda.is_available():
         # layers.py:30 wants Apex for the products that add to float32 gradients; torch has them, too.
         layers._grad_accum_fusion_available = True
         layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_product)
-        clip_grads.l2_norm_impl = _norm  # utils.py:1200 waits for the GPU once per parameter
     if not torch.cuda.is_available():  # the CPU is the device, and recomputation keeps its random state
         torch.cuda.current_device = lambda: torch.device("cpu")
         torch.cuda.synchronize = lambda *_args: None
@@ -70,7 +70,10 @@ def add_product(inputs: Tensor, output_grad: Tensor, gradient: Tensor) -> None:
 
 
 def _norm(_chunk: int, _flag: object, lists: list[list[Tensor]], *_: object) -> tuple[Tensor, None]:
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0])))[None], None
+    tensors = lists[0]
+    if not torch.cuda.is_available():  # a CPU's float32 sums lose 1 % of the norm of a tensor of 1e8 values
+        tensors = [part for each in tensors for part in each.flatten().split(2**16)]
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))[None], None
 
 
 def mark_shards(model: nn.Module) -> None:
