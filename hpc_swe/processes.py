@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import io
 import os
 import resource
 import select
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import AnyStr
 
@@ -166,6 +167,26 @@ def completed(
     finally:
         kill_and_wait(job)
     return subprocess.CompletedProcess(job.args, job.returncode, output, errors)
+
+
+@contextlib.contextmanager
+def printed(command: Sequence[str], silent_s: float) -> Iterator[io.BufferedReader]:
+    """Start a command, and yield what it prints as it comes; kill the command at exit.
+
+    Raise subprocess.TimeoutExpired once it prints nothing for `silent_s`. The command prints into a socket,
+    whose reads have a deadline; those of a pipe have none.
+    """
+    ours, theirs = socket.socketpair()
+    ours.settimeout(silent_s)
+    with ours, ours.makefile("rb") as output:
+        with theirs:
+            job = subprocess.Popen(command, stdout=theirs.fileno(), preexec_fn=die_with_parent)
+        try:
+            yield output
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(command, silent_s) from None
+        finally:
+            kill_and_wait(job)
 
 
 def free_port(host: str = "", wanted: int = 0) -> int:

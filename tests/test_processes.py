@@ -10,7 +10,7 @@ from subprocess import PIPE
 import pytest
 
 from hpc_swe.plugins.sandboxes._session import end_namespace
-from hpc_swe.processes import Flag, completed, descendants, start_time
+from hpc_swe.processes import Flag, completed, descendants, printed, start_time
 
 # Each child is started by a thread that ends at once.
 RESTLESS = """
@@ -131,3 +131,14 @@ def test_a_completed_command_has_its_code_and_its_words():
     job = subprocess.Popen(["sh", "-c", "cat; exit 3"], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
     done = completed(job, 60, "words")
     assert (done.returncode, done.stdout, done.stderr) == (3, "words", "")
+
+
+def test_a_command_is_late_by_its_silence_and_not_by_its_reader():
+    with printed(["sh", "-c", "echo $$; echo word; exec sleep 60"], 2.0) as output:
+        pid = int(output.readline())
+        time.sleep(2.5)
+        assert output.read(5) == b"word\n"
+    assert start_time(pid) is None
+    silent = printed(["sleep", "60"], 0.5)
+    with pytest.raises(subprocess.TimeoutExpired, match="timed out after 0.5 seconds"), silent as output:
+        output.read(1)

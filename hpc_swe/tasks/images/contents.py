@@ -18,14 +18,15 @@ from subprocess import DEVNULL, PIPE
 import pyarrow as pa
 
 from hpc_swe.errors import DeadlineError, HpcSweError
-from hpc_swe.processes import completed
+from hpc_swe.processes import completed, printed
 from hpc_swe.tasks.images.commands import run
 
 LARGEST = 256 << 20
 """Bytes that are read of a file. Few files of an image are larger, and they are no source code."""
 DEEPEST = 5
 """Layers that are unpacked: a wheel in a compressed archive is three, and its members are the fourth."""
-_INDEX_S = 3600.0  # longest wait for git to index a pack
+GIT_S = 3600.0
+"""Longest wait for git to index a pack, and then for each further part of what it unpacks."""
 _ZLIB = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 _PACK = (b"PACK\0\0\0", b"# v2 git bundle", b"# v3 git bundle")
 _BROKEN: tuple[type[Exception], ...]
@@ -37,15 +38,18 @@ Inner = Iterator[tuple[str, bytes]]
 log = logging.getLogger(__name__)
 
 
-def contents(path: str, data: bytes, depth: int = DEEPEST) -> Inner:
-    """Yield a file and everything packed in it, with paths; `!` is between archive and member."""
+def contents(path: str, data: bytes, depth: int = DEEPEST, git_s: float = GIT_S) -> Inner:
+    """Yield a file and everything packed in it, with paths; `!` is between archive and member.
+
+    Raise DeadlineError if git takes longer than `git_s` over a pack.
+    """
     yield path, data
     if depth == 0:
         return
-    for unpack in _unpackers(data):
+    for unpack in _unpackers(data, git_s):
         try:
             for name, inner in unpack(data):
-                yield from contents(f"{path}!{name}", inner, depth - 1)
+                yield from contents(f"{path}!{name}", inner, depth - 1, git_s)
         except subprocess.TimeoutExpired as error:  # nobody has seen what is in it
             raise DeadlineError(f"{path}: {error}") from None
         except DeadlineError:
@@ -54,11 +58,13 @@ def contents(path: str, data: bytes, depth: int = DEEPEST) -> Inner:
             log.debug("%s: not unpacked: %s", path, error)
 
 
-def _unpackers(data: bytes) -> Iterator[Callable[[bytes], Inner]]:
+def _unpackers(data: bytes, git_s: float) -> Iterator[Callable[[bytes], Inner]]:
     """Choose by the first bytes, or by the end: a zip may follow a program."""
     for marks, unpack in _BY_MARK.items():
         if data.startswith(marks):
             yield unpack
+    if data.startswith(_PACK):
+        yield partial(_pack, git_s=git_s)
     if data[257:262] == b"ustar":
         yield _tar
     if b"PK\5\6" in data[-(1 << 16) - 22 :]:
@@ -102,21 +108,19 @@ def _zlib(data: bytes) -> Inner:
     yield "", zlib.decompressobj().decompress(data, LARGEST)
 
 
-def _pack(data: bytes) -> Inner:
+def _pack(data: bytes, git_s: float) -> Inner:
     """Unpack the blobs of git's packs and bundles."""
     with tempfile.TemporaryDirectory(prefix="hpc_swe-") as folder:
         run("git", "init", "--quiet", "--bare", "--template=", folder)
         git = ["git", "-C", folder]
         pack = data[data.index(b"PACK") :]
         index = subprocess.Popen([*git, "index-pack", "--stdin"], stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)
-        completed(index, _INDEX_S, pack)  # of a damaged pack nothing is left to list
-        every = [*git, "cat-file", "--batch-all-objects", "--batch"]
-        with subprocess.Popen(every, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            while header := process.stdout.readline():
+        completed(index, git_s, pack)  # of a damaged pack nothing is left to list
+        with printed([*git, "cat-file", "--batch-all-objects", "--batch"], git_s) as objects:
+            while header := objects.readline():
                 name, kind, size = header.decode().split()
-                content = process.stdout.read(int(size))
-                process.stdout.read(1)
+                content = objects.read(int(size))
+                objects.read(1)
                 if kind == "blob":
                     yield name, content
 
@@ -128,7 +132,6 @@ _BY_MARK: dict[tuple[bytes, ...], Callable[[bytes], Inner]] = {
     (b"\x28\xb5\x2f\xfd",): _stream(partial(pa.input_stream, compression="zstd")),
     _ZLIB: _zlib,
     (b"!<arch>\n",): _ar,
-    _PACK: _pack,
 }
 
 

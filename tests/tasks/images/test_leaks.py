@@ -5,6 +5,7 @@ import gzip
 import html
 import io
 import json
+import os
 import py_compile
 import shutil
 import tarfile
@@ -14,6 +15,8 @@ import zipfile
 import pyarrow as pa
 import pytest
 
+from hpc_swe.errors import DeadlineError
+from hpc_swe.tasks.images.contents import contents
 from hpc_swe.tasks.images.leaks import search
 from hpc_swe.tasks.images.repository import stage
 from tests.kit.toy import BROKEN, MENDED, MORE_UNITTESTS, UNITTESTS, git, make_repository, patch
@@ -227,6 +230,20 @@ def test_a_repository_whose_work_tree_and_head_are_empty_is_searched(repository,
             git(srv, "gc", "-q")
         (shown,) = search(tree, "/testbed", repository[1], patch("calc/core.py", BROKEN, LONG))
         assert shown.startswith("srv/mirror/.git/objects/")
+
+
+@pytest.mark.parametrize("command", ["index-pack", "cat-file"])
+def test_a_pack_that_git_never_ends_to_unpack_is_not_called_clean(tmp_path, monkeypatch, command):
+    """A frozen file system holds git so; nobody has seen what is in the pack."""
+    _bundle(tmp_path / "calc.bundle", "calc/core.py", LONG)
+    frozen = tmp_path / "bin/git"
+    frozen.parent.mkdir()
+    git_itself = shutil.which("git")
+    frozen.write_text(f'#!/bin/sh\ncase "$*" in *{command}*) exec sleep 60; esac\nexec {git_itself} "$@"\n')
+    frozen.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{frozen.parent}:{os.environ['PATH']}")
+    with pytest.raises(DeadlineError, match=f"^opt/calc.bundle: .*{command}.* timed out"):
+        list(contents("opt/calc.bundle", (tmp_path / "calc.bundle").read_bytes(), git_s=1.0))
 
 
 def test_a_damaged_package_ends_no_search(repository, tree):
