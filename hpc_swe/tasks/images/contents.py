@@ -19,19 +19,18 @@ import pyarrow as pa
 
 from hpc_swe.errors import DeadlineError, HpcSweError
 from hpc_swe.processes import completed, printed
-from hpc_swe.tasks.images.commands import run
 
 LARGEST = 256 << 20
 """Bytes that are read of a file. Few files of an image are larger, and they are no source code."""
 DEEPEST = 5
 """Layers that are unpacked: a wheel in a compressed archive is three, and its members are the fourth."""
 GIT_S = 3600.0
-"""Longest wait for git to index a pack, and then for each further part of what it unpacks."""
+"""Longest wait for git to make a repository, to index a pack in it, or to print more of what it unpacks."""
 _ZLIB = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 _PACK = (b"PACK\0\0\0", b"# v2 git bundle", b"# v3 git bundle")
 _BROKEN: tuple[type[Exception], ...]
 _BROKEN = (lzma.LZMAError, pa.ArrowException, tarfile.TarError, zipfile.BadZipFile, zlib.error)
-_BROKEN += (EOFError, HpcSweError, OSError, RuntimeError, ValueError)
+_BROKEN += (EOFError, OSError, RuntimeError, ValueError)
 
 Inner = Iterator[tuple[str, bytes]]
 
@@ -41,7 +40,7 @@ log = logging.getLogger(__name__)
 def contents(path: str, data: bytes, depth: int = DEEPEST, git_s: float = GIT_S) -> Inner:
     """Yield a file and everything packed in it, with paths; `!` is between archive and member.
 
-    Raise DeadlineError if git takes longer than `git_s` over a pack.
+    Raise DeadlineError if git takes longer than `git_s` over a pack, and HpcSweError if it cannot begin one.
     """
     yield path, data
     if depth == 0:
@@ -52,8 +51,8 @@ def contents(path: str, data: bytes, depth: int = DEEPEST, git_s: float = GIT_S)
                 yield from contents(f"{path}!{name}", inner, depth - 1, git_s)
         except subprocess.TimeoutExpired as error:  # nobody has seen what is in it
             raise DeadlineError(f"{path}: {error}") from None
-        except DeadlineError:
-            raise
+        except subprocess.CalledProcessError as error:
+            raise HpcSweError(f"{path}: {error}") from None
         except _BROKEN as error:  # its first bytes are a coincidence, or it is damaged
             log.debug("%s: not unpacked: %s", path, error)
 
@@ -111,8 +110,9 @@ def _zlib(data: bytes) -> Inner:
 def _pack(data: bytes, git_s: float) -> Inner:
     """Unpack the blobs of git's packs and bundles."""
     with tempfile.TemporaryDirectory(prefix="hpc_swe-") as folder:
-        run("git", "init", "--quiet", "--bare", "--template=", folder)
         git = ["git", "-C", folder]
+        init = subprocess.Popen([*git, "init", "--bare", "--template="], stdout=DEVNULL)
+        completed(init, git_s).check_returncode()
         pack = data[data.index(b"PACK") :]
         index = subprocess.Popen([*git, "index-pack", "--stdin"], stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)
         completed(index, git_s, pack)  # of a damaged pack nothing is left to list

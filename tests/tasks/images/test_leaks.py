@@ -15,7 +15,7 @@ import zipfile
 import pyarrow as pa
 import pytest
 
-from hpc_swe.errors import DeadlineError
+from hpc_swe.errors import DeadlineError, HpcSweError
 from hpc_swe.tasks.images.contents import contents
 from hpc_swe.tasks.images.leaks import search
 from hpc_swe.tasks.images.repository import stage
@@ -232,18 +232,30 @@ def test_a_repository_whose_work_tree_and_head_are_empty_is_searched(repository,
         assert shown.startswith("srv/mirror/.git/objects/")
 
 
-@pytest.mark.parametrize("command", ["index-pack", "cat-file"])
+def _break_git(folder, monkeypatch, command, does):
+    """Let one command of git do something else, as a shell says it."""
+    folder.mkdir()
+    line = f'case "$*" in *{command}*) {does};; esac'
+    (folder / "git").write_text(f'#!/bin/sh\n{line}\nexec {shutil.which("git")} "$@"\n')
+    (folder / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize("command", ["init", "index-pack", "cat-file"])
 def test_a_pack_that_git_never_ends_to_unpack_is_not_called_clean(tmp_path, monkeypatch, command):
     """A frozen file system holds git so; nobody has seen what is in the pack."""
     _bundle(tmp_path / "calc.bundle", "calc/core.py", LONG)
-    frozen = tmp_path / "bin/git"
-    frozen.parent.mkdir()
-    git_itself = shutil.which("git")
-    frozen.write_text(f'#!/bin/sh\ncase "$*" in *{command}*) exec sleep 60; esac\nexec {git_itself} "$@"\n')
-    frozen.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{frozen.parent}:{os.environ['PATH']}")
+    _break_git(tmp_path / "bin", monkeypatch, command, "exec sleep 60")
     with pytest.raises(DeadlineError, match=f"^opt/calc.bundle: .*{command}.* timed out"):
         list(contents("opt/calc.bundle", (tmp_path / "calc.bundle").read_bytes(), git_s=1.0))
+
+
+def test_a_pack_for_which_git_makes_no_repository_is_not_called_clean(tmp_path, monkeypatch):
+    """The disk is full, for example."""
+    _bundle(tmp_path / "calc.bundle", "calc/core.py", LONG)
+    _break_git(tmp_path / "bin", monkeypatch, "init", "exit 128")
+    with pytest.raises(HpcSweError, match="^opt/calc.bundle: .*init.* exit status 128"):
+        list(contents("opt/calc.bundle", (tmp_path / "calc.bundle").read_bytes()))
 
 
 def test_a_damaged_package_ends_no_search(repository, tree):
