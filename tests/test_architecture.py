@@ -42,6 +42,7 @@ TEST_NAME = 70
 # - roles/coordinator: every decision of a run (groups, batches, evaluations, supervision, retention)
 # - store: what happens to files that cannot be read or removed, and to writers that were frozen
 # - plugins/graders and plugins/sandboxes: what keeps a policy from faking a result or leaving its sandbox
+# - conversation: spaces that tokenizers add before a text, which differ with what comes before it
 # - plugins/tools: a debugger in the sandbox, and walks that end early in folders of the policy
 # - plugins/tasksets: demonstrations that show their work, so that a loop of the demo is bound by GPUs
 # - roles/learner: checkpoints that come by time as well as by number; a text that checks an engine's weights
@@ -54,7 +55,7 @@ TEST_NAME = 70
 BUDGETS = {
     "hpc_swe": 3_639,
     "hpc_swe/benchmarks": 3_080,
-    "hpc_swe/conversation": 1_168,
+    "hpc_swe/conversation": 1_212,
     "hpc_swe/demo": 432,
     "hpc_swe/doctor": 1_271,
     "hpc_swe/evaluation": 530,

@@ -58,6 +58,7 @@ class TokenBuilder:
         self._format: ToolFormat = tool_format
         try:
             self.end_id = _end_of_turn(self.tokens, self._template)
+            self._continues = self.start([_ASKED])[-1] not in self.tokens.control.values()
             self.thoughts = _thoughts(self._template.render([_ASKED], "", generate=True).text)
             self._check()
         except (ConfigError, AgentError) as error:
@@ -91,12 +92,13 @@ class TokenBuilder:
         """
         opening = "" if self.thoughts == "opened" else f"{THINK}\n"
         marked = [(opening, True), (thought, False), (f"\n{THOUGHT}\n\n", True)] if thought else []
-        return self.tokens.encode_parts([*marked, *self._answer(message).flagged]) + [self.end_id]
+        parts = [*marked, *self._answer(message).flagged]
+        return [*self.tokens.encode_parts(parts, continues=self._continues), self.end_id]
 
     def reply(self, completion: Sequence[int], *, truncated: bool = False, tools: str = "") -> Reply:
         """Parse the text and the tool calls of a completion, given as ids with or without its end of turn."""
         ids = completion[:-1] if completion and completion[-1] == self.end_id else completion
-        spelled = CompletionText(*self.tokens.spell(ids))
+        spelled = CompletionText(*self.tokens.spell(ids, continues=self._continues))
         return parse(
             spelled, self._format, truncated=truncated, tools=tools, thinking=self.thoughts == "opened"
         )
@@ -158,8 +160,9 @@ class TokenBuilder:
         """Prove that tool calls are parsed as the template writes them, with or without control tokens."""
         for thought, content in itertools.product(("", "<think>\nhm\n</think>\n\n"), ("", "Let me see.")):
             message = Message(role="assistant", content=content, tool_calls=[_CALL, _CALL])
-            ids = self.tokens.encode_parts([(thought, True), *self._answer(message).flagged])
-            spelled = CompletionText(*self.tokens.spell(ids))
+            parts = [(thought, True), *self._answer(message).flagged]
+            ids = self.tokens.encode_parts(parts, continues=self._continues)
+            spelled = CompletionText(*self.tokens.spell(ids, continues=self._continues))
             reply = parse(spelled, self._format, truncated=False, tools=_TOOLS, thinking=False)
             read = [(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
             expected = [(_CALL.name, json.loads(_CALL.arguments))] * 2

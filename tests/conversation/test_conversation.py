@@ -12,8 +12,20 @@ from hypothesis import strategies as st
 from hpc_swe.conversation import TokenBuilder
 from hpc_swe.conversation.template import _hide_thought, _Slots
 from hpc_swe.errors import AgentError, ConfigError
+from hpc_swe.plugins.agents.base import Reply
 from hpc_swe.records import Message, ToolCall
-from tests.kit.toy_model import CONTROL, HERMES, JSON_CALLS, PLAIN_ANSWER, THINKING, XML, make_model, template
+from hpc_swe.report.spelling import Speller
+from tests.kit.toy_model import (
+    CONTROL,
+    HERMES,
+    JSON_CALLS,
+    PLAIN_ANSWER,
+    THINKING,
+    XML,
+    make_model,
+    sentencepiece_json,
+    template,
+)
 
 KINDS = ["hermes", "thinking", "thinking_off", "xml"]
 TOOLS = json.dumps(
@@ -201,6 +213,25 @@ def test_plain_conversations_get_the_ids_that_any_other_program_makes(
     text = builder._template.render([*talk, says("Done.")], "", generate=False).text
     ids, _ = builder.demonstration([*talk, says("Done.")])
     assert ids == builder.tokens.encode_whole(text.removesuffix("\n"))
+
+
+@pytest.mark.parametrize("scheme", ["legacy", "always", "first", "never"])
+def test_sentencepiece_s_spaces_are_where_any_other_program_has_them(tmp_path: Path, scheme: str) -> None:
+    """No space that the tokenizer adds may come into an answer, and none of the policy's may be lost."""
+    folder = make_model(tmp_path, HERMES)
+    (folder / "tokenizer.json").write_text(sentencepiece_json(scheme))
+    builder = TokenBuilder(folder)
+    talk = [user("It fails"), says("Look.", call("view", path="m.py")), tool("  x\u00e9"), says("  Done.")]
+    text = builder._template.render(talk, "", generate=False).text
+    ids, mask = builder.demonstration(talk)
+    assert ids == builder.tokens.encode_whole(text.removesuffix("\n"))
+    assert [builder.reply(builder.encode_answer(each)) for each in talk[1::2]] == [
+        Reply(content="Look.", tool_calls=talk[1].tool_calls),
+        Reply(content="  Done."),
+    ]
+    words, _ = Speller(folder).words(ids)
+    assert "".join(words[each] for each in builder.encode_answer(talk[3])) == "  Done.<|im_end|>"
+    assert sum(mask) == sum(len(builder.encode_answer(each)) for each in talk[1::2])
 
 
 @pytest.mark.parametrize(

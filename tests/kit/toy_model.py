@@ -92,6 +92,37 @@ def tokenizer_json() -> str:
         vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator([TEXT * 4], trainer)
+    return _with_control(tokenizer)
+
+
+def sentencepiece_json(scheme: str) -> str:
+    """A tokenizer as those converted from SentencePiece are; `scheme` says where a space comes before a text.
+
+    "legacy" is the form of Llama 2: a normalizer puts the space there, and no part is a Metaspace.
+    """
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    words = TEXT.replace("\n", " ")  # which is a byte in such tokenizers
+    trained.train_from_iterator([words * 4], trainers.BpeTrainer(vocab_size=120, show_progress=False))
+    model = json.loads(trained.to_str())["model"]
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"]]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    merges = [tuple(pair) for pair in model["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>"))
+    if scheme == "legacy":
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    strip = [] if scheme == "never" else [decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return _with_control(tokenizer)
+
+
+def _with_control(tokenizer: Tokenizer) -> str:
     tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in CONTROL[:3]])
     tokenizer.add_tokens([AddedToken(name, normalized=False, special=False) for name in CONTROL[3:]])
     return tokenizer.to_str()
