@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,14 +17,17 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import msgspec
 
-from hpc_swe import cli
+from hpc_swe import cli, tables
 from hpc_swe.errors import CorruptRecord, StorageError
 from hpc_swe.plugins.engines.base import LOAD
+from hpc_swe.processes import printed
 from hpc_swe.records import EndpointTable
 from hpc_swe.rundir import RunDir
 from hpc_swe.store import atomic
 
 LOOK_S = 0.1
+SILENT_S = 60.0
+"""Longest wait for a line of nvidia-smi, whose first one takes seconds where no process uses a GPU."""
 SMI = ("--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "200")
 
 
@@ -106,11 +109,17 @@ class _File:
             self._file.flush()
 
 
-def _follow_gpus(program: str, file: _File) -> None:
-    with subprocess.Popen([program, *SMI], stdout=subprocess.PIPE, text=True) as process:
-        for line in process.stdout or ():
-            if line.count(",") == len(SMI[0].split(",")) - 1 and "N/A" not in line:
-                file.write(gpu(line))
+def follow_gpus(program: str, write: Callable[[GpuLook], None], silent_s: float = SILENT_S) -> str:
+    """Write a look for each line of nvidia-smi until it ends, or prints nothing for `silent_s`; say which."""
+    why = "has ended"
+    try:
+        with printed([program, *SMI], silent_s) as lines:
+            for line in map(bytes.decode, lines):
+                if line.count(",") == len(SMI[0].split(",")) - 1 and "N/A" not in line:
+                    write(gpu(line))
+    except subprocess.TimeoutExpired:
+        why = f"has printed nothing for {silent_s:g} s"
+    return f"GPUs are watched no more: nvidia-smi {why}; see what it says in a shell, and begin again"
 
 
 @cli.command
@@ -124,7 +133,7 @@ def main() -> None:
     with arguments.out.open("a", encoding="utf-8") as out:
         file = _File(out)
         if program := shutil.which("nvidia-smi"):
-            threading.Thread(target=_follow_gpus, args=(program, file), daemon=True).start()
+            threading.Thread(target=lambda: tables.say(follow_gpus(program, file.write)), daemon=True).start()
         while True:
             began = time.monotonic()
             for manifest in arguments.folder.glob("*/state/endpoints.json"):
