@@ -341,6 +341,20 @@ def test_nothing_calls_run_and_its_like_of_subprocess():
     assert {path: names for path, names in found.items() if names} == {}, "use processes.completed"
 
 
+def endless_waits(tree: ast.AST) -> list[str]:
+    """Popen as a context, which waits for the end of its command, and reads of a command's pipe."""
+    nodes = list(ast.walk(tree))
+    contexts = [ast.unparse(n.context_expr) for n in nodes if isinstance(n, ast.withitem)]
+    attributes = [ast.unparse(n) for n in nodes if isinstance(n, ast.Attribute)]
+    found = [text for text in contexts if re.match(r"[\w.]*Popen\(", text)]
+    return found + [text for text in attributes if re.search(r"\.std(out|err)\.read\w*$", text)]
+
+
+def test_no_command_is_awaited_by_its_pipe():
+    found = {path: endless_waits(ast.parse(text)) for path, text in modules().items()}
+    assert {path: waits for path, waits in found.items() if waits} == {}, "use processes.printed"
+
+
 def test_tests_import_one_another_as_one_package():
     """No module by its bare name, none from a conftest, and nothing changes where Python looks."""
     trees = trees_of_tests()
