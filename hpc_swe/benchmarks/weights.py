@@ -279,6 +279,16 @@ def _tables(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     return found["policy"], found["engine"]
 
 
+def _require_room(max_model_len: int, load: Load) -> None:
+    """Raise ConfigError for an engine too short for a request; long answers that it cuts would not count."""
+    longest = max(load.prompt + load.answer, gap.ANSWER + 1)
+    if max_model_len < longest:
+        raise ConfigError(
+            f"engine.max_model_len = {max_model_len}: this benchmark's requests have up to {longest} tokens; "
+            "set that at least"
+        )
+
+
 @contextmanager
 def _folder(given: str) -> Iterator[Path]:
     """Yield a new folder; one in memory is removed afterwards, one that was given is left for people."""
@@ -342,6 +352,8 @@ def main() -> None:
 
 def _print(arguments: argparse.Namespace) -> None:
     policy, engine = _tables(arguments.overrides)
+    load = GPU_LOAD if policy["device"] == "gpu" else CPU_LOAD
+    _require_room(engine["max_model_len"], load)
     if policy["device"] == "gpu":
         gpus.require("benchmark", arguments.ranks, os.environ)
     with _folder(arguments.folder) as folder:
@@ -362,7 +374,7 @@ def _print(arguments: argparse.Namespace) -> None:
             answers=arguments.answers,
             reloads=arguments.reloads,
         )
-        found = measure(plan, folder, GPU_LOAD if policy["device"] == "gpu" else CPU_LOAD)
+        found = measure(plan, folder, load)
         whole = _size(run, FIRST)
     tables.say(limits.describe(found.figures.rates))
     tables.say(f"one thread writes {found.figures.disk_bytes / GB:.1f} GB/s into {folder.parent}")

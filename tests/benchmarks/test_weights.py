@@ -17,6 +17,7 @@ from tests.kit.checkout import ROOT, environment
 from tests.kit.coordinator_kit import export
 
 COMMAND = (sys.executable, "-m", "hpc_swe.benchmarks.weights")
+TOO_SHORT = "engine.max_model_len = {}: this benchmark's requests have up to 96 tokens; set that at least"
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -31,6 +32,8 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     [
         (["--shape", "5B"], "--shape '5B' is none of"),
         (["learner.lr=1"], "keys of [policy] and [engine] only"),
+        (["--answers", "2", "policy.device=cpu", "engine.max_model_len=64"], TOO_SHORT.format(64)),
+        (["policy.device=cpu", "engine.max_model_len=95"], TOO_SHORT.format(95)),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(words, message):
