@@ -11,11 +11,9 @@ from hpc_swe.benchmarks.hop import HopPlan
 from hpc_swe.benchmarks.ranks import last_line
 from hpc_swe.benchmarks.stages import Moment
 from hpc_swe.errors import EngineError
+from hpc_swe.plugins.engines.base import FALLBACK
 from hpc_swe.processes import die_with_parent, kill_and_wait
 from hpc_swe.rundir import RunDir
-
-FALLBACK = "weights are reloaded by vLLM"
-"""The worker of `plugins/engines` warns so."""
 
 
 class EngineSide:

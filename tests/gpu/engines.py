@@ -30,9 +30,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from hpc_swe import cli
-from hpc_swe.benchmarks.engine_side import FALLBACK
 from hpc_swe.errors import EngineError
-from hpc_swe.plugins.engines.base import Weights
+from hpc_swe.plugins.engines.base import FALLBACK, Weights
 from hpc_swe.plugins.engines.vllm import Vllm
 from hpc_swe.plugins.policies.base import LossConfig, OptimizerConfig
 from hpc_swe.plugins.policies.megatron import Megatron

@@ -49,6 +49,7 @@ from hpc_swe.plugins.engines._vllm_files import (
 )
 from hpc_swe.plugins.engines._vllm_gate import AnswerGate
 from hpc_swe.plugins.engines._vllm_samples import SampleRoute
+from hpc_swe.plugins.engines.base import FALLBACK
 from hpc_swe.processes import die_with_parent
 from hpc_swe.records import WeightManifest
 from hpc_swe.store import folders
@@ -311,14 +312,14 @@ class FolderTransfer(WeightTransferEngine[NoInit, Folder]):  # type: ignore[misc
             require_plain(self.model)
             copies: LoaderCopies | None = LoaderCopies.record(self.model, wanted.shapes, self._dtype)
         except Exception as error:  # noqa: BLE001  a loader may fail in any way on tensors without data
-            log.warning("weights are reloaded by vLLM: %s", error)  # vLLM shows no lower level of ours
+            log.warning("%s: %s", FALLBACK, error)  # vLLM shows no lower level of ours
             copies = None
         if not all(_gather(copies is not None)) or copies is None:
             return None
         try:
             self._require_digests(copies, wanted)
         except ValueError as error:
-            log.warning("weights are reloaded by vLLM: %s", error)
+            log.warning("%s: %s", FALLBACK, error)
             return None
         return copies
 

@@ -16,6 +16,8 @@ ByteArray = NDArray[np.uint8]
 Files = dict[str, Identity]  # name of a file -> what tells whether it changed since it was verified
 LOAD = "/hpc_swe/load"
 """Route of an engine that we start: how many requests it has taken and not answered, as a JSON number."""
+FALLBACK = "weights are reloaded by vLLM"
+"""Begin of the line in which the log of an engine says why it loads weights in a slower way."""
 
 
 @dataclass(frozen=True)
