@@ -171,10 +171,11 @@ def completed(
 
 @contextlib.contextmanager
 def printed(command: Sequence[str], silent_s: float) -> Iterator[io.BufferedReader]:
-    """Start a command, and yield what it prints as it comes; kill the command at exit.
+    """Start a command, and yield what it prints as it comes, to be read to its end; kill the command at exit.
 
-    Raise subprocess.TimeoutExpired once it prints nothing for `silent_s`. The command prints into a socket,
-    whose reads have a deadline; those of a pipe have none.
+    Raise subprocess.TimeoutExpired once it prints nothing for `silent_s`, and CalledProcessError if it fails,
+    as what was read may then be a part. It prints into a socket, whose reads have a deadline; those of a pipe
+    have none.
     """
     ours, theirs = socket.socketpair()
     ours.settimeout(silent_s)
@@ -183,10 +184,13 @@ def printed(command: Sequence[str], silent_s: float) -> Iterator[io.BufferedRead
             job = subprocess.Popen(command, stdout=theirs.fileno(), preexec_fn=die_with_parent)
         try:
             yield output
+            code = job.wait(silent_s)
         except TimeoutError:
             raise subprocess.TimeoutExpired(command, silent_s) from None
         finally:
             kill_and_wait(job)
+    if code:
+        raise subprocess.CalledProcessError(code, command)
 
 
 def free_port(host: str = "", wanted: int = 0) -> int:

@@ -134,11 +134,18 @@ def test_a_completed_command_has_its_code_and_its_words():
 
 
 def test_a_command_is_late_by_its_silence_and_not_by_its_reader():
-    with printed(["sh", "-c", "echo $$; echo word; exec sleep 60"], 2.0) as output:
+    slow = printed(["sh", "-c", "echo $$; echo word; exec sleep 60"], 2.0)
+    with contextlib.suppress(KeyError), slow as output:
         pid = int(output.readline())
         time.sleep(2.5)
         assert output.read(5) == b"word\n"
+        raise KeyError
     assert start_time(pid) is None
+    with (
+        pytest.raises(subprocess.CalledProcessError),
+        printed(["sh", "-c", "echo part; exit 3"], 9) as output,
+    ):
+        assert output.read() == b"part\n"
     silent = printed(["sleep", "60"], 0.5)
     with pytest.raises(subprocess.TimeoutExpired, match="timed out after 0.5 seconds"), silent as output:
         output.read(1)

@@ -5,6 +5,7 @@ nvidia-smi how busy each GPU is, until it is ended. `benchmarks.loop --watched F
 was idle. Engines that runs only attach to may not count their requests.
 """
 
+import contextlib
 import shutil
 import subprocess
 import threading
@@ -92,7 +93,7 @@ def _requests(url: str, token: str) -> int:
 
 
 def gpu(line: str) -> GpuLook:
-    """Return what a line of nvidia-smi says."""
+    """Return what a line of nvidia-smi says; raise ValueError if it gives no numbers."""
     index, busy, mib = (part.strip() for part in line.split(","))
     return GpuLook(time=time.time(), gpu=index, busy=float(busy) / 100, gib=float(mib) / 1024)
 
@@ -114,9 +115,13 @@ def follow_gpus(program: str, write: Callable[[GpuLook], None], silent_s: float 
     why = "has ended"
     try:
         with printed([program, *SMI], silent_s) as lines:
-            for line in map(bytes.decode, lines):
-                if line.count(",") == len(SMI[0].split(",")) - 1 and "N/A" not in line:
-                    write(gpu(line))
+            for line in lines:
+                with contextlib.suppress(
+                    ValueError
+                ):  # of words, or of a GPU whose values are unknown
+                    write(gpu(line.decode(errors="replace")))
+    except subprocess.CalledProcessError as error:
+        why = f"has ended with exit code {error.returncode}"
     except subprocess.TimeoutExpired:
         why = f"has printed nothing for {silent_s:g} s"
     return f"GPUs are watched no more: nvidia-smi {why}; see what it says in a shell, and begin again"

@@ -23,12 +23,16 @@ def nvidia_smi(folder: Path, *lines: str) -> str:
 
 @pytest.mark.parametrize(
     ("last", "why"),
-    [("exec sleep 60", "nvidia-smi has printed nothing for 2 s"), ("exit 9", "nvidia-smi has ended")],
+    [
+        ("exec sleep 60", "nvidia-smi has printed nothing for 2 s"),
+        ("exit 9", "nvidia-smi has ended with exit code 9"),
+    ],
 )
 def test_the_watch_says_why_it_sees_gpus_no_more(tmp_path, last, why):
     """Else the share of idle time would be that of a part of the run, and nobody would know."""
     looks = []
-    said = watch.follow_gpus(nvidia_smi(tmp_path, "echo 1, 50, 2048", last), looks.append, 2.0)
+    lines = ("echo 0, [Unknown Error], [N/A]", "echo a driver of another version", "echo 1, 50, 2048")
+    said = watch.follow_gpus(nvidia_smi(tmp_path, *lines, last), looks.append, 2.0)
     assert said.startswith(f"GPUs are watched no more: {why}; ")
     assert [(look.gpu, look.busy, look.gib) for look in looks] == [("1", 0.5, 2.0)]
 

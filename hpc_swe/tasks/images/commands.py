@@ -11,7 +11,8 @@ from hpc_swe.errors import HpcSweError, StorageError
 from hpc_swe.processes import completed, die_with_parent
 
 TIMEOUT_S = 4 * 3600.0  # a large image from a slow registry
-_FULL = re.compile(r"No space left on device|disk quota exceeded", re.IGNORECASE)
+FULL = re.compile(r"No space left on device|disk quota exceeded", re.IGNORECASE)
+"""What commands say of a full disk, in English."""
 
 
 def run(
@@ -41,7 +42,7 @@ def run(
     if done.returncode in ok:
         return done.stdout
     message = f"{' '.join(command)}: exit code {done.returncode}: {done.stderr.strip()[-1000:]}"
-    raise (StorageError if _FULL.search(done.stderr) else HpcSweError)(message)
+    raise (StorageError if FULL.search(done.stderr) else HpcSweError)(message)
 
 
 def remove(tree: Path) -> None:

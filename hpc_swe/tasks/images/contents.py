@@ -5,6 +5,7 @@ import gzip
 import io
 import logging
 import lzma
+import os
 import re
 import subprocess
 import tarfile
@@ -19,6 +20,7 @@ import pyarrow as pa
 
 from hpc_swe.errors import DeadlineError, HpcSweError
 from hpc_swe.processes import completed, printed
+from hpc_swe.tasks.images.commands import FULL
 
 LARGEST = 256 << 20
 """Bytes that are read of a file. Few files of an image are larger, and they are no source code."""
@@ -40,7 +42,8 @@ log = logging.getLogger(__name__)
 def contents(path: str, data: bytes, depth: int = DEEPEST, git_s: float = GIT_S) -> Inner:
     """Yield a file and everything packed in it, with paths; `!` is between archive and member.
 
-    Raise DeadlineError if git takes longer than `git_s` over a pack, and HpcSweError if it cannot begin one.
+    Raise DeadlineError if git takes longer than `git_s` over a pack, and HpcSweError if the machine cannot
+    unpack a file: nobody has seen then what is in it.
     """
     yield path, data
     if depth == 0:
@@ -49,11 +52,13 @@ def contents(path: str, data: bytes, depth: int = DEEPEST, git_s: float = GIT_S)
         try:
             for name, inner in unpack(data):
                 yield from contents(f"{path}!{name}", inner, depth - 1, git_s)
-        except subprocess.TimeoutExpired as error:  # nobody has seen what is in it
+        except subprocess.TimeoutExpired as error:
             raise DeadlineError(f"{path}: {error}") from None
-        except subprocess.CalledProcessError as error:
+        except (subprocess.CalledProcessError, HpcSweError) as error:
             raise HpcSweError(f"{path}: {error}") from None
         except _BROKEN as error:  # its first bytes are a coincidence, or it is damaged
+            if getattr(error, "errno", None):  # of the system: errors of unpackers have no number
+                raise HpcSweError(f"{path}: {error}") from None
             log.debug("%s: not unpacked: %s", path, error)
 
 
@@ -111,16 +116,25 @@ def _pack(data: bytes, git_s: float) -> Inner:
     """Unpack the blobs of git's packs and bundles."""
     with tempfile.TemporaryDirectory(prefix="hpc_swe-") as folder:
         git = ["git", "-C", folder]
-        init = subprocess.Popen([*git, "init", "--bare", "--template="], stdout=DEVNULL)
+        init = subprocess.Popen([*git, "init", "--quiet", "--bare", "--template="], stdout=DEVNULL)
         completed(init, git_s).check_returncode()
-        pack = data[data.index(b"PACK") :]
-        index = subprocess.Popen([*git, "index-pack", "--stdin"], stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)
-        completed(index, git_s, pack)  # of a damaged pack nothing is left to list
+        pack, env = data[data.index(b"PACK") :], {**os.environ, "LC_ALL": "C.UTF-8"}
+        words = [*git, "index-pack", "--stdin"]
+        index = completed(
+            subprocess.Popen(words, stdin=PIPE, stdout=DEVNULL, stderr=PIPE, env=env), git_s, pack
+        )
+        said = index.stderr.decode(errors="replace")
+        if index.returncode < 0 or FULL.search(said):  # else it is damaged, and nothing is left to list
+            raise HpcSweError(f"git index-pack: exit code {index.returncode}: {said.strip()[-1000:]}")
         with printed([*git, "cat-file", "--batch-all-objects", "--batch"], git_s) as objects:
-            while header := objects.readline():
+            while (header := objects.readline()).endswith(b"\n"):
                 name, kind, size = header.decode().split()
-                content = objects.read(int(size))
-                objects.read(1)
+                content, rest = objects.read(min(int(size), LARGEST)), int(size) + 1  # and the end of a line
+                rest -= len(content)
+                while rest and (more := objects.read(min(rest, 1 << 20))):
+                    rest -= len(more)
+                if rest:
+                    break  # `printed` says why
                 if kind == "blob":
                     yield name, content
 

@@ -250,11 +250,28 @@ def test_a_pack_that_git_never_ends_to_unpack_is_not_called_clean(tmp_path, monk
         list(contents("opt/calc.bundle", (tmp_path / "calc.bundle").read_bytes(), git_s=1.0))
 
 
-def test_a_pack_for_which_git_makes_no_repository_is_not_called_clean(tmp_path, monkeypatch):
-    """The disk is full, for example."""
+@pytest.mark.parametrize(
+    ("command", "does"),
+    [
+        ("init", "exit 128"),
+        ("index-pack", "echo fatal: No space left on device >&2; exit 128"),
+        ("index-pack", "kill -9 $$"),
+        ("cat-file", "echo 0123 blob 10; echo half; kill -9 $$"),
+        ("cat-file", "printf 01; exit 128"),
+    ],
+)
+def test_a_pack_that_git_cannot_unpack_here_is_not_called_clean(tmp_path, monkeypatch, command, does):
+    """The disk is full, or the memory."""
     _bundle(tmp_path / "calc.bundle", "calc/core.py", LONG)
-    _break_git(tmp_path / "bin", monkeypatch, "init", "exit 128")
-    with pytest.raises(HpcSweError, match="^opt/calc.bundle: .*init.* exit status 128"):
+    _break_git(tmp_path / "bin", monkeypatch, command, does)
+    with pytest.raises(HpcSweError, match=f"^opt/calc.bundle: .*{command}.* (status|code|<Signals.SIGKILL)"):
+        list(contents("opt/calc.bundle", (tmp_path / "calc.bundle").read_bytes()))
+
+
+def test_a_pack_is_not_called_clean_where_git_is_not_installed(tmp_path, monkeypatch):
+    _bundle(tmp_path / "calc.bundle", "calc/core.py", LONG)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(HpcSweError, match="^opt/calc.bundle: .*'git'"):
         list(contents("opt/calc.bundle", (tmp_path / "calc.bundle").read_bytes()))
 
 
