@@ -116,9 +116,7 @@ def follow_gpus(program: str, write: Callable[[GpuLook], None], silent_s: float 
     try:
         with printed([program, *SMI], silent_s) as lines:
             for line in lines:
-                with contextlib.suppress(
-                    ValueError
-                ):  # of words, or of a GPU whose values are unknown
+                with contextlib.suppress(ValueError):  # of words, or of a GPU whose values are unknown
                     write(gpu(line.decode(errors="replace")))
     except subprocess.CalledProcessError as error:
         why = f"has ended with exit code {error.returncode}"
