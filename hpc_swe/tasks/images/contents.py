@@ -18,7 +18,7 @@ from subprocess import DEVNULL, PIPE
 
 import pyarrow as pa
 
-from hpc_swe.errors import DeadlineError, HpcSweError
+from hpc_swe.errors import DeadlineError, HpcSweError, StorageError
 from hpc_swe.processes import completed, printed
 from hpc_swe.tasks.images.commands import FULL
 
@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 def contents(path: str, data: bytes, depth: int = DEEPEST, git_s: float = GIT_S) -> Inner:
     """Yield a file and everything packed in it, with paths; `!` is between archive and member.
 
-    Raise DeadlineError if git takes longer than `git_s` over a pack, and HpcSweError if the machine cannot
-    unpack a file: nobody has seen then what is in it.
+    Raise DeadlineError if git takes longer than `git_s` over a pack, StorageError if the disk is full, and
+    HpcSweError if the machine cannot unpack a file otherwise: nobody has seen then what is in it.
     """
     yield path, data
     if depth == 0:
@@ -54,11 +54,12 @@ def contents(path: str, data: bytes, depth: int = DEEPEST, git_s: float = GIT_S)
                 yield from contents(f"{path}!{name}", inner, depth - 1, git_s)
         except subprocess.TimeoutExpired as error:
             raise DeadlineError(f"{path}: {error}") from None
-        except (subprocess.CalledProcessError, HpcSweError) as error:
-            raise HpcSweError(f"{path}: {error}") from None
+        except subprocess.CalledProcessError as error:
+            said = (error.stderr or b"").decode(errors="replace").strip()[-1000:]
+            raise (StorageError if FULL.search(said) else HpcSweError)(f"{path}: {error} {said}") from None
         except _BROKEN as error:  # its first bytes are a coincidence, or it is damaged
-            if getattr(error, "errno", None):  # of the system: errors of unpackers have no number
-                raise HpcSweError(f"{path}: {error}") from None
+            if isinstance(error, OSError) and error.errno:  # those of unpackers have no number
+                raise (StorageError if FULL.search(f"{error}") else HpcSweError)(f"{path}: {error}") from None
             log.debug("%s: not unpacked: %s", path, error)
 
 
@@ -115,17 +116,16 @@ def _zlib(data: bytes) -> Inner:
 def _pack(data: bytes, git_s: float) -> Inner:
     """Unpack the blobs of git's packs and bundles."""
     with tempfile.TemporaryDirectory(prefix="hpc_swe-") as folder:
-        git = ["git", "-C", folder]
-        init = subprocess.Popen([*git, "init", "--quiet", "--bare", "--template="], stdout=DEVNULL)
-        completed(init, git_s).check_returncode()
-        pack, env = data[data.index(b"PACK") :], {**os.environ, "LC_ALL": "C.UTF-8"}
-        words = [*git, "index-pack", "--stdin"]
-        index = completed(
-            subprocess.Popen(words, stdin=PIPE, stdout=DEVNULL, stderr=PIPE, env=env), git_s, pack
-        )
-        said = index.stderr.decode(errors="replace")
-        if index.returncode < 0 or FULL.search(said):  # else it is damaged, and nothing is left to list
-            raise HpcSweError(f"git index-pack: exit code {index.returncode}: {said.strip()[-1000:]}")
+        git, env = ["git", "-C", folder], {**os.environ, "LC_ALL": "C.UTF-8"}
+
+        def done(*words: str, stdin: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
+            job = subprocess.Popen([*git, *words], stdin=PIPE, stdout=DEVNULL, stderr=PIPE, env=env)
+            return completed(job, git_s, stdin)
+
+        done("init", "--quiet", "--bare", "--template=").check_returncode()
+        index = done("index-pack", "--stdin", stdin=data[data.index(b"PACK") :])
+        if index.returncode < 0 or FULL.search(index.stderr.decode(errors="replace")):
+            index.check_returncode()  # else the pack is damaged, and nothing is left to list
         with printed([*git, "cat-file", "--batch-all-objects", "--batch"], git_s) as objects:
             while (header := objects.readline()).endswith(b"\n"):
                 name, kind, size = header.decode().split()

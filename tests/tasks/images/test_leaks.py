@@ -15,7 +15,7 @@ import zipfile
 import pyarrow as pa
 import pytest
 
-from hpc_swe.errors import DeadlineError, HpcSweError
+from hpc_swe.errors import DeadlineError, HpcSweError, StorageError
 from hpc_swe.tasks.images.contents import contents
 from hpc_swe.tasks.images.leaks import search
 from hpc_swe.tasks.images.repository import stage
@@ -273,6 +273,33 @@ def test_a_pack_is_not_called_clean_where_git_is_not_installed(tmp_path, monkeyp
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(HpcSweError, match="^opt/calc.bundle: .*'git'"):
         list(contents("opt/calc.bundle", (tmp_path / "calc.bundle").read_bytes()))
+
+
+def _packed(path):
+    """Return an archive with a bundle in it."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        archive.add(path, "calc.bundle")
+    return packed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("command", "does", "kind"),
+    [
+        ("init", "exec sleep 60", DeadlineError),
+        ("init", "echo fatal: cannot mkdir: No space left on device >&2; exit 128", StorageError),
+        ("index-pack", "echo fatal: No space left on device >&2; exit 128", StorageError),
+        ("index-pack", "kill -9 $$", HpcSweError),
+    ],
+)
+def test_an_error_over_a_pack_in_an_archive_is_of_the_same_kind(tmp_path, monkeypatch, command, does, kind):
+    """At a full disk builders stop, and at other errors they go on with the next image."""
+    _bundle(tmp_path / "calc.bundle", "calc/core.py", LONG)
+    packed = _packed(tmp_path / "calc.bundle")
+    _break_git(tmp_path / "bin", monkeypatch, command, does)
+    with pytest.raises(HpcSweError, match=f"^opt/a.tar!calc.bundle: .*{command}") as raised:
+        list(contents("opt/a.tar", packed, git_s=2.0))
+    assert raised.type is kind
 
 
 def test_a_damaged_package_ends_no_search(repository, tree):
