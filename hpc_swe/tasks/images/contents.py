@@ -32,7 +32,7 @@ _ZLIB = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 _PACK = (b"PACK\0\0\0", b"# v2 git bundle", b"# v3 git bundle")
 _BROKEN: tuple[type[Exception], ...]
 _BROKEN = (lzma.LZMAError, pa.ArrowException, tarfile.TarError, zipfile.BadZipFile, zlib.error)
-_BROKEN += (EOFError, OSError, RuntimeError, ValueError)
+_BROKEN += (EOFError, OSError, OverflowError, RuntimeError, ValueError)
 
 Inner = Iterator[tuple[str, bytes]]
 
@@ -79,15 +79,16 @@ def _unpackers(data: bytes, git_s: float) -> Iterator[Callable[[bytes], Inner]]:
 def _zip(data: bytes) -> Inner:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         for info in archive.infolist():
-            if not info.is_dir() and info.file_size <= LARGEST:
+            if not info.filename.endswith("/") and info.file_size <= LARGEST:
                 yield info.filename, archive.read(info)
 
 
 def _tar(data: bytes) -> Inner:
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
         for member in archive:
-            file = archive.extractfile(member) if member.isfile() and member.size <= LARGEST else None
-            if file is not None:
+            if member.size < 0:  # a damaged one: earlier members would come again, without end
+                break
+            if member.isfile() and member.size <= LARGEST and (file := archive.extractfile(member)):
                 yield member.name, file.read()
 
 

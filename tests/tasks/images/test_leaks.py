@@ -4,6 +4,7 @@ import functools
 import gzip
 import html
 import io
+import itertools
 import json
 import os
 import py_compile
@@ -307,6 +308,42 @@ def test_a_damaged_package_ends_no_search(repository, tree):
     (tree / "opt").mkdir()
     (tree / "opt/calc.deb").write_bytes(b"!<arch>\n" + b"%-48s%-10d`\n" % (b"data.tar", -60))
     assert search(tree, "/testbed", repository[1], patch("calc/core.py", BROKEN, LONG)) == []
+
+
+def _tar(size):
+    """Return an archive whose second member claims to have this size."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("first"))
+        member = tarfile.TarInfo("second")
+        member.size = size
+        archive.addfile(member)
+    return packed.getvalue()
+
+
+def _zip(*names):
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for name in names:
+            info = zipfile.ZipInfo()
+            info.filename = name
+            archive.writestr(info, name)
+    return packed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "members"),
+    [
+        (_tar(-1024), ["first"]),
+        (_tar(1 << 70), ["first"]),
+        (_zip("", "folder/", "a.py"), ["", "a.py"]),
+    ],
+    ids=["negative size", "huge size", "no name"],
+)
+def test_an_archive_with_an_odd_member_ends_no_search(data, members):
+    """Sizes that no file has, and a name that zipfile itself takes for no name."""
+    found = itertools.islice(contents("a", data), 9)
+    assert [name for name, _ in found] == ["a", *(f"a!{name}" for name in members)]
 
 
 def test_hidden_tests_in_an_installed_copy_are_found(repository, tree):
