@@ -80,7 +80,7 @@ BUDGETS = {
     "hpc_swe/roles/rollout": 1_270,
     "hpc_swe/runs": 2_448,
     "hpc_swe/store": 2_106,
-    "hpc_swe/tasks": 4_353,
+    "hpc_swe/tasks": 4_355,
     "jobs": 1_158,
 }
 HEAVY = {"torch", "vllm", "megatron", "transformers", "submitit", "tensorboard", "datasets"}

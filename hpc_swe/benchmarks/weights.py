@@ -145,7 +145,7 @@ def measure(plan: HopPlan, folder: Path, load: Load) -> MeasuredHops:
             found.rows.update(_reloaded(plan, traffic, found, clients))
         finally:
             traffic.is_over.set()
-        if RELOADED not in found.rows:  # an engine that failed to reload answers no more
+        if plan.reloads and RELOADED not in found.rows:  # an engine that failed to reload answers no more
             run.stop.touch()
             return found
         for client in clients:

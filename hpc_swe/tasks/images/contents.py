@@ -30,6 +30,7 @@ GIT_S = 3600.0
 """Longest wait for git to make a repository, to index a pack in it, or to print more of what it unpacks."""
 _ZLIB = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 _PACK = (b"PACK\0\0\0", b"# v2 git bundle", b"# v3 git bundle")
+_OF_MACHINE = re.compile("unable to create thread|Too many open files|Input/output error")
 _BROKEN: tuple[type[Exception], ...]
 _BROKEN = (lzma.LZMAError, pa.ArrowException, tarfile.TarError, zipfile.BadZipFile, zlib.error)
 _BROKEN += (EOFError, OSError, OverflowError, RuntimeError, ValueError)
@@ -125,7 +126,8 @@ def _pack(data: bytes, git_s: float) -> Inner:
 
         done("init", "--quiet", "--bare", "--template=").check_returncode()
         index = done("index-pack", "--stdin", stdin=data[data.index(b"PACK") :])
-        if index.returncode < 0 or FULL.search(index.stderr.decode(errors="replace")):
+        said = index.stderr.decode(errors="replace")
+        if index.returncode < 0 or FULL.search(said) or _OF_MACHINE.search(said):
             index.check_returncode()  # else the pack is damaged, and nothing is left to list
         with printed([*git, "cat-file", "--batch-all-objects", "--batch"], git_s) as objects:
             while (header := objects.readline()).endswith(b"\n"):

@@ -257,6 +257,7 @@ def test_a_pack_that_git_never_ends_to_unpack_is_not_called_clean(tmp_path, monk
         ("init", "exit 128"),
         ("index-pack", "echo fatal: No space left on device >&2; exit 128"),
         ("index-pack", "kill -9 $$"),
+        ("index-pack", "echo fatal: unable to create thread >&2; exit 128"),
         ("cat-file", "echo 0123 blob 10; echo half; kill -9 $$"),
         ("cat-file", "printf 01; exit 128"),
     ],
