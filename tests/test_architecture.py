@@ -56,7 +56,7 @@ TEST_NAME = 70
 BUDGETS = {
     "hpc_swe": 3_643,
     "hpc_swe/benchmarks": 3_104,
-    "hpc_swe/conversation": 1_212,
+    "hpc_swe/conversation": 1_213,
     "hpc_swe/demo": 432,
     "hpc_swe/doctor": 1_271,
     "hpc_swe/evaluation": 530,

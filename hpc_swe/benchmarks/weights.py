@@ -281,7 +281,7 @@ def _tables(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _require_room(max_model_len: int, load: Load) -> None:
     """Raise ConfigError for an engine too short for a request; long answers that it cuts would not count."""
-    longest = max(load.prompt + load.answer, gap.ANSWER + 1)
+    longest = load.prompt + load.answer
     if max_model_len < longest:
         raise ConfigError(
             f"engine.max_model_len = {max_model_len}: this benchmark's requests have up to {longest} tokens; "

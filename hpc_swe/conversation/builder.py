@@ -58,6 +58,7 @@ class TokenBuilder:
         self._format: ToolFormat = tool_format
         try:
             self.end_id = _end_of_turn(self.tokens, self._template)
+            # whether an answer continues text of the prompt, to which a tokenizer has added its space already
             self._continues = self.start([_ASKED])[-1] not in self.tokens.control.values()
             self.thoughts = _thoughts(self._template.render([_ASKED], "", generate=True).text)
             self._check()

@@ -17,7 +17,7 @@ Files = dict[str, Identity]  # name of a file -> what tells whether it changed s
 LOAD = "/hpc_swe/load"
 """Route of an engine that we start: how many requests it has taken and not answered, as a JSON number."""
 FALLBACK = "weights are reloaded by vLLM"
-"""Begin of the line in which the log of an engine says why it loads weights in a slower way."""
+"""How the line begins in which an engine's log says why vLLM loads weights itself, which is slower."""
 
 
 @dataclass(frozen=True)
