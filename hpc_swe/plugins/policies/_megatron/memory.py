@@ -377,7 +377,8 @@ def _backward(shape: ModelShape, policy: MegatronSettings) -> float:
     v, their gradients, the same in float32, and the gradient of its output: 5 H + 8 G, without the MLP's.
     """
     heads, groups = (count * shape.head_dim / policy.tensor_parallel for count in (shape.heads, shape.groups))
-    return max(_backward_of_mlp(shape, policy), 5 * heads + 8 * groups + shape.hidden)
+    late = 4 * shape.hidden if policy.sequence_parallel else 0  # what overlap.py and exchange.py hold
+    return late + max(_backward_of_mlp(shape, policy), 5 * heads + 8 * groups + shape.hidden)
 
 
 def _backward_of_mlp(shape: ModelShape, policy: MegatronSettings) -> float:

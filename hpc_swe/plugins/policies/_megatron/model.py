@@ -17,13 +17,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from hpc_swe.plugins.model_shape import ModelShape
-from hpc_swe.plugins.policies._megatron import compat, routing
+from hpc_swe.plugins.policies._megatron import compat, overlap, routing
 from hpc_swe.plugins.policies._megatron.attention import Attention, SequenceAttention
 from hpc_swe.plugins.policies._megatron.context import ContextAttention, join_trained
 from hpc_swe.plugins.policies._megatron.experts import ExpertLayer, Experts
 from hpc_swe.plugins.policies._megatron.kernels import RMSNorm
 from hpc_swe.plugins.policies._megatron.layer import DecoderConfig, Layer
 from hpc_swe.plugins.policies._megatron.logprobs import linear_logprobs
+from hpc_swe.plugins.policies._megatron.overlap import GatheredLinear, ScatteredLinear
 from hpc_swe.plugins.policies._megatron.packing import Packing
 from hpc_swe.plugins.policies._megatron.parallel import DTYPES
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
@@ -77,6 +78,8 @@ def build_model(shape: ModelShape, settings: MegatronSettings) -> PolicyModel:
     compat.mark_shards(model)
     if shape.experts:
         routing.install(model)
+    if settings.sequence_parallel and torch.cuda.is_available():
+        overlap.install(model, parallel_state.get_tensor_model_parallel_group())
     return model.cuda() if torch.cuda.is_available() else model
 
 
@@ -148,6 +151,8 @@ def _layer(config: TransformerConfig) -> ModuleSpec:
     parts, spec.module = spec.submodules, Layer
     parts.self_attention.module = SequenceAttention
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.self_attention.submodules.linear_qkv = GatheredLinear
+    parts.self_attention.submodules.linear_proj = ScatteredLinear
     parts.self_attention.submodules.core_attention = (
         ContextAttention if config.context_parallel_size > 1 else Attention
     )
@@ -157,5 +162,8 @@ def _layer(config: TransformerConfig) -> ModuleSpec:
     if config.num_moe_experts:
         parts.mlp.module = ExpertLayer
         parts.mlp.submodules.experts = ModuleSpec(module=Experts)
+    else:
+        parts.mlp.submodules.linear_fc1 = GatheredLinear
+        parts.mlp.submodules.linear_fc2 = ScatteredLinear
     parts.sharded_state_dict_keys_map = {}  # checkpoints use the parameters' own names
     return spec

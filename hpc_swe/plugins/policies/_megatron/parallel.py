@@ -38,6 +38,8 @@ class TorchRanks(JoinedRanks):
             expert_model_parallel_size=settings.expert_parallel,
             # Experts that are divided among processes are whole there, so each product stays large.
             expert_tensor_parallel_size=1 if settings.expert_parallel > 1 else None,
+            # A product that waits for free multiprocessors must not hold up an exchange beside it.
+            high_priority_stream_groups=["tp"] if torch.cuda.is_available() else None,
         )
         # Dropout is 0 and weights come from files, so no CUDA random state is needed: use the no-op tracker.
         torch.manual_seed(1)
