@@ -45,10 +45,28 @@ Wait = Callable[[], Tensor]
 
 
 def symmetric_memory(size: int, group: dist.ProcessGroup) -> PeerMemory:
-    """Reserve memory of the GPUs of one node."""
+    """Reserve memory of the GPUs of one node; raise RuntimeError on all ranks if one of them has no room.
+
+    A rank that meets the others alone would wait for them for as long as a group waits.
+    """
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # copies need none
     from torch.distributed import _symmetric_memory as symmetric
 
-    own = symmetric.empty(size, dtype=torch.uint8, device=f"cuda:{torch.cuda.current_device()}")
+    torch.cuda.empty_cache()  # the driver gives this memory, and cannot take it from the allocator
+    said = [""] * group.size()
+    try:
+        own, refused = (
+            symmetric.empty(
+                size, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device())
+            ),
+            "",
+        )
+    except RuntimeError as error:
+        refused = str(error) or type(error).__name__
+    dist.all_gather_object(said, refused, group=group)
+    for rank, each in enumerate(said):
+        if each:
+            raise RuntimeError(f"rank {rank} of the group has no {size} bytes that others can read: {each}")
     return _Kept(own, symmetric.rendezvous(own, group.group_name))
 
 
@@ -79,8 +97,7 @@ class RowExchange:
 
         It multiplies its own rows first, and those of each other rank when they have arrived.
         """
-        offered = self._begin(rows.shape, rows.dtype)
-        offered.copy_(rows)
+        self._begin(rows.shape, rows.dtype, self._ranks).copy_(rows)
         self._offer()
         whole = rows.new_empty(self._ranks, *rows.shape)
         arrivals = [self._pull(self._offered(rank), whole[rank]) for rank in self._others()]
@@ -93,7 +110,7 @@ class RowExchange:
 
     def gather(self, rows: Tensor) -> Wait:
         """Begin to gather all ranks' rows, [tokens / ranks, ..]."""
-        self._begin(rows.shape, rows.dtype).copy_(rows)
+        self._begin(rows.shape, rows.dtype, self._ranks).copy_(rows)
         self._offer()
         whole = rows.new_empty(self._ranks, *rows.shape)
         arrivals = [self._pull(self._offered(rank), whole[rank]) for rank in self._others()]
@@ -142,10 +159,19 @@ class RowExchange:
         """Return the other ranks, in an order by which each one serves one reader at a time."""
         return [(self._rank + step) % self._ranks for step in range(1, self._ranks)]
 
-    def _begin(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return this rank's memory of the next turn, to fill it."""
+    def release(self) -> None:
+        """Free the memory until the next exchange."""
+        torch.cuda.synchronize()
+        dist.barrier(self._group)
+        self._memory, self._sizes = [None, None], [0, 0]
+
+    def _begin(self, shape: tuple[int, ...], dtype: torch.dtype, spare: int = 1) -> Tensor:
+        """Return this rank's memory of the next turn, to fill it; reserve `spare` times as much.
+
+        So both pieces have their last size in the forward pass of the first layer, when memory is free.
+        """
         self._turn ^= 1
-        size = math.prod(shape) * dtype.itemsize
+        size = spare * math.prod(shape) * dtype.itemsize
         if self._sizes[self._turn] < size:
             torch.cuda.synchronize()
             dist.barrier(self._group)  # nobody reads from the smaller memory any more
@@ -207,9 +233,20 @@ def _connect(group: dist.ProcessGroup) -> RowExchange | str:
         return f"they are on the nodes {', '.join(sorted(set(nodes)))}"
     try:
         exchange, rows = RowExchange(group), torch.full((2, 8), float(group.rank()), device="cuda")
-        for _ in CHANNELS:
-            whole = exchange.gather(rows)()
+        numbers = torch.arange(group.size(), device="cuda")[:, None]
+        right = [bool(exchange.gather(rows)().view(len(numbers), -1).eq(numbers).all()) for _ in CHANNELS]
     except (RuntimeError, AssertionError, ImportError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
-    right = whole.view(group.size(), -1).eq(torch.arange(group.size(), device="cuda")[:, None])
-    return exchange if bool(right.all()) else "the memory of other ranks does not hold what they wrote"
+    return exchange if all(right) else "the memory of other ranks does not hold what they wrote"
+
+
+def release() -> None:
+    """Free the memory of all exchanges until they are used again. All ranks must call this together."""
+    for exchange in _connected.values():
+        if exchange is not None:
+            exchange.release()
+
+
+def disconnect() -> None:
+    """Forget all groups, which are about to end."""
+    _connected.clear()

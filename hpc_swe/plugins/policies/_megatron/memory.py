@@ -73,7 +73,7 @@ def learner_memory(
     if (base := _last_version(shape, policy, data_parallel, kept, "gpu")).bytes:
         held.append(base)
     saved = tokens * size * shape.layers * _saved(shape, policy, policy.recompute)
-    saved += tokens * size * 4 * shape.hidden
+    saved += tokens * size * (6 if policy.sequence_parallel else 4) * shape.hidden  # 2 h: exchange.py
     if policy.replay_routing:  # a byte for each choice of the engine, on every context-parallel rank
         saved += whole * shape.layers * shape.experts_per_token
     if policy.recompute not in ("selective", "full"):  # which make the routes again in backward
@@ -377,7 +377,7 @@ def _backward(shape: ModelShape, policy: MegatronSettings) -> float:
     v, their gradients, the same in float32, and the gradient of its output: 5 H + 8 G, without the MLP's.
     """
     heads, groups = (count * shape.head_dim / policy.tensor_parallel for count in (shape.heads, shape.groups))
-    late = 4 * shape.hidden if policy.sequence_parallel else 0  # what overlap.py and exchange.py hold
+    late = 2 * shape.hidden if policy.sequence_parallel else 0  # overlap.py holds gathered rows for longer
     return late + max(_backward_of_mlp(shape, policy), 5 * heads + 8 * groups + shape.hidden)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpc_swe.errors import NodeError
 from hpc_swe.plugins.costs import GIB
-from hpc_swe.plugins.policies._megatron import pinned
+from hpc_swe.plugins.policies._megatron import exchange, pinned
 from hpc_swe.plugins.policies._megatron.parallel import TorchRanks
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class Offload:
             host.copy_(_bytes(storage), non_blocking=True)
             self._emptied.append(_Emptied(storage, storage.nbytes(), host))
         self._emptied += [_Emptied(each, each.nbytes(), None) for each in gradients.values()]
+        exchange.release()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         for each in self._emptied:

@@ -3,7 +3,7 @@
 Sequence parallelism gathers the inputs of a product, or its gradients, and scatters sums of them. Forward
 multiplies some rows while others are on their way. Nothing waits for the gradient of a weight, so backward
 puts it off until the next exchange, and computes it then. Ranks that no `RowExchange` connects, such as those
-of two nodes, and weights that are not trained have Megatron's own layers.
+of two nodes, and weights that no gradient is summed for have Megatron's own layers.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,8 @@ class _Waiting:
     def compute(self) -> None:
         gradient, self._gradient = self._gradient, None
         if gradient is not None:
-            gradient.add()
+            with torch.no_grad():  # autograd calls what is queued without it
+                gradient.add()
 
 
 _waiting = _Waiting()
@@ -69,7 +70,7 @@ class GatheredLinear(ColumnParallelLinear):  # type: ignore[misc]
         if self.exchange is None or not _trains(weight):
             found: Tensor = super()._forward_impl(input, weight, *args, **kwargs)
         else:
-            found = _GatheredProduct.apply(input, weight, self.bias, self.exchange)
+            found = _GatheredProduct.apply(input, weight, kwargs["bias"], self.exchange)
         return found
 
 

@@ -7,7 +7,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 
 from hpc_swe.errors import ConfigError
-from hpc_swe.plugins.policies._megatron import compat
+from hpc_swe.plugins.policies._megatron import compat, exchange
 from hpc_swe.plugins.policies._megatron.meeting import JoinedRanks
 from hpc_swe.plugins.policies._megatron.settings import MegatronSettings
 
@@ -64,6 +64,7 @@ class TorchRanks(JoinedRanks):
         return self.broadcast(value, self._first_of_last_stage)
 
     def close(self) -> None:
+        exchange.disconnect()
         parallel_state.destroy_model_parallel()
         super().close()
 
