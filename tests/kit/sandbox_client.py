@@ -131,7 +131,7 @@ def work(word: str) -> None:
         while fate and int(number) not in FATED:  # another one's fate was faster
             outcome = play(int(number), fate)
         deadline = time.monotonic() + 4 * FATED_S
-        while time.monotonic() < deadline and any(start_time(pid) == at for pid, at in ENDING.items()):
+        while time.monotonic() < deadline and any(start_time(pid) == at for pid, at in dict(ENDING).items()):
             time.sleep(0.01)
         ENDING.clear()
     say(f"ended {number} {outcome}")
