@@ -53,14 +53,9 @@ def symmetric_memory(size: int, group: dist.ProcessGroup) -> PeerMemory:
     from torch.distributed import _symmetric_memory as symmetric
 
     torch.cuda.empty_cache()  # the driver gives this memory, and cannot take it from the allocator
-    said = [""] * group.size()
+    said, refused = [""] * group.size(), ""
     try:
-        own, refused = (
-            symmetric.empty(
-                size, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device())
-            ),
-            "",
-        )
+        own = symmetric.empty(size, dtype=torch.uint8, device=f"cuda:{torch.cuda.current_device()}")
     except RuntimeError as error:
         refused = str(error) or type(error).__name__
     dist.all_gather_object(said, refused, group=group)
@@ -97,10 +92,7 @@ class RowExchange:
 
         It multiplies its own rows first, and those of each other rank when they have arrived.
         """
-        self._begin(rows.shape, rows.dtype, self._ranks).copy_(rows)
-        self._offer()
-        whole = rows.new_empty(self._ranks, *rows.shape)
-        arrivals = [self._pull(self._offered(rank), whole[rank]) for rank in self._others()]
+        whole, arrivals = self._begin_gather(rows)
         output = rows.new_empty(self._ranks, *rows.shape[:-1], len(weight))
         _multiply(rows, weight.t(), output[self._rank])
         for rank, arrival in zip(self._others(), arrivals, strict=True):
@@ -110,10 +102,7 @@ class RowExchange:
 
     def gather(self, rows: Tensor) -> Wait:
         """Begin to gather all ranks' rows, [tokens / ranks, ..]."""
-        self._begin(rows.shape, rows.dtype, self._ranks).copy_(rows)
-        self._offer()
-        whole = rows.new_empty(self._ranks, *rows.shape)
-        arrivals = [self._pull(self._offered(rank), whole[rank]) for rank in self._others()]
+        whole, arrivals = self._begin_gather(rows)
         whole[self._rank].copy_(rows)
 
         def wait() -> Tensor:
@@ -158,6 +147,13 @@ class RowExchange:
     def _others(self) -> list[int]:
         """Return the other ranks, in an order by which each one serves one reader at a time."""
         return [(self._rank + step) % self._ranks for step in range(1, self._ranks)]
+
+    def _begin_gather(self, rows: Tensor) -> tuple[Tensor, list[Any]]:
+        """Begin to pull the others' rows; return [ranks, *rows.shape] and an event of each, in order."""
+        self._begin(rows.shape, rows.dtype, self._ranks).copy_(rows)
+        self._offer()
+        whole = rows.new_empty(self._ranks, *rows.shape)
+        return whole, [self._pull(self._offered(rank), whole[rank]) for rank in self._others()]
 
     def release(self) -> None:
         """Free the memory until the next exchange."""
