@@ -32,6 +32,8 @@ COLUMNS = (
 
 FRESH = 3
 """Steps after a recovery: of the first ones the batches may have been there before."""
+SAVED_S = 5.0
+"""The controller saves its state so often."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,9 @@ def preempt_rollout(run: Run) -> Hit:
 
 def walltime(run: Run) -> Hit:
     """Two minutes are the least that a notice of 20 s allows; the clock starts when one is warned."""
-    before = {node.owner for node in run.alive("reward")}
-    gone = lambda: before - {node.owner for node in run.alive("reward")}  # noqa: E731
+    alive = lambda: {node.owner for node in run.alive("reward")}  # noqa: E731
+    before = run.until("a reward worker", alive, ticks=False)  # under load none may have beaten just now
+    gone = lambda: before - alive()  # noqa: E731
     return Hit(("reward",), run.until("a walltime", gone, ticks=False), began=time.monotonic())
 
 
@@ -195,16 +198,38 @@ def cut(run: Run) -> Hit:
 
 
 def controller_killed(run: Run) -> Hit:
+    """It would give a job whose start it has not saved yet to a node once more, and then hold it."""
+    time.sleep(2 * SAVED_S)
+    began = time.monotonic()
     run.cluster.daemon_kill("slurmctld", signal.SIGKILL)
     refused = run.refused
     run.tick()
     assert run.refused == refused + 1, "a tick without a controller did not say so"
     run.cluster.daemon_start("slurmctld")
-    return Hit(("learner",))
+    return Hit(("learner",), began=began)
+
+
+def controller_killed_after_start(run: Run) -> Hit:
+    """It gives the job to its node once more. The node, which has it, drains itself; the job is held."""
+    job = some(run, "rollout")[0]
+    hit = Hit(("rollout",), victims(run, job), lambda: resume_all(run))
+    run.cluster.run("scontrol", "requeue", job.name, user="root")
+    started = lambda: [j for j in some(run, "rollout", 4) if j.name == job.name and j.restarts > job.restarts]  # noqa: E731
+    run.until("another start", started, ticks=False)
+    run.cluster.daemon_kill("slurmctld", signal.SIGKILL)
+    run.cluster.daemon_start("slurmctld")
+    return hit
+
+
+def resume_all(run: Run) -> None:
+    """As an administrator does with nodes that drained themselves."""
+    for node in run.cluster.layout.nodes:
+        words = ("scontrol", "update", f"nodename={node}", "state=resume")
+        run.cluster.run(*words, user="root", check=False)  # which refuses it for nodes that work
 
 
 def controller_killed_after_submission(run: Run) -> Hit:
-    """Its state is saved every five seconds, so it forgets what it was just told."""
+    """It forgets what it was just told, of which it has saved nothing."""
     struck = some(run, "rollout", 2)
     hit = Hit(("rollout",), victims(run, *struck))
     run.cluster.run("scancel", *(job.name for job in struck))
@@ -268,6 +293,9 @@ FAULTS = {
     "poweroff": Fault("power-off of a node with a rollout job and an engine", poweroff),
     "cut": Fault("link cut and healed, two incarnations alive", cut, "next tick"),
     "slurmctld": Fault("slurmctld killed and restarted", controller_killed),
+    "slurmctld-start": Fault(
+        "slurmctld killed right after a job's start", controller_killed_after_start, "next tick"
+    ),
     "slurmctld-submission": Fault(
         "slurmctld killed right after a submission", controller_killed_after_submission, "next tick"
     ),

@@ -9,9 +9,9 @@ CHECKPOINT_EVERY = 5
 MOST_LOST = {"poweroff-learner": 2 * CHECKPOINT_EVERY}
 """Learner steps; elsewhere none when a step and a save fit the notice, else one checkpoint's worth. When this
 node is back, Slurm sends it the order to end the lost step, and hits the new one, which has its name."""
-EITHER = {"cut", "slurmctld-submission"}
+EITHER = {"cut", "slurmctld-start", "slurmctld-submission"}
 """The new coordinator may lose a race against the one behind the cut link, and leave; that one dies later. A
-controller may have saved its state just before it was killed: it then remembers the submission."""
+controller may have saved its state just before it was killed: it then remembers the start or submission."""
 
 
 @pytest.fixture(scope="module")

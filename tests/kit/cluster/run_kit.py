@@ -287,7 +287,11 @@ class Run:
     def state(self) -> str:
         """For people, when something did not come to pass."""
         alive = {role: [node.owner for node in self.alive(role)] for role in self.counts}
-        lines = [f"alive: {alive}", f"newest step {self.newest}", *map(str, self.jobs())]
+        why = {job.id: job.reason for job in self.cluster.jobs()}
+        lines = [f"alive: {alive}", f"newest step {self.newest}"]
+        lines += [f"{job} {why.get(job.name, '')}" for job in self.jobs()]
+        nodes = self.cluster.run("sinfo", "-h", "-a", "-N", "-o", "%N %T %E", user="root", check=False)
+        lines += sorted(set(nodes.stdout.splitlines()))
         if self.dir.status.exists():
             lines.append(self.dir.status.read_text()[:2000])
         return "\n".join(lines)
