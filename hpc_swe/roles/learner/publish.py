@@ -125,8 +125,8 @@ class Publisher(Generic[L]):
             self._commit(stage, final, manifest)
         self._exported = self._learner.step
         self._parent, self._deltas = version, 0 if parent is None else self._deltas + 1
-        size = sum(info.size for info in manifest.files.values())
-        log.info("exported %s: %s, %d bytes", version.name, "full" if parent is None else "delta", size)
+        form, size = "full" if parent is None else "delta", sum(each.size for each in manifest.files.values())
+        on_rank_zero(self._ranks, lambda: log.info("exported %s: %s, %d bytes", version.name, form, size))
 
     def republish_weights(self) -> None:
         """Publish the current weights as a full version, under the next incarnation: no folder changes."""
@@ -172,7 +172,7 @@ class Publisher(Generic[L]):
             )
             self._commit(stage, final, manifest)
         self._saved, self.saving_s = step, time.monotonic() - began
-        log.info("saved step %d", step)
+        on_rank_zero(self._ranks, lambda: log.info("saved step %d", step))
 
     def publish_last(self: "Publisher[Learner]") -> None:
         """Publish the last weights, and a checkpoint of the same incarnation; both together end training."""

@@ -126,7 +126,8 @@ def run_cases(
     folder.mkdir(parents=True, exist_ok=True)
     spec = folder / f"spec{size}.json"
     spec.write_text(json.dumps([case | {"out": str(folder / case["name"])} for case in cases]))
-    launch(size, "worker", str(spec), timeout_s=timeout_s)
+    outputs = launch(size, "worker", str(spec), timeout_s=timeout_s)
+    assert not any("common state dict differs" in each for each in outputs), "rank 0 saves it for all"
     return read_answers(size, cases, folder)
 
 

@@ -227,15 +227,15 @@ class Checkpointer:
         of both under other names than those of one, and could not read them at another number of ranks.
         """
         parts = [
-            each.sharded_state_dict(model, loading, metadata=content)
+            dict(each.sharded_state_dict(model, loading, metadata=content))
             for each in self._optimizer.chained_optimizers
         ]
+        states = [part.pop("param_state", None) for part in parts]  # None where another rank saves it
+        own = {n: {"param_state": state} for n, state in enumerate(states) if state is not None}
         if len(parts) == 1:
-            return dict(parts[0])
+            return {**parts[0], **own.get(0, {})}
         groups = [group for part in parts for group in part["optimizer"]["param_groups"]]
-        states = {index: {"param_state": part["param_state"]} for index, part in enumerate(parts)}
-        common = {key: value for key, value in parts[0].items() if key != "param_state"}
-        return {**common, "optimizer": {"param_groups": groups}, **states}
+        return {**parts[0], "optimizer": {"param_groups": groups}, **own}
 
     def _take_needed(self, state: dict[Any, Any]) -> list[loaded.SavedTensor]:
         """Remove what is loaded in pieces from `_optimizer_state`; return what this rank needs of it."""
